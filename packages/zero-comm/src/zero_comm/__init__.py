@@ -1,0 +1,50 @@
+"""Coalesced collectives over one group of ranks."""
+
+from .__about__ import __version__
+from ._agreement import check_agreement
+from ._backend import BACKENDS, Backend
+from ._coalesced import (
+    all_gather_coalesced,
+    all_reduce_coalesced,
+    broadcast_coalesced,
+    reduce_scatter_coalesced,
+)
+from ._compositions import (
+    all_gather_flat,
+    all_reduce_flat,
+    broadcast_flat,
+    even_splits,
+    reduce_scatter_flat,
+)
+from ._errors import AgreementError, CommError, GroupMismatchError, RankFailedError
+from ._group import Group, init
+from ._handle import Handle
+from ._reduction import Reduction
+from ._traffic import OperationTraffic, Traffic, record_traffic
+
+__all__ = [
+    "BACKENDS",
+    "AgreementError",
+    "Backend",
+    "CommError",
+    "Group",
+    "GroupMismatchError",
+    "Handle",
+    "OperationTraffic",
+    "RankFailedError",
+    "Reduction",
+    "Traffic",
+    "__version__",
+    "all_gather_coalesced",
+    "all_gather_flat",
+    "all_reduce_coalesced",
+    "all_reduce_flat",
+    "broadcast_coalesced",
+    "broadcast_flat",
+    "check_agreement",
+    "even_splits",
+    "init",
+    "record_traffic",
+    "reduce_scatter_coalesced",
+    "reduce_scatter_flat",
+]

@@ -1,0 +1,76 @@
+"""Make sure that all ranks mean the same thing before they exchange data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import torch
+
+from ._compositions import all_gather_flat
+from ._errors import AgreementError
+from ._group import Group
+
+
+def check_agreement(
+    facts: Mapping[str, str], *, group: Group, tag: int = 0, timeout_s: float = 30.0
+) -> None:
+    """Raise on every rank unless all ranks pass the same facts, in the same order. Collective.
+
+    Args:
+        facts: What must be equal everywhere, by a name that a user understands.
+        group: The ranks that must agree.
+        tag: As for `all_gather_flat`.
+        timeout_s: How long to wait for a rank that does not call this, in seconds.
+
+    Raises:
+        AgreementError: Names the first fact that differs, the ranks and both values.
+        CommError: A rank did not take part in time.
+    """
+    if group.world_size == 1:
+        return
+    own = torch.frombuffer(bytearray(json.dumps(list(facts.items())), "ascii"), dtype=torch.uint8)
+    numels = _gather(torch.tensor([[own.numel()]]), group, tag=tag, timeout_s=timeout_s)
+    splits = [int(numel) for numel in numels]
+    # Padded to the longest: not every backend gathers uneven pieces.
+    padded = torch.zeros(1, max(splits), dtype=torch.uint8)
+    padded[0, : own.numel()] = own
+    rows = _gather(padded, group, tag=tag, timeout_s=timeout_s)
+    theirs = [
+        json.loads(bytes(row[:numel].tolist())) for row, numel in zip(rows, splits, strict=True)
+    ]
+    for rank, other in enumerate(theirs):
+        if other != theirs[0]:
+            raise AgreementError(_describe(theirs[0], other, rank, group))
+
+
+def _gather(row: torch.Tensor, group: Group, *, tag: int, timeout_s: float) -> torch.Tensor:
+    """Every rank's row, one below the other, on the CPU."""
+    shard = row.view(-1).to(group.device)
+    out = shard.new_empty(group.world_size * shard.numel())
+    splits = [shard.numel()] * group.world_size
+    handle = all_gather_flat(
+        out, splits=splits, group=group, shard=shard, tag=tag, control=True
+    )
+    return handle.wait(timeout_s=timeout_s).view(group.world_size, -1).cpu()
+
+
+def _describe(first: list[list[str]], other: list[list[str]], rank: int, group: Group) -> str:
+    for (name, value), (other_name, other_value) in zip(first, other, strict=False):
+        if name != other_name:
+            return (
+                f"ranks disagree: rank 0 has {name} where rank {rank} has {other_name} (seen on "
+                f"rank {group.rank}); every rank must run the same code on the same model"
+            )
+        if value != other_value:
+            return (
+                f"ranks disagree on {name}: rank 0 has {value}, rank {rank} has {other_value} "
+                f"(seen on rank {group.rank}); every rank must pass the same"
+            )
+    longer, extra = (
+        (0, first[len(other) :]) if len(first) > len(other) else (rank, other[len(first) :])
+    )
+    return (
+        f"ranks disagree: only rank {longer} has {extra[0][0]} ({extra[0][1]}), comparing ranks 0 "
+        f"and {rank} (seen on rank {group.rank})"
+    )

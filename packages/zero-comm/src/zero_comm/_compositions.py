@@ -1,0 +1,408 @@
+"""Collectives on one flat buffer, composed of what the backend does well.
+
+A flat buffer of a group is cut into one chunk per rank, `splits[r]` elements each, in rank order.
+Chunks may be uneven and may be empty. Sums are taken in rank order, ((g0 + g1) + g2) + ..., and a
+mean divides the sum by the world size, so that one process can repeat the arithmetic bit for bit;
+only nccl, which documents no order, is free of that promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._errors import GroupMismatchError
+from ._group import Group
+from ._handle import Handle, wait_for
+from ._reduction import Reduction, finish_mean
+from ._torch_compat import all_gather_single, reduce_scatter_single
+
+# Messages of this size let the local sum run while later messages arrive, and stay in cache for
+# it. Between 512 KiB and 8 MiB the time hardly changes (benchmarks/bench_collectives.py).
+PIECE_BYTES: Final = 2 * 2**20
+
+# Tags far from those a user of torch's send and recv would choose on the same group.
+_TAG_BASE: Final = 1 << 24
+
+
+def all_gather_flat(
+    out: Tensor,
+    *,
+    splits: Sequence[int],
+    group: Group,
+    shard: Tensor | None = None,
+    tag: int = 0,
+    payload: Sequence[int] | None = None,
+    control: bool = False,
+) -> Handle[Tensor]:
+    """Fill every rank's chunk of `out` with that rank's values. Collective; returns at once.
+
+    Args:
+        out: 1-D, contiguous, `sum(splits)` elements, on the group's device; any dtype. Written in
+            place; do not touch it until the handle was waited on.
+        splits: Elements per rank, in rank order; the same on every rank.
+        group: The ranks that take part.
+        shard: This rank's values, `splits[rank]` elements. None when they are already in their
+            chunk of `out`, in which case nothing is copied.
+        tag: Identity of this collective: those with different tags may be launched in different
+            order by different ranks where the backend allows it (gloo). Those with the same tag
+            must be launched in the same order everywhere.
+        payload: Elements per rank that carry data, for the traffic count; `splits` when None.
+        control: Count it as `agree`, apart from data: flags, fingerprints, scalars.
+
+    Returns:
+        Handle of `out`.
+
+    Raises:
+        GroupMismatchError: `out` or `shard` does not fit `splits` or the group's device.
+    """
+    own = _own_chunk(out, splits, group)
+    if shard is not None:
+        _check(shard, splits[group.rank], group, "shard", dtype=out.dtype)
+        own.copy_(shard)
+    name = "agree" if control else "all_gather"
+    _count(group, name, out, splits, payload, sends_own=True)
+    if group.world_size == 1:
+        return Handle(lambda _: out)
+    if group.backend.composes_from_peers:
+        works = _exchange(
+            group, own, receive=_chunks(out, splits), tag=_tag(tag), what="all_gather"
+        )
+        return Handle(lambda _: out, tuple(works), (out,))
+    if len(set(splits)) == 1:
+        work = all_gather_single(out, own, group=group.process_group, async_op=True)
+    else:
+        chunks = _chunks(out, splits)
+        work = dist.all_gather(chunks, own, group=group.process_group, async_op=True)
+    return Handle(lambda _: out, (("all_gather", work),), (out,))
+
+
+def reduce_scatter_flat(
+    buffer: Tensor,
+    *,
+    splits: Sequence[int],
+    group: Group,
+    op: Reduction = Reduction.MEAN,
+    out: Tensor | None = None,
+    tag: int = 0,
+    payload: Sequence[int] | None = None,
+) -> Handle[Tensor]:
+    """Combine all ranks' `buffer` and keep this rank's chunk of the result. Collective.
+
+    Args:
+        buffer: 1-D, contiguous, `sum(splits)` elements, on the group's device. Borrowed until the
+            handle was waited on; written only where `out` is a part of it.
+        splits: Elements per rank, in rank order; the same on every rank.
+        group: The ranks that take part.
+        op: MEAN or SUM.
+        out: Receives the result, `splits[rank]` elements of the buffer's dtype; may be this rank's
+            chunk of `buffer`. Allocated when None.
+        tag: As for `all_gather_flat`.
+        payload: As for `all_gather_flat`.
+
+    Returns:
+        Handle of `out`. On gloo the sum is taken in `wait`, in rank order.
+
+    Raises:
+        GroupMismatchError: `buffer` or `out` does not fit `splits` or the group's device, or the
+            buffer's dtype has no mean.
+    """
+    own = _own_chunk(buffer, splits, group)
+    _check_mean(buffer, op, group)
+    if out is None:
+        out = torch.empty_like(own)
+    else:
+        _check(out, own.numel(), group, "out", dtype=buffer.dtype)
+    _count(group, "reduce_scatter", buffer, splits, payload, sends_own=False)
+    return _reduce_scatter(buffer, splits=splits, group=group, op=op, out=out, tag=tag)
+
+
+def all_reduce_flat(
+    buffer: Tensor,
+    *,
+    group: Group,
+    op: Reduction = Reduction.MEAN,
+    splits: Sequence[int] | None = None,
+    tag: int = 0,
+    payload: Sequence[int] | None = None,
+) -> Handle[Tensor]:
+    """Combine all ranks' `buffer`, in place, into the same values everywhere. Collective.
+
+    On gloo it is a reduce-scatter and an all-gather of the chunks in `splits` (even ones when
+    None), so that its sums are bit for bit those of `reduce_scatter_flat`; the all-gather is
+    launched in `wait`.
+
+    Args:
+        buffer: 1-D, contiguous, on the group's device.
+        group: The ranks that take part.
+        op: MEAN or SUM.
+        splits: Which rank adds up which elements.
+        tag: As for `all_gather_flat`; in addition all-reduces with the same tag must be waited on
+            in the same order everywhere.
+        payload: As for `all_gather_flat`.
+
+    Returns:
+        Handle of `buffer`.
+
+    Raises:
+        GroupMismatchError: `buffer` does not fit `splits` or the group's device, or has no mean.
+    """
+    if splits is None:
+        splits = even_splits(buffer.numel(), group.world_size)
+    own = _own_chunk(buffer, splits, group)
+    _check_mean(buffer, op, group)
+    _count(group, "all_reduce", buffer, splits, payload, sends_own=False)
+    _count(group, "all_reduce", buffer, splits, payload, sends_own=True, calls=False)
+    if group.world_size == 1:
+        return Handle(lambda _: buffer)
+    if not group.backend.composes_from_peers:
+        reduce_op = _torch_op(group, op)
+        work = dist.all_reduce(buffer, reduce_op, group=group.process_group, async_op=True)
+        return Handle(lambda _: buffer, (("all_reduce", work),), (buffer,))
+    reduction = _reduce_scatter(buffer, splits=splits, group=group, op=op, out=own, tag=tag)
+
+    def finish(timeout_s: float | None) -> Tensor:
+        reduction.wait(timeout_s=timeout_s)
+        works = _exchange(
+            group,
+            own,
+            receive=_chunks(buffer, splits),
+            tag=_late_tag(tag),
+            what="all_reduce",
+        )
+        for what, work in works:
+            wait_for(work, what, timeout_s=timeout_s)
+        return buffer
+
+    return Handle(finish, (), (buffer,))
+
+
+def broadcast_flat(buffer: Tensor, *, src: int, group: Group) -> Handle[Tensor]:
+    """Give every rank the values of position `src` of the group, in place. Collective.
+
+    Args:
+        buffer: 1-D, contiguous, on the group's device; the same numel and dtype on every rank.
+        src: Position in the group, not in the job.
+        group: The ranks that take part.
+
+    Returns:
+        Handle of `buffer`.
+
+    Raises:
+        GroupMismatchError: `src` is no rank of the group, or `buffer` does not fit.
+    """
+    if not 0 <= src < group.world_size:
+        raise GroupMismatchError(
+            f"expected src in 0..{group.world_size - 1}, a position in the group, got {src} "
+            f"(rank {group.rank})"
+        )
+    _check(buffer, buffer.numel(), group, "buffer")
+    sent = buffer.numel() * (group.world_size - 1) if group.rank == src else 0
+    group.count("broadcast", payload_numel=sent, itemsize=buffer.element_size())
+    if group.world_size == 1:
+        return Handle(lambda _: buffer)
+    work = dist.broadcast(buffer, group.global_rank(src), group=group.process_group, async_op=True)
+    return Handle(lambda _: buffer, (("broadcast", work),), (buffer,))
+
+
+def even_splits(numel: int, world_size: int) -> tuple[int, ...]:
+    """Cut `numel` elements into chunks that differ by one at most."""
+    quotient, rest = divmod(numel, world_size)
+    return tuple(quotient + (rank < rest) for rank in range(world_size))
+
+
+def _reduce_scatter(
+    buffer: Tensor, *, splits: Sequence[int], group: Group, op: Reduction, out: Tensor, tag: int
+) -> Handle[Tensor]:
+    own = _chunks(buffer, splits)[group.rank]
+    if group.world_size == 1:
+        if out.data_ptr() != own.data_ptr():
+            out.copy_(own)
+        return Handle(lambda _: out)
+    if group.backend.composes_from_peers:
+        return _reduce_scatter_from_peers(buffer, splits, group=group, op=op, out=out, tag=tag)
+    if len(set(splits)) == 1:
+        work = reduce_scatter_single(
+            out, buffer, _torch_op(group, op), group=group.process_group, async_op=True
+        )
+    else:
+        work = dist.reduce_scatter(
+            out,
+            list(_chunks(buffer, splits)),
+            _torch_op(group, op),
+            group=group.process_group,
+            async_op=True,
+        )
+    return Handle(lambda _: out, (("reduce_scatter", work),), (buffer, out))
+
+
+def _reduce_scatter_from_peers(
+    buffer: Tensor,
+    splits: Sequence[int],
+    *,
+    group: Group,
+    op: Reduction,
+    out: Tensor,
+    tag: int,
+) -> Handle[Tensor]:
+    chunks = _chunks(buffer, splits)
+    own = chunks[group.rank]
+    tag = _tag(tag)
+    peers = [rank for rank in range(group.world_size) if rank != group.rank]
+    if len(peers) == 1 and out.data_ptr() != own.data_ptr():
+        scratch = {peers[0]: out}  # a sum of two does not depend on the order: receive in place
+    else:
+        rows = own.new_empty(len(peers), own.numel())
+        scratch = {peer: rows[i] for i, peer in enumerate(peers)}
+
+    step = max(1, PIECE_BYTES // buffer.element_size())
+    arrivals: list[tuple[slice, list[tuple[str, Any]]]] = []
+    for start in range(0, own.numel(), step):
+        piece = slice(start, min(start + step, own.numel()))
+        works = [
+            _receive(scratch[peer][piece], peer, group, tag, "reduce_scatter") for peer in peers
+        ]
+        arrivals.append((piece, works))
+    sends = []
+    for start in range(0, max(splits), step):
+        for peer in peers:
+            if start < splits[peer]:
+                piece = chunks[peer][start : min(start + step, splits[peer])]
+                sends.append(_send(piece, peer, group, tag, "reduce_scatter"))
+
+    def finish(timeout_s: float | None) -> Tensor:
+        for piece, works in arrivals:
+            for what, work in works:
+                wait_for(work, what, timeout_s=timeout_s)
+            rows = [
+                own[piece] if rank == group.rank else scratch[rank][piece]
+                for rank in range(group.world_size)
+            ]
+            # Partial sums go to memory of ours: `out` may be `own`, which must be read in its turn.
+            partial = rows[0]
+            for row in rows[1:-1]:
+                partial = torch.add(partial, row, out=scratch[peers[0]][piece])
+            total = torch.add(partial, rows[-1], out=out[piece])
+            finish_mean(total, op=op, world_size=group.world_size)
+        for what, work in sends:
+            wait_for(work, what, timeout_s=timeout_s)
+        return out
+
+    return Handle(finish, (), (buffer, out, scratch))
+
+
+def _exchange(
+    group: Group, own: Tensor, *, receive: Sequence[Tensor], tag: int, what: str
+) -> list[tuple[str, Any]]:
+    """Send to and receive from every peer, the next rank first so that no rank is a hot spot."""
+    works = []
+    for distance in range(1, group.world_size):
+        peer = (group.rank - distance) % group.world_size
+        if receive[peer].numel():
+            works.append(_receive(receive[peer], peer, group, tag, what))
+    for distance in range(1, group.world_size):
+        peer = (group.rank + distance) % group.world_size
+        if own.numel():
+            works.append(_send(own, peer, group, tag, what))
+    return works
+
+
+def _send(tensor: Tensor, peer: int, group: Group, tag: int, what: str) -> tuple[str, Any]:
+    work = dist.isend(tensor, group.global_rank(peer), group=group.process_group, tag=tag)
+    return f"{what}: sending to rank {peer}", work
+
+
+def _receive(tensor: Tensor, peer: int, group: Group, tag: int, what: str) -> tuple[str, Any]:
+    work = dist.irecv(tensor, group.global_rank(peer), group=group.process_group, tag=tag)
+    return f"{what}: receiving from rank {peer}", work
+
+
+def _tag(tag: int) -> int:
+    return _TAG_BASE + 2 * tag
+
+
+def _late_tag(tag: int) -> int:
+    """For what is launched in `wait`: ranks may wait before or after they launch something else."""
+    return _TAG_BASE + 2 * tag + 1
+
+
+def _torch_op(group: Group, op: Reduction) -> Any:
+    assert group.backend.reduces_mean, f"{group.backend.name} is composed from peers"
+    return dist.ReduceOp.AVG if op is Reduction.MEAN else dist.ReduceOp.SUM
+
+
+def _chunks(buffer: Tensor, splits: Sequence[int]) -> list[Tensor]:
+    return [buffer[start:stop] for start, stop in pairwise(accumulate(splits, initial=0))]
+
+
+def _own_chunk(buffer: Tensor, splits: Sequence[int], group: Group) -> Tensor:
+    if len(splits) != group.world_size:
+        raise GroupMismatchError(
+            f"expected one split per rank, {group.world_size} in all, got {len(splits)} "
+            f"(rank {group.rank})"
+        )
+    _check(buffer, sum(splits), group, "buffer")
+    start = sum(splits[: group.rank])
+    return buffer[start : start + splits[group.rank]]
+
+
+def _check(
+    tensor: Tensor, numel: int, group: Group, name: str, *, dtype: torch.dtype | None = None
+) -> None:
+    is_dense = tensor.layout == torch.strided
+    if not is_dense or tensor.shape != (numel,) or not tensor.is_contiguous():
+        strides = f" with strides {tensor.stride()}" if is_dense else ""
+        raise GroupMismatchError(
+            f"expected {name} to be 1-D, dense and contiguous with {numel} elements, got "
+            f"{tensor.layout} of shape {tuple(tensor.shape)}{strides} (rank {group.rank}); flatten "
+            "it with tensor.contiguous().view(-1)"
+        )
+    if tensor.device != group.device:
+        raise GroupMismatchError(
+            f"expected {name} on {group.device}, where this group communicates, got "
+            f"{tensor.device} (rank {group.rank}); move it, or make the group for that device"
+        )
+    if dtype is not None and tensor.dtype != dtype:
+        raise GroupMismatchError(
+            f"expected {name} to be {dtype} as the buffer is, got {tensor.dtype} (rank "
+            f"{group.rank}); convert it first, values travel as they are"
+        )
+
+
+def _check_mean(buffer: Tensor, op: Reduction, group: Group) -> None:
+    if op is Reduction.MEAN and not (buffer.is_floating_point() or buffer.is_complex()):
+        raise GroupMismatchError(
+            f"expected a floating point dtype for a mean, got {buffer.dtype} (rank {group.rank}); "
+            "use Reduction.SUM"
+        )
+
+
+def _count(
+    group: Group,
+    name: str,
+    buffer: Tensor,
+    splits: Sequence[int],
+    payload: Sequence[int] | None,
+    *,
+    sends_own: bool,
+    calls: bool = True,
+) -> None:
+    if not group.recorders:
+        return
+    payload = splits if payload is None else payload
+    own, total = payload[group.rank], sum(payload)
+    sent = own * (group.world_size - 1) if sends_own else total - own
+    own_all, total_all = splits[group.rank], sum(splits)
+    sent_all = own_all * (group.world_size - 1) if sends_own else total_all - own_all
+    group.count(
+        name,
+        payload_numel=sent,
+        padding_numel=sent_all - sent,
+        itemsize=buffer.element_size(),
+        calls=int(calls),
+    )

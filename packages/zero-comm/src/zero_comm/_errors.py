@@ -1,0 +1,17 @@
+"""What can go wrong between ranks, one type per remedy."""
+
+
+class CommError(RuntimeError):
+    """A collective was misused, failed, or did not finish in time."""
+
+
+class GroupMismatchError(ValueError):
+    """Tensors do not fit the group they were handed to: device, shape or split."""
+
+
+class AgreementError(RuntimeError):
+    """Ranks that must hold the same value hold different ones."""
+
+
+class RankFailedError(RuntimeError):
+    """A worker of a rank pool raised, died or did not answer in time."""

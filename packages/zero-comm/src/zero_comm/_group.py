@@ -1,0 +1,147 @@
+"""The ranks that communicate, as one value that is passed around."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from attrs import Factory, field, frozen
+
+from ._backend import BACKENDS, Backend
+from ._errors import CommError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ._traffic import Traffic
+
+
+@frozen(eq=False)
+class Group:
+    """Ranks that communicate. Made by `init()`, `from_process_group()`, `from_mesh()`, `solo()`."""
+
+    process_group: Any  # torch's ProcessGroup; None for a solo group
+    rank: int  # position in this group, not in the job
+    world_size: int
+    device: torch.device  # where tensors of its collectives live
+    backend: Backend
+    recorders: list[Traffic] = field(default=Factory(list), repr=False)
+
+    @classmethod
+    def solo(cls, device: torch.device | str = "cpu") -> Group:
+        """A group of one: every collective is the identity and nothing needs to be started."""
+        return cls(None, 0, 1, _with_index(torch.device(device)), BACKENDS["solo"])
+
+    @classmethod
+    def from_process_group(
+        cls, process_group: Any = None, *, device: torch.device | str | None = None
+    ) -> Group:
+        """Wrap a ProcessGroup of torch; None means the default one. Local.
+
+        Args:
+            process_group: From `torch.distributed.new_group` and friends.
+            device: Where its tensors live; the current CUDA device for nccl, else the CPU.
+
+        Raises:
+            CommError: torch.distributed is not initialised, this rank is not a member, or the
+                backend is not one we know.
+        """
+        if not dist.is_initialized():
+            raise CommError(
+                "expected torch.distributed to be initialised, but it is not; call "
+                "zero_comm.init(), or use Group.solo() for a single process"
+            )
+        if process_group is None:
+            process_group = dist.group.WORLD
+        rank = dist.get_rank(process_group)
+        if rank < 0:
+            raise CommError(
+                f"rank {dist.get_rank()} of the job is not a member of the process group given"
+            )
+        # A group made with "cpu:gloo,cuda:nccl" answers with both; the device decides.
+        names = dist.get_backend(process_group).lower()
+        name = "nccl" if "nccl" in names and device is None else names.split(",")[0].split(":")[-1]
+        if device is not None and torch.device(device).type == "cuda" and "nccl" in names:
+            name = "nccl"
+        if name not in BACKENDS:
+            raise CommError(f"expected backend gloo or nccl, got {name!r}; init() picks one")
+        if device is None:
+            device = "cuda" if name == "nccl" else "cpu"
+        world_size = dist.get_world_size(process_group)
+        where = _with_index(torch.device(device))
+        return cls(process_group, rank, world_size, where, BACKENDS[name])
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh, axis: str | int | None = None) -> Group:
+        """The group along one axis of a DeviceMesh; `axis` may be left out of a 1-D mesh. Local."""
+        return cls.from_process_group(mesh.get_group(axis))
+
+    def global_rank(self, rank: int) -> int:
+        """The rank in the whole job of position `rank` in this group."""
+        return dist.get_global_rank(self.process_group, rank)
+
+    def count(
+        self,
+        name: str,
+        *,
+        payload_numel: int,
+        padding_numel: int = 0,
+        itemsize: int = 1,
+        calls: int = 1,
+    ) -> None:
+        """Tell whoever records traffic about one call. Local."""
+        for traffic in self.recorders:
+            traffic.add(
+                name,
+                calls=calls,
+                payload_numel=payload_numel,
+                padding_numel=padding_numel,
+                itemsize=itemsize,
+            )
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Tensors know the index of their device, and `cuda` equals no `cuda:0`."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def init(*, backend: str | None = None, timeout_s: float = 600.0) -> Group:
+    """Join the job that torchrun describes, or be a job of one. Collective when there are others.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torchrun sets; without
+    WORLD_SIZE this process is alone and nothing is started. Picks nccl where there is a CUDA device
+    for each local rank, else gloo. If torch.distributed is already initialised, wraps its default
+    group instead.
+
+    Args:
+        backend: "gloo" or "nccl", to overrule the choice.
+        timeout_s: Longest wait of a collective before it fails, in seconds.
+
+    Raises:
+        CommError: WORLD_SIZE is set but one of the other variables is not.
+    """
+    if dist.is_initialized():
+        return Group.from_process_group()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    has_cuda = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size
+    if "WORLD_SIZE" not in os.environ:
+        return Group.solo("cuda" if has_cuda and backend != "gloo" else "cpu")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise CommError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set but {', '.join(missing)} is not; "
+            "start with torchrun, or unset WORLD_SIZE to run alone"
+        )
+    chosen = backend or ("nccl" if has_cuda else "gloo")
+    device_id = None
+    if chosen == "nccl":
+        device_id = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device_id)
+    dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_s), device_id=device_id)
+    return Group.from_process_group()

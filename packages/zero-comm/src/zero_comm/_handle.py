@@ -1,0 +1,64 @@
+"""A collective in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+from attrs import define, field
+
+from ._errors import CommError
+
+T = TypeVar("T")
+
+
+@define(eq=False)
+class Handle(Generic[T]):
+    """What a collective returns. Wait once; the borrowed tensors live until then.
+
+    On CUDA `wait` makes the current stream wait and returns at once; on the CPU it blocks.
+    """
+
+    _finish: Callable[[float | None], T]  # receives the timeout, for what it waits on itself
+    _works: tuple[tuple[str, Any], ...] = ()  # (what is awaited, torch's Work), in order
+    _borrowed: Sequence[Any] = ()
+    _spent: bool = field(default=False, init=False)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether `wait` was called."""
+        return self._spent
+
+    def wait(self, *, timeout_s: float | None = None) -> T:
+        """Block until done and return the result. Call exactly once.
+
+        Args:
+            timeout_s: Longest wait for each message, in seconds; the group's own when None.
+
+        Raises:
+            CommError: Called twice, or a peer did not take part in time.
+        """
+        if self._spent:
+            raise CommError("Handle.wait() was already called; keep its result instead")
+        self._spent = True
+        for what, work in self._works:
+            wait_for(work, what, timeout_s=timeout_s)
+        result = self._finish(timeout_s)
+        self._works, self._borrowed = (), ()
+        return result
+
+
+def wait_for(work: Any, what: str, *, timeout_s: float | None = None) -> None:
+    """Wait for one `Work`; a failure says which message it was."""
+    try:
+        if timeout_s is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        within = "" if timeout_s is None else f" within {timeout_s:g} s"
+        raise CommError(
+            f"{what} did not finish{within}: {error}. A rank that raised, ended, or runs other "
+            "code than its peers leaves them waiting; look for the first error among all ranks."
+        ) from error

@@ -1,0 +1,86 @@
+"""ZeroConfig: what the user can choose, checked when it is made."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from attrs import Attribute, field, frozen
+from zero_partition import STAGES, Placements, Stage
+
+from ._errors import ConfigError
+
+
+def _check_stage(value: Any) -> Stage:
+    if isinstance(value, bool) or not isinstance(value, int) or value not in tuple(Stage):
+        raise ConfigError(
+            f"ZeroConfig.stage: expected 0, 1, 2 or 3, got {value!r}. 1 shards optimizer state, 2 "
+            "also gradients, 3 also parameters; 0 is plain data parallelism."
+        )
+    return Stage(value)
+
+
+def _at_least(minimum: float, kind: type | tuple[type, ...]) -> Any:
+    def check(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, kind) or value < minimum:
+            names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+            raise ConfigError(
+                f"ZeroConfig.{attribute.name}: expected {names} of at least {minimum}, got "
+                f"{value!r}"
+            )
+
+    return check
+
+
+def _check_units(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, tuple) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(
+            f"ZeroConfig.units: expected module names as in model.named_modules(), got {value!r}"
+        )
+
+
+def _as_names(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | tuple) else value
+
+
+def _check_state_dict(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
+    if value not in ("raise", "gather"):
+        raise ConfigError(f"ZeroConfig.state_dict: expected 'raise' or 'gather', got {value!r}")
+
+
+@frozen
+class ZeroConfig:
+    """How to distribute a model. The same on every rank.
+
+    Args:
+        stage: 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also
+            parameters (arXiv 1910.02054).
+        units: Names of the modules whose parameters are gathered and reduced as one, as in
+            `model.named_modules()`. Chosen when None: repeated blocks, and what is too large.
+        max_unit_bytes: Where units are chosen, what is larger is split if it can be.
+        window: Stage 3: units that may be whole at a time, the one in use included. More hides
+            more communication and costs their bytes.
+        state_dict: Stage 3: what `model.state_dict()` does while parameters are sharded: "raise"
+            names `full_state_dict`, "gather" makes it collective and gives every rank everything.
+        timeout_s: How long `shard` waits for ranks that do not call it, in seconds.
+
+    Raises:
+        ConfigError: Names the setting, what was expected and what came.
+    """
+
+    stage: Stage = field(default=Stage.THREE, converter=_check_stage)
+    units: tuple[str, ...] | None = field(
+        default=None, converter=_as_names, validator=_check_units, kw_only=True
+    )
+    max_unit_bytes: int = field(default=512 * 2**20, validator=_at_least(1, int), kw_only=True)
+    window: int = field(default=3, validator=_at_least(1, int), kw_only=True)
+    state_dict: Literal["raise", "gather"] = field(
+        default="raise", validator=_check_state_dict, kw_only=True
+    )
+    timeout_s: float = field(default=60.0, validator=_at_least(0.001, (int, float)), kw_only=True)
+
+    @property
+    def placements(self) -> Placements:
+        """The stage's row of the table."""
+        return STAGES[self.stage]

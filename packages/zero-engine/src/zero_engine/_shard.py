@@ -1,0 +1,80 @@
+"""shard(): the plain PyTorch front door."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from zero_comm import Group
+from zero_partition import partition
+
+from ._config import ZeroConfig
+from ._errors import ConfigError
+
+Model = TypeVar("Model", bound=nn.Module)
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer | None)
+
+
+def shard(
+    model: Model,
+    optimizer: AnyOptimizer = None,  # type: ignore[assignment]
+    config: ZeroConfig | None = None,
+    *,
+    group: Group | None = None,
+) -> tuple[Model, AnyOptimizer]:
+    """Distribute a model and its optimizer over all ranks; the training loop stays as it is.
+
+    Collective. Both objects come back as they are, changed in place; all ranks take the values of
+    rank 0. Optimizer state that exists is sharded, and a scheduler built before goes on working.
+
+    Args:
+        model: On the device of the group, its parameters dense and contiguous.
+        optimizer: Any elementwise torch optimizer built from `model.parameters()`; None for
+            inference.
+        config: `ZeroConfig()`, stage 3, when None.
+        group: The ranks to distribute over; all of them when None, or just this process if
+            torch.distributed was not initialised.
+
+    Returns:
+        The same model and the same optimizer.
+
+    Raises:
+        ConfigError: `config`, `model` or `optimizer` is of the wrong type.
+        zero_partition.PartitionError: The model or the optimizer cannot be distributed as it is.
+        zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    config = ZeroConfig() if config is None else config
+    for name, value, kind in (
+        ("model", model, nn.Module),
+        ("optimizer", optimizer, torch.optim.Optimizer | None),
+        ("config", config, ZeroConfig),
+        ("group", group, Group | None),
+    ):
+        if not isinstance(value, kind):
+            expected = getattr(kind, "__name__", str(kind))
+            raise ConfigError(
+                f"shard(): expected {name} to be a {expected}, got {value!r} of type "
+                f"{type(value).__name__}; call shard(model, optimizer, ZeroConfig(stage=3))"
+            )
+    partition(
+        model,
+        optimizer,
+        group=_default_group(model) if group is None else group,
+        placements=config.placements,
+        units=config.units,
+        max_unit_bytes=config.max_unit_bytes,
+        window=config.window,
+        gathers_state_dict=config.state_dict == "gather",
+        timeout_s=config.timeout_s,
+    )
+    return model, optimizer
+
+
+def _default_group(model: nn.Module) -> Group:
+    if dist.is_initialized():
+        return Group.from_process_group()
+    first = next(model.parameters(), None)
+    return Group.solo("cpu" if first is None else first.device)

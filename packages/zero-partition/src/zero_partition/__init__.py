@@ -1,0 +1,48 @@
+"""Who owns which elements of a model, and when a parameter is whole: ZeRO stages 0 to 3."""
+
+from .__about__ import __version__
+from ._errors import LayoutError, PartitionError, StateError
+from ._grouping import BufferPlan, ParameterPlan, UnitPlan, choose_units, plan_units
+from ._hooks import find_sharded
+from ._layout import Cut, FlatLayout, Piece
+from ._memory import MemoryReport
+from ._partition import partition
+from ._placement import STAGES, Placement, Placements, Stage
+from ._public import (
+    clip_grad_norm_,
+    full_state_dict,
+    memory_report,
+    no_sync,
+    release_buffers,
+)
+from ._sharded_model import ShardedModel
+from ._span import Span
+
+__all__ = [
+    "STAGES",
+    "BufferPlan",
+    "Cut",
+    "FlatLayout",
+    "LayoutError",
+    "MemoryReport",
+    "ParameterPlan",
+    "PartitionError",
+    "Piece",
+    "Placement",
+    "Placements",
+    "ShardedModel",
+    "Span",
+    "Stage",
+    "StateError",
+    "UnitPlan",
+    "__version__",
+    "choose_units",
+    "clip_grad_norm_",
+    "find_sharded",
+    "full_state_dict",
+    "memory_report",
+    "no_sync",
+    "partition",
+    "plan_units",
+    "release_buffers",
+]

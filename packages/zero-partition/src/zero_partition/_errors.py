@@ -1,0 +1,13 @@
+"""What can go wrong when parameters are partitioned, one type per remedy."""
+
+
+class LayoutError(ValueError):
+    """Tensors and world size do not fit the layout asked for."""
+
+
+class PartitionError(ValueError):
+    """A model or an optimizer cannot be partitioned as it is."""
+
+
+class StateError(RuntimeError):
+    """Something was asked of a partitioned model at a moment, or in a way, that has no answer."""

@@ -1,0 +1,242 @@
+"""Which parameters form a unit, and how a unit lies in flat buffers: planning only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attrs import frozen
+from torch import nn
+
+from ._errors import PartitionError
+from ._layout import Cut, FlatLayout, byte_offsets
+
+ALIGN_BYTES = (
+    64  # vector units and compiled kernels assume it; else compiled code copies its inputs
+)
+
+
+@frozen
+class ParameterPlan:
+    """One parameter: every name it goes by, and the tensor it is."""
+
+    names: tuple[str, ...]  # tied parameters have several; the first is the one in messages
+    shape: torch.Size
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+
+@frozen
+class BufferPlan:
+    """One flat buffer: the parameters of a unit that share a dtype and are trainable or not."""
+
+    params: tuple[ParameterPlan, ...]
+    layout: FlatLayout
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole buffer, padding included."""
+        return self.layout.numel * self.dtype.itemsize
+
+
+@frozen
+class UnitPlan:
+    """Parameters that are unsharded, resharded and reduced together."""
+
+    name: str  # of the module whose forward uses them; "" is the model itself
+    buffers: tuple[BufferPlan, ...]
+    is_outer: bool  # other units run inside this one's forward
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each buffer starts when they lie in one slot, in bytes, and where the last ends."""
+        return byte_offsets(buffer.num_bytes for buffer in self.buffers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that its slot must have."""
+        return self.offsets[-1]
+
+
+def choose_units(model: nn.Module, *, max_unit_bytes: int) -> tuple[str, ...]:
+    """Names of the modules that become units: repeated blocks, and what is too large to stay whole.
+
+    A block is a child of a container whose children are all of one class (the layers of a
+    transformer, say). What belongs to no block stays with the model itself; modules that own more
+    than `max_unit_bytes` of it become units of their own, and so do the blocks inside a block that
+    is larger than that.
+    """
+    chosen: list[str] = []
+
+    def visit(module: nn.Module, name: str) -> None:
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            if not any(True for _ in child.parameters()):
+                continue
+            if _is_repeated(module) and _has_forward(child):
+                chosen.append(path)
+                if _bytes_of(child) > max_unit_bytes:
+                    visit(child, path)
+            else:
+                if _has_forward(child) and _own_bytes_of(child) > max_unit_bytes:
+                    chosen.append(path)
+                visit(child, path)
+
+    visit(model, "")
+    return tuple(chosen)
+
+
+def plan_units(
+    model: nn.Module,
+    unit_names: Sequence[str],
+    *,
+    world_size: int,
+    cut: Cut = Cut.FLAT,
+    group_of: dict[int, int] | None = None,
+) -> tuple[UnitPlan, ...]:
+    """Give every parameter of `model` to exactly one unit, and lay each unit out.
+
+    A parameter belongs to the innermost chosen module that contains all modules that own it: tied
+    parameters of different units end up with what encloses both.
+
+    Args:
+        model: Its parameters must be dense and contiguous.
+        unit_names: Names of modules, "" excluded; what belongs to none of them is the model's own.
+        world_size: Number of shards.
+        cut: Where flat buffers may be cut.
+        group_of: Parameter id to the optimizer's param group, so that a group's parameters lie
+            side by side.
+
+    Raises:
+        PartitionError: A name is no module, or has no forward to hook, or a parameter cannot be
+            flattened.
+    """
+    modules = dict(model.named_modules())
+    for name in unit_names:
+        if name not in modules:
+            raise PartitionError(
+                f"unit {name!r}: the model has no module of this name; see model.named_modules()"
+            )
+        if not _has_forward(modules[name]):
+            raise PartitionError(
+                f"unit {name!r}: a {type(modules[name]).__name__} has no forward of its own, so "
+                "nothing says when it is used; name the modules inside it"
+            )
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in ("", *unit_names)}
+    names = _names_of(model)
+    by_id = {id(param): param for param in model.parameters()}
+    for key, param_names in names.items():
+        check_parameter(by_id[key], param_names[0])
+        members[_innermost(param_names, members)].append(by_id[key])
+    _check_storages(by_id, names)
+    used = [name for name, params in members.items() if params]
+    return tuple(
+        UnitPlan(
+            name=name,
+            buffers=_plan_buffers(members[name], names, world_size, cut, group_of or {}),
+            is_outer=any(_contains(name, other) for other in used if other != name),
+        )
+        for name in used
+    )
+
+
+def check_parameter(param: nn.Parameter, name: str) -> None:
+    """Raise PartitionError unless the parameter can become a view of a flat buffer."""
+    if param.layout != torch.strided:
+        raise PartitionError(
+            f"parameter {name!r}: expected a dense tensor, got layout {param.layout}; "
+            "convert it with param.to_dense() before sharding"
+        )
+    if param.is_meta:
+        raise PartitionError(
+            f"parameter {name!r} is on the meta device and has no values to shard; materialise "
+            "the model with model.to_empty(device=...) and initialise it first"
+        )
+    if not param.is_contiguous():
+        raise PartitionError(
+            f"parameter {name!r}: expected contiguous memory, got shape {tuple(param.shape)} with "
+            f"strides {param.stride()}; assign param.data = param.data.contiguous() first"
+        )
+
+
+def _plan_buffers(
+    params: Sequence[nn.Parameter],
+    names: dict[int, tuple[str, ...]],
+    world_size: int,
+    cut: Cut,
+    group_of: dict[int, int],
+) -> tuple[BufferPlan, ...]:
+    kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    for param in params:
+        kinds.setdefault((param.dtype, param.requires_grad), []).append(param)
+    buffers = []
+    for (dtype, trainable), chosen in kinds.items():
+        chosen.sort(key=lambda param: group_of.get(id(param), -1))  # stable: model order within
+        plans = tuple(
+            ParameterPlan(names[id(param)], param.shape, dtype, trainable) for param in chosen
+        )
+        layout = FlatLayout.plan(
+            (param.numel() for param in chosen),
+            world_size=world_size,
+            align=max(1, ALIGN_BYTES // dtype.itemsize),
+            cut=cut,
+        )
+        buffers.append(BufferPlan(plans, layout, dtype, trainable))
+    return tuple(buffers)
+
+
+def _names_of(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    names: dict[int, tuple[str, ...]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names[id(param)] = (*names.get(id(param), ()), name)
+    return names
+
+
+def _check_storages(by_id: dict[int, nn.Parameter], names: dict[int, tuple[str, ...]]) -> None:
+    seen: dict[int, str] = {}
+    for key, param in by_id.items():
+        if not param.numel():
+            continue
+        address = param.untyped_storage().data_ptr()
+        if address in seen:
+            raise PartitionError(
+                f"parameters {seen[address]!r} and {names[key][0]!r} are different Parameter "
+                "objects over one storage; tie them by assigning the same Parameter to both "
+                "modules, or give each its own memory with param.data = param.data.clone()"
+            )
+        seen[address] = names[key][0]
+
+
+def _innermost(param_names: Sequence[str], units: dict[str, list]) -> str:
+    enclosing = [unit for unit in units if all(_contains(unit, name) for name in param_names)]
+    return max(enclosing, key=len)
+
+
+def _contains(unit: str, name: str) -> bool:
+    return not unit or name.startswith(unit + ".")
+
+
+def _is_repeated(container: nn.Module) -> bool:
+    children = [c for c in container.children() if any(True for _ in c.parameters())]
+    is_list = isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    return is_list and len(children) > 1 and len({type(child) for child in children}) == 1
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return sum(param.numel() * param.element_size() for param in module.parameters())
+
+
+def _own_bytes_of(module: nn.Module) -> int:
+    own = module.parameters(recurse=False)
+    return sum(param.numel() * param.element_size() for param in own)

@@ -1,0 +1,122 @@
+"""What a user finds where a whole tensor would be: stand-ins that cannot be mistaken for data."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from zero_comm import Group, Reduction, all_reduce_flat
+
+from ._errors import StateError
+from ._torch_compat import as_subclass_sharing_memory, plain_call
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of this shape that costs one element and reads as NaN.
+
+    Each call makes a scalar of its own: detectors of tied weights compare addresses. Dtypes
+    without NaN read as zero; only the state check protects them.
+    """
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+class GradientGuard(Tensor):
+    """Stands in `param.grad` while the gradient is sharded. Any use raises.
+
+    So torch's `clip_grad_norm_(model.parameters())` stops with a message where it would otherwise
+    find no gradients and do nothing.
+    """
+
+    @classmethod
+    def over(cls, stand_in: Tensor) -> Tensor:
+        """A guard of the placeholder's shape, dtype and device that costs no further memory."""
+        return as_subclass_sharing_memory(cls, stand_in)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Answer questions about shape; refuse everything that would read or write values."""
+        if getattr(func, "__name__", "") == "__get__" or func in _METADATA:
+            return plain_call(func, args, kwargs or {})
+        raise StateError(
+            f"{getattr(func, '__name__', func)} was called on the gradient of a parameter whose "
+            "gradient is sharded: after backward at stages 1 to 3 it rests in "
+            "optimizer.param_groups[i]['params'][j].grad, one shard per rank. To clip, call "
+            "zero_engine.clip_grad_norm_(model, max_norm); to drop it, optimizer.zero_grad()."
+        )
+
+    def __repr__(self) -> str:
+        return f"GradientGuard(shape={tuple(self.shape)}: the gradient is sharded)"
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copied model starts without gradients."""
+
+
+_METADATA = {
+    Tensor.dim,
+    Tensor.size,
+    Tensor.numel,
+    Tensor.is_contiguous,
+    Tensor.stride,
+    Tensor.__len__,
+}
+
+
+class GradientShard(Tensor):
+    """`grad` of a parameter shard: an ordinary 1-D tensor, but for what needs all ranks.
+
+    `torch.amp.GradScaler` works: whether any rank found an inf is agreed on where it looks. Norms
+    raise, since a rank sees its own elements only.
+    """
+
+    _group: Group
+
+    @classmethod
+    def over(cls, tensor: Tensor, group: Group) -> Tensor:
+        """`tensor`, the same memory, as this rank's part of a gradient."""
+        shard = as_subclass_sharing_memory(cls, tensor)
+        shard._group = group  # type: ignore[attr-defined]
+        return shard
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Pass through, except for norms and the overflow check of GradScaler."""
+        if func in _NORMS and (group := _group_of(args)) is not None and group.world_size > 1:
+            raise StateError(
+                f"{func.__name__} was called on a gradient shard: it would be the norm of this "
+                f"rank's elements only (rank {group.rank} of {group.world_size}). To clip, call "
+                "zero_engine.clip_grad_norm_(model, max_norm); for the local value, use "
+                "grad.as_subclass(torch.Tensor)."
+            )
+        result = plain_call(func, args, kwargs or {})
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            group, found_inf = _group_of(args), args[1]
+            if group is not None and group.world_size > 1:
+                total = found_inf.detach().reshape(1).to(group.device)
+                all_reduce_flat(total, group=group, op=Reduction.SUM).wait()
+                found_inf.fill_(float(total.item() > 0))
+        return result
+
+    def __repr__(self) -> str:
+        return f"GradientShard({self.as_subclass(Tensor)!r})"
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self.as_subclass(Tensor).detach().clone()
+
+
+_NORMS = {
+    torch.norm,
+    torch.linalg.norm,
+    torch.linalg.vector_norm,
+    torch._foreach_norm,
+    torch.nn.functional.normalize,
+    Tensor.norm,
+}
+
+
+def _group_of(args: tuple) -> Group | None:
+    for arg in args:
+        candidates = arg if isinstance(arg, list | tuple) else (arg,)
+        for candidate in candidates:
+            if isinstance(candidate, GradientShard):
+                return getattr(candidate, "_group", None)
+    return None

@@ -1,0 +1,80 @@
+"""Where this rank's bytes are, computed from layouts."""
+
+from __future__ import annotations
+
+from attrs import frozen
+from torch import Tensor
+
+from ._placement import Placement
+from ._sharded_model import ShardedModel
+
+
+@frozen
+class MemoryReport:
+    """Bytes on this rank right now, each kind apart. Model buffers and activations not included."""
+
+    params_bytes: int  # elements of parameters that rest here
+    gradients_bytes: int  # elements of gradients that wait for the optimizer
+    optimizer_bytes: int  # elements of the optimizer's state
+    padding_bytes: int  # what alignment and even cuts add to the three
+    slots_bytes: int  # where sharded parameters are whole while in use
+    reduction_bytes: int  # where gradients are collected and received
+    scalars_bytes: int  # stand-ins of sharded parameters, and the optimizer's step counters
+
+    @property
+    def model_state_bytes(self) -> int:
+        """What the ZeRO paper counts: parameters, gradients and optimizer state."""
+        return self.params_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return (
+            self.model_state_bytes
+            + self.padding_bytes
+            + self.slots_bytes
+            + self.reduction_bytes
+            + self.scalars_bytes
+        )
+
+
+def memory_report(sharded: ShardedModel) -> MemoryReport:
+    """Count this rank's bytes. Local."""
+    rank = sharded.group.rank
+    params = padding = gradients = scalars = 0
+    for unit in sharded.units:
+        for buffer in unit.buffers:
+            layout, itemsize = buffer.plan.layout, buffer.plan.dtype.itemsize
+            whole = unit.placement is Placement.REPLICATED
+            payload = layout.payload_numel if whole else layout.payload_splits[rank]
+            resting = layout.numel if whole else layout.splits[rank]
+            params += payload * itemsize
+            padding += (resting - payload) * itemsize
+            scalars += len(buffer.params) * itemsize
+    reduction = sharded.reducer.reduction_bytes
+    for g in sharded.reducer.gradients:
+        layout, itemsize = g.buffer.plan.layout, g.buffer.plan.dtype.itemsize
+        if g.shard is not None:
+            gradients += layout.payload_splits[rank] * itemsize
+            padding += (layout.splits[rank] - layout.payload_splits[rank]) * itemsize
+        elif not sharded.reducer.shards_state and g.accumulator is not None:
+            held = [p for p in g.buffer.params if p.grad is not None]
+            gradients += sum(p.numel() for p in held) * itemsize
+            reduction -= sum(p.numel() for p in held) * itemsize
+    state = 0
+    if sharded.optimizer is not None:
+        for param, values in sharded.optimizer.state.items():
+            for value in values.values():
+                if isinstance(value, Tensor) and value.shape == param.shape:
+                    state += value.nbytes
+                elif isinstance(value, Tensor):
+                    scalars += value.nbytes
+    return MemoryReport(
+        params_bytes=params,
+        gradients_bytes=gradients,
+        optimizer_bytes=state,
+        padding_bytes=padding,
+        slots_bytes=sharded.schedule.pool.num_bytes,
+        reduction_bytes=reduction,
+        scalars_bytes=scalars,
+    )

@@ -1,0 +1,186 @@
+"""partition(): plan, agree, distribute, hook."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from zero_comm import Group, broadcast_coalesced, broadcast_flat, check_agreement
+
+from ._errors import PartitionError
+from ._flat_buffer import FlatBuffer
+from ._gradients import GradientReducer
+from ._grouping import BufferPlan, UnitPlan, choose_units, plan_units
+from ._hooks import find_sharded, install_module_hooks, install_optimizer_hooks
+from ._layout import Cut
+from ._optimizer import check_optimizer, describe_optimizer, param_group_of, shard_optimizer
+from ._placement import STAGES, Placement, Placements, Stage
+from ._schedule import Schedule
+from ._sharded_model import ShardedModel
+from ._state_dict import install_state_dict_hooks
+from ._unit import Unit
+
+_REDUCTION_SLOTS = 2  # one fills while the other travels
+
+
+def partition(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    group: Group,
+    placements: Placements = STAGES[Stage.THREE],
+    units: Sequence[str] | None = None,
+    max_unit_bytes: int = 512 * 2**20,
+    window: int = 3,
+    cut: Cut = Cut.FLAT,
+    gathers_state_dict: bool = False,
+    timeout_s: float = 60.0,
+) -> ShardedModel:
+    """Distribute a model's parameters, gradients and optimizer state over a group. Collective.
+
+    The module and the optimizer stay the user's own objects and are changed in place. All ranks
+    take the values of rank 0.
+
+    Args:
+        model: On the group's device; its parameters dense and contiguous.
+        optimizer: Any elementwise torch optimizer built from the model's parameters, new or used.
+        group: The ranks to distribute over.
+        placements: What rests sharded; see `STAGES`.
+        units: Names of the modules that are unsharded and reduced as one; chosen when None.
+        max_unit_bytes: What is larger is split where it can be, when units are chosen.
+        window: Units that may be whole at a time, the one in use included.
+        cut: Where flat buffers may be cut.
+        gathers_state_dict: Whether `model.state_dict()` gathers sharded parameters, which every
+            rank must then call; it raises when False.
+        timeout_s: How long to wait for ranks that do not call this, in seconds.
+
+    Returns:
+        What the functions of this package take: `clip_grad_norm_`, `memory_report`, ...
+
+    Raises:
+        PartitionError: The model or the optimizer cannot be partitioned as it is.
+        zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    if find_sharded(model) is not None or any(
+        find_sharded(child) is not None for child in model.modules()
+    ):
+        raise PartitionError(
+            f"this {type(model).__name__}, or a module inside it, is sharded already; shard() a "
+            "model once, before wrapping or copying it"
+        )
+    if window < 1:
+        raise PartitionError(f"expected window >= 1, got {window}")
+    _check_devices(model, group)
+    if optimizer is not None:
+        check_optimizer(optimizer, model)
+    names = choose_units(model, max_unit_bytes=max_unit_bytes) if units is None else units
+    plans = plan_units(
+        model, names, world_size=group.world_size, cut=cut, group_of=param_group_of(optimizer)
+    )
+    facts = _describe(plans, placements, window, cut) | describe_optimizer(optimizer)
+    check_agreement(facts, group=group, timeout_s=timeout_s)
+
+    runtime = _distribute(model, plans, group, placements.params)
+    if optimizer is not None and placements.optim is Placement.SHARDED:
+        shard_optimizer(optimizer, runtime)
+    sharded = ShardedModel(
+        model=model,
+        group=group,
+        placements=placements,
+        units=runtime,
+        schedule=Schedule.plan(runtime, window=window, device=group.device),
+        reducer=GradientReducer.plan(
+            runtime,
+            group=group,
+            placement=placements.grads,
+            shards_state=placements.optim is Placement.SHARDED,
+            num_slots=_REDUCTION_SLOTS,
+        ),
+        optimizer=optimizer,
+        gathers_state_dict=gathers_state_dict,
+    )
+    install_module_hooks(model, sharded)
+    install_state_dict_hooks(sharded)
+    if optimizer is not None:
+        install_optimizer_hooks(optimizer, sharded)
+    return sharded
+
+
+def _distribute(
+    model: nn.Module, plans: Sequence[UnitPlan], group: Group, placement: Placement
+) -> tuple[Unit, ...]:
+    """Move the parameters into flat buffers, unit by unit, with the values of rank 0."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules())
+    buffers = [buffer for _, buffer in model.named_buffers()]
+    dense = [buffer.contiguous() for buffer in buffers]
+    broadcast_coalesced(dense, group=group).wait()
+    for buffer, value in zip(buffers, dense, strict=True):
+        if value is not buffer:
+            buffer.copy_(value)
+
+    units, next_index = [], 0
+    for unit_index, plan in enumerate(plans):
+        flat_buffers = []
+        for buffer_plan in plan.buffers:
+            owned = tuple(params[param.name] for param in buffer_plan.params)
+            flat_buffers.append(_flatten(buffer_plan, owned, next_index, group, placement))
+            next_index += 1
+        owners = tuple(
+            (modules[name.rpartition(".")[0]], name.rpartition(".")[2], buffer_index, position)
+            for buffer_index, buffer_plan in enumerate(plan.buffers)
+            for position, param in enumerate(buffer_plan.params)
+            for name in param.names
+        )
+        units.append(Unit(plan, unit_index, group, placement, tuple(flat_buffers), owners))
+    return tuple(units)
+
+
+def _flatten(
+    plan: BufferPlan,
+    params: tuple[nn.Parameter, ...],
+    index: int,
+    group: Group,
+    placement: Placement,
+) -> FlatBuffer:
+    whole = torch.zeros(plan.layout.numel, dtype=plan.dtype, device=group.device)
+    with torch.no_grad():
+        for span, param in zip(plan.layout.spans, params, strict=True):
+            whole[span.as_slice()].copy_(param.detach().reshape(-1))
+    broadcast_flat(whole, src=0, group=group).wait()
+    shard: Tensor = whole[plan.layout.shard(group.rank).as_slice()]
+    if placement is Placement.SHARDED:
+        return FlatBuffer(plan, index, group, params, shard.clone(), None)
+    return FlatBuffer(plan, index, group, params, shard, whole)
+
+
+def _check_devices(model: nn.Module, group: Group) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device != group.device and not tensor.is_meta:
+            raise PartitionError(
+                f"{name!r} is on {tensor.device}, but the group communicates on {group.device} "
+                f"(rank {group.rank}); move the model with model.to({str(group.device)!r}) before "
+                "building the optimizer"
+            )
+
+
+def _describe(
+    plans: Sequence[UnitPlan], placements: Placements, window: int, cut: Cut
+) -> dict[str, str]:
+    facts = {
+        "placement of parameters": placements.params.value,
+        "placement of gradients": placements.grads.value,
+        "placement of optimizer state": placements.optim.value,
+        "window": str(window),
+        "cut": cut.value,
+    }
+    for unit in plans:
+        for buffer in unit.buffers:
+            for param in buffer.params:
+                facts[f"parameter {param.name!r}"] = (
+                    f"shape {tuple(param.shape)}, {param.dtype}, "
+                    f"{'trainable' if param.trainable else 'frozen'}, unit {unit.name!r}"
+                )
+    return facts

@@ -1,0 +1,110 @@
+"""The functions users call on a partitioned model, by the objects they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _memory, _norm, _state_dict
+from ._errors import StateError
+from ._hooks import find_sharded, find_sharded_by_optimizer
+from ._sharded_model import ShardedModel
+
+
+def clip_grad_norm_(
+    model_or_optimizer: nn.Module | torch.optim.Optimizer,
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+) -> Tensor:
+    """Scale all gradients so that their norm, over all parameters and ranks, is `max_norm` at most.
+
+    Collective at stages 1 to 3; after backward, before the step. The arithmetic, so that one
+    process can repeat it: the norm of each rank's part of each parameter, in the gradient's dtype,
+    in the order of units; their squares added in float64; those sums added in rank order; the
+    square root; then every gradient times min(1, max_norm / (norm + 1e-6)), as torch does.
+
+    Args:
+        model_or_optimizer: Either of the two that were sharded together.
+        max_norm: The largest norm allowed.
+        norm_type: 2 or infinity.
+
+    Returns:
+        The norm before clipping: a float32 scalar on the group's device, equal on all ranks.
+
+    Raises:
+        StateError: Not sharded, or `norm_type` is neither 2 nor infinity.
+    """
+    return _norm.clip_grad_norm_(_find(model_or_optimizer), max_norm, norm_type=norm_type)
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The whole model's `state_dict`, on rank 0, in host memory. Collective.
+
+    At most one unit is whole at a time on the other ranks. Keys, buffers and extra state are what
+    the model's own `state_dict` gives; tied parameters share one tensor.
+
+    Returns:
+        The state dict on rank 0, an empty dict elsewhere.
+
+    Raises:
+        StateError: Not sharded, or a forward is running.
+    """
+    return _state_dict.full_state_dict(_find(model))
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulate gradients without reducing them. Local; all ranks must do the same.
+
+    Inside, each rank keeps whole gradients of what it ran backward on, as DistributedDataParallel
+    does. The first backward after it, or the optimizer's step, reduces the sum once. Without it,
+    each backward reduces and adds to the gradient shard, which needs less memory.
+
+    Raises:
+        StateError: Not sharded.
+    """
+    reducer = _find(model).reducer
+    before, reducer.sync = reducer.sync, False
+    try:
+        yield
+    finally:
+        reducer.sync = before
+
+
+def release_buffers(model: nn.Module) -> None:
+    """Give slots and reduction buffers back until the next step needs them. Local.
+
+    For another use of the memory between phases. A graph made before it can no longer run backward.
+
+    Raises:
+        StateError: Not sharded, or a unit is in use.
+    """
+    _find(model).release_buffers()
+
+
+def memory_report(model: nn.Module) -> _memory.MemoryReport:
+    """Count this rank's bytes of model state and buffers, each kind apart. Local.
+
+    Raises:
+        StateError: Not sharded.
+    """
+    return _memory.memory_report(_find(model))
+
+
+def _find(model_or_optimizer: nn.Module | torch.optim.Optimizer) -> ShardedModel:
+    if isinstance(model_or_optimizer, nn.Module):
+        sharded = find_sharded(model_or_optimizer)
+    else:
+        sharded = find_sharded_by_optimizer(model_or_optimizer)
+    if sharded is None:
+        raise StateError(
+            f"expected a model or optimizer that was sharded, got a "
+            f"{type(model_or_optimizer).__name__} that was not; call zero_engine.shard() first, "
+            "and pass the very module it returned"
+        )
+    return sharded

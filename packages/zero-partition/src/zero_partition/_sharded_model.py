@@ -1,0 +1,113 @@
+"""One partitioned model: its units, their schedule, its gradients and its optimizer."""
+
+from __future__ import annotations
+
+import torch
+from attrs import define, field
+from torch import nn
+from zero_comm import Group
+
+from ._errors import StateError
+from ._gradients import GradientReducer
+from ._placement import Placement, Placements
+from ._schedule import Schedule
+from ._torch_compat import call_after_backward, is_in_backward
+from ._unit import Unit
+
+
+@define(eq=False)
+class ShardedModel:
+    """What the hooks talk to. The module stays the user's own."""
+
+    model: nn.Module
+    group: Group
+    placements: Placements
+    units: tuple[Unit, ...]
+    schedule: Schedule
+    reducer: GradientReducer
+    optimizer: torch.optim.Optimizer | None
+    gathers_state_dict: bool  # what `model.state_dict()` does while parameters rest sharded
+    exports_stand_ins: bool = field(default=False, init=False)  # full_state_dict is collecting
+    _backward_is_open: bool = field(default=False, init=False)
+
+    def begin_forward(self) -> None:
+        """The model's forward starts: clean up after an exception, take our guards away."""
+        if is_in_backward():
+            return
+        self._give_up_open_backward()
+        if torch.is_grad_enabled():
+            self.reducer.clear_guards()
+        self.schedule.begin_forward()
+
+    def before_backward(self, call) -> None:
+        """Backward has reached an output of a unit."""
+        self.open_backward()
+        self.reducer.before_backward(call.unit)
+        self.schedule.before_backward(call)
+
+    def open_backward(self) -> None:
+        """The first hook of a backward asks for a word at its end."""
+        if not self._backward_is_open:
+            self._backward_is_open = True
+            call_after_backward(self._close_backward)
+
+    def before_step(self) -> None:
+        """Everything the optimizer reads must be there, and nothing may still read what it writes."""
+        if self._backward_is_open:
+            raise StateError(
+                "optimizer.step() after a backward that an exception ended: its gradients are "
+                "incomplete. Call optimizer.zero_grad() and run forward and backward again."
+            )
+        self._check_params()
+        self.reducer.before_step()
+        self.schedule.settle()
+
+    def after_step(self) -> None:
+        """Parameters have changed: publish them where they rest replicated."""
+        self.changed()
+        if self.placements.optim is Placement.SHARDED:
+            handles = [handle for unit in self.units for handle in unit.publish()]
+            for handle in handles:
+                handle.wait()
+        self.schedule.prefetch()
+
+    def changed(self) -> None:
+        """Whole copies of the parameters, and graphs made with them, are out of date."""
+        for unit in self.units:
+            unit.version += 1
+
+    def drop_gradients(self, *, set_to_none: bool) -> None:
+        """What `optimizer.zero_grad()` means for gradients that are on their way."""
+        self._give_up_open_backward()
+        self.reducer.drop(set_to_none=set_to_none)
+
+    def release_buffers(self) -> None:
+        """Give slots and reduction buffers back until they are needed again."""
+        self._give_up_open_backward()
+        self.schedule.settle()
+        self.schedule.release()
+        self.reducer.release()
+
+    def _close_backward(self) -> None:
+        self._backward_is_open = False
+        self.reducer.end_backward()
+        self.schedule.end_backward()
+
+    def _give_up_open_backward(self) -> None:
+        if self._backward_is_open and not is_in_backward():
+            self._backward_is_open = False
+            self.reducer.abandon()
+            self.schedule.reset()
+
+    def _check_params(self) -> None:
+        if self.optimizer is None or self.placements.optim is Placement.REPLICATED:
+            return
+        known = {id(p) for unit in self.units for b in unit.buffers for p in b.shard_params}
+        for index, param_group in enumerate(self.optimizer.param_groups):
+            for param in param_group["params"]:
+                if id(param) not in known:
+                    raise StateError(
+                        f"param group {index} of the optimizer holds a parameter of shape "
+                        f"{tuple(param.shape)} that is no shard of the model: add param groups "
+                        "before shard()"
+                    )

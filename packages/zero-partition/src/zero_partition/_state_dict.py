@@ -1,0 +1,172 @@
+"""Weights in and out of a partitioned model, by the names the user knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from attrs import define
+from torch import Tensor, nn
+
+from ._errors import StateError
+from ._hooks import Bound
+from ._placement import Placement
+from ._shard_state import ShardState
+from ._sharded_model import ShardedModel
+from ._unit import Unit
+
+Places = dict[str, tuple[Unit, int, int]]  # attribute of a module: its unit, buffer and position
+
+
+def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
+    """The whole model's `state_dict`, on rank 0, in host memory. Collective.
+
+    At most one unit is whole at a time on the other ranks. Keys, buffers and extra state are what
+    the model's own `state_dict` gives; tied parameters share one tensor.
+
+    Returns:
+        The state dict on rank 0, an empty dict elsewhere.
+
+    Raises:
+        StateError: A forward or backward is running.
+    """
+    if any(unit.depth for unit in sharded.units):
+        raise StateError("full_state_dict() was called while a forward is running")
+    sharded.schedule.settle()
+    sharded.exports_stand_ins = True
+    try:
+        state = sharded.model.state_dict()
+    finally:
+        sharded.exports_stand_ins = False
+    whole: dict[int, Tensor] = {}
+    is_first = sharded.group.rank == 0
+    for unit in sharded.units:
+        resting = [param.data_ptr() for buffer in unit.buffers for param in buffer.params]
+        unit.unshard(sharded.schedule.pool)
+        if is_first:
+            params = [param for buffer in unit.buffers for param in buffer.params]
+            for address, param in zip(resting, params, strict=True):
+                if param.numel():
+                    whole[address] = param.detach().to("cpu", copy=True)
+        unit.reshard()
+    if not is_first:
+        return {}
+    return {key: _to_host(value, whole) for key, value in state.items()}
+
+
+def _to_host(value: Any, whole: Mapping[int, Tensor]) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    found = whole.get(value.data_ptr()) if value.numel() else None
+    if found is not None and found.shape == value.shape:
+        return found
+    return value.detach().to("cpu", copy=True)
+
+
+def install_state_dict_hooks(sharded: ShardedModel) -> None:
+    """Give `state_dict` and `load_state_dict` a meaning where parameters rest sharded."""
+    if sharded.placements.params is Placement.REPLICATED:
+        return
+    owned: dict[nn.Module, Places] = {}
+    for unit in sharded.units:
+        for module, attribute, buffer, position in unit.owners:
+            owned.setdefault(module, {})[attribute] = (unit, buffer, position)
+    for module, places in owned.items():
+        module.register_state_dict_pre_hook(_BeforeExport(sharded, places))
+        module.register_state_dict_post_hook(_AfterExport(sharded, places))
+        loaded: set[str] = set()
+        module.register_load_state_dict_pre_hook(_BeforeLoad(sharded, places, loaded))
+        module.register_load_state_dict_post_hook(_AfterLoad(loaded))
+
+
+@define(eq=False, slots=False)  # torch sets an attribute of its own on hooks of state_dict
+class _BeforeExport(Bound):
+    """Unshard what the module owns, or say what to call instead."""
+
+    sharded: ShardedModel
+    places: Places
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        units = {id(unit): unit for unit, _, _ in self.places.values()}.values()
+        if self.sharded.exports_stand_ins or all(u.state is ShardState.UNSHARDED for u in units):
+            return
+        if not self.sharded.gathers_state_dict:
+            name = prefix + next(iter(self.places))
+            raise StateError(
+                f"state_dict(): parameter {name!r} is sharded over {self.sharded.group.world_size} "
+                "ranks, and gathering it needs all of them. Call "
+                "zero_engine.full_state_dict(model) on every rank (rank 0 receives the weights; "
+                "save_pretrained() takes them as state_dict=...), or set "
+                "ZeroConfig(state_dict='gather') if every rank calls state_dict()."
+            )
+        for unit in units:
+            unit.unshard(self.sharded.schedule.pool)
+
+
+@define(eq=False, slots=False)
+class _AfterExport(Bound):
+    """Give the state dict memory of its own, and reshard."""
+
+    sharded: ShardedModel
+    places: Places
+
+    def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+        if self.sharded.exports_stand_ins or not self.sharded.gathers_state_dict:
+            return
+        for attribute, (unit, _, _) in self.places.items():
+            if prefix + attribute in state:
+                state[prefix + attribute] = state[prefix + attribute].detach().clone()
+            if not self.sharded.schedule.is_in_use(unit):
+                unit.reshard()
+
+
+@define(eq=False)
+class _BeforeLoad(Bound):
+    """Write this rank's part of each value given, and leave torch nothing to copy."""
+
+    sharded: ShardedModel
+    places: Places
+    loaded: set[str]
+
+    def __call__(
+        self,
+        module: nn.Module,
+        state: dict,
+        prefix: str,
+        local_metadata: dict,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        self.sharded.schedule.settle()
+        for attribute, (unit, buffer_index, position) in self.places.items():
+            value = state.pop(prefix + attribute, None)
+            if value is None:
+                continue
+            buffer = unit.buffers[buffer_index]
+            expected = buffer.plan.params[position].shape
+            if not isinstance(value, Tensor) or value.shape != expected:
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                errors.append(
+                    f"parameter {prefix + attribute!r}: expected shape {tuple(expected)}, got {got}"
+                )
+            else:
+                values: list[Tensor | None] = [None] * len(buffer.params)
+                values[position] = value
+                buffer.fill_shard(values)
+            self.loaded.add(prefix + attribute)
+        self.sharded.changed()
+
+
+@define(eq=False)
+class _AfterLoad(Bound):
+    """What was written to shards is not missing."""
+
+    loaded: set[str]
+
+    def __call__(self, module: nn.Module, incompatible: Any) -> None:
+        missing = incompatible.missing_keys
+        missing[:] = [key for key in missing if key not in self.loaded]
+        self.loaded.clear()

@@ -1,0 +1,29 @@
+"""The only place that names private functions of torch; each has a test that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread right now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward pass that is running now has ended without an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def as_subclass_sharing_memory(cls: type[Tensor], tensor: Tensor) -> Tensor:
+    """`tensor` as an instance of `cls`, without autograd history."""
+    return torch.Tensor._make_subclass(cls, tensor)
+
+
+def plain_call(func: Callable, args: tuple, kwargs: dict) -> object:
+    """Call a torch function as if no argument were of a tensor subclass."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)

@@ -1,0 +1,202 @@
+"""A unit at run time: whole or sharded, and how it gets from one to the other."""
+
+from __future__ import annotations
+
+from attrs import Factory, define, field
+from torch import Tensor, nn
+from zero_comm import Group, Handle, all_gather_flat
+
+from ._errors import StateError
+from ._flat_buffer import FlatBuffer
+from ._grouping import UnitPlan
+from ._placement import Placement
+from ._shard_state import NEXT, ShardState
+from ._slots import Slot, SlotPool
+
+
+@define(eq=False)
+class Unit:
+    """Parameters that are unsharded, resharded and reduced together."""
+
+    plan: UnitPlan
+    index: int
+    group: Group
+    placement: Placement  # of its parameters
+    buffers: tuple[FlatBuffer, ...]
+    owners: tuple[tuple[nn.Module, str, int, int], ...]  # module, attribute, buffer, position
+    state: ShardState = field(init=False)
+    version: int = 0  # how often the optimizer has changed its values
+    depth: int = 0  # forwards of its module that are running
+    slot: Slot[Unit] | None = None  # assigned at first use, for good; see NOTE(slots)
+    _slot_version: int = field(default=-1, init=False)  # version of the values in the slot
+    _handles: list[Handle[Tensor]] = field(default=Factory(list), init=False)
+    _full: list[Tensor] = field(default=Factory(list), init=False)  # the slot, one per buffer
+    _views: list[tuple[Tensor, ...]] = field(default=Factory(list), init=False)
+
+    def __attrs_post_init__(self) -> None:
+        is_sharded = self.placement is Placement.SHARDED
+        self.state = ShardState.SHARDED if is_sharded else ShardState.UNSHARDED
+        for buffer in self.buffers:
+            if is_sharded:
+                buffer.install(buffer.stand_ins)
+            else:
+                assert buffer.whole is not None, "replicated parameters have a whole buffer"
+                self._views.append(buffer.views_of(buffer.whole))
+                buffer.install(self._views[-1])
+
+    @property
+    def name(self) -> str:
+        """The module's name, as in `named_modules`."""
+        return self.plan.name or "(model)"
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether its current values are whole on this rank, so that no gather is needed."""
+        if self.placement is Placement.REPLICATED or self.group.world_size == 1:
+            return True
+        return (
+            self.slot is not None
+            and self.slot.owner is self
+            and self._slot_version == self.version
+            and self.state is not ShardState.GATHERING
+        )
+
+    def start_unshard(self, pool: SlotPool[Unit]) -> None:
+        """Launch the gather, if one is needed. Collective with its peers' same call."""
+        if self.state is not ShardState.SHARDED or self.is_resident:
+            return
+        self._take_slot(pool)
+        self._slot_version = self.version
+        self._handles = [
+            all_gather_flat(
+                full,
+                splits=buffer.plan.layout.splits,
+                payload=buffer.plan.layout.payload_splits,
+                group=self.group,
+                shard=buffer.shard,
+                tag=buffer.gather_tag,
+            )
+            for buffer, full in zip(self.buffers, self._full, strict=True)
+        ]
+        self._move_to(ShardState.GATHERING)
+
+    def unshard(self, pool: SlotPool[Unit]) -> None:
+        """Make the parameters whole. Collective unless they are resident; waits."""
+        if self.state is ShardState.UNSHARDED:
+            return
+        self.start_unshard(pool)
+        self._wait()
+        if self.group.world_size == 1 and not self._views:
+            self._views = [buffer.views_of(buffer.shard) for buffer in self.buffers]
+        for buffer, views in zip(self.buffers, self._views, strict=True):
+            buffer.install(views)
+        self._move_to(ShardState.UNSHARDED)
+
+    def reshard(self) -> None:
+        """Keep the shard only. Local. A gather in flight is waited for and its result ignored."""
+        if self.placement is Placement.REPLICATED or self.state is ShardState.SHARDED:
+            return
+        self._wait()
+        for buffer in self.buffers:
+            buffer.install(buffer.stand_ins)
+        self._move_to(ShardState.SHARDED)
+
+    def give_up_slot(self) -> None:
+        """Let another unit have the slot's memory. The slot stays assigned; see NOTE(slots)."""
+        if self.depth:
+            raise StateError(
+                f"unit {self.name!r}: its slot was asked for while its forward is running"
+            )
+        self.reshard()
+        self._slot_version = -1
+
+    def release_slot(self) -> None:
+        """Forget the slot, whose memory is given back."""
+        if self.placement is Placement.SHARDED and self.group.world_size > 1:
+            self.reshard()
+            self.slot, self._full, self._views, self._slot_version = None, [], [], -1
+
+    def check_untouched(self) -> None:
+        """Raise StateError where a parameter no longer views our memory, e.g. after `.half()`."""
+        views = self._views
+        for module, attribute, buffer_index, position in self.owners:
+            buffer = self.buffers[buffer_index]
+            if self.state is ShardState.UNSHARDED:
+                expected = views[buffer_index][position]
+            else:
+                expected = buffer.stand_ins[position]
+            param = module._parameters.get(attribute)
+            if (
+                param is not buffer.params[position]
+                or param.data_ptr() != expected.data_ptr()
+                or param.dtype != expected.dtype
+                or (param.requires_grad and not buffer.plan.trainable)
+            ):
+                raise StateError(self._describe_change(param, buffer, position))
+
+    def publish(self) -> list[Handle[Tensor]]:
+        """Launch the all-gather, in place, of replicated parameters of which we updated a shard."""
+        return [
+            all_gather_flat(
+                buffer.whole,
+                splits=buffer.plan.layout.splits,
+                payload=buffer.plan.layout.payload_splits,
+                group=self.group,
+                tag=buffer.gather_tag,
+            )
+            for buffer in self.buffers
+            if buffer.plan.trainable and buffer.whole is not None
+        ]
+
+    def _describe_change(
+        self, param: nn.Parameter | None, buffer: FlatBuffer, position: int
+    ) -> str:
+        plan = buffer.plan.params[position]
+        expected = f"expected the {plan.dtype} parameter that was sharded"
+        if param is None:
+            got = "it is gone from its module"
+        elif param is not buffer.params[position]:
+            got = "got another Parameter object in its place"
+        elif param.requires_grad and not plan.trainable:
+            expected = "expected the frozen parameter that was sharded without gradient memory"
+            got = "it now requires a gradient"
+        else:
+            got = f"its memory was replaced (dtype {param.dtype}, device {param.device})"
+        return (
+            f"unit {self.name!r}, parameter {plan.name!r}: {expected}, but {got} "
+            f"(rank {self.group.rank}). Convert, move, freeze and replace parameters before "
+            "shard(): .to(), .half(), load_state_dict(assign=True) and unfreezing after it are not "
+            "followed."
+        )
+
+    def _take_slot(self, pool: SlotPool[Unit]) -> None:
+        if self.slot is None:
+            alone = self.plan.is_outer  # in use while units inside it come and go
+            self.slot = pool.take(self, self.plan.num_bytes, alone=alone)
+        previous = self.slot.owner
+        if previous is self:
+            return
+        if previous is not None:
+            previous.give_up_slot()
+        self.slot.owner = self
+        if not self._full:
+            memory = self.slot.allocate(pool.device)
+            self._full = [
+                memory[start : start + buffer.plan.num_bytes].view(buffer.plan.dtype)
+                for start, buffer in zip(self.plan.offsets, self.buffers, strict=False)
+            ]
+            self._views = [
+                buffer.views_of(full) for buffer, full in zip(self.buffers, self._full, strict=True)
+            ]
+
+    def _wait(self) -> None:
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.wait()
+
+    def _move_to(self, state: ShardState) -> None:
+        if state not in NEXT[self.state]:
+            raise StateError(
+                f"unit {self.name!r}: cannot go from {self.state.name} to {state.name}"
+            )
+        self.state = state
