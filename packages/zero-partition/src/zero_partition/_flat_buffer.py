@@ -32,12 +32,14 @@ class FlatBuffer:
     guards: tuple[Tensor, ...] = field(init=False)  # what `param.grad` holds while it is sharded
     pieces: tuple[Piece, ...] = field(init=False)
     shard_params: tuple[nn.Parameter, ...] = field(init=False)  # one per parameter, maybe empty
+    versions: tuple[int, ...] = field(init=False)  # in-place writes autograd has seen
 
     def __attrs_post_init__(self) -> None:
         self.stand_ins = tuple(
             placeholder(p.shape, p.dtype, self.shard.device) for p in self.plan.params
         )
         self.guards = tuple(GradientGuard.over(stand_in) for stand_in in self.stand_ins)
+        self.versions = tuple(param._version for param in self.params)
         self.pieces = self.plan.layout.pieces(self.group.rank)
         self.shard_params = tuple(
             nn.Parameter(part, requires_grad=self.plan.trainable)

@@ -22,8 +22,8 @@ from ._unit import Unit
 # happens to have.
 
 # NOTE(arrival): autograd gives away a gradient it has just made when `param.grad` is None, and adds
-# into what it finds otherwise. We let it give away, and copy into the flat buffer: 8 bytes of memory
-# traffic per element where a zero-filled buffer that autograd adds into costs 16
+# into what it finds otherwise. We let it give away, and copy into the flat buffer: 8 bytes of
+# memory traffic per element where a zero-filled buffer that autograd adds into costs 16
 # (docs/decisions/0004-gradients-are-copied-on-arrival.md).
 
 
@@ -121,8 +121,8 @@ class GradientReducer:
             )
         if grad.layout != torch.strided:
             raise StateError(
-                f"parameter {g.buffer.plan.params[position].name!r}: expected a dense gradient, got "
-                f"layout {grad.layout} (rank {self.group.rank}); construct the embedding with "
+                f"parameter {g.buffer.plan.params[position].name!r}: expected a dense gradient, "
+                f"got layout {grad.layout} (rank {self.group.rank}); construct the embedding with "
                 "sparse=False"
             )
         self._ensure_accumulator(g)

@@ -107,7 +107,7 @@ class FlatLayout:
         return self.shards[rank]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What `rank` keeps of each tensor, in the order of the tensors; only those it has a part of."""
+        """What `rank` keeps of each tensor that it has a part of, in the order of the tensors."""
         shard = self.shards[rank]
         return tuple(
             Piece(index, part.shifted(-span.start), part.shifted(-shard.start))

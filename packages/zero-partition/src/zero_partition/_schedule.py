@@ -127,9 +127,9 @@ class Schedule:
                 if unit.slot is None:
                     return  # never used yet: its slot is chosen when it is
                 owner = unit.slot.owner
-                if owner is not None and owner is not unit:
-                    if self.is_in_use(owner) or owner in ahead:
-                        return  # one order of gathers on every rank: do not skip ahead
+                is_other = owner is not None and owner is not unit
+                if is_other and (self.is_in_use(owner) or owner in ahead):
+                    return  # needed sooner; do not skip ahead either: one order on every rank
                 unit.start_unshard(self.pool)
             ahead.append(unit)
 

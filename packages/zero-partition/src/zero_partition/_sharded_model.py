@@ -10,7 +10,7 @@ from zero_comm import Group
 from ._errors import StateError
 from ._gradients import GradientReducer
 from ._placement import Placement, Placements
-from ._schedule import Schedule
+from ._schedule import Call, Schedule
 from ._torch_compat import call_after_backward, is_in_backward
 from ._unit import Unit
 
@@ -39,7 +39,7 @@ class ShardedModel:
             self.reducer.clear_guards()
         self.schedule.begin_forward()
 
-    def before_backward(self, call) -> None:
+    def before_backward(self, call: Call) -> None:
         """Backward has reached an output of a unit."""
         self.open_backward()
         self.reducer.before_backward(call.unit)
@@ -52,7 +52,7 @@ class ShardedModel:
             call_after_backward(self._close_backward)
 
     def before_step(self) -> None:
-        """Everything the optimizer reads must be there, and nothing may still read what it writes."""
+        """What the optimizer reads must be there, and nothing may still read what it writes."""
         if self._backward_is_open:
             raise StateError(
                 "optimizer.step() after a backward that an exception ended: its gradients are "

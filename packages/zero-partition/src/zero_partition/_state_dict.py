@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from attrs import define
 from torch import Tensor, nn
 
@@ -129,7 +128,7 @@ class _BeforeLoad(Bound):
     places: Places
     loaded: set[str]
 
-    def __call__(
+    def __call__(  # noqa: PLR0917 (torch passes them by position)
         self,
         module: nn.Module,
         state: dict,

@@ -117,8 +117,9 @@ class Unit:
             self.slot, self._full, self._views, self._slot_version = None, [], [], -1
 
     def check_untouched(self) -> None:
-        """Raise StateError where a parameter no longer views our memory, e.g. after `.half()`."""
+        """Raise StateError where a parameter no longer views our memory, or was written sharded."""
         views = self._views
+        is_sharded = self.placement is Placement.SHARDED
         for module, attribute, buffer_index, position in self.owners:
             buffer = self.buffers[buffer_index]
             if self.state is ShardState.UNSHARDED:
@@ -131,6 +132,7 @@ class Unit:
                 or param.data_ptr() != expected.data_ptr()
                 or param.dtype != expected.dtype
                 or (param.requires_grad and not buffer.plan.trainable)
+                or (is_sharded and param._version != buffer.versions[position])
             ):
                 raise StateError(self._describe_change(param, buffer, position))
 
@@ -160,13 +162,18 @@ class Unit:
         elif param.requires_grad and not plan.trainable:
             expected = "expected the frozen parameter that was sharded without gradient memory"
             got = "it now requires a gradient"
+        elif param._version != buffer.versions[position]:
+            expected = (
+                "expected nobody to write to a sharded parameter, whose values rest elsewhere"
+            )
+            got = "it was changed in place, and the change is lost"
         else:
             got = f"its memory was replaced (dtype {param.dtype}, device {param.device})"
         return (
             f"unit {self.name!r}, parameter {plan.name!r}: {expected}, but {got} "
             f"(rank {self.group.rank}). Convert, move, freeze and replace parameters before "
             "shard(): .to(), .half(), load_state_dict(assign=True) and unfreezing after it are not "
-            "followed."
+            "followed; values go in through load_state_dict()."
         )
 
     def _take_slot(self, pool: SlotPool[Unit]) -> None:
