@@ -49,9 +49,7 @@ def _gather(row: torch.Tensor, group: Group, *, tag: int, timeout_s: float) -> t
     shard = row.view(-1).to(group.device)
     out = shard.new_empty(group.world_size * shard.numel())
     splits = [shard.numel()] * group.world_size
-    handle = all_gather_flat(
-        out, splits=splits, group=group, shard=shard, tag=tag, control=True
-    )
+    handle = all_gather_flat(out, splits=splits, group=group, shard=shard, tag=tag, control=True)
     return handle.wait(timeout_s=timeout_s).view(group.world_size, -1).cpu()
 
 

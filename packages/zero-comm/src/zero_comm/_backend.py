@@ -30,7 +30,7 @@ BACKENDS: Final = {
     ),
     "gloo": Backend(
         name="gloo",
-        reduces_mean=False,
+        reduces_mean=True,
         composes_from_peers=True,
         reason=(
             "gloo's reduce-scatter moves as much as two all-reduces and its all-gather copies "

@@ -332,7 +332,7 @@ def _late_tag(tag: int) -> int:
 
 
 def _torch_op(group: Group, op: Reduction) -> Any:
-    assert group.backend.reduces_mean, f"{group.backend.name} is composed from peers"
+    assert group.backend.reduces_mean, f"{group.backend.name} has no mean of its own"
     return dist.ReduceOp.AVG if op is Reduction.MEAN else dist.ReduceOp.SUM
 
 

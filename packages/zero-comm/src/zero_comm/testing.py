@@ -35,7 +35,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from attrs import define, field, frozen
+from attrs import define, field, frozen, validators
 
 from ._errors import RankFailedError
 from ._group import Group
@@ -90,7 +90,7 @@ class RankPool:
     whose peers failed cannot be trusted, so all are killed and the next `run` starts new ones.
     """
 
-    world_size: int
+    world_size: int = field(validator=validators.ge(1))
     _workers: list[_Worker] = field(factory=list, init=False)
     _folder: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False)
     _num_runs: int = field(default=0, init=False)
@@ -329,7 +329,7 @@ def _fresh_state(request: _Request) -> Iterator[None]:
     torch.manual_seed(0)
     try:
         with warnings.catch_warnings(), torch.enable_grad():
-            warnings.filters[:] = request.warning_filters
+            warnings.filters = request.warning_filters
             yield
     finally:
         torch.set_default_dtype(torch.float32)

@@ -1,0 +1,71 @@
+"""The table of what backends can do, tried instead of believed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from zero_comm import BACKENDS, Group, Reduction, all_reduce_flat
+from zero_comm._torch_compat import all_gather_single, reduce_scatter_single
+
+
+def test_gloo_can_do_what_its_row_says(ranks) -> None:
+    """A torch that learns more makes this fail, and a composition superfluous."""
+    for abilities in ranks(2).run(_try_each):
+        assert abilities["reduces_mean"] == BACKENDS["gloo"].reduces_mean
+        assert abilities["sends_by_tag"] >= BACKENDS["gloo"].composes_from_peers
+
+
+def _try_each(group: Group) -> dict[str, bool]:
+    return {"reduces_mean": _has_mean(), "sends_by_tag": _sends_by_tag(group)}
+
+
+def _has_mean() -> bool:
+    try:
+        dist.all_reduce(torch.ones(1), dist.ReduceOp.AVG)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _sends_by_tag(group: Group) -> bool:
+    """Whether messages are matched by tag and not by order, which compositions rely on."""
+    peer = 1 - group.rank
+    out = [torch.zeros(1), torch.zeros(1)]
+    works = [dist.irecv(out[tag], peer, tag=tag) for tag in (0, 1)]
+    works += [dist.isend(torch.full((1,), float(tag)), peer, tag=tag) for tag in (1, 0)]
+    for work in works:
+        work.wait()
+    return [tensor.item() for tensor in out] == [0.0, 1.0]
+
+
+def test_torch_s_single_collectives_are_found_under_either_name(ranks) -> None:
+    """Torch 2.13 renames them and warns: `all_gather_single` was `all_gather_into_tensor`."""
+    for gathered, scattered in ranks(2).run(_call_single):
+        assert gathered == [0.0, 1.0]
+        assert scattered == [1.0]
+
+
+def _call_single(group: Group) -> tuple[list[float], list[float]]:
+    gathered = torch.zeros(2)
+    all_gather_single(gathered, torch.full((1,), float(group.rank)))
+    scattered = torch.zeros(1)
+    reduce_scatter_single(scattered, torch.full((2,), float(group.rank)))
+    return gathered.tolist(), scattered.tolist()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_choice_can_be_asked_about(name: str) -> None:
+    """A fallback that cannot say why is a slow run nobody understands."""
+    assert BACKENDS[name].name == name
+    assert BACKENDS[name].reason
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_solo_group_on_a_gpu_takes_its_tensors() -> None:
+    """`cuda` and `cuda:0` are one device and two values."""
+    group = Group.solo("cuda")
+    buffer = torch.ones(3, device="cuda")
+
+    assert all_reduce_flat(buffer, group=group, op=Reduction.SUM).wait().tolist() == [1, 1, 1]

@@ -1,0 +1,241 @@
+"""Collectives on lists, against plain torch in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zero_comm import (
+    BACKENDS,
+    Group,
+    GroupMismatchError,
+    Reduction,
+    all_gather_coalesced,
+    all_reduce_coalesced,
+    broadcast_coalesced,
+    reduce_scatter_coalesced,
+)
+
+WORLD_SIZES = [1, 2, 3, 4]
+# Several sizes of several dtypes, mixed; nothing at all among them; more than one dimension.
+SHAPES = [
+    ((3,), torch.float32),
+    ((2, 2), torch.bfloat16),
+    ((0,), torch.float32),
+    ((5,), torch.int64),
+    ((1, 4), torch.float32),
+    ((0,), torch.int64),
+    ((7,), torch.bfloat16),
+]
+FLOAT_SHAPES = [row for row in SHAPES if row[1].is_floating_point]
+
+
+def _list(rank: int, rows: int = 1, *, with_integers: bool = True) -> list[Tensor]:
+    """What `rank` puts in; the first dimension is `rows` times as long."""
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        (torch.randn(rows * shape[0], *shape[1:], generator=generator) * 1000).to(dtype)
+        for shape, dtype in (SHAPES if with_integers else FLOAT_SHAPES)
+    ]
+
+
+def _reduced(lists: list[list[Tensor]], op: Reduction) -> list[Tensor]:
+    totals = []
+    for tensors in zip(*lists, strict=True):
+        total = tensors[0]
+        for tensor in tensors[1:]:
+            total = total + tensor
+        totals.append(total / len(lists) if op is Reduction.MEAN else total)
+    return totals
+
+
+def _assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
+    assert [tensor.dtype for tensor in got] == [tensor.dtype for tensor in expected]
+    assert [tensor.shape for tensor in got] == [tensor.shape for tensor in expected]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("with_out", [False, True], ids=["allocated", "out given"])
+def test_all_gather_concatenates_in_rank_order(ranks, world_size: int, with_out: bool) -> None:
+    """Each tensor by itself, whatever travelled beside it."""
+    lists = [_list(rank) for rank in range(world_size)]
+    expected = [torch.cat([t.reshape(-1) for t in column]) for column in zip(*lists, strict=True)]
+
+    for got in ranks(world_size).run(_gather, with_out=with_out):
+        _assert_same(got, expected)
+
+
+def _gather(group: Group, with_out: bool) -> list[Tensor]:
+    shards = _list(group.rank)
+    out = None
+    if with_out:
+        out = [torch.ones(t.numel() * group.world_size, dtype=t.dtype) for t in shards]
+    full = all_gather_coalesced(shards, group=group, out=out).wait()
+
+    assert out is None or all(a is b for a, b in zip(full, out, strict=True))
+    _assert_same(shards, _list(group.rank))
+    return full
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("op", Reduction, ids=lambda op: op.value)
+@pytest.mark.parametrize("with_out", [False, True], ids=["allocated", "out given"])
+def test_reduce_scatter_keeps_this_rank_s_rows(
+    ranks, world_size: int, op: Reduction, with_out: bool
+) -> None:
+    """Bit for bit the sum in rank order, and the inputs stay what they were."""
+    with_integers = op is Reduction.SUM
+    lists = [_list(rank, world_size, with_integers=with_integers) for rank in range(world_size)]
+    totals = [total.reshape(world_size, -1) for total in _flat(_reduced(lists, op), world_size)]
+
+    for rank, got in enumerate(ranks(world_size).run(_scatter, op=op, with_out=with_out)):
+        _assert_same(got, [total[rank] for total in totals])
+
+
+def _flat(tensors: list[Tensor], world_size: int) -> list[Tensor]:
+    return [tensor.reshape(world_size, tensor.numel() // world_size) for tensor in tensors]
+
+
+def _scatter(group: Group, op: Reduction, with_out: bool) -> list[Tensor]:
+    with_integers = op is Reduction.SUM
+    tensors = _list(group.rank, group.world_size, with_integers=with_integers)
+    out = None
+    if with_out:
+        out = [torch.ones(t.numel() // group.world_size, dtype=t.dtype) for t in tensors]
+    shards = reduce_scatter_coalesced(tensors, group=group, op=op, out=out).wait()
+
+    assert out is None or all(a is b for a, b in zip(shards, out, strict=True))
+    _assert_same(tensors, _list(group.rank, group.world_size, with_integers=with_integers))
+    return shards
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("op", Reduction, ids=lambda op: op.value)
+def test_all_reduce_is_the_same_sum_everywhere(ranks, world_size: int, op: Reduction) -> None:
+    """In place, in rank order, for every shape and dtype of the list."""
+    with_integers = op is Reduction.SUM
+    lists = [_list(rank, with_integers=with_integers) for rank in range(world_size)]
+    expected = _reduced(lists, op)
+
+    for got in ranks(world_size).run(_all_reduce, op=op):
+        _assert_same(got, expected)
+
+
+def _all_reduce(group: Group, op: Reduction) -> list[Tensor]:
+    tensors = _list(group.rank, with_integers=op is Reduction.SUM)
+    reduced = all_reduce_coalesced(tensors, group=group, op=op).wait()
+
+    assert all(a is b for a, b in zip(reduced, tensors, strict=True))
+    return reduced
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_broadcast_overwrites_with_the_source_s(ranks, world_size: int) -> None:
+    """Every rank's list becomes that of position `src`, in place."""
+    src = world_size - 1
+
+    for got in ranks(world_size).run(_broadcast, src=src):
+        _assert_same(got, _list(src))
+
+
+def _broadcast(group: Group, src: int) -> list[Tensor]:
+    tensors = _list(group.rank)
+    sent = broadcast_coalesced(tensors, group=group, src=src).wait()
+
+    assert all(a is b for a, b in zip(sent, tensors, strict=True))
+    return tensors
+
+
+def test_parameters_can_be_handed_in_as_they_are(ranks) -> None:
+    """`model.parameters()` is what users have; autograd must neither record nor object."""
+    for result in ranks(2).run(_all_on_parameters):
+        assert result == {"same": True, "leaves": True, "graphs": 0}
+
+
+def _all_on_parameters(group: Group) -> dict[str, object]:
+    torch.manual_seed(group.rank)
+    params = list(nn.Linear(2, 2).parameters())
+    broadcast_coalesced(params, group=group).wait()
+    all_reduce_coalesced(params, group=group).wait()
+    results = reduce_scatter_coalesced(params, group=group).wait()
+    results += all_gather_coalesced(params, group=group).wait()
+    first = nn.utils.parameters_to_vector(params).detach()
+    copies = all_gather_coalesced([first], group=group).wait()[0].chunk(2)
+    return {
+        "same": torch.equal(copies[0], copies[1]),
+        "leaves": all(param.is_leaf and param.requires_grad for param in params),
+        "graphs": sum(result.requires_grad for result in results),
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nothing_to_send_is_fine(ranks, world_size: int) -> None:
+    """A stage with no trainable parameters still calls every collective."""
+    assert ranks(world_size).run(_all_on_nothing) == [[[], [], [], []]] * world_size
+
+
+def _all_on_nothing(group: Group) -> list[list[Tensor]]:
+    return [
+        all_gather_coalesced([], group=group).wait(),
+        reduce_scatter_coalesced([], group=group).wait(),
+        all_reduce_coalesced([], group=group).wait(),
+        broadcast_coalesced([], group=group).wait(),
+    ]
+
+
+# ---- Misuse ----
+
+COLLECTIVES = [
+    all_gather_coalesced,
+    reduce_scatter_coalesced,
+    all_reduce_coalesced,
+    broadcast_coalesced,
+]
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: torch.zeros(2, device="meta"), "tensor 1: .* on cpu, .* got meta"),
+        (lambda: torch.zeros(2, 4).t(), r"tensor 1: .*contiguous.* strides \(1, 4\)"),
+        (lambda: torch.zeros(2).to_sparse(), "tensor 1: .*dense .* torch.sparse_coo"),
+    ],
+    ids=["other device", "not contiguous", "sparse"],
+)
+def test_a_tensor_that_does_not_fit_is_named(collective, make, text: str) -> None:
+    """Which of hundreds, what is wrong and on which rank; and before anything travels."""
+    with pytest.raises(GroupMismatchError, match=text + r".*\(rank 0\)"):
+        collective([torch.zeros(2), make()], group=_first_of_two())
+
+
+def _first_of_two() -> Group:
+    """Refusals are local: a group that never started is enough."""
+    return Group(None, 0, 2, torch.device("cpu"), BACKENDS["gloo"])
+
+
+def test_a_numel_that_does_not_divide_is_named() -> None:
+    """Padding is the caller's decision; rounding down would lose gradients."""
+    with pytest.raises(GroupMismatchError, match=r"tensor 1: .* by world size 2, got 3 \(rank 0\)"):
+        reduce_scatter_coalesced([torch.zeros(2), torch.zeros(3)], group=_first_of_two())
+
+
+@pytest.mark.parametrize(
+    "out",
+    [[torch.zeros(3)], [torch.zeros(4).int()], [torch.zeros(2, 2)], []],
+    ids=["numel", "dtype", "shape", "length"],
+)
+@pytest.mark.parametrize("collective", [all_gather_coalesced, reduce_scatter_coalesced])
+def test_an_out_that_does_not_fit_is_refused(collective, out: list[Tensor]) -> None:
+    """Else results would be cut, cast or left unwritten."""
+    numel = 2 if collective is all_gather_coalesced else 8
+
+    with pytest.raises(GroupMismatchError, match=r"expected out to be 1-D tensors of .*\(4,\)"):
+        collective([torch.zeros(numel)], group=_first_of_two(), out=out)
+
+
+def test_a_source_outside_the_group_is_refused() -> None:
+    """Positions count in the group, and a global rank is an easy mistake."""
+    with pytest.raises(GroupMismatchError, match=r"src in 0..1, .*, got 2 \(rank 0\)"):
+        broadcast_coalesced([torch.zeros(1)], group=_first_of_two(), src=2)

@@ -1,0 +1,431 @@
+"""Collectives on one flat buffer, against one process that adds in rank order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import attrs
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from zero_comm import (
+    BACKENDS,
+    CommError,
+    Group,
+    GroupMismatchError,
+    Reduction,
+    all_gather_flat,
+    all_reduce_coalesced,
+    all_reduce_flat,
+    broadcast_flat,
+    even_splits,
+    reduce_scatter_flat,
+)
+
+# Even, uneven, with empty chunks first, last and between, and nothing at all; by world size.
+SPLITS = {
+    1: [(0,), (7,)],
+    2: [(4, 4), (5, 2), (0, 3), (3, 0), (0, 0)],
+    3: [(4, 4, 4), (5, 0, 2), (0, 1, 6), (0, 0, 0)],
+    4: [(3, 3, 3, 3), (1, 5, 0, 2), (0, 0, 9, 0)],
+}
+EACH_SPLITS = [splits for group in SPLITS.values() for splits in group]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+FLOATS = [torch.float32, torch.bfloat16]
+
+
+def _values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """What `rank` puts in; any process can say what any rank has."""
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(1000 + rank))
+    return (values * 1000).to(dtype)
+
+
+def _chunk(tensor: Tensor, splits: Sequence[int], rank: int) -> Tensor:
+    return list(tensor.split(list(splits)))[rank]
+
+
+def _reduced(world_size: int, numel: int, dtype: torch.dtype, op: Reduction) -> Tensor:
+    """The documented order: ((g0 + g1) + g2) + ..., then divided."""
+    total = _values(0, numel, dtype)
+    for rank in range(1, world_size):
+        total = total + _values(rank, numel, dtype)
+    return total / world_size if op is Reduction.MEAN else total
+
+
+# ---- All-gather ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", EACH_SPLITS, ids=str)
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "shard given"])
+def test_all_gather_puts_each_shard_in_its_rank_s_chunk(
+    ranks, splits: Sequence[int], dtype: torch.dtype, in_place: bool
+) -> None:
+    """Parameters are views of the buffer: one element off and every later one is another's."""
+    world_size = len(splits)
+    expected = torch.cat([_values(rank, numel, dtype) for rank, numel in enumerate(splits)])
+
+    for full in ranks(world_size).run(_gather, splits=splits, dtype=dtype, in_place=in_place):
+        assert torch.equal(full, expected)
+
+
+def _gather(group: Group, splits: Sequence[int], dtype: torch.dtype, in_place: bool) -> Tensor:
+    out = torch.full((sum(splits),), 77, dtype=dtype)
+    shard = _values(group.rank, splits[group.rank], dtype)
+    if in_place:
+        _chunk(out, splits, group.rank).copy_(shard)
+    given = None if in_place else shard
+    full = all_gather_flat(out, splits=splits, group=group, shard=given).wait()
+
+    assert full is out
+    return full
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_late_first_rank_moves_no_shard(ranks, world_size: int) -> None:
+    """Chunks follow rank, not arrival."""
+    splits = (3,) * world_size
+    expected = torch.cat([_values(rank, 3, torch.float32) for rank in range(world_size)])
+
+    for full in ranks(world_size).run(_gather_late, splits=splits):
+        assert torch.equal(full, expected)
+
+
+def _gather_late(group: Group, splits: Sequence[int]) -> Tensor:
+    if group.rank == 0:
+        time.sleep(0.2)
+    return _gather(group, splits, torch.float32, in_place=True)
+
+
+# ---- Reductions ----
+
+
+@pytest.mark.parametrize("op", Reduction, ids=lambda op: op.value)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("splits", EACH_SPLITS, ids=str)
+def test_reductions_add_in_rank_order(
+    ranks, splits: Sequence[int], dtype: torch.dtype, op: Reduction
+) -> None:
+    """Bit for bit, or a resumed or re-partitioned run is not the run that was saved."""
+    world_size = len(splits)
+    total = _reduced(world_size, sum(splits), dtype, op)
+
+    for rank, got in enumerate(ranks(world_size).run(_reduce, splits=splits, dtype=dtype, op=op)):
+        assert torch.equal(got["scattered"], _chunk(total, splits, rank))
+        assert torch.equal(got["scattered in place"], _chunk(total, splits, rank))
+        assert torch.equal(got["everywhere"], total)
+        assert torch.equal(got["everywhere, even"], total)
+        assert torch.equal(got["untouched"], _values(rank, sum(splits), dtype))
+
+
+def _reduce(
+    group: Group, splits: Sequence[int], dtype: torch.dtype, op: Reduction
+) -> dict[str, Tensor]:
+    mine = _values(group.rank, sum(splits), dtype)
+    buffer, in_place = mine.clone(), mine.clone()
+    own = _chunk(in_place, splits, group.rank)
+    scattered = reduce_scatter_flat(buffer, splits=splits, group=group, op=op).wait()
+    aliased = reduce_scatter_flat(in_place, splits=splits, group=group, op=op, out=own).wait()
+
+    assert aliased is own
+    assert scattered.data_ptr() != _chunk(buffer, splits, group.rank).data_ptr() or not own.numel()
+
+    given = mine.clone()
+    everywhere = all_reduce_flat(given, group=group, op=op, splits=splits).wait()
+
+    assert everywhere is given
+    return {
+        "scattered": scattered,
+        "scattered in place": aliased,
+        "untouched": buffer,
+        "everywhere": everywhere,
+        "everywhere, even": all_reduce_flat(mine, group=group, op=op).wait(),
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_integers_are_summed_exactly(ranks, world_size: int) -> None:
+    """Counts and flags travel too; 2**53 + 1 does not survive a float."""
+    expected = world_size * (2**53 + 1)
+
+    assert ranks(world_size).run(_sum_integers) == [expected] * world_size
+
+
+def _sum_integers(group: Group) -> int:
+    buffer = torch.full((1,), 2**53 + 1)
+    return int(all_reduce_flat(buffer, group=group, op=Reduction.SUM).wait())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_long_buffer_is_as_exact_as_a_short_one(ranks, world_size: int) -> None:
+    """Long messages travel in pieces, and a piece too few or too many is a wrong gradient."""
+    splits = [600_000 + 1000 * rank for rank in range(world_size)]  # more than a piece of 2 MiB
+    total = _reduced(world_size, sum(splits), torch.float32, Reduction.MEAN)
+
+    got = ranks(world_size).run(_reduce, splits=splits, dtype=torch.float32, op=Reduction.MEAN)
+
+    for rank in range(world_size):
+        assert torch.equal(got[rank]["scattered"], _chunk(total, splits, rank))
+        assert torch.equal(got[rank]["scattered in place"], _chunk(total, splits, rank))
+        assert torch.equal(got[rank]["everywhere"], total)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_default_is_the_mean(ranks, world_size: int) -> None:
+    """Data-parallel gradients are means; a silent sum is a learning rate times world size."""
+    mean = (world_size - 1) / 2
+
+    assert ranks(world_size).run(_reduce_by_default) == [(mean, mean)] * world_size
+
+
+def _reduce_by_default(group: Group) -> tuple[float, float]:
+    buffer = torch.full((group.world_size,), float(group.rank))
+    scattered = reduce_scatter_flat(buffer, splits=[1] * group.world_size, group=group).wait()
+    return scattered.item(), all_reduce_flat(buffer, group=group).wait()[0].item()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("op", Reduction, ids=lambda op: op.value)
+def test_a_backend_s_own_collectives_agree_with_ours(ranks, world_size: int, op: Reduction) -> None:
+    """A group on NCCL takes the other branch; this tries it as far as gloo can."""
+    for ours, theirs in ranks(world_size).run(_both_ways, op=op):
+        for key in ours:
+            torch.testing.assert_close(theirs[key], ours[key])
+
+
+def _both_ways(group: Group, op: Reduction) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    builtin = attrs.evolve(
+        group, backend=attrs.evolve(BACKENDS["nccl"], reason="for a test on gloo")
+    )
+    return _three_collectives(group, op), _three_collectives(builtin, op)
+
+
+def _three_collectives(group: Group, op: Reduction) -> dict[str, Tensor]:
+    splits = [4] * group.world_size
+    mine = _values(group.rank, sum(splits), torch.float32)
+    out = torch.zeros(sum(splits))
+    return {
+        "all_gather": all_gather_flat(out, splits=splits, group=group, shard=mine[:4]).wait(),
+        "reduce_scatter": reduce_scatter_flat(mine, splits=splits, group=group, op=op).wait(),
+        "all_reduce": all_reduce_flat(mine.clone(), group=group, op=op).wait(),
+    }
+
+
+# ---- Broadcast ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_broadcast_gives_everyone_the_source_s_values(
+    ranks, world_size: int, dtype: torch.dtype
+) -> None:
+    """Replicas that start apart stay apart."""
+    src = world_size - 1
+    expected = _values(src, 5, dtype)
+
+    for got in ranks(world_size).run(_broadcast, src=src, dtype=dtype):
+        assert torch.equal(got, expected)
+
+
+def _broadcast(group: Group, src: int, dtype: torch.dtype) -> Tensor:
+    buffer = _values(group.rank, 5, dtype)
+    empty = buffer[:0]
+    broadcast_flat(empty, src=src, group=group).wait()
+    assert broadcast_flat(buffer, src=src, group=group).wait() is buffer
+    return buffer
+
+
+# ---- Order ----
+
+
+def test_tags_allow_another_order_on_another_rank(ranks) -> None:
+    """A prefetch may run ahead on one rank; its bytes must not land in another unit's buffer."""
+    for got in ranks(2).run(_launch_in_own_order):
+        assert got == [[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]]
+
+
+def _launch_in_own_order(group: Group) -> list[list[float]]:
+    handles = {}
+    for tag in [0, 1, 2] if group.rank == 0 else [2, 0, 1]:
+        out = torch.full((2,), 10.0 * tag + group.rank)
+        handles[tag] = all_gather_flat(out, splits=[1, 1], group=group, tag=tag)
+    return [handles[tag].wait().tolist() for tag in range(3)]
+
+
+def test_handles_may_be_waited_on_in_any_order(ranks) -> None:
+    """Backward and prefetch wait in the order they need things, not in that of the launches."""
+    for rank, got in enumerate(ranks(3).run(_wait_in_own_order)):
+        assert got == [[0.0, 1.0, 2.0], [3.0 + 3 * rank], [13.0]], rank
+
+
+def _wait_in_own_order(group: Group) -> list[list[float]]:
+    gather = all_gather_flat(
+        torch.full((3,), float(group.rank)), splits=[1, 1, 1], group=group, tag=0
+    )
+    scatter = reduce_scatter_flat(
+        torch.tensor([1.0, 2.0, 3.0]), splits=[1, 1, 1], group=group, op=Reduction.SUM, tag=1
+    )
+    reduce = all_reduce_flat(
+        torch.full((1,), 12.0 + group.rank), group=group, op=Reduction.MEAN, tag=2
+    )
+    handles = [gather, scatter, reduce]
+    results: dict[int, list[float]] = {}
+    for shift in range(3):
+        index = (group.rank + shift) % 3
+        results[index] = handles[index].wait().tolist()
+    return [results[index] for index in range(3)]
+
+
+def test_an_all_reduce_waited_on_late_takes_no_other_s_bytes(ranks) -> None:
+    """Its second half is launched in `wait`, which ranks reach before or after other launches."""
+    for got in ranks(2).run(_wait_before_or_after):
+        assert got == ([1.0, 1.0], [10.0, 11.0])
+
+
+def _wait_before_or_after(group: Group) -> tuple[list[float], list[float]]:
+    reduction = all_reduce_flat(torch.full((2,), 2.0 * group.rank), group=group)
+    out = torch.full((2,), 10.0 + group.rank)
+    if group.rank == 0:
+        reduced = reduction.wait()
+        gathered = all_gather_flat(out, splits=[1, 1], group=group).wait()
+    else:
+        gather = all_gather_flat(out, splits=[1, 1], group=group)
+        reduced = reduction.wait()
+        gathered = gather.wait()
+    return reduced.tolist(), gathered.tolist()
+
+
+LAUNCHES = {
+    "all_gather": lambda group: all_gather_flat(torch.zeros(2), splits=[1, 1], group=group),
+    "reduce_scatter": lambda group: reduce_scatter_flat(torch.zeros(2), splits=[1, 1], group=group),
+    "all_reduce": lambda group: all_reduce_flat(torch.zeros(2), group=group),
+    "all_reduce_coalesced": lambda group: all_reduce_coalesced([torch.zeros(2)], group=group),
+    "broadcast": lambda group: broadcast_flat(torch.zeros(2), src=1, group=group),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_missing_peer_is_an_error_in_time(ranks, name: str) -> None:
+    """A hang without a word costs an afternoon."""
+    waited_s, _ = ranks(2).run(_collective_without_rank_1, name=name)
+
+    assert waited_s < 10
+
+
+def _collective_without_rank_1(group: Group, name: str) -> float:
+    started = time.monotonic()
+    if group.rank == 0:
+        handle = LAUNCHES[name](group)
+        with pytest.raises(CommError, match=r"did not finish within 0.5 s: .*first error"):
+            handle.wait(timeout_s=0.5)
+    return time.monotonic() - started
+
+
+# ---- Misuse ----
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: torch.zeros(2, 2),
+            r"to be 1-D, dense and contiguous with 4 elements, got .*\(2, 2\)",
+        ),
+        (lambda: torch.zeros(5), r"with 4 elements, got .* of shape \(5,\)"),
+        (lambda: torch.zeros(8)[::2], r"with strides \(2,\)"),
+        (lambda: torch.zeros(4).to_sparse(), r"torch.sparse_coo of shape \(4,\)"),
+        (
+            lambda: torch.zeros(4, device="meta"),
+            r"on cpu, where this group .*, got meta \(rank 0\)",
+        ),
+    ],
+    ids=["not flat", "wrong numel", "strided", "sparse", "other device"],
+)
+def test_a_buffer_that_does_not_fit_is_refused(make, text: str) -> None:
+    """Before anything travels, so that no peer is left waiting."""
+    group = _first_of_two()
+    launches = [
+        lambda bad: all_gather_flat(bad, splits=[2, 2], group=group),
+        lambda bad: all_gather_flat(torch.zeros(6), splits=[4, 2], group=group, shard=bad),
+        lambda bad: reduce_scatter_flat(bad, splits=[2, 2], group=group),
+        lambda bad: reduce_scatter_flat(torch.zeros(6), splits=[4, 2], group=group, out=bad),
+        lambda bad: all_reduce_flat(bad, group=group, splits=[2, 2]),
+    ]
+
+    for launch in launches:
+        with pytest.raises(GroupMismatchError, match=text):
+            launch(make())
+
+
+def _first_of_two() -> Group:
+    """Refusals are local: a group that never started is enough."""
+    return Group(None, 0, 2, torch.device("cpu"), BACKENDS["gloo"])
+
+
+def test_one_split_per_rank_is_asked_for() -> None:
+    """A forgotten rank would shift every later chunk."""
+    with pytest.raises(GroupMismatchError, match="one split per rank, 2 in all, got 3"):
+        all_gather_flat(torch.zeros(3), splits=[1, 1, 1], group=_first_of_two())
+
+
+def test_values_are_never_converted_on_the_way() -> None:
+    """A shard of another dtype would be cast here, and read as other bytes there."""
+    group = _first_of_two()
+    half = torch.zeros(2, dtype=torch.bfloat16)
+
+    with pytest.raises(
+        GroupMismatchError, match=r"shard to be torch.float32 .* got torch.bfloat16"
+    ):
+        all_gather_flat(torch.zeros(4), splits=[2, 2], group=group, shard=half)
+    with pytest.raises(GroupMismatchError, match=r"out to be torch.float32 .* got torch.bfloat16"):
+        reduce_scatter_flat(torch.zeros(4), splits=[2, 2], group=group, out=half)
+
+
+def test_a_mean_of_integers_is_refused() -> None:
+    """Torch divides integers into floats, which no longer fit the buffer."""
+    group = _first_of_two()
+    counts = torch.zeros(2, dtype=torch.int64)
+
+    with pytest.raises(GroupMismatchError, match=r"dtype for a mean, got torch.int64 .*SUM"):
+        all_reduce_flat(counts, group=group)
+    with pytest.raises(GroupMismatchError, match=r"dtype for a mean, got torch.int64 .*SUM"):
+        reduce_scatter_flat(counts, splits=[1, 1], group=group)
+
+
+@pytest.mark.parametrize("src", [-1, 2])
+def test_a_source_outside_the_group_is_refused(src: int) -> None:
+    """Positions count in the group, and a global rank is an easy mistake."""
+    with pytest.raises(GroupMismatchError, match=rf"src in 0..1, .*, got {src} \(rank 0\)"):
+        broadcast_flat(torch.zeros(1), src=src, group=_first_of_two())
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize("numel", [0, 1, 7, 8, 1000])
+def test_even_splits_cover_and_differ_by_one_at_most(numel: int, world_size: int) -> None:
+    """The slowest rank of a reduction is the one that adds up most."""
+    splits = even_splits(numel, world_size)
+
+    assert len(splits) == world_size
+    assert sum(splits) == numel
+    assert max(splits) - min(splits) <= 1
+    assert all(stop >= start for start, stop in pairwise(accumulate(splits, initial=0)))
+
+
+def test_a_user_s_own_messages_do_not_meet_ours(ranks) -> None:
+    """The group may be in use for plain send and recv, whose tags start at 0."""
+    for got in ranks(2).run(_send_between):
+        assert got == ([0.0, 1.0], 5.0)
+
+
+def _send_between(group: Group) -> tuple[list[float], float]:
+    received = torch.zeros(1)
+    peer = 1 - group.rank
+    work = dist.irecv(received, peer, group=group.process_group)
+    out = torch.full((2,), float(group.rank))
+    gathered = all_gather_flat(out, splits=[1, 1], group=group).wait().tolist()
+    dist.send(torch.tensor([5.0]), peer, group=group.process_group)
+    work.wait()
+    return gathered, received.item()

@@ -1,0 +1,167 @@
+"""Where a group comes from, and that it knows its place in the job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from zero_comm import CommError, Group, all_gather_flat, broadcast_flat, init
+
+
+def test_alone_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python train.py` works on a laptop as it stands."""
+    _forget_torchrun(monkeypatch)
+    group = init(backend="gloo")
+
+    assert (group.rank, group.world_size, group.backend.name) == (0, 1, "solo")
+    assert group.device == torch.device("cpu")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_a_job_is_an_error_that_names_the_other_half(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """Training alone by accident, once per GPU, looks like success for hours."""
+    _forget_torchrun(monkeypatch)
+    for name, value in _environment(rank=0, port=1).items():
+        if name != missing:
+            monkeypatch.setenv(name, value)
+
+    with pytest.raises(CommError, match=rf"WORLD_SIZE=2 is set but {missing} is not; .*torchrun"):
+        init()
+
+
+def _forget_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in _environment(rank=0, port=1):
+        monkeypatch.delenv(name, raising=False)
+
+
+def _environment(rank: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+_SCRIPT = """
+import torch, torch.distributed as dist
+import zero_comm
+
+group = zero_comm.init(backend="gloo", timeout_s=60)
+again = zero_comm.init()
+out = torch.full((2,), float(group.rank))
+zero_comm.all_gather_flat(out, splits=[1, 1], group=group).wait()
+print(group.rank, group.world_size, group.backend.name, again.process_group is group.process_group,
+      out.tolist(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_init_joins_the_job_that_torchrun_describes(tmp_path: Path) -> None:
+    """Its environment is the interface; nothing else is needed on one machine or on many."""
+    script = Path(tmp_path, "script.py")
+    script.write_text(_SCRIPT)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)  # a free port
+    port = store.port
+    del store
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=os.environ | _environment(rank, port) | {"GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+    outputs = [process.communicate(timeout=100)[0] for process in started]
+
+    assert outputs == [f"{rank} 2 gloo True [0.0, 1.0]\n" for rank in range(2)]
+
+
+def test_a_sub_group_counts_from_zero(ranks) -> None:
+    """Every splits, chunk and source is a position in the group; only torch counts in the job."""
+    assert ranks(4).run(_work_in_a_sub_group) == [
+        None,
+        {"rank": 0, "global": [1, 3], "gathered": [10.0, 30.0], "broadcast": 3.0},
+        None,
+        {"rank": 1, "global": [1, 3], "gathered": [10.0, 30.0], "broadcast": 3.0},
+    ]
+
+
+def _work_in_a_sub_group(group: Group) -> dict[str, object] | None:
+    process_group = dist.new_group([1, 3])
+    if group.rank not in (1, 3):
+        with pytest.raises(CommError, match=rf"rank {group.rank} of the job is not a member"):
+            Group.from_process_group(process_group)
+        return None
+    odd = Group.from_process_group(process_group)
+    out = torch.full((2,), 10.0 * group.rank)
+    source = torch.tensor([float(group.rank)])
+    return {
+        "rank": odd.rank,
+        "global": [odd.global_rank(rank) for rank in range(odd.world_size)],
+        "gathered": all_gather_flat(out, splits=[1, 1], group=odd).wait().tolist(),
+        "broadcast": broadcast_flat(source, src=1, group=odd).wait().item(),
+    }
+
+
+def test_an_axis_of_a_mesh_is_a_group(ranks) -> None:
+    """Replicate and shard axes come from torch's own meshes."""
+    for rank, (shard, replica) in enumerate(ranks(4).run(_two_axes)):
+        row, column = divmod(rank, 2)
+        assert shard == (column, [2.0 * row, 2.0 * row + 1])
+        assert replica == (row, [float(column), column + 2.0])
+
+
+def _two_axes(group: Group) -> list[tuple[int, list[float]]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    found = []
+    for axis in ("shard", "replica"):
+        of_axis = Group.from_mesh(mesh, axis)
+        out = torch.full((2,), float(group.rank))
+        all_gather_flat(out, splits=[1, 1], group=of_axis).wait()
+        found.append((of_axis.rank, out.tolist()))
+    return found
+
+
+def test_a_mesh_of_one_axis_needs_no_name(ranks) -> None:
+    """There is only one group it can mean."""
+    assert ranks(2).run(_only_axis) == [(0, 2), (1, 2)]
+
+
+def _only_axis(group: Group) -> tuple[int, int]:
+    of_mesh = Group.from_mesh(init_device_mesh("cpu", (2,)))
+    return of_mesh.rank, of_mesh.world_size
+
+
+def test_a_group_needs_torch_s() -> None:
+    """Before init_process_group there is nothing to wrap, and torch's own error does not say so."""
+    with pytest.raises(CommError, match=r"is not; call zero_comm.init\(\), or use Group.solo\(\)"):
+        Group.from_process_group()
+
+
+def test_a_backend_we_do_not_know_is_refused(ranks) -> None:
+    """A table without its row would be guesswork."""
+    ranks(2).run(_use_a_fake_backend)
+
+
+def _use_a_fake_backend(group: Group) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=group.rank, world_size=2)
+
+    with pytest.raises(CommError, match="expected backend gloo or nccl, got 'fake'"):
+        Group.from_process_group()

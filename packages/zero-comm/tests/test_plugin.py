@@ -1,0 +1,57 @@
+"""What the pytest plugin adds to a user's own run of pytest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_TESTS = """
+def _rank(group):
+    return group.rank
+
+def test_a(ranks):
+    assert ranks(2).run(_rank) == [0, 1]
+
+def test_without_ranks():
+    pass
+"""
+
+
+def test_ranks_come_with_the_plugin(tmp_path: Path) -> None:
+    """Whoever installs zero-comm can test on ranks, also with pytest at its strictest."""
+    result = _pytest(tmp_path, "-p", "no:xdist")
+
+    assert "2 passed" in result, result
+
+
+@pytest.mark.parametrize("options", [["-p", "no:xdist"], []], ids=["without xdist", "with xdist"])
+def test_tests_with_ranks_are_one_group(tmp_path: Path, options: list[str]) -> None:
+    """Two of them at once would fight for the cores and run into their timeouts."""
+    result = _pytest(tmp_path, "--collect-only", "-m", "xdist_group", *options)
+
+    assert "1/2 tests collected (1 deselected)" in result, result
+    assert "test_a" in result, result
+
+
+def test_the_plugin_imports_no_torch() -> None:
+    """It is loaded in every run of pytest in this environment, and torch costs seconds."""
+    code = "import sys, zero_comm_pytest; assert not {'torch', 'zero_comm'} & sys.modules.keys()"
+
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def _pytest(folder: Path, *options: str) -> str:
+    Path(folder, "test_theirs.py").write_text(_TESTS)
+    Path(folder, "pytest.toml").write_text("[pytest]\nstrict = true\nfilterwarnings = ['error']\n")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", *options],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    return result.stdout + result.stderr
