@@ -1,0 +1,65 @@
+"""What one process costs: resident memory, its high-water mark, and live tensors."""
+
+from __future__ import annotations
+
+import gc
+import re
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def resident_bytes() -> int:
+    """Physical memory this process holds now."""
+    return _status_bytes("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """The most it ever held since `reset_peak()`."""
+    return _status_bytes("VmHWM")
+
+
+def reset_peak() -> None:
+    """Lower the high-water mark to what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def live_tensor_bytes() -> int:
+    """Bytes of all storages that Python can reach through a tensor, each counted once.
+
+    Nothing is subtracted. Memory that only C++ holds, such as DDP's buckets, is not seen.
+    """
+    gc.collect()
+    nbytes_at: dict[int, int] = {}
+    # A parameter at rest may be a subclass that refuses to be touched: look below it.
+    with torch._C.DisableTorchFunctionSubclass(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for found in gc.get_objects():
+            if not issubclass(type(found), Tensor):
+                continue
+            for tensor in (found, found.grad if found.is_leaf else None):
+                if tensor is None or not _has_storage(tensor):
+                    continue
+                storage = tensor.untyped_storage()
+                address = storage.data_ptr()
+                nbytes_at[address] = max(nbytes_at.get(address, 0), storage.nbytes())
+    return sum(nbytes_at.values())
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Whether it holds memory itself; what a wrapper wraps is found on its own."""
+    return (
+        not is_traceable_wrapper_subclass(tensor)
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+    )
+
+
+def _status_bytes(name: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    found = re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
+    assert found, f"this kernel does not report {name} in /proc/self/status"
+    return int(found[1]) * 1024

@@ -1,0 +1,32 @@
+"""Run one suite of benchmarks: `python benchmarks/run.py SUITE [options of the suite]`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Final
+
+SUITES: Final = {
+    "step": "bench_step",  # one training step: ours, DDP, FSDP, DeepSpeed
+    "autograd": "bench_autograd",  # what hooks cost, and the ways of collecting gradients
+    "collectives": "bench_collectives",  # compositions of collectives against the built-in ones
+}
+
+
+def main(argv: list[str]) -> int:
+    """Hand what follows the suite's name to that suite. Returns the exit status."""
+    usage = f"usage: run.py {{{','.join(SUITES)}}} [options]; run.py SUITE --help lists them"
+    if not argv or argv[0] not in SUITES:
+        is_help = argv[:1] in (["-h"], ["--help"])
+        print(usage, file=sys.stdout if is_help else sys.stderr)
+        return 0 if is_help else 2
+    suite, *options = argv
+    if importlib.util.find_spec(SUITES[suite]) is None:
+        print(f"{suite}: there is no {SUITES[suite]}.py beside run.py", file=sys.stderr)
+        return 2
+    return importlib.import_module(SUITES[suite]).main(options) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,193 @@
+"""The systems that are compared. Adding one is one function under `@system`.
+
+Its name is the function's. It gets the built model, makes its own optimizer, and returns a step:
+forward, backward, update, gradients dropped. Imports stay inside, so that a system whose library
+is missing costs the others nothing; `imports` names what to load before memory is measured.
+"""
+
+# ruff: noqa: PLC0415
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.optim import AdamW
+
+if TYPE_CHECKING:
+    from model import GPT
+    from torch import Tensor, nn
+
+Step = Callable[["Tensor", "Tensor"], "Tensor"]  # tokens, targets -> loss
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a system may want to know besides the model."""
+
+    rank: int
+    world_size: int
+    batch: int  # sequences per rank
+    lr: float
+    window: int | None  # units our prefetch may hold ahead; None leaves the default
+
+
+@dataclass(frozen=True)
+class System:
+    """One row of the table."""
+
+    name: str
+    title: str
+    build: Callable[[GPT, Setting], Step]
+    imports: tuple[str, ...] = ()
+    environment: str = "own"  # or the name of another Python's
+    is_alone: bool = False  # one process, whatever the number of ranks
+    is_variant: bool = False  # runs only when asked for by name
+
+
+SYSTEMS: Final[dict[str, System]] = {}
+
+
+def system(title: str, *, name: str = "", **traits: Any) -> Callable[[Any], Any]:
+    """Register a function that builds a system. `traits` are fields of `System`."""
+
+    def register(build: Any) -> Any:
+        key = name or build.__name__
+        SYSTEMS[key] = System(key, title, build, **traits)
+        return build
+
+    return register
+
+
+@system("one process, no communication", is_alone=True)
+def alone(model: GPT, setting: Setting) -> Step:
+    """What the arithmetic costs by itself."""
+    return _plain_step(model, AdamW(model.parameters(), lr=setting.lr, fused=True))
+
+
+@system("DDP")
+def ddp(model: GPT, setting: Setting) -> Step:
+    """Replicas and an all-reduce: the reference of every ratio."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    optimizer = AdamW(model.parameters(), lr=setting.lr, fused=True)
+    return _plain_step(DistributedDataParallel(model), optimizer)
+
+
+@system("DDP + torch ZeroRedundancyOptimizer", imports=("torch.distributed.optim",))
+def torch_zro(model: GPT, setting: Setting) -> Step:
+    """Stage 1 as torch ships it, with its two options that save copies."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        replica.parameters(), AdamW, parameters_as_bucket_view=True, lr=setting.lr, fused=True
+    )
+    return _plain_step(replica, optimizer)
+
+
+@system("FSDP1 full shard", imports=("torch.distributed.fsdp",))
+def fsdp1(model: GPT, setting: Setting) -> Step:
+    """One flat parameter per block."""
+    import torch
+    from model import Block
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    sharded = FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu")
+    )
+    return _plain_step(sharded, AdamW(sharded.parameters(), lr=setting.lr, fused=True))
+
+
+@system("FSDP2 per block", imports=("torch.distributed.fsdp",))
+def fsdp2(model: GPT, setting: Setting) -> Step:
+    """`fully_shard` on every block and on the rest."""
+    return _fsdp2(model, setting)
+
+
+@system("FSDP2, no reshard after forward", imports=("torch.distributed.fsdp",), is_variant=True)
+def fsdp2_keep(model: GPT, setting: Setting) -> Step:
+    """The same, but blocks stay whole from forward to backward."""
+    return _fsdp2(model, setting, reshard_after_forward=False)
+
+
+def _fsdp2(model: GPT, setting: Setting, **options: bool) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (setting.world_size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return _plain_step(model, AdamW(model.parameters(), lr=setting.lr, fused=True))
+
+
+def _deepspeed(model: GPT, setting: Setting, *, stage: int, **zero: Any) -> Step:
+    import deepspeed  # pyrefly: ignore[missing-import]
+
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=AdamW(model.parameters(), lr=setting.lr, fused=True),
+        config={
+            "train_micro_batch_size_per_gpu": setting.batch,
+            "gradient_clipping": 0.0,  # else it clips at 1.0, which no other system does here
+            "zero_optimization": {"stage": stage, **zero},
+            "steps_per_print": 10**9,
+        },
+    )
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+_of_deepspeed: Final = partial(system, imports=("deepspeed",), environment="deepspeed")
+for _stage in (1, 2, 3):
+    _of_deepspeed(f"DeepSpeed stage {_stage}", name=f"deepspeed{_stage}")(
+        partial(_deepspeed, stage=_stage)
+    )
+_of_deepspeed("DeepSpeed stage 3, buckets of 1e7", name="deepspeed3_1e7", is_variant=True)(
+    partial(
+        _deepspeed,
+        stage=3,
+        reduce_bucket_size=10**7,
+        stage3_prefetch_bucket_size=10**7,
+        stage3_max_live_parameters=10**7,
+    )
+)
+
+
+def _ours(model: GPT, setting: Setting, *, stage: int) -> Step:
+    import zero_engine
+
+    window = {} if setting.window is None else {"window": setting.window}
+    optimizer = AdamW(model.parameters(), lr=setting.lr, fused=True)
+    sharded, sharded_optimizer = zero_engine.shard(
+        model, optimizer, zero_engine.ZeroConfig(stage=stage, **window)
+    )
+    return _plain_step(sharded, sharded_optimizer)
+
+
+for _stage in (0, 1, 2, 3):
+    system(f"ours, stage {_stage}", name=f"zero{_stage}", imports=("zero_engine",))(
+        partial(_ours, stage=_stage)
+    )
+
+
+def _plain_step(model: nn.Module, optimizer: Any) -> Step:
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
