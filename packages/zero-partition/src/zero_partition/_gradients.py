@@ -21,6 +21,9 @@ from ._unit import Unit
 # zeros where nothing arrived: which buffers are reduced must not depend on which gradients a rank
 # happens to have.
 
+# NOTE(shards): the memory of a reduced gradient is kept when the gradient is dropped. Giving it back
+# and faulting its pages in again cost 5% of a step on the CPU; release_buffers() gives it back.
+
 # NOTE(arrival): autograd gives away a gradient it has just made when `param.grad` is None, and adds
 # into what it finds otherwise. We let it give away, and copy into the flat buffer: 8 bytes of
 # memory traffic per element where a zero-filled buffer that autograd adds into costs 16
@@ -38,15 +41,21 @@ class BufferGradients:
     slot: Slot[BufferGradients] | None = None
     filled: list[bool] = field(init=False)  # holds a local gradient that was not reduced yet
     guarded: list[bool] = field(init=False)  # we put a guard into `param.grad`
+    arrived: set[int] = field(factory=set, init=False)  # in this backward, since the last launch
     launched: bool = False  # in this backward
-    shard: Tensor | None = None  # reduced: what shard_params' grads view
-    parts: tuple[Tensor, ...] = ()  # of the shard
+    shard: Tensor | None = None  # reduced; kept when gradients are dropped, see NOTE(shards)
+    parts: tuple[Tensor, ...] = ()  # of the shard: what shard_params have as gradients
     in_flight: Handle[Tensor] | None = None
     received: Tensor | None = None  # where the reduction in flight ends, if not in the shard
 
     def __attrs_post_init__(self) -> None:
         self.filled = [False] * len(self.buffer.params)
         self.guarded = [False] * len(self.buffer.params)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether the optimizer has a gradient in the shard."""
+        return any(param.grad is not None for param in self.buffer.shard_params)
 
     @property
     def has_local(self) -> bool:
@@ -125,6 +134,8 @@ class GradientReducer:
                 f"got layout {grad.layout} (rank {self.group.rank}); construct the embedding with "
                 "sparse=False"
             )
+        if g.in_flight is not None:  # again in one backward: a nested one, of a checkpoint
+            self._finish(g)
         self._ensure_accumulator(g)
         view = g.views[position]
         if grad.data_ptr() != view.data_ptr():  # not accumulated in place; see NOTE(arrival)
@@ -135,7 +146,8 @@ class GradientReducer:
                 view.copy_(grad)
         g.filled[position] = True
         param.grad = view if not self.shards_state else None
-        if self.sync and all(g.filled):
+        g.arrived.add(position)  # not `filled`, which no_sync leaves full
+        if self.sync and len(g.arrived) == len(g.filled):
             self.launch(g)
 
     def launch(self, g: BufferGradients) -> None:
@@ -148,6 +160,7 @@ class GradientReducer:
             if not filled and not self._accumulates_in_place(g, position):
                 g.views[position].zero_()
         g.launched = True
+        g.arrived.clear()
         layout = g.buffer.plan.layout
         if not self.shards_state:
             g.in_flight = all_reduce_flat(
@@ -160,8 +173,7 @@ class GradientReducer:
         else:
             fresh = all(param.grad is None for param in g.buffer.shard_params)
             if g.shard is None:
-                g.shard = torch.empty_like(g.buffer.shard)
-                g.parts = g.buffer.parts_of(g.shard)
+                self._allocate_shard(g)
             g.received = None if fresh else torch.empty_like(g.shard)
             g.in_flight = reduce_scatter_flat(
                 g.accumulator,
@@ -180,12 +192,13 @@ class GradientReducer:
         if self.sync:
             # Also those that got nothing: another rank may have launched them; see NOTE(order).
             for g in self.gradients:
-                if g.has_local or not g.launched:
+                if not g.launched or (g.has_local and g.in_flight is None):
                     self.launch(g)
             self._flush()
             self._agree_on_arrivals()
         for g in self.gradients:
             g.launched = False
+            g.arrived.clear()
             self._set_guards(g)
 
     def before_step(self) -> None:
@@ -202,6 +215,7 @@ class GradientReducer:
         self._flush()
         for g in self.gradients:
             g.launched = False
+            g.arrived.clear()
             g.filled = [False] * len(g.filled)
             self._return_accumulator(g)
 
@@ -212,7 +226,6 @@ class GradientReducer:
             g.filled = [False] * len(g.filled)
             self._return_accumulator(g)
             if set_to_none:
-                g.shard, g.parts = None, ()
                 g.guarded = [False] * len(g.guarded)
                 for param in g.buffer.params:
                     param.grad = None
@@ -225,18 +238,32 @@ class GradientReducer:
             ):
                 continue
             g.accumulator, g.views, g.slot = None, (), None
+            if not g.holds_gradients:
+                g.shard, g.parts = None, ()
         if not any(g.slot for g in self.gradients):
             self.pool.release()
 
     @property
     def reduction_bytes(self) -> int:
-        """Bytes of reduction buffers: slots, and whole gradients that accumulate."""
-        own = sum(
+        """Bytes of slots, of whole gradients that accumulate, and of shards without a gradient."""
+        accumulators = sum(
             g.buffer.plan.num_bytes
             for g in self.gradients
             if g.accumulator is not None and g.slot is None
         )
-        return own + self.pool.num_bytes
+        idle = sum(
+            g.shard.nbytes
+            for g in self.gradients
+            if g.shard is not None and not g.holds_gradients
+        )
+        return accumulators + idle + self.pool.num_bytes
+
+    @property
+    def flags_bytes(self) -> int:
+        """Bytes of the flags of the last exchange, which nobody may have needed to read."""
+        if self._flags is None:
+            return 0
+        return self.group.world_size * sum(len(self.targets(g)) for g in self.gradients)
 
     def _ensure_accumulator(self, g: BufferGradients) -> None:
         if g.accumulator is not None:
@@ -255,6 +282,11 @@ class GradientReducer:
                 g.buffer.plan.layout.numel, dtype=g.buffer.plan.dtype, device=self.group.device
             )
         g.views = g.buffer.views_of(g.accumulator)
+
+    def _allocate_shard(self, g: BufferGradients) -> None:
+        g.shard = torch.zeros_like(g.buffer.shard)
+        parts = g.buffer.parts_of(g.shard)
+        g.parts = tuple(GradientShard.over(part, self.group) for part in parts)
 
     def _slot_for(self, g: BufferGradients, num_bytes: int, alone: bool) -> Slot[BufferGradients]:
         # Outer units keep their slot's size to themselves, and find it again in the next step.
@@ -303,9 +335,8 @@ class GradientReducer:
     def _hand_over(self, g: BufferGradients, position: int) -> None:
         """The reduced gradient becomes the optimizer's."""
         param = g.buffer.shard_params[position]
-        part = g.parts[position]
-        if param.grad is None or param.grad.data_ptr() != part.data_ptr():
-            param.grad = GradientShard.over(part, self.group)
+        if param.grad is None or param.grad.data_ptr() != g.parts[position].data_ptr():
+            param.grad = g.parts[position]
 
     def _agree_on_arrivals(self) -> None:
         """A gradient that another rank had and we had not is there all the same, from zeros.
@@ -340,8 +371,6 @@ class GradientReducer:
                         self._hand_over(g, position)
                     else:
                         param.grad = g.views[position]
-            if all(param.grad is None for param in g.buffer.shard_params):
-                g.shard, g.parts = None, ()
 
     def targets(self, g: BufferGradients) -> tuple[nn.Parameter, ...]:
         """The parameters whose gradient the optimizer reads."""

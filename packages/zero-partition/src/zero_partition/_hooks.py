@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import ReferenceType, ref
 
 import torch
 from attrs import define
@@ -97,16 +98,22 @@ class _BeforeBackward:
 
 @define(eq=False)
 class Arrival(Bound):
-    """After autograd has put a parameter's gradient into `param.grad`."""
+    """After autograd has put a parameter's gradient into `param.grad`.
 
-    sharded: ShardedModel
-    gradients: BufferGradients
+    Holds nothing alive: Python's garbage collector does not see through this kind of hook, and a
+    model that is deleted would never be freed.
+    """
+
+    sharded: ReferenceType[ShardedModel]
+    gradients: ReferenceType[BufferGradients]
     position: int
 
     def __call__(self, param: Tensor) -> None:
         """Take it."""
-        self.sharded.open_backward()
-        self.sharded.reducer.collect(self.gradients, self.position)
+        sharded, gradients = self.sharded(), self.gradients()
+        if sharded is not None and gradients is not None:
+            sharded.open_backward()
+            sharded.reducer.collect(gradients, self.position)
 
 
 @define(eq=False)
@@ -141,7 +148,8 @@ def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
         module.register_forward_hook(AfterForward(sharded, unit), always_call=True)
     for gradients in sharded.reducer.gradients:
         for position, param in enumerate(gradients.buffer.params):
-            param.register_post_accumulate_grad_hook(Arrival(sharded, gradients, position))
+            arrival = Arrival(ref(sharded), ref(gradients), position)
+            param.register_post_accumulate_grad_hook(arrival)
 
 
 def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedModel) -> None:

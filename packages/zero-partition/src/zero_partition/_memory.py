@@ -19,7 +19,7 @@ class MemoryReport:
     padding_bytes: int  # what alignment and even cuts add to the three
     slots_bytes: int  # where sharded parameters are whole while in use
     reduction_bytes: int  # where gradients are collected and received
-    scalars_bytes: int  # stand-ins of sharded parameters, and the optimizer's step counters
+    scalars_bytes: int  # stand-ins of sharded parameters, step counters, flags between ranks
 
     @property
     def model_state_bytes(self) -> int:
@@ -41,7 +41,8 @@ class MemoryReport:
 def memory_report(sharded: ShardedModel) -> MemoryReport:
     """Count this rank's bytes. Local."""
     rank = sharded.group.rank
-    params = padding = gradients = scalars = 0
+    params = padding = gradients = 0
+    scalars = sharded.reducer.flags_bytes
     for unit in sharded.units:
         for buffer in unit.buffers:
             layout, itemsize = buffer.plan.layout, buffer.plan.dtype.itemsize
@@ -54,7 +55,7 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
     reduction = sharded.reducer.reduction_bytes
     for g in sharded.reducer.gradients:
         layout, itemsize = g.buffer.plan.layout, g.buffer.plan.dtype.itemsize
-        if g.shard is not None:
+        if g.shard is not None and g.holds_gradients:
             gradients += layout.payload_splits[rank] * itemsize
             padding += (layout.splits[rank] - layout.payload_splits[rank]) * itemsize
         elif not sharded.reducer.shards_state and g.accumulator is not None:

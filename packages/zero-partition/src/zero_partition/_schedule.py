@@ -118,9 +118,9 @@ class Schedule:
         self._starts.clear()
         self.end_backward()
 
-    def prefetch(self) -> None:
+    def prefetch(self, *, using: Unit | None = None) -> None:
         """Launch gathers for the units that come next, as far as slots are free."""
-        ahead: list[Unit] = []
+        ahead = [] if using is None else [using]  # it does not count as in use yet
         for index in self._order.upcoming(self.window - 1):
             unit = self.units[index]
             if not unit.is_resident and unit.placement is Placement.SHARDED:
@@ -159,7 +159,7 @@ class Schedule:
             if owner is not None and owner.depth:
                 self._refuse(unit, owner)
         unit.unshard(self.pool)
-        self.prefetch()
+        self.prefetch(using=unit)
 
     def _refuse(self, unit: Unit, owner: Unit) -> None:
         raise StateError(

@@ -1,0 +1,65 @@
+"""What only a GPU can show. Skipped without one; docs/gpu.md says what has run, and where."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zero_comm
+import zero_engine
+from torch import nn
+from torch.nn import functional as F
+from zero_engine import ZeroConfig
+from zero_partition import memory_report
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def _train(stage: int | None, steps: int = 4) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.LayerNorm(33), nn.Linear(33, 33)) for _ in range(4)]
+    model: nn.Module = nn.Sequential(*blocks).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    if stage is not None:
+        model, optimizer = zero_engine.shard(model, optimizer, ZeroConfig(stage))
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 33, generator=generator).cuda()
+        loss = F.mse_loss(model(x), x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if stage is None:
+        return losses, {key: value.cpu() for key, value in model.state_dict().items()}
+    assert memory_report(model).params_bytes > 0
+    return losses, zero_engine.full_state_dict(model)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_gpu_trains_as_plain_torch_does(stage: int) -> None:
+    """Streams and pinned addresses must change no bit where nothing travels."""
+    expected_losses, expected = _train(None)
+
+    losses, weights = _train(stage)
+
+    assert losses == expected_losses
+    assert all(torch.equal(weights[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nccl_trains_as_plain_torch_does(stage: int, tmp_path) -> None:
+    """The same through NCCL's collectives, which one rank runs as well."""
+    expected_losses, _ = _train(None)
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        assert zero_comm.init().backend.name == "nccl"
+        losses, _ = _train(stage)
+    finally:
+        torch.distributed.destroy_process_group()
+
+    assert losses == expected_losses
