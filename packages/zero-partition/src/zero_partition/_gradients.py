@@ -74,8 +74,13 @@ class GradientReducer:
     gradients: tuple[BufferGradients, ...]
     flags_tag: int  # identity of the exchange of flags
     sync: bool = True  # False inside no_sync
+    _of_unit: dict[int, list[BufferGradients]] = field(factory=dict, init=False)
     _in_flight: list[BufferGradients] = field(factory=list, init=False)
     _flags: Handle[Tensor] | None = field(default=None, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        for g in self.gradients:
+            self._of_unit.setdefault(g.unit.index, []).append(g)
 
     @classmethod
     def plan(
@@ -106,9 +111,8 @@ class GradientReducer:
 
     def before_backward(self, unit: Unit) -> None:
         """Take our stand-ins out of `param.grad`, so that autograd gives its gradients away."""
-        for g in self.gradients:
-            if g.unit is unit:
-                self._clear_guards(g)
+        for g in self._of_unit.get(unit.index, ()):
+            self._clear_guards(g)
 
     def clear_guards(self) -> None:
         """As `before_backward`, for every unit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from attrs import frozen
@@ -54,7 +55,7 @@ class UnitPlan:
     buffers: tuple[BufferPlan, ...]
     is_outer: bool  # other units run inside this one's forward
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each buffer starts when they lie in one slot, in bytes, and where the last ends."""
         return byte_offsets(buffer.num_bytes for buffer in self.buffers)

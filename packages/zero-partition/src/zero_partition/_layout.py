@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from attrs import frozen
@@ -84,17 +85,17 @@ class FlatLayout:
         shards = tuple(Span(start, stop) for start, stop in pairwise(ends))
         return cls(tuple(spans), shards, cursor)
 
-    @property
+    @cached_property
     def splits(self) -> tuple[int, ...]:
         """Elements per rank, padding included, in rank order."""
         return tuple(shard.numel for shard in self.shards)
 
-    @property
+    @cached_property
     def payload_numel(self) -> int:
         """Elements that belong to a tensor."""
         return sum(span.numel for span in self.spans)
 
-    @property
+    @cached_property
     def payload_splits(self) -> tuple[int, ...]:
         """Elements per rank that belong to a tensor."""
         return tuple(
