@@ -53,6 +53,23 @@ class BeginForward(Bound):
 
 
 @define(eq=False)
+class EndForward(Bound):
+    """After the model's own forward, so that the outermost backward is the one that ends ours.
+
+    Inside reentrant recomputation each segment is a backward of its own.
+    """
+
+    sharded: ShardedModel
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Ask the outputs to say when backward begins."""
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self.sharded.open_backward())
+
+
+@define(eq=False)
 class BeforeForward(Bound):
     """Before the forward of a unit's module."""
 
@@ -142,6 +159,7 @@ def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
     """Hook the model, the modules of its units, and its trainable parameters."""
     modules = dict(model.named_modules())
     model.register_forward_pre_hook(BeginForward(sharded))
+    model.register_forward_hook(EndForward(sharded))
     for unit in sharded.units:
         module = modules[unit.plan.name]
         module.register_forward_pre_hook(BeforeForward(sharded, unit))
