@@ -1,0 +1,54 @@
+"""Imports point down, so that each package can be released on its own."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).parents[1]
+ALLOWED: Final[dict[str, set[str]]] = {
+    "zero_comm": set(),
+    "zero_partition": {"zero_comm"},
+    "zero_engine": {"zero_comm", "zero_partition"},
+}
+
+
+def test_every_package_has_its_arrows() -> None:
+    """A package that this file forgets could import anything."""
+    packages = {path.name for path in ROOT.glob("packages/*/src/*") if (path / "py.typed").exists()}
+
+    assert packages == ALLOWED.keys()
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_arrows_point_down(package: str) -> None:
+    """A package that imports a sibling it may not is no longer released on its own."""
+    source = ROOT / "packages" / package.replace("_", "-") / "src" / package
+
+    imported = {
+        (node.module if isinstance(node, ast.ImportFrom) else alias.name).split(".")[0]
+        for file in source.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level)
+        for alias in node.names
+    }
+
+    assert imported & ALLOWED.keys() - {package} <= ALLOWED[package]
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_importing_a_package_loads_only_what_it_may(package: str) -> None:
+    """The source may be clean and an entry point or a late import not."""
+    program = f"import sys, {package}; print(*sorted(m for m in sys.modules if '.' not in m))"
+
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+
+    loaded = set(ran.stdout.split()) & ALLOWED.keys()
+    assert loaded == ALLOWED[package] | {package}

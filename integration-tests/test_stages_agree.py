@@ -1,0 +1,302 @@
+"""ZeRO moves bytes; it must not move the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import parity
+import pytest
+import torch
+import zero_engine
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_engine import ZeroConfig
+from zero_partition import Cut
+
+ACCUMULATION = {"plain": {}, "accumulated": {"num_micro_batches": 3, "reduces_once": True}}
+ORDERS = {
+    "plain": {},
+    "clipped": {"max_norm": 0.5},
+    "a-reduction-per-micro-batch": {"num_micro_batches": 3, "reduces_once": False},
+    "accumulated-and-clipped": {"num_micro_batches": 2, "reduces_once": True, "max_norm": 0.5},
+}
+
+
+@pytest.mark.parametrize("how", ACCUMULATION)
+@pytest.mark.parametrize("optimizer", parity.OPTIMIZERS)
+def test_two_ranks_train_as_ddp_does_bit_for_bit(ranks, optimizer: str, how: str) -> None:
+    """A sum of two has one order, so there is nothing that could excuse a difference."""
+    ranks(2).run(_stages_equal_ddp, optimizer=optimizer, **ACCUMULATION[how])
+
+
+def _stages_equal_ddp(group: Group, **recipe: Any) -> None:
+    chosen = parity.Recipe(**recipe)
+    expected = parity.train_ddp(group, chosen)
+
+    for stage in parity.STAGES:
+        curve = parity.train_sharded(group, chosen, ZeroConfig(stage))
+        parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
+
+
+@pytest.mark.parametrize("how", ORDERS)
+@pytest.mark.parametrize("optimizer", parity.OPTIMIZERS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_stage_does_the_documented_arithmetic(
+    ranks, world_size: int, optimizer: str, how: str
+) -> None:
+    """Where DDP adds in another order, the order that we document is what we can be held to."""
+    ranks(world_size).run(_stages_equal_the_oracle, optimizer=optimizer, **ORDERS[how])
+
+
+def _stages_equal_the_oracle(group: Group, **recipe: Any) -> None:
+    chosen = parity.Recipe(**recipe)
+
+    for stage in parity.STAGES:
+        curve = parity.train_sharded(group, chosen, ZeroConfig(stage))
+        expected = parity.train_alone(
+            chosen, rank=group.rank, world_size=group.world_size, stage=stage
+        )
+        parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
+
+
+@pytest.mark.parametrize("how", ORDERS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_another_order_of_adding_stays_close_to_ddp(ranks, world_size: int, how: str) -> None:
+    """The oracle proves the arithmetic that we meant; DDP proves that we meant the right one."""
+    ranks(world_size).run(_stages_are_close_to_ddp, **ORDERS[how])
+
+
+def _stages_are_close_to_ddp(group: Group, **recipe: Any) -> None:
+    for optimizer in parity.OPTIMIZERS:
+        chosen = parity.Recipe(optimizer=optimizer, make=parity.tiny_float32, **recipe)
+        ddp = parity.train_ddp(group, chosen)
+        for stage in parity.STAGES:
+            curve = parity.train_sharded(group, chosen, ZeroConfig(stage))
+            parity.assert_close(curve, ddp, what=f"{optimizer}, stage {stage}")
+
+
+# ---- Options of ours that must not matter ----
+
+
+@pytest.mark.parametrize("when", ["none", "before", "after"])
+def test_a_scheduler_may_be_built_before_or_after_shard(ranks, when: str) -> None:
+    """A scheduler holds the param-group dicts; others in their place would keep the first rate."""
+    ranks(2).run(_stages_equal_ddp, scheduler=when)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_the_window_changes_no_number(ranks, window: int) -> None:
+    """It says how much memory may hide how much communication; 5 is most of the units."""
+    ranks(2).run(_config_equals_ddp, window=window)
+
+
+@pytest.mark.parametrize(
+    "units",
+    [(), ("blocks.1",), ("blocks.0.up", "blocks.0", "blocks.2", "lift", "adapter"), ("embed",)],
+    ids=["none", "one", "nested", "tied-to-another"],
+)
+def test_any_choice_of_units_trains_the_same(ranks, units: tuple[str, ...]) -> None:
+    """A user who names units tunes memory, not the result."""
+    ranks(2).run(_config_equals_ddp, units=units)
+
+
+def _config_equals_ddp(group: Group, **options: Any) -> None:
+    recipe = parity.Recipe(num_micro_batches=2)
+    expected = parity.train_ddp(group, recipe)
+
+    for stage in parity.STAGES:
+        curve = parity.train_sharded(group, recipe, ZeroConfig(stage, **options))
+        parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}, {options}")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_shards_of_whole_tensors_train_the_same(ranks, world_size: int) -> None:
+    """Uneven shards, some of them empty, travel by the same collectives."""
+    ranks(world_size).run(_tensor_cut_equals_the_oracle)
+
+
+def _tensor_cut_equals_the_oracle(group: Group) -> None:
+    recipe = parity.Recipe(optimizer="adagrad", max_norm=0.5)
+
+    for stage in parity.STAGES:
+        curve = parity.train_sharded(group, recipe, ZeroConfig(stage), cut=Cut.TENSOR)
+        expected = parity.train_alone(
+            recipe, rank=group.rank, world_size=group.world_size, stage=stage, cut=Cut.TENSOR
+        )
+        parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
+
+
+# ---- Loops that are written in another way ----
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "adagrad", "sgd"])
+def test_state_that_the_optimizer_has_is_sharded_and_not_lost(ranks, optimizer: str) -> None:
+    """A run that goes on from a checkpoint loads its moments before it shards."""
+    ranks(2).run(_shard_after_two_steps, optimizer=optimizer)
+
+
+def _shard_after_two_steps(group: Group, optimizer: str) -> None:
+    never, never_optimizer = parity.build_with_optimizer(optimizer)
+    parity.run_steps(never, never_optimizer, range(2), rank=0)
+    losses = parity.run_steps(
+        parity.as_ddp(never, group), never_optimizer, range(2, 5), rank=group.rank
+    )
+
+    for stage in parity.STAGES:
+        model, used = parity.build_with_optimizer(optimizer)
+        parity.run_steps(model, used, range(2), rank=0)
+        zero_engine.shard(model, used, ZeroConfig(stage), group=group)
+        after = parity.run_steps(model, used, range(2, 5), rank=group.rank)
+
+        assert after == losses, f"stage {stage}"
+        _assert_same_weights(model, never, group, what=f"stage {stage}")
+
+
+@pytest.mark.parametrize("how", ["to-none", "to-zero", "by-model", "by-hand"])
+def test_every_way_to_drop_gradients_drops_them(ranks, how: str) -> None:
+    """What survives a zero_grad is added to the next step's gradient, and nobody notices."""
+    ranks(2).run(_drop_gradients, how=how)
+
+
+def _drop_gradients(group: Group, how: str) -> None:
+    drop: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
+        "to-none": lambda model, optimizer: optimizer.zero_grad(),
+        "to-zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+        "by-model": lambda model, optimizer: model.zero_grad(),
+        "by-hand": _set_none_by_hand,
+    }
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, wrapped: nn.Module) -> list:
+        losses = []
+        for step in range(4):
+            loss = parity.loss_of(wrapped, parity.batch(step, 0, group.rank))
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            drop[how](model, optimizer)
+        return losses
+
+    ddp, ddp_optimizer = parity.build_with_optimizer("sgd")
+    expected = train(ddp, ddp_optimizer, parity.as_ddp(ddp, group))
+
+    for stage in parity.STAGES:
+        model, optimizer = parity.build_sharded(group, ZeroConfig(stage), "sgd")
+        assert train(model, optimizer, model) == expected, f"stage {stage}"
+        _assert_same_weights(model, ddp, group, what=f"stage {stage}")
+
+
+def _set_none_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def test_step_takes_a_closure(ranks) -> None:
+    """Gradients then arrive after step() has begun."""
+    ranks(2).run(_step_with_closure)
+
+
+def _step_with_closure(group: Group) -> None:
+    ddp, ddp_optimizer = parity.build_with_optimizer()
+    expected = parity.run_steps(parity.as_ddp(ddp, group), ddp_optimizer, range(3), rank=group.rank)
+
+    for stage in parity.STAGES:
+        model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
+        losses = []
+        for step in range(3):
+
+            def closure(step: int = step) -> Tensor:
+                optimizer.zero_grad()  # noqa: B023
+                loss = parity.loss_of(model, parity.batch(step, 0, group.rank))  # noqa: B023
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+        assert losses == expected, f"stage {stage}"
+        _assert_same_weights(model, ddp, group, what=f"stage {stage}")
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
+def test_ranks_may_use_different_parameters(ranks, set_to_none: bool) -> None:
+    """One rank's gradient is another's zero, and a step may leave out what the last one used."""
+    ranks(2).run(_use_by_rank_and_step, set_to_none=set_to_none)
+
+
+class _Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(3, 5)
+        self.right = nn.Linear(3, 5)
+        self.both = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        return self.both(getattr(self, use)(x)).mean()
+
+
+def _use_by_rank_and_step(group: Group, set_to_none: bool) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for step in range(5):
+            generator = torch.Generator().manual_seed(2 * step + group.rank)
+            x = torch.randn(4, 3, generator=generator)
+            use = "right" if step in (1, 3) and (group.rank or step == 3) else "left"
+            loss = model(x, use)
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        return losses
+
+    ddp, ddp_optimizer = parity.build_with_optimizer(make=_Branching)
+    expected = train(parity.as_ddp(ddp, group), ddp_optimizer)
+
+    for stage in parity.STAGES:
+        model, optimizer = parity.build_sharded(group, ZeroConfig(stage), make=_Branching)
+        assert train(model, optimizer) == expected, f"stage {stage}"
+        _assert_same_weights(model, ddp, group, what=f"stage {stage}")
+
+
+# ---- A model that we did not write ----
+
+
+@pytest.mark.parametrize("how", ACCUMULATION)
+def test_gpt2_of_transformers_trains_as_under_ddp(ranks, how: str) -> None:
+    """Tied weights, Conv1D, dataclass outputs, keyword arguments, key biases of pure noise."""
+    ranks(2).run(_gpt2_equals_ddp, timeout_s=90.0, **ACCUMULATION[how])
+
+
+def _gpt2_equals_ddp(group: Group, **recipe: Any) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = GPT2Config(
+        n_layer=2, n_head=2, n_embd=16, vocab_size=31, n_positions=8,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+
+    def gpt2_batch(step: int, micro: int, rank: int) -> parity.Batch:
+        generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+        tokens = torch.randint(31, (2, 8), generator=generator)
+        return tokens, tokens
+
+    def gpt2_loss(model: nn.Module, data: parity.Batch) -> Tensor:
+        return model(input_ids=data[0], labels=data[1]).loss
+
+    chosen = parity.Recipe(
+        optimizer="adamw-fused",
+        make=lambda: GPT2LMHeadModel(shape).train(),
+        batch=gpt2_batch,
+        loss_of=gpt2_loss,
+        finds_unused=False,
+        **recipe,
+    )
+    expected = parity.train_ddp(group, chosen)
+
+    for stage in parity.STAGES:
+        curve = parity.train_sharded(group, chosen, ZeroConfig(stage))
+        parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
+
+
+def _assert_same_weights(model: nn.Module, expected: nn.Module, group: Group, what: str) -> None:
+    weights = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        parity.assert_same_weights(weights, expected.state_dict(), what=what)
