@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import parity
 import pytest
 import torch
@@ -46,8 +48,13 @@ def _count_the_living(group: Group) -> None:
 
 
 def _assert_report_is_complete(model: nn.Module, what: str) -> None:
-    alive, report = parity.live_bytes(), memory_report(model)
+    report = memory_report(model)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
+    deadline = time.monotonic() + 2.0
+    alive = parity.live_bytes()
+    while alive != report.total_bytes + buffers and time.monotonic() < deadline:
+        time.sleep(0.01)  # gloo's threads let go of what they have sent a moment later
+        alive = parity.live_bytes()
     assert alive == report.total_bytes + buffers, f"{what}: {alive} bytes alive, {report}"
 
 

@@ -58,7 +58,7 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
         if g.shard is not None and g.holds_gradients:
             gradients += layout.payload_splits[rank] * itemsize
             padding += (layout.splits[rank] - layout.payload_splits[rank]) * itemsize
-        elif not sharded.reducer.shards_state and g.accumulator is not None:
+        elif not g.shards_state and g.accumulator is not None:
             held = [p for p in g.buffer.params if p.grad is not None]
             gradients += sum(p.numel() for p in held) * itemsize
             reduction -= sum(p.numel() for p in held) * itemsize

@@ -37,7 +37,7 @@ def clip_grad_norm_(sharded: ShardedModel, max_norm: float, *, norm_type: float 
     grads = [
         param.grad.as_subclass(Tensor)
         for g in reducer.gradients
-        for param in reducer.targets(g)
+        for param in g.targets
         if param.grad is not None
     ]
     norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grads if grad.numel()]
@@ -49,7 +49,7 @@ def clip_grad_norm_(sharded: ShardedModel, max_norm: float, *, norm_type: float 
         total = local.new_zeros(group.world_size)
         splits = [1] * group.world_size
         handle = all_gather_flat(
-            total, splits=splits, group=group, shard=local, tag=reducer.flags_tag, control=True
+            total, splits=splits, group=group, shard=local, tag=reducer.control_tag, control=True
         )
         parts = handle.wait().unbind()
     else:

@@ -10,12 +10,12 @@ from zero_comm import Group, broadcast_coalesced, broadcast_flat, check_agreemen
 
 from ._errors import PartitionError
 from ._flat_buffer import FlatBuffer
-from ._gradients import GradientReducer
 from ._grouping import BufferPlan, UnitPlan, choose_units, plan_units
 from ._hooks import find_sharded, install_module_hooks, install_optimizer_hooks
 from ._layout import Cut
 from ._optimizer import check_optimizer, describe_optimizer, param_group_of, shard_optimizer
 from ._placement import STAGES, Placement, Placements, Stage
+from ._reducer import GradientReducer
 from ._schedule import Schedule
 from ._sharded_model import ShardedModel
 from ._state_dict import install_state_dict_hooks

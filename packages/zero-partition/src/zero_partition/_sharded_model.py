@@ -8,8 +8,8 @@ from torch import nn
 from zero_comm import Group
 
 from ._errors import StateError
-from ._gradients import GradientReducer
 from ._placement import Placement, Placements
+from ._reducer import GradientReducer
 from ._schedule import Call, Schedule
 from ._torch_compat import call_after_backward, is_in_backward
 from ._unit import Unit
@@ -36,7 +36,7 @@ class ShardedModel:
             return
         self._give_up_open_backward()
         if torch.is_grad_enabled():
-            self.reducer.clear_guards()
+            self.reducer.before_forward()
         self.schedule.begin_forward()
 
     def before_backward(self, call: Call) -> None:
@@ -78,7 +78,7 @@ class ShardedModel:
 
     def drop_gradients(self, *, set_to_none: bool) -> None:
         """What `optimizer.zero_grad()` means for gradients that are on their way."""
-        self._give_up_open_backward()
+        self._give_up_open_backward(is_asked_for=True)
         self.reducer.drop(set_to_none=set_to_none)
 
     def release_buffers(self) -> None:
@@ -93,10 +93,10 @@ class ShardedModel:
         self.reducer.end_backward()
         self.schedule.end_backward()
 
-    def _give_up_open_backward(self) -> None:
+    def _give_up_open_backward(self, *, is_asked_for: bool = False) -> None:
         if self._backward_is_open and not is_in_backward():
             self._backward_is_open = False
-            self.reducer.abandon()
+            self.reducer.abandon(is_asked_for=is_asked_for)
             self.schedule.reset()
 
     def _check_params(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import Factory, define, field
 from torch import Tensor, nn
-from zero_comm import Group, Handle, all_gather_flat
+from zero_comm import CommError, Group, Handle, all_gather_flat
 
 from ._errors import StateError
 from ._flat_buffer import FlatBuffer
@@ -199,7 +199,10 @@ class Unit:
     def _wait(self) -> None:
         handles, self._handles = self._handles, []
         for handle in handles:
-            handle.wait()
+            try:
+                handle.wait()
+            except CommError as error:
+                raise CommError(f"gathering unit {self.name!r}: {error}") from error
 
     def _move_to(self, state: ShardState) -> None:
         if state not in NEXT[self.state]:

@@ -1,0 +1,303 @@
+"""When gradients are reduced: each buffer as soon as it is full, in one order on every rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from attrs import define, field
+from torch import Tensor
+from zero_comm import Group, Handle, all_gather_flat
+
+from ._errors import StateError
+from ._gradients import BufferGradients
+from ._placement import Placement
+from ._shard_state import ShardState
+from ._slots import Slot, SlotPool
+from ._unit import Unit
+
+# NOTE(order): which buffers are reduced, and in which order, must not depend on which gradients a
+# rank happens to have: ranks that wait for each other in different order never end. So every
+# trainable buffer is reduced in every backward that reduces, with zeros where nothing arrived, in
+# one order: the reverse of the model's at first, and then the order in which rank 0's buffers
+# became full. A buffer that is full early waits for its turn.
+
+
+@define(eq=False)
+class GradientReducer:
+    """Collects gradients per flat buffer and reduces each buffer when its turn comes."""
+
+    group: Group
+    placement: Placement  # of gradients while they accumulate
+    shards_state: bool  # whether the optimizer works on shards (every stage but zero)
+    pool: SlotPool[BufferGradients]
+    gradients: tuple[BufferGradients, ...]
+    control_tag: int  # identity of exchanges of flags, norms and the order
+    sync: bool = True  # False inside no_sync
+    _of_unit: dict[int, list[BufferGradients]] = field(factory=dict, init=False)
+    _order: list[BufferGradients] = field(init=False)  # see NOTE(order)
+    _order_is_settled: bool = field(default=False, init=False)
+    _turn: int = field(default=0, init=False)  # how many of the order were launched
+    _became_full: list[BufferGradients] = field(factory=list, init=False)
+    _in_flight: list[BufferGradients] = field(factory=list, init=False)
+    _flags: Handle[Tensor] | None = field(default=None, init=False)
+    _has_earlier: bool = field(default=False, init=False)  # of a backward before this one
+
+    def __attrs_post_init__(self) -> None:
+        self._order = list(reversed(self.gradients))
+        for g in self.gradients:
+            self._of_unit.setdefault(g.unit.index, []).append(g)
+
+    @classmethod
+    def plan(
+        cls,
+        units: Sequence[Unit],
+        *,
+        group: Group,
+        placement: Placement,
+        shards_state: bool,
+        num_slots: int,
+    ) -> GradientReducer:
+        """One reducer for the trainable buffers of these units."""
+        gradients = tuple(
+            BufferGradients(buffer, unit, shards_state)
+            for unit in units
+            for buffer in unit.buffers
+            if buffer.plan.trainable
+        )
+        ring = [g.buffer.plan.num_bytes for g in gradients if not g.unit.plan.is_outer]
+        pool: SlotPool[BufferGradients] = SlotPool.plan(
+            ring if placement is Placement.SHARDED else (),
+            num_slots=num_slots,
+            device=group.device,
+            is_busy=lambda owner: owner.has_local or owner.in_flight is not None,
+        )
+        num_buffers = sum(len(unit.buffers) for unit in units)
+        return cls(group, placement, shards_state, pool, gradients, control_tag=2 * num_buffers)
+
+    def before_backward(self, unit: Unit) -> None:
+        """Let autograd give this unit's gradients away."""
+        for g in self._of_unit.get(unit.index, ()):
+            g.clear_guards()
+
+    def before_forward(self) -> None:
+        """As `before_backward`, for every unit."""
+        for g in self.gradients:
+            g.clear_guards()
+
+    def collect(self, g: BufferGradients, position: int) -> None:
+        """A parameter's gradient is in `param.grad`: take it, and reduce what is ready."""
+        grad = g.buffer.params[position].grad
+        if grad is None:
+            return  # autograd found it undefined: the same as unused
+        name = g.buffer.plan.params[position].name
+        if g.unit.state is not ShardState.UNSHARDED:
+            raise StateError(
+                f"parameter {name!r} received a gradient while its unit {g.unit.name!r} was "
+                f"sharded (rank {self.group.rank}): its backward may have read other values. "
+                "Please report the model; making the modules involved one unit "
+                "(ZeroConfig.units) avoids it."
+            )
+        if grad.layout != torch.strided:
+            raise StateError(
+                f"parameter {name!r}: expected a dense gradient, got layout {grad.layout} (rank "
+                f"{self.group.rank}); construct the embedding with sparse=False"
+            )
+        if g.in_flight is not None:  # again in one backward: a nested one, of a checkpoint
+            self._finish(g)
+        self._ensure_accumulator(g)
+        g.take(position, grad)
+        if self.sync and g.is_full:
+            self._became_full.append(g)
+            while self._turn < len(self._order) and self._order[self._turn].is_full:
+                self._turn += 1
+                self._launch(self._order[self._turn - 1])
+
+    def end_backward(self) -> None:
+        """Reduce what is left, and put every gradient where the optimizer reads it."""
+        if self.sync:
+            for g in self._order:
+                if not g.launched or (g.has_local and g.in_flight is None):
+                    self._launch(g)
+            self._flush()
+            self._agree_on_arrivals()
+            self._settle_order()
+        self._forget_turns()
+        for g in self.gradients:
+            g.end_backward()
+        self._has_earlier = True
+
+    def before_step(self) -> None:
+        """Reduce what `no_sync` left behind; drop what the user dropped."""
+        for g in self.gradients:
+            g.drop_where_user_did()
+        if any(g.has_local for g in self.gradients):
+            sync, self.sync = self.sync, True
+            self.end_backward()
+            self.sync = sync
+
+    def abandon(self, *, is_asked_for: bool) -> None:
+        """Drop all gradients: an exception ended a backward, and some lack its part.
+
+        Stage 0 leaves it to the user, whose `param.grad` they are, as plain torch does.
+
+        Args:
+            is_asked_for: The user drops them anyway; else earlier ones go with a warning.
+        """
+        self._flush()
+        if self._has_earlier and self.shards_state and not is_asked_for:
+            warnings.warn(
+                "a backward ended in an exception: the gradients of the backwards before it, "
+                "accumulated since zero_grad(), are dropped with its own",
+                stacklevel=2,
+            )
+        self._forget_turns()
+        for g in self.gradients:
+            if self.shards_state:
+                g.drop()
+            g.forget_local()
+            g.end_backward()
+            self._return_accumulator(g)
+        self._has_earlier = False
+
+    def drop(self, *, set_to_none: bool) -> None:
+        """What `zero_grad` means for gradients that are not in the optimizer's hands."""
+        self._flush()
+        for g in self.gradients:
+            if set_to_none:
+                g.drop()
+            g.forget_local()
+            self._return_accumulator(g)
+        self._has_earlier = False
+
+    def release(self) -> None:
+        """Give reduction buffers back; gradients that somebody waits for stay."""
+        for g in self.gradients:
+            if not g.has_local and (self.shards_state or not g.holds_gradients):
+                g.leave_accumulator()
+            if not g.holds_gradients:
+                g.shard, g.parts = None, ()
+        if not any(g.slot for g in self.gradients):
+            self.pool.release()
+
+    @property
+    def reduction_bytes(self) -> int:
+        """Bytes of slots, of whole gradients that accumulate, and of shards without a gradient."""
+        own = sum(
+            g.buffer.plan.num_bytes
+            for g in self.gradients
+            if g.accumulator is not None and g.slot is None
+        )
+        idle = sum(
+            g.shard.nbytes for g in self.gradients if g.shard is not None and not g.holds_gradients
+        )
+        return own + idle + self.pool.num_bytes
+
+    @property
+    def flags_bytes(self) -> int:
+        """Bytes of the flags of the last exchange, which nobody may have needed to read."""
+        if self._flags is None:
+            return 0
+        return self.group.world_size * sum(len(g.targets) for g in self.gradients)
+
+    def _launch(self, g: BufferGradients) -> None:
+        if g.in_flight is not None:
+            self._finish(g)
+        self._ensure_accumulator(g)
+        g.launch(self.group)
+        self._in_flight.append(g)
+        while len(self._in_flight) > 1:  # one reduction overlaps the backward of the next unit
+            self._finish(self._in_flight[0])
+
+    def _finish(self, g: BufferGradients) -> None:
+        g.finish()
+        self._in_flight.remove(g)
+        self._return_accumulator(g)
+
+    def _flush(self) -> None:
+        while self._in_flight:
+            self._finish(self._in_flight[0])
+
+    def _forget_turns(self) -> None:
+        self._turn = 0
+        self._became_full.clear()
+
+    def _ensure_accumulator(self, g: BufferGradients) -> None:
+        if g.accumulator is not None:
+            return
+        plan = g.buffer.plan
+        if self.placement is Placement.REPLICATED or not self.sync:
+            memory = torch.zeros(plan.layout.numel, dtype=plan.dtype, device=self.group.device)
+            g.use_accumulator(memory, None)
+            return
+        alone = g.unit.plan.is_outer
+        while not alone and self._in_flight and self.pool.find(plan.num_bytes) is None:
+            self._finish(self._in_flight[0])
+        slot = self._slot_for(g, plan.num_bytes, alone=alone)
+        slot.owner = g
+        memory = slot.allocate(self.group.device)[: plan.num_bytes]
+        g.use_accumulator(memory.view(plan.dtype), slot)
+
+    def _slot_for(
+        self, g: BufferGradients, num_bytes: int, *, alone: bool
+    ) -> Slot[BufferGradients]:
+        # Outer units keep their slot's size to themselves, and find it again in the next step.
+        for slot in self.pool.extra:
+            if slot.owner is None and slot.num_bytes == num_bytes:
+                return slot
+        return self.pool.take(g, num_bytes, alone=alone)
+
+    def _return_accumulator(self, g: BufferGradients) -> None:
+        """The accumulator is empty: give it to the next unit, unless this unit keeps it."""
+        if self.placement is Placement.SHARDED and g.in_flight is None:
+            g.leave_accumulator()
+
+    def _agree_on_arrivals(self) -> None:
+        """A gradient that another rank had and we had not is there all the same, from zeros.
+
+        Every rank says which parameters got one; only a rank that misses some needs the answer,
+        so that in the usual case nobody waits.
+        """
+        if self.group.world_size == 1:
+            return
+        if self._flags is not None:
+            self._flags.wait()
+        mine = [param.grad is not None for g in self.gradients for param in g.targets]
+        self._flags = self._exchange(torch.tensor(mine, dtype=torch.uint8))
+        if all(mine):
+            return
+        everyone = self._flags.wait().view(self.group.world_size, -1)
+        self._flags = None
+        anyone = iter(everyone.any(dim=0).tolist())
+        for g in self.gradients:
+            for position, param in enumerate(g.targets):
+                if next(anyone) and param.grad is None:
+                    g.hand_over(position)
+
+    def _settle_order(self) -> None:
+        """Take rank 0's order of becoming full for the backwards to come; see NOTE(order)."""
+        if self._order_is_settled:
+            return
+        numbers = {id(g): number for number, g in enumerate(self.gradients)}
+        full = [numbers[id(g)] for g in self._became_full]
+        full += [-1] * (len(self.gradients) - len(full))
+        mine = torch.tensor(full[: len(self.gradients)], dtype=torch.int64)
+        everyone = self._exchange(mine).wait() if self.group.world_size > 1 else mine
+        first = [number for number in everyone[: len(mine)].tolist() if number >= 0]
+        if not first:
+            return  # nothing became full on rank 0: too early to say
+        rest = [numbers[id(g)] for g in self._order if numbers[id(g)] not in first]
+        self._order = [self.gradients[number] for number in dict.fromkeys((*first, *rest))]
+        self._order_is_settled = True
+
+    def _exchange(self, mine: Tensor) -> Handle[Tensor]:
+        shard = mine.to(self.group.device)
+        return all_gather_flat(
+            shard.new_empty(self.group.world_size * shard.numel()),
+            splits=[shard.numel()] * self.group.world_size,
+            group=self.group,
+            shard=shard,
+            tag=self.control_tag,
+            control=True,
+        )
