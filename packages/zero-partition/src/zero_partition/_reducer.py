@@ -33,6 +33,7 @@ class GradientReducer:
     shards_state: bool  # whether the optimizer works on shards (every stage but zero)
     pool: SlotPool[BufferGradients]
     gradients: tuple[BufferGradients, ...]
+    max_in_flight: int  # reductions that travel while the next buffer fills
     control_tag: int  # identity of exchanges of flags, norms and the order
     sync: bool = True  # False inside no_sync
     _of_unit: dict[int, list[BufferGradients]] = field(factory=dict, init=False)
@@ -74,7 +75,15 @@ class GradientReducer:
             is_busy=lambda owner: owner.has_local or owner.in_flight is not None,
         )
         num_buffers = sum(len(unit.buffers) for unit in units)
-        return cls(group, placement, shards_state, pool, gradients, control_tag=2 * num_buffers)
+        return cls(
+            group,
+            placement,
+            shards_state,
+            pool,
+            gradients,
+            max_in_flight=num_slots - 1,
+            control_tag=2 * num_buffers,
+        )
 
     def before_backward(self, unit: Unit) -> None:
         """Let autograd give this unit's gradients away."""
@@ -207,7 +216,7 @@ class GradientReducer:
         self._ensure_accumulator(g)
         g.launch(self.group)
         self._in_flight.append(g)
-        while len(self._in_flight) > 1:  # one reduction overlaps the backward of the next unit
+        while len(self._in_flight) > self.max_in_flight:
             self._finish(self._in_flight[0])
 
     def _finish(self, g: BufferGradients) -> None:
