@@ -142,7 +142,7 @@ def _buffers(model: nn.Module) -> dict[nn.Parameter, Tensor]:
 
 
 def _leave(model: nn.Module) -> Callable[[], None]:
-    return lambda: model.zero_grad()
+    return model.zero_grad
 
 
 def _copy(model: nn.Module) -> Callable[[], None]:

@@ -106,23 +106,23 @@ def fsdp1(model: GPT, setting: Setting) -> Step:
 @system("FSDP2 per block", imports=("torch.distributed.fsdp",))
 def fsdp2(model: GPT, setting: Setting) -> Step:
     """`fully_shard` on every block and on the rest."""
-    return _fsdp2(model, setting)
+    return _fsdp2(model, setting, reshards=None)
 
 
 @system("FSDP2, no reshard after forward", imports=("torch.distributed.fsdp",), is_variant=True)
 def fsdp2_keep(model: GPT, setting: Setting) -> Step:
     """The same, but blocks stay whole from forward to backward."""
-    return _fsdp2(model, setting, reshard_after_forward=False)
+    return _fsdp2(model, setting, reshards=False)
 
 
-def _fsdp2(model: GPT, setting: Setting, **options: bool) -> Step:
+def _fsdp2(model: GPT, setting: Setting, *, reshards: bool | None) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (setting.world_size,))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
     return _plain_step(model, AdamW(model.parameters(), lr=setting.lr, fused=True))
 
 
@@ -168,11 +168,11 @@ _of_deepspeed("DeepSpeed stage 3, buckets of 1e7", name="deepspeed3_1e7", is_var
 def _ours(model: GPT, setting: Setting, *, stage: int) -> Step:
     import zero_engine
 
-    window = {} if setting.window is None else {"window": setting.window}
+    config = zero_engine.ZeroConfig(stage)
+    if setting.window is not None:
+        config = zero_engine.ZeroConfig(stage, window=setting.window)
     optimizer = AdamW(model.parameters(), lr=setting.lr, fused=True)
-    sharded, sharded_optimizer = zero_engine.shard(
-        model, optimizer, zero_engine.ZeroConfig(stage=stage, **window)
-    )
+    sharded, sharded_optimizer = zero_engine.shard(model, optimizer, config)
     return _plain_step(sharded, sharded_optimizer)
 
 
