@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import zero_comm
@@ -63,3 +68,20 @@ def test_nccl_trains_as_plain_torch_does(stage: int, tmp_path) -> None:
         torch.distributed.destroy_process_group()
 
     assert losses == expected_losses
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_gpus_train_through_nccl(stage: int, tmp_path: Path) -> None:
+    """Gathers and reductions on NCCL's stream must reach the same loss at every stage."""
+    losses = []
+    for chosen in (0, stage):
+        out = tmp_path / str(chosen)
+        options = ["--ranks", "2", "--size", "tiny", "--steps", "20", "--out", str(out)]
+        example = Path(__file__).parent.parent / "examples" / "train_gpt.py"
+        command = [sys.executable, str(example), *options, "--stage", str(chosen)]
+        subprocess.run(command, check=True, timeout=300)
+        with (out / "metrics.csv").open() as file:
+            losses.append(float(list(csv.DictReader(file))[-1]["loss"]))
+
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
