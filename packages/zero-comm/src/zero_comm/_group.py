@@ -116,7 +116,7 @@ def init(*, backend: str | None = None, timeout_s: float = 600.0) -> Group:
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torchrun sets; without
     WORLD_SIZE this process is alone and nothing is started. Picks nccl where there is a CUDA device
     for each local rank, else gloo. If torch.distributed is already initialised, wraps its default
-    group instead.
+    group instead, whose backend and timeout are what they are.
 
     Args:
         backend: "gloo" or "nccl", to overrule the choice.
@@ -125,6 +125,8 @@ def init(*, backend: str | None = None, timeout_s: float = 600.0) -> Group:
     Raises:
         CommError: WORLD_SIZE is set but one of the other variables is not.
     """
+    if backend not in (None, "gloo", "nccl"):
+        raise CommError(f"expected backend 'gloo' or 'nccl', got {backend!r}")
     if dist.is_initialized():
         return Group.from_process_group()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -178,6 +178,8 @@ class BufferGradients:
     def drop(self) -> None:
         """Drop every gradient, reduced or not."""
         self.forget_local()
+        for part in self.parts:
+            part.is_unscaled = False  # type: ignore[attr-defined]
         self.guarded = [False] * len(self.guarded)
         for param in (*self.buffer.params, *self.buffer.shard_params):
             param.grad = None

@@ -35,7 +35,9 @@ class GradientGuard(Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         """Answer questions about shape; refuse everything that would read or write values."""
-        if getattr(func, "__name__", "") == "__get__" or func in _METADATA:
+        is_attribute = getattr(func, "__name__", "") == "__get__"
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if (is_attribute and attribute not in _VALUES) or func in _METADATA:
             return plain_call(func, args, kwargs or {})
         raise StateError(
             f"{getattr(func, '__name__', func)} was called on the gradient of a parameter whose "
@@ -51,6 +53,7 @@ class GradientGuard(Tensor):
         """A copied model starts without gradients."""
 
 
+_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes that give the elements away
 _METADATA = {
     Tensor.dim,
     Tensor.size,
@@ -69,6 +72,7 @@ class GradientShard(Tensor):
     """
 
     _group: Group
+    is_unscaled: bool = False  # GradScaler has taken the loss scale out
 
     @classmethod
     def over(cls, tensor: Tensor, group: Group) -> Tensor:
@@ -89,6 +93,9 @@ class GradientShard(Tensor):
             )
         result = plain_call(func, args, kwargs or {})
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            for shard in args[0]:
+                if isinstance(shard, GradientShard):
+                    shard.is_unscaled = True
             group, found_inf = _group_of(args), args[1]
             if group is not None and group.world_size > 1:
                 total = found_inf.detach().reshape(1).to(group.device)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ._errors import StateError
 from ._gradients import BufferGradients
+from ._optimizer import install_optimizer_state_hooks
 from ._schedule import Call
 from ._unit import Unit
 
@@ -65,7 +66,7 @@ class EndForward(Bound):
         """Ask the outputs to say when backward begins."""
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
-                if tensor.requires_grad:
+                if tensor.grad_fn is not None:  # on a leaf the hook would stay
                     tensor.register_hook(lambda _: self.sharded.open_backward())
 
 
@@ -97,7 +98,7 @@ class AfterForward(Bound):
             return
         hook = _BeforeBackward(self.sharded, call)
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:
                 tensor.register_hook(hook)
 
 
@@ -158,12 +159,13 @@ class AfterStep(Bound):
 def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
     """Hook the model, the modules of its units, and its trainable parameters."""
     modules = dict(model.named_modules())
-    model.register_forward_pre_hook(BeginForward(sharded))
-    model.register_forward_hook(EndForward(sharded))
     for unit in sharded.units:
         module = modules[unit.plan.name]
-        module.register_forward_pre_hook(BeforeForward(sharded, unit))
+        # First: a hook of the user's own (spectral_norm, say) may read the parameters.
+        module.register_forward_pre_hook(BeforeForward(sharded, unit), prepend=True)
         module.register_forward_hook(AfterForward(sharded, unit), always_call=True)
+    model.register_forward_pre_hook(BeginForward(sharded), prepend=True)
+    model.register_forward_hook(EndForward(sharded))
     for gradients in sharded.reducer.gradients:
         for position, param in enumerate(gradients.buffer.params):
             arrival = Arrival(ref(sharded), ref(gradients), position)
@@ -174,6 +176,8 @@ def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedMo
     """Hook the optimizer's step, and let its zero_grad reach the gradients we hold."""
     optimizer.register_step_pre_hook(BeforeStep(sharded))
     optimizer.register_step_post_hook(AfterStep(sharded))
+    if sharded.reducer.shards_state:
+        install_optimizer_state_hooks(optimizer, sharded.group)
     plain_zero_grad = optimizer.zero_grad
 
     @functools.wraps(plain_zero_grad)

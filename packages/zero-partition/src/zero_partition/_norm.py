@@ -27,7 +27,7 @@ def clip_grad_norm_(sharded: ShardedModel, max_norm: float, *, norm_type: float 
         The norm before clipping, a float32 scalar on the group's device, equal on all ranks.
 
     Raises:
-        StateError: `norm_type` is neither 2 nor infinity, or no_sync left gradients unreduced.
+        StateError: `norm_type` is neither 2 nor infinity.
     """
     if norm_type not in (2.0, float("inf")):
         raise StateError(f"expected norm_type 2 or inf, got {norm_type}")

@@ -7,15 +7,39 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from zero_comm import Group
 
-from ._errors import PartitionError
+from ._errors import PartitionError, StateError
 from ._flat_buffer import FlatBuffer
 from ._layout import Piece
 from ._unit import Unit
 
+_NOT_ELEMENTWISE = {"Adafactor", "Muon"}  # of torch.optim
 
-def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise PartitionError unless every parameter of the optimizer is one of the model's."""
+
+def install_optimizer_state_hooks(optimizer: torch.optim.Optimizer, group: Group) -> None:
+    """Mark `state_dict()` as one rank's part, and load no other: shapes alone do not tell."""
+    mine = f"rank {group.rank} of {group.world_size}"
+
+    def mark(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        state["zero_shard"] = mine
+
+    def check(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        found = state.get("zero_shard", "a whole optimizer")
+        if found != mine:
+            raise StateError(
+                f"optimizer.load_state_dict(): expected the state that {mine} saved, got that of "
+                f"{found}; load a whole optimizer's state before shard(), which shards it"
+            )
+
+    optimizer.register_state_dict_post_hook(mark)
+    optimizer.register_load_state_dict_pre_hook(check)
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, *, shards_state: bool
+) -> None:
+    """Raise PartitionError unless the optimizer is of this model, and can work on shards."""
     known = {id(param) for param in model.parameters()}
     for index, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
@@ -25,7 +49,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
                     f"of shape {tuple(param.shape)} is not in the model; build the optimizer from "
                     "model.parameters() of the very model that is sharded, and shard once"
                 )
-    for name, value in vars(optimizer).items():
+    if shards_state and type(optimizer).__name__ in _NOT_ELEMENTWISE:
+        raise PartitionError(
+            f"a {type(optimizer).__name__} looks at whole matrices, "
+            "and would train differently on shards; use it at stage 0, or an elementwise optimizer "
+            "(SGD, Adam, AdamW, Adagrad, Lion, ...)"
+        )
+    for name, value in vars(optimizer).items() if shards_state else ():
         if isinstance(value, list | tuple) and any(id(item) in known for item in value):
             raise PartitionError(
                 f"a {type(optimizer).__name__} keeps parameters in its attribute {name!r}, outside "
@@ -51,6 +81,10 @@ def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, str
                 facts[f"optimizer param group {index}"] = f"{len(value)} parameters"
             elif isinstance(value, int | float | str | bool | tuple | None):
                 facts[f"optimizer param group {index}, {key}"] = repr(value)
+    for index, (param, state) in enumerate(optimizer.state.items()):
+        step = state.get("step") if isinstance(state, dict) else None
+        step = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
+        facts[f"optimizer state {index}"] = f"{tuple(param.shape)}: {sorted(state)}, step {step}"
     return facts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -74,12 +75,15 @@ def partition(
         raise PartitionError(f"expected window >= 1, got {window}")
     _check_devices(model, group)
     if optimizer is not None:
-        check_optimizer(optimizer, model)
+        check_optimizer(optimizer, model, shards_state=placements.optim is Placement.SHARDED)
     names = choose_units(model, max_unit_bytes=max_unit_bytes) if units is None else units
     plans = plan_units(
         model, names, world_size=group.world_size, cut=cut, group_of=param_group_of(optimizer)
     )
     facts = _describe(plans, placements, window, cut) | describe_optimizer(optimizer)
+    facts["state_dict gathers"] = str(gathers_state_dict)
+    for name, tensor in model.named_buffers():
+        facts[f"buffer {name!r}"] = f"shape {tuple(tensor.shape)}, {tensor.dtype}"
     check_agreement(facts, group=group, timeout_s=timeout_s)
 
     runtime = _distribute(model, plans, group, placements.params)
@@ -121,7 +125,7 @@ def _distribute(
         if value is not buffer:
             buffer.copy_(value)
 
-    units, next_index = [], 0
+    units, next_index = [], _first_index(plans)
     for unit_index, plan in enumerate(plans):
         flat_buffers = []
         for buffer_plan in plan.buffers:
@@ -136,6 +140,12 @@ def _distribute(
         )
         units.append(Unit(plan, unit_index, group, placement, tuple(flat_buffers), owners))
     return tuple(units)
+
+
+def _first_index(plans: Sequence[UnitPlan]) -> int:
+    """Where this model's buffers begin to count: models on one group should not share tags."""
+    names = [param.name for unit in plans for buffer in unit.buffers for param in buffer.params]
+    return 1 + zlib.crc32(" ".join(names).encode()) % 2**12 * 2**14
 
 
 def _flatten(
@@ -158,7 +168,8 @@ def _flatten(
 
 def _check_devices(model: nn.Module, group: Group) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.device != group.device and not tensor.is_meta:
+        is_meta_param = tensor.is_meta and isinstance(tensor, nn.Parameter)  # plan_units says
+        if tensor.device != group.device and not is_meta_param:
             raise PartitionError(
                 f"{name!r} is on {tensor.device}, but the group communicates on {group.device} "
                 f"(rank {group.rank}); move the model with model.to({str(group.device)!r}) before "

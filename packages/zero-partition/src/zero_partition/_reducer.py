@@ -74,7 +74,7 @@ class GradientReducer:
             device=group.device,
             is_busy=lambda owner: owner.has_local or owner.in_flight is not None,
         )
-        num_buffers = sum(len(unit.buffers) for unit in units)
+        last = max((buffer.index for unit in units for buffer in unit.buffers), default=0)
         return cls(
             group,
             placement,
@@ -82,7 +82,7 @@ class GradientReducer:
             pool,
             gradients,
             max_in_flight=num_slots - 1,
-            control_tag=2 * num_buffers,
+            control_tag=2 * last + 2,
         )
 
     def before_backward(self, unit: Unit) -> None:
@@ -142,6 +142,11 @@ class GradientReducer:
         for g in self.gradients:
             g.drop_where_user_did()
         if any(g.has_local for g in self.gradients):
+            if any(getattr(part, "is_unscaled", False) for g in self.gradients for part in g.parts):
+                raise StateError(
+                    "no_sync left gradients to reduce, but GradScaler has unscaled those reduced "
+                    "before; run the last micro-batch outside no_sync"
+                )
             sync, self.sync = self.sync, True
             self.end_backward()
             self.sync = sync

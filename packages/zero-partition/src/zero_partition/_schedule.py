@@ -45,6 +45,7 @@ class Schedule:
     _clock: int = field(default=0, init=False)
     _starts: list[int] = field(default=Factory(list), init=False)
     _active: list[Call] = field(default=Factory(list), init=False)  # in backward
+    _complete: list[Call] = field(default=Factory(list), init=False)  # in this backward
 
     def __attrs_post_init__(self) -> None:
         self.training = ExecutionOrder(len(self.units))
@@ -93,12 +94,13 @@ class Schedule:
 
     def before_backward(self, call: Call) -> None:
         """A gradient has reached an output of this call: make its unit whole again."""
-        if any(active is call for active in self._active):
-            return
+        if any(known is call for known in (*self._active, *self._complete)):
+            return  # an output that an earlier call made carries the hooks of both
         self._check_current(call)
         complete = [active for active in self._active if active.start > call.stop]
         self._active = [active for active in self._active if active.start <= call.stop]
         self._active.append(call)
+        self._complete += complete
         for other in complete:  # see NOTE(backward order)
             if not self.is_in_use(other.unit):
                 other.unit.reshard()
@@ -107,6 +109,7 @@ class Schedule:
     def end_backward(self) -> None:
         """Every call's backward is complete, or was given up."""
         self._active.clear()
+        self._complete.clear()
         for unit in self.units:
             if unit.depth == 0:
                 unit.reshard()

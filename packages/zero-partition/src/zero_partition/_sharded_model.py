@@ -41,6 +41,12 @@ class ShardedModel:
 
     def before_backward(self, call: Call) -> None:
         """Backward has reached an output of a unit."""
+        if torch.is_grad_enabled() and self.placements.params is Placement.SHARDED:
+            raise StateError(
+                f"unit {call.unit.name!r}: backward with create_graph=True would keep a graph that "
+                "reads parameters after they were sharded again; a gradient penalty needs stage 2 "
+                "or lower"
+            )
         self.open_backward()
         self.reducer.before_backward(call.unit)
         self.schedule.before_backward(call)

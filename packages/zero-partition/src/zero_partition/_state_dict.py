@@ -32,35 +32,52 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     """
     if any(unit.depth for unit in sharded.units):
         raise StateError("full_state_dict() was called while a forward is running")
+    is_first = sharded.group.rank == 0
+    if sharded.placements.params is Placement.REPLICATED:
+        state = sharded.model.state_dict() if is_first else {}
+        copies: dict[Any, Tensor] = {}
+        return {key: _to_host(value, copies) for key, value in state.items()}
     sharded.schedule.settle()
     sharded.exports_stand_ins = True
     try:
         state = sharded.model.state_dict()
     finally:
         sharded.exports_stand_ins = False
-    whole: dict[int, Tensor] = {}
-    is_first = sharded.group.rank == 0
+    whole = dict(sharded.model.named_buffers(remove_duplicate=False))
     for unit in sharded.units:
-        resting = [param.data_ptr() for buffer in unit.buffers for param in buffer.params]
         unit.unshard(sharded.schedule.pool)
         if is_first:
-            params = [param for buffer in unit.buffers for param in buffer.params]
-            for address, param in zip(resting, params, strict=True):
-                if param.numel():
-                    whole[address] = param.detach().to("cpu", copy=True)
+            for buffer in unit.buffers:
+                for plan, param in zip(buffer.plan.params, buffer.params, strict=True):
+                    value = param.detach().to("cpu", copy=True)
+                    whole.update(dict.fromkeys(plan.names, value))
         unit.reshard()
     if not is_first:
         return {}
-    return {key: _to_host(value, whole) for key, value in state.items()}
+    copies = {}
+    return {key: _to_host(_find(key, value, whole), copies) for key, value in state.items()}
 
 
-def _to_host(value: Any, whole: Mapping[int, Tensor]) -> Any:
+def _find(key: str, value: Any, whole: Mapping[str, Tensor]) -> Any:
+    if not isinstance(value, Tensor) or key.endswith("_extra_state"):
+        return value
+    if key not in whole:
+        raise StateError(
+            f"full_state_dict(): {key!r} is neither a parameter nor a buffer of the model, so a "
+            "state_dict hook of the model made it, possibly from sharded parameters; compute it "
+            "from the result, or train at stage 2 or lower"
+        )
+    return whole[key]
+
+
+def _to_host(value: Any, copies: dict[Any, Tensor]) -> Any:
+    """A copy in host memory; one for all tensors that are the same memory, such as tied ones."""
     if not isinstance(value, Tensor):
         return value
-    found = whole.get(value.data_ptr()) if value.numel() else None
-    if found is not None and found.shape == value.shape:
-        return found
-    return value.detach().to("cpu", copy=True)
+    key = (value.data_ptr(), value.shape, value.stride()) if value.numel() else id(value)
+    if key not in copies:
+        copies[key] = value.detach().to("cpu", copy=True)
+    return copies[key]
 
 
 def install_state_dict_hooks(sharded: ShardedModel) -> None:
@@ -111,7 +128,7 @@ class _AfterExport(Bound):
     places: Places
 
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
-        if self.sharded.exports_stand_ins or not self.sharded.gathers_state_dict:
+        if self.sharded.exports_stand_ins:
             return
         for attribute, (unit, _, _) in self.places.items():
             if prefix + attribute in state:
