@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from zero_comm import Group, Reduction, all_reduce_flat
@@ -33,7 +35,9 @@ class GradientGuard(Tensor):
         return as_subclass_sharing_memory(cls, stand_in)
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Answer questions about shape; refuse everything that would read or write values."""
         is_attribute = getattr(func, "__name__", "") == "__get__"
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -46,7 +50,7 @@ class GradientGuard(Tensor):
             "zero_engine.clip_grad_norm_(model, max_norm); to drop it, optimizer.zero_grad()."
         )
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"GradientGuard(shape={tuple(self.shape)}: the gradient is sharded)"
 
     def __deepcopy__(self, memo: dict) -> None:
@@ -82,7 +86,9 @@ class GradientShard(Tensor):
         return shard
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Pass through, except for norms and the overflow check of GradScaler."""
         if func in _NORMS and (group := _group_of(args)) is not None and group.world_size > 1:
             raise StateError(
@@ -103,7 +109,7 @@ class GradientShard(Tensor):
                 found_inf.fill_(float(total.item() > 0))
         return result
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"GradientShard({self.as_subclass(Tensor)!r})"
 
     def __deepcopy__(self, memo: dict) -> Tensor:
