@@ -11,7 +11,7 @@ from ._sharded_model import ShardedModel
 
 @frozen
 class MemoryReport:
-    """Bytes on this rank right now, each kind apart. Model buffers and activations not included."""
+    """Bytes on this rank right now, each kind apart, without model buffers and activations."""
 
     params_bytes: int  # elements of parameters that rest here
     gradients_bytes: int  # elements of gradients that wait for the optimizer
@@ -20,6 +20,7 @@ class MemoryReport:
     slots_bytes: int  # where sharded parameters are whole while in use
     reduction_bytes: int  # where gradients are collected and received
     scalars_bytes: int  # stand-ins of sharded parameters, step counters, flags between ranks
+    num_slot_conflicts: int  # units that found no free slot in the window, and got one more
 
     @property
     def model_state_bytes(self) -> int:
@@ -78,4 +79,5 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
         slots_bytes=sharded.schedule.pool.num_bytes,
         reduction_bytes=reduction,
         scalars_bytes=scalars,
+        num_slot_conflicts=sharded.schedule.pool.conflicts,
     )

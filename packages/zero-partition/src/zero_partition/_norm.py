@@ -11,24 +11,7 @@ from ._sharded_model import ShardedModel
 
 
 def clip_grad_norm_(sharded: ShardedModel, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
-    """Scale all gradients so that their norm, over all parameters and ranks, is `max_norm` at most.
-
-    Collective at stages 1 to 3. The arithmetic, so that one process can repeat it: the norm of each
-    rank's part of each parameter in the gradient's dtype, in the order of units; their squares
-    added in float64; those sums added in rank order; the square root; then every gradient times
-    min(1, max_norm / (norm + 1e-6)), as torch does.
-
-    Args:
-        sharded: The model, after backward and before the step.
-        max_norm: The largest norm allowed.
-        norm_type: 2 or infinity.
-
-    Returns:
-        The norm before clipping, a float32 scalar on the group's device, equal on all ranks.
-
-    Raises:
-        StateError: `norm_type` is neither 2 nor infinity.
-    """
+    """What the public `clip_grad_norm_` documents, arithmetic included."""
     if norm_type not in (2.0, float("inf")):
         raise StateError(f"expected norm_type 2 or inf, got {norm_type}")
     group, reducer = sharded.group, sharded.reducer

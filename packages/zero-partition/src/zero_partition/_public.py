@@ -52,7 +52,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         The state dict on rank 0, an empty dict elsewhere.
 
     Raises:
-        StateError: Not sharded, or a forward is running.
+        StateError: Not sharded, a forward is running, or at stage 3 a state_dict hook of the model
+            adds a tensor that is no parameter or buffer.
     """
     return _state_dict.full_state_dict(_find(model))
 

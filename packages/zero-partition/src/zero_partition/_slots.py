@@ -31,7 +31,7 @@ class Slot(Generic[Owner]):
     def allocate(self, device: torch.device) -> Tensor:
         """The memory, made at first use."""
         if self.memory is None:
-            # Padding is never written: zero it once, so that no NaN of a former life travels.
+            # Zeroed once, so that no NaN of a former life travels as padding.
             self.memory = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
         return self.memory
 

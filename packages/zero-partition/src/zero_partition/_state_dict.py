@@ -19,17 +19,7 @@ Places = dict[str, tuple[Unit, int, int]]  # attribute of a module: its unit, bu
 
 
 def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
-    """The whole model's `state_dict`, on rank 0, in host memory. Collective.
-
-    At most one unit is whole at a time on the other ranks. Keys, buffers and extra state are what
-    the model's own `state_dict` gives; tied parameters share one tensor.
-
-    Returns:
-        The state dict on rank 0, an empty dict elsewhere.
-
-    Raises:
-        StateError: A forward or backward is running.
-    """
+    """What the public `full_state_dict` documents."""
     if any(unit.depth for unit in sharded.units):
         raise StateError("full_state_dict() was called while a forward is running")
     is_first = sharded.group.rank == 0
