@@ -123,7 +123,7 @@ def init(*, backend: str | None = None, timeout_s: float = 600.0) -> Group:
         timeout_s: Longest wait of a collective before it fails, in seconds.
 
     Raises:
-        CommError: WORLD_SIZE is set but one of the other variables is not.
+        CommError: `backend` is neither, or WORLD_SIZE is set but one of the other variables is not.
     """
     if backend not in (None, "gloo", "nccl"):
         raise CommError(f"expected backend 'gloo' or 'nccl', got {backend!r}")

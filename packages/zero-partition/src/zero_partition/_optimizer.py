@@ -51,9 +51,9 @@ def check_optimizer(
                 )
     if shards_state and type(optimizer).__name__ in _NOT_ELEMENTWISE:
         raise PartitionError(
-            f"a {type(optimizer).__name__} looks at whole matrices, "
-            "and would train differently on shards; use it at stage 0, or an elementwise optimizer "
-            "(SGD, Adam, AdamW, Adagrad, Lion, ...)"
+            f"a {type(optimizer).__name__} looks at whole matrices, and would train differently on "
+            "shards; use it at stage 0, or an elementwise optimizer (SGD, Adam, AdamW, Adagrad, "
+            "Lion, ...)"
         )
     for name, value in vars(optimizer).items() if shards_state else ():
         if isinstance(value, list | tuple) and any(id(item) in known for item in value):

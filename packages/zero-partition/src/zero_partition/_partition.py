@@ -81,9 +81,7 @@ def partition(
         model, names, world_size=group.world_size, cut=cut, group_of=param_group_of(optimizer)
     )
     facts = _describe(plans, placements, window, cut) | describe_optimizer(optimizer)
-    facts["state_dict gathers"] = str(gathers_state_dict)
-    for name, tensor in model.named_buffers():
-        facts[f"buffer {name!r}"] = f"shape {tuple(tensor.shape)}, {tensor.dtype}"
+    facts |= _describe_buffers(model) | {"state_dict gathers": str(gathers_state_dict)}
     check_agreement(facts, group=group, timeout_s=timeout_s)
 
     runtime = _distribute(model, plans, group, placements.params)
@@ -175,6 +173,13 @@ def _check_devices(model: nn.Module, group: Group) -> None:
                 f"(rank {group.rank}); move the model with model.to({str(group.device)!r}) before "
                 "building the optimizer"
             )
+
+
+def _describe_buffers(model: nn.Module) -> dict[str, str]:
+    return {
+        f"buffer {name!r}": f"shape {tuple(buffer.shape)}, {buffer.dtype}"
+        for name, buffer in model.named_buffers()
+    }
 
 
 def _describe(

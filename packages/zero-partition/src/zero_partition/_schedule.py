@@ -157,10 +157,9 @@ class Schedule:
 
     def _use(self, unit: Unit) -> None:
         self._order.observe(unit.index)
-        if unit.slot is not None and unit.slot.owner is not unit and not unit.is_resident:
-            owner = unit.slot.owner
-            if owner is not None and owner.depth:
-                self._refuse(unit, owner)
+        owner = unit.slot.owner if unit.slot is not None else None
+        if owner is not None and owner is not unit and owner.depth:
+            self._refuse(unit, owner)
         unit.unshard(self.pool)
         self.prefetch(using=unit)
 

@@ -33,7 +33,10 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
         state = sharded.model.state_dict()
     finally:
         sharded.exports_stand_ins = False
-    whole = dict(sharded.model.named_buffers(remove_duplicate=False))
+    whole: dict[str, Tensor] = {}  # in host memory
+    if is_first:
+        for name, buffer in sharded.model.named_buffers(remove_duplicate=False):
+            whole[name] = buffer.detach().to("cpu", copy=True)
     for unit in sharded.units:
         unit.unshard(sharded.schedule.pool)
         if is_first:
@@ -44,8 +47,7 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
         unit.reshard()
     if not is_first:
         return {}
-    copies = {}
-    return {key: _to_host(_find(key, value, whole), copies) for key, value in state.items()}
+    return {key: _find(key, value, whole) for key, value in state.items()}
 
 
 def _find(key: str, value: Any, whole: Mapping[str, Tensor]) -> Any:
