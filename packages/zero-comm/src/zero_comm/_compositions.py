@@ -16,15 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._by_messages import gather_by_messages, reduce_scatter_by_messages
+from ._by_reading import gather_by_reading, reduce_scatter_by_reading
 from ._errors import GroupMismatchError
 from ._group import Group
-from ._handle import Handle, wait_for
-from ._reduction import Reduction, finish_mean
+from ._handle import Handle
+from ._peer_memory import PeerMemory
+from ._reduction import Reduction
 from ._torch_compat import all_gather_single, reduce_scatter_single
-
-# Messages of this size let the local sum run while later messages arrive, and stay in cache for
-# it. Between 512 KiB and 8 MiB the time hardly changes (benchmarks/bench_collectives.py).
-PIECE_BYTES: Final = 2 * 2**20
 
 # Tags far from those a user of torch's send and recv would choose on the same group.
 _TAG_BASE: Final = 1 << 24
@@ -70,10 +69,9 @@ def all_gather_flat(
     if group.world_size == 1:
         return Handle(lambda _: out)
     if group.backend.composes_from_peers:
-        works = _exchange(
-            group, own, receive=_chunks(out, splits), tag=_tag(tag), what="all_gather"
-        )
-        return Handle(lambda _: out, tuple(works), (out,))
+        # A message reaches its peer even if this rank ends before it is read: what controls must.
+        peers = None if control else group.peers
+        return _gather(out, splits, group=group, peers=peers, tag=_tag(tag), what="all_gather")
     if len(set(splits)) == 1:
         work = all_gather_single(out, own, group=group.process_group, async_op=True)
     else:
@@ -168,16 +166,15 @@ def all_reduce_flat(
 
     def finish(timeout_s: float | None) -> Tensor:
         reduction.wait(timeout_s=timeout_s)
-        works = _exchange(
-            group,
-            own,
-            receive=_chunks(buffer, splits),
+        gathering = _gather(
+            buffer,
+            splits,
+            group=group,
+            peers=group.peers,
             tag=_late_tag(tag),
             what="all_reduce",
         )
-        for what, work in works:
-            wait_for(work, what, timeout_s=timeout_s)
-        return buffer
+        return gathering.wait(timeout_s=timeout_s)
 
     return Handle(finish, (), (buffer,))
 
@@ -225,7 +222,11 @@ def _reduce_scatter(
             out.copy_(own)
         return Handle(lambda _: out)
     if group.backend.composes_from_peers:
-        return _reduce_scatter_from_peers(buffer, splits, group=group, op=op, out=out, tag=tag)
+        chunks, tag = _chunks(buffer, splits), _tag(tag)
+        peers = group.peers
+        if peers is not None:
+            return reduce_scatter_by_reading(buffer, chunks, peers=peers, op=op, out=out, tag=tag)
+        return reduce_scatter_by_messages(buffer, chunks, group=group, op=op, out=out, tag=tag)
     if len(set(splits)) == 1:
         work = reduce_scatter_single(
             out, buffer, _torch_op(group, op), group=group.process_group, async_op=True
@@ -241,85 +242,19 @@ def _reduce_scatter(
     return Handle(lambda _: out, (("reduce_scatter", work),), (buffer, out))
 
 
-def _reduce_scatter_from_peers(
+def _gather(
     buffer: Tensor,
     splits: Sequence[int],
     *,
     group: Group,
-    op: Reduction,
-    out: Tensor,
+    peers: PeerMemory | None,
     tag: int,
+    what: str,
 ) -> Handle[Tensor]:
     chunks = _chunks(buffer, splits)
-    own = chunks[group.rank]
-    tag = _tag(tag)
-    peers = [rank for rank in range(group.world_size) if rank != group.rank]
-    if len(peers) == 1 and out.data_ptr() != own.data_ptr():
-        scratch = {peers[0]: out}  # a sum of two does not depend on the order: receive in place
-    else:
-        rows = own.new_empty(len(peers), own.numel())
-        scratch = {peer: rows[i] for i, peer in enumerate(peers)}
-
-    step = max(1, PIECE_BYTES // buffer.element_size())
-    arrivals: list[tuple[slice, list[tuple[str, Any]]]] = []
-    for start in range(0, own.numel(), step):
-        piece = slice(start, min(start + step, own.numel()))
-        works = [
-            _receive(scratch[peer][piece], peer, group, tag, "reduce_scatter") for peer in peers
-        ]
-        arrivals.append((piece, works))
-    sends = []
-    for start in range(0, max(splits), step):
-        for peer in peers:
-            if start < splits[peer]:
-                piece = chunks[peer][start : min(start + step, splits[peer])]
-                sends.append(_send(piece, peer, group, tag, "reduce_scatter"))
-
-    def finish(timeout_s: float | None) -> Tensor:
-        for piece, works in arrivals:
-            for what, work in works:
-                wait_for(work, what, timeout_s=timeout_s)
-            rows = [
-                own[piece] if rank == group.rank else scratch[rank][piece]
-                for rank in range(group.world_size)
-            ]
-            # Partial sums go to memory of ours: `out` may be `own`, which must be read in its turn.
-            partial = rows[0]
-            for row in rows[1:-1]:
-                partial = torch.add(partial, row, out=scratch[peers[0]][piece])
-            total = torch.add(partial, rows[-1], out=out[piece])
-            finish_mean(total, op=op, world_size=group.world_size)
-        for what, work in sends:
-            wait_for(work, what, timeout_s=timeout_s)
-        return out
-
-    return Handle(finish, (), (buffer, out, scratch))
-
-
-def _exchange(
-    group: Group, own: Tensor, *, receive: Sequence[Tensor], tag: int, what: str
-) -> list[tuple[str, Any]]:
-    """Send to and receive from every peer, the next rank first so that no rank is a hot spot."""
-    works = []
-    for distance in range(1, group.world_size):
-        peer = (group.rank - distance) % group.world_size
-        if receive[peer].numel():
-            works.append(_receive(receive[peer], peer, group, tag, what))
-    for distance in range(1, group.world_size):
-        peer = (group.rank + distance) % group.world_size
-        if own.numel():
-            works.append(_send(own, peer, group, tag, what))
-    return works
-
-
-def _send(tensor: Tensor, peer: int, group: Group, tag: int, what: str) -> tuple[str, Any]:
-    work = dist.isend(tensor, group.global_rank(peer), group=group.process_group, tag=tag)
-    return f"{what}: sending to rank {peer}", work
-
-
-def _receive(tensor: Tensor, peer: int, group: Group, tag: int, what: str) -> tuple[str, Any]:
-    work = dist.irecv(tensor, group.global_rank(peer), group=group.process_group, tag=tag)
-    return f"{what}: receiving from rank {peer}", work
+    if peers is None:
+        return gather_by_messages(buffer, chunks, group=group, tag=tag, what=what)
+    return gather_by_reading(buffer, chunks, peers=peers, tag=tag, what=what)
 
 
 def _tag(tag: int) -> int:

@@ -12,6 +12,8 @@ from attrs import Factory, field, frozen
 
 from ._backend import BACKENDS, Backend
 from ._errors import CommError
+from ._peer_memory import PeerMemory
+from ._shared_host import shared_host
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,18 +30,24 @@ class Group:
     world_size: int
     device: torch.device  # where tensors of its collectives live
     backend: Backend
+    peers: PeerMemory | None = field(default=None, repr=False)  # where ranks read their memory
+    transport: str = ""  # how values travel, and why so, in one line
     recorders: list[Traffic] = field(default=Factory(list), repr=False)
 
     @classmethod
     def solo(cls, device: torch.device | str = "cpu") -> Group:
         """A group of one: every collective is the identity and nothing needs to be started."""
-        return cls(None, 0, 1, _with_index(torch.device(device)), BACKENDS["solo"])
+        where, backend = _with_index(torch.device(device)), BACKENDS["solo"]
+        return cls(None, 0, 1, where, backend, transport=backend.reason)
 
     @classmethod
     def from_process_group(
         cls, process_group: Any = None, *, device: torch.device | str | None = None
     ) -> Group:
-        """Wrap a ProcessGroup of torch; None means the default one. Local.
+        """Wrap a ProcessGroup of torch; None means the default one.
+
+        Collective the first time that a gloo group of several ranks is wrapped: its ranks find out
+        whether they may read each other's memory. Local otherwise.
 
         Args:
             process_group: From `torch.distributed.new_group` and friends.
@@ -72,11 +80,18 @@ class Group:
             device = "cuda" if name == "nccl" else "cpu"
         world_size = dist.get_world_size(process_group)
         where = _with_index(torch.device(device))
-        return cls(process_group, rank, world_size, where, BACKENDS[name])
+        backend, peers, transport = BACKENDS[name], None, BACKENDS[name].reason
+        if backend.composes_from_peers and world_size > 1:
+            found = shared_host(process_group, rank=rank, world_size=world_size)
+            peers, transport = found.peers, found.reason
+        return cls(process_group, rank, world_size, where, backend, peers, transport)
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, axis: str | int | None = None) -> Group:
-        """The group along one axis of a DeviceMesh; `axis` may be left out of a 1-D mesh. Local."""
+        """The group along one axis of a DeviceMesh; `axis` may be left out of a 1-D mesh.
+
+        Collective as `from_process_group` is.
+        """
         return cls.from_process_group(mesh.get_group(axis))
 
     def global_rank(self, rank: int) -> int:

@@ -1,0 +1,99 @@
+"""Compositions of sends and receives between every two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._group import Group
+from ._handle import Handle, wait_for
+from ._reduction import Reduction, finish_mean
+
+# Messages of this size let the local sum run while later messages arrive, and stay in cache for
+# it. Between 512 KiB and 8 MiB the time hardly changes (benchmarks/bench_collectives.py).
+PIECE_BYTES: Final = 2 * 2**20
+
+
+def gather_by_messages(
+    buffer: Tensor, chunks: Sequence[Tensor], *, group: Group, tag: int, what: str
+) -> Handle[Tensor]:
+    """Send to and receive from every peer, the next rank first so that no rank is a hot spot."""
+    own = chunks[group.rank]
+    works = []
+    for distance in range(1, group.world_size):
+        peer = (group.rank - distance) % group.world_size
+        if chunks[peer].numel():
+            works.append(_receive(chunks[peer], peer, group, tag, what))
+    for distance in range(1, group.world_size):
+        peer = (group.rank + distance) % group.world_size
+        if own.numel():
+            works.append(_send(own, peer, group, tag, what))
+    return Handle(lambda _: buffer, tuple(works), (buffer,))
+
+
+def reduce_scatter_by_messages(
+    buffer: Tensor,
+    chunks: Sequence[Tensor],
+    *,
+    group: Group,
+    op: Reduction,
+    out: Tensor,
+    tag: int,
+) -> Handle[Tensor]:
+    """Add this rank's chunk of every rank's buffer into `out`, which may be its own chunk."""
+    own = chunks[group.rank]
+    peers = [rank for rank in range(group.world_size) if rank != group.rank]
+    if len(peers) == 1 and out.data_ptr() != own.data_ptr():
+        scratch = {peers[0]: out}  # a sum of two does not depend on the order: receive in place
+    else:
+        rows = own.new_empty(len(peers), own.numel())
+        scratch = {peer: rows[i] for i, peer in enumerate(peers)}
+
+    step = max(1, PIECE_BYTES // buffer.element_size())
+    arrivals: list[tuple[slice, list[tuple[str, Any]]]] = []
+    for start in range(0, own.numel(), step):
+        piece = slice(start, min(start + step, own.numel()))
+        works = [
+            _receive(scratch[peer][piece], peer, group, tag, "reduce_scatter") for peer in peers
+        ]
+        arrivals.append((piece, works))
+    sends = []
+    for start in range(0, max(chunk.numel() for chunk in chunks), step):
+        for peer in peers:
+            piece = chunks[peer][start : start + step]
+            if piece.numel():
+                sends.append(_send(piece, peer, group, tag, "reduce_scatter"))
+
+    def finish(timeout_s: float | None) -> Tensor:
+        for piece, works in arrivals:
+            for what, work in works:
+                wait_for(work, what, timeout_s=timeout_s)
+            rows = [
+                own[piece] if rank == group.rank else scratch[rank][piece]
+                for rank in range(group.world_size)
+            ]
+            # Partial sums go to memory of ours: `out` may be `own`, which must be read in its turn.
+            partial = rows[0]
+            for row in rows[1:-1]:
+                partial = torch.add(partial, row, out=scratch[peers[0]][piece])
+            total = torch.add(partial, rows[-1], out=out[piece])
+            finish_mean(total, op=op, world_size=group.world_size)
+        for what, work in sends:
+            wait_for(work, what, timeout_s=timeout_s)
+        return out
+
+    return Handle(finish, (), (buffer, out, scratch))
+
+
+def _send(tensor: Tensor, peer: int, group: Group, tag: int, what: str) -> tuple[str, Any]:
+    work = dist.isend(tensor, group.global_rank(peer), group=group.process_group, tag=tag)
+    return f"{what}: sending to rank {peer}", work
+
+
+def _receive(tensor: Tensor, peer: int, group: Group, tag: int, what: str) -> tuple[str, Any]:
+    work = dist.irecv(tensor, group.global_rank(peer), group=group.process_group, tag=tag)
+    return f"{what}: receiving from rank {peer}", work

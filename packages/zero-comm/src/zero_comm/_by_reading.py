@@ -1,0 +1,79 @@
+"""Compositions of reads: each rank takes what it needs out of its peers' buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ._handle import Handle
+from ._peer_memory import PeerMemory, RemoteBuffer, Transfer
+from ._reduction import Reduction, finish_mean
+
+# A piece of every rank stays in cache until it is added.
+_PIECE_BYTES: Final = 2**18
+
+
+def gather_by_reading(
+    buffer: Tensor, chunks: Sequence[Tensor], *, peers: PeerMemory, tag: int, what: str
+) -> Handle[Tensor]:
+    """Fill the peers' chunks of `buffer` from theirs."""
+    offsets = [_offset(chunk, buffer) for chunk in chunks]
+
+    def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
+        for rank, theirs in buffers.items():
+            theirs.read_into(chunks[rank], offset=offsets[rank])
+
+    transfer = peers.launch(tag, buffer, carry_out)
+    return Handle(partial(_finish, transfer, buffer, peers, what))
+
+
+def reduce_scatter_by_reading(
+    buffer: Tensor,
+    chunks: Sequence[Tensor],
+    *,
+    peers: PeerMemory,
+    op: Reduction,
+    out: Tensor,
+    tag: int,
+) -> Handle[Tensor]:
+    """Add this rank's chunk of every rank's buffer into `out`, which may be its own chunk."""
+    rank, world_size = peers.rank, peers.world_size
+    own = chunks[rank]
+    offset = _offset(own, buffer)
+    size = min(own.numel(), _PIECE_BYTES // buffer.element_size())
+
+    def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
+        scratch = own.new_empty(2, size)  # in turns: one holds the partial sum
+        for first in range(0, own.numel(), max(1, size)):
+            piece = slice(first, min(first + size, own.numel()))
+            numel = piece.stop - first
+            total = own
+            for other in range(world_size):
+                row = target = scratch[other % 2, :numel]
+                if other == rank:
+                    row = own[piece]
+                else:
+                    buffers[other].read_into(row, offset=offset + first * buffer.element_size())
+                if other == world_size - 1:  # only now: `out` may be `own`
+                    target = out[piece]
+                total = row if other == 0 else torch.add(total, row, out=target)
+            finish_mean(total, op=op, world_size=world_size)
+
+    transfer = peers.launch(tag, buffer, carry_out)
+    return Handle(partial(_finish, transfer, out, peers, "reduce_scatter"))
+
+
+def _offset(chunk: Tensor, buffer: Tensor) -> int:
+    """Bytes from the start of the buffer."""
+    return (chunk.storage_offset() - buffer.storage_offset()) * buffer.element_size()
+
+
+def _finish(
+    transfer: Transfer, result: Tensor, peers: PeerMemory, what: str, timeout_s: float | None
+) -> Tensor:
+    peers.wait(transfer, what, timeout_s=timeout_s)
+    return result

@@ -1,0 +1,302 @@
+"""Collectives between processes of one host that read each other's memory.
+
+Every rank keeps a journal in its own memory and only ever writes there: "my buffer for tag T lies
+at address A" (an offer), and "I have read what I need for tag T" (done). Peers read the journal,
+and then the data, with one copy and no message. A transfer takes place when this rank has launched
+it and every peer has offered its buffer; it is over for this rank when every peer is done too,
+because only then may it write to the buffer again.
+
+Nothing runs in the background: each launch and each wait also carries out whatever other transfers
+have become possible, so that peers are not kept waiting for this rank's own order of waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from attrs import Factory, define, field, frozen
+from torch import Tensor
+
+from ._errors import CommError, GroupMismatchError
+from ._process_memory import read, read_into
+
+_OFFER, _DONE = 1, 2
+
+_WORD: Final = 8
+_ENTRY_WORDS: Final = 4  # kind, tag, address, num_bytes
+_TOKEN, _HEAD, _CONSUMED = 0, 1, 2  # words of the header; then one count per rank, then the ring
+_CAPACITY: Final = 1024  # entries that peers may lag behind
+
+# How long a wait sleeps between looks: short while peers are probably about to answer, then longer.
+_EAGER_LOOKS: Final = 20
+_SHORT_SLEEP_S: Final = 30e-6
+_LONG_SLEEP_S: Final = 1e-3
+_SHORT_FOR_S: Final = 0.1
+
+
+@frozen
+class Whereabouts:
+    """Where a rank's journal lies. Exchanged once, by other means."""
+
+    pid: int
+    address: int
+    token: int  # first word of the journal: proof that it is the right process
+
+
+@frozen
+class RemoteBuffer:
+    """A peer's buffer, lent until this rank is done with it."""
+
+    pid: int
+    address: int
+    num_bytes: int
+
+    def read_into(self, tensor: Tensor, *, offset: int) -> None:
+        """Fill `tensor` from `offset` bytes into the buffer."""
+        read_into(tensor, self.pid, self.address + offset)
+
+
+@define(eq=False)
+class Transfer:
+    """One collective of this rank: its buffer is lent to every peer until all are done."""
+
+    tag: int
+    number: int  # among those of its tag, from 1
+    buffer: Tensor
+    carry_out: Callable[[dict[int, RemoteBuffer]], None]  # receives every peer's buffer, by rank
+    is_carried_out: bool = False
+    error: BaseException | None = None
+
+
+@define(eq=False)
+class PeerMemory:
+    """This rank's journal, and what it knows of its peers'. Thread-safe."""
+
+    rank: int
+    world_size: int
+    timeout_s: float
+    token: int = field(factory=lambda: int.from_bytes(os.urandom(7), "little"))
+    _peers: dict[int, Whereabouts] = field(factory=dict, init=False)
+    _gone: set[int] = field(factory=set, init=False)  # their processes have ended
+    _journal: ctypes.Array[ctypes.c_int64] = field(init=False)
+    _seen: dict[int, int] = field(factory=dict, init=False)  # entries read of each peer's journal
+    _offers: dict[int, dict[int, deque[RemoteBuffer]]] = field(factory=dict, init=False)
+    _waiting: dict[int, deque[Transfer]] = field(factory=dict, init=False)  # by tag, in order
+    _lent: dict[int, deque[Transfer]] = field(factory=dict, init=False)  # carried out here only
+    _launched: dict[int, int] = field(factory=dict, init=False)  # how often, by tag
+    _done: dict[tuple[int, int], int] = field(factory=dict, init=False)  # by (peer, tag)
+    _outbox: deque[tuple[int, int, int, int]] = field(factory=deque, init=False)
+    _read_by_all: int = field(default=0, init=False)  # entries of ours; a lower bound
+    _fence: threading.Lock = field(default=Factory(threading.Lock), init=False)
+    _lock: threading.RLock = field(default=Factory(threading.RLock), init=False)
+
+    def __attrs_post_init__(self) -> None:
+        num_words = _CONSUMED + self.world_size + _CAPACITY * _ENTRY_WORDS
+        self._journal = (ctypes.c_int64 * num_words)()
+        self._journal[_TOKEN] = self.token
+
+    @property
+    def whereabouts(self) -> Whereabouts:
+        """What peers need to know to read this rank's journal."""
+        return Whereabouts(os.getpid(), ctypes.addressof(self._journal), self.token)
+
+    def meet(self, peers: Sequence[Whereabouts]) -> None:
+        """Try to read every peer's journal. Local, once every rank has made its own.
+
+        Raises:
+            OSError: A journal cannot be read, or another process is there.
+        """
+        for rank, where in enumerate(peers):
+            if rank == self.rank:
+                continue
+            word = ctypes.c_int64()
+            read(where.pid, where.address, into=ctypes.addressof(word), num_bytes=_WORD)
+            if word.value != where.token:
+                raise ProcessLookupError(f"process {where.pid} here is not rank {rank}")
+            self._peers[rank], self._seen[rank] = where, 0
+
+    def launch(
+        self, tag: int, buffer: Tensor, carry_out: Callable[[dict[int, RemoteBuffer]], None]
+    ) -> Transfer:
+        """Offer `buffer` to the peers; `carry_out` is called once, when all have offered theirs."""
+        with self._lock:
+            number = self._launched[tag] = self._launched.get(tag, 0) + 1
+            transfer = Transfer(tag, number, buffer, carry_out)
+            self._waiting.setdefault(tag, deque()).append(transfer)
+            self._write(_OFFER, tag, buffer.data_ptr(), buffer.nbytes)
+            self._advance()
+            self._carry_out(tag)
+        return transfer
+
+    def wait(self, transfer: Transfer, what: str, *, timeout_s: float | None = None) -> None:
+        """Block until the transfer is carried out and its buffer is this rank's own again.
+
+        Raises:
+            GroupMismatchError: A peer offered a buffer of another size.
+            CommError: A peer ended, or did not take part in time.
+        """
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        start, looks = time.monotonic(), 0
+        while True:
+            with self._lock:
+                self._advance()
+                if transfer.error is not None:
+                    raise transfer.error
+                missing = self._missing(transfer)
+            if not missing:
+                return
+            waited = time.monotonic() - start
+            if waited > timeout_s:
+                raise self._failure(transfer, what, f"within {timeout_s:g} s", missing)
+            if not transfer.is_carried_out and not self._gone.isdisjoint(missing):
+                raise self._failure(transfer, what, "and cannot", missing)
+            looks += 1
+            if looks > _EAGER_LOOKS:
+                time.sleep(_SHORT_SLEEP_S if waited < _SHORT_FOR_S else _LONG_SLEEP_S)
+            else:
+                os.sched_yield()
+
+    def _missing(self, transfer: Transfer) -> list[int]:
+        """Ranks without which the transfer is not over."""
+        if not transfer.is_carried_out:
+            offers = self._offers.get(transfer.tag, {})
+            return [rank for rank in self._peers if not offers.get(rank)]
+        return [
+            rank
+            for rank in self._peers
+            if rank not in self._gone  # it will not read any more
+            and self._done.get((rank, transfer.tag), 0) < transfer.number
+        ]
+
+    def _advance(self) -> None:
+        """Read the news of all peers, and carry out what has become possible."""
+        for rank in self._peers:
+            if rank not in self._gone:
+                self._read_news(rank)
+        if self._outbox:
+            self._publish()
+
+    def _read_news(self, rank: int) -> None:
+        where, seen = self._peers[rank], self._seen[rank]
+        header = (ctypes.c_int64 * 2)()
+        if not self._read_journal(rank, header, word=0):
+            return
+        if header[_TOKEN] != where.token:
+            self._gone.add(rank)  # its number was given to another process
+            return
+        head = header[_HEAD]
+        while seen < head:
+            first = seen % _CAPACITY
+            count = min(head - seen, _CAPACITY - first)
+            news = (ctypes.c_int64 * (count * _ENTRY_WORDS))()
+            start = _CONSUMED + self.world_size + first * _ENTRY_WORDS
+            if not self._read_journal(rank, news, word=start):
+                return
+            seen += count
+            self._seen[rank] = self._journal[_CONSUMED + rank] = seen
+            for i in range(0, count * _ENTRY_WORDS, _ENTRY_WORDS):
+                self._hear(rank, *news[i : i + _ENTRY_WORDS])
+
+    def _read_journal(self, rank: int, out: ctypes.Array[ctypes.c_int64], *, word: int) -> bool:
+        where = self._peers[rank]
+        try:
+            read(
+                where.pid,
+                where.address + word * _WORD,
+                into=ctypes.addressof(out),
+                num_bytes=ctypes.sizeof(out),
+            )
+        except OSError:  # ended, or is just ending
+            self._gone.add(rank)
+            return False
+        return True
+
+    def _hear(self, rank: int, kind: int, tag: int, address: int, num_bytes: int) -> None:
+        if kind == _OFFER:
+            buffer = RemoteBuffer(self._peers[rank].pid, address, num_bytes)
+            self._offers.setdefault(tag, {}).setdefault(rank, deque()).append(buffer)
+            self._carry_out(tag)
+        else:
+            self._done[rank, tag] = self._done.get((rank, tag), 0) + 1
+            lent = self._lent.get(tag, ())
+            while lent and not self._missing(lent[0]):
+                lent.popleft()
+
+    def _carry_out(self, tag: int) -> None:
+        """Carry out the transfers of a tag, in order, as far as all peers have offered."""
+        waiting, offers = self._waiting.get(tag), self._offers.get(tag, {})
+        while waiting and all(offers.get(rank) for rank in self._peers):
+            transfer = waiting.popleft()
+            buffers = {rank: offers[rank].popleft() for rank in self._peers}
+            try:
+                self._check_sizes(transfer, buffers)
+                transfer.carry_out(buffers)
+            except GroupMismatchError as error:
+                transfer.error = error
+                continue
+            except OSError as error:
+                transfer.error = CommError(
+                    f"rank {self.rank} could not read a buffer that a peer had lent: {error}. The "
+                    "peer has ended, or gave the buffer's memory away before its wait() returned."
+                )
+                continue
+            transfer.is_carried_out = True
+            self._lent.setdefault(tag, deque()).append(transfer)
+            self._write(_DONE, tag, 0, 0)
+
+    def _check_sizes(self, transfer: Transfer, buffers: dict[int, RemoteBuffer]) -> None:
+        for rank, buffer in buffers.items():
+            if buffer.num_bytes != transfer.buffer.nbytes:
+                raise GroupMismatchError(
+                    f"ranks disagree on a buffer: {transfer.buffer.nbytes} bytes on rank "
+                    f"{self.rank}, {buffer.num_bytes} bytes on rank {rank}; every rank must pass "
+                    "the same size and dtype"
+                )
+
+    def _write(self, kind: int, tag: int, address: int, num_bytes: int) -> None:
+        """Append to the journal; what does not fit yet follows as peers read on."""
+        self._outbox.append((kind, tag, address, num_bytes))
+        self._publish()
+
+    def _publish(self) -> None:
+        head = self._journal[_HEAD]
+        while self._outbox:
+            if head - self._read_by_all >= _CAPACITY:
+                self._read_by_all = min(self._read_by(rank, head) for rank in self._peers)
+                if head - self._read_by_all >= _CAPACITY:
+                    return
+            start = _CONSUMED + self.world_size + head % _CAPACITY * _ENTRY_WORDS
+            self._journal[start : start + _ENTRY_WORDS] = self._outbox.popleft()
+            head += 1
+            # Release, then acquire: neither the data nor the entry may be seen after the head.
+            with self._fence:
+                pass
+            with self._fence:
+                self._journal[_HEAD] = head
+
+    def _read_by(self, rank: int, head: int) -> int:
+        """How many entries of this rank's journal a peer has read."""
+        word = (ctypes.c_int64 * 1)()
+        if rank in self._gone or not self._read_journal(rank, word, word=_CONSUMED + self.rank):
+            return head
+        return word[0]
+
+    def _failure(
+        self, transfer: Transfer, what: str, how: str, missing: Sequence[int]
+    ) -> CommError:
+        gone = sorted(self._gone.intersection(missing))
+        verb = "read" if transfer.is_carried_out else "offered"
+        state = f"rank {missing[0]} has not {verb} its part"
+        if gone:
+            state = f"the process of rank {gone[0]} ({self._peers[gone[0]].pid}) has ended"
+        return CommError(
+            f"{what} did not finish {how}: {state} (rank {self.rank}). A rank that raised, ended, "
+            "or runs other code than its peers leaves them waiting; look for the first error among "
+            "all ranks."
+        )

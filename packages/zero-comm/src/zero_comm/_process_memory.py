@@ -1,0 +1,72 @@
+"""Read the memory of another process: one copy by the kernel, no sockets between.
+
+Linux only, `process_vm_readv(2)`. It needs the right to trace the other process: the same user and,
+under Yama's default, the other's consent, which `allow_readers` gives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from typing import Any, Final
+
+from torch import Tensor
+
+_PR_SET_PTRACER: Final = 0x59616D61
+_PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
+
+
+class _Span(ctypes.Structure):
+    """`struct iovec`."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
+
+
+def _find_call() -> Any:
+    if not sys.platform.startswith("linux"):
+        return None
+    call = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if call is not None:
+        spans, count = ctypes.POINTER(_Span), ctypes.c_ulong
+        call.argtypes = (ctypes.c_int, spans, count, spans, count, ctypes.c_ulong)
+        call.restype = ctypes.c_ssize_t
+    return call
+
+
+_READ: Final = _find_call()
+
+
+def is_supported() -> bool:
+    """Whether this system has the call at all; whether it is permitted, only trying tells."""
+    return _READ is not None
+
+
+def allow_readers() -> None:
+    """Let processes of the same user read this one's memory, where Yama would refuse it. Local."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:  # without Yama it fails, and is not needed
+        prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+
+
+def read(pid: int, address: int, *, into: int, num_bytes: int) -> None:
+    """Copy `num_bytes` from `address` of process `pid` to `into` of this one.
+
+    Raises:
+        ProcessLookupError: The process has ended.
+        OSError: Not permitted, or no such memory there.
+    """
+    done = 0
+    while done < num_bytes:  # the kernel stops at 2 GiB, and may stop earlier
+        rest = num_bytes - done
+        local, remote = _Span(into + done, rest), _Span(address + done, rest)
+        count = _READ(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        if count <= 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        done += count
+
+
+def read_into(tensor: Tensor, pid: int, address: int) -> None:
+    """Fill a contiguous CPU tensor from `address` of process `pid`. Raises as `read` does."""
+    read(pid, address, into=tensor.data_ptr(), num_bytes=tensor.nbytes)
