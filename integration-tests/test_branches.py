@@ -8,9 +8,9 @@ import parity
 import pytest
 import torch
 import zero_engine
+from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_engine import ZeroConfig
 
 STEPS = 4
 WIDTH = 6

@@ -9,9 +9,9 @@ import pytest
 import torch
 import zero_engine
 from attrs import asdict
+from parity import ZeroConfig
 from torch import nn
 from zero_comm import Group
-from zero_engine import ZeroConfig
 from zero_partition import find_sharded, memory_report
 
 WIDTH = 64

@@ -297,6 +297,11 @@ def _check(
             f"{tensor.layout} of shape {tuple(tensor.shape)}{strides} (rank {group.rank}); flatten "
             "it with tensor.contiguous().view(-1)"
         )
+    if tensor.is_conj() or tensor.is_neg():
+        raise GroupMismatchError(
+            f"expected {name} with its values in memory, got a lazily conjugated or negated view "
+            f"(rank {group.rank}); pass tensor.resolve_conj().resolve_neg()"
+        )
     if tensor.device != group.device:
         raise GroupMismatchError(
             f"expected {name} on {group.device}, where this group communicates, got "

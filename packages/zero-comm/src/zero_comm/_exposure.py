@@ -83,6 +83,7 @@ class Exposure:
         """
         if self._is_writing:
             return
+        self._peers.fence()
         self._words[_CLOSED] = self._version
         for rank in self._addresses:
             self._wait_for(rank, _CLOSED, "a write to shards that peers read", timeout_s)

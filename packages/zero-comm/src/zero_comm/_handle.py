@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from attrs import define, field
 
@@ -44,9 +44,14 @@ class Handle(Generic[T]):
         self._spent = True
         for what, work in self._works:
             wait_for(work, what, timeout_s=timeout_s)
-        result = self._finish(timeout_s)
+        finish, self._finish = self._finish, _is_over
+        result = finish(timeout_s)
         self._works, self._borrowed = (), ()
         return result
+
+
+def _is_over(_: float | None) -> NoReturn:
+    raise AssertionError("a handle is waited on once")
 
 
 def wait_for(work: Any, what: str, *, timeout_s: float | None = None) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from multiprocessing.util import Finalize
 from typing import Any, Final
 
 from attrs import Factory, define
@@ -72,7 +73,9 @@ def _wait_for_peers() -> None:
     while True:
         time.sleep(_LOOK_S)
         with _LOCK:
-            _LEFT[:] = [remains for remains in _LEFT if remains.are_needed()]
+            for remains in tuple(_LEFT):  # leave() may add some meanwhile
+                if not remains.are_needed():
+                    _LEFT.remove(remains)
             if not _LEFT:
                 return
 
@@ -94,3 +97,4 @@ def _linger() -> None:
 
 
 atexit.register(_linger)
+Finalize(None, _linger, exitpriority=10)  # processes of multiprocessing know no atexit

@@ -4,8 +4,11 @@ from zero_partition import (
     backward_without_batch,
     clip_grad_norm_,
     full_state_dict,
+    get_leaf_modules,
     no_sync,
     release_buffers,
+    set_leaf_modules,
+    unset_leaf_modules,
 )
 
 from .__about__ import __version__
@@ -20,7 +23,10 @@ __all__ = [
     "backward_without_batch",
     "clip_grad_norm_",
     "full_state_dict",
+    "get_leaf_modules",
     "no_sync",
     "release_buffers",
+    "set_leaf_modules",
     "shard",
+    "unset_leaf_modules",
 ]

@@ -5,6 +5,7 @@ from ._errors import LayoutError, PartitionError, StateError
 from ._grouping import BufferPlan, ParameterPlan, UnitPlan, choose_units, plan_units
 from ._hooks import find_sharded
 from ._layout import Cut, FlatLayout, Piece
+from ._leaves import get_leaf_modules, set_leaf_modules, unset_leaf_modules
 from ._memory import MemoryReport
 from ._partition import partition
 from ._placement import STAGES, Placement, Placements, Stage
@@ -42,9 +43,12 @@ __all__ = [
     "clip_grad_norm_",
     "find_sharded",
     "full_state_dict",
+    "get_leaf_modules",
     "memory_report",
     "no_sync",
     "partition",
     "plan_units",
     "release_buffers",
+    "set_leaf_modules",
+    "unset_leaf_modules",
 ]

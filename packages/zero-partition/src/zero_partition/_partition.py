@@ -40,6 +40,7 @@ def partition(
     placements: Placements = STAGES[Stage.THREE],
     units: Sequence[str] | None = None,
     max_unit_bytes: int = 512 * 2**20,
+    min_unit_bytes: int = 2**16,
     window: int = 3,
     cut: Cut = Cut.FLAT,
     gathers_state_dict: bool = False,
@@ -57,6 +58,7 @@ def partition(
         placements: What rests sharded; see `STAGES`.
         units: Names of the modules that are unsharded and reduced as one; chosen when None.
         max_unit_bytes: What is larger is split where it can be, when units are chosen.
+        min_unit_bytes: Blocks that are smaller stay with what encloses them.
         window: Units that may be whole at a time, the one in use included.
         cut: Where flat buffers may be cut.
         gathers_state_dict: Whether `model.state_dict()` gathers sharded parameters, which every
@@ -83,7 +85,9 @@ def partition(
     _check_devices(model, group)
     if optimizer is not None:
         check_optimizer(optimizer, model, shards_state=placements.optim is Placement.SHARDED)
-    names = choose_units(model, max_unit_bytes=max_unit_bytes) if units is None else units
+    names = units
+    if names is None:
+        names = choose_units(model, max_unit_bytes=max_unit_bytes, min_unit_bytes=min_unit_bytes)
     plans = plan_units(
         model, names, world_size=group.world_size, cut=cut, group_of=param_group_of(optimizer)
     )

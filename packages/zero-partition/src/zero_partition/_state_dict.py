@@ -47,6 +47,9 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
                     value = param.detach().to("cpu", copy=True)
                     whole.update(dict.fromkeys(plan.names, value))
         unit.reshard()
+    if sharded.exposure is not None:  # nobody leaves before rank 0 has read
+        sharded.exposure.begin_write()
+        sharded.exposure.end_write()
     if not is_first:
         return {}
     return {key: _find(key, value, whole) for key, value in state.items()}

@@ -124,19 +124,16 @@ class Unit:
 
     def check_untouched(self) -> None:
         """Raise StateError where a parameter no longer views our memory, or was written sharded."""
-        views = self._views
+        is_whole = self.state is ShardState.UNSHARDED
         is_sharded = self.placement is Placement.SHARDED
         for module, attribute, buffer_index, position in self.owners:
             buffer = self.buffers[buffer_index]
-            if self.state is ShardState.UNSHARDED:
-                expected = views[buffer_index][position]
-            else:
-                expected = buffer.stand_ins[position]
+            expected = self._views[buffer_index] if is_whole else buffer.stand_ins
             param = module._parameters.get(attribute)
             if (
                 param is not buffer.params[position]
-                or param.data_ptr() != expected.data_ptr()
-                or param.dtype != expected.dtype
+                or param.data_ptr() != expected[position].data_ptr()
+                or param.dtype is not buffer.plan.dtype
                 or (param.requires_grad and not buffer.plan.trainable)
                 or (is_sharded and param._version != buffer.versions[position])
             ):
