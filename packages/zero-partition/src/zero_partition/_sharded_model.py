@@ -105,6 +105,7 @@ class ShardedModel:
         """What `optimizer.zero_grad()` means for gradients that are on their way."""
         self._give_up_open_backward(is_asked_for=True)
         self.reducer.drop(set_to_none=set_to_none)
+        self.schedule.settle()  # of a forward whose backward never came
 
     def release_buffers(self) -> None:
         """Give slots and reduction buffers back until they are needed again."""
