@@ -79,9 +79,7 @@ def _drop_a_handle(group: Group, what: str) -> list[float]:
     messages = evolve(group, peers=None)  # as between hosts
     launch = {
         "all_gather": lambda buffer: all_gather_flat(buffer, splits=[2, 2], group=messages),
-        "reduce_scatter": lambda buffer: reduce_scatter_flat(
-            buffer, splits=[2, 2], group=messages
-        ),
+        "reduce_scatter": lambda buffer: reduce_scatter_flat(buffer, splits=[2, 2], group=messages),
         "all_reduce": lambda buffer: all_reduce_flat(buffer, group=messages),
     }[what]
     if group.rank == 1:
