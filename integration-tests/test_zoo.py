@@ -12,7 +12,7 @@ import zoo
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import ZeroConfig
-from zero_partition import find_sharded, memory_report
+from zero_partition import StateError, find_sharded, memory_report
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning"),  # DDP, of its own
@@ -277,6 +277,21 @@ def _resized_equals_ddp(group: Group, name: str) -> None:
     for stage in parity.STAGES:
         curve = parity.train_sharded(group, recipe, ZeroConfig(stage))
         parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_resizing_after_shard_is_named(ranks, stage: int) -> None:
+    """The new embedding would be nobody's shard, and full of what a parameter reads as at rest."""
+    ranks(2).run(_resize_too_late, timeout_s=_IMPORT_S, stage=stage)
+
+
+def _resize_too_late(group: Group, stage: int) -> None:
+    specimen = zoo.ZOO["gpt2"]
+    model = parity.build(lambda: specimen.build(0))
+    zero_engine.shard(model, parity.adamw(model), ZeroConfig(stage), group=group)
+    with pytest.raises(StateError, match=r"wte\.weight.*before shard\(\)"):
+        model.resize_token_embeddings(zoo.VOCABULARY + 6, mean_resizing=False)
+        zoo.loss_of(model, specimen.batch(0, 0, group.rank))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-v3"])

@@ -19,6 +19,8 @@ WIDTH: Final = 16
 LENGTH: Final = 8  # of a text, in tokens
 ROWS: Final = 2  # of a batch
 
+_IMAGE: Final = VOCABULARY - 1  # the token that stands for a patch of an image
+
 Inputs = dict[str, Any]
 
 
@@ -102,6 +104,13 @@ def _image(generator: Generator) -> Inputs:
 def _caption(generator: Generator) -> Inputs:
     """Pixels and tokens that belong together."""
     return {**_pixels(generator), "input_ids": _tokens(generator), "return_loss": True}
+
+
+def _illustrated_text(generator: Generator) -> Inputs:
+    """Tokens, of which the first four stand for the patches of an image."""
+    text = torch.randint(3, _IMAGE, (ROWS, LENGTH), generator=generator)
+    tokens = torch.cat([torch.full((ROWS, 4), _IMAGE), text], dim=1)
+    return {**_pixels(generator), "input_ids": tokens, "labels": tokens}
 
 
 def _points(generator: Generator) -> Inputs:
@@ -344,12 +353,18 @@ VISION: Final = {
         ),
         _image,
     ),
-    "yolos": Specimen(
+    "detr": Specimen(
         _of(
-            "YolosForObjectDetection", "YolosConfig", **_ENCODER, image_size=[8, 8], patch_size=4,
-            num_detection_tokens=3, num_labels=3,
+            "DetrForObjectDetection", "DetrConfig", use_timm_backbone=False, backbone=None,
+            use_pretrained_backbone=False, backbone_config={
+                "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 8, 8],
+                "depths": [1, 1, 1, 1], "out_features": ["stage4"],
+            },
+            d_model=WIDTH, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, num_queries=3,
+            num_labels=3,
         ),
-        _pixels,
+        lambda generator: _pixels(generator, 32),
         finds_unused=True,  # boxes, which have no part in the mean square of the logits
     ),
     "clip": Specimen(
@@ -358,6 +373,17 @@ VISION: Final = {
             vision_config={**_ENCODER, "image_size": 8, "patch_size": 4},
         ),
         _caption,
+    ),
+    "llava": Specimen(
+        _of(
+            "LlavaForConditionalGeneration", "LlavaConfig", image_token_id=_IMAGE,
+            text_config={**_ROPE, "model_type": "llama"},
+            vision_config={
+                **_ENCODER, "image_size": 8, "patch_size": 4, "model_type": "clip_vision_model",
+            },
+        ),
+        _illustrated_text,
+        finds_unused=True,  # the last layer of the vision tower
     ),
 }  # fmt: skip
 
@@ -379,6 +405,15 @@ RECURRENT: Final = {
             attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
         ),
         _text,
+    ),
+    "zamba2": Specimen(
+        _of(
+            "Zamba2ForCausalLM", "Zamba2Config", **{**_ROPE, "num_hidden_layers": 4},
+            mamba_d_state=4, n_mamba_heads=2, mamba_headdim=16, mamba_ngroups=1, chunk_size=4,
+            layers_block_type=["mamba", "hybrid"] * 2, hybrid_layer_ids=[1, 3], num_mem_blocks=1,
+            attention_head_dim=16,
+        ),
+        _text,  # two of its layers share one attention block, and adapt it
     ),
 }  # fmt: skip
 
