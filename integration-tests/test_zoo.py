@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import feeds
 import parity
 import pytest
 import torch
@@ -31,11 +32,11 @@ def test_an_architecture_trains_as_under_ddp(ranks, name: str) -> None:
     ranks(2).run(_stages_equal_ddp, timeout_s=_IMPORT_S, name=name)
 
 
-def _stages_equal_ddp(group: Group, name: str, stages: tuple[int, ...] = parity.STAGES) -> None:
+def _stages_equal_ddp(group: Group, name: str) -> None:
     recipe = zoo.ZOO[name].recipe(group.rank)
     expected = parity.train_ddp(group, recipe)
 
-    for stage in stages:
+    for stage in parity.STAGES:
         curve = parity.train_sharded(group, recipe, ZeroConfig(stage))
         parity.assert_same(curve, expected, rank=group.rank, what=f"{name}, stage {stage}")
 
@@ -268,7 +269,7 @@ def _resized_equals_ddp(group: Group, name: str) -> None:
     def make() -> nn.Module:
         model = zoo.ZOO[name].build(group.rank)
         torch.manual_seed(0)  # the new rows are drawn at random
-        model.resize_token_embeddings(zoo.VOCABULARY + 6, mean_resizing=False)
+        model.resize_token_embeddings(feeds.VOCABULARY + 6, mean_resizing=False)
         torch.manual_seed(1000 + group.rank)
         return model
 
@@ -290,7 +291,7 @@ def _resize_too_late(group: Group, stage: int) -> None:
     model = parity.build(lambda: specimen.build(0))
     zero_engine.shard(model, parity.adamw(model), ZeroConfig(stage), group=group)
     with pytest.raises(StateError, match=r"wte\.weight.*before shard\(\)"):
-        model.resize_token_embeddings(zoo.VOCABULARY + 6, mean_resizing=False)
+        model.resize_token_embeddings(feeds.VOCABULARY + 6, mean_resizing=False)
         zoo.loss_of(model, specimen.batch(0, 0, group.rank))
 
 

@@ -9,19 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import feeds
 import parity
 import torch
 from attrs import frozen
+from feeds import IMAGE, LENGTH, VOCABULARY, Inputs
 from torch import Generator, Tensor, nn
 
-VOCABULARY: Final = 31
 WIDTH: Final = 16
-LENGTH: Final = 8  # of a text, in tokens
-ROWS: Final = 2  # of a batch
-
-_IMAGE: Final = VOCABULARY - 1  # the token that stands for a patch of an image
-
-Inputs = dict[str, Any]
 
 
 @frozen
@@ -61,79 +56,6 @@ def loss_of(model: nn.Module, inputs: Inputs) -> Tensor:
     output = model(**inputs)
     loss = output.get("loss") if isinstance(output, Mapping) else None
     return output[0].float().square().mean() if loss is None else loss
-
-
-# ---- What they are fed ----
-
-
-def _tokens(generator: Generator, length: int = LENGTH) -> Tensor:
-    return torch.randint(3, VOCABULARY, (ROWS, length), generator=generator)
-
-
-def _classes(generator: Generator) -> Tensor:
-    return torch.randint(3, (ROWS,), generator=generator)
-
-
-def _text(generator: Generator) -> Inputs:
-    """Tokens that are their own labels; the last row is shorter."""
-    tokens = _tokens(generator)
-    mask = torch.ones_like(tokens)
-    mask[-1, LENGTH // 2 :] = 0
-    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
-
-
-def _full_text(generator: Generator) -> Inputs:
-    """Tokens that are their own labels."""
-    tokens = _tokens(generator)
-    return {"input_ids": tokens, "labels": tokens}
-
-
-def _translation(generator: Generator) -> Inputs:
-    """Tokens in, fewer tokens out."""
-    return {"input_ids": _tokens(generator), "labels": _tokens(generator, LENGTH // 2)}
-
-
-def _pixels(generator: Generator, size: int = 8) -> Inputs:
-    return {"pixel_values": torch.randn(ROWS, 3, size, size, generator=generator)}
-
-
-def _image(generator: Generator) -> Inputs:
-    return {**_pixels(generator), "labels": _classes(generator)}
-
-
-def _caption(generator: Generator) -> Inputs:
-    """Pixels and tokens that belong together."""
-    return {**_pixels(generator), "input_ids": _tokens(generator), "return_loss": True}
-
-
-def _illustrated_text(generator: Generator) -> Inputs:
-    """Tokens, of which the first four stand for the patches of an image."""
-    text = torch.randint(3, _IMAGE, (ROWS, LENGTH), generator=generator)
-    tokens = torch.cat([torch.full((ROWS, 4), _IMAGE), text], dim=1)
-    return {**_pixels(generator), "input_ids": tokens, "labels": tokens}
-
-
-def _points(generator: Generator) -> Inputs:
-    """Pixels, and a point in each."""
-    return {
-        **_pixels(generator, 16),
-        "input_points": torch.rand(ROWS, 1, 1, 2, generator=generator) * 16,
-        "input_labels": torch.ones(ROWS, 1, 1, dtype=torch.long),
-    }
-
-
-def _spectrum(generator: Generator) -> Inputs:
-    return {
-        "input_features": torch.randn(ROWS, 4, 2 * LENGTH, generator=generator),
-        "labels": _tokens(generator, LENGTH // 2),
-    }
-
-
-def _wave(generator: Generator) -> Inputs:
-    return {
-        "input_values": torch.randn(ROWS, 320, generator=generator),
-        "labels": torch.randint(1, VOCABULARY, (ROWS, 2), generator=generator),
-    }
 
 
 # ---- How they are built ----
@@ -186,26 +108,27 @@ DECODERS: Final = {
             "GPT2LMHeadModel", "GPT2Config", vocab_size=VOCABULARY, n_layer=3, n_head=2,
             n_embd=WIDTH, n_positions=2 * LENGTH, **_IDS,
         ),
-        _text,
+        feeds.text,
     ),
-    "llama": Specimen(_LLAMA, _text),
-    "gemma": Specimen(_of("GemmaForCausalLM", "GemmaConfig", **_ROPE, head_dim=8), _text),
+    "llama": Specimen(_LLAMA, feeds.text),
+    "gemma": Specimen(_of("GemmaForCausalLM", "GemmaConfig", **_ROPE, head_dim=8), feeds.text),
     "gemma3": Specimen(
-        _of("Gemma3ForCausalLM", "Gemma3TextConfig", **_ROPE, head_dim=8, sliding_window=4), _text
+        _of("Gemma3ForCausalLM", "Gemma3TextConfig", **_ROPE, head_dim=8, sliding_window=4),
+        feeds.text,
     ),
-    "gpt-neox": Specimen(_of("GPTNeoXForCausalLM", "GPTNeoXConfig", **_TEXT), _text),
+    "gpt-neox": Specimen(_of("GPTNeoXForCausalLM", "GPTNeoXConfig", **_TEXT), feeds.text),
     "bloom": Specimen(
         _of(
             "BloomForCausalLM", "BloomConfig", vocab_size=VOCABULARY, hidden_size=WIDTH, n_layer=3,
             n_head=2, hidden_dropout=0.1, **_IDS,
         ),
-        _text,
+        feeds.text,
     ),
     "opt": Specimen(
         _of(
             "OPTForCausalLM", "OPTConfig", **_TEXT, ffn_dim=24, word_embed_proj_dim=8, layerdrop=0.3
         ),
-        _text,
+        feeds.text,
         finds_unused=True,
         drops_layers=True,
     ),
@@ -214,7 +137,7 @@ DECODERS: Final = {
             "XLNetLMHeadModel", "XLNetConfig", vocab_size=VOCABULARY, d_model=WIDTH, n_layer=3,
             n_head=2, d_inner=24,
         ),
-        _full_text,
+        feeds.full_text,
         finds_unused=True,  # segment embeddings
     ),
 }  # fmt: skip
@@ -226,17 +149,21 @@ EXPERTS: Final = {
             shared_expert_intermediate_size=8, num_experts=4, num_experts_per_tok=2,
             output_router_logits=True,
         ),
-        _text,
+        feeds.text,
     ),
     "mixtral": Specimen(
         _of(
             "MixtralForCausalLM", "MixtralConfig", **_ROPE, num_local_experts=4,
             num_experts_per_tok=2,
         ),
-        _text,
+        feeds.text,
     ),
-    "deepseek-v2": Specimen(_of("DeepseekV2ForCausalLM", "DeepseekV2Config", **_LATENT), _text),
-    "deepseek-v3": Specimen(_of("DeepseekV3ForCausalLM", "DeepseekV3Config", **_LATENT), _text),
+    "deepseek-v2": Specimen(
+        _of("DeepseekV2ForCausalLM", "DeepseekV2Config", **_LATENT), feeds.text
+    ),
+    "deepseek-v3": Specimen(
+        _of("DeepseekV3ForCausalLM", "DeepseekV3Config", **_LATENT), feeds.text
+    ),
     "switch": Specimen(
         _of(
             "SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig",
@@ -244,7 +171,7 @@ EXPERTS: Final = {
             num_decoder_layers=2, num_heads=2, num_experts=4, num_sparse_encoder_layers=1,
             num_sparse_decoder_layers=1, decoder_start_token_id=0,
         ),
-        _translation,
+        feeds.translation,
         finds_unused=True,  # experts that no token chose
     ),
 }  # fmt: skip
@@ -256,14 +183,14 @@ ENCODERS_AND_DECODERS: Final = {
             d_ff=24, num_layers=3, num_heads=2, decoder_start_token_id=0, pad_token_id=0,
             eos_token_id=2,
         ),
-        _translation,
+        feeds.translation,
     ),
     "bart": Specimen(
         _of(
             "BartForConditionalGeneration", "BartConfig", **_TOWERS, encoder_layerdrop=0.3,
             max_position_embeddings=2 * LENGTH, forced_eos_token_id=None,
         ),
-        _translation,
+        feeds.translation,
         finds_unused=True,
         drops_layers=True,
     ),
@@ -273,19 +200,19 @@ ENCODERS_AND_DECODERS: Final = {
             max_source_positions=LENGTH, max_target_positions=2 * LENGTH, dropout=0.1,
             suppress_tokens=None, begin_suppress_tokens=None,
         ),
-        _spectrum,
+        feeds.spectrum,
     ),
 }  # fmt: skip
 
 ENCODERS: Final = {
-    "bert": Specimen(_of("BertForMaskedLM", "BertConfig", **_TEXT), _text),
+    "bert": Specimen(_of("BertForMaskedLM", "BertConfig", **_TEXT), feeds.text),
     "bert-to-classify": Specimen(
         _of("BertForSequenceClassification", "BertConfig", **_TEXT, num_labels=3),
-        lambda generator: {"input_ids": _tokens(generator), "labels": _classes(generator)},
+        feeds.classified_text,
     ),
     "albert": Specimen(
         _of("AlbertForMaskedLM", "AlbertConfig", **_TEXT, embedding_size=8, inner_group_num=2),
-        _text,
+        feeds.text,
     ),
     "deberta-v2": Specimen(
         _of(
@@ -293,14 +220,14 @@ ENCODERS: Final = {
             position_buckets=4, pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm",
             conv_kernel_size=3,
         ),
-        _text,
+        feeds.text,
     ),
     "funnel": Specimen(
         _of(
             "FunnelForMaskedLM", "FunnelConfig", vocab_size=VOCABULARY, d_model=WIDTH, n_head=2,
             block_sizes=[1, 1], d_head=8, d_inner=24,
         ),
-        _text,
+        feeds.text,
     ),
     "perceiver": Specimen(
         _of(
@@ -309,7 +236,7 @@ ENCODERS: Final = {
             num_self_attention_heads=2, num_cross_attention_heads=2, qk_channels=16, v_channels=16,
             max_position_embeddings=LENGTH,
         ),
-        _text,
+        feeds.text,
     ),
     "wav2vec2": Specimen(
         _of(
@@ -318,7 +245,7 @@ ENCODERS: Final = {
             num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_prob=0.0,
             ctc_loss_reduction="mean", ctc_zero_infinity=True,
         ),
-        _wave,
+        feeds.wave,
         finds_unused=True,
         drops_layers=True,
     ),
@@ -330,28 +257,28 @@ VISION: Final = {
             "ViTForImageClassification", "ViTConfig", **_ENCODER, image_size=8, patch_size=4,
             num_labels=3, hidden_dropout_prob=0.1,
         ),
-        _image,
+        feeds.image,
     ),
     "swin": Specimen(
         _of(
             "SwinForImageClassification", "SwinConfig", image_size=8, patch_size=2, embed_dim=8,
             depths=[2, 1], num_heads=[2, 2], window_size=2, num_labels=3,
         ),
-        _image,
+        feeds.image,
     ),
     "convnext": Specimen(
         _of(
             "ConvNextForImageClassification", "ConvNextConfig", hidden_sizes=[8, 16], depths=[1, 2],
             num_stages=2, patch_size=2, num_labels=3, drop_path_rate=0.3,
         ),
-        _image,
+        feeds.image,
     ),
     "resnet": Specimen(
         _of(
             "ResNetForImageClassification", "ResNetConfig", embedding_size=8, hidden_sizes=[8, 16],
             depths=[2, 2], num_labels=3,
         ),
-        _image,
+        feeds.image,
     ),
     "detr": Specimen(
         _of(
@@ -364,7 +291,7 @@ VISION: Final = {
             decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, num_queries=3,
             num_labels=3,
         ),
-        lambda generator: _pixels(generator, 32),
+        lambda generator: feeds.pixels(generator, 32),
         finds_unused=True,  # boxes, which have no part in the mean square of the logits
     ),
     "clip": Specimen(
@@ -372,39 +299,41 @@ VISION: Final = {
             "CLIPModel", "CLIPConfig", text_config={**_TEXT}, projection_dim=8,
             vision_config={**_ENCODER, "image_size": 8, "patch_size": 4},
         ),
-        _caption,
+        feeds.caption,
     ),
     "llava": Specimen(
         _of(
-            "LlavaForConditionalGeneration", "LlavaConfig", image_token_id=_IMAGE,
+            "LlavaForConditionalGeneration", "LlavaConfig", image_token_id=IMAGE,
             text_config={**_ROPE, "model_type": "llama"},
             vision_config={
                 **_ENCODER, "image_size": 8, "patch_size": 4, "model_type": "clip_vision_model",
             },
         ),
-        _illustrated_text,
+        feeds.illustrated_text,
         finds_unused=True,  # the last layer of the vision tower
     ),
 }  # fmt: skip
 
 RECURRENT: Final = {
-    "mamba": Specimen(_of("MambaForCausalLM", "MambaConfig", **_RECURRENT, state_size=4), _text),
+    "mamba": Specimen(
+        _of("MambaForCausalLM", "MambaConfig", **_RECURRENT, state_size=4), feeds.text
+    ),
     "mamba2": Specimen(
         _of(
             "Mamba2ForCausalLM", "Mamba2Config", **_RECURRENT, state_size=4, num_heads=4,
             head_dim=8, n_groups=1, chunk_size=4,
         ),
-        _text,
+        feeds.text,
     ),
     "rwkv": Specimen(
-        _of("RwkvForCausalLM", "RwkvConfig", **_RECURRENT, context_length=LENGTH), _full_text
+        _of("RwkvForCausalLM", "RwkvConfig", **_RECURRENT, context_length=LENGTH), feeds.full_text
     ),
     "jamba": Specimen(
         _of(
             "JambaForCausalLM", "JambaConfig", **_ROPE, mamba_d_state=4, num_experts=4,
             attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
         ),
-        _text,
+        feeds.text,
     ),
     "zamba2": Specimen(
         _of(
@@ -413,18 +342,19 @@ RECURRENT: Final = {
             layers_block_type=["mamba", "hybrid"] * 2, hybrid_layer_ids=[1, 3], num_mem_blocks=1,
             attention_head_dim=16,
         ),
-        _text,  # two of its layers share one attention block, and adapt it
+        feeds.text,  # two of its layers share one attention block, and adapt it
     ),
 }  # fmt: skip
 
 LORA: Final = {
-    "lora": Specimen(lambda: _lora(_LLAMA, torch.float32, "q_proj", "v_proj"), _text),
+    "lora": Specimen(lambda: _lora(_LLAMA, torch.float32, "q_proj", "v_proj"), feeds.text),
     "lora-over-bf16": Specimen(
-        lambda: _lora(_LLAMA, torch.bfloat16, "q_proj", "down_proj", "embed_tokens"), _text
+        lambda: _lora(_LLAMA, torch.bfloat16, "q_proj", "down_proj", "embed_tokens"),
+        feeds.text,
     ),
     "lora-over-experts": Specimen(
         lambda: _lora(EXPERTS["qwen2-moe"].make, torch.bfloat16, "k_proj", "shared_expert_gate"),
-        _text,
+        feeds.text,
     ),
 }
 
@@ -449,7 +379,7 @@ SAM: Final = Specimen(
             "iou_head_hidden_dim": 16,
         },
     ),
-    _points,
+    feeds.points,
     finds_unused=True,
 )  # fmt: skip
 
@@ -462,5 +392,5 @@ REFORMER: Final = Specimen(
         max_position_embeddings=LENGTH, hidden_dropout_prob=0.0,
         local_attention_probs_dropout_prob=0.0, hash_seed=1,
     ),
-    _full_text,
+    feeds.full_text,
 )  # fmt: skip
