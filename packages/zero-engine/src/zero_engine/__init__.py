@@ -4,16 +4,23 @@ from zero_partition import clip_grad_norm_, full_state_dict, no_sync, release_bu
 
 from .__about__ import __version__
 from ._config import ZeroConfig
-from ._errors import ConfigError
+from ._construct import Init, materialise
+from ._errors import ConfigError, FileError
+from ._pretrained import load_pretrained, open_safetensors
 from ._shard import shard
 
 __all__ = [
     "ConfigError",
+    "FileError",
+    "Init",
     "ZeroConfig",
     "__version__",
     "clip_grad_norm_",
     "full_state_dict",
+    "load_pretrained",
+    "materialise",
     "no_sync",
+    "open_safetensors",
     "release_buffers",
     "shard",
 ]

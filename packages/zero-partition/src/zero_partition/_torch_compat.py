@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -27,3 +28,14 @@ def plain_call(func: Callable, args: tuple, kwargs: dict) -> object:
     """Call a torch function as if no argument were of a tensor subclass."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def plainly() -> AbstractContextManager[None]:
+    """Run torch functions without the torch function modes that are active, `device` included."""
+    return torch._C.DisableTorchFunction()
+
+
+def is_viewed(tensor: Tensor) -> bool:
+    """Whether another tensor, or an array, shares this tensor's memory."""
+    storage = tensor.untyped_storage()  # it counts too
+    return torch._C._storage_Use_Count(storage._cdata) > 2
