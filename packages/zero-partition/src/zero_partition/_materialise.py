@@ -13,7 +13,7 @@ from ._early_guards import guard_module
 from ._early_shard import find_early, install_early, plan_early
 from ._errors import PartitionError
 from ._init_context import Init
-from ._torch_compat import plainly
+from ._torch_compat import plainly, swap_memory
 
 
 def materialise(
@@ -76,7 +76,7 @@ def allocate_blank(param: nn.Parameter, name: str, *, group: Group) -> None:
     shard = torch.empty(layout.splits[group.rank], dtype=param.dtype, device=group.device)
     fill_blank(shard)
     first = torch.empty((), dtype=param.dtype, device=group.device).expand(param.shape)
-    torch.utils.swap_tensors(param, _like(param, first))
+    swap_memory(param, nn.Parameter(first, requires_grad=param.requires_grad))
     install_early(param, shard, label=name, group=group, layout=layout, is_blank=True)
 
 
@@ -84,7 +84,7 @@ def allocate_blank_buffer(buffer: Tensor, *, group: Group) -> None:
     """Give a buffer on the meta device memory that is marked as unwritten. Local."""
     memory = torch.empty(buffer.shape, dtype=buffer.dtype, device=group.device)
     fill_blank(memory)
-    torch.utils.swap_tensors(buffer, _like(buffer, memory))
+    swap_memory(buffer, memory)
 
 
 def plain_on_meta(model: nn.Module) -> list[str]:
@@ -122,14 +122,6 @@ def check_filled(model: nn.Module, tensors: Sequence[tuple[str, Tensor]], *, gro
             "persistent: the file of the weights does not have them), or build the model inside "
             "`with Init(...):` instead of on the meta device"
         )
-
-
-def _like(original: Tensor, memory: Tensor) -> Tensor:
-    """`memory` with the class and the attributes of `original`, which a swap would take away."""
-    if isinstance(original, nn.Parameter):
-        memory = type(original)(memory, original.requires_grad)
-    memory.__dict__.update(original.__dict__)
-    return memory
 
 
 def _on_meta(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -39,3 +39,12 @@ def is_viewed(tensor: Tensor) -> bool:
     """Whether another tensor, or an array, shares this tensor's memory."""
     storage = tensor.untyped_storage()  # it counts too
     return torch._C._storage_Use_Count(storage._cdata) > 2
+
+
+def swap_memory(tensor: Tensor, other: Tensor) -> None:
+    """Exchange what two tensors are, whatever their devices; the Python objects stay.
+
+    `torch.utils.swap_tensors` does the same, and also exchanges attributes, and refuses a tensor
+    that has weak references, such as the parameters of an LSTM.
+    """
+    torch._C._swap_tensor_impl(tensor, other)
