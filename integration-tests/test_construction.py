@@ -27,18 +27,19 @@ from zoo_of_constructors import CONSTRUCTORS, Mlp
 # ---- Values ----
 
 
+@pytest.mark.parametrize("batch_bytes", [0, 600, 2**20])
 @pytest.mark.parametrize("make", CONSTRUCTORS)
-def test_a_model_built_in_parts_has_the_plain_values(ranks, make: str) -> None:
+def test_a_model_built_in_parts_has_the_plain_values(ranks, make: str, batch_bytes: int) -> None:
     """A write that is lost, or a random number drawn elsewhere, is another model."""
-    ranks(2).run(_build_and_compare, make=make)
+    ranks(2).run(_build_and_compare, make=make, batch_bytes=batch_bytes)
 
 
-def _build_and_compare(group: Group, make: str) -> None:
+def _build_and_compare(group: Group, make: str, batch_bytes: int = 0) -> None:
     build = CONSTRUCTORS[make]
     plain = parity.build(build)
     after = torch.rand(())
     torch.manual_seed(group.rank * 99)  # rank 0's values win, as in shard()
-    with zero_engine.Init(group=group):
+    with zero_partition.Init(group=group, batch_bytes=batch_bytes):
         model = build()
     assert group.rank or torch.equal(torch.rand(()), after)  # and no random number was lost
 
@@ -88,7 +89,7 @@ def test_models_of_transformers_are_built_in_parts(ranks, name: str) -> None:
 
 def _build_transformer(group: Group, name: str) -> None:
     plain = _transformer(name)
-    with zero_engine.Init(group=group):
+    with zero_partition.Init(group=group, batch_bytes=0):
         model = _transformer(name)
 
     _assert_sharded(model)
@@ -282,7 +283,7 @@ def _raise_inside(group: Group) -> None:
     before = look()
     with pytest.raises(ZeroDivisionError), zero_engine.Init(group=group):
         first = nn.Linear(4, 4)
-        with zero_engine.Init(group=group):
+        with zero_partition.Init(group=group, batch_bytes=0):
             second = Mlp()
             nn.init.ones_(second.up.weight)
             if group.rank == 0:
@@ -305,14 +306,14 @@ def test_nested_contexts_shard_once(ranks) -> None:
 
 def _nest(group: Group) -> None:
     def build() -> nn.Module:
-        with zero_engine.Init(group=group):
+        with zero_partition.Init(group=group, batch_bytes=0):
             inner = Mlp()
         outer = nn.Linear(8, 8)
         nn.init.normal_(inner.up.weight)
         return nn.ModuleList([inner, outer, Mlp()])
 
     torch.manual_seed(0)
-    with zero_engine.Init(group=group):
+    with zero_partition.Init(group=group, batch_bytes=0):
         model = build()
     torch.manual_seed(0)
     plain = nn.ModuleList([Mlp(), nn.Linear(8, 8)])
@@ -393,7 +394,7 @@ def _differ(group: Group) -> None:
         _ = nn.Sequential(nn.Linear(8, 4 + group.rank))
     with (
         pytest.raises(AgreementError, match=r"round \d+ of Init: .*Linear\.weight \(16, 8\)"),
-        zero_engine.Init(group=group),
+        zero_partition.Init(group=group, batch_bytes=0),
     ):
         model = Mlp()
         torch.zeros(1)  # up to here all is sharded

@@ -318,6 +318,48 @@ def _load_own_folder(group: Group, folder: str) -> None:
         zero_engine.load_pretrained(_Model(), f"{folder}/{group.rank}", group=group)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_save_pretrained_wrote_goes_straight_into_shards(
+    ranks, tmp_path: Path, name: str
+) -> None:
+    """Folders as Hugging Face writes them: an index, many files, and one name of tied weights."""
+    pytest.importorskip("transformers")
+    model = _transformer(name, seed=1)
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+
+    ranks(2).run(_load_transformer, name=name, folder=str(tmp_path), timeout_s=90.0)
+
+
+def _transformer(name: str, seed: int) -> nn.Module:
+    import transformers
+
+    configs = {
+        "gpt2": lambda: transformers.GPT2Config(vocab_size=37, n_layer=2, n_embd=16, n_head=2),
+        "llama": lambda: transformers.LlamaConfig(
+            vocab_size=37,
+            num_hidden_layers=2,
+            hidden_size=16,
+            num_attention_heads=2,
+            intermediate_size=24,
+        ),
+    }
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(configs[name]())
+
+
+def _load_transformer(group: Group, name: str, folder: str) -> None:
+    with zero_engine.Init(group=group):
+        model = _transformer(name, seed=0)
+    zero_engine.load_pretrained(model, folder, group=group)
+
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    full = zero_engine.full_state_dict(model)
+    expected = _transformer(name, seed=1).state_dict()
+    if group.rank == 0:
+        parity.assert_same_weights(full, expected, what=name)
+
+
 # ---- Files ----
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NoReturn
 from weakref import ReferenceType, WeakValueDictionary, ref
 
@@ -10,7 +10,7 @@ import torch
 from attrs import define
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from zero_comm import Group, all_gather_flat, broadcast_flat
+from zero_comm import Group, all_gather_flat, broadcast_coalesced, broadcast_flat
 
 from ._blank import fill_blank
 from ._errors import PartitionError, StateError
@@ -26,6 +26,7 @@ from ._torch_compat import plainly
 
 # NOTE(aliases): `nn.Parameter(other)` is no torch function, and gives another Parameter over the
 # same memory: a stand-in's, if the other is sharded. Its address tells whose it is.
+_SMALL_BYTES: Final = 2**16  # worth a copy rather than a message of its own
 _BY_ADDRESS: Final[WeakValueDictionary[int, EarlyShard]] = WeakValueDictionary()
 
 
@@ -117,6 +118,22 @@ def find_early(tensor: Tensor) -> EarlyShard | None:
     return early if isinstance(early, EarlyShard) else None
 
 
+def in_batches(
+    params: Iterable[tuple[str, nn.Parameter]], *, max_bytes: int
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Cut a list where a batch would grow beyond `max_bytes`; what is larger goes alone."""
+    batch: list[tuple[str, nn.Parameter]] = []
+    total = 0
+    for label, param in params:
+        if batch and total + param.nbytes > max_bytes:
+            yield batch
+            batch, total = [], 0
+        batch.append((label, param))
+        total += param.nbytes
+    if batch:
+        yield batch
+
+
 def find_aliased(param: nn.Parameter) -> EarlyShard | None:
     """The shard whose stand-in this parameter views though it is not its own; NOTE(aliases)."""
     if param.is_meta or is_lazy(param) or find_early(param) is not None:
@@ -161,13 +178,11 @@ def shard_early(params: Sequence[tuple[str, nn.Parameter]], *, group: Group) -> 
         params: Labels and parameters; whole, dense, contiguous, on the group's device.
         group: The ranks to distribute over.
     """
-    handles = [
-        broadcast_flat(param.detach().view(-1).view(torch.uint8), src=0, group=group)
-        for _, param in params
-        if param.numel()
-    ]
-    for handle in handles:
-        handle.wait()
+    wires = [param.detach().view(-1).view(torch.uint8) for _, param in params if param.numel()]
+    broadcast_coalesced([w for w in wires if w.nbytes <= _SMALL_BYTES], group=group).wait()
+    for wire in wires:
+        if wire.nbytes > _SMALL_BYTES:  # in place, for it has no room for a copy
+            broadcast_flat(wire, src=0, group=group).wait()
     for label, param in params:
         layout = plan_early(param.numel(), group)
         shard = torch.zeros(layout.splits[group.rank], dtype=param.dtype, device=group.device)

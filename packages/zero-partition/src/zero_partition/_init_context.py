@@ -20,7 +20,14 @@ from zero_comm import CommError, Group, check_agreement
 
 from ._construction import CURRENT, module_under_construction
 from ._early_guards import guard_module
-from ._early_shard import EarlyShard, find_aliased, find_early, forget_early, shard_early
+from ._early_shard import (
+    EarlyShard,
+    find_aliased,
+    find_early,
+    forget_early,
+    in_batches,
+    shard_early,
+)
 from ._errors import PartitionError, StateError
 from ._grouping import check_parameter
 from ._torch_compat import is_viewed, plainly
@@ -45,7 +52,7 @@ class Init:
             model = Model()
         partition(model, optimizer, group=group)
 
-    Inside, a module's own parameters are sharded as soon as its constructor has ended. Whoever
+    Inside, a module's own parameters are sharded soon after its constructor has ended. Whoever
     touches one later (a parent's constructor, `module.apply(fn)`, `nn.init`, `.data`, a forward)
     finds it whole, and what is written stays. Values are those of plain construction on rank 0,
     bit for bit, whatever the other ranks' seeds. Buffers stay whole; partition() gives all ranks
@@ -55,11 +62,13 @@ class Init:
     raise, `copy.deepcopy` works. To change values before that, enter another `Init`.
 
     Memory of parameters on a rank: its part of all, and the whole of those that the innermost
-    running constructor owns or that are touched at the moment.
+    running constructor owns or that are touched at the moment, and `batch_bytes`.
 
     Args:
         module: A module that exists already: its parameters are sharded at once.
         group: The ranks to distribute over.
+        batch_bytes: Small parameters stay whole until there are so many bytes of them, and travel
+            as one.
         timeout_s: How long to wait for ranks that do not build the same, in seconds.
 
     Raises:
@@ -70,19 +79,25 @@ class Init:
 
     module: nn.Module | None = None
     group: Group = field(kw_only=True)
+    batch_bytes: int = field(default=2**20, kw_only=True)
     timeout_s: float = field(default=60.0, kw_only=True)
-    _modules: list[ReferenceType[nn.Module]] = field(factory=list, init=False)
+    _modules: dict[int, ReferenceType[nn.Module]] = field(factory=dict, init=False)
     _touched: list[tuple[str, nn.Parameter]] = field(factory=list, init=False)  # whole again
     _sharded: list[ReferenceType[nn.Parameter]] = field(factory=list, init=False)
+    _whole_bytes: int = field(default=0, init=False)  # at most, of what could be sharded
     _num_rounds: int = field(default=0, init=False)
     _undo: ExitStack | None = field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
         if self.module is not None:
             with plainly():
-                for name, param in self.module.named_parameters():
-                    if _can_be_sharded(param):
-                        self._shard([(name, param)])
+                whole = [
+                    (name, param)
+                    for name, param in self.module.named_parameters()
+                    if _can_be_sharded(param)
+                ]
+                for batch in in_batches(whole, max_bytes=self.batch_bytes):
+                    self._shard(batch)
                 for child in self.module.modules():
                     guard_module(child)
 
@@ -134,23 +149,26 @@ class Init:
             if aliased is not None:
                 aliased.install_copy(param)
             elif find_early(param) is None:
-                self._expect(module)
+                self._expect(module, [param])
             else:
                 guard_module(module)
 
     def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         if CURRENT.get() is self and child is not None:
             for found in child.modules():  # copies, and what was built elsewhere
-                if any(find_early(param) is None for param in _own_parameters(found).values()):
-                    self._expect(found)
+                known = self._modules.get(id(found))
+                if known is None or known() is not found:
+                    whole = [p for p in _own_parameters(found).values() if find_early(p) is None]
+                    if whole:
+                        self._expect(found, whole)
 
-    def _expect(self, module: nn.Module) -> None:
-        if not any(known() is module for known in self._modules):
-            self._modules.append(ref(module))
+    def _expect(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+        self._modules[id(module)] = ref(module)
+        self._whole_bytes += sum(_bytes_of(param) for param in params)
 
     def _settle(self, *, keep: Sequence[Tensor], at_end: bool = False) -> None:
-        """Shard what is whole and no longer in use."""
-        if not self._modules and not self._touched:
+        """Shard what is whole and no longer in use, if it is worth a round."""
+        if not at_end and (self._whole_bytes < self.batch_bytes or not self._whole_bytes):
             return
         ready: dict[int, tuple[str, nn.Parameter]] = {}
 
@@ -160,8 +178,9 @@ class Init:
             return not any(param is kept for kept in keep) and not is_viewed(param)
 
         building = None if at_end else module_under_construction()
-        modules, self._modules = self._modules, []
-        for known in modules:
+        modules, self._modules = self._modules, {}
+        self._whole_bytes = 0
+        for known in modules.values():
             module = known()
             if module is None:
                 continue
@@ -180,7 +199,7 @@ class Init:
             if chosen:
                 guard_module(module)
             if len(chosen) < len(rest):
-                self._modules.append(known)
+                self._expect(module, [param for name, param in rest.items() if name not in chosen])
         touched, self._touched = self._touched, []
         for label, param in touched:
             if find_early(param) is not None or not _can_be_sharded(param):
@@ -189,6 +208,7 @@ class Init:
                 ready.setdefault(id(param), (label, param))
             else:
                 self._touched.append((label, param))
+                self._whole_bytes += _bytes_of(param)
         if ready:
             self._shard(list(ready.values()))
 
@@ -222,6 +242,7 @@ class Init:
     def _take_back(self, param: nn.Parameter, early: EarlyShard) -> None:
         forget_early(param)
         self._touched.append((early.label, param))
+        self._whole_bytes += _bytes_of(param)
 
     def _find_replaced(self) -> None:
         """Few functions, such as `Tensor.set_`, are hidden from modes; their effect is not."""
@@ -304,6 +325,10 @@ def _may_hold_tensors(values: list[Any]) -> bool:
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in module._parameters.items() if param is not None}
+
+
+def _bytes_of(param: nn.Parameter) -> int:
+    return 0 if param.is_meta or is_lazy(param) else param.nbytes
 
 
 def _can_be_sharded(param: nn.Parameter) -> bool:
