@@ -13,18 +13,25 @@ from zero_partition import (
 
 from .__about__ import __version__
 from ._config import ZeroConfig
-from ._errors import ConfigError
+from ._construct import Init, materialise
+from ._errors import ConfigError, FileError
+from ._pretrained import load_pretrained, open_safetensors
 from ._shard import shard
 
 __all__ = [
     "ConfigError",
+    "FileError",
+    "Init",
     "ZeroConfig",
     "__version__",
     "backward_without_batch",
     "clip_grad_norm_",
     "full_state_dict",
     "get_leaf_modules",
+    "load_pretrained",
+    "materialise",
     "no_sync",
+    "open_safetensors",
     "release_buffers",
     "set_leaf_modules",
     "shard",

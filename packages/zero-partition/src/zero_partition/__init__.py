@@ -1,11 +1,14 @@
 """Who owns which elements of a model, and when a parameter is whole: ZeRO stages 0 to 3."""
 
 from .__about__ import __version__
-from ._errors import LayoutError, PartitionError, StateError
+from ._errors import LayoutError, LoadError, PartitionError, StateError
 from ._grouping import BufferPlan, ParameterPlan, UnitPlan, choose_units, plan_units
 from ._hooks import find_sharded
+from ._init_context import Init
 from ._layout import Cut, FlatLayout, Piece
 from ._leaves import get_leaf_modules, set_leaf_modules, unset_leaf_modules
+from ._loading import AbstractRangeReader, LoadReport, load_ranges
+from ._materialise import materialise
 from ._memory import MemoryReport
 from ._partition import partition
 from ._placement import STAGES, Placement, Placements, Stage
@@ -22,10 +25,14 @@ from ._span import Span
 
 __all__ = [
     "STAGES",
+    "AbstractRangeReader",
     "BufferPlan",
     "Cut",
     "FlatLayout",
+    "Init",
     "LayoutError",
+    "LoadError",
+    "LoadReport",
     "MemoryReport",
     "ParameterPlan",
     "PartitionError",
@@ -44,6 +51,8 @@ __all__ = [
     "find_sharded",
     "full_state_dict",
     "get_leaf_modules",
+    "load_ranges",
+    "materialise",
     "memory_report",
     "no_sync",
     "partition",

@@ -11,3 +11,7 @@ class PartitionError(ValueError):
 
 class StateError(RuntimeError):
     """Something was asked of a partitioned model at a moment, or in a way, that has no answer."""
+
+
+class LoadError(ValueError):
+    """Weights do not fit the model they were to be loaded into; nothing was written."""
