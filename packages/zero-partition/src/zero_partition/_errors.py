@@ -11,3 +11,15 @@ class PartitionError(ValueError):
 
 class StateError(RuntimeError):
     """Something was asked of a partitioned model at a moment, or in a way, that has no answer."""
+
+
+class AtRestError(StateError):
+    """The values of a parameter were read or written while it rests sharded."""
+
+
+class OverlapError(StateError):
+    """A parameter that is gathered already was to be gathered again."""
+
+
+class LostEditError(StateError):
+    """A gathered parameter was written in a way that cannot last."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -21,6 +22,11 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 def as_subclass_sharing_memory(cls: type[Tensor], tensor: Tensor) -> Tensor:
     """`tensor` as an instance of `cls`, without autograd history."""
     return torch.Tensor._make_subclass(cls, tensor)
+
+
+def plain_access() -> AbstractContextManager[None]:
+    """Inside, tensors of subclasses are plain tensors: what is ours looks at what is ours."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def plain_call(func: Callable, args: tuple, kwargs: dict) -> object:

@@ -12,6 +12,7 @@ from ._grouping import UnitPlan
 from ._placement import Placement
 from ._shard_state import NEXT, ShardState
 from ._slots import Slot, SlotPool
+from ._torch_compat import plain_access
 
 
 @define(eq=False)
@@ -28,6 +29,7 @@ class Unit:
     version: int = 0  # how often the optimizer has changed its values
     depth: int = 0  # forwards of its module that are running
     slot: Slot[Unit] | None = None  # assigned at first use, for good; see NOTE(slots)
+    is_held: bool = False  # every parameter is whole in memory of a gather's, and no slot needed
     _slot_version: int = field(default=-1, init=False)  # version of the values in the slot
     _handles: list[Handle[Tensor]] = field(default=Factory(list), init=False)
     _full: list[Tensor] = field(default=Factory(list), init=False)  # the slot, one per buffer
@@ -52,7 +54,7 @@ class Unit:
     @property
     def is_resident(self) -> bool:
         """Whether its current values are whole on this rank, so that no gather is needed."""
-        if self.placement is Placement.REPLICATED or self.group.world_size == 1:
+        if self.placement is Placement.REPLICATED or self.group.world_size == 1 or self.is_held:
             return True
         return (
             self.slot is not None
@@ -88,8 +90,9 @@ class Unit:
         self._wait()
         if self.group.world_size == 1 and not self._views:
             self._views = [buffer.views_of(buffer.shard) for buffer in self.buffers]
-        for buffer, views in zip(self.buffers, self._views, strict=True):
-            buffer.install(views)
+        for index, buffer in enumerate(self.buffers):
+            held = [buffer.held[position] for position in sorted(buffer.held)]
+            buffer.install(held if self.is_held else self._views[index])
         self._move_to(ShardState.UNSHARDED)
 
     def reshard(self) -> None:
@@ -118,11 +121,17 @@ class Unit:
 
     def check_untouched(self) -> None:
         """Raise StateError where a parameter no longer views our memory, or was written sharded."""
+        with plain_access():
+            self._check_untouched()
+
+    def _check_untouched(self) -> None:
         views = self._views
         is_sharded = self.placement is Placement.SHARDED
         for module, attribute, buffer_index, position in self.owners:
             buffer = self.buffers[buffer_index]
-            if self.state is ShardState.UNSHARDED:
+            if buffer.held and position in buffer.held:
+                expected = buffer.held[position]
+            elif self.state is ShardState.UNSHARDED:
                 expected = views[buffer_index][position]
             else:
                 expected = buffer.stand_ins[position]
@@ -132,7 +141,11 @@ class Unit:
                 or param.data_ptr() != expected.data_ptr()
                 or param.dtype != expected.dtype
                 or (param.requires_grad and not buffer.plan.trainable)
-                or (is_sharded and param._version != buffer.versions[position])
+                or (
+                    is_sharded
+                    and param._version != buffer.versions[position]
+                    and position not in buffer.held
+                )
             ):
                 raise StateError(self._describe_change(param, buffer, position))
 
