@@ -347,7 +347,7 @@ def _change_at_rest(group: Group) -> None:
     for change in (
         lambda: nn.init.normal_(up),
         lambda: nn.init.ones_(up),
-        lambda: up.data.zero_(),
+        up.data.zero_,
         lambda: up.data.copy_(other),
         lambda: torch.add(other, 1, out=up.data),
         lambda: torch._foreach_zero_([up]),

@@ -32,42 +32,18 @@ class AtRest:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answer questions about shape; put whole values where values are used."""
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
-        if name in ("__get__", "__set__", "__delete__"):
-            attribute = getattr(func.__self__, "__name__", "")
-            if name != "__get__" or attribute not in _VALUES:
-                return plain_call(func, args, kwargs)
-            if attribute == "data":
-                return _guard_data(args[0], plain_call(func, args, kwargs))
-            name = attribute
-        elif name in _METADATA or name.startswith(_FACTORIES):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        attribute = getattr(func.__self__, "__name__", "") if name in _ACCESSES else ""
+        if name in _METADATA or name.startswith(_FACTORIES):
             return plain_call(func, args, kwargs)
-        elif name in _CONVERSIONS:
-            result = plain_call(func, args, kwargs)
-            if result is args[0]:  # it is what it was to become: nothing was read
-                return result
-        elif name in _AUTOGRAD:
+        if attribute and (name != "__get__" or attribute not in _VALUES):
+            return plain_call(func, args, kwargs)
+        if attribute == "data":
+            return _guard_data(args[0], plain_call(func, args, kwargs))
+        if name in _AUTOGRAD or name in _PRINTS:
             return _as_plain(func, args, kwargs)
-        is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-        written = (args[:1] if args else kwargs) if is_write else kwargs.get("out")
-        tensors = _tensors_in((args, kwargs))
-        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        if is_write or written is not None:
-            for tensor in _tensors_in(written):
-                if isinstance(tensor, AtRest) and not _is_gathered(tensor):
-                    _sharded_of(tensor).outside.refuse_write(_place_of(tensor), name)
-
-        def substitute(tensor: Tensor) -> Tensor:
-            place = _place_of(tensor)
-            if _is_gathered(tensor) and (is_write or not needs_grad):
-                return tensor  # its memory is whole: nothing to put in its place
-            return _sharded_of(tensor).outside.value(place, tensor, name, needs_grad=needs_grad)
-
-        args, kwargs = _replace(args, substitute), _replace(kwargs, substitute)
-        if any(isinstance(tensor, AtRest) for tensor in _tensors_in((args, kwargs))):
-            return plain_call(func, args, kwargs)
-        return func(*args, **kwargs)
+        is_kept = name in _CONVERSIONS and plain_call(func, args, kwargs) is args[0]
+        return args[0] if is_kept else _use(func, attribute or name, args, kwargs)
 
     def __deepcopy__(self, memo: dict) -> Any:
         if not _is_gathered(self):  # type: ignore[arg-type]
@@ -102,14 +78,33 @@ def rest_type_of(param: nn.Parameter) -> type[nn.Parameter]:
     return rest_type(own)
 
 
+def _use(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
+    """Call what reads values, or writes them, with whole ones."""
+    is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+    written = (args[:1] if args else kwargs) if is_write else kwargs.get("out")
+    for tensor in _tensors_in(written):
+        if isinstance(tensor, AtRest) and not _is_gathered(tensor):
+            place = _place_of(tensor)
+            place.sharded.outside.refuse_write(place, name)
+    found = _tensors_in((args, kwargs))
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in found)
+
+    def substitute(tensor: Tensor) -> Tensor:
+        place = _place_of(tensor)
+        if _is_gathered(tensor) and (is_write or not needs_grad):
+            return tensor  # its memory is whole: nothing to put in its place
+        return place.sharded.outside.value(place, tensor, name, needs_grad=needs_grad)
+
+    args, kwargs = _replace(args, substitute), _replace(kwargs, substitute)
+    if any(isinstance(tensor, AtRest) for tensor in _tensors_in((args, kwargs))):
+        return plain_call(func, args, kwargs)
+    return func(*args, **kwargs)
+
+
 def _place_of(tensor: Tensor) -> Place:
     place = find_place(tensor)
     assert place is not None, "only a unit's parameters, and their data, are ever at rest"
     return place
-
-
-def _sharded_of(tensor: Tensor) -> Any:
-    return _place_of(tensor).sharded
 
 
 def _is_gathered(tensor: Tensor) -> bool:
@@ -166,23 +161,28 @@ def _replace(value: Any, substitute: Callable[[Tensor], Tensor]) -> Any:
 # Attributes that give the elements away.
 _VALUES: Final = {"data", "T", "mT", "H", "mH", "real", "imag"}
 # Functions that look at no element. Whatever is not here is taken to read.
-_METADATA: Final = frozenset(
-    ["dim", "ndimension", "size", "numel", "nelement", "__len__", "element_size", "is_contiguous", "stride", "storage_offset", "data_ptr", "untyped_storage", "storage", "_typed_storage", "get_device", "is_floating_point", "is_complex", "is_signed", "is_shared", "is_pinned", "is_inference", "is_conj", "is_neg", "has_names", "is_same_size", "_is_view", "is_set_to", "result_type", "can_cast", "promote_types", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "__repr__", "__hash__", "__dir__"]
-)
+_METADATA: Final = {
+    *("dim", "ndimension", "size", "numel", "nelement", "__len__", "element_size", "get_device"),
+    *("is_contiguous", "stride", "storage_offset", "data_ptr", "untyped_storage", "storage"),
+    *("_typed_storage", "is_floating_point", "is_complex", "is_signed", "is_shared", "is_pinned"),
+    *("is_inference", "is_conj", "is_neg", "has_names", "is_same_size", "is_set_to", "_is_view"),
+    *("_has_compatible_shallow_copy_type",),
+    *("result_type", "can_cast", "promote_types", "retain_grad", "requires_grad_"),
+    *("register_hook", "register_post_accumulate_grad_hook", "__hash__", "__dir__"),
+}
 _FACTORIES: Final = (
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-    "randint_like",
-    "new_",
+    *("empty_like", "zeros_like", "ones_like", "full_like"),
+    *("rand_like", "randn_like", "randint_like", "new_"),
 )
-_CONVERSIONS: Final = frozenset(
-    ["to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool", "cpu", "cuda", "contiguous", "requires_grad_"]
-)
-_AUTOGRAD: Final = frozenset(("grad", "backward"))
-_WRITES: Final = frozenset(
-    ["__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"]
-)
+_CONVERSIONS: Final = {
+    *("to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "cpu", "cuda"),
+    *("int", "long", "short", "char", "byte", "bool"),
+}
+_ACCESSES: Final = {"__get__", "__set__", "__delete__"}
+_PRINTS: Final = {"__repr__", "__format__"}
+_AUTOGRAD: Final = {"grad", "backward"}
+_WRITES: Final = {
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"),
+    *("__imod__", "__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__"),
+    *("__ilshift__", "__irshift__"),
+}
