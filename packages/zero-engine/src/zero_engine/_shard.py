@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TypeVar
 
 import torch
@@ -41,7 +42,8 @@ def shard(
         The same model and the same optimizer.
 
     Raises:
-        ConfigError: `config`, `model` or `optimizer` is of the wrong type.
+        ConfigError: `config`, `model` or `optimizer` is of the wrong type, or several processes
+            were started and no group of them was made.
         zero_partition.PartitionError: The model or the optimizer cannot be distributed as it is.
         zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
         zero_comm.CommError: A rank did not take part in time.
@@ -75,6 +77,15 @@ def shard(
 
 def _default_group(model: nn.Module) -> Group:
     if dist.is_initialized():
-        return Group.from_process_group()
-    first = next(model.parameters(), None)
-    return Group.solo("cpu" if first is None else first.device)
+        group = Group.from_process_group()
+    else:
+        first = next(model.parameters(), None)
+        group = Group.solo("cpu" if first is None else first.device)
+    launched = os.environ.get("WORLD_SIZE", "")  # what is no number says nothing
+    if group.world_size == 1 and launched.isdecimal() and int(launched) > 1:
+        raise ConfigError(
+            f"shard(): WORLD_SIZE says that {launched} processes were started, but the group has "
+            "one rank, so that nothing would be sharded; call zero_comm.init() first, or pass "
+            "group=Group.solo() if this process is to be alone"
+        )
+    return group
