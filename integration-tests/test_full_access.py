@@ -91,7 +91,9 @@ def _write(group: Group, stage: int, from_rank: int | None) -> None:
                 zero_engine.set_full_param(param, value if mine else None, from_rank=from_rank)
             else:
                 param.data.copy_(value)
-        _backward(module, 2, group.rank)
+        loss = parity.loss_of(module, parity.batch(2, 0, group.rank))
+        losses.append(loss.item())  # of the values just written, not of copies made before
+        loss.backward()
         for param in (model if is_ours else plain).parameters():
             value = torch.linspace(1, 2, param.numel()).view(param.shape)
             if is_ours:

@@ -22,12 +22,14 @@ def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
     used. Said, the gather is launched before the module's forward and travels meanwhile. Where
     parameters rest whole there is nothing to do, and nothing is done.
 
+    Once more is as good as once.
+
     Args:
         module: A module that runs in the model's forward, or a loss that is called on its output.
         param: The model's own Parameter object.
 
     Raises:
-        StateError: `param` belongs to no sharded model, or was registered for the module already.
+        StateError: `param` belongs to no sharded model.
     """
     place = place_of(param, what="register_external_parameter()")
     ahead = _AHEAD.get(module)
@@ -36,12 +38,8 @@ def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
         if place.unit.placement is Placement.SHARDED:
             ahead.handle = module.register_forward_pre_hook(ahead, prepend=True)
         _AHEAD[module] = ahead
-    if any(known.key == place.key and known.sharded is place.sharded for known in ahead.places):
-        raise StateError(
-            f"register_external_parameter(): parameter {place.name!r} is registered for this "
-            f"{type(module).__name__} already; register it once, after shard()"
-        )
-    ahead.places.append(place)
+    if place not in ahead.places:
+        ahead.places.append(place)
 
 
 def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
@@ -52,14 +50,13 @@ def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> Non
     """
     place = place_of(param, what="unregister_external_parameter()")
     ahead = _AHEAD.get(module)
-    kept = [p for p in ahead.places if p.key != place.key] if ahead is not None else []
-    if ahead is None or len(kept) == len(ahead.places):
+    if ahead is None or place not in ahead.places:
         raise StateError(
             f"unregister_external_parameter(): parameter {place.name!r} is not registered for this "
             f"{type(module).__name__}"
         )
-    ahead.places[:] = kept
-    if not kept:
+    ahead.places.remove(place)
+    if not ahead.places:
         del _AHEAD[module]
         if ahead.handle is not None:
             ahead.handle.remove()

@@ -38,10 +38,11 @@ class GatheredParameters:
       function on the parameter), or a new `param.data`, raises LostEditError on every rank at the
       end; a write through `param.data` is looked for where `sanity_checks` asks, and dropped.
     - With `modifier_rank`, what that rank has written is every rank's at the end; what the others
-      wrote is dropped. Where parameters rest whole, they are sent to all ranks as well.
+      wrote is dropped. Where parameters rest whole (stages 0 to 2), it is sent to all ranks too.
 
-    An exception inside drops all changes; the other ranks, at the end of theirs, learn of it by a
-    StateError. Inside, `optimizer.step()`, `load_state_dict()` and `release_buffers()` raise.
+    An exception inside drops all changes of sharded parameters; the other ranks, at the end of
+    theirs, learn of it by a StateError. Inside, `optimizer.step()`, `load_state_dict()` and
+    `release_buffers()` raise.
 
     Args:
         params: A Parameter, a module, or any iterable of Parameters, in any order; each counts
@@ -211,7 +212,7 @@ class Gather:
         """Shard the parameters again, whatever happened. Local."""
         if not self._is_open:
             return
-        self._is_open = False
+        self._is_open, self._report = False, None
         self.sharded.gathers.remove(self.what)
         self.sharded.gathered.difference_update(place.key for place in self.places)
         for unit in self._fully_held:
@@ -225,7 +226,9 @@ class Gather:
         self._fully_held.clear()
 
     def edited(self) -> list[str]:
-        """Names of the parameters that this rank has changed, as far as is looked. Local."""
+        """Names of the parameters that this rank was seen to change in vain. Local."""
+        if not self._is_sharded:
+            return []
         return [place.name for place in self.places if self._judge(place) != _FINE]
 
     def _gather(self) -> None:

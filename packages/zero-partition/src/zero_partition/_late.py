@@ -52,7 +52,8 @@ class ModuleTree:
 
     def _look(self) -> None:
         modules = list(self.model.modules())
-        self._contents = [content for m in modules for content in (m._parameters, m._modules)]
+        contents = (content for m in modules for content in (m._parameters, m._modules))
+        self._contents = [found for found in contents if isinstance(found, dict)]  # not scripted
         self._seen = self._members()
 
     def _members(self) -> list[Any]:

@@ -91,8 +91,8 @@ class Unit:
         if self.group.world_size == 1 and not self._views:
             self._views = [buffer.views_of(buffer.shard) for buffer in self.buffers]
         for index, buffer in enumerate(self.buffers):
-            held = [buffer.held[position] for position in sorted(buffer.held)]
-            buffer.install(held if self.is_held else self._views[index])
+            held = tuple(buffer.held.values()) if self.is_held else ()  # install() orders them
+            buffer.install(held or self._views[index])
         self._move_to(ShardState.UNSHARDED)
 
     def reshard(self) -> None:

@@ -22,9 +22,9 @@ def unsharded(model: Model, modules: Iterable[str] | None = None) -> Iterator[Mo
     """A context in which the model's parameters are whole. Collective to enter, local to leave.
 
     Inside, forwards of what is whole communicate nothing, so that ranks may run as many as each
-    likes: to generate, say. It costs the bytes of what is whole, and gathers once. Changes of the
-    parameters inside are dropped. Afterwards, exception or not, training goes on as if nothing had
-    been.
+    likes: to generate, say. It costs the bytes of what is whole, and gathers once. Changes of
+    sharded parameters inside are dropped. Afterwards, exception or not, training goes on as if
+    nothing had been.
 
     Args:
         model: The very module that was sharded.
