@@ -87,7 +87,7 @@ class OutsideUses:
         key, is_inside = place.key, self.sharded.forwards > 0 or is_in_backward()
         is_inside = is_inside or any(unit.depth for unit in self.sharded.units)
         if key not in self._values:
-            if not is_inside and not needs_grad:
+            if not is_inside and not needs_grad and self.sharded.group.world_size > 1:
                 self._refuse_read(place, what)
             if key not in self._in_flight:
                 self.num_gathers += 1
@@ -103,7 +103,8 @@ class OutsideUses:
             f"{group.world_size} ranks (rank {group.rank}); nothing but forward, and what autograd "
             "records, gathers it by itself, because every rank has to take part. On every rank: "
             "full_param(param), or `with GatheredParameters(param): ...`; of this rank's part "
-            "alone: local_param(param). To convert or move a model, do it before shard()"
+            "alone: local_param(param). To generate, or to run parts of the model by themselves: "
+            "`with unsharded(model): ...`. To convert or move a model, do it before shard()"
         )
 
 
