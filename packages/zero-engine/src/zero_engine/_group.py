@@ -20,18 +20,20 @@ def default_group(model: nn.Module | None = None, *, timeout_s: float | None = N
         timeout_s: How long to wait for ranks that do not call this, in seconds.
 
     Raises:
-        ConfigError: The environment tells of several ranks, but torch.distributed was not
-            initialised: each would keep a whole model, and nothing would be said.
+        ConfigError: The environment tells of several ranks, but there is no group of them: each
+            would keep a whole model, and nothing would be said.
     """
     if dist.is_initialized():
-        return Group.from_process_group(timeout_s=timeout_s)
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size.isdecimal() and int(world_size) > 1:
+        group = Group.from_process_group(timeout_s=timeout_s)
+    else:
+        params = [] if model is None else [param.device for param in model.parameters()]
+        device = next((device for device in params if device.type != "meta"), None)
+        group = Group.solo(torch.get_default_device() if device is None else device)
+    launched = os.environ.get("WORLD_SIZE", "1")  # what is no number says nothing
+    if group.world_size == 1 and launched.isdecimal() and int(launched) > 1:
         raise ConfigError(
-            f"WORLD_SIZE={world_size} is set, but torch.distributed is not initialised, so this "
-            "rank would train alone; call group = zero_comm.init() first, or pass "
-            "group=Group.solo() if that is meant"
+            f"WORLD_SIZE={launched} processes were started, but the group has one rank, so that "
+            "each would train alone, unsharded; call group = zero_comm.init() first, or pass "
+            "group=Group.solo() if this process is to be alone"
         )
-    params = [] if model is None else [param.device for param in model.parameters()]
-    device = next((device for device in params if device.type != "meta"), None)
-    return Group.solo(torch.get_default_device() if device is None else device)
+    return group

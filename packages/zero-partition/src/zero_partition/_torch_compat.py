@@ -24,6 +24,11 @@ def as_subclass_sharing_memory(cls: type[Tensor], tensor: Tensor) -> Tensor:
     return torch.Tensor._make_subclass(cls, tensor)
 
 
+def plain_access() -> AbstractContextManager[None]:
+    """Inside, tensors of subclasses are plain tensors: what is ours looks at what is ours."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def plain_call(func: Callable, args: tuple, kwargs: dict) -> object:
     """Call a torch function as if no argument were of a tensor subclass."""
     with torch._C.DisableTorchFunctionSubclass():
