@@ -36,6 +36,7 @@ class GradientReducer:
     max_in_flight: int  # reductions that travel while the next buffer fills
     control_tag: int  # identity of exchanges of flags, norms and the order
     sync: bool = True  # False inside no_sync
+    has_collected: bool = field(default=False, init=False)  # in this backward
     _of_unit: dict[int, list[BufferGradients]] = field(factory=dict, init=False)
     _order: list[BufferGradients] = field(init=False)  # see NOTE(order)
     _order_is_settled: bool = field(default=False, init=False)
@@ -116,12 +117,18 @@ class GradientReducer:
         if g.in_flight is not None:  # again in one backward: a nested one, of a checkpoint
             self._finish(g)
         self._ensure_accumulator(g)
+        self.has_collected = True
         g.take(position, grad)
         if self.sync and g.is_full:
             self._became_full.append(g)
             while self._turn < len(self._order) and self._order[self._turn].is_full:
                 self._turn += 1
                 self._launch(self._order[self._turn - 1])
+
+    def keep(self) -> None:
+        """Nothing arrived in this backward: what was there before it stays."""
+        for g in self.gradients:
+            g.end_backward()
 
     def end_backward(self) -> None:
         """Reduce what is left, and put every gradient where the optimizer reads it."""
@@ -235,6 +242,7 @@ class GradientReducer:
 
     def _forget_turns(self) -> None:
         self._turn = 0
+        self.has_collected = False
         self._became_full.clear()
 
     def _ensure_accumulator(self, g: BufferGradients) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+Func = TypeVar("Func", bound=Callable[..., Any])
 
 
 def is_in_backward() -> bool:
@@ -18,6 +21,18 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
+def will_accumulate(param: Tensor) -> bool:
+    """Whether the backward that is running now will add to `param.grad`.
+
+    Not if it is `torch.autograd.grad`; also not where it recomputes a segment that uses `param`.
+    """
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
+    except RuntimeError:  # autograd.grad(..., inputs=[param])
+        return False
+
+
 def as_subclass_sharing_memory(cls: type[Tensor], tensor: Tensor) -> Tensor:
     """`tensor` as an instance of `cls`, without autograd history."""
     return torch.Tensor._make_subclass(cls, tensor)
@@ -27,3 +42,34 @@ def plain_call(func: Callable, args: tuple, kwargs: dict) -> object:
     """Call a torch function as if no argument were of a tensor subclass."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def untraced(func: Func) -> Func:
+    """`func` runs as it is, with all that it calls, where torch.compile meets it.
+
+    Unlike `torch.compiler.disable` it does not import the compiler, which takes a second.
+    """
+    return torch._disable_dynamo(func)  # type: ignore[return-value]
+
+
+def skip_frame(func: Func) -> Func:
+    """As `untraced`, but what `func` calls may be compiled."""
+    return torch._disable_dynamo(func, recursive=False)  # type: ignore[return-value]
+
+
+def call_of(module: nn.Module) -> Callable[..., Any] | None:
+    """What `module(...)` calls in place of its hooks and forward, None if that was not changed."""
+    return module.__dict__.get("_compiled_call_impl")
+
+
+def set_call_of(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let `module(...)` call this instead; None goes back to its hooks and forward."""
+    if call is None:
+        module.__dict__.pop("_compiled_call_impl", None)
+    else:
+        module.__dict__["_compiled_call_impl"] = call
+
+
+def next_sequence_number() -> int:
+    """What the autograd node made next on this thread will have as its number."""
+    return torch._C._autograd._get_sequence_nr()

@@ -1,0 +1,156 @@
+"""Around each call of a unit's module: whole before it, resharded after it, however it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define
+from torch import Tensor, nn
+
+from ._bound import Bound
+from ._errors import StateError
+from ._outputs import tensors_in
+from ._schedule import Call
+from ._torch_compat import call_of, next_sequence_number, set_call_of, skip_frame, untraced
+from ._unit import Unit
+
+if TYPE_CHECKING:
+    from ._sharded_model import ShardedModel
+
+# NOTE(around): not a pair of forward hooks. Torch runs `always_call` hooks for an Exception and not
+# for a KeyboardInterrupt, and under `Module.compile()` not at all, while the graph breaks at each.
+# Around the call there is a `finally`, compiled code stays in one piece, and what the user's own
+# hooks read is whole and what they return is what we see (docs/decisions/calls-are-wrapped.md).
+
+
+@define(eq=False)
+class AroundCall(Bound):
+    """Stands where `module(...)` looks for what `Module.compile()` made; calls what was there."""
+
+    sharded: ShardedModel
+    unit: Unit | None  # None: the model itself, all of whose parameters are in other units
+    is_model: bool
+    inside: Callable[..., Any]  # the module's own hooks and forward, compiled or not
+
+    @skip_frame
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        first_node = self._begin()
+        call, output = None, None
+        try:
+            output = self.inside(*args, **kwargs)
+        finally:
+            call = self._end()
+        self._watch(output, call, first_node)
+        return output
+
+    @untraced
+    def _begin(self) -> int:
+        if self.is_model:
+            self.sharded.begin_forward()
+        if self.unit is not None:
+            self.sharded.schedule.before_forward(self.unit)
+        return next_sequence_number()
+
+    @untraced
+    def _end(self) -> Call | None:
+        return None if self.unit is None else self.sharded.schedule.after_forward(self.unit)
+
+    @untraced
+    def _watch(self, output: Any, call: Call | None, first_node: int) -> None:
+        """Ask the outputs to say when backward comes back."""
+        if not torch.is_grad_enabled():
+            return
+        hook = None if call is None else _BeforeBackward(self.sharded, call)
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is None:
+                continue  # on a leaf the hook would stay
+            if hook is not None:
+                _hook(tensor, hook, first_node)
+            if self.is_model:
+                # Inside reentrant recomputation each segment is a backward of its own; the
+                # outermost is the one that ends ours.
+                _hook(tensor, _OpenBackward(self.sharded), first_node)
+
+
+def _hook(tensor: Tensor, hook: Callable[[Tensor], None], first_node: int) -> None:
+    tensor.register_hook(hook)
+    # A view that is then written to gets another node, and its old one, with the hook, is never
+    # reached; its base is. What is a view of something older ends no computation of this call.
+    made_base_at = -1
+    if tensor._is_view() and (base := tensor._base) is not None and base.grad_fn is not None:
+        made_base_at = base.grad_fn._sequence_nr()
+    if made_base_at >= first_node:
+        base.register_hook(hook)
+
+
+@define(eq=False)
+class _BeforeBackward:
+    sharded: ShardedModel
+    call: Call
+
+    @untraced
+    def __call__(self, grad: Tensor) -> None:
+        self.sharded.before_backward(self.call)
+
+    def __deepcopy__(self, memo: dict) -> _BeforeBackward:
+        return self
+
+
+@define(eq=False)
+class _OpenBackward:
+    sharded: ShardedModel
+
+    @untraced
+    def __call__(self, grad: Tensor) -> None:
+        self.sharded.open_backward()
+
+    def __deepcopy__(self, memo: dict) -> _OpenBackward:
+        return self
+
+
+@define(eq=False)
+class IsCovered(Bound):
+    """A forward pre-hook: the call came through `AroundCall`.
+
+    Being there it also keeps torch.compile of something larger from taking a short cut from the
+    call to `forward`.
+    """
+
+    around: AroundCall
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Raise StateError where it did not, and parameters may be at rest."""
+        if torch.compiler.is_compiling():
+            return  # nothing to trace: inside the call, which checked
+        unit = self.around.unit
+        if unit is not None and not unit.depth:
+            raise StateError(
+                f"unit {unit.name!r}: a {type(module).__name__} that shares its hooks was called "
+                "in its place (a shallow copy?), and its parameters are not whole; call the very "
+                "module that was sharded"
+            )
+
+
+def wrap_call(
+    module: nn.Module, sharded: ShardedModel, unit: Unit | None, *, is_model: bool
+) -> Callable[[], None]:
+    """Put an `AroundCall` around the module's calls; returns what takes it away again."""
+    before = call_of(module)
+    around = AroundCall(sharded, unit, is_model, before or module._call_impl)
+    handle = module.register_forward_pre_hook(IsCovered(around), prepend=True)
+
+    def compile_inside(*args: Any, **kwargs: Any) -> None:
+        around.inside = torch.compile(module._call_impl, *args, **kwargs)
+
+    set_call_of(module, around)
+    module.__dict__["compile"] = compile_inside  # after shard(): what is compiled is inside ours
+
+    def remove() -> None:
+        handle.remove()
+        set_call_of(module, None if around.inside == module._call_impl else around.inside)
+        module.__dict__.pop("compile", None)
+
+    return remove
