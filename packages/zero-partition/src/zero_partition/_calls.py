@@ -12,8 +12,17 @@ from torch import Tensor, nn
 from ._bound import Bound
 from ._errors import StateError
 from ._outputs import tensors_in
+from ._placement import Placement
 from ._schedule import Call
-from ._torch_compat import call_of, next_sequence_number, set_call_of, skip_frame, untraced
+from ._torch_compat import (
+    call_of,
+    is_in_functional_transform,
+    next_sequence_number,
+    outside_functional_transforms,
+    set_call_of,
+    skip_frame,
+    untraced,
+)
 from ._unit import Unit
 
 if TYPE_CHECKING:
@@ -48,20 +57,37 @@ class AroundCall(Bound):
 
     @untraced
     def _begin(self) -> int:
+        if is_in_functional_transform():
+            self._check_transform()
+            with outside_functional_transforms():
+                self._prepare()
+        else:
+            self._prepare()
+        return next_sequence_number()
+
+    def _prepare(self) -> None:
         if self.is_model:
             self.sharded.begin_forward()
         if self.unit is not None:
             self.sharded.schedule.before_forward(self.unit)
-        return next_sequence_number()
 
     @untraced
     def _end(self) -> Call | None:
-        return None if self.unit is None else self.sharded.schedule.after_forward(self.unit)
+        if is_in_functional_transform():
+            with outside_functional_transforms():
+                return self._finish()
+        return self._finish()
+
+    def _finish(self) -> Call | None:
+        call = None if self.unit is None else self.sharded.schedule.after_forward(self.unit)
+        if self.is_model:
+            self.sharded.end_forward()
+        return call
 
     @untraced
     def _watch(self, output: Any, call: Call | None, first_node: int) -> None:
         """Ask the outputs to say when backward comes back."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_in_functional_transform():
             return
         hook = None if call is None else _BeforeBackward(self.sharded, call)
         for tensor in tensors_in(output):
@@ -73,6 +99,15 @@ class AroundCall(Bound):
                 # Inside reentrant recomputation each segment is a backward of its own; the
                 # outermost is the one that ends ours.
                 _hook(tensor, _OpenBackward(self.sharded), first_node)
+
+    def _check_transform(self) -> None:
+        if self.sharded.placements.params is Placement.SHARDED and torch.is_grad_enabled():
+            name = self.unit.name if self.unit is not None else "(model)"
+            raise StateError(
+                f"unit {name!r} was called inside a transform of torch.func, whose backward fires "
+                "no hook, so it would read parameters at rest. Take vmap, jvp and jacfwd under "
+                "torch.no_grad(), and transforms that run backward at stage 2 or lower"
+            )
 
 
 def _hook(tensor: Tensor, hook: Callable[[Tensor], None], first_node: int) -> None:

@@ -92,7 +92,7 @@ class GradientReducer:
             g.clear_guards()
 
     def before_forward(self) -> None:
-        """As `before_backward`, for every unit."""
+        """As `before_backward`, for every unit; compiled code looks at gradients in any forward."""
         for g in self.gradients:
             g.clear_guards()
 

@@ -58,9 +58,13 @@ class ShardedModel:
         if is_in_backward():
             return
         self._give_up_open_backward()
-        if torch.is_grad_enabled():
-            self.reducer.before_forward()
+        self.reducer.before_forward()
         self.schedule.begin_forward()
+
+    def end_forward(self) -> None:
+        """The model's forward has ended, or was given up: guards return unless backward follows."""
+        if not torch.is_grad_enabled() and not is_in_backward():
+            self.reducer.keep()
 
     def before_backward(self, call: Call) -> None:
         """Backward has reached an output of a unit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,16 @@ def will_accumulate(param: Tensor) -> bool:
         return torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
     except RuntimeError:  # autograd.grad(..., inputs=[param])
         return False
+
+
+def is_in_functional_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) is being taken right now."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_functional_transforms() -> AbstractContextManager[None]:
+    """Inside, tensors are made and moved as if no transform of torch.func were being taken."""
+    return torch._C._DisableFuncTorch()  # type: ignore[attr-defined]
 
 
 def as_subclass_sharing_memory(cls: type[Tensor], tensor: Tensor) -> Tensor:
