@@ -5,7 +5,7 @@ from zero_partition import clip_grad_norm_, full_state_dict, no_sync, release_bu
 from .__about__ import __version__
 from ._config import ZeroConfig
 from ._errors import ConfigError
-from ._shard import shard
+from ._shard import shard, unshard
 
 __all__ = [
     "ConfigError",
@@ -16,4 +16,5 @@ __all__ = [
     "no_sync",
     "release_buffers",
     "shard",
+    "unshard",
 ]

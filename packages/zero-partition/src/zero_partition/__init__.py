@@ -14,6 +14,7 @@ from ._public import (
     memory_report,
     no_sync,
     release_buffers,
+    unpartition,
 )
 from ._sharded_model import ShardedModel
 from ._span import Span
@@ -45,4 +46,5 @@ __all__ = [
     "partition",
     "plan_units",
     "release_buffers",
+    "unpartition",
 ]

@@ -91,10 +91,14 @@ class GradientReducer:
         for g in self._of_unit.get(unit.index, ()):
             g.clear_guards()
 
-    def before_forward(self) -> None:
-        """As `before_backward`, for every unit; compiled code looks at gradients in any forward."""
-        for g in self.gradients:
-            g.clear_guards()
+    def before_forward(self) -> bool:
+        """As `before_backward`, for every unit; compiled code looks at gradients in any forward.
+
+        Returns:
+            Whether there were guards.
+        """
+        had_guards = [g for g in self.gradients if g.clear_guards()]
+        return bool(had_guards)
 
     def collect(self, g: BufferGradients, position: int) -> None:
         """A parameter's gradient is in `param.grad`: take it, and reduce what is ready."""
@@ -126,7 +130,7 @@ class GradientReducer:
                 self._launch(self._order[self._turn - 1])
 
     def keep(self) -> None:
-        """Nothing arrived in this backward: what was there before it stays."""
+        """Nothing arrived: what was there before stays, and is guarded."""
         for g in self.gradients:
             g.end_backward()
 

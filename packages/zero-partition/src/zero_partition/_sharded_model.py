@@ -50,6 +50,7 @@ class ShardedModel:
     exports_stand_ins: bool = field(default=False, init=False)  # full_state_dict is collecting
     removers: list[Callable[[], None]] = field(factory=list, init=False)  # of all our hooks
     _backward_is_open: bool = field(default=False, init=False)
+    _had_guards: bool = field(default=False, init=False)  # when this forward began
     _makes_graph: bool = field(default=False, init=False)  # create_graph=True
     _accumulates: bool = field(default=True, init=False)  # into parameters, unlike autograd.grad()
 
@@ -58,12 +59,12 @@ class ShardedModel:
         if is_in_backward():
             return
         self._give_up_open_backward()
-        self.reducer.before_forward()
+        self._had_guards = self.reducer.before_forward()
         self.schedule.begin_forward()
 
     def end_forward(self) -> None:
         """The model's forward has ended, or was given up: guards return unless backward follows."""
-        if not torch.is_grad_enabled() and not is_in_backward():
+        if self._had_guards and not torch.is_grad_enabled() and not is_in_backward():
             self.reducer.keep()
 
     def before_backward(self, call: Call) -> None:
