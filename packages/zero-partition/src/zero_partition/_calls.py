@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from attrs import define
@@ -27,6 +28,8 @@ from ._unit import Unit
 
 if TYPE_CHECKING:
     from ._sharded_model import ShardedModel
+
+Result = TypeVar("Result")
 
 # NOTE(around): not a pair of forward hooks. Torch runs `always_call` hooks for an Exception and not
 # for a KeyboardInterrupt, and under `Module.compile()` not at all, while the graph breaks at each.
@@ -59,10 +62,7 @@ class AroundCall(Bound):
     def _begin(self) -> int:
         if is_in_functional_transform():
             self._check_transform()
-            with outside_functional_transforms():
-                self._prepare()
-        else:
-            self._prepare()
+        _undisturbed(self._prepare)
         return next_sequence_number()
 
     def _prepare(self) -> None:
@@ -73,10 +73,7 @@ class AroundCall(Bound):
 
     @untraced
     def _end(self) -> Call | None:
-        if is_in_functional_transform():
-            with outside_functional_transforms():
-                return self._finish()
-        return self._finish()
+        return _undisturbed(self._finish)
 
     def _finish(self) -> Call | None:
         call = None if self.unit is None else self.sharded.schedule.after_forward(self.unit)
@@ -108,6 +105,19 @@ class AroundCall(Bound):
                 "no hook, so it would read parameters at rest. Take vmap, jvp and jacfwd under "
                 "torch.no_grad(), and transforms that run backward at stage 2 or lower"
             )
+
+
+def _undisturbed(action: Callable[[], Result]) -> Result:
+    """Do what makes memory that outlives this call, and so must be as if made outside of it."""
+    is_inference = torch.is_inference_mode_enabled()
+    if not is_inference and not is_in_functional_transform():
+        return action()
+    with ExitStack() as stack:
+        stack.enter_context(outside_functional_transforms())
+        if is_inference:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        return action()
 
 
 def _hook(tensor: Tensor, hook: Callable[[Tensor], None], first_node: int) -> None:
