@@ -118,6 +118,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return parity.OPTIMIZERS["adamw"](parity.param_groups(model))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated")  # inductor's own
 def test_inductor_takes_parameters_where_they_are(ranks) -> None:
     """Native code is made for strides and alignments; on others it copies, or is made again."""

@@ -75,35 +75,24 @@ class _Keywords(_Chain):
         return {"x": x, "none": None}
 
 
-class _Colliding(_Chain):
+class _CollidingBlock(_Block):
     """Attributes of every name that hooks, units or optimizers might want for themselves."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        names = "id unit units sharded group state grad rank schedule reducer around version slot"
-        for block in self.blocks:
-            for number, name in enumerate(names.split()):
-                setattr(block, name, number)
-            block.params = nn.ParameterDict({"unit": nn.Parameter(torch.ones(WIDTH))})
-            block.register_buffer("shard", torch.ones(1))
-        self.sharded = self.unshard = self.state = "mine"
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) * block.params["unit"] * block.shard * (block.id + 1)
-        return x
-
-
-class _CollidingInside(_Block):
-    id = unit = sharded = group = None
+    id = unit = None
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside = nn.Parameter(torch.ones(WIDTH))
-        self.state, self.rank, self.around = 1, 2, 3
+        self.sharded = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("shard", torch.ones(1))
+        for name in ("group", "state", "grad", "rank", "inside", "around", "version", "slot"):
+            setattr(self, name, 1)
+
+    def compile(self) -> str:
+        return "mine"
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.inside * self.state
+        assert self.compile() == "mine"
+        return super().forward(x) * self.sharded * self.shard * self.state * self.grad
 
 
 class _Delegating(nn.Module):
@@ -130,9 +119,10 @@ def _wrapped_inside() -> nn.Module:
     return _Delegating(model)
 
 
-def _colliding_inside() -> nn.Module:
+def _colliding() -> nn.Module:
     model = _Chain()
-    model.blocks = nn.ModuleList(_CollidingInside() for _ in range(4))
+    model.blocks = nn.ModuleList(_CollidingBlock() for _ in range(4))
+    model.schedule = model.reducer = model.units = model.unshard = "mine"
     return model
 
 
@@ -140,7 +130,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], Tens
     "loop": (_Loop, lambda m, step: m(_x(step), times=(3, 0, 5, 1)[step]).square().mean()),
     "recursion": (_Recursive, _mean_square),
     "keywords": (_Keywords, lambda m, step: m(x=_x(step), unused="u")["x"].square().mean()),
-    "colliding-names": (_colliding_inside, _mean_square),
+    "colliding-names": (_colliding, _mean_square),
     "delegating-wrappers": (_wrapped_inside, _mean_square),
     "frozen-first": (_Chain, _mean_square),
 }

@@ -191,11 +191,14 @@ def wrap_call(
         around.inside = torch.compile(module._call_impl, *args, **kwargs)
 
     set_call_of(module, around)
-    module.__dict__["compile"] = compile_inside  # after shard(): what is compiled is inside ours
+    has_torchs = type(module).compile is nn.Module.compile and "compile" not in vars(module)
+    if has_torchs:  # after shard(), what is compiled must go inside ours
+        module.__dict__["compile"] = compile_inside
 
     def remove() -> None:
         handle.remove()
         set_call_of(module, None if around.inside == module._call_impl else around.inside)
-        module.__dict__.pop("compile", None)
+        if has_torchs:
+            del module.__dict__["compile"]
 
     return remove
