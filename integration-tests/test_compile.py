@@ -61,7 +61,8 @@ Compile = Callable[..., nn.Module]
 @pytest.mark.parametrize("how", BLOCKS + MODELS, ids=lambda f: f.__name__.strip("_"))
 def test_what_is_compiled_before_shard_trains_as_under_ddp(ranks, how: Compile) -> None:
     """Parameters change their memory at every use; compiled code must not take it for news."""
-    ranks(2).run(_compare, timeout_s=60.0, how=how.__name__, stages=parity.STAGES, is_before=True)
+    stages = parity.STAGES if how in BLOCKS else (3,)
+    ranks(2).run(_compare, timeout_s=60.0, how=how.__name__, stages=stages, is_before=True)
 
 
 @pytest.mark.parametrize("how", (_compile_in_place, *MODELS), ids=lambda f: f.__name__.strip("_"))
@@ -135,7 +136,7 @@ def test_inductor_takes_parameters_where_they_are(ranks) -> None:
 # ---- What comes between ----
 
 
-@pytest.mark.parametrize("how", BLOCKS, ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize("how", BLOCKS[:2], ids=lambda f: f.__name__.strip("_"))
 def test_evaluation_and_accidents_leave_compiled_blocks_as_they_were(ranks, how: Compile) -> None:
     """A guard on what is temporary (gradients, views, grad mode) would compile anew each time."""
     ranks(2).run(_disturb, timeout_s=60.0, how=how.__name__)

@@ -305,6 +305,44 @@ def _recompute(group: Group, use_reentrant: bool) -> None:
     _assert_as_plain(group, lambda: _NestedCheckpoints(use_reentrant), _in_steps(_mean_square))
 
 
+# ---- Accidents ----
+
+
+def _stop(group: Group, kind: type[BaseException]) -> None:
+    def raise_it(*_: object) -> None:
+        raise kind
+
+    model, optimizer = parity.build_sharded(group, ZeroConfig(3))
+    expected = parity.run_steps(model, optimizer, range(NUM_STEPS), rank=group.rank)
+    model, optimizer = parity.build_sharded(group, ZeroConfig(3))
+    losses = []
+    for step in range(NUM_STEPS):
+        hook = model.blocks[1].up.register_forward_pre_hook(raise_it)
+        with pytest.raises(kind):
+            parity.loss_of(model, parity.batch(50, 0, group.rank))
+        hook.remove()
+        _assert_at_rest(model)
+
+        hook = model.blocks[1].register_forward_hook(
+            lambda module, args, output: output.register_hook(raise_it) and None
+        )
+        loss = parity.loss_of(model, parity.batch(50, 0, group.rank))
+        hook.remove()
+        with pytest.raises(kind):
+            loss.backward()
+        _assert_at_rest(model)
+
+        optimizer.zero_grad()
+        losses += parity.run_steps(model, optimizer, [step], rank=group.rank)
+    assert losses == expected
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_no_exception_leaves_a_unit_whole(ranks, kind: type[BaseException]) -> None:
+    """One that is taken to be in use is never gathered again, and goes on with old values."""
+    ranks(2).run(_stop, kind=kind)
+
+
 # ---- Several models ----
 
 

@@ -30,7 +30,8 @@ _OFFER, _DONE = 1, 2
 
 _WORD: Final = 8
 _ENTRY_WORDS: Final = 4  # kind, tag, address, num_bytes
-_TOKEN, _HEAD, _CONSUMED = 0, 1, 2  # words of the header; then one count per rank, then the ring
+_TOKEN, _HEAD, _LEAVING = 0, 1, 2  # words of the header
+_CONSUMED: Final = 3  # then one count per rank, then the ring
 _CAPACITY: Final = 1024  # entries that peers may lag behind
 
 # How long a wait sleeps between looks: short while peers are probably about to answer, then longer.
@@ -141,26 +142,63 @@ class PeerMemory:
             GroupMismatchError: A peer offered a buffer of another size.
             CommError: A peer ended, or did not take part in time.
         """
+        missing: list[int] = []
+
+        def is_over() -> bool:
+            if transfer.error is not None:
+                raise transfer.error
+            missing[:] = self._missing(transfer)
+            if not transfer.is_carried_out and not self._gone.isdisjoint(missing):
+                raise self._failure(transfer, what, "and cannot", missing)
+            return not missing
+
+        if not self.look_until(is_over, timeout_s=timeout_s):
+            limit_s = self.timeout_s if timeout_s is None else timeout_s
+            raise self._failure(transfer, what, f"within {limit_s:g} s", missing)
+
+    def look_until(self, is_over: Callable[[], bool], *, timeout_s: float | None = None) -> bool:
+        """Carry out what becomes possible until `is_over()`; False if that takes too long."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         start, looks = time.monotonic(), 0
         while True:
             with self._lock:
                 self._advance()
-                if transfer.error is not None:
-                    raise transfer.error
-                missing = self._missing(transfer)
-            if not missing:
-                return
+                if is_over():
+                    return True
             waited = time.monotonic() - start
             if waited > timeout_s:
-                raise self._failure(transfer, what, f"within {timeout_s:g} s", missing)
-            if not transfer.is_carried_out and not self._gone.isdisjoint(missing):
-                raise self._failure(transfer, what, "and cannot", missing)
+                return False
             looks += 1
             if looks > _EAGER_LOOKS:
                 time.sleep(_SHORT_SLEEP_S if waited < _SHORT_FOR_S else _LONG_SLEEP_S)
             else:
                 os.sched_yield()
+
+    def read(self, rank: int, address: int, *, into: Tensor) -> None:
+        """Fill a contiguous tensor from a peer's memory.
+
+        Raises:
+            OSError: The peer has ended, or has no such memory.
+        """
+        read_into(into, self._peers[rank].pid, address)
+
+    def read_word(self, rank: int, address: int) -> int:
+        """A signed 64-bit integer from a peer's memory. Raises as `read` does."""
+        word = ctypes.c_int64()
+        where = self._peers[rank]
+        read(where.pid, address, into=ctypes.addressof(word), num_bytes=_WORD)
+        return word.value
+
+    def leave(self) -> None:
+        """Tell peers that this process is about to end: they need not wait for it. Local."""
+        self._journal[_LEAVING] = 1
+
+    def fence(self) -> None:
+        """What was written before is seen before what is written after: release, then acquire."""
+        with self._fence:
+            pass
+        with self._fence:
+            pass
 
     def _missing(self, transfer: Transfer) -> list[int]:
         """Ranks without which the transfer is not over."""
@@ -184,7 +222,7 @@ class PeerMemory:
 
     def _read_news(self, rank: int) -> None:
         where, seen = self._peers[rank], self._seen[rank]
-        header = (ctypes.c_int64 * 2)()
+        header = (ctypes.c_int64 * _CONSUMED)()
         if not self._read_journal(rank, header, word=0):
             return
         if header[_TOKEN] != where.token:
@@ -202,6 +240,8 @@ class PeerMemory:
             self._seen[rank] = self._journal[_CONSUMED + rank] = seen
             for i in range(0, count * _ENTRY_WORDS, _ENTRY_WORDS):
                 self._hear(rank, *news[i : i + _ENTRY_WORDS])
+        if header[_LEAVING]:  # it will write no more, and has read what it wants
+            self._gone.add(rank)
 
     def _read_journal(self, rank: int, out: ctypes.Array[ctypes.c_int64], *, word: int) -> bool:
         where = self._peers[rank]
@@ -224,9 +264,7 @@ class PeerMemory:
             self._carry_out(tag)
         else:
             self._done[rank, tag] = self._done.get((rank, tag), 0) + 1
-            lent = self._lent.get(tag, ())
-            while lent and not self._missing(lent[0]):
-                lent.popleft()
+            self._take_back(tag)
 
     def _carry_out(self, tag: int) -> None:
         """Carry out the transfers of a tag, in order, as far as all peers have offered."""
@@ -249,6 +287,13 @@ class PeerMemory:
             transfer.is_carried_out = True
             self._lent.setdefault(tag, deque()).append(transfer)
             self._write(_DONE, tag, 0, 0)
+            self._take_back(tag)  # peers may have been faster
+
+    def _take_back(self, tag: int) -> None:
+        """Forget buffers that every peer is done with."""
+        lent = self._lent.get(tag)
+        while lent and not self._missing(lent[0]):
+            lent.popleft()
 
     def _check_sizes(self, transfer: Transfer, buffers: dict[int, RemoteBuffer]) -> None:
         for rank, buffer in buffers.items():
@@ -274,11 +319,8 @@ class PeerMemory:
             start = _CONSUMED + self.world_size + head % _CAPACITY * _ENTRY_WORDS
             self._journal[start : start + _ENTRY_WORDS] = self._outbox.popleft()
             head += 1
-            # Release, then acquire: neither the data nor the entry may be seen after the head.
-            with self._fence:
-                pass
-            with self._fence:
-                self._journal[_HEAD] = head
+            self.fence()  # neither the data nor the entry may be seen after the head
+            self._journal[_HEAD] = head
 
     def _read_by(self, rank: int, head: int) -> int:
         """How many entries of this rank's journal a peer has read."""

@@ -9,6 +9,7 @@ from ._memory import MemoryReport
 from ._partition import partition
 from ._placement import STAGES, Placement, Placements, Stage
 from ._public import (
+    backward_without_batch,
     clip_grad_norm_,
     full_state_dict,
     memory_report,
@@ -37,6 +38,7 @@ __all__ = [
     "StateError",
     "UnitPlan",
     "__version__",
+    "backward_without_batch",
     "choose_units",
     "clip_grad_norm_",
     "find_sharded",

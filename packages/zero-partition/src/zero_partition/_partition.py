@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from zero_comm import Group, broadcast_coalesced, broadcast_flat, check_agreement
+from zero_comm import (
+    Exposure,
+    Group,
+    broadcast_coalesced,
+    broadcast_flat,
+    check_agreement,
+    expose,
+)
 
 from ._errors import PartitionError
 from ._flat_buffer import FlatBuffer
@@ -87,6 +94,7 @@ def partition(
     runtime = _distribute(model, plans, group, placements.params)
     if optimizer is not None and placements.optim is Placement.SHARDED:
         shard_optimizer(optimizer, runtime)
+    exposure = _expose(runtime, group) if placements.params is Placement.SHARDED else None
     sharded = ShardedModel(
         model=model,
         group=group,
@@ -101,6 +109,7 @@ def partition(
             num_slots=_REDUCTION_SLOTS,
         ),
         optimizer=optimizer,
+        exposure=exposure,
         gathers_state_dict=gathers_state_dict,
     )
     install_module_hooks(model, sharded)
@@ -138,6 +147,16 @@ def _distribute(
         )
         units.append(Unit(plan, unit_index, group, placement, tuple(flat_buffers), owners))
     return tuple(units)
+
+
+def _expose(units: Sequence[Unit], group: Group) -> Exposure | None:
+    """Let peers read this rank's shards, where they can."""
+    if group.world_size == 1:
+        return None
+    exposure = expose([buffer.shard for unit in units for buffer in unit.buffers], group=group)
+    for unit in units:
+        unit.exposure = exposure
+    return exposure
 
 
 def _first_index(plans: Sequence[UnitPlan]) -> int:

@@ -153,6 +153,8 @@ class Schedule:
 
     def prefetch(self, *, using: Unit | None = None) -> None:
         """Launch gathers for the units that come next, as far as slots are free."""
+        if self.units[0].exposure is not None:
+            return  # whole when they are needed, by no one's leave
         ahead = [] if using is None else [using]  # it does not count as in use yet
         for index in self._order.upcoming(self.window - 1):
             unit = self.units[index]

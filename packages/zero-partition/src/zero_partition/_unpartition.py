@@ -27,7 +27,7 @@ def unpartition(sharded: ShardedModel) -> None:
         for plan, state in zip(buffer.plan.params, of_buffer, strict=True)
     }
     check_agreement(facts, group=sharded.group, timeout_s=_TIMEOUT_S)
-    sharded.schedule.settle()
+    sharded.begin_write()
     sharded.reducer.before_forward()  # takes guards away
     for buffer, of_buffer in zip(buffers, states, strict=True):
         whole = _gather(buffer, buffer.shard) if buffer.whole is None else buffer.whole
@@ -38,7 +38,7 @@ def unpartition(sharded: ShardedModel) -> None:
     for remove in sharded.removers:
         remove()
     sharded.removers.clear()
-    sharded.changed()  # backward of a graph that was made before says so
+    sharded.end_write()  # backward of a graph that was made before says so
 
 
 def _check_idle(sharded: ShardedModel) -> None:
