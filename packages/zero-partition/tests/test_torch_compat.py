@@ -1,5 +1,6 @@
 """Each private function of torch that we name still does what we need."""
 
+import copy
 import weakref
 
 import torch
@@ -99,3 +100,82 @@ def test_swap_memory() -> None:
     assert tensor.mark == "mine"
     assert tensor.requires_grad
     assert torch.equal(tensor.detach(), torch.ones(2))
+
+
+def test_a_replaced_call_is_what_a_module_calls() -> None:
+    """nn.Module._compiled_call_impl stands before hooks and forward, and is not copied."""
+    module = torch.nn.Linear(1, 1)
+    assert _torch_compat.call_of(module) is None
+    _torch_compat.set_call_of(module, lambda x: ("around", x))
+
+    assert module(3) == ("around", 3)
+    assert copy.copy(module)(torch.ones(1)).shape == (1,)
+    module.compile(backend="eager")
+    assert _torch_compat.call_of(module).__name__ != "<lambda>"
+    _torch_compat.set_call_of(module, None)
+    assert module(torch.ones(1)).shape == (1,)
+
+
+def test_nodes_are_numbered_in_order() -> None:
+    """torch._C._autograd._get_sequence_nr tells older nodes from those of a call."""
+    x = torch.ones(2, requires_grad=True)
+    before = x * 2
+    number = _torch_compat.next_sequence_number()
+    after = before * 2
+
+    assert before.grad_fn._sequence_nr() < number <= after.grad_fn._sequence_nr()
+
+
+def test_will_accumulate() -> None:
+    """torch._C._will_engine_execute_node tells backward() from autograd.grad()."""
+    seen = []
+    x, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(_torch_compat.will_accumulate(x)))
+    z = (y + other).sum()
+    z.backward(retain_graph=True)
+    torch.autograd.grad(z, y, retain_graph=True)
+    torch.autograd.grad(z, x, retain_graph=True)
+    torch.autograd.grad(z, [y, other])
+
+    assert seen == [True, False, False, False]
+
+
+def test_functional_transforms_are_seen_and_left() -> None:
+    """torch._C._functorch knows of vmap and grad, and _DisableFuncTorch steps outside of them."""
+    made = []
+
+    def func(x: torch.Tensor) -> torch.Tensor:
+        assert _torch_compat.is_in_functional_transform()
+        with _torch_compat.outside_functional_transforms():
+            made.append(torch.zeros(1))
+        return x.sum()
+
+    torch.func.grad(func)(torch.ones(2))
+    made[0].data_ptr()  # raises for what belongs to a transform
+    assert not _torch_compat.is_in_functional_transform()
+
+
+def test_what_is_untraced_runs_as_it_is_under_compile() -> None:
+    """torch._disable_dynamo, and what the plain form of it calls stays as it is too."""
+    seen = []
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    class Holder:
+        @_torch_compat.untraced
+        def untraced(self, x: torch.Tensor) -> torch.Tensor:
+            return inner(x)
+
+        @_torch_compat.skip_frame
+        def skipped(self, x: torch.Tensor) -> torch.Tensor:
+            return inner(x)
+
+    holder = Holder()
+    compiled = torch.compile(lambda x: holder.untraced(x * 2) * 2, backend="eager")
+    assert compiled(torch.ones(1)) == 6
+    assert seen == [False]
+    compiled = torch.compile(lambda x: holder.skipped(x * 2) * 2, backend="eager")
+    assert compiled(torch.ones(1)) == 6

@@ -34,7 +34,7 @@ from ._config import ZeroConfig
 from ._construct import Init, materialise
 from ._errors import ConfigError, FileError
 from ._pretrained import load_pretrained, open_safetensors
-from ._shard import shard
+from ._shard import shard, unshard
 
 __all__ = [
     "ConfigError",
@@ -70,6 +70,7 @@ __all__ = [
     "shard",
     "unregister_external_parameter",
     "unset_leaf_modules",
+    "unshard",
     "unsharded",
     "update_full_grads",
 ]

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 from zero_comm import Group
-from zero_partition import partition
+from zero_partition import find_sharded, partition, unpartition
 
 from ._config import ZeroConfig
 from ._errors import ConfigError
@@ -72,4 +72,37 @@ def shard(
         gathers_state_dict=config.state_dict == "gather",
         timeout_s=config.timeout_s,
     )
+    return model, optimizer
+
+
+def unshard(
+    model: Model,
+    optimizer: AnyOptimizer = None,  # type: ignore[assignment]
+) -> tuple[Model, AnyOptimizer]:
+    """Undo `shard`: plain objects again, whole on every rank, with none of our hooks. Collective.
+
+    For exporting, copying or compiling a model, or to shard it in another way. Needs the memory
+    that the plain model and optimizer have.
+
+    Args:
+        model: The very module that `shard` returned.
+        optimizer: The one that was sharded with it; it is undone also when it is not given.
+
+    Returns:
+        The same model and the same optimizer.
+
+    Raises:
+        ConfigError: `optimizer` was not sharded together with `model`.
+        zero_partition.StateError: Not sharded, a forward is running, or gradients wait for the
+            optimizer: call its `step()` or `zero_grad()` first.
+        zero_comm.AgreementError: Ranks have different optimizer state.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    sharded = find_sharded(model)
+    if sharded is not None and optimizer is not None and sharded.optimizer is not optimizer:
+        raise ConfigError(
+            f"unshard(): expected the optimizer that was sharded with the model, got another "
+            f"{type(optimizer).__name__}; pass what shard() returned"
+        )
+    unpartition(model)
     return model, optimizer

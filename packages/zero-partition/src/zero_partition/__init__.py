@@ -46,6 +46,7 @@ from ._public import (
     memory_report,
     no_sync,
     release_buffers,
+    unpartition,
 )
 from ._sharded_model import ShardedModel
 from ._span import Span
@@ -106,6 +107,7 @@ __all__ = [
     "set_local_grad",
     "set_local_optimizer_state",
     "set_local_param",
+    "unpartition",
     "unregister_external_parameter",
     "unset_leaf_modules",
     "unsharded",

@@ -37,6 +37,7 @@ def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
         ahead = _LaunchAhead()
         if place.unit.placement is Placement.SHARDED:
             ahead.handle = module.register_forward_pre_hook(ahead, prepend=True)
+            place.sharded.removers.append(ahead.handle.remove)
         _AHEAD[module] = ahead
     if place not in ahead.places:
         ahead.places.append(place)

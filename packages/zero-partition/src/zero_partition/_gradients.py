@@ -182,15 +182,20 @@ class BufferGradients:
                 param.grad = self.buffer.guards[position]
                 self.guarded[position] = True
 
-    def clear_guards(self) -> None:
-        """Take our stand-ins out of `param.grad`, so that autograd gives its gradients away."""
+    def clear_guards(self) -> bool:
+        """Take our stand-ins out of `param.grad`, so that autograd gives its gradients away.
+
+        Returns:
+            Whether there were any.
+        """
         if not any(self.guarded):
-            return
+            return False
         self.drop_where_user_did()
         for position, param in enumerate(self.buffer.params):
             if self.guarded[position]:
                 param.grad = None
                 self.guarded[position] = False
+        return True
 
     def drop_where_user_did(self) -> None:
         """`param.grad = None` and `model.zero_grad()` drop the shard's gradient too."""

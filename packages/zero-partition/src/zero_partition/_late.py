@@ -44,8 +44,9 @@ class ModuleTree:
             if id(param) not in self.params:
                 raise StateError(
                     f"parameter {name!r}: expected one that was sharded, got another Parameter "
-                    f"object of shape {tuple(param.shape)}, attached after shard() (rank {rank}); "
-                    "each rank would train its own. Build the model anew with all its modules, "
+                    f"object of shape {tuple(param.shape)}, attached after shard() or one that "
+                    f"functional_call() put in its place (rank {rank}); each rank would train its "
+                    "own. Build the model anew with all its modules, "
                     "load zero_engine.full_state_dict() of this one into it, and shard that"
                 )
         self._look()

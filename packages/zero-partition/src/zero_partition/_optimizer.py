@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from zero_comm import Group
 
 from ._errors import PartitionError, StateError
@@ -17,7 +18,9 @@ from ._unit import Unit
 _NOT_ELEMENTWISE = {"Adafactor", "Muon"}  # of torch.optim
 
 
-def install_optimizer_state_hooks(optimizer: torch.optim.Optimizer, group: Group) -> None:
+def install_optimizer_state_hooks(
+    optimizer: torch.optim.Optimizer, group: Group
+) -> list[RemovableHandle]:
     """Mark `state_dict()` as one rank's part, and load no other: shapes alone do not tell."""
     mine = f"rank {group.rank} of {group.world_size}"
 
@@ -32,8 +35,10 @@ def install_optimizer_state_hooks(optimizer: torch.optim.Optimizer, group: Group
                 f"{found}; load a whole optimizer's state before shard(), which shards it"
             )
 
-    optimizer.register_state_dict_post_hook(mark)
-    optimizer.register_load_state_dict_pre_hook(check)
+    return [
+        optimizer.register_state_dict_post_hook(mark),
+        optimizer.register_load_state_dict_pre_hook(check),
+    ]
 
 
 def check_optimizer(

@@ -89,6 +89,14 @@ def record_places(sharded: ShardedModel) -> None:
                 _PLACES[param] = Place(owner, name, unit.index, buffer_index, position)
 
 
+def forget_places(sharded: ShardedModel) -> None:
+    """The parameters of a model are ordinary ones again."""
+    for unit in sharded.units:
+        for buffer in unit.buffers:
+            for param in buffer.params:
+                _PLACES.pop(param, None)
+
+
 def record_alias(tensor: Tensor, place: Place) -> None:
     """`tensor` stands for the parameter at `place` as well."""
     _PLACES[tensor] = place

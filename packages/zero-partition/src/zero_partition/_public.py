@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _memory, _norm, _state_dict
+from . import _memory, _norm, _state_dict, _unpartition
 from ._errors import StateError
 from ._hooks import find_sharded, find_sharded_by_optimizer
 from ._sharded_model import ShardedModel
@@ -98,6 +98,21 @@ def release_buffers(model: nn.Module) -> None:
         StateError: Not sharded, or a unit is in use.
     """
     _find(model).release_buffers()
+
+
+def unpartition(model: nn.Module) -> None:
+    """Make the model and its optimizer plain again, with whole parameters and state. Collective.
+
+    Afterwards every rank holds all of it, in memory of its own, and no hook is left: the model can
+    be copied, pickled, compiled, handed on, or sharded again. The objects stay the same.
+
+    Raises:
+        StateError: Not sharded, a forward is running, or at stages 1 to 3 gradients wait for the
+            optimizer.
+        zero_comm.AgreementError: Ranks have different optimizer state.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    _unpartition.unpartition(_find(model))
 
 
 def memory_report(model: nn.Module) -> _memory.MemoryReport:

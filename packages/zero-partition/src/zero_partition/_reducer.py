@@ -38,6 +38,7 @@ class GradientReducer:
     max_in_flight: int  # reductions that travel while the next buffer fills
     control_tag: int  # identity of exchanges of flags, norms and the order
     sync: bool = True  # False inside no_sync
+    has_collected: bool = field(default=False, init=False)  # in this backward
     _of_unit: dict[int, list[BufferGradients]] = field(factory=dict, init=False)
     _order: list[BufferGradients] = field(init=False)  # see NOTE(order)
     _order_is_settled: bool = field(default=False, init=False)
@@ -112,10 +113,14 @@ class GradientReducer:
             self._ensure_accumulator(g)
         g.copy_whole(position, value)
 
-    def before_forward(self) -> None:
-        """As `before_backward`, for every unit."""
-        for g in self.gradients:
-            g.clear_guards()
+    def before_forward(self) -> bool:
+        """As `before_backward`, for every unit; compiled code looks at gradients in any forward.
+
+        Returns:
+            Whether there were guards.
+        """
+        had_guards = [g for g in self.gradients if g.clear_guards()]
+        return bool(had_guards)
 
     def collect(self, g: BufferGradients, position: int) -> None:
         """A parameter's gradient is in `param.grad`: take it, and reduce what is ready."""
@@ -129,6 +134,7 @@ class GradientReducer:
             self._finish(g)
         if g.accumulator is None:
             self._ensure_accumulator(g)
+        self.has_collected = True
         g.take(position, grad)
         if self.sync and g.is_full:
             self._became_full.append(g)
@@ -148,6 +154,11 @@ class GradientReducer:
             f"(rank {self.group.rank}): its backward may have read other values. Please report "
             "the model; making the modules involved one unit (ZeroConfig.units) avoids it."
         )
+
+    def keep(self) -> None:
+        """Nothing arrived: what was there before stays, and is guarded."""
+        for g in self.gradients:
+            g.end_backward()
 
     def end_backward(self) -> None:
         """Reduce what is left, and put every gradient where the optimizer reads it."""
@@ -262,6 +273,7 @@ class GradientReducer:
 
     def _forget_turns(self) -> None:
         self._turn = 0
+        self.has_collected = False
         self._became_full.clear()
 
     def _ensure_accumulator(self, g: BufferGradients) -> None:

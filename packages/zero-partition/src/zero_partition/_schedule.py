@@ -10,6 +10,7 @@ from attrs import Factory, define, field
 from ._errors import StateError
 from ._order import ExecutionOrder
 from ._placement import Placement
+from ._shard_state import ShardState
 from ._slots import SlotPool
 from ._torch_compat import is_in_backward
 from ._unit import Unit
@@ -40,6 +41,7 @@ class Schedule:
     units: Sequence[Unit]
     pool: SlotPool[Unit]
     window: int  # units whole at a time, the one in use included
+    keeps_whole: bool = field(default=False, init=False)  # see `keep_whole`
     training: ExecutionOrder = field(init=False)
     evaluation: ExecutionOrder = field(init=False)
     _order: ExecutionOrder = field(init=False)
@@ -67,6 +69,8 @@ class Schedule:
 
     def is_in_use(self, unit: Unit) -> bool:
         """Whether something may read its parameters before it is unsharded again."""
+        if self.keeps_whole and unit.state is ShardState.UNSHARDED:
+            return True
         return unit.depth > 0 or any(call.unit is unit for call in self._active)
 
     def begin_forward(self) -> None:
@@ -93,7 +97,7 @@ class Schedule:
         # The model's own unit has its slot to itself and comes back first: it stays, for a loss
         # that reads its parameters. In recomputation a unit's backward follows at once.
         stays = is_in_backward() or (not unit.plan.name and torch.is_grad_enabled() and not raised)
-        if unit.depth == 0 and not stays:
+        if not self.is_in_use(unit) and not stays:
             unit.reshard()
         return Call(unit, start, self._clock, unit.version, self._generation, was_held=unit.is_held)
 
@@ -111,12 +115,37 @@ class Schedule:
                 other.unit.reshard()
         self._use(call.unit)
 
+    def keep_whole(self, unit: Unit) -> None:
+        """A backward makes a graph that reads this unit's parameters: reshard none until its own.
+
+        Raises:
+            StateError: Another unit takes turns in the unit's slot.
+        """
+        for other in self.units:
+            if other is not unit and other.slot is not None and other.slot is unit.slot:
+                raise StateError(
+                    f"unit {unit.name!r}: backward with create_graph=True makes a graph that reads "
+                    f"its parameters later, but {other.name!r} takes turns with it in one slot. A "
+                    "gradient penalty at stage 3 needs every unit whole at a time: "
+                    f"ZeroConfig(window={len(self.units)}), or stage 2 or lower"
+                )
+        self.keeps_whole = True
+
     def end_backward(self) -> None:
         """Every call's backward is complete, or was given up."""
         self._active.clear()
         self._backward += 1
         for unit in self.units:
-            if unit.depth == 0:
+            if not self.is_in_use(unit):
+                unit.reshard()
+
+    def abandon_backward(self) -> None:
+        """An exception ended a backward: nothing is in use. Waits for no other rank."""
+        self._active.clear()
+        self._backward += 1
+        self.keeps_whole = False
+        for unit in self.units:
+            if unit.depth == 0 and unit.state is ShardState.UNSHARDED:
                 unit.reshard()
 
     def reset(self) -> None:
@@ -124,6 +153,7 @@ class Schedule:
         for unit in self.units:
             unit.depth = 0
         self._starts.clear()
+        self.keeps_whole = False
         self.end_backward()
 
     def prefetch(self, *, using: Unit | None = None) -> None:
@@ -145,6 +175,7 @@ class Schedule:
 
     def settle(self) -> None:
         """Wait for gathers in flight, so that nothing reads the shards any more."""
+        self.keeps_whole = False
         for unit in self.units:
             if unit.depth == 0 and not self.is_in_use(unit):
                 unit.reshard()

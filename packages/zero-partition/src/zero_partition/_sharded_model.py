@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from weakref import ReferenceType, ref
+
 import torch
 from attrs import define, field
 from torch import Tensor, nn
@@ -14,8 +17,30 @@ from ._placement import Placement, Placements
 from ._places import Place, record_places
 from ._reducer import GradientReducer
 from ._schedule import Call, Schedule
-from ._torch_compat import call_after_backward, is_in_backward, plain_access
+from ._torch_compat import (
+    call_after_backward,
+    is_in_backward,
+    plain_access,
+    will_accumulate,
+)
 from ._unit import Unit
+
+
+@define(eq=False)
+class _EndOfBackward:
+    """What autograd calls when a backward has ended, and drops when an exception has ended it."""
+
+    sharded: ReferenceType[ShardedModel]
+    was_called: bool = False
+
+    def __call__(self) -> None:
+        self.was_called = True
+        if (sharded := self.sharded()) is not None:
+            sharded.close_backward()
+
+    def __del__(self) -> None:
+        if not self.was_called and (sharded := self.sharded()) is not None:
+            sharded.reshard_after_failure()
 
 
 @define(eq=False)
@@ -38,7 +63,11 @@ class ShardedModel:
     gathered: set[tuple[int, int, int]] = field(factory=set, init=False)  # places, by their keys
     unread: list[Handle[Tensor]] = field(factory=list, init=False)  # sent as an exception passed
     _tree: ModuleTree = field(init=False)
+    removers: list[Callable[[], None]] = field(factory=list, init=False)  # of all our hooks
     _backward_is_open: bool = field(default=False, init=False)
+    _had_guards: bool = field(default=False, init=False)  # when this forward began
+    _makes_graph: bool = field(default=False, init=False)  # create_graph=True
+    _accumulates: bool = field(default=True, init=False)  # into parameters, unlike autograd.grad()
 
     def __attrs_post_init__(self) -> None:
         self.outside = OutsideUses(self)
@@ -62,26 +91,24 @@ class ShardedModel:
         self._tree.check(self.group.rank)
         self._give_up_open_backward()
         self.outside.forget()
-        if torch.is_grad_enabled():
-            with plain_access():
-                self.reducer.before_forward()
+        with plain_access():
+            self._had_guards = self.reducer.before_forward()
         self.schedule.begin_forward()
 
     def end_forward(self) -> None:
-        """The model's forward ended, or an exception ended it."""
+        """The model's forward has ended, or was given up: guards return unless backward follows."""
         self.forwards = max(0, self.forwards - 1)
         if not self.forwards and not is_in_backward():
             self.outside.forget()
+        if self._had_guards and not torch.is_grad_enabled() and not is_in_backward():
+            with plain_access():
+                self.reducer.keep()
 
     def before_backward(self, call: Call) -> None:
         """Backward has reached an output of a unit."""
-        if torch.is_grad_enabled() and self.placements.params is Placement.SHARDED:
-            raise StateError(
-                f"unit {call.unit.name!r}: backward with create_graph=True would keep a graph that "
-                "reads parameters after they were sharded again; a gradient penalty needs stage 2 "
-                "or lower"
-            )
         self.open_backward()
+        if torch.is_grad_enabled() and self.placements.params is Placement.SHARDED:
+            self.schedule.keep_whole(call.unit)
         with plain_access():
             self.reducer.before_backward(call.unit)
         self.schedule.before_backward(call)
@@ -97,7 +124,11 @@ class ShardedModel:
         """The first hook of a backward asks for a word at its end."""
         if not self._backward_is_open:
             self._backward_is_open = True
-            call_after_backward(self._close_backward)
+            self._makes_graph = torch.is_grad_enabled()
+            self._accumulates = any(
+                will_accumulate(p) for g in self.reducer.gradients for p in g.buffer.params
+            )
+            call_after_backward(_EndOfBackward(ref(self)))
 
     def backward_without_batch(self) -> None:
         """What a backward does between ranks, with no gradient of this one."""
@@ -107,7 +138,8 @@ class ShardedModel:
                 "call optimizer.zero_grad() first"
             )
         self.reducer.before_forward()
-        self._close_backward()
+        self._accumulates, self._makes_graph = True, False
+        self.close_backward()
 
     def before_step(self) -> None:
         """What the optimizer reads must be there, and nothing may still read what it writes."""
@@ -172,12 +204,22 @@ class ShardedModel:
         self.schedule.release()
         self.reducer.release()
 
-    def _close_backward(self) -> None:
+    def close_backward(self) -> None:
+        """The outermost backward has ended."""
         self._backward_is_open = False
         with plain_access():
-            self.reducer.end_backward()
+            if self._accumulates or self.reducer.has_collected:
+                self.reducer.end_backward()
+            else:  # autograd.grad(): it gives this rank's gradients away; `param.grad` is as before
+                self.reducer.keep()
         self.outside.forget()
+        if not self._makes_graph:
+            self.schedule.keeps_whole = False
         self.schedule.end_backward()
+
+    def reshard_after_failure(self) -> None:
+        """An exception ended the backward. Local; what is on its way is left to the next use."""
+        self.schedule.abandon_backward()
 
     def _give_up_open_backward(self, *, is_asked_for: bool = False) -> None:
         if self._backward_is_open and not is_in_backward():

@@ -8,8 +8,8 @@ from typing import Any
 from attrs import define
 from torch import Tensor, nn
 
+from ._bound import Bound
 from ._errors import StateError
-from ._hooks import Bound
 from ._placement import Placement
 from ._shard_state import ShardState
 from ._sharded_model import ShardedModel
@@ -88,11 +88,14 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
         for module, attribute, buffer, position in unit.owners:
             owned.setdefault(module, {})[attribute] = (unit, buffer, position)
     for module, places in owned.items():
-        module.register_state_dict_pre_hook(_BeforeExport(sharded, places))
-        module.register_state_dict_post_hook(_AfterExport(sharded, places))
         loaded: set[str] = set()
-        module.register_load_state_dict_pre_hook(_BeforeLoad(sharded, places, loaded))
-        module.register_load_state_dict_post_hook(_AfterLoad(loaded))
+        handles = (
+            module.register_state_dict_pre_hook(_BeforeExport(sharded, places)),
+            module.register_state_dict_post_hook(_AfterExport(sharded, places)),
+            module.register_load_state_dict_pre_hook(_BeforeLoad(sharded, places, loaded)),
+            module.register_load_state_dict_post_hook(_AfterLoad(loaded)),
+        )
+        sharded.removers += [handle.remove for handle in handles]
 
 
 def _is_whole(place: tuple[Unit, int, int]) -> bool:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+Func = TypeVar("Func", bound=Callable[..., Any])
 
 
 def is_in_backward() -> bool:
@@ -17,6 +20,28 @@ def is_in_backward() -> bool:
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is running now has ended without an error."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def will_accumulate(param: Tensor) -> bool:
+    """Whether the backward that is running now will add to `param.grad`.
+
+    Not if it is `torch.autograd.grad`; also not where it recomputes a segment that uses `param`.
+    """
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
+    except RuntimeError:  # autograd.grad(..., inputs=[param])
+        return False
+
+
+def is_in_functional_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) is being taken right now."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_functional_transforms() -> AbstractContextManager[None]:
+    """Inside, tensors are made and moved as if no transform of torch.func were being taken."""
+    return torch._C._DisableFuncTorch()  # type: ignore[attr-defined]
 
 
 def as_subclass_sharing_memory(cls: type[Tensor], tensor: Tensor) -> Tensor:
@@ -53,3 +78,34 @@ def swap_memory(tensor: Tensor, other: Tensor) -> None:
     that has weak references, such as the parameters of an LSTM.
     """
     torch._C._swap_tensor_impl(tensor, other)
+
+
+def untraced(func: Func) -> Func:
+    """`func` runs as it is, with all that it calls, where torch.compile meets it.
+
+    Unlike `torch.compiler.disable` it does not import the compiler, which takes a second.
+    """
+    return torch._disable_dynamo(func)  # type: ignore[return-value]
+
+
+def skip_frame(func: Func) -> Func:
+    """As `untraced`, but what `func` calls may be compiled."""
+    return torch._disable_dynamo(func, recursive=False)  # type: ignore[return-value]
+
+
+def call_of(module: nn.Module) -> Callable[..., Any] | None:
+    """What `module(...)` calls in place of its hooks and forward, None if that was not changed."""
+    return module.__dict__.get("_compiled_call_impl")
+
+
+def set_call_of(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let `module(...)` call this instead; None goes back to its hooks and forward."""
+    if call is None:
+        module.__dict__.pop("_compiled_call_impl", None)
+    else:
+        module.__dict__["_compiled_call_impl"] = call
+
+
+def next_sequence_number() -> int:
+    """What the autograd node made next on this thread will have as its number."""
+    return torch._C._autograd._get_sequence_nr()

@@ -172,6 +172,11 @@ class Unit:
         expected = f"expected the {plan.dtype} parameter that was sharded"
         if param is None:
             got = "it is gone from its module"
+        elif not isinstance(param, nn.Parameter):
+            got = (
+                "got a tensor that torch.func.functional_call() put in its place, which works on a "
+                "plain copy of the model only"
+            )
         elif param is not buffer.params[position]:
             got = "got another Parameter object in its place"
         elif param.requires_grad and not plan.trainable:

@@ -1,0 +1,221 @@
+"""Every way into autograd gives plain torch's numbers, or an error that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import parity
+import pytest
+import torch
+import zero_engine
+from parity import ZeroConfig
+from torch import Tensor, nn
+from torch.func import functional_call
+from zero_comm import Group
+from zero_partition import StateError, find_sharded
+
+NUM_STEPS = 3
+WIDTH = 16
+
+
+class _Chain(nn.Module):
+    def __init__(self, num_blocks: int = 4, *, activation: Any = torch.tanh) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_blocks))
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.activation(block(x))
+        return x
+
+
+def _x(step: int, *, requires_grad: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4, WIDTH, generator=generator, requires_grad=requires_grad)
+
+
+# ---- A gradient of gradients ----
+
+
+def _penalise(model: nn.Module, step: int) -> Tensor:
+    x = _x(step, requires_grad=True)
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    other = model(_x(step + 50))  # another graph in between
+    return model(x).square().mean() + (grad.norm(dim=1) - 1).square().mean() + other.mean()
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+@pytest.mark.parametrize("activation", [torch.tanh, torch.clone], ids=["tanh", "linear"])
+def test_a_gradient_penalty_trains_as_in_plain_torch(ranks, stage: int, activation: Any) -> None:
+    """Backward of a backward reads parameters at moments that no forward announced."""
+    ranks(2).run(_train_penalised, stage=stage, activation=activation)
+
+
+def _train_penalised(group: Group, stage: int, activation: Any) -> None:
+    _assert_as_plain(
+        group,
+        lambda: _Chain(activation=activation),
+        _penalise,
+        ZeroConfig(stage, window=4),
+    )
+
+
+def _refuse_penalty(group: Group) -> None:
+    model = _Chain()
+    optimizer = parity.adamw(model)
+    zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
+    with pytest.raises(StateError, match=r"create_graph=True.*ZeroConfig\(window=4\), or stage 2"):
+        _penalise(model, 0)
+    optimizer.zero_grad()
+    assert all(unit.state.name != "UNSHARDED" for unit in find_sharded(model).units)
+    model(_x(0)).sum().backward()
+    optimizer.step()
+
+
+def test_a_gradient_penalty_that_would_read_other_units_is_refused(ranks) -> None:
+    """Units that take turns in one slot cannot be whole at once."""
+    ranks(2).run(_refuse_penalty)
+
+
+# ---- Gradients that the user takes into his own hands ----
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_autograd_grad_gives_this_ranks_gradients_and_reduces_nothing(ranks, stage: int) -> None:
+    """As under DDP: `param.grad` and what the optimizer will read stay as they were."""
+    ranks(2).run(_grad, stage=stage)
+
+
+def _grad(group: Group, stage: int) -> None:
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        return model(_x(step)).square().mean()
+
+    plain = parity.build(_Chain)
+    expected = torch.autograd.grad(loss_of(plain, group.rank), list(plain.parameters()))
+    model = parity.build(_Chain)
+    optimizer = parity.adamw(model)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+
+    loss_of(model, 5).backward()
+    held = [param.grad.clone() for param in parity._trained(optimizer)]
+    grads = torch.autograd.grad(loss_of(model, group.rank), list(model.parameters()))
+    after = [param.grad for param in parity._trained(optimizer)]
+
+    assert all(torch.equal(*pair) for pair in zip(grads, expected, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(after, held, strict=True))
+    if group.rank == 0 and stage < 3:  # where parameters are whole, no other rank need take part
+        x = _x(0, requires_grad=True)
+        torch.autograd.grad(model(x).sum(), x)
+    if stage:
+        assert type(model.blocks[0].weight.grad).__name__ == "GradientGuard"
+    optimizer.step()
+
+
+# ---- torch.func ----
+
+
+def _take_vjp(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.vjp(model, x)[1](torch.ones(4, WIDTH))[0]
+
+
+def _take_grad(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda x: model(x).sum())(x)
+
+
+def _take_grad_per_sample(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.grad(lambda x: model(x).sum()))(x)
+
+
+def _take_jacrev(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.jacrev(model)(x[0])
+
+
+def _take_jvp(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.jvp(model, (x,), (torch.ones(4, WIDTH),))[1]
+
+
+def _take_jacfwd(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.jacfwd(model)(x[0])
+
+
+def _take_vmap(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.vmap(model)(x[:, None])
+
+
+BY_BACKWARD = (_take_vjp, _take_grad, _take_grad_per_sample, _take_jacrev)
+BY_FORWARD = (_take_jvp, _take_jacfwd, _take_vmap)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in jvp
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_transforms_of_torch_func_give_plain_torchs_numbers_or_say_no(ranks, stage: int) -> None:
+    """Their backward fires no hook of ours; a parameter at rest would make it NaN."""
+    ranks(2).run(_transform, stage=stage)
+
+
+def _transform(group: Group, stage: int) -> None:
+    plain, model = parity.build(_Chain), parity.build(_Chain)
+    optimizer = parity.adamw(model)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+    for take in (*BY_BACKWARD, *BY_FORWARD):
+        if stage == 3:
+            with pytest.raises(StateError, match=r"transform of torch.func.*stage 2 or lower"):
+                take(model, _x(0))
+        else:
+            assert torch.equal(take(model, _x(0)), take(plain, _x(0))), take.__name__
+    for take in BY_FORWARD:
+        with torch.no_grad():
+            assert torch.equal(take(model, _x(0)), take(plain, _x(0))), take.__name__
+    others = {name: param.detach() + 1 for name, param in plain.named_parameters()}
+    with pytest.raises(StateError, match=r"functional_call\(\) put in its place"):
+        functional_call(model, others, (_x(0),))
+    _assert_trains_on(model, optimizer, plain)
+
+
+def _assert_trains_on(model: nn.Module, optimizer: torch.optim.Optimizer, plain: nn.Module) -> None:
+    """Nothing of what came before is left in the gradients."""
+    assert _train(model, optimizer, _mean_square) == _train(
+        plain, parity.adamw(plain), _mean_square
+    )
+
+
+def _mean_square(model: nn.Module, step: int) -> Tensor:
+    return model(_x(step)).square().mean()
+
+
+# ---- What is compared ----
+
+
+def _assert_as_plain(
+    group: Group,
+    make: Callable[[], nn.Module],
+    loss_of: Callable[[nn.Module, int], Tensor],
+    config: ZeroConfig,
+) -> None:
+    """All ranks see one batch, so that the mean of two gradients is either, bit for bit."""
+    plain = parity.build(make)
+    expected = _train(plain, parity.adamw(plain), loss_of)
+    model = parity.build(make)
+    optimizer = parity.adamw(model)
+    zero_engine.shard(model, optimizer, config, group=group)
+    assert _train(model, optimizer, loss_of) == expected
+    weights = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        parity.assert_same_weights(weights, plain.state_dict(), what=f"{config}")
+
+
+def _train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[nn.Module, int], Tensor],
+) -> list[float]:
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

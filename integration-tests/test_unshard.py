@@ -1,0 +1,129 @@
+"""What is left of us when we are done: nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import parity
+import pytest
+import torch
+import zero_engine
+from parity import ZeroConfig
+from torch import nn
+from zero_comm import Group
+from zero_engine import ConfigError
+from zero_partition import StateError, find_sharded
+
+NUM_STEPS = 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "sgd"])
+def test_unshard_gives_back_what_plain_training_would_have_made(ranks, optimizer: str) -> None:
+    """Weights, moments, param groups: the run goes on as if it had never been sharded."""
+    ranks(2).run(_go_on_plain, name=optimizer)
+
+
+def _go_on_plain(group: Group, name: str) -> None:
+    recipe = parity.Recipe(optimizer=name, num_steps=NUM_STEPS, scheduler="none")
+    expected = parity.train_ddp(group, recipe)
+    plain, plain_optimizer = parity.build_with_optimizer(name)
+    losses = parity.run_steps(
+        parity.as_ddp(plain, group), plain_optimizer, range(NUM_STEPS), rank=group.rank
+    )
+    assert losses == expected.losses
+    for stage in parity.STAGES:
+        model, optimizer = parity.build_with_optimizer(name)
+        before = _traces(model, optimizer)
+        ids = [id(param) for param in model.parameters()]
+        zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+        parity.run_steps(model, optimizer, range(NUM_STEPS), rank=group.rank)
+        optimizer.zero_grad()
+
+        assert zero_engine.unshard(model, optimizer) == (model, optimizer)
+
+        assert find_sharded(model) is None
+        assert _traces(model, optimizer) == before, f"stage {stage}"
+        assert [id(param) for param in model.parameters()] == ids
+        parity.assert_same_weights(model.state_dict(), plain.state_dict(), what=f"stage {stage}")
+        _assert_same_state(optimizer, plain_optimizer)
+        pickle.dumps(model)
+        again, _ = zero_engine.shard(copy.deepcopy(model), None, ZeroConfig(3), group=group)
+        assert torch.equal(
+            parity.loss_of(again, parity.batch(9, 0, 0)),
+            parity.loss_of(plain, parity.batch(9, 0, 0)),
+        )
+
+
+def _traces(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """How many hooks of every kind there are, and what stands in the objects' own dicts."""
+    traces: dict[str, object] = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            traces[f"{name}.{key}"] = len(value) if "_hooks" in key else key
+    for name, param in model.named_parameters():
+        traces[name] = (
+            len(param._backward_hooks or ()),
+            len(param._post_accumulate_grad_hooks or ()),
+            param.is_contiguous(),
+            param.untyped_storage().nbytes() == param.nbytes,
+            sorted(vars(param)),
+        )
+    for key, value in vars(optimizer).items():
+        traces[f"optimizer.{key}"] = len(value) if "_hooks" in key else key
+    return traces
+
+
+def _assert_same_state(optimizer: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
+    ours, theirs = optimizer.state_dict(), expected.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for index, state in theirs["state"].items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(ours["state"][index][key], value), f"{index} {key}"
+            else:
+                assert ours["state"][index][key] == value, f"{index} {key}"
+
+
+def _unshard_too_early(group: Group) -> None:
+    model, optimizer = parity.build_sharded(group, ZeroConfig(3))
+    parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
+    with pytest.raises(StateError, match=r"gradients wait.*step\(\) or optimizer.zero_grad\(\)"):
+        zero_engine.unshard(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    hook = model.blocks[1].register_forward_hook(lambda *_: zero_engine.unshard(model) and None)
+    with pytest.raises(StateError, match=r"while the forward of unit.*between steps"):
+        parity.loss_of(model, parity.batch(0, 0, group.rank))
+    hook.remove()
+    with pytest.raises(ConfigError, match="pass what shard"):
+        zero_engine.unshard(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    parity.run_steps(model, optimizer, [1], rank=group.rank)
+    loss = parity.loss_of(model, parity.batch(2, 0, group.rank))
+    zero_engine.unshard(model, optimizer)
+    with pytest.raises(StateError, match="run the forward again"):
+        loss.backward()
+
+
+def test_unshard_at_a_wrong_moment_is_refused(ranks) -> None:
+    """Gradients and graphs in the middle of a step have no place in a plain optimizer."""
+    ranks(2).run(_unshard_too_early)
+
+
+def _delete(group: Group, stage: int) -> None:
+    model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
+    parity.run_steps(model, optimizer, range(NUM_STEPS), rank=group.rank)
+    loss = parity.loss_of(model, parity.batch(0, 0, group.rank))
+    traces = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(find_sharded(model))]
+    del model, optimizer, loss
+    gc.collect()
+    assert [trace() for trace in traces] == [None] * 3
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_a_deleted_model_leaves_nothing_of_ours_alive(ranks, stage: int) -> None:
+    """Our memory hangs on hooks and hooks on the model, in cycles that must be seen through."""
+    ranks(2).run(_delete, stage=stage)
