@@ -31,8 +31,9 @@ def shard(
 
     Args:
         model: On the device of the group, its parameters dense and contiguous.
-        optimizer: Any elementwise torch optimizer built from `model.parameters()`; None for
-            inference.
+        optimizer: Any torch optimizer built from `model.parameters()`; None for inference. One that
+            looks at more than single elements keeps tensors whole, or is refused; see
+            `ZeroConfig.cut`.
         config: `ZeroConfig()`, stage 3, when None.
         group: The ranks to distribute over; all of them when None, or just this process if
             torch.distributed was not initialised.
@@ -67,6 +68,7 @@ def shard(
         units=config.units,
         max_unit_bytes=config.max_unit_bytes,
         window=config.window,
+        cut=config.cut,
         gathers_state_dict=config.state_dict == "gather",
         timeout_s=config.timeout_s,
     )

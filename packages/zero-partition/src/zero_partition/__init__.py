@@ -1,11 +1,13 @@
 """Who owns which elements of a model, and when a parameter is whole: ZeRO stages 0 to 3."""
 
 from .__about__ import __version__
+from ._cut import Cut
 from ._errors import LayoutError, PartitionError, StateError
 from ._grouping import BufferPlan, ParameterPlan, UnitPlan, choose_units, plan_units
 from ._hooks import find_sharded
-from ._layout import Cut, FlatLayout, Piece
+from ._layout import FlatLayout, Piece
 from ._memory import MemoryReport
+from ._needs import CutChoice
 from ._partition import partition
 from ._placement import STAGES, Placement, Placements, Stage
 from ._public import (
@@ -22,6 +24,7 @@ __all__ = [
     "STAGES",
     "BufferPlan",
     "Cut",
+    "CutChoice",
     "FlatLayout",
     "LayoutError",
     "MemoryReport",

@@ -57,7 +57,7 @@ class ShardedModel:
             self._backward_is_open = True
             call_after_backward(self._close_backward)
 
-    def before_step(self) -> None:
+    def before_step(self, *, has_closure: bool) -> None:
         """What the optimizer reads must be there, and nothing may still read what it writes."""
         if self._backward_is_open:
             raise StateError(
@@ -67,9 +67,11 @@ class ShardedModel:
         self._check_params()
         self.reducer.before_step()
         self.schedule.settle()
+        self.reducer.lend(has_closure=has_closure)
 
     def after_step(self) -> None:
         """Parameters have changed: publish them where they rest replicated."""
+        self.reducer.take_back()
         self.changed()
         if self.placements.optim is Placement.SHARDED:
             handles = [handle for unit in self.units for handle in unit.publish()]
