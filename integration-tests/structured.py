@@ -8,7 +8,7 @@ from typing import Any, Final
 import parity
 import torch
 from torch import Tensor, nn
-from zero_partition import Cut
+from zero_partition import ChainedOptimizer, Cut
 
 
 class PerParameter(torch.optim.Optimizer):
@@ -49,7 +49,7 @@ class Shampoo(PerParameter):
         matrix = grad.float()
         state["left"] += matrix @ matrix.T
         state["right"] += matrix.T @ matrix
-        update = _root(state["left"]) @ matrix @ _root(state["right"])
+        update = _root(state["left"].float()) @ matrix @ _root(state["right"].float())
         param.add_(update.to(param.dtype), alpha=-group["lr"])
 
 
@@ -121,8 +121,17 @@ def others(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.dim() != 2 and param.requires_grad]
 
 
+def muon_and_adamw(model: nn.Module) -> ChainedOptimizer:
+    """What people train transformers with."""
+    return ChainedOptimizer(
+        torch.optim.Muon(matrices(model), lr=0.02),
+        torch.optim.AdamW(others(model), lr=0.01, foreach=False),
+    )
+
+
 OPTIMIZERS: Final[dict[str, Callable[[nn.Module], torch.optim.Optimizer]]] = {
     "muon": lambda model: torch.optim.Muon(matrices(model), lr=0.02),
+    "muon-and-adamw": muon_and_adamw,
     "adafactor": lambda model: torch.optim.Adafactor(parity.param_groups(model), lr=0.05),
     "shampoo": lambda model: Shampoo(parity.param_groups(model), lr=0.05),
     "rows": lambda model: NormedRows(parity.param_groups(model), lr=0.02),
@@ -130,8 +139,7 @@ OPTIMIZERS: Final[dict[str, Callable[[nn.Module], torch.optim.Optimizer]]] = {
     "lamb": lambda model: Lamb(parity.param_groups(model), lr=0.02),
 }
 CHOICES: Final = {"lamb": "tensor"}  # what the user must say
-CUTS: Final = {
-    "muon": Cut.TENSOR,
+CUTS: Final = {  # asked for by name, for every parameter
     "adafactor": Cut.TENSOR,
     "shampoo": Cut.TENSOR,
     "lamb": Cut.TENSOR,

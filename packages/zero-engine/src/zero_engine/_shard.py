@@ -48,6 +48,11 @@ def shard(
         zero_comm.CommError: A rank did not take part in time.
     """
     config = ZeroConfig() if config is None else config
+    if isinstance(optimizer, list | tuple):
+        raise ConfigError(
+            f"shard(): expected one optimizer, got {len(optimizer)}; several step as one when they "
+            "are chained: shard(model, ChainedOptimizer(muon, adamw), config)"
+        )
     for name, value, kind in (
         ("model", model, nn.Module),
         ("optimizer", optimizer, torch.optim.Optimizer | None),

@@ -1,6 +1,7 @@
 """Who owns which elements of a model, and when a parameter is whole: ZeRO stages 0 to 3."""
 
 from .__about__ import __version__
+from ._chained import ChainedOptimizer
 from ._cut import Cut
 from ._errors import LayoutError, PartitionError, StateError
 from ._grouping import BufferPlan, ParameterPlan, UnitPlan, choose_units, plan_units
@@ -23,6 +24,7 @@ from ._span import Span
 __all__ = [
     "STAGES",
     "BufferPlan",
+    "ChainedOptimizer",
     "Cut",
     "CutChoice",
     "FlatLayout",

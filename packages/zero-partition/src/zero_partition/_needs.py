@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import nn
 
+from ._chained import members_of
 from ._cut import Cut
 from ._errors import LayoutError, PartitionError
 from ._probe import Sample, find_dependence
@@ -55,9 +56,19 @@ def choose_cuts(
     """
     names = {id(param): name for name, param in reversed(list(model.named_parameters()))}
     cuts = _said_by_user(model, choice)
+    for member in members_of(optimizer):
+        _choose_for(member, names, cuts)
+    return cuts
+
+
+def _choose_for(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], cuts: dict[int, Cut]
+) -> None:
+    """Add the cuts of its parameters to what the user said, and check those."""
+    kind = type(optimizer).__name__
     samples: list[list[Sample]] = []
-    for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-        where = f"param group {index} of the {type(optimizer).__name__}"
+    for index, group in enumerate(optimizer.param_groups):
+        where = f"'cut' in param group {index} of the {kind}"
         said = _parse(group["cut"], where) if group.get("cut") is not None else None
         need = _need_of(optimizer, group)
         samples.append([])
@@ -67,22 +78,19 @@ def choose_cuts(
                 samples[index].append(Sample(names[id(param)], param.shape, param.device, cut))
             elif not cut.keeps(need, param.shape):
                 raise PartitionError(
-                    f"parameter {names[id(param)]!r} of shape {tuple(param.shape)}: a "
-                    f"{type(optimizer).__name__} needs the cut {str(need)!r}, and would train "
-                    f"differently on shards cut {str(cut)!r}, as was asked for; leave the cut to "
-                    f"the optimizer, or ask for {str(need)!r} or 'tensor'"
+                    f"parameter {names[id(param)]!r} of shape {tuple(param.shape)}: a {kind} needs "
+                    f"the cut {str(need)!r}, and would train differently on shards cut "
+                    f"{str(cut)!r}, as was asked for; leave the cut to the optimizer, or ask for "
+                    f"{str(need)!r} or 'tensor'"
                 )
-    if any(samples):
-        reason = find_dependence(optimizer, samples)
-        if reason is not None:
-            raise PartitionError(
-                f"a {type(optimizer).__name__} cannot work on shards like these: {reason}. Keep "
-                "tensors whole with cut='tensor' (ZeroConfig.cut, or 'cut' in the param group), or "
-                "'row' or 'block(k)' where that is enough; if you know better, say so by its "
-                f"attribute: {type(optimizer).__name__}.needs_cut = 'flat'. Stage 0 takes any "
-                "optimizer"
-            )
-    return cuts
+    reason = find_dependence(optimizer, samples) if any(samples) else None
+    if reason is not None:
+        raise PartitionError(
+            f"a {kind} cannot work on shards like these: {reason}. Keep tensors whole with "
+            "cut='tensor' (ZeroConfig.cut, or 'cut' in the param group), or use 'row' or "
+            "'block(k)' where that is enough; if you know better, say so by its attribute: "
+            f"{kind}.needs_cut = 'flat'. Stage 0 takes any optimizer"
+        )
 
 
 def _said_by_user(model: nn.Module, choice: CutChoice) -> dict[int, Cut]:

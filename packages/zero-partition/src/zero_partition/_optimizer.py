@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from zero_comm import Group
 
+from ._chained import members_of
 from ._cut import Cut
 from ._errors import PartitionError, StateError
 from ._flat_buffer import FlatBuffer
@@ -32,8 +33,9 @@ def install_optimizer_state_hooks(optimizer: torch.optim.Optimizer, group: Group
                 f"{found}; load a whole optimizer's state before shard(), which shards it"
             )
 
-    optimizer.register_state_dict_post_hook(mark)
-    optimizer.register_load_state_dict_pre_hook(check)
+    for member in members_of(optimizer):
+        member.register_state_dict_post_hook(mark)
+        member.register_load_state_dict_pre_hook(check)
 
 
 def check_optimizer(
@@ -49,14 +51,15 @@ def check_optimizer(
                     f"of shape {tuple(param.shape)} is not in the model; build the optimizer from "
                     "model.parameters() of the very model that is sharded, and shard once"
                 )
-    for name, value in vars(optimizer).items() if shards_state else ():
-        if isinstance(value, list | tuple) and any(id(item) in known for item in value):
-            raise PartitionError(
-                f"a {type(optimizer).__name__} keeps parameters in its attribute {name!r}, outside "
-                "param_groups, and would go on updating the unsharded ones; use an elementwise "
-                "optimizer (SGD, Adam, AdamW, Adagrad, Lion, ...), or one that needs whole "
-                "tensors and finds them in param_groups (Muon, Adafactor, ...)"
-            )
+    for member in members_of(optimizer) if shards_state else ():
+        for name, value in vars(member).items():
+            if isinstance(value, list | tuple) and any(id(item) in known for item in value):
+                raise PartitionError(
+                    f"a {type(member).__name__} keeps parameters in its attribute {name!r}, "
+                    "outside param_groups, and would go on updating the unsharded ones; use an "
+                    "elementwise optimizer (SGD, Adam, AdamW, Adagrad, Lion, ...), or one that "
+                    "needs whole tensors and finds them in param_groups (Muon, Adafactor, ...)"
+                )
 
 
 def param_group_of(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
@@ -69,7 +72,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, str
     """What ranks must agree on about it, by name."""
     if optimizer is None:
         return {"optimizer": "none"}
-    facts = {"optimizer": type(optimizer).__name__}
+    facts = {"optimizer": ", ".join(type(member).__name__ for member in members_of(optimizer))}
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key == "params":
@@ -98,17 +101,18 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> 
         for buffer in unit.buffers
         for position, param in enumerate(buffer.params)
     }
-    for group in optimizer.param_groups:
-        shards = []
-        for param in group["params"]:
-            buffer, position = places[id(param)]
-            shard = buffer.shard_params[position]
-            if param in optimizer.state:
-                state = _shard_state(optimizer.state.pop(param), buffer, position)
-                if state is not None:
-                    optimizer.state[shard] = state
-            shards.append(shard)
-        group["params"][:] = shards
+    for member in members_of(optimizer):
+        for group in member.param_groups:
+            shards = []
+            for param in group["params"]:
+                buffer, position = places[id(param)]
+                shard = buffer.shard_params[position]
+                if param in member.state:
+                    state = _shard_state(member.state.pop(param), buffer, position)
+                    if state is not None:
+                        member.state[shard] = state
+                shards.append(shard)
+            group["params"][:] = shards
 
 
 def _shard_state(state: dict[str, Any], buffer: FlatBuffer, position: int) -> dict[str, Any] | None:

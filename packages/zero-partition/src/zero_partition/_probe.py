@@ -22,7 +22,8 @@ from ._cut import Cut
 # of the whole. The user's own optimizer, parameters, gradients and random numbers are not touched.
 
 _NUM_STEPS: Final = 3
-_NUMEL: Final = 2**14  # of a sample; above where optimizers begin to quantise or to factor
+_NUMEL: Final = 2**14  # of a sample, above where optimizers begin to quantise,
+_LEAST_DIM: Final = 128  # and the size of its dims, from which on they factor: both if it has them
 _LEAST_LR: Final = 1e-2  # a warm-up that starts at zero would show nothing
 _TOLERANCE: Final = 1e-3  # of the largest update; rounding is far below, another norm far above
 _OF_THE_COPY: Final = {"param_groups", "state"}  # what it must not share with the optimizer
@@ -99,9 +100,9 @@ def _choose(samples: Sequence[Sample]) -> list[Sample]:
 def _shrunk(sample: Sample) -> Sample:
     shape = list(sample.shape)
     limit = max(_NUMEL, 4 * (sample.cut.block_numel or 1))
-    while math.prod(shape) > limit:
+    while math.prod(shape) > limit and max(shape) > _LEAST_DIM:
         largest = max(range(len(shape)), key=shape.__getitem__)
-        shape[largest] = -(-shape[largest] // 2)
+        shape[largest] = max(-(-shape[largest] // 2), _LEAST_DIM)
     return Sample(sample.name, torch.Size(shape), sample.device, sample.cut)
 
 
@@ -119,7 +120,9 @@ def _parts(group: Sequence[Sample], whole: Sequence[Tensor], rank: int) -> list[
     parts = []
     for index, (sample, tensor) in enumerate(zip(group, whole, strict=True)):
         numel, grain = sample.shape.numel(), sample.cut.grain(sample.shape)
-        middle = numel // 2 // grain * grain
+        count = numel // 2 // grain
+        count = count | 1 if (count | 1) * grain < numel else count  # odd: no power of 2 divides it
+        middle = count * grain
         if sample.cut == Cut.TENSOR:
             middle = numel * ((index // 2 + index) % 2)  # of the two samples, each rank has one
         flat = tensor.reshape(-1)[:middle] if rank == 0 else tensor.reshape(-1)[middle:]
