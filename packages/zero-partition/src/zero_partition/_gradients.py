@@ -49,10 +49,13 @@ class BufferGradients:
     is_lending: bool = field(default=False, init=False)
     in_flight: Handle[Tensor] | None = None
     received: Tensor | None = None  # where the reduction in flight ends, if not in the shard
+    _structured: tuple[int, ...] = field(init=False)  # parameters with a cut of their own
 
     def __attrs_post_init__(self) -> None:
         self.filled = [False] * len(self.buffer.params)
         self.guarded = [False] * len(self.buffer.params)
+        plans = enumerate(self.buffer.plan.params)
+        self._structured = tuple(i for i, plan in plans if plan.cut != Cut.FLAT)
 
     @property
     def targets(self) -> tuple[nn.Parameter, ...]:
@@ -154,15 +157,15 @@ class BufferGradients:
             is_shown = param.grad is not None and param.grad.data_ptr() == mine.data_ptr()
         if not is_shown:
             param.grad = mine
-        if self.is_lending and self.shards_state:  # the backward of a closure
+        if self.is_lending and position in self._structured:  # the backward of a closure
             self._lend(position)
 
     def lend(self, *, has_closure: bool) -> None:
         """The optimizer steps now, maybe after backwards of its own; see NOTE(lending)."""
         self.is_lending = has_closure
         self.lent.clear()
-        for position, param in enumerate(self.targets if self.parts else ()):
-            if param.grad is self.parts[position]:
+        for position in self._structured if self.parts else ():
+            if self.targets[position].grad is self.parts[position]:
                 self._lend(position)
 
     def take_back(self) -> None:
@@ -217,11 +220,8 @@ class BufferGradients:
             param.grad = None
 
     def _lend(self, position: int) -> None:
-        plan = self.buffer.plan.params[position]
-        if plan.cut == Cut.FLAT:
-            return
-        part = self.parts[position]
-        is_absent = plan.shape.numel() and not part.numel()
+        part, shape = self.parts[position], self.buffer.plan.params[position].shape
+        is_absent = shape.numel() and not part.numel()
         self.lent[position] = None if is_absent else part.as_subclass(Tensor)
         self.targets[position].grad = self.lent[position]
 

@@ -14,6 +14,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from ._cut import Cut
+from ._errors import PartitionError
 
 # NOTE(trial): a copy of the optimizer steps a few times on small parameters with made-up gradients,
 # once on whole ones and once on each of two ranks' shards. If a shard's update is not that part of
@@ -242,7 +243,7 @@ def _first_difference(
 def _undisturbed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Take the user's gradients away, so that nothing a copy may share can step, and put back."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    grads = [param.grad for param in params]
+    grads, versions = [p.grad for p in params], [p._version for p in params]
     devices = sorted({param.device.index for param in params if param.device.type == "cuda"})
     try:
         for param in params:
@@ -252,3 +253,10 @@ def _undisturbed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
+    if [param._version for param in params] != versions:
+        kind = type(optimizer).__name__
+        raise PartitionError(
+            f"a {kind} was tried, to see whether it can work on shards, and its copy wrote to "
+            "parameters of the model, which it must hold elsewhere than in param_groups; say what "
+            f"it needs, {kind}.needs_cut = 'flat' or 'tensor', and build the model again"
+        )
