@@ -263,9 +263,12 @@ def _count_the_living(group: Group, name: str) -> None:
 
             report = memory_report(model)
 
+            values = [v for state in optimizer.state.values() for v in state.values()]
+            several = sum(v.nbytes for v in values if isinstance(v, Tensor) and v.numel() > 1)
+            assert report.optimizer_bytes >= several, f"stage {stage}: {report}"
             buffers = sum(buffer.nbytes for buffer in model.buffers())
             assert parity.live_bytes() == report.total_bytes + buffers, f"stage {stage}: {report}"
-            del model, optimizer
+            del model, optimizer, values
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -48,7 +48,10 @@ def shard(
         zero_comm.CommError: A rank did not take part in time.
     """
     config = ZeroConfig() if config is None else config
-    if isinstance(optimizer, list | tuple):
+    is_many = isinstance(optimizer, list | tuple) and all(
+        isinstance(item, torch.optim.Optimizer) for item in optimizer
+    )
+    if is_many:
         raise ConfigError(
             f"shard(): expected one optimizer, got {len(optimizer)}; several step as one when they "
             "are chained: shard(model, ChainedOptimizer(muon, adamw), config)"

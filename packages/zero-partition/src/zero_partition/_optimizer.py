@@ -139,8 +139,7 @@ def _shard_value(key: str, value: Any, plan: ParameterPlan, span: Span) -> Any:
     if cut.kind in {"row", "block"} and value.dim() and len(value) == -(-shape.numel() // grain):
         return value[span.start // grain : -(-span.stop // grain)].clone()
     raise PartitionError(
-        f"parameter {plan.name!r}: optimizer state {key!r} has shape {tuple(value.shape)}, which "
-        f"the cut {str(cut)!r} of a parameter of shape {tuple(shape)} does not say how to cut: "
-        "expected a scalar, the parameter's shape, or one entry per row or block under these cuts; "
-        "only elementwise optimizers can be cut anywhere. cut='tensor' keeps it whole"
+        f"parameter {plan.name!r}: optimizer state {key!r} has shape {tuple(value.shape)}, "
+        f"expected a scalar, the parameter's shape {tuple(shape)}, or one entry per row or block "
+        f"where it is cut so: its cut is {str(cut)!r}. cut='tensor' keeps state of any shape"
     )
