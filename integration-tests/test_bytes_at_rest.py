@@ -9,9 +9,9 @@ import pytest
 import torch
 import zero_engine
 from attrs import asdict
+from parity import ZeroConfig
 from torch import nn
 from zero_comm import Group
-from zero_engine import ZeroConfig
 from zero_partition import find_sharded, memory_report
 
 WIDTH = 64
@@ -230,4 +230,8 @@ def _delete(group: Group) -> None:
             parity.loss_of(model, parity.batch(1, 0, group.rank)).backward()
             del model, optimizer
 
+            # A rank's shards stay until its peers have deleted theirs: they may still read them.
+            deadline = time.monotonic() + 5
+            while parity.live_bytes() and time.monotonic() < deadline:
+                time.sleep(0.02)
             assert parity.live_bytes() == 0, f"stage {stage}"

@@ -10,9 +10,10 @@ import pytest
 import structured
 import torch
 import zero_engine
+from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import AgreementError, Group, record_traffic
-from zero_engine import ConfigError, ZeroConfig
+from zero_engine import ConfigError
 from zero_partition import ChainedOptimizer, Cut, PartitionError, StateError, memory_report
 
 HOW = {

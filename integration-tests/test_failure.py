@@ -10,9 +10,10 @@ import parity
 import pytest
 import torch
 import zero_engine
+from parity import ZeroConfig
 from torch import nn
 from zero_comm import AgreementError, CommError, Group
-from zero_engine import ConfigError, ZeroConfig
+from zero_engine import ConfigError
 from zero_partition import PartitionError, StateError
 
 SOON_S = 10.0

@@ -11,9 +11,9 @@ import pytest
 import torch
 import zero_comm
 import zero_engine
+from parity import ZeroConfig
 from torch import nn
 from torch.nn import functional as F
-from zero_engine import ZeroConfig
 from zero_partition import memory_report
 
 pytestmark = [

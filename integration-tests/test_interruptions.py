@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import zero_engine
+from parity import ZeroConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zero_comm import Group
-from zero_engine import ZeroConfig
 from zero_partition import ShardedModel, StateError, find_sharded, memory_report
 
 NUM_STEPS = 4

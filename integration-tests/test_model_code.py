@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import zero_engine
+from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_engine import ZeroConfig
 from zero_partition import PartitionError, StateError
 
 STAGES = [0, 1, 2, 3]

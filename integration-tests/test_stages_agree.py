@@ -9,9 +9,9 @@ import parity
 import pytest
 import torch
 import zero_engine
+from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_engine import ZeroConfig
 from zero_partition import Cut
 
 ACCUMULATION = {"plain": {}, "accumulated": {"num_micro_batches": 3, "reduces_once": True}}

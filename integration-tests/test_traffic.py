@@ -6,9 +6,9 @@ import parity
 import pytest
 import torch
 import zero_engine
+from parity import ZeroConfig
 from torch import nn
 from zero_comm import Group, record_traffic
-from zero_engine import ZeroConfig
 
 BLOCK = 64 * 64
 NUM_BLOCKS = 4

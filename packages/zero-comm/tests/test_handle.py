@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 
 import pytest
 import torch
-from zero_comm import CommError, Group, Handle, all_gather_flat
+from attrs import evolve
+from zero_comm import (
+    CommError,
+    Group,
+    Handle,
+    all_gather_flat,
+    all_reduce_flat,
+    reduce_scatter_flat,
+)
 
 
 def test_a_handle_is_waited_on_once() -> None:
@@ -58,6 +67,30 @@ def test_a_failed_work_says_which_and_what_to_do() -> None:
 
     assert isinstance(e.value.__cause__, RuntimeError)
     assert "look for the first error" in str(e.value)
+
+
+@pytest.mark.parametrize("what", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_a_handle_that_is_dropped_leaves_the_connection_usable(ranks, what: str) -> None:
+    """A model that is deleted drops handles; the next one on this group hung, now and then."""
+    assert ranks(2).run(_drop_a_handle, what=what) == [[0, 1], [0, 1]]
+
+
+def _drop_a_handle(group: Group, what: str) -> list[float]:
+    messages = evolve(group, peers=None)  # as between hosts
+    launch = {
+        "all_gather": lambda buffer: all_gather_flat(buffer, splits=[2, 2], group=messages),
+        "reduce_scatter": lambda buffer: reduce_scatter_flat(buffer, splits=[2, 2], group=messages),
+        "all_reduce": lambda buffer: all_reduce_flat(buffer, group=messages),
+    }[what]
+    if group.rank == 1:
+        time.sleep(0.2)  # until the other has dropped it
+    handle = launch(torch.ones(4))
+    if group.rank == 1 and what != "all_reduce":  # of which the second half starts in wait()
+        handle.wait()
+    del handle
+
+    out = torch.full((2,), float(group.rank))
+    return all_gather_flat(out, splits=[1, 1], group=messages, tag=1).wait(timeout_s=5.0).tolist()
 
 
 class _FakeWork:

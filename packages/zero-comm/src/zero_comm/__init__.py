@@ -17,6 +17,7 @@ from ._compositions import (
     reduce_scatter_flat,
 )
 from ._errors import AgreementError, CommError, GroupMismatchError, RankFailedError
+from ._exposure import Exposure, expose
 from ._group import Group, init
 from ._handle import Handle
 from ._reduction import Reduction
@@ -27,6 +28,7 @@ __all__ = [
     "AgreementError",
     "Backend",
     "CommError",
+    "Exposure",
     "Group",
     "GroupMismatchError",
     "Handle",
@@ -43,6 +45,7 @@ __all__ = [
     "broadcast_flat",
     "check_agreement",
     "even_splits",
+    "expose",
     "init",
     "record_traffic",
     "reduce_scatter_coalesced",

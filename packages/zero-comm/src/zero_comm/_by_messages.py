@@ -86,7 +86,8 @@ def reduce_scatter_by_messages(
             wait_for(work, what, timeout_s=timeout_s)
         return out
 
-    return Handle(finish, (), (buffer, out, scratch))
+    received = [work for _, works in arrivals for work in works]
+    return Handle(finish, (), (buffer, out, scratch), (*received, *sends))
 
 
 def _send(tensor: Tensor, peer: int, group: Group, tag: int, what: str) -> tuple[str, Any]:

@@ -24,8 +24,9 @@ def gather_by_reading(
     offsets = [_offset(chunk, buffer) for chunk in chunks]
 
     def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
-        for rank, theirs in buffers.items():
-            theirs.read_into(chunks[rank], offset=offsets[rank])
+        for distance in range(1, peers.world_size):  # the next rank first: no rank is a hot spot
+            rank = (peers.rank + distance) % peers.world_size
+            buffers[rank].read_into(chunks[rank], offset=offsets[rank])
 
     transfer = peers.launch(tag, buffer, carry_out)
     return Handle(partial(_finish, transfer, buffer, peers, what))

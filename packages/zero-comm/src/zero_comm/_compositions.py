@@ -65,7 +65,7 @@ def all_gather_flat(
         _check(shard, splits[group.rank], group, "shard", dtype=out.dtype)
         own.copy_(shard)
     name = "agree" if control else "all_gather"
-    _count(group, name, out, splits, payload, sends_own=True)
+    count_traffic(group, name, out, splits, payload, sends_own=True)
     if group.world_size == 1:
         return Handle(lambda _: out)
     if group.backend.composes_from_peers:
@@ -116,7 +116,7 @@ def reduce_scatter_flat(
         out = torch.empty_like(own)
     else:
         _check(out, own.numel(), group, "out", dtype=buffer.dtype)
-    _count(group, "reduce_scatter", buffer, splits, payload, sends_own=False)
+    count_traffic(group, "reduce_scatter", buffer, splits, payload, sends_own=False)
     return _reduce_scatter(buffer, splits=splits, group=group, op=op, out=out, tag=tag)
 
 
@@ -154,8 +154,8 @@ def all_reduce_flat(
         splits = even_splits(buffer.numel(), group.world_size)
     own = _own_chunk(buffer, splits, group)
     _check_mean(buffer, op, group)
-    _count(group, "all_reduce", buffer, splits, payload, sends_own=False)
-    _count(group, "all_reduce", buffer, splits, payload, sends_own=True, calls=False)
+    count_traffic(group, "all_reduce", buffer, splits, payload, sends_own=False)
+    count_traffic(group, "all_reduce", buffer, splits, payload, sends_own=True, calls=False)
     if group.world_size == 1:
         return Handle(lambda _: buffer)
     if not group.backend.composes_from_peers:
@@ -297,6 +297,11 @@ def _check(
             f"{tensor.layout} of shape {tuple(tensor.shape)}{strides} (rank {group.rank}); flatten "
             "it with tensor.contiguous().view(-1)"
         )
+    if tensor.is_conj() or tensor.is_neg():
+        raise GroupMismatchError(
+            f"expected {name} with its values in memory, got a lazily conjugated or negated view "
+            f"(rank {group.rank}); pass tensor.resolve_conj().resolve_neg()"
+        )
     if tensor.device != group.device:
         raise GroupMismatchError(
             f"expected {name} on {group.device}, where this group communicates, got "
@@ -317,7 +322,7 @@ def _check_mean(buffer: Tensor, op: Reduction, group: Group) -> None:
         )
 
 
-def _count(
+def count_traffic(
     group: Group,
     name: str,
     buffer: Tensor,
@@ -327,6 +332,7 @@ def _count(
     sends_own: bool,
     calls: bool = True,
 ) -> None:
+    """Tell whoever records traffic what an operation on this buffer asks this rank to send."""
     if not group.recorders:
         return
     payload = splits if payload is None else payload

@@ -42,7 +42,11 @@ class Group:
 
     @classmethod
     def from_process_group(
-        cls, process_group: Any = None, *, device: torch.device | str | None = None
+        cls,
+        process_group: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout_s: float | None = None,
     ) -> Group:
         """Wrap a ProcessGroup of torch; None means the default one.
 
@@ -52,10 +56,11 @@ class Group:
         Args:
             process_group: From `torch.distributed.new_group` and friends.
             device: Where its tensors live; the current CUDA device for nccl, else the CPU.
+            timeout_s: Longest wait for the other ranks the first time; the group's own when None.
 
         Raises:
-            CommError: torch.distributed is not initialised, this rank is not a member, or the
-                backend is not one we know.
+            CommError: torch.distributed is not initialised, this rank is not a member, the backend
+                is not one we know, or another rank did not wrap its group in time.
         """
         if not dist.is_initialized():
             raise CommError(
@@ -82,7 +87,9 @@ class Group:
         where = _with_index(torch.device(device))
         backend, peers, transport = BACKENDS[name], None, BACKENDS[name].reason
         if backend.composes_from_peers and world_size > 1:
-            found = shared_host(process_group, rank=rank, world_size=world_size)
+            found = shared_host(
+                process_group, rank=rank, world_size=world_size, timeout_s=timeout_s
+            )
             peers, transport = found.peers, found.reason
         return cls(process_group, rank, world_size, where, backend, peers, transport)
 

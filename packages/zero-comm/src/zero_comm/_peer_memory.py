@@ -18,8 +18,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from errno import EFAULT, ESRCH
 from typing import Final
+from weakref import WeakSet, finalize
 
+import torch
 from attrs import Factory, define, field, frozen
 from torch import Tensor
 
@@ -30,7 +33,8 @@ _OFFER, _DONE = 1, 2
 
 _WORD: Final = 8
 _ENTRY_WORDS: Final = 4  # kind, tag, address, num_bytes
-_TOKEN, _HEAD, _CONSUMED = 0, 1, 2  # words of the header; then one count per rank, then the ring
+_TOKEN, _HEAD, _LEAVING = 0, 1, 2  # words of the header
+_CONSUMED: Final = 3  # then one count per rank, then the ring
 _CAPACITY: Final = 1024  # entries that peers may lag behind
 
 # How long a wait sleeps between looks: short while peers are probably about to answer, then longer.
@@ -67,11 +71,11 @@ class Transfer:
     """One collective of this rank: its buffer is lent to every peer until all are done."""
 
     tag: int
-    number: int  # among those of its tag, from 1
     buffer: Tensor
     carry_out: Callable[[dict[int, RemoteBuffer]], None]  # receives every peer's buffer, by rank
     is_carried_out: bool = False
-    error: BaseException | None = None
+    done_by: set[int] = field(factory=set)  # peers
+    error: Exception | None = None
 
 
 @define(eq=False)
@@ -89,8 +93,8 @@ class PeerMemory:
     _offers: dict[int, dict[int, deque[RemoteBuffer]]] = field(factory=dict, init=False)
     _waiting: dict[int, deque[Transfer]] = field(factory=dict, init=False)  # by tag, in order
     _lent: dict[int, deque[Transfer]] = field(factory=dict, init=False)  # carried out here only
-    _launched: dict[int, int] = field(factory=dict, init=False)  # how often, by tag
-    _done: dict[tuple[int, int], int] = field(factory=dict, init=False)  # by (peer, tag)
+    _is_advancing: bool = field(default=False, init=False)
+    _is_broken: bool = field(default=False, init=False)  # an interrupt came in between
     _outbox: deque[tuple[int, int, int, int]] = field(factory=deque, init=False)
     _read_by_all: int = field(default=0, init=False)  # entries of ours; a lower bound
     _fence: threading.Lock = field(default=Factory(threading.Lock), init=False)
@@ -100,6 +104,8 @@ class PeerMemory:
         num_words = _CONSUMED + self.world_size + _CAPACITY * _ENTRY_WORDS
         self._journal = (ctypes.c_int64 * num_words)()
         self._journal[_TOKEN] = self.token
+        _ALL.add(self)
+        finalize(self, _close, self._journal).atexit = False
 
     @property
     def whereabouts(self) -> Whereabouts:
@@ -125,13 +131,12 @@ class PeerMemory:
         self, tag: int, buffer: Tensor, carry_out: Callable[[dict[int, RemoteBuffer]], None]
     ) -> Transfer:
         """Offer `buffer` to the peers; `carry_out` is called once, when all have offered theirs."""
+        transfer = Transfer(tag, buffer, carry_out)
         with self._lock:
-            number = self._launched[tag] = self._launched.get(tag, 0) + 1
-            transfer = Transfer(tag, number, buffer, carry_out)
+            self._check_whole()
             self._waiting.setdefault(tag, deque()).append(transfer)
             self._write(_OFFER, tag, buffer.data_ptr(), buffer.nbytes)
-            self._advance()
-            self._carry_out(tag)
+        self._advance()
         return transfer
 
     def wait(self, transfer: Transfer, what: str, *, timeout_s: float | None = None) -> None:
@@ -141,26 +146,66 @@ class PeerMemory:
             GroupMismatchError: A peer offered a buffer of another size.
             CommError: A peer ended, or did not take part in time.
         """
+        missing: list[int] = []
+
+        def is_over() -> bool:
+            if transfer.error is not None:
+                raise transfer.error
+            missing[:] = self._missing(transfer)
+            if not transfer.is_carried_out and not self._gone.isdisjoint(missing):
+                raise self._failure(transfer, what, "and cannot", missing)
+            return not missing
+
+        if not self.look_until(is_over, timeout_s=timeout_s):
+            limit_s = self.timeout_s if timeout_s is None else timeout_s
+            raise self._failure(transfer, what, f"within {limit_s:g} s", missing)
+
+    def look_until(self, is_over: Callable[[], bool], *, timeout_s: float | None = None) -> bool:
+        """Carry out what becomes possible until `is_over()`; False if that takes too long."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         start, looks = time.monotonic(), 0
         while True:
+            # Of every group: a peer may wait for this rank in one while this rank waits in another.
+            for peers in tuple(_ALL):
+                peers._advance()
+            self._check_whole()
             with self._lock:
-                self._advance()
-                if transfer.error is not None:
-                    raise transfer.error
-                missing = self._missing(transfer)
-            if not missing:
-                return
+                if is_over():
+                    return True
             waited = time.monotonic() - start
             if waited > timeout_s:
-                raise self._failure(transfer, what, f"within {timeout_s:g} s", missing)
-            if not transfer.is_carried_out and not self._gone.isdisjoint(missing):
-                raise self._failure(transfer, what, "and cannot", missing)
+                return False
             looks += 1
             if looks > _EAGER_LOOKS:
                 time.sleep(_SHORT_SLEEP_S if waited < _SHORT_FOR_S else _LONG_SLEEP_S)
             else:
                 os.sched_yield()
+
+    def read(self, rank: int, address: int, *, into: Tensor) -> None:
+        """Fill a contiguous tensor from a peer's memory.
+
+        Raises:
+            OSError: The peer has ended, or has no such memory.
+        """
+        read_into(into, self._peers[rank].pid, address)
+
+    def read_word(self, rank: int, address: int) -> int:
+        """A signed 64-bit integer from a peer's memory. Raises as `read` does."""
+        word = ctypes.c_int64()
+        where = self._peers[rank]
+        read(where.pid, address, into=ctypes.addressof(word), num_bytes=_WORD)
+        return word.value
+
+    def leave(self) -> None:
+        """Tell peers that this process is about to end: they need not wait for it. Local."""
+        self._journal[_LEAVING] = 1
+
+    def fence(self) -> None:
+        """What was written before is seen before what is written after: release, then acquire."""
+        with self._fence:
+            pass
+        with self._fence:
+            pass
 
     def _missing(self, transfer: Transfer) -> list[int]:
         """Ranks without which the transfer is not over."""
@@ -171,20 +216,42 @@ class PeerMemory:
             rank
             for rank in self._peers
             if rank not in self._gone  # it will not read any more
-            and self._done.get((rank, transfer.tag), 0) < transfer.number
+            and rank not in transfer.done_by
         ]
 
     def _advance(self) -> None:
         """Read the news of all peers, and carry out what has become possible."""
-        for rank in self._peers:
-            if rank not in self._gone:
-                self._read_news(rank)
-        if self._outbox:
+        if self._is_broken or not self._lock.acquire(blocking=False):
+            return  # another thread is at it
+        try:
+            if self._is_advancing:
+                return  # called from within, by a signal handler or a garbage collection
+            self._is_advancing = True
+            for rank in self._peers:
+                if rank not in self._gone:
+                    self._read_news(rank)
+            for tag in tuple(self._waiting):
+                self._carry_out(tag)
             self._publish()
+            self._is_advancing = False
+        except BaseException:
+            # Something is lost on the way. Nobody shall wait for it: peers take us for gone.
+            self._is_broken = True
+            self._journal[_TOKEN] = 0
+            raise
+        finally:
+            self._lock.release()
+
+    def _check_whole(self) -> None:
+        if self._is_broken:
+            raise CommError(
+                f"an earlier collective of rank {self.rank} was interrupted (Ctrl-C, or an error "
+                "in a signal handler), and this group can do no more; start the job again"
+            )
 
     def _read_news(self, rank: int) -> None:
         where, seen = self._peers[rank], self._seen[rank]
-        header = (ctypes.c_int64 * 2)()
+        header = (ctypes.c_int64 * _CONSUMED)()
         if not self._read_journal(rank, header, word=0):
             return
         if header[_TOKEN] != where.token:
@@ -202,17 +269,17 @@ class PeerMemory:
             self._seen[rank] = self._journal[_CONSUMED + rank] = seen
             for i in range(0, count * _ENTRY_WORDS, _ENTRY_WORDS):
                 self._hear(rank, *news[i : i + _ENTRY_WORDS])
+        if header[_LEAVING]:  # it will write no more, and has read what it wants
+            self._gone.add(rank)
 
     def _read_journal(self, rank: int, out: ctypes.Array[ctypes.c_int64], *, word: int) -> bool:
         where = self._peers[rank]
+        address, num_bytes = where.address + word * _WORD, ctypes.sizeof(out)
         try:
-            read(
-                where.pid,
-                where.address + word * _WORD,
-                into=ctypes.addressof(out),
-                num_bytes=ctypes.sizeof(out),
-            )
-        except OSError:  # ended, or is just ending
+            read(where.pid, address, into=ctypes.addressof(out), num_bytes=num_bytes)
+        except OSError as error:
+            if error.errno not in (ESRCH, EFAULT):  # ended, or is just ending
+                raise
             self._gone.add(rank)
             return False
         return True
@@ -222,11 +289,13 @@ class PeerMemory:
             buffer = RemoteBuffer(self._peers[rank].pid, address, num_bytes)
             self._offers.setdefault(tag, {}).setdefault(rank, deque()).append(buffer)
             self._carry_out(tag)
-        else:
-            self._done[rank, tag] = self._done.get((rank, tag), 0) + 1
-            lent = self._lent.get(tag, ())
-            while lent and not self._missing(lent[0]):
-                lent.popleft()
+            return
+        # It was offered before the peer could be done with it, and each peer keeps a tag's order.
+        for transfer in (*self._lent.get(tag, ()), *self._waiting.get(tag, ())):
+            if rank not in transfer.done_by:
+                transfer.done_by.add(rank)
+                break
+        self._take_back(tag)
 
     def _carry_out(self, tag: int) -> None:
         """Carry out the transfers of a tag, in order, as far as all peers have offered."""
@@ -236,19 +305,32 @@ class PeerMemory:
             buffers = {rank: offers[rank].popleft() for rank in self._peers}
             try:
                 self._check_sizes(transfer, buffers)
-                transfer.carry_out(buffers)
-            except GroupMismatchError as error:
-                transfer.error = error
-                continue
+                with torch.inference_mode():  # whatever mode the code that waits is in
+                    transfer.carry_out(buffers)
             except OSError as error:
                 transfer.error = CommError(
                     f"rank {self.rank} could not read a buffer that a peer had lent: {error}. The "
-                    "peer has ended, or gave the buffer's memory away before its wait() returned."
+                    "peer has ended, or gave the buffer away before its wait() returned, or the "
+                    "result goes to memory that cannot be written"
                 )
-                continue
+            except Exception as error:  # of this transfer, whoever is waiting: told in its wait()
+                transfer.error = error
             transfer.is_carried_out = True
             self._lent.setdefault(tag, deque()).append(transfer)
             self._write(_DONE, tag, 0, 0)
+            self._take_back(tag)
+        if not waiting:
+            self._waiting.pop(tag, None)
+        if not any(offers.values()):
+            self._offers.pop(tag, None)
+
+    def _take_back(self, tag: int) -> None:
+        """Forget buffers that every peer is done with."""
+        lent = self._lent.get(tag)
+        while lent and not self._missing(lent[0]):
+            lent.popleft()
+        if not lent:
+            self._lent.pop(tag, None)
 
     def _check_sizes(self, transfer: Transfer, buffers: dict[int, RemoteBuffer]) -> None:
         for rank, buffer in buffers.items():
@@ -274,11 +356,8 @@ class PeerMemory:
             start = _CONSUMED + self.world_size + head % _CAPACITY * _ENTRY_WORDS
             self._journal[start : start + _ENTRY_WORDS] = self._outbox.popleft()
             head += 1
-            # Release, then acquire: neither the data nor the entry may be seen after the head.
-            with self._fence:
-                pass
-            with self._fence:
-                self._journal[_HEAD] = head
+            self.fence()  # neither the data nor the entry may be seen after the head
+            self._journal[_HEAD] = head
 
     def _read_by(self, rank: int, head: int) -> int:
         """How many entries of this rank's journal a peer has read."""
@@ -300,3 +379,13 @@ class PeerMemory:
             "or runs other code than its peers leaves them waiting; look for the first error among "
             "all ranks."
         )
+
+
+_ALL: Final[WeakSet[PeerMemory]] = WeakSet()
+# A peer may look once more after its group is gone here: journals stay, a page each and few.
+_CLOSED: Final[list[ctypes.Array[ctypes.c_int64]]] = []
+
+
+def _close(journal: ctypes.Array[ctypes.c_int64]) -> None:
+    journal[_TOKEN] = 0
+    _CLOSED.append(journal)

@@ -42,11 +42,16 @@ def is_supported() -> bool:
     return _READ is not None
 
 
-def allow_readers() -> None:
-    """Let processes of the same user read this one's memory, where Yama would refuse it. Local."""
+def allow_readers(ancestor: int | None) -> None:
+    """Let a process and its descendants read this one's memory, where Yama would refuse it. Local.
+
+    Args:
+        ancestor: Process id; None lets every process of the same user.
+    """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:  # without Yama it fails, and is not needed
-        prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+        who = _PR_SET_PTRACER_ANY if ancestor is None else ctypes.c_ulong(ancestor)
+        prctl(_PR_SET_PTRACER, who, 0, 0, 0)
 
 
 def read(pid: int, address: int, *, into: int, num_bytes: int) -> None:

@@ -21,8 +21,7 @@ from ._peer_memory import PeerMemory, Whereabouts
 SWITCH: Final = "ZERO_COMM_PEER_MEMORY"
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
-_HELLO_TAG: Final = (1 << 24) - 2  # before those of the compositions
-_VERDICT_TAG: Final = (1 << 24) - 1
+_TAG: Final = (1 << 24) - 1  # before those of the compositions
 
 
 class _Verdict(IntEnum):
@@ -34,7 +33,7 @@ class _Verdict(IntEnum):
 
 
 _REASONS: Final = {
-    _Verdict.OK: "all ranks run on one host and may",
+    _Verdict.OK: "reads of peers' memory: all ranks run on one host and may",
     _Verdict.SWITCHED_OFF: f"has {SWITCH}=0 set",
     _Verdict.NO_SUCH_CALL: "runs on a system without process_vm_readv",
     _Verdict.OTHER_HOST: "runs on another host than a peer",
@@ -53,47 +52,47 @@ class SharedHost:
 _FOUND: Final[WeakKeyDictionary[Any, SharedHost]] = WeakKeyDictionary()
 
 
-def shared_host(process_group: Any, *, rank: int, world_size: int) -> SharedHost:
+def shared_host(
+    process_group: Any, *, rank: int, world_size: int, timeout_s: float | None = None
+) -> SharedHost:
     """What the ranks of this gloo group found out. Collective and blocking the first time."""
     found = _FOUND.get(process_group)
     if found is None:
-        found = _FOUND[process_group] = _find_out(process_group, rank, world_size)
+        table = _Table(process_group, rank, world_size, timeout_s)
+        found = _FOUND[process_group] = _find_out(table)
     return found
 
 
-def _find_out(process_group: Any, rank: int, world_size: int) -> SharedHost:
-    options = process_group._get_backend(torch.device("cpu")).options
-    peers = PeerMemory(rank, world_size, timeout_s=options._timeout.total_seconds())
-    where = peers.whereabouts
-    verdict = _try_alone()
-    mine = [verdict, _boot_id(), where.pid, where.address, where.token]
-    hello = _tell_all(mine, process_group, rank, world_size, tag=_HELLO_TAG)
+def _find_out(table: _Table) -> SharedHost:
+    options = table.process_group._get_backend(torch.device("cpu")).options
+    peers = PeerMemory(table.rank, table.world_size, timeout_s=options._timeout.total_seconds())
+    where, verdict = peers.whereabouts, _try_alone()
+    mine = [verdict, _boot_id(), os.getppid(), where.pid, where.address, where.token]
+    hello = table.tell_all(mine)
     if all(row[0] == _Verdict.OK for row in hello):
-        verdict = _try_together(peers, hello)
-    final = _tell_all([verdict], process_group, rank, world_size, tag=_VERDICT_TAG)
-    for other, (number,) in enumerate(final):
+        if any(row[1] != mine[1] for row in hello):
+            verdict = _Verdict.OTHER_HOST
+        else:
+            # Launchers start all ranks: their descendants are enough, and no other process.
+            is_launched = all(row[2] == mine[2] for row in hello)
+            _process_memory.allow_readers(os.getppid() if is_launched else None)
+    verdicts = table.tell_all([verdict])  # from here on everyone has allowed everyone
+    if all(row == [_Verdict.OK] for row in verdicts):
+        try:
+            peers.meet([Whereabouts(*row[3:]) for row in hello])
+        except OSError:
+            verdict = _Verdict.NOT_PERMITTED
+        verdicts = table.tell_all([verdict])
+    for other, (number,) in enumerate(verdicts):
         if number != _Verdict.OK:
             return SharedHost(None, f"messages, because rank {other} {_REASONS[_Verdict(number)]}")
-    return SharedHost(peers, f"reads of peers' memory: {_REASONS[_Verdict.OK]}")
+    return SharedHost(peers, _REASONS[_Verdict.OK])
 
 
 def _try_alone() -> _Verdict:
     if os.environ.get(SWITCH, "1") == "0":
         return _Verdict.SWITCHED_OFF
-    if not _process_memory.is_supported():
-        return _Verdict.NO_SUCH_CALL
-    _process_memory.allow_readers()
-    return _Verdict.OK
-
-
-def _try_together(peers: PeerMemory, hello: Sequence[Sequence[int]]) -> _Verdict:
-    if any(row[1] != _boot_id() for row in hello):
-        return _Verdict.OTHER_HOST
-    try:
-        peers.meet([Whereabouts(*row[2:]) for row in hello])
-    except OSError:
-        return _Verdict.NOT_PERMITTED
-    return _Verdict.OK
+    return _Verdict.OK if _process_memory.is_supported() else _Verdict.NO_SUCH_CALL
 
 
 def _boot_id() -> int:
@@ -101,17 +100,24 @@ def _boot_id() -> int:
     return zlib.crc32(_BOOT_ID.read_bytes()) if _BOOT_ID.exists() else 0
 
 
-def _tell_all(
-    numbers: Sequence[int], process_group: Any, rank: int, world_size: int, *, tag: int
-) -> list[list[int]]:
-    """Every rank's numbers, in rank order."""
-    rows = torch.tensor([numbers] * world_size, dtype=torch.int64)
-    works = []
-    for other in range(world_size):
-        if other != rank:
-            peer = dist.get_global_rank(process_group, other)
-            works.append(dist.irecv(rows[other], peer, group=process_group, tag=tag))
-            works.append(dist.isend(rows[rank], peer, group=process_group, tag=tag))
-    for work in works:
-        wait_for(work, "meeting the other ranks of a new group")
-    return rows.tolist()
+@frozen
+class _Table:
+    """Ranks that tell each other numbers, by messages."""
+
+    process_group: Any
+    rank: int
+    world_size: int
+    timeout_s: float | None
+
+    def tell_all(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Every rank's numbers, in rank order. Collective."""
+        rows = torch.tensor([numbers] * self.world_size, dtype=torch.int64, device="cpu")
+        works, options = [], {"group": self.process_group, "tag": _TAG}
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                peer = dist.get_global_rank(self.process_group, rank)
+                works.append(dist.irecv(rows[rank], peer, **options))
+                works.append(dist.isend(rows[self.rank], peer, **options))
+        for work in works:
+            wait_for(work, "meeting the other ranks of a new group", timeout_s=self.timeout_s)
+        return rows.tolist()

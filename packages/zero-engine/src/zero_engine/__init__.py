@@ -3,10 +3,14 @@
 from zero_partition import (
     ChainedOptimizer,
     Cut,
+    backward_without_batch,
     clip_grad_norm_,
     full_state_dict,
+    get_leaf_modules,
     no_sync,
     release_buffers,
+    set_leaf_modules,
+    unset_leaf_modules,
 )
 
 from .__about__ import __version__
@@ -20,9 +24,13 @@ __all__ = [
     "Cut",
     "ZeroConfig",
     "__version__",
+    "backward_without_batch",
     "clip_grad_norm_",
     "full_state_dict",
+    "get_leaf_modules",
     "no_sync",
     "release_buffers",
+    "set_leaf_modules",
     "shard",
+    "unset_leaf_modules",
 ]

@@ -76,6 +76,8 @@ class ZeroConfig:
         units: Names of the modules whose parameters are gathered and reduced as one, as in
             `model.named_modules()`. Chosen when None: repeated blocks, and what is too large.
         max_unit_bytes: Where units are chosen, what is larger is split if it can be.
+        min_unit_bytes: Where units are chosen, smaller blocks stay with what encloses them:
+            they are not worth a gather and hooks of their own.
         window: Stage 3: units that may be whole at a time, the one in use included. More hides
             more communication and costs their bytes.
         cut: Where parameters may be cut into shards: "flat" (anywhere), "row" (between rows),
@@ -97,6 +99,7 @@ class ZeroConfig:
         default=None, converter=_as_names, validator=_check_units, kw_only=True
     )
     max_unit_bytes: int = field(default=512 * 2**20, validator=_at_least(1, int), kw_only=True)
+    min_unit_bytes: int = field(default=2**16, validator=_at_least(0, int), kw_only=True)
     cut: CutChoice = field(default=None, converter=_as_cuts, kw_only=True)
     window: int = field(default=3, validator=_at_least(1, int), kw_only=True)
     state_dict: Literal["raise", "gather"] = field(

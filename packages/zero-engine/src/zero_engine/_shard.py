@@ -71,10 +71,11 @@ def shard(
     partition(
         model,
         optimizer,
-        group=_default_group(model) if group is None else group,
+        group=_default_group(model, config.timeout_s) if group is None else group,
         placements=config.placements,
         units=config.units,
         max_unit_bytes=config.max_unit_bytes,
+        min_unit_bytes=config.min_unit_bytes,
         window=config.window,
         cut=config.cut,
         gathers_state_dict=config.state_dict == "gather",
@@ -83,8 +84,8 @@ def shard(
     return model, optimizer
 
 
-def _default_group(model: nn.Module) -> Group:
+def _default_group(model: nn.Module, timeout_s: float) -> Group:
     if dist.is_initialized():
-        return Group.from_process_group()
+        return Group.from_process_group(timeout_s=timeout_s)
     first = next(model.parameters(), None)
     return Group.solo("cpu" if first is None else first.device)

@@ -7,11 +7,13 @@ from ._errors import LayoutError, PartitionError, StateError
 from ._grouping import BufferPlan, ParameterPlan, UnitPlan, choose_units, plan_units
 from ._hooks import find_sharded
 from ._layout import FlatLayout, Piece
+from ._leaves import get_leaf_modules, set_leaf_modules, unset_leaf_modules
 from ._memory import MemoryReport
 from ._needs import CutChoice
 from ._partition import partition
 from ._placement import STAGES, Placement, Placements, Stage
 from ._public import (
+    backward_without_batch,
     clip_grad_norm_,
     full_state_dict,
     memory_report,
@@ -41,13 +43,17 @@ __all__ = [
     "StateError",
     "UnitPlan",
     "__version__",
+    "backward_without_batch",
     "choose_units",
     "clip_grad_norm_",
     "find_sharded",
     "full_state_dict",
+    "get_leaf_modules",
     "memory_report",
     "no_sync",
     "partition",
     "plan_units",
     "release_buffers",
+    "set_leaf_modules",
+    "unset_leaf_modules",
 ]

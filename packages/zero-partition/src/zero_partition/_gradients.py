@@ -37,7 +37,8 @@ class BufferGradients:
     unit: Unit
     shards_state: bool  # whether the optimizer works on shards (every stage but zero)
     accumulator: Tensor | None = None  # whole and local; memory of its own, or a slot
-    views: tuple[Tensor, ...] = ()  # of the accumulator
+    views: tuple[Tensor, ...] = ()  # of the accumulator; kept while a slot may come back
+    views_at: int = 0  # its address
     slot: Slot[BufferGradients] | None = None
     filled: list[bool] = field(init=False)  # holds a local gradient that was not reduced yet
     guarded: list[bool] = field(init=False)  # we put a guard into `param.grad`
@@ -79,23 +80,27 @@ class BufferGradients:
 
     def use_accumulator(self, memory: Tensor, slot: Slot[BufferGradients] | None) -> None:
         """Collect in this memory, 1-D, of the buffer's numel and dtype."""
+        if not self.views or memory.data_ptr() != self.views_at:  # usually the same slot again
+            self.views, self.views_at = self.buffer.views_of(memory), memory.data_ptr()
         self.accumulator, self.slot = memory, slot
-        self.views = self.buffer.views_of(memory)
 
     def leave_accumulator(self) -> None:
         """Collect nowhere until `use_accumulator`."""
         if self.slot is not None:
             self.slot.owner = None
-        self.accumulator, self.views, self.slot = None, (), None
+        else:
+            self.views = ()  # nothing else keeps that memory
+        self.accumulator, self.slot = None, None
 
     def take(self, position: int, grad: Tensor) -> None:
         """Move what autograd left in `param.grad` into the accumulator; see NOTE(arrival)."""
         view = self.views[position]
-        if grad.data_ptr() != view.data_ptr():  # else autograd accumulated in place
+        if self.shards_state or grad.data_ptr() != view.data_ptr():  # else it is in place
+            value = grad.detach() if grad.requires_grad else grad
             if self.filled[position]:
-                view.add_(grad.detach())
+                view.add_(value)
             else:
-                view.copy_(grad.detach())
+                view.copy_(value)
         self.filled[position] = True
         self.arrived.add(position)
         self.buffer.params[position].grad = None if self.shards_state else view

@@ -14,6 +14,7 @@ from ._balance import Balance
 from ._cut import Cut
 from ._errors import PartitionError
 from ._layout import FlatLayout, byte_offsets
+from ._leaves import is_leaf, outermost_leaves
 
 ALIGN_BYTES = (
     64  # vector units and compiled kernels assume it; else compiled code copies its inputs
@@ -81,13 +82,17 @@ class UnitPlan:
         return self.offsets[-1]
 
 
-def choose_units(model: nn.Module, *, max_unit_bytes: int) -> tuple[str, ...]:
+def choose_units(
+    model: nn.Module, *, max_unit_bytes: int, min_unit_bytes: int = 0
+) -> tuple[str, ...]:
     """Names of the modules that become units: repeated blocks, and what is too large to stay whole.
 
     A block is a child of a container whose children are all of one class (the layers of a
     transformer, say). What belongs to no block stays with the model itself; modules that own more
     than `max_unit_bytes` of it become units of their own, and so do the blocks inside a block that
-    is larger than that.
+    is larger than that. A block of less than `min_unit_bytes` is not worth its hooks and messages:
+    it stays with what encloses it, unless the container as a whole is larger than `max_unit_bytes`.
+    Leaf modules (`set_leaf_modules`) become units as they are.
     """
     chosen: list[str] = []
 
@@ -96,7 +101,12 @@ def choose_units(model: nn.Module, *, max_unit_bytes: int) -> tuple[str, ...]:
             path = f"{name}.{child_name}" if name else child_name
             if not any(True for _ in child.parameters()):
                 continue
-            if _is_repeated(module) and _has_forward(child):
+            if is_leaf(child):
+                chosen.append(path)
+            elif _is_repeated(module) and _has_forward(child):
+                if _bytes_of(child) < min_unit_bytes and _bytes_of(module) <= max_unit_bytes:
+                    chosen.extend(f"{path}.{inner}" for inner, _ in outermost_leaves(child))
+                    continue
                 chosen.append(path)
                 if _bytes_of(child) > max_unit_bytes:
                     visit(child, path)

@@ -93,7 +93,8 @@ class AfterForward(Bound):
         """Reshard; ask the outputs to say when backward comes back."""
         if not self.unit.depth:
             return  # its forward hook raised before the forward began
-        call = self.sharded.schedule.after_forward(self.unit)
+        # torch gives None where forward raised; a forward that returns None has no backward.
+        call = self.sharded.schedule.after_forward(self.unit, raised=output is None)
         if not torch.is_grad_enabled():
             return
         hook = _BeforeBackward(self.sharded, call)

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from zero_comm import Group, broadcast_coalesced, broadcast_flat, check_agreement
+from zero_comm import (
+    Exposure,
+    Group,
+    broadcast_coalesced,
+    broadcast_flat,
+    check_agreement,
+    expose,
+)
 
 from ._errors import PartitionError
 from ._flat_buffer import FlatBuffer
@@ -33,6 +40,7 @@ def partition(
     placements: Placements = STAGES[Stage.THREE],
     units: Sequence[str] | None = None,
     max_unit_bytes: int = 512 * 2**20,
+    min_unit_bytes: int = 2**16,
     window: int = 3,
     cut: CutChoice = None,
     gathers_state_dict: bool = False,
@@ -52,6 +60,7 @@ def partition(
         placements: What rests sharded; see `STAGES`.
         units: Names of the modules that are unsharded and reduced as one; chosen when None.
         max_unit_bytes: What is larger is split where it can be, when units are chosen.
+        min_unit_bytes: Blocks that are smaller stay with what encloses them.
         window: Units that may be whole at a time, the one in use included.
         cut: Where parameters may be cut: a `Cut` or its name, a mapping from names or patterns to
             cuts, or a function of name and parameter. What it leaves open is `cut` in the param
@@ -82,7 +91,9 @@ def partition(
     if optimizer is not None:
         check_optimizer(optimizer, model, shards_state=shards_state)
     cuts = choose_cuts(model, optimizer, cut) if shards_state else {}
-    names = choose_units(model, max_unit_bytes=max_unit_bytes) if units is None else units
+    names = units
+    if names is None:
+        names = choose_units(model, max_unit_bytes=max_unit_bytes, min_unit_bytes=min_unit_bytes)
     plans = plan_units(
         model, names, world_size=group.world_size, cuts=cuts, group_of=param_group_of(optimizer)
     )
@@ -93,6 +104,7 @@ def partition(
     runtime = _distribute(model, plans, group, placements.params)
     if optimizer is not None and shards_state:
         shard_optimizer(optimizer, runtime)
+    exposure = _expose(runtime, group) if placements.params is Placement.SHARDED else None
     sharded = ShardedModel(
         model=model,
         group=group,
@@ -107,6 +119,7 @@ def partition(
             num_slots=_REDUCTION_SLOTS,
         ),
         optimizer=optimizer,
+        exposure=exposure,
         gathers_state_dict=gathers_state_dict,
     )
     install_module_hooks(model, sharded)
@@ -144,6 +157,16 @@ def _distribute(
         )
         units.append(Unit(plan, unit_index, group, placement, tuple(flat_buffers), owners))
     return tuple(units)
+
+
+def _expose(units: Sequence[Unit], group: Group) -> Exposure | None:
+    """Let peers read this rank's shards, where they can."""
+    if group.world_size == 1:
+        return None
+    exposure = expose([buffer.shard for unit in units for buffer in unit.buffers], group=group)
+    for unit in units:
+        unit.exposure = exposure
+    return exposure
 
 
 def _first_index(plans: Sequence[UnitPlan]) -> int:

@@ -77,6 +77,18 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         reducer.sync = before
 
 
+def backward_without_batch(model: nn.Module) -> None:
+    """Take part in a backward of the other ranks, with gradients of zero. Collective.
+
+    For a rank that has no batch left while others have: it calls this in place of forward and
+    backward, and then steps as they do. Inside `no_sync` it does nothing.
+
+    Raises:
+        StateError: Not sharded, or a backward of this rank is running or ended in an exception.
+    """
+    _find(model).backward_without_batch()
+
+
 def release_buffers(model: nn.Module) -> None:
     """Give slots and reduction buffers back until the next step needs them. Local.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from attrs import define, field
@@ -100,28 +101,31 @@ class GradientReducer:
         grad = g.buffer.params[position].grad
         if grad is None:
             return  # autograd found it undefined: the same as unused
-        name = g.buffer.plan.params[position].name
-        if g.unit.state is not ShardState.UNSHARDED:
-            raise StateError(
-                f"parameter {name!r} received a gradient while its unit {g.unit.name!r} was "
-                f"sharded (rank {self.group.rank}): its backward may have read other values. "
-                "Please report the model; making the modules involved one unit "
-                "(ZeroConfig.units) avoids it."
-            )
-        if grad.layout != torch.strided:
-            raise StateError(
-                f"parameter {name!r}: expected a dense gradient, got layout {grad.layout} (rank "
-                f"{self.group.rank}); construct the embedding with sparse=False"
-            )
+        if g.unit.state is not ShardState.UNSHARDED or grad.layout is not torch.strided:
+            self._refuse(g, position, grad)
         if g.in_flight is not None:  # again in one backward: a nested one, of a checkpoint
             self._finish(g)
-        self._ensure_accumulator(g)
+        if g.accumulator is None:
+            self._ensure_accumulator(g)
         g.take(position, grad)
         if self.sync and g.is_full:
             self._became_full.append(g)
             while self._turn < len(self._order) and self._order[self._turn].is_full:
                 self._turn += 1
                 self._launch(self._order[self._turn - 1])
+
+    def _refuse(self, g: BufferGradients, position: int, grad: Tensor) -> NoReturn:
+        name = g.buffer.plan.params[position].name
+        if grad.layout is not torch.strided:
+            raise StateError(
+                f"parameter {name!r}: expected a dense gradient, got layout {grad.layout} (rank "
+                f"{self.group.rank}); construct the embedding with sparse=False"
+            )
+        raise StateError(
+            f"parameter {name!r} received a gradient while its unit {g.unit.name!r} was sharded "
+            f"(rank {self.group.rank}): its backward may have read other values. Please report "
+            "the model; making the modules involved one unit (ZeroConfig.units) avoids it."
+        )
 
     def end_backward(self) -> None:
         """Reduce what is left, and put every gradient where the optimizer reads it."""
@@ -200,6 +204,7 @@ class GradientReducer:
         for g in self.gradients:
             if not g.has_local and (self.shards_state or not g.holds_gradients):
                 g.leave_accumulator()
+                g.views = ()
             if not g.holds_gradients:
                 g.shard, g.parts = None, ()
         if not any(g.slot for g in self.gradients):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from attrs import Factory, define, field, frozen
+from attrs import Factory, define, field
 
 from ._errors import StateError
 from ._order import ExecutionOrder
@@ -20,7 +20,7 @@ from ._unit import Unit
 # hook on inputs, and none per module, is needed to know it.
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Call:
     """One forward of a unit whose graph may come back in backward."""
 
@@ -29,6 +29,7 @@ class Call:
     stop: int
     version: int  # of the values the graph was made with
     generation: int  # of the slots the graph's views point into
+    backward: int = -1  # the number of the backward that has reached it
 
 
 @define(eq=False)
@@ -45,7 +46,7 @@ class Schedule:
     _clock: int = field(default=0, init=False)
     _starts: list[int] = field(default=Factory(list), init=False)
     _active: list[Call] = field(default=Factory(list), init=False)  # in backward
-    _complete: list[Call] = field(default=Factory(list), init=False)  # in this backward
+    _backward: int = field(default=0, init=False)  # how many have ended
 
     def __attrs_post_init__(self) -> None:
         self.training = ExecutionOrder(len(self.units))
@@ -83,24 +84,27 @@ class Schedule:
         self._starts.append(self._clock)
         unit.depth += 1
 
-    def after_forward(self, unit: Unit) -> Call:
+    def after_forward(self, unit: Unit, *, raised: bool = False) -> Call:
         """Reshard, and say which call this was."""
         self._clock += 1
         unit.depth -= 1
         start = self._starts.pop()
-        if unit.depth == 0 and not is_in_backward():  # recomputation: its backward follows at once
+        # The model's own unit has its slot to itself and comes back first: it stays, for a loss
+        # that reads its parameters. In recomputation a unit's backward follows at once.
+        stays = is_in_backward() or (not unit.plan.name and torch.is_grad_enabled() and not raised)
+        if unit.depth == 0 and not stays:
             unit.reshard()
         return Call(unit, start, self._clock, unit.version, self._generation)
 
     def before_backward(self, call: Call) -> None:
         """A gradient has reached an output of this call: make its unit whole again."""
-        if any(known is call for known in (*self._active, *self._complete)):
+        if call.backward == self._backward:
             return  # an output that an earlier call made carries the hooks of both
         self._check_current(call)
+        call.backward = self._backward
         complete = [active for active in self._active if active.start > call.stop]
         self._active = [active for active in self._active if active.start <= call.stop]
         self._active.append(call)
-        self._complete += complete
         for other in complete:  # see NOTE(backward order)
             if not self.is_in_use(other.unit):
                 other.unit.reshard()
@@ -109,7 +113,7 @@ class Schedule:
     def end_backward(self) -> None:
         """Every call's backward is complete, or was given up."""
         self._active.clear()
-        self._complete.clear()
+        self._backward += 1
         for unit in self.units:
             if unit.depth == 0:
                 unit.reshard()
@@ -123,6 +127,8 @@ class Schedule:
 
     def prefetch(self, *, using: Unit | None = None) -> None:
         """Launch gathers for the units that come next, as far as slots are free."""
+        if self.units[0].exposure is not None:
+            return  # whole when they are needed, by no one's leave
         ahead = [] if using is None else [using]  # it does not count as in use yet
         for index in self._order.upcoming(self.window - 1):
             unit = self.units[index]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from attrs import define, field
 from torch import nn
-from zero_comm import Group
+from zero_comm import Exposure, Group
 
 from ._errors import StateError
 from ._placement import Placement, Placements
@@ -26,6 +26,7 @@ class ShardedModel:
     schedule: Schedule
     reducer: GradientReducer
     optimizer: torch.optim.Optimizer | None
+    exposure: Exposure | None  # of sharded parameters, where peers can read them
     gathers_state_dict: bool  # what `model.state_dict()` does while parameters rest sharded
     exports_stand_ins: bool = field(default=False, init=False)  # full_state_dict is collecting
     _backward_is_open: bool = field(default=False, init=False)
@@ -57,6 +58,16 @@ class ShardedModel:
             self._backward_is_open = True
             call_after_backward(self._close_backward)
 
+    def backward_without_batch(self) -> None:
+        """What a backward does between ranks, with no gradient of this one."""
+        if self._backward_is_open:
+            raise StateError(
+                "backward_without_batch() during a backward, or after one that an exception ended; "
+                "call optimizer.zero_grad() first"
+            )
+        self.reducer.before_forward()
+        self._close_backward()
+
     def before_step(self, *, has_closure: bool) -> None:
         """What the optimizer reads must be there, and nothing may still read what it writes."""
         if self._backward_is_open:
@@ -66,21 +77,29 @@ class ShardedModel:
             )
         self._check_params()
         self.reducer.before_step()
-        self.schedule.settle()
+        self.begin_write()
         self.reducer.lend(has_closure=has_closure)
 
     def after_step(self) -> None:
         """Parameters have changed: publish them where they rest replicated."""
         self.reducer.take_back()
-        self.changed()
+        self.end_write()
         if self.placements.optim is Placement.SHARDED:
             handles = [handle for unit in self.units for handle in unit.publish()]
             for handle in handles:
                 handle.wait()
         self.schedule.prefetch()
 
-    def changed(self) -> None:
+    def begin_write(self) -> None:
+        """Wait until nothing reads the shards any more. Collective where they are exposed."""
+        self.schedule.settle()
+        if self.exposure is not None:
+            self.exposure.begin_write()
+
+    def end_write(self) -> None:
         """Whole copies of the parameters, and graphs made with them, are out of date."""
+        if self.exposure is not None:
+            self.exposure.end_write()
         for unit in self.units:
             unit.version += 1
 
@@ -88,6 +107,7 @@ class ShardedModel:
         """What `optimizer.zero_grad()` means for gradients that are on their way."""
         self._give_up_open_backward(is_asked_for=True)
         self.reducer.drop(set_to_none=set_to_none)
+        self.schedule.settle()  # of a forward whose backward never came
 
     def release_buffers(self) -> None:
         """Give slots and reduction buffers back until they are needed again."""

@@ -38,6 +38,8 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
         for name, buffer in sharded.model.named_buffers(remove_duplicate=False):
             whole[name] = buffer.detach().to("cpu", copy=True)
     for unit in sharded.units:
+        if not is_first and unit.exposure is not None:
+            continue  # rank 0 reads what it needs
         unit.unshard(sharded.schedule.pool)
         if is_first:
             for buffer in unit.buffers:
@@ -45,6 +47,9 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
                     value = param.detach().to("cpu", copy=True)
                     whole.update(dict.fromkeys(plan.names, value))
         unit.reshard()
+    if sharded.exposure is not None:  # nobody leaves before rank 0 has read
+        sharded.exposure.begin_write()
+        sharded.exposure.end_write()
     if not is_first:
         return {}
     return {key: _find(key, value, whole) for key, value in state.items()}
@@ -148,7 +153,7 @@ class _BeforeLoad(Bound):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        self.sharded.schedule.settle()
+        self.sharded.begin_write()
         for attribute, (unit, buffer_index, position) in self.places.items():
             value = state.pop(prefix + attribute, None)
             if value is None:
@@ -165,7 +170,7 @@ class _BeforeLoad(Bound):
                 values[position] = value
                 buffer.fill_shard(values)
             self.loaded.add(prefix + attribute)
-        self.sharded.changed()
+        self.sharded.end_write()
 
 
 @define(eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import Factory, define, field
 from torch import Tensor, nn
-from zero_comm import CommError, Group, Handle, all_gather_flat
+from zero_comm import CommError, Exposure, Group, Handle, all_gather_flat
 
 from ._errors import StateError
 from ._flat_buffer import FlatBuffer
@@ -24,6 +24,7 @@ class Unit:
     placement: Placement  # of its parameters
     buffers: tuple[FlatBuffer, ...]
     owners: tuple[tuple[nn.Module, str, int, int], ...]  # module, attribute, buffer, position
+    exposure: Exposure | None = None  # through which all shards can be read without their owners
     state: ShardState = field(init=False)
     version: int = 0  # how often the optimizer has changed its values
     depth: int = 0  # forwards of its module that are running
@@ -62,8 +63,11 @@ class Unit:
         )
 
     def start_unshard(self, pool: SlotPool[Unit]) -> None:
-        """Launch the gather, if one is needed. Collective with its peers' same call."""
-        if self.state is not ShardState.SHARDED or self.is_resident:
+        """Launch the gather, if one is needed. Collective with its peers' same call.
+
+        Nothing to launch where peers' shards can be read: nobody has to be waited for.
+        """
+        if self.state is not ShardState.SHARDED or self.is_resident or self.exposure is not None:
             return
         self._take_slot(pool)
         self._slot_version = self.version
@@ -81,9 +85,11 @@ class Unit:
         self._move_to(ShardState.GATHERING)
 
     def unshard(self, pool: SlotPool[Unit]) -> None:
-        """Make the parameters whole. Collective unless they are resident; waits."""
+        """Make the parameters whole; waits. Collective unless they are resident or exposed."""
         if self.state is ShardState.UNSHARDED:
             return
+        if self.exposure is not None and not self.is_resident:
+            self._read_shards(self.exposure, pool)
         self.start_unshard(pool)
         self._wait()
         if self.group.world_size == 1 and not self._views:
@@ -118,19 +124,16 @@ class Unit:
 
     def check_untouched(self) -> None:
         """Raise StateError where a parameter no longer views our memory, or was written sharded."""
-        views = self._views
+        is_whole = self.state is ShardState.UNSHARDED
         is_sharded = self.placement is Placement.SHARDED
         for module, attribute, buffer_index, position in self.owners:
             buffer = self.buffers[buffer_index]
-            if self.state is ShardState.UNSHARDED:
-                expected = views[buffer_index][position]
-            else:
-                expected = buffer.stand_ins[position]
+            expected = self._views[buffer_index] if is_whole else buffer.stand_ins
             param = module._parameters.get(attribute)
             if (
                 param is not buffer.params[position]
-                or param.data_ptr() != expected.data_ptr()
-                or param.dtype != expected.dtype
+                or param.data_ptr() != expected[position].data_ptr()
+                or param.dtype is not buffer.plan.dtype
                 or (param.requires_grad and not buffer.plan.trainable)
                 or (is_sharded and param._version != buffer.versions[position])
             ):
@@ -195,6 +198,19 @@ class Unit:
             self._views = [
                 buffer.views_of(full) for buffer, full in zip(self.buffers, self._full, strict=True)
             ]
+
+    def _read_shards(self, exposure: Exposure, pool: SlotPool[Unit]) -> None:
+        self._take_slot(pool)
+        self._slot_version = -1  # what an exception leaves behind is nobody's value
+        for buffer, full in zip(self.buffers, self._full, strict=True):
+            layout = buffer.plan.layout
+            try:
+                exposure.gather(
+                    buffer.shard, full, splits=layout.splits, payload=layout.payload_splits
+                )
+            except CommError as error:
+                raise CommError(f"gathering unit {self.name!r}: {error}") from error
+        self._slot_version = self.version
 
     def _wait(self) -> None:
         handles, self._handles = self._handles, []

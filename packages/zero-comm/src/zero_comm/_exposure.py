@@ -1,0 +1,168 @@
+"""Shards that peers read when they like, between the writes of their owner."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from weakref import finalize
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from ._compositions import all_gather_flat, count_traffic
+from ._errors import CommError
+from ._group import Group
+from ._peer_memory import PeerMemory
+from ._remains import HAS_LEFT, Remains, leave
+
+_OPENED, _CLOSED = 0, 1  # words: the newest version peers may read, the newest we read no more
+
+
+@define(eq=False)
+class Exposure:
+    """This rank's shards and where its peers' lie: an all-gather that needs no peer to take part.
+
+    Everyone reads one version of everyone's shards, until all ranks have begun to write; nobody
+    reads the next one of a rank before that rank has ended its write. A rank that drops its
+    exposure, or ends without an error, leaves its shards readable until all peers have done so.
+    """
+
+    group: Group
+    shards: tuple[Tensor, ...]
+    _peers: PeerMemory
+    _words: ctypes.Array[ctypes.c_int64]
+    _addresses: dict[int, list[int]]  # of each peer: its words, then its shards
+    _index: dict[int, int] = field(init=False)  # of a shard, by id
+    _version: int = field(default=1, init=False)
+    _is_writing: bool = field(default=False, init=False)
+    _is_current: set[int] = field(factory=set, init=False)  # peers known to have our version open
+
+    def __attrs_post_init__(self) -> None:
+        self._index = {id(shard): index for index, shard in enumerate(self.shards)}
+
+    def gather(
+        self,
+        shard: Tensor,
+        out: Tensor,
+        *,
+        splits: Sequence[int],
+        payload: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Fill `out` with every rank's values of `shard`. Local: peers need not call it.
+
+        Args:
+            shard: One of `shards`, the very object.
+            out: 1-D, contiguous, `sum(splits)` elements of the shard's dtype.
+            splits: Elements per rank, in rank order; as many as that rank's shard has.
+            payload: Elements per rank that carry data, for the traffic count; `splits` when None.
+            timeout_s: Longest wait for a peer that is writing, in seconds; the group's when None.
+
+        Raises:
+            CommError: A peer has ended, has deleted its shards, or did not end its write in time.
+        """
+        if self._is_writing:
+            self.end_write()
+        index = self._index[id(shard)]
+        count_traffic(self.group, "all_gather", out, splits, payload, sends_own=True)
+        for rank, (start, stop) in enumerate(pairwise(accumulate(splits, initial=0))):
+            if rank == self.group.rank:
+                out[start:stop].copy_(shard)
+            elif start < stop:
+                self._read(rank, index, out[start:stop], timeout_s)
+
+    def begin_write(self, *, timeout_s: float | None = None) -> None:
+        """Wait until no peer reads this version any more. Collective.
+
+        Called again before `end_write`, it does nothing.
+
+        Raises:
+            CommError: A peer ended, or does not begin its write in time.
+        """
+        if self._is_writing:
+            return
+        self._peers.fence()
+        self._words[_CLOSED] = self._version
+        for rank in self._addresses:
+            self._wait_for(rank, _CLOSED, "a write to shards that peers read", timeout_s)
+        self._is_writing = True
+
+    def end_write(self) -> None:
+        """Let peers read what was written. Local."""
+        if self._is_writing:
+            self._is_writing = False
+            self._version += 1
+            self._is_current.clear()
+            self._peers.fence()
+            self._words[_OPENED] = self._version
+
+    def _read(self, rank: int, index: int, out: Tensor, timeout_s: float | None) -> None:
+        if rank not in self._is_current:
+            self._wait_for(rank, _OPENED, "reading a shard", timeout_s)
+            self._is_current.add(rank)
+        try:
+            self._peers.read(rank, self._addresses[rank][1 + index], into=out)
+        except OSError as error:
+            raise self._gone(rank, "reading a shard") from error
+
+    def _wait_for(self, rank: int, word: int, what: str, timeout_s: float | None) -> None:
+        def is_there() -> bool:
+            if self._word(rank, word, what) >= self._version:
+                return True
+            if self._word(rank, _CLOSED, what) == HAS_LEFT:
+                raise self._gone(rank, what)
+            return False
+
+        if not self._peers.look_until(is_there, timeout_s=timeout_s):
+            limit_s = self._peers.timeout_s if timeout_s is None else timeout_s
+            raise CommError(
+                f"{what}: rank {rank} did not reach it within {limit_s:g} s (rank "
+                f"{self.group.rank}). Every rank must write to its shards as often: "
+                "optimizer.step() and load_state_dict() belong on all ranks. A rank that raised or "
+                "ended leaves its peers waiting; look for the first error among all ranks."
+            )
+
+    def _word(self, rank: int, word: int, what: str) -> int:
+        try:
+            return self._peers.read_word(rank, self._addresses[rank][0] + 8 * word)
+        except OSError as error:
+            raise self._gone(rank, what) from error
+
+    def _gone(self, rank: int, what: str) -> CommError:
+        return CommError(
+            f"{what}: rank {rank} has ended or has deleted its model (rank {self.group.rank}): its "
+            "shards can be read as it left them, but it takes part in no further step"
+        )
+
+
+def expose(
+    shards: Sequence[Tensor], *, group: Group, tag: int = 0, timeout_s: float | None = None
+) -> Exposure | None:
+    """Let peers read these shards; None where the group's ranks cannot. Collective.
+
+    Args:
+        shards: Contiguous, on the CPU, in the same order and dtypes on every rank. They must stay
+            where they are while the exposure lives, and may be written between `begin_write` and
+            `end_write`.
+        group: The ranks whose shards belong together.
+        tag: As for `all_gather_flat`.
+        timeout_s: Longest wait for the other ranks, in seconds; the group's own when None.
+
+    Raises:
+        CommError: A rank did not take part in time.
+    """
+    if group.peers is None:
+        return None
+    words = (ctypes.c_int64 * 2)(1, 0)
+    mine = [ctypes.addressof(words), *(shard.data_ptr() for shard in shards)]
+    table = torch.tensor(mine * group.world_size, dtype=torch.int64)
+    splits = [len(mine)] * group.world_size
+    handle = all_gather_flat(table, splits=splits, group=group, tag=tag, control=True)
+    rows = handle.wait(timeout_s=timeout_s).view(group.world_size, -1).tolist()
+    addresses = {rank: row for rank, row in enumerate(rows) if rank != group.rank}
+    exposure = Exposure(group, tuple(shards), group.peers, words, addresses)
+    remains = Remains(tuple(shards), words, group.peers, {r: a[0] for r, a in addresses.items()})
+    finalize(exposure, leave, remains).atexit = False
+    return exposure
