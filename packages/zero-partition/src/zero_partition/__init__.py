@@ -1,10 +1,11 @@
 """Who owns which elements of a model, and when a parameter is whole: ZeRO stages 0 to 3."""
 
 from .__about__ import __version__
+from ._buffer_plan import BufferPlan, ParameterPlan
 from ._chained import ChainedOptimizer
 from ._cut import Cut
 from ._errors import LayoutError, PartitionError, StateError
-from ._grouping import BufferPlan, ParameterPlan, UnitPlan, choose_units, plan_units
+from ._grouping import UnitPlan, choose_units, plan_units
 from ._hooks import find_sharded
 from ._layout import FlatLayout, Piece
 from ._leaves import get_leaf_modules, set_leaf_modules, unset_leaf_modules

@@ -9,7 +9,7 @@ from attrs import define, field
 from torch import Tensor, nn
 from zero_comm import Group
 
-from ._grouping import BufferPlan
+from ._buffer_plan import BufferPlan
 from ._guards import GradientGuard, placeholder
 from ._layout import Piece
 

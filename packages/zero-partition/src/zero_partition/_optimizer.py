@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from zero_comm import Group
 
+from ._buffer_plan import ParameterPlan
 from ._chained import members_of
 from ._cut import Cut
 from ._errors import PartitionError, StateError
 from ._flat_buffer import FlatBuffer
-from ._grouping import ParameterPlan
 from ._span import Span
 from ._unit import Unit
 

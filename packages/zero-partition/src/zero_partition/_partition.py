@@ -16,9 +16,10 @@ from zero_comm import (
     expose,
 )
 
+from ._buffer_plan import BufferPlan
 from ._errors import PartitionError
 from ._flat_buffer import FlatBuffer
-from ._grouping import BufferPlan, UnitPlan, choose_units, plan_units
+from ._grouping import UnitPlan, choose_units, plan_units
 from ._hooks import find_sharded, install_module_hooks, install_optimizer_hooks
 from ._needs import CutChoice, choose_cuts
 from ._optimizer import check_optimizer, describe_optimizer, param_group_of, shard_optimizer
