@@ -35,6 +35,11 @@ def _count_the_living(group: Group) -> None:
             parity.run_steps(model, optimizer, range(2), rank=group.rank)
             _assert_report_is_complete(model, f"stage {stage}, between steps")
 
+            with zero_engine.unsharded(model):
+                _assert_report_is_complete(model, f"stage {stage}, whole")
+            with zero_engine.GatheredParameters([model.scale, model.blocks[0].up.weight]):
+                _assert_report_is_complete(model, f"stage {stage}, partly whole")
+
             parity.loss_of(model, parity.batch(2, 0, group.rank)).backward()
             _assert_report_is_complete(model, f"stage {stage}, before the step")
             del model, optimizer

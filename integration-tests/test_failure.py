@@ -69,6 +69,20 @@ def test_arguments_of_the_wrong_type_are_refused(arguments: tuple, message: str)
         zero_engine.shard(*arguments)
 
 
+@pytest.mark.parametrize(("world_size", "is_refused"), [("2", True), ("1", False), ("two", False)])
+def test_a_group_of_one_among_several_processes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, world_size: str, is_refused: bool
+) -> None:
+    """Each process would train by itself, unsharded, and nobody would know."""
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    model = nn.Linear(2, 2)
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 processes.*zero_comm\.init\(\)"):
+            zero_engine.shard(model)
+    else:
+        zero_engine.shard(model)
+
+
 # ---- Models and optimizers that cannot be sharded: every rank says so by itself ----
 
 

@@ -1,5 +1,7 @@
 """Each private function of torch that we name still does what we need."""
 
+import weakref
+
 import torch
 from zero_partition import _torch_compat
 
@@ -61,3 +63,39 @@ def test_plain_call() -> None:
     result = _torch_compat.plain_call(torch.add, (loud, 1), {})
 
     assert type(result) in (torch.Tensor, Loud)
+
+
+def test_plainly() -> None:
+    """torch._C.DisableTorchFunction turns modes off, also those that choose a device."""
+    with torch.device("meta"), _torch_compat.plainly():
+        assert torch.empty(2).device.type == "cpu"
+
+
+def test_is_viewed() -> None:
+    """torch._C._storage_Use_Count counts tensors, and arrays by the tensor that they keep."""
+    param = torch.nn.Parameter(torch.zeros(2, 3))
+    assert not _torch_compat.is_viewed(param)
+
+    view = param.data[0]
+    assert _torch_compat.is_viewed(param)
+
+    array = view.numpy()
+    del view
+    assert _torch_compat.is_viewed(param)
+
+    del array
+    assert not _torch_compat.is_viewed(param)
+
+
+def test_swap_memory() -> None:
+    """torch._C._swap_tensor_impl keeps the object, its attributes and weak references to it."""
+    tensor = torch.nn.Parameter(torch.empty(2, device="meta"))
+    tensor.mark = "mine"
+    known = weakref.ref(tensor)
+
+    _torch_compat.swap_memory(tensor, torch.nn.Parameter(torch.ones(2)))
+
+    assert known() is tensor
+    assert tensor.mark == "mine"
+    assert tensor.requires_grad
+    assert torch.equal(tensor.detach(), torch.ones(2))

@@ -3,3 +3,7 @@
 
 class ConfigError(ValueError):
     """A setting has the wrong type or value."""
+
+
+class FileError(OSError):
+    """A file is missing, damaged, or not of the format expected."""

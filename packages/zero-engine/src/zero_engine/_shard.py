@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from zero_comm import Group
 from zero_partition import partition
 
 from ._config import ZeroConfig
 from ._errors import ConfigError
+from ._group import default_group
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer | None)
@@ -42,7 +42,8 @@ def shard(
         The same model and the same optimizer.
 
     Raises:
-        ConfigError: `config`, `model` or `optimizer` is of the wrong type.
+        ConfigError: `config`, `model` or `optimizer` is of the wrong type, or there are several
+            ranks but torch.distributed is not initialised.
         zero_partition.PartitionError: The model or the optimizer cannot be distributed as it is.
         zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
         zero_comm.CommError: A rank did not take part in time.
@@ -71,7 +72,7 @@ def shard(
     partition(
         model,
         optimizer,
-        group=_default_group(model, config.timeout_s) if group is None else group,
+        group=default_group(model, timeout_s=config.timeout_s) if group is None else group,
         placements=config.placements,
         units=config.units,
         max_unit_bytes=config.max_unit_bytes,
@@ -82,10 +83,3 @@ def shard(
         timeout_s=config.timeout_s,
     )
     return model, optimizer
-
-
-def _default_group(model: nn.Module, timeout_s: float) -> Group:
-    if dist.is_initialized():
-        return Group.from_process_group(timeout_s=timeout_s)
-    first = next(model.parameters(), None)
-    return Group.solo("cpu" if first is None else first.device)

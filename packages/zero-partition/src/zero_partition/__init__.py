@@ -4,11 +4,41 @@ from .__about__ import __version__
 from ._buffer_plan import BufferPlan, ParameterPlan
 from ._chained import ChainedOptimizer
 from ._cut import Cut
-from ._errors import LayoutError, PartitionError, StateError
+from ._errors import (
+    AtRestError,
+    LayoutError,
+    LoadError,
+    LostEditError,
+    OverlapError,
+    PartitionError,
+    StateError,
+)
+from ._external import register_external_parameter, unregister_external_parameter
+from ._full_access import (
+    ParameterStatus,
+    full_grad,
+    full_optimizer_state,
+    full_param,
+    local_grad,
+    local_optimizer_state,
+    local_param,
+    parameter_status,
+    set_full_grad,
+    set_full_optimizer_state,
+    set_full_param,
+    set_local_grad,
+    set_local_optimizer_state,
+    set_local_param,
+    update_full_grads,
+)
+from ._gathered import GatheredParameters
 from ._grouping import UnitPlan, choose_units, plan_units
 from ._hooks import find_sharded
+from ._init_context import Init
 from ._layout import FlatLayout, Piece
 from ._leaves import get_leaf_modules, set_leaf_modules, unset_leaf_modules
+from ._loading import AbstractRangeReader, LoadReport, load_ranges
+from ._materialise import materialise
 from ._memory import MemoryReport
 from ._needs import CutChoice
 from ._partition import partition
@@ -23,17 +53,27 @@ from ._public import (
 )
 from ._sharded_model import ShardedModel
 from ._span import Span
+from ._unsharded import unsharded
 
 __all__ = [
     "STAGES",
+    "AbstractRangeReader",
+    "AtRestError",
     "BufferPlan",
     "ChainedOptimizer",
     "Cut",
     "CutChoice",
     "FlatLayout",
+    "GatheredParameters",
+    "Init",
     "LayoutError",
+    "LoadError",
+    "LoadReport",
+    "LostEditError",
     "MemoryReport",
+    "OverlapError",
     "ParameterPlan",
+    "ParameterStatus",
     "PartitionError",
     "Piece",
     "Placement",
@@ -48,13 +88,32 @@ __all__ = [
     "choose_units",
     "clip_grad_norm_",
     "find_sharded",
+    "full_grad",
+    "full_optimizer_state",
+    "full_param",
     "full_state_dict",
     "get_leaf_modules",
+    "load_ranges",
+    "local_grad",
+    "local_optimizer_state",
+    "local_param",
+    "materialise",
     "memory_report",
     "no_sync",
+    "parameter_status",
     "partition",
     "plan_units",
+    "register_external_parameter",
     "release_buffers",
+    "set_full_grad",
+    "set_full_optimizer_state",
+    "set_full_param",
     "set_leaf_modules",
+    "set_local_grad",
+    "set_local_optimizer_state",
+    "set_local_param",
+    "unregister_external_parameter",
     "unset_leaf_modules",
+    "unsharded",
+    "update_full_grads",
 ]

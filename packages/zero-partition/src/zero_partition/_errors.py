@@ -11,3 +11,19 @@ class PartitionError(ValueError):
 
 class StateError(RuntimeError):
     """Something was asked of a partitioned model at a moment, or in a way, that has no answer."""
+
+
+class LoadError(ValueError):
+    """Weights do not fit the model they were to be loaded into; nothing was written."""
+
+
+class AtRestError(StateError):
+    """The values of a parameter were read or written while it rests sharded."""
+
+
+class OverlapError(StateError):
+    """A parameter that is gathered already was to be gathered again."""
+
+
+class LostEditError(StateError):
+    """A gathered parameter was written in a way that cannot last."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from attrs import define, field
 from torch import Tensor, nn
 from zero_comm import Group
 
+from ._at_rest import rest_type_of
 from ._buffer_plan import BufferPlan
 from ._guards import GradientGuard, placeholder
 from ._layout import Piece
@@ -33,12 +34,19 @@ class FlatBuffer:
     pieces: tuple[Piece, ...] = field(init=False)
     shard_params: tuple[nn.Parameter, ...] = field(init=False)  # one per parameter, maybe empty
     versions: tuple[int, ...] = field(init=False)  # in-place writes autograd has seen
+    whole_types: tuple[type[nn.Parameter], ...] = field(init=False)  # the user's own
+    rest_types: tuple[type[nn.Parameter], ...] = field(init=False)  # of parameters at rest
+    is_at_rest: bool = field(default=False, init=False)  # the parameters are of `rest_types`
+    held: dict[int, Tensor] = field(factory=dict, init=False)  # gathered apart from the unit
+    _views: Sequence[Tensor] = field(default=(), init=False)  # installed last
 
     def __attrs_post_init__(self) -> None:
         self.stand_ins = tuple(
             placeholder(p.shape, p.dtype, self.shard.device) for p in self.plan.params
         )
         self.guards = tuple(GradientGuard.over(stand_in) for stand_in in self.stand_ins)
+        self.whole_types = tuple(type(param) for param in self.params)
+        self.rest_types = tuple(rest_type_of(param) for param in self.params)
         self.versions = tuple(param._version for param in self.params)
         self.pieces = self.plan.layout.pieces(self.group.rank)
         self.shard_params = tuple(
@@ -85,6 +93,32 @@ class FlatBuffer:
                     self.shard[piece.in_shard.as_slice()].copy_(part)
 
     def install(self, views: Sequence[Tensor]) -> None:
-        """Make the parameters view this memory. Moves no data."""
+        """Make the parameters view this memory, but for those that are held. Moves no data."""
+        self._views = views
+        if self.is_at_rest:  # else setting `data` would be noticed as a use
+            for param, whole_type in zip(self.params, self.whole_types, strict=True):
+                param.__class__ = whole_type
+        if self.held:
+            views = [self.held.get(position, view) for position, view in enumerate(views)]
         for param, view in zip(self.params, views, strict=True):
             param.data = view
+        self.is_at_rest = self._views is self.stand_ins
+        if self.is_at_rest:  # see NOTE(class) in _at_rest
+            for param, rest_type in zip(self.params, self.rest_types, strict=True):
+                param.__class__ = rest_type
+
+    def hold(self, values: Mapping[int, Tensor]) -> None:
+        """Let the parameters at these positions view memory of their own until `let_go`."""
+        self.held.update(values)
+        self.install(self._views)
+
+    def let_go(self, positions: Iterable[int]) -> None:
+        """End `hold`: view again what the others view."""
+        released = {position for position in positions if self.held.pop(position, None) is not None}
+        self.install(self._views)
+        self.versions = tuple(
+            param._version if position in released else version
+            for position, (param, version) in enumerate(
+                zip(self.params, self.versions, strict=True)
+            )
+        )

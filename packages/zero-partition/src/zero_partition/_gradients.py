@@ -43,6 +43,7 @@ class BufferGradients:
     filled: list[bool] = field(init=False)  # holds a local gradient that was not reduced yet
     guarded: list[bool] = field(init=False)  # we put a guard into `param.grad`
     arrived: set[int] = field(factory=set, init=False)  # in this backward, since the last launch
+    from_outside: set[int] = field(factory=set, init=False)  # used outside the unit: no slot read
     launched: bool = False  # in this backward
     shard: Tensor | None = None  # reduced; see NOTE(shards)
     parts: tuple[Tensor, ...] = ()  # of the shard: what shard_params have as gradients
@@ -120,10 +121,7 @@ class BufferGradients:
                 self.accumulator, group=group, splits=splits, payload=payload, tag=tag
             )
             return
-        if self.shard is None:
-            self.shard = torch.zeros_like(self.buffer.shard)
-            parts = self.buffer.parts_of(self.shard)
-            self.parts = tuple(GradientShard.over(part, group) for part in parts)
+        self.ensure_shard()
         self.received = torch.empty_like(self.shard) if self.holds_gradients else None
         self.in_flight = reduce_scatter_flat(
             self.accumulator,
@@ -133,6 +131,27 @@ class BufferGradients:
             out=self.shard if self.received is None else self.received,
             tag=tag,
         )
+
+    def ensure_shard(self) -> None:
+        """Memory for this rank's part of the reduced gradients; see NOTE(shards)."""
+        if self.shard is None:
+            self.shard = torch.zeros_like(self.buffer.shard)
+            parts = self.buffer.parts_of(self.shard)
+            self.parts = tuple(GradientShard.over(part, self.buffer.group) for part in parts)
+
+    def copy_whole(self, position: int, value: Tensor) -> None:
+        """Replace the gradient that the optimizer reads by its part of a whole one. Local."""
+        param = self.targets[position]
+        if not self.shards_state:
+            self.views[position].copy_(value)
+            param.grad = self.views[position]
+            return
+        piece = next((p for p in self.buffer.pieces if p.index == position), None)
+        if piece is not None:
+            self.parts[position].copy_(value.reshape(-1)[piece.in_tensor.as_slice()])
+        param.grad = self.parts[position]
+        self.buffer.params[position].grad = self.buffer.guards[position]
+        self.guarded[position] = True
 
     def finish(self) -> None:
         """Wait for the reduction, and add it to what the optimizer has."""
@@ -189,6 +208,7 @@ class BufferGradients:
         """Forget what belongs to one backward; guard what is sharded."""
         self.launched = False
         self.arrived.clear()
+        self.from_outside.clear()
         if not self.shards_state:
             return
         for position, param in enumerate(self.buffer.params):

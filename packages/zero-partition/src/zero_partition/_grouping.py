@@ -11,6 +11,7 @@ from torch import nn
 
 from ._buffer_plan import BufferPlan, plan_buffers
 from ._cut import Cut
+from ._early_shard import find_early
 from ._errors import PartitionError
 from ._layout import byte_offsets
 from ._leaves import is_leaf, outermost_leaves
@@ -131,6 +132,9 @@ def plan_units(
 
 def check_parameter(param: nn.Parameter, name: str) -> None:
     """Raise PartitionError unless the parameter can become a view of a flat buffer."""
+    if (early := find_early(param)) is not None:
+        early.check_untouched(param, name)
+        return
     if param.layout != torch.strided:
         raise PartitionError(
             f"parameter {name!r}: expected a dense tensor, got layout {param.layout}; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,6 +20,20 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     """
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+def refuse_deepcopy() -> NoReturn:
+    """A copy would share our buffers."""
+    raise StateError(
+        "copy.deepcopy() of a sharded model: its parameters live in buffers that are shared "
+        "with the optimizer and with other ranks. Build a fresh model and load "
+        "zero_engine.full_state_dict(model) into it, or copy before shard()."
+    )
+
+
+def refuse_pickle() -> NoReturn:
+    """A file would hold no values."""
+    raise StateError("pickling a sharded model: save zero_engine.full_state_dict(model) instead")
 
 
 class GradientGuard(Tensor):

@@ -12,9 +12,10 @@ import torch
 from attrs import define
 from torch import Tensor, nn
 
-from ._errors import StateError
 from ._gradients import BufferGradients
+from ._guards import refuse_deepcopy, refuse_pickle
 from ._optimizer import install_optimizer_state_hooks
+from ._outside import keep_views
 from ._schedule import Call
 from ._unit import Unit
 
@@ -30,16 +31,10 @@ class Bound:
     """A hook belongs to one model on one rank: copying or pickling it would share our buffers."""
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
-        raise StateError(
-            "copy.deepcopy() of a sharded model: its parameters live in buffers that are shared "
-            "with the optimizer and with other ranks. Build a fresh model and load "
-            "zero_engine.full_state_dict(model) into it, or copy before shard()."
-        )
+        refuse_deepcopy()
 
     def __reduce__(self) -> NoReturn:
-        raise StateError(
-            "pickling a sharded model: save zero_engine.full_state_dict(model) instead"
-        )
+        refuse_pickle()
 
 
 @define(eq=False)
@@ -50,12 +45,13 @@ class BeginForward(Bound):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Start a forward."""
+        self.sharded.forwards += 1
         self.sharded.begin_forward()
 
 
 @define(eq=False)
 class EndForward(Bound):
-    """After the model's own forward, so that the outermost backward is the one that ends ours.
+    """After the model's own forward, also when it raised; the outermost backward is to end ours.
 
     Inside reentrant recomputation each segment is a backward of its own.
     """
@@ -64,6 +60,7 @@ class EndForward(Bound):
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Ask the outputs to say when backward begins."""
+        self.sharded.end_forward()
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:  # on a leaf the hook would stay
@@ -95,6 +92,7 @@ class AfterForward(Bound):
             return  # its forward hook raised before the forward began
         # torch gives None where forward raised; a forward that returns None has no backward.
         call = self.sharded.schedule.after_forward(self.unit, raised=output is None)
+        keep_views(self.unit, tensors_in(output))
         if not torch.is_grad_enabled():
             return
         hook = _BeforeBackward(self.sharded, call)
@@ -167,7 +165,7 @@ def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
         module.register_forward_pre_hook(BeforeForward(sharded, unit), prepend=True)
         module.register_forward_hook(AfterForward(sharded, unit), always_call=True)
     model.register_forward_pre_hook(BeginForward(sharded), prepend=True)
-    model.register_forward_hook(EndForward(sharded))
+    model.register_forward_hook(EndForward(sharded), always_call=True)
     for gradients in sharded.reducer.gradients:
         for position, param in enumerate(gradients.buffer.params):
             arrival = Arrival(ref(sharded), ref(gradients), position)

@@ -23,6 +23,7 @@ class MemoryReport:
     padding_bytes: int  # what alignment and even cuts add to the three
     slots_bytes: int  # where sharded parameters are whole while in use
     reduction_bytes: int  # where gradients are collected and received
+    gathered_bytes: int  # parameters that are whole by request, or used outside their unit
     scalars_bytes: int  # stand-ins of sharded parameters, step counters, flags between ranks
     num_slot_conflicts: int  # units that found no free slot in the window, and got one more
     trained_bytes_per_rank: tuple[int, ...]  # elements of trainable parameters in ranks' shards
@@ -40,6 +41,7 @@ class MemoryReport:
             + self.padding_bytes
             + self.slots_bytes
             + self.reduction_bytes
+            + self.gathered_bytes
             + self.scalars_bytes
         )
 
@@ -84,6 +86,7 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
         padding_bytes=padding,
         slots_bytes=sharded.schedule.pool.num_bytes,
         reduction_bytes=reduction,
+        gathered_bytes=_gathered_bytes(sharded),
         scalars_bytes=scalars,
         num_slot_conflicts=sharded.schedule.pool.conflicts,
         trained_bytes_per_rank=_trained_bytes_per_rank(sharded),
@@ -96,3 +99,14 @@ def _trained_bytes_per_rank(sharded: ShardedModel) -> tuple[int, ...]:
         sum(p.layout.payload_splits[rank] * p.dtype.itemsize for p in plans if p.trainable)
         for rank in range(sharded.group.world_size)
     )
+
+
+def _gathered_bytes(sharded: ShardedModel) -> int:
+    held = [
+        value.untyped_storage()
+        for unit in sharded.units
+        for buffer in unit.buffers
+        for value in buffer.held.values()
+    ]
+    memory = {storage.data_ptr(): storage.nbytes() for storage in held}
+    return sum(memory.values()) + sharded.outside.num_bytes

@@ -16,7 +16,9 @@ from zero_comm import (
     expose,
 )
 
+from ._adopt import adopt, check_adoptable, describe_early, release_modules
 from ._buffer_plan import BufferPlan
+from ._early_shard import find_early
 from ._errors import PartitionError
 from ._flat_buffer import FlatBuffer
 from ._grouping import UnitPlan, choose_units, plan_units
@@ -88,6 +90,7 @@ def partition(
     if window < 1:
         raise PartitionError(f"expected window >= 1, got {window}")
     _check_devices(model, group)
+    check_adoptable(model, group)
     shards_state = placements.optim is Placement.SHARDED
     if optimizer is not None:
         check_optimizer(optimizer, model, shards_state=shards_state)
@@ -100,6 +103,7 @@ def partition(
     )
     facts = _describe(plans, placements, window) | describe_optimizer(optimizer)
     facts |= _describe_buffers(model) | {"state_dict gathers": str(gathers_state_dict)}
+    facts |= describe_early(model)
     check_agreement(facts, group=group, timeout_s=timeout_s)
 
     runtime = _distribute(model, plans, group, placements.params)
@@ -123,6 +127,7 @@ def partition(
         exposure=exposure,
         gathers_state_dict=gathers_state_dict,
     )
+    release_modules(model)
     install_module_hooks(model, sharded)
     install_state_dict_hooks(sharded)
     if optimizer is not None:
@@ -183,6 +188,9 @@ def _flatten(
     group: Group,
     placement: Placement,
 ) -> FlatBuffer:
+    if any(find_early(param) is not None for param in params):
+        shard, full = adopt(plan, params, group=group, placement=placement)
+        return FlatBuffer(plan, index, group, params, shard, full)
     whole = torch.zeros(plan.layout.numel, dtype=plan.dtype, device=group.device)
     with torch.no_grad():
         for span, param in zip(plan.layout.spans, params, strict=True):

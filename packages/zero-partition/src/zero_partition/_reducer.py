@@ -12,6 +12,7 @@ from torch import Tensor
 from zero_comm import Group, Handle, all_gather_flat
 
 from ._errors import StateError
+from ._flat_buffer import FlatBuffer
 from ._gradients import BufferGradients
 from ._placement import Placement
 from ._shard_state import ShardState
@@ -91,6 +92,26 @@ class GradientReducer:
         for g in self._of_unit.get(unit.index, ()):
             g.clear_guards()
 
+    def expect_from_outside(self, buffer: FlatBuffer, position: int) -> None:
+        """A gradient of this parameter is right though its unit is sharded: no slot was read."""
+        for g in self.gradients:
+            if g.buffer is buffer:
+                g.from_outside.add(position)
+
+    def set_whole(self, g: BufferGradients, position: int, value: Tensor) -> None:
+        """Make `value` the gradient of a parameter; inside no_sync, the local one. Local."""
+        if not self.sync:
+            self._ensure_accumulator(g)
+            g.views[position].copy_(value)
+            g.filled[position] = True
+            g.buffer.params[position].grad = None if g.shards_state else g.views[position]
+            return
+        if g.shards_state:
+            g.ensure_shard()
+        else:
+            self._ensure_accumulator(g)
+        g.copy_whole(position, value)
+
     def before_forward(self) -> None:
         """As `before_backward`, for every unit."""
         for g in self.gradients:
@@ -101,7 +122,8 @@ class GradientReducer:
         grad = g.buffer.params[position].grad
         if grad is None:
             return  # autograd found it undefined: the same as unused
-        if g.unit.state is not ShardState.UNSHARDED or grad.layout is not torch.strided:
+        is_whole = g.unit.state is ShardState.UNSHARDED or position in g.from_outside
+        if not is_whole or grad.layout is not torch.strided:
             self._refuse(g, position, grad)
         if g.in_flight is not None:  # again in one backward: a nested one, of a checkpoint
             self._finish(g)

@@ -29,6 +29,7 @@ class Call:
     stop: int
     version: int  # of the values the graph was made with
     generation: int  # of the slots the graph's views point into
+    was_held: bool  # they point into memory of a gather's instead
     backward: int = -1  # the number of the backward that has reached it
 
 
@@ -94,7 +95,7 @@ class Schedule:
         stays = is_in_backward() or (not unit.plan.name and torch.is_grad_enabled() and not raised)
         if unit.depth == 0 and not stays:
             unit.reshard()
-        return Call(unit, start, self._clock, unit.version, self._generation)
+        return Call(unit, start, self._clock, unit.version, self._generation, was_held=unit.is_held)
 
     def before_backward(self, call: Call) -> None:
         """A gradient has reached an output of this call: make its unit whole again."""
@@ -162,6 +163,9 @@ class Schedule:
         self._generation += 1
 
     def _use(self, unit: Unit) -> None:
+        if unit.is_held:  # no gather, and no trace: how often ranks come here is their own affair
+            unit.unshard(self.pool)
+            return
         self._order.observe(unit.index)
         owner = unit.slot.owner if unit.slot is not None else None
         if owner is not None and owner is not unit and owner.depth:
@@ -182,6 +186,12 @@ class Schedule:
             raise StateError(
                 f"unit {unit.name!r}: release_buffers() was called between this graph's forward "
                 "and its backward; run the forward again"
+            )
+        if unit.is_held and not call.was_held:
+            raise StateError(
+                f"unit {unit.name!r}: backward inside unsharded() or GatheredParameters of a graph "
+                "that was made before it, whose views point into other memory; run backward before "
+                "the parameters are gathered, or forward after"
             )
         if unit.version != call.version:
             raise StateError(

@@ -13,6 +13,7 @@ from ._hooks import Bound
 from ._placement import Placement
 from ._shard_state import ShardState
 from ._sharded_model import ShardedModel
+from ._torch_compat import plain_access
 from ._unit import Unit
 
 Places = dict[str, tuple[Unit, int, int]]  # attribute of a module: its unit, buffer and position
@@ -30,7 +31,8 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     sharded.schedule.settle()
     sharded.exports_stand_ins = True
     try:
-        state = sharded.model.state_dict()
+        with plain_access():
+            state = sharded.model.state_dict()
     finally:
         sharded.exports_stand_ins = False
     whole: dict[str, Tensor] = {}  # in host memory
@@ -93,6 +95,11 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
         module.register_load_state_dict_post_hook(_AfterLoad(loaded))
 
 
+def _is_whole(place: tuple[Unit, int, int]) -> bool:
+    unit, buffer_index, position = place
+    return unit.state is ShardState.UNSHARDED or position in unit.buffers[buffer_index].held
+
+
 @define(eq=False, slots=False)  # torch sets an attribute of its own on hooks of state_dict
 class _BeforeExport(Bound):
     """Unshard what the module owns, or say what to call instead."""
@@ -102,7 +109,7 @@ class _BeforeExport(Bound):
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         units = {id(unit): unit for unit, _, _ in self.places.values()}.values()
-        if self.sharded.exports_stand_ins or all(u.state is ShardState.UNSHARDED for u in units):
+        if self.sharded.exports_stand_ins or all(map(_is_whole, self.places.values())):
             return
         if not self.sharded.gathers_state_dict:
             name = prefix + next(iter(self.places))
@@ -153,6 +160,7 @@ class _BeforeLoad(Bound):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
+        self.sharded.refuse_while_gathered("load_state_dict()")
         self.sharded.begin_write()
         for attribute, (unit, buffer_index, position) in self.places.items():
             value = state.pop(prefix + attribute, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -23,7 +24,32 @@ def as_subclass_sharing_memory(cls: type[Tensor], tensor: Tensor) -> Tensor:
     return torch.Tensor._make_subclass(cls, tensor)
 
 
+def plain_access() -> AbstractContextManager[None]:
+    """Inside, tensors of subclasses are plain tensors: what is ours looks at what is ours."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def plain_call(func: Callable, args: tuple, kwargs: dict) -> object:
     """Call a torch function as if no argument were of a tensor subclass."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def plainly() -> AbstractContextManager[None]:
+    """Run torch functions without the torch function modes that are active, `device` included."""
+    return torch._C.DisableTorchFunction()
+
+
+def is_viewed(tensor: Tensor) -> bool:
+    """Whether another tensor, or an array, shares this tensor's memory."""
+    storage = tensor.untyped_storage()  # it counts too
+    return torch._C._storage_Use_Count(storage._cdata) > 2
+
+
+def swap_memory(tensor: Tensor, other: Tensor) -> None:
+    """Exchange what two tensors are, whatever their devices; the Python objects stay.
+
+    `torch.utils.swap_tensors` does the same, and also exchanges attributes, and refuses a tensor
+    that has weak references, such as the parameters of an LSTM.
+    """
+    torch._C._swap_tensor_impl(tensor, other)

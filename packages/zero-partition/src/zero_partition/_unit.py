@@ -12,6 +12,7 @@ from ._grouping import UnitPlan
 from ._placement import Placement
 from ._shard_state import NEXT, ShardState
 from ._slots import Slot, SlotPool
+from ._torch_compat import plain_access
 
 
 @define(eq=False)
@@ -29,6 +30,7 @@ class Unit:
     version: int = 0  # how often the optimizer has changed its values
     depth: int = 0  # forwards of its module that are running
     slot: Slot[Unit] | None = None  # assigned at first use, for good; see NOTE(slots)
+    is_held: bool = False  # every parameter is whole in memory of a gather's, and no slot needed
     _slot_version: int = field(default=-1, init=False)  # version of the values in the slot
     _handles: list[Handle[Tensor]] = field(default=Factory(list), init=False)
     _full: list[Tensor] = field(default=Factory(list), init=False)  # the slot, one per buffer
@@ -53,7 +55,7 @@ class Unit:
     @property
     def is_resident(self) -> bool:
         """Whether its current values are whole on this rank, so that no gather is needed."""
-        if self.placement is Placement.REPLICATED or self.group.world_size == 1:
+        if self.placement is Placement.REPLICATED or self.group.world_size == 1 or self.is_held:
             return True
         return (
             self.slot is not None
@@ -94,8 +96,9 @@ class Unit:
         self._wait()
         if self.group.world_size == 1 and not self._views:
             self._views = [buffer.views_of(buffer.shard) for buffer in self.buffers]
-        for buffer, views in zip(self.buffers, self._views, strict=True):
-            buffer.install(views)
+        for index, buffer in enumerate(self.buffers):
+            held = tuple(buffer.held.values()) if self.is_held else ()  # install() orders them
+            buffer.install(held or self._views[index])
         self._move_to(ShardState.UNSHARDED)
 
     def reshard(self) -> None:
@@ -124,18 +127,27 @@ class Unit:
 
     def check_untouched(self) -> None:
         """Raise StateError where a parameter no longer views our memory, or was written sharded."""
+        with plain_access():
+            self._check_untouched()
+
+    def _check_untouched(self) -> None:
         is_whole = self.state is ShardState.UNSHARDED
         is_sharded = self.placement is Placement.SHARDED
         for module, attribute, buffer_index, position in self.owners:
             buffer = self.buffers[buffer_index]
-            expected = self._views[buffer_index] if is_whole else buffer.stand_ins
+            is_held = position in buffer.held
+            if is_held:
+                expected = buffer.held[position]
+            else:
+                views = self._views[buffer_index] if is_whole else buffer.stand_ins
+                expected = views[position]
             param = module._parameters.get(attribute)
             if (
                 param is not buffer.params[position]
-                or param.data_ptr() != expected[position].data_ptr()
+                or param.data_ptr() != expected.data_ptr()
                 or param.dtype is not buffer.plan.dtype
                 or (param.requires_grad and not buffer.plan.trainable)
-                or (is_sharded and param._version != buffer.versions[position])
+                or (is_sharded and not is_held and param._version != buffer.versions[position])
             ):
                 raise StateError(self._describe_change(param, buffer, position))
 

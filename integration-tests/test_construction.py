@@ -1,0 +1,453 @@
+"""Built in parts, a model has the values of plain construction, and nobody ever held the whole."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+import zero_engine
+import zero_partition
+from parity import ZeroConfig
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from zero_comm import AgreementError, Group
+from zero_engine import ConfigError
+from zero_partition import STAGES, PartitionError, StateError, find_sharded
+from zoo_of_constructors import CONSTRUCTORS, Mlp
+
+# ---- Values ----
+
+
+@pytest.mark.parametrize("batch_bytes", [0, 600, 2**20])
+@pytest.mark.parametrize("make", CONSTRUCTORS)
+def test_a_model_built_in_parts_has_the_plain_values(ranks, make: str, batch_bytes: int) -> None:
+    """A write that is lost, or a random number drawn elsewhere, is another model."""
+    ranks(2).run(_build_and_compare, make=make, batch_bytes=batch_bytes)
+
+
+def _build_and_compare(group: Group, make: str, batch_bytes: int = 0) -> None:
+    build = CONSTRUCTORS[make]
+    plain = parity.build(build)
+    after = torch.rand(())
+    torch.manual_seed(group.rank * 99)  # rank 0's values win, as in shard()
+    with zero_partition.Init(group=group, batch_bytes=batch_bytes):
+        model = build()
+    assert group.rank or torch.equal(torch.rand(()), after)  # and no random number was lost
+
+    _assert_sharded(model)
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert type(param) is type(expected)
+        assert (param.shape, param.dtype) == (expected.shape, expected.dtype)
+        assert param.requires_grad == expected.requires_grad
+    _assert_values(model, plain.state_dict(), group)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_any_number_of_ranks_builds_the_same(ranks, world_size: int) -> None:
+    """Three divide nothing, and one is not a special case."""
+    ranks(world_size).run(_build_and_compare, make="Tiny")
+
+
+def _transformer(name: str) -> nn.Module:
+    import transformers
+
+    common = {"vocab_size": 37, "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+    config = {
+        "gpt2": lambda: transformers.GPT2Config(vocab_size=37, n_layer=2, n_embd=16, n_head=2),
+        "llama": lambda: transformers.LlamaConfig(**common, intermediate_size=24),
+        "bert": lambda: transformers.BertConfig(**common, intermediate_size=24),
+        "t5": lambda: transformers.T5Config(
+            vocab_size=37, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2
+        ),
+        "mixtral": lambda: transformers.MixtralConfig(
+            **common, num_key_value_heads=2, intermediate_size=24, num_local_experts=2
+        ),
+    }[name]()
+    kind = {
+        "bert": transformers.AutoModelForMaskedLM,
+        "t5": transformers.AutoModelForSeq2SeqLM,
+    }.get(name, transformers.AutoModelForCausalLM)
+    torch.manual_seed(0)
+    return kind.from_config(config)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "mixtral"])
+def test_models_of_transformers_are_built_in_parts(ranks, name: str) -> None:
+    """`post_init()` initialises the children of a constructor that is about to end, and ties."""
+    pytest.importorskip("transformers")
+    ranks(2).run(_build_transformer, name=name, timeout_s=90.0)
+
+
+def _build_transformer(group: Group, name: str) -> None:
+    plain = _transformer(name)
+    with zero_partition.Init(group=group, batch_bytes=0):
+        model = _transformer(name)
+
+    _assert_sharded(model)
+    _assert_values(model, plain.state_dict(), group)
+
+
+def test_init_converts_a_model_that_exists(ranks) -> None:
+    """Built by others, whole: from here on each rank keeps its part; rank 0's values win."""
+    ranks(2).run(_convert)
+
+
+def _convert(group: Group) -> None:
+    expected = parity.build().state_dict()
+    model = parity.build(seed=group.rank)
+    zero_engine.Init(model, group=group)
+
+    _assert_sharded(model)
+    _assert_values(model, expected, group, buffers=False)
+
+
+def test_init_may_be_entered_again_to_change_values(ranks) -> None:
+    """A cast, new values for one layer: between construction and shard() they still have a way."""
+    ranks(2).run(_enter_again)
+
+
+def _enter_again(group: Group) -> None:
+    def change(model: nn.Module) -> None:
+        model.to(torch.bfloat16)
+        nn.init.normal_(model.up.weight)
+
+    plain = parity.build(Mlp)
+    change(plain)
+    torch.manual_seed(0)
+    with zero_engine.Init(group=group):
+        model = Mlp()
+    with zero_engine.Init(group=group):
+        change(model)
+
+    _assert_sharded(model)
+    _assert_values(model, plain.state_dict(), group)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_goes_on_from_a_model_built_in_parts(ranks, stage: int) -> None:
+    """The flat buffers of units are laid out from single shards; nothing may move or be lost."""
+    ranks(2).run(_train, stage=stage)
+
+
+def _train(group: Group, stage: int) -> None:
+    plain, its_optimizer = parity.build_sharded(group, ZeroConfig(stage))
+    expected = parity.run_steps(plain, its_optimizer, range(3), rank=group.rank)
+    torch.manual_seed(0)
+    with zero_partition.Init(group=group):
+        model = parity.Tiny()
+    optimizer = parity.OPTIMIZERS["adamw"](parity.param_groups(model))
+    zero_partition.partition(model, optimizer, group=group, placements=STAGES[stage])
+
+    assert parity.run_steps(model, optimizer, range(3), rank=group.rank) == expected
+    parity.assert_same_weights(
+        zero_engine.full_state_dict(model), zero_engine.full_state_dict(plain), what="weights"
+    )
+
+
+def test_init_below_stage_3_leaves_parameters_whole(ranks) -> None:
+    """One script for all stages; where parameters rest whole there is nothing to save."""
+    ranks(2).run(_build_below_stage_3)
+
+
+def _build_below_stage_3(group: Group) -> None:
+    plain = parity.build()
+    torch.manual_seed(0)
+    with zero_engine.Init(group=group, config=ZeroConfig(2)):
+        model = parity.Tiny()
+
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+# ---- Memory ----
+
+
+class _Wide(nn.Module):
+    """Own parameter around children, all initialised after the children are built."""
+
+    def __init__(self, num_blocks: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(width, width))
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(num_blocks)))
+        nn.init.normal_(self.table)
+        self.apply(self._init)
+
+    def _init(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            module.bias.data.zero_()
+
+
+def _bytes_of_wide(num_blocks: int, width: int) -> tuple[int, int]:
+    unit = 4 * width * (width + 1)
+    return unit, num_blocks * unit + 4 * width * width
+
+
+@pytest.mark.parametrize("route", ["init", "materialise", "load"])
+def test_the_peak_of_construction_is_a_part_and_one_unit(ranks, route: str, tmp_path: Path) -> None:
+    """The reason for all of it: M/N plus the largest unit plus a tenth, shard() included.
+
+    Measured by the kernel, which overlooks nothing that libraries and collectives hold.
+    """
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("needs Linux: the high-water mark is reset through /proc/self/clear_refs")
+    if route == "load":
+        for name, num_blocks in (("small", 1), ("large", 16)):
+            save_file(_Wide(num_blocks, 1024).state_dict(), tmp_path / f"{name}.safetensors")
+    for measured in ranks(2).run(_measure_peak, route=route, folder=str(tmp_path), timeout_s=90.0):
+        assert measured["peak"] <= measured["bound"] < measured["whole"], measured
+
+
+def _measure_peak(group: Group, route: str, folder: str) -> dict[str, float]:
+    unit, whole = _bytes_of_wide(16, 1024)
+    _build(route, group, 1, f"{folder}/small.safetensors")  # what torch loads at first use
+    gc.collect()
+    with _giving_memory_back():
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        model = _build(route, group, 16, f"{folder}/large.safetensors")
+        peak = _status("VmHWM") - before
+        assert find_sharded(model) is not None
+        del model
+    return {"peak": peak, "bound": 1.1 * (whole / 2 + unit), "whole": whole}
+
+
+def _build(route: str, group: Group, num_blocks: int, file: str) -> nn.Module:
+    context = zero_engine.Init(group=group) if route == "init" else torch.device("meta")
+    with context:
+        model = _Wide(num_blocks, 1024)
+    if route == "materialise":
+        zero_engine.materialise(model, _fill_wide, group=group)
+    if route == "load":
+        zero_engine.load_pretrained(model, file, group=group)
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    return model
+
+
+def _fill_wide(module: nn.Module) -> None:
+    for param in module.parameters(recurse=False):
+        nn.init.normal_(param)
+
+
+@contextmanager
+def _giving_memory_back() -> Iterator[None]:
+    """Below 32 MiB, glibc keeps what is freed in pieces that fit nothing; larger models go above.
+
+    Map every piece instead, as it does with what is larger.
+    """
+    mallopt, threshold = ctypes.CDLL(None).mallopt, -3
+    mallopt(threshold, 2**16)
+    try:
+        yield
+    finally:
+        mallopt(threshold, 2**25)
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+# ---- What is left behind ----
+
+
+def test_an_exception_inside_undoes_everything(ranks) -> None:
+    """A notebook goes on after an error; torch must be as it was, and ranks must not wait."""
+    ranks(2).run(_raise_inside)
+
+
+def _raise_inside(group: Group) -> None:
+    def look() -> list[Any]:
+        hooks = nn.modules.module
+        return [
+            *(vars(nn.Module)[name] for name in ("__init__", "__setattr__", "apply", "_apply")),
+            *(vars(nn.Linear).values()),
+            *(vars(nn.Parameter).values()),
+            *(vars(nn.init).values()),
+            nn.Module.__init_subclass__,
+            torch.empty,
+            list(hooks._global_parameter_registration_hooks.values()),
+            list(hooks._global_module_registration_hooks.values()),
+            _get_current_function_mode_stack(),
+        ]
+
+    before = look()
+    with pytest.raises(ZeroDivisionError), zero_engine.Init(group=group):
+        first = nn.Linear(4, 4)
+        with zero_partition.Init(group=group, batch_bytes=0):
+            second = Mlp()
+            nn.init.ones_(second.up.weight)
+            if group.rank == 0:
+                _ = 1 / 0
+            raise ZeroDivisionError
+
+    after = look()
+    assert len(after) == len(before)
+    assert all(a is b or a == b for a, b in zip(after, before, strict=True))
+    plain = nn.Linear(4, 4)
+    assert plain.weight.untyped_storage().nbytes() == 64
+    assert not plain._forward_pre_hooks
+    assert first is not None
+
+
+def test_nested_contexts_shard_once(ranks) -> None:
+    """A library that builds its part inside its own Init must not undo, or redo, the user's."""
+    ranks(2).run(_nest)
+
+
+def _nest(group: Group) -> None:
+    def build() -> nn.Module:
+        with zero_partition.Init(group=group, batch_bytes=0):
+            inner = Mlp()
+        outer = nn.Linear(8, 8)
+        nn.init.normal_(inner.up.weight)
+        return nn.ModuleList([inner, outer, Mlp()])
+
+    torch.manual_seed(0)
+    with zero_partition.Init(group=group, batch_bytes=0):
+        model = build()
+    torch.manual_seed(0)
+    plain = nn.ModuleList([Mlp(), nn.Linear(8, 8)])
+    nn.init.normal_(plain[0].up.weight)
+    plain.append(Mlp())
+
+    _assert_sharded(model)
+    _assert_values(model, plain.state_dict(), group)
+
+
+def test_shard_takes_the_hooks_of_init_away(ranks) -> None:
+    """They wait for shard(); afterwards only its own are there."""
+    ranks(2).run(_look_for_hooks)
+
+
+def _look_for_hooks(group: Group) -> None:
+    plain, _ = parity.build_sharded(group, ZeroConfig(3))
+    torch.manual_seed(0)
+    with zero_engine.Init(group=group):
+        model = parity.Tiny()
+    zero_engine.shard(
+        model, parity.OPTIMIZERS["adamw"](parity.param_groups(model)), ZeroConfig(3), group=group
+    )
+
+    for ours, theirs in zip(model.modules(), plain.modules(), strict=True):
+        for kind in ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks"):
+            found = [type(hook) for hook in vars(ours)[kind].values()]
+            assert found == [type(hook) for hook in vars(theirs)[kind].values()]
+    assert not any("__deepcopy__" in vars(param) for param in model.parameters())
+
+
+# ---- Between Init and shard() ----
+
+
+def test_nothing_takes_stand_ins_for_weights(ranks) -> None:
+    """A NaN that is saved, or trained on, is found days later."""
+    ranks(2).run(_misuse)
+
+
+def _misuse(group: Group) -> None:
+    torch.manual_seed(0)
+    with zero_engine.Init(group=group):
+        model = Mlp()
+
+    with pytest.raises(StateError, match=r"Linear whose parameter 'weight'.*zero_engine\.shard"):
+        model(torch.ones(8))
+    with pytest.raises(StateError, match=r"'up\.weight' was sharded by Init"):
+        model.state_dict()
+    with pytest.raises(StateError, match=r"pickling Linear\.weight"):
+        pickle.dumps(model)
+    with zero_engine.Init(group=group):
+        assert not torch.isnan(model(torch.ones(8))).any()
+        assert not any(torch.isnan(value).any() for value in model.state_dict().values())
+    with (
+        pytest.raises(PartitionError, match=r"shard\(\) was called inside"),
+        zero_engine.Init(group=group),
+    ):
+        zero_engine.shard(model, None, group=group)
+    reference = copy.deepcopy(model)
+    expected = parity.build(Mlp).state_dict()
+    with torch.no_grad():
+        model.up.weight.zero_()
+    with pytest.raises(PartitionError, match=r"'up\.weight' was changed after Init"):
+        zero_engine.shard(model, None, group=group)
+    _assert_values(reference, expected, group)
+
+
+def test_ranks_that_build_different_models_are_told(ranks) -> None:
+    """The sizes of a broadcast differ, and that is a hang or garbage on most backends."""
+    ranks(2).run(_differ)
+
+
+def _differ(group: Group) -> None:
+    with (
+        pytest.raises(AgreementError, match=r"shard Linear\.weight \(4, 8\)"),
+        zero_engine.Init(group=group),
+    ):
+        _ = nn.Sequential(nn.Linear(8, 4 + group.rank))
+    with (
+        pytest.raises(AgreementError, match=r"round \d+ of Init: .*Linear\.weight \(16, 8\)"),
+        zero_partition.Init(group=group, batch_bytes=0),
+    ):
+        model = Mlp()
+        torch.zeros(1)  # up to here all is sharded
+        (model.up if group.rank else model.down).weight.sum()
+
+
+def test_a_parameter_that_cannot_be_sharded_is_named(ranks) -> None:
+    """As plain shard() does, only sooner."""
+    ranks(1).run(_build_transposed)
+
+
+def _build_transposed(group: Group) -> None:
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(2, 3).t())
+
+    with (
+        pytest.raises(PartitionError, match=r"Transposed\.table.*contiguous"),
+        zero_engine.Init(group=group),
+    ):
+        _ = Transposed()
+
+
+def test_several_ranks_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank would keep a whole model, and nothing would say that it was not sharded."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=8.*zero_comm\.init"):
+        zero_engine.Init()
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=8.*zero_comm\.init"):
+        zero_engine.shard(nn.Linear(2, 2))
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    zero_engine.shard(nn.Linear(2, 2))
+
+
+def _assert_sharded(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        assert param.untyped_storage().nbytes() == param.element_size(), name
+
+
+def _assert_values(
+    model: nn.Module, expected: dict[str, Tensor], group: Group, *, buffers: bool = True
+) -> None:
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    assert find_sharded(model) is not None
+    full = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        names = full if buffers else [name for name, _ in model.named_parameters()]
+        parity.assert_same_weights(
+            {name: full[name] for name in names},
+            {name: expected[name] for name in names},
+            what="values",
+        )
+        assert list(full) == list(expected)

@@ -1,0 +1,211 @@
+"""From the meta device to shards, by the names of what was not filled."""
+
+from __future__ import annotations
+
+import parity
+import pytest
+import torch
+import zero_engine
+from parity import ZeroConfig
+from torch import Tensor, nn
+from zero_comm import AgreementError, Group
+from zero_partition import PartitionError
+
+
+def _init(module: nn.Module) -> None:
+    """Parents write to children, out of order; buffers are computed."""
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    if isinstance(module, _Model):
+        nn.init.normal_(module.embed.weight, std=0.1)
+        nn.init.ones_(module.scale)
+        module.head.weight.data[1:3] = 4.0
+        module.frequencies.copy_(torch.arange(4.0))
+        module.mask.copy_(torch.ones(3, 3).tril())
+        module.table = torch.arange(3.0)
+    if isinstance(module, nn.LayerNorm | nn.BatchNorm1d):
+        module.reset_parameters()
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8, dtype=torch.bfloat16) for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+        self.batch = nn.BatchNorm1d(8)
+        self.lstm_like = nn.ParameterList(torch.empty(3) for _ in range(2))
+        self.scale = nn.Parameter(torch.empty(1), requires_grad=False)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("frequencies", torch.empty(4), persistent=False)
+        self.register_buffer("mask", torch.empty(3, 3, dtype=torch.bool))
+        self.same = self.frequencies  # an alias that must not stay behind
+        self.table = torch.empty(3)
+
+
+def _init_all(module: nn.Module) -> None:
+    _init(module)
+    if isinstance(module, nn.ParameterList):
+        for param in module:
+            nn.init.uniform_(param)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_values_are_those_of_to_empty_and_apply(ranks, world_size: int) -> None:
+    """Torch's own two steps are the oracle; ties, which its to_empty() cuts, are kept."""
+    ranks(world_size).run(_materialise)
+
+
+def _materialise(group: Group) -> None:
+    plain = _Model()
+    torch.manual_seed(0)
+    plain.apply(_init_all)
+    expected = plain.state_dict()
+    with torch.device("meta"):
+        model = _Model()
+    faces = list(model.parameters())
+    torch.manual_seed(group.rank * 7)
+    zero_engine.materialise(model, _init_all, group=group)
+
+    assert all(a is b for a, b in zip(model.parameters(), faces, strict=True))
+    assert model.head.weight is model.embed.weight
+    assert model.same is model.frequencies
+    assert torch.equal(model.frequencies, plain.frequencies)
+    assert all(p.untyped_storage().nbytes() == p.element_size() for p in model.parameters())
+    assert [p.requires_grad for p in model.parameters()] == [
+        p.requires_grad for p in plain.parameters()
+    ]
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
+    full = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        parity.assert_same_weights(full, expected, what="materialised")
+        assert full["head.weight"] is full["embed.weight"]
+
+
+def test_reset_parameters_is_the_default(ranks) -> None:
+    """Most modules of torch know how to fill themselves, statistics included."""
+    ranks(2).run(_reset)
+
+
+def _stack() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LSTM(8, 8), nn.Embedding(5, 8))
+
+
+def _reset(group: Group) -> None:
+    plain = _stack()
+    torch.manual_seed(0)
+    plain.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
+    with torch.device("meta"):
+        model = _stack()
+    torch.manual_seed(0)
+    zero_engine.materialise(model, group=group)
+
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    full = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        parity.assert_same_weights(full, plain.state_dict(), what="reset")
+
+
+def test_what_has_values_keeps_them(ranks) -> None:
+    """A backbone that exists and a head that does not yet."""
+    ranks(2).run(_keep)
+
+
+def _keep(group: Group) -> None:
+    body = parity.build(lambda: nn.Linear(8, 8))
+    expected = body.weight.detach().clone()
+    model = nn.Sequential(body, nn.Linear(8, 2, device="meta"))
+    zero_engine.materialise(model, group=group)
+
+    assert torch.equal(body.weight, expected)
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    full = zero_engine.full_state_dict(model)
+    assert group.rank or torch.equal(full["0.weight"], expected)
+
+
+def test_what_was_left_unwritten_is_named(ranks) -> None:
+    """Junk in a table of positions, or in half a matrix, is NaN or nonsense hours later."""
+    ranks(2).run(_leave_out)
+
+
+def _leave_out(group: Group) -> None:
+    def leave_out(module: nn.Module) -> None:
+        if not isinstance(module, _Model):
+            is_head = isinstance(module, nn.Linear) and module.bias is None
+            _init_all(nn.Identity() if is_head else module)
+            return
+        with torch.no_grad():
+            module.embed.weight[:5] = 0.0  # the rest is the other rank's
+
+    with torch.device("meta"):
+        model = _Model()
+    with pytest.raises(PartitionError) as caught:
+        zero_engine.materialise(model, leave_out, group=group)
+    found = str(caught.value).split(":")[0]
+    assert found == "'scale', 'embed.weight', 'frequencies', 'mask', 'table'"
+
+
+def test_modules_that_cannot_reset_themselves_are_named_before_anything_happens(ranks) -> None:
+    """All of them at once, with what to do."""
+    ranks(1).run(_cannot_reset)
+
+
+def _cannot_reset(group: Group) -> None:
+    with torch.device("meta"):
+        model = _Model()
+    with pytest.raises(PartitionError, match=r"'scale', 'frequencies', 'mask'.*init=fn"):
+        zero_engine.materialise(model, group=group)
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_a_model_left_on_meta_is_refused_by_shard(ranks) -> None:
+    """The remedy is named."""
+    ranks(1).run(_shard_meta)
+
+
+def _shard_meta(group: Group) -> None:
+    with zero_engine.Init(group=group), torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(PartitionError, match=r"'weight' is on the meta device"):
+        zero_engine.shard(model, None, group=group)
+
+
+def test_ranks_that_materialise_different_models_are_told(ranks) -> None:
+    """Else one waits for what the other never sends."""
+    ranks(2).run(_differ)
+
+
+def _differ(group: Group) -> None:
+    model = nn.Linear(4, 4 + group.rank, device="meta")
+    with pytest.raises(AgreementError, match=r"'weight' on the meta device.*\(5, 4\)"):
+        zero_engine.materialise(model, group=group)
+
+
+def test_every_dtype_can_say_that_it_was_not_written(ranks) -> None:
+    """The mark is in the bytes: floats are NaN, and integers have a pattern."""
+    from zero_partition._blank import fill_blank, has_blank
+
+    for dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.complex64,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    ):
+        tensor: Tensor = torch.zeros(3, dtype=dtype)
+        assert not has_blank(tensor), dtype
+        fill_blank(tensor)
+        assert has_blank(tensor), dtype
+        tensor[:2] = 1
+        assert has_blank(tensor), dtype
+        tensor[2] = 0
+        assert not has_blank(tensor), dtype
+        assert not has_blank(tensor[:0])

@@ -1,0 +1,402 @@
+"""Parameters used outside their unit: the numbers of plain torch, or an error that names them.
+
+All ranks see the same batch, so that plain torch in the same process is the oracle.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zero_engine
+from parity import ZeroConfig
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from zero_comm import Group
+from zero_partition import AtRestError, StateError, find_sharded
+
+WIDTH = 8
+STAGES = [0, 1, 2, 3]
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class _Blocks(nn.Module):
+    """What every model here has: blocks that become units, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class _ReadsEarlier(_Blocks):
+    """By an operation that saves the Parameter itself, and by one that saves a view of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x)) * self.blocks[0].norm.weight
+        return x @ self.blocks[3].linear.weight.t() + self.blocks[2].linear.bias[None]
+
+
+class _ReadsLater(_Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        later = self.blocks[3]
+        x = functional.linear(x, later.linear.weight, later.linear.bias)
+        x = functional.layer_norm(x, (WIDTH,), later.norm.weight, later.norm.bias)
+        return super().forward(x) + later.norm.bias
+
+
+class _Recomputes(_Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        def segment(x: Tensor) -> Tensor:
+            return self.blocks[1](x) * self.blocks[2].norm.weight
+
+        return self.blocks[2](checkpoint(segment, self.blocks[0](x), use_reentrant=False))
+
+
+class _ReadsFrozen(_Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.blocks[0].norm.weight
+
+
+class _Owner(nn.Module):
+    """Returns its parameter: itself, in an object nobody can look into, as a view."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.how = how
+
+    def forward(self) -> Any:
+        match self.how:
+            case "itself":
+                return self.weight
+            case "object":
+                return _Opaque(self.weight)
+            case "tuple":
+                return (None, {"weight": self.weight})
+            case _:
+                return self.weight.t()
+
+
+class _Opaque:
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+
+class _Returned(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.owners = nn.ModuleList(_Owner(how) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [owner() for owner in self.owners]  # all at once: slots go round meanwhile
+        for value in found:
+            weight = value
+            if isinstance(value, _Opaque):
+                weight = value.weight
+            elif isinstance(value, tuple):
+                weight = value[1]["weight"]
+            x = torch.tanh(x @ weight) * weight[0]
+        return x
+
+
+def _plain_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def _tied_loss(model: nn.Module, x: Tensor) -> Tensor:
+    """A projection computed by the user, after the model's forward."""
+    return functional.linear(model(x), model.blocks[1].linear.weight).square().mean()
+
+
+def _decayed_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean() + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+def _regulariser(model: nn.Module, x: Tensor) -> Tensor:
+    """No forward of the model at all."""
+    return torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+
+MAKERS: dict[str, Callable[[], nn.Module]] = {
+    "earlier": _ReadsEarlier,
+    "later": _ReadsLater,
+    "recomputed": _Recomputes,
+    "frozen": _ReadsFrozen,
+    "returned itself": lambda: _Returned("itself"),
+    "returned in an object": lambda: _Returned("object"),
+    "returned in a tuple": lambda: _Returned("tuple"),
+    "returned as a view": lambda: _Returned("view"),
+    "blocks": _Blocks,
+}
+LOSSES = {
+    "plain": _plain_loss,
+    "tied": _tied_loss,
+    "decayed": _decayed_loss,
+    "regulariser": _regulariser,
+}
+
+
+def _train(
+    model: nn.Module, loss_of: Callable, *, group: Group | None, config: ZeroConfig | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-2)
+    if group is not None:
+        zero_engine.shard(model, optimizer, config, group=group)
+    losses = []
+    for step in range(3):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        with torch.no_grad():
+            losses.append(_plain_loss(model, x).item())
+    if group is None:
+        return losses, model.state_dict()
+    return losses, zero_engine.full_state_dict(model)
+
+
+def _trains_as_plain(
+    group: Group, make: str, loss: str = "plain", stage: int = 3, window: int = 3
+) -> None:
+    torch.manual_seed(0)
+    plain = MAKERS[make]()
+    model = copy.deepcopy(plain)
+    losses, weights = _train(plain, LOSSES[loss], group=None)
+
+    ours, full = _train(model, LOSSES[loss], group=group, config=ZeroConfig(stage, window=window))
+
+    assert ours == losses
+    if group.rank == 0:
+        different = [key for key, value in weights.items() if not torch.equal(full[key], value)]
+        assert not different, different
+    sharded = find_sharded(model)
+    assert not sharded.outside.num_bytes
+
+
+@pytest.mark.parametrize("make", [key for key in MAKERS if key != "blocks"])
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_use_outside_the_unit_has_the_numbers_of_plain_torch(
+    ranks, make: str, window: int
+) -> None:
+    """Reading a child's weight is ordinary torch; at rest it is NaN."""
+    ranks(2).run(_trains_as_plain, make=make, window=window)
+
+
+@pytest.mark.parametrize("make", ["earlier", "returned as a view"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_it_does_so_at_every_stage_and_world_size(ranks, make: str, stage: int) -> None:
+    """A model must not have to know how it is trained."""
+    for world_size in (1, 2):
+        ranks(world_size).run(_trains_as_plain, make=make, stage=stage)
+
+
+@pytest.mark.parametrize("loss", ["tied", "decayed", "regulariser"])
+def test_the_loss_may_use_weights_after_the_forward(ranks, loss: str) -> None:
+    """Tied projections and regularisers are written outside the model."""
+    ranks(2).run(_trains_as_plain, make="blocks", loss=loss)
+
+
+def _read(group: Group) -> None:
+    model = _Blocks()
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    weight = model.blocks[1].linear.weight
+    with torch.no_grad():
+        for read in (
+            weight.norm,
+            weight.data.norm,
+            lambda: weight.detach().numpy(),
+            lambda: torch.zeros(WIDTH, WIDTH).lerp_(weight, 0.1),
+            lambda: torch.cat([weight, weight]),
+            lambda: functional.linear(torch.ones(WIDTH), weight.T),
+            lambda: torch.allclose(weight, weight),
+            weight.tolist,
+        ):
+            with pytest.raises(
+                AtRestError, match=r"parameter 'blocks\.1\.linear\.weight' .*full_param\(param\)"
+            ):
+                read()
+
+
+def test_a_read_that_only_one_rank_may_do_is_named_and_not_gathered(ranks) -> None:
+    """Logging on rank 0 must neither hang nor print NaN."""
+    ranks(2).run(_read)
+
+
+def _look(group: Group) -> None:
+    plain = _Blocks()
+    model = copy.deepcopy(plain)
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    sharded = find_sharded(model)
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert isinstance(param, nn.Parameter)
+        assert type(param).__name__ == type(other).__name__
+        assert (param.shape, param.dtype, param.device) == (other.shape, other.dtype, other.device)
+        assert (param.numel(), param.dim(), len(param)) == (other.numel(), other.dim(), len(other))
+        assert param.is_leaf
+        assert param.requires_grad
+        assert param.to(torch.float32) is param
+        assert torch.zeros_like(param).shape == other.shape
+        assert param in set(model.parameters())
+        assert "nan" in str(param)
+    assert sharded.outside.num_gathers == 0
+    types = []
+    model.blocks[0].register_forward_hook(lambda m, *_: types.append(type(m.linear.weight)))
+    model.blocks[0].linear.register_forward_hook(lambda m, *_: types.append(type(m.weight)))
+    model(torch.ones(1, WIDTH))
+    assert types[0] is nn.Parameter  # while it is in use it is what its author made
+
+
+def test_looking_at_a_parameter_at_rest_gathers_nothing(ranks) -> None:
+    """Counters, optimizers and printers look at shapes; so may one rank alone."""
+    ranks(2).run(_look)
+
+
+class _Special(nn.Parameter):
+    """A user's own kind of parameter."""
+
+    note = "mine"
+
+
+def _keep_class(group: Group) -> None:
+    model = nn.Linear(4, 4)
+    model.weight = _Special(model.weight.data)
+    weight = model.weight
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    assert isinstance(weight, _Special)
+    assert weight.note == "mine"
+    seen = []
+    model.register_forward_hook(lambda m, *_: seen.append(type(m.weight)))
+    model(torch.ones(1, 4))
+    assert model.weight is weight
+    assert isinstance(weight, _Special)
+
+
+def test_a_parameter_of_the_users_own_class_stays_one(ranks) -> None:
+    """Quantised and marked parameters are classes of their own."""
+    ranks(1).run(_keep_class)
+
+
+def _change_between(group: Group) -> None:
+    model = _Blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
+    _plain_loss(model, torch.ones(1, WIDTH)).backward()
+    old = model.blocks[0].linear.weight.square().sum()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(StateError, match=r"'blocks\.0\.linear\.weight'.*run the forward again"):
+        old.backward()
+    optimizer.zero_grad()
+    _plain_loss(model, torch.ones(1, WIDTH)).backward()
+
+
+def test_a_graph_made_before_the_step_is_refused_after_it(ranks) -> None:
+    """Plain torch refuses it too: the weights it was made with are gone."""
+    ranks(2).run(_change_between)
+
+
+def _grad_of_params(group: Group) -> None:
+    torch.manual_seed(0)
+    plain = _Blocks()
+    model = copy.deepcopy(plain)
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    x = torch.ones(2, WIDTH)
+    theirs = torch.autograd.grad(_plain_loss(plain, x), list(plain.parameters()))
+    ours = torch.autograd.grad(_plain_loss(model, x), list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_autograd_grad_takes_parameters_at_rest(ranks) -> None:
+    """They are places in a graph there, not values."""
+    ranks(2).run(_grad_of_params)
+
+
+# ---- Registered ----
+
+
+def _register(group: Group) -> None:
+    torch.manual_seed(0)
+    plain = _ReadsEarlier()
+    model = copy.deepcopy(plain)
+    losses, _ = _train(plain, _plain_loss, group=None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
+    hooks = len(model._forward_pre_hooks)
+    params = [model.blocks[0].norm.weight, model.blocks[3].linear.weight]
+    for param in (*params, *params):
+        zero_engine.register_external_parameter(model, param)
+    with pytest.raises(StateError, match="expected a Parameter of a sharded model"):
+        zero_engine.register_external_parameter(model, torch.ones(3))
+    ours = []
+    for step in range(3):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = _plain_loss(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ours.append(loss.item())
+    assert ours == losses[::2]
+    for param in params:
+        zero_engine.unregister_external_parameter(model, param)
+    assert len(model._forward_pre_hooks) == hooks
+    with pytest.raises(StateError, match="is not registered"):
+        zero_engine.unregister_external_parameter(model, params[0])
+
+
+def test_what_is_registered_is_used_and_leaves_no_hook(ranks) -> None:
+    """Saying it buys time; it must not change a number."""
+    ranks(2).run(_register)
+
+
+# ---- Attached late ----
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("how", ["new", "deep", "replaced"])
+def test_a_parameter_attached_after_sharding_is_named(ranks, stage: int, how: str) -> None:
+    """Each rank would train its own."""
+    ranks(2).run(_attach, stage=stage, how=how)
+
+
+def _attach(group: Group, stage: int, how: str) -> None:
+    model = _Blocks()
+    zero_engine.shard(model, None, ZeroConfig(stage), group=group)
+    x = torch.ones(1, WIDTH)
+    model.act = nn.ReLU()  # has no parameters
+    model.alias = model.head  # nor new ones
+    model(x)
+    match how:
+        case "new":
+            model.late, name = nn.Linear(2, 2), r"late\.weight"
+        case "deep":
+            model.blocks[2].norm.late, name = nn.Linear(2, 2), r"blocks\.2\.norm\.late\.weight"
+        case _:
+            model.head, name = nn.Linear(WIDTH, WIDTH), r"head\.weight"
+    with pytest.raises(StateError, match=rf"parameter '{name}'.*attached after shard\(\)"):
+        model(x)

@@ -1,0 +1,425 @@
+"""Weights go from files into shards: the right elements, or words and an untouched model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+import zero_engine
+from parity import ZeroConfig
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from zero_comm import AgreementError, Group
+from zero_engine import FileError
+from zero_partition import LoadError
+
+
+class _Model(nn.Module):
+    """Tied, frozen, two dtypes, buffers of both kinds, a scalar, an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 7)
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.half = nn.Linear(7, 3, dtype=torch.bfloat16)
+        self.scale = nn.Parameter(torch.rand(()))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.norm = nn.BatchNorm1d(7)
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks[0].weight.requires_grad_(False)
+
+
+def _weights(seed: int = 1) -> dict[str, Tensor]:
+    """As `save_file` wants them: one name per tensor."""
+    state = parity.build(_Model, seed=seed).state_dict()
+    del state["head.weight"]
+    state["norm.running_mean"] += 3.0
+    state["norm.num_batches_tracked"] += 5
+    return {key: value.clone() for key, value in state.items()}
+
+
+def _write(folder: Path, weights: dict[str, Tensor], form: str) -> str:
+    if form == "file":
+        save_file(weights, folder / "weights.safetensors")
+        return str(folder / "weights.safetensors")
+    if form == "folder":
+        save_file(weights, folder / "model.safetensors")
+        return str(folder)
+    names = list(weights)
+    files = {f"model-{i}.safetensors": names[i::3] for i in range(3)}
+    for file, chosen in files.items():
+        save_file({name: weights[name] for name in chosen}, folder / file, {"format": "pt"})
+    index = {name: file for file, chosen in files.items() for name in chosen}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return str(folder)
+
+
+def _on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return _Model()
+
+
+def _prepare(how: str, group: Group) -> nn.Module:
+    if how == "init":
+        with zero_engine.Init(group=group):
+            return _Model()
+    if how == "meta":
+        return _on_meta()
+    model = _Model()
+    if how != "plain":
+        optimizer = torch.optim.AdamW(model.parameters())
+        zero_engine.shard(model, optimizer, ZeroConfig(int(how)), group=group)
+    return model
+
+
+@pytest.mark.parametrize("form", ["file", "folder", "index"])
+def test_files_fill_a_model_on_meta(ranks, tmp_path: Path, form: str) -> None:
+    """One file, a folder, or Hugging Face's many files with an index."""
+    source = _write(tmp_path, _weights(), form)
+
+    ranks(2).run(_load, how="meta", source=source)
+
+
+@pytest.mark.parametrize("how", ["init", "plain", "0", "1", "2", "3"])
+def test_files_fill_every_kind_of_model(ranks, tmp_path: Path, how: str) -> None:
+    """Also one that is sharded already, at any stage."""
+    source = _write(tmp_path, _weights(), "file")
+
+    ranks(2).run(_load, how=how, source=source)
+
+
+def _load(group: Group, how: str, source: str) -> None:
+    model = _prepare(how, group)
+    report = zero_engine.load_pretrained(model, source, group=group)
+
+    assert (report.missing, report.unexpected) == ((), ())
+    _assert_loaded(model, _weights(), group, is_sharded=how in "0123")
+
+
+def test_three_ranks_read_what_does_not_divide(ranks, tmp_path: Path) -> None:
+    """The last part of each tensor is shorter, or empty."""
+    ranks(3).run(_load, how="meta", source=_write(tmp_path, _weights(), "file"))
+
+
+def _assert_loaded(
+    model: nn.Module, expected: dict[str, Tensor], group: Group, *, is_sharded: bool = False
+) -> None:
+    if not is_sharded:
+        zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    full = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        tied = {**expected, "head.weight": expected["embed.weight"]}
+        parity.assert_same_weights(full, {key: tied[key] for key in full}, what="loaded")
+        assert full.keys() == tied.keys()
+
+
+def test_a_rank_reads_its_ranges_only(ranks, tmp_path: Path) -> None:
+    """The point of it: N ranks read the parameters once, not N times."""
+    source = _write(tmp_path, _weights(), "file")
+    weights = _weights()
+    params = {name for name, _ in _Model().named_parameters()}
+    buffers = sum(value.nbytes for name, value in weights.items() if name not in params)
+    whole = sum(value.nbytes for name, value in weights.items() if name in params)
+
+    read = ranks(2).run(_count_reads, source=source)
+
+    assert sum(read) == whole + 2 * buffers
+    assert max(read) < 0.6 * whole + buffers
+
+
+def _count_reads(group: Group, source: str) -> int:
+    from zero_engine._pretrained import SafetensorsRange
+
+    plain_read, count = SafetensorsRange.read, 0
+
+    def read(self: SafetensorsRange, start: int, stop: int) -> Tensor:
+        nonlocal count
+        count += (stop - start) * self.dtype.itemsize
+        return plain_read(self, start, stop)
+
+    SafetensorsRange.read = read
+    try:
+        zero_engine.load_pretrained(_on_meta(), source, group=group)
+    finally:
+        SafetensorsRange.read = plain_read
+    return count
+
+
+def test_float_dtypes_are_rounded_to_the_models(ranks, tmp_path: Path) -> None:
+    """Files are bf16 where training is fp32, and the other way round; torch's rule is the rule."""
+    weights = _weights()
+    mixed = {
+        name: value.to(torch.float64 if index % 2 else torch.float16)
+        if value.is_floating_point()
+        else value
+        for index, (name, value) in enumerate(weights.items())
+    }
+    expected = {name: value.to(weights[name].dtype) for name, value in mixed.items()}
+
+    ranks(2).run(_load_mixed, source=_write(tmp_path, mixed, "file"), expected=expected)
+
+
+def _load_mixed(group: Group, source: str, expected: dict[str, Tensor]) -> None:
+    model = _on_meta()
+    zero_engine.load_pretrained(model, source, group=group)
+
+    _assert_loaded(model, expected, group)
+
+
+@pytest.mark.parametrize("names", [("head.weight",), ("embed.weight", "head.weight")])
+def test_a_tied_parameter_may_come_under_any_name(
+    ranks, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    """Savers drop one name or keep both."""
+    weights = _weights()
+    value = weights.pop("embed.weight")
+    given = weights | {name: value.clone() for name in names}
+
+    ranks(2).run(_load, how="meta", source=_write(tmp_path, given, "file"))
+
+
+def _edit(change: Callable[[dict[str, Tensor]], Any]) -> dict[str, Tensor]:
+    weights = _weights()
+    change(weights)
+    return weights
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "missing": (
+        lambda w: [w.pop("blocks.1.bias"), w.pop("norm.running_var")],
+        r"missing: 'blocks\.1\.bias', 'norm\.running_var'",
+    ),
+    "unexpected": (
+        lambda w: w.update({"a": torch.ones(1), "b": torch.ones(1)}),
+        r"unexpected: 'a', 'b'",
+    ),
+    "shape": (
+        lambda w: w.update({"scale": torch.ones(1), "half.bias": torch.ones(4)}),
+        r"'half\.bias': expected shape \(3,\), got \(4,\)",
+    ),
+    "dtype": (
+        lambda w: w.update({"scale": torch.ones((), dtype=torch.int32)}),
+        r"'scale': expected torch\.float32, got torch\.int32",
+    ),
+    "ties": (
+        lambda w: w.update({"head.weight": torch.ones(11, 7)}),
+        r"'embed\.weight' and 'head\.weight' are one tensor, and differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("how", ["meta", "3"])
+def test_what_does_not_fit_is_named_and_nothing_is_written(
+    ranks, tmp_path: Path, what: str, how: str
+) -> None:
+    """Half a checkpoint in a model is worse than none."""
+    change, message = WRONG[what]
+    source = _write(tmp_path, _edit(change), "file")
+
+    ranks(2).run(_refuse, how=how, source=source, message=message)
+
+
+def _refuse(group: Group, how: str, source: str, message: str) -> None:
+    torch.manual_seed(0)
+    model = _prepare(how, group)
+    with pytest.raises(LoadError, match=message):
+        zero_engine.load_pretrained(model, source, group=group)
+
+    if how == "meta":
+        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+        return
+    expected = parity.build(_Model).state_dict()
+    full = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        parity.assert_same_weights(full, expected, what="untouched")
+
+
+def test_loading_may_leave_names_out(ranks, tmp_path: Path) -> None:
+    """A new head on old weights: `rename` and `strict=False`, on top of initialised values."""
+    weights = _edit(lambda w: [w.pop("half.weight"), w.update({"old.head": torch.ones(2)})])
+    renamed = {f"base.{name}": value for name, value in weights.items()}
+
+    ranks(2).run(_load_loosely, source=_write(tmp_path, renamed, "file"))
+
+
+def _load_loosely(group: Group, source: str) -> None:
+    torch.manual_seed(0)
+    with zero_engine.Init(group=group):
+        model = _Model()
+    report = zero_engine.load_pretrained(
+        model,
+        source,
+        group=group,
+        strict=False,
+        rename=lambda name: None if "num_batches" in name else name.removeprefix("base."),
+    )
+
+    assert report.missing == ("half.weight", "norm.num_batches_tracked")
+    assert report.unexpected == ("old.head",)
+    expected = _weights()
+    expected["half.weight"] = parity.build(_Model).state_dict()["half.weight"]
+    expected["norm.num_batches_tracked"] -= 5
+    _assert_loaded(model, expected, group)
+
+
+class _Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("frequencies", torch.arange(4.0), persistent=False)
+
+
+def test_a_buffer_that_no_file_has_is_refused_by_name(ranks, tmp_path: Path) -> None:
+    """The table of rotary positions, on meta, would be junk; materialise() first fills it."""
+    save_file(_Rotary().linear.state_dict(), tmp_path / "linear.safetensors")
+
+    ranks(2).run(_load_rotary, source=str(tmp_path / "linear.safetensors"))
+
+
+def _load_rotary(group: Group, source: str) -> None:
+    with torch.device("meta"):
+        model = _Rotary()
+
+    def rename(name: str) -> str:
+        return f"linear.{name}"
+
+    with pytest.raises(LoadError, match=r"'frequencies': on the meta device.*materialise"):
+        zero_engine.load_pretrained(model, source, rename=rename, group=group)
+
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+        if isinstance(module, _Rotary):
+            module.frequencies.copy_(torch.arange(4.0))
+
+    zero_engine.materialise(model, fill, group=group)
+    zero_engine.load_pretrained(model, source, rename=rename, group=group)
+    assert torch.equal(model.frequencies, torch.arange(4.0))
+
+
+def test_ranks_with_different_files_are_told(ranks, tmp_path: Path) -> None:
+    """A stale copy on one host would be a model that no file holds."""
+    for rank, name in enumerate(("scale", "half.bias")):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        _write(folder, _edit(lambda w, name=name: w.pop(name)), "folder")
+
+    ranks(2).run(_load_own_folder, folder=str(tmp_path))
+
+
+def _load_own_folder(group: Group, folder: str) -> None:
+    with pytest.raises(AgreementError, match="weights to load"):
+        zero_engine.load_pretrained(_Model(), f"{folder}/{group.rank}", group=group)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_save_pretrained_wrote_goes_straight_into_shards(
+    ranks, tmp_path: Path, name: str
+) -> None:
+    """Folders as Hugging Face writes them: an index, many files, and one name of tied weights."""
+    pytest.importorskip("transformers")
+    model = _transformer(name, seed=1)
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+
+    ranks(2).run(_load_transformer, name=name, folder=str(tmp_path), timeout_s=90.0)
+
+
+def _transformer(name: str, seed: int) -> nn.Module:
+    import transformers
+
+    configs = {
+        "gpt2": lambda: transformers.GPT2Config(vocab_size=37, n_layer=2, n_embd=16, n_head=2),
+        "llama": lambda: transformers.LlamaConfig(
+            vocab_size=37,
+            num_hidden_layers=2,
+            hidden_size=16,
+            num_attention_heads=2,
+            intermediate_size=24,
+        ),
+    }
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(configs[name]())
+
+
+def _load_transformer(group: Group, name: str, folder: str) -> None:
+    with zero_engine.Init(group=group):
+        model = _transformer(name, seed=0)
+    zero_engine.load_pretrained(model, folder, group=group)
+
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    full = zero_engine.full_state_dict(model)
+    expected = _transformer(name, seed=1).state_dict()
+    if group.rank == 0:
+        parity.assert_same_weights(full, expected, what=name)
+
+
+# ---- Files ----
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    """A download that was cut short has a header that promises more than there is."""
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.arange(10.0)}, file)
+    good = file.read_bytes()
+
+    for content, message in (
+        (good[:-1], "'a' should take 40 bytes"),
+        (good[:20], "no safetensors file, or cut short"),
+        (b"x" * 4, "no safetensors file, or cut short"),
+        (good[:8] + b"?" * int.from_bytes(good[:8], "little"), "expected JSON"),
+        (good.replace(b"F32", b"F99"), "cannot read the entry of 'a'"),
+        (good.replace(b"[10]", b"[11]"), "should take 44 bytes"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(FileError, match=message):
+            zero_engine.open_safetensors(file)
+    file.unlink()
+    with pytest.raises(FileError, match="found neither"):
+        zero_engine.open_safetensors(tmp_path)
+    with pytest.raises(FileError, match="no such file"):
+        zero_engine.open_safetensors(file)
+
+
+def test_an_index_is_held_to_its_word(tmp_path: Path) -> None:
+    """It may name tensors that its files lack, or files elsewhere."""
+    save_file({"a": torch.ones(1)}, tmp_path / "one.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    for weight_map, message in (
+        ({"a": "one.safetensors", "b": "one.safetensors"}, "names 'b', which"),
+        ({"a": "../one.safetensors"}, "beside the index"),
+        ({"a": "two.safetensors"}, "no such file"),
+        ([], "expected a 'weight_map'"),
+    ):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(FileError, match=message):
+            zero_engine.open_safetensors(tmp_path)
+
+
+def test_any_range_of_any_dtype_is_what_safetensors_wrote(tmp_path: Path) -> None:
+    """We read the format ourselves, because its library reads whole rows."""
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randint(0, 2, (5, 16), generator=generator, dtype=torch.uint8)
+    dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
+    dtypes += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+    tensors = {str(dtype): raw.to(dtype) for dtype in dtypes}
+    save_file(tensors, tmp_path / "all.safetensors")
+
+    readers = zero_engine.open_safetensors([tmp_path / "all.safetensors"])
+
+    assert readers.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        reader = readers[name]
+        assert (reader.shape, reader.dtype) == (tensor.shape, tensor.dtype)
+        for start, stop in ((0, 80), (3, 3), (7, 50), (79, 80)):
+            expected = tensor.reshape(-1)[start:stop]
+            assert torch.equal(
+                reader.read(start, stop).view(torch.uint8), expected.view(torch.uint8)
+            )

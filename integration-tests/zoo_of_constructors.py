@@ -1,0 +1,238 @@
+"""What constructors do: each function builds a model that does one of these things.
+
+Called once plainly, as the oracle, and once inside `Init`.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Final
+
+import parity
+import torch
+from torch import Tensor, nn
+
+W: Final = 8
+
+
+class Mlp(nn.Module):
+    """Something with children."""
+
+    def __init__(self, width: int = W) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def applies() -> nn.Module:
+    """The usual weight init: the parent's constructor calls `self.apply(fn)`."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Mlp() for _ in range(3))
+            self.norm = nn.LayerNorm(W)
+            self.apply(self._init)
+
+        def _init(self, module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+                module.weight.data.mul_(3.0)
+
+    return Model()
+
+
+def writes_to_children() -> nn.Module:
+    """Initialisers called on a child's parameters, each in another way."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.children_ = nn.ModuleList(nn.Linear(W, W) for _ in range(12))
+            weights = [child.weight for child in self.children_]
+            nn.init.normal_(weights[0])
+            nn.init.xavier_uniform_(weights[1])
+            nn.init.orthogonal_(weights[2])
+            nn.init.trunc_normal_(weights[3])
+            weights[4].data.normal_()
+            weights[5].data = torch.randn(W, W)
+            with torch.no_grad():
+                weights[6][2:4] = 7.0
+                weights[7].add_(weights[6]).mul_(0.5)
+                weights[8].copy_(weights[0] @ weights[1].t())
+                torch._foreach_mul_([weights[9], weights[10]], 2.0)
+            weights[11].detach().numpy()[0] = 3.0
+
+    return Model()
+
+
+def keeps_a_view_for_a_while() -> nn.Module:
+    """A view is taken, other things are built, and then the view is written through."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(W, W)
+            view = self.first.weight.data[1:3]
+            array = self.first.bias.detach().numpy()
+            self.second = Mlp()
+            view.fill_(5.0)
+            array[:] = 6.0
+            self.third = Mlp()
+
+    return Model()
+
+
+def parameters_around_children() -> nn.Module:
+    """A parameter of the parent's own, made before its children and initialised after them."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.empty(W, W))
+            self.tables = nn.ParameterList(torch.randn(3) for _ in range(2))
+            self.block = Mlp()
+            nn.init.normal_(self.table)
+            with torch.no_grad():
+                self.tables[0].mul_(2.0)
+
+    return Model()
+
+
+class Base(nn.Module):
+    """First of three levels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(W, W)
+        nn.init.normal_(self.base.weight)
+
+
+class Middle(Base):
+    """Second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Linear(W, W)
+        nn.init.normal_(self.base.weight)
+
+
+def several_levels() -> nn.Module:
+    """Subclasses that call super().__init__() first, last and in between; defined inside."""
+
+    class Top(Middle):
+        def __init__(self) -> None:
+            super().__init__()
+            self.top = nn.Linear(W, W)
+            self.own = nn.Parameter(torch.randn(W))
+            with torch.no_grad():
+                self.own.mul_(self.middle.weight[0])
+
+    class Unchanged(Top):
+        pass
+
+    return nn.Sequential(Top(), Unchanged())
+
+
+def skips_init() -> nn.Module:
+    """Built on meta, moved by to_empty(), then filled."""
+    linear = nn.utils.skip_init(nn.Linear, W, W)
+    nn.init.normal_(linear.weight)
+    nn.init.ones_(linear.bias)
+    return nn.Sequential(linear, Mlp())
+
+
+def copies() -> nn.Module:
+    """nn.TransformerEncoder copies its layer; others copy a bare Linear, or a used one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(W, 2, 2 * W), 3)
+    linear = nn.Linear(W, W)
+    twins = nn.ModuleList(copy.deepcopy(linear) for _ in range(3))
+    with torch.no_grad():
+        twins[1].weight.add_(1.0)
+    late = copy.deepcopy(twins)
+    return nn.ModuleList([encoder, linear, twins, late])
+
+
+def ties() -> nn.Module:
+    """Weights shared by assignment in a parent's constructor."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, W, padding_idx=0)
+            self.block = Mlp()
+            self.head = nn.Linear(W, 11, bias=False)
+            self.head.weight = self.embed.weight
+            nn.init.normal_(self.head.weight)
+
+    return Model()
+
+
+def runs_a_forward() -> nn.Module:
+    """A constructor that learns a size from a forward, and a table from a child's weights."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+            numel = self.conv(torch.zeros(1, 3, 8, 8)).numel()
+            self.head = nn.Linear(numel, 5)
+            self.register_buffer("table", self.head.weight.detach().sum(0))
+
+    return Model()
+
+
+def torchs_own() -> nn.Module:
+    """Modules of torch whose constructors and utilities do more than assign."""
+    norm = nn.utils.parametrizations.weight_norm(nn.Linear(W, W))
+    spectral = nn.utils.spectral_norm(nn.Linear(W, W))
+    orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(W, W))
+    table = torch.randn(5, W)
+    return nn.ModuleList(
+        [
+            nn.LSTM(W, W, num_layers=2),
+            nn.MultiheadAttention(W, 2),
+            nn.Embedding.from_pretrained(table, freeze=True),
+            nn.BatchNorm1d(W),
+            norm,
+            spectral,
+            orthogonal,
+        ]
+    )
+
+
+def converts() -> nn.Module:
+    """Casts, loads and freezes after construction."""
+    model = nn.Sequential(Mlp(), Mlp(), nn.Linear(W, W, bias=False))
+    model[0].to(torch.bfloat16)
+    model[1].load_state_dict({key: value + 1 for key, value in Mlp().state_dict().items()})
+    model[2].requires_grad_(False)
+    model[2].half()
+    return model
+
+
+CONSTRUCTORS: Final[dict[str, Callable[[], nn.Module]]] = {
+    make.__name__: make
+    for make in (
+        parity.Tiny,
+        applies,
+        writes_to_children,
+        keeps_a_view_for_a_while,
+        parameters_around_children,
+        several_levels,
+        skips_init,
+        copies,
+        ties,
+        runs_a_forward,
+        torchs_own,
+        converts,
+    )
+}

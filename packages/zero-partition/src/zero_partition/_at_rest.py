@@ -1,0 +1,188 @@
+"""What a parameter is while it rests sharded: a class that notices every use of its values."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ._guards import refuse_deepcopy, refuse_pickle
+from ._places import Place, find_place, record_alias
+from ._torch_compat import as_subclass_sharing_memory, plain_call
+
+# NOTE(class): a parameter at rest keeps its identity and becomes an instance of a subclass of its
+# own class, which it leaves when it is unsharded. So `module.weight is param`, isinstance() and
+# memory stay as they are, a whole parameter is exactly what the user made, and while it rests torch
+# hands every function that is called on it to `__torch_function__`. There the values are gathered
+# and put in its place, or the use is refused by name. Two class assignments per use of a unit cost
+# 0.2 µs per parameter; nothing of torch is patched (docs/decisions/use-outside-the-unit.md).
+
+
+class AtRest:
+    """Mixed into the class of a parameter for as long as it rests sharded."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer questions about shape; put whole values where values are used."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        attribute = getattr(func.__self__, "__name__", "") if name in _ACCESSES else ""
+        if name in _METADATA or name.startswith(_FACTORIES):
+            return plain_call(func, args, kwargs)
+        if attribute and (name != "__get__" or attribute not in _VALUES):
+            return plain_call(func, args, kwargs)
+        if attribute == "data":
+            return _guard_data(args[0], plain_call(func, args, kwargs))
+        if name in _AUTOGRAD or name in _PRINTS:
+            return _as_plain(func, args, kwargs)
+        is_kept = name in _CONVERSIONS and plain_call(func, args, kwargs) is args[0]
+        return args[0] if is_kept else _use(func, attribute or name, args, kwargs)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        if not _is_gathered(self):  # type: ignore[arg-type]
+            refuse_deepcopy()
+        return _as_plain(copy.deepcopy, (self, memo), {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not _is_gathered(self):  # type: ignore[arg-type]
+            refuse_pickle()
+        return _as_plain(type(self).__mro__[2].__reduce_ex__, (self, protocol), {})
+
+
+class AtRestData(AtRest, Tensor):
+    """`param.data` of a parameter at rest: the same stand-in, without autograd."""
+
+
+@functools.cache
+def rest_type(cls: type[nn.Parameter]) -> type[nn.Parameter]:
+    """What a parameter of this class is at rest. Named like it: messages and `repr` show it."""
+    names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls)(cls.__name__, (AtRest, cls), names)
+
+
+def rest_type_of(param: nn.Parameter) -> type[nn.Parameter]:
+    """As `rest_type`; its own class where Python cannot change it, and uses go unnoticed."""
+    own = type(param)
+    try:
+        param.__class__ = rest_type(own)
+    except TypeError:
+        return own
+    param.__class__ = own
+    return rest_type(own)
+
+
+def _use(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
+    """Call what reads values, or writes them, with whole ones."""
+    is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+    written = (args[:1] if args else kwargs) if is_write else kwargs.get("out")
+    for tensor in _tensors_in(written):
+        if isinstance(tensor, AtRest) and not _is_gathered(tensor):
+            place = _place_of(tensor)
+            place.sharded.outside.refuse_write(place, name)
+    found = _tensors_in((args, kwargs))
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in found)
+
+    def substitute(tensor: Tensor) -> Tensor:
+        place = _place_of(tensor)
+        if _is_gathered(tensor) and (is_write or not needs_grad):
+            return tensor  # its memory is whole: nothing to put in its place
+        return place.sharded.outside.value(place, tensor, name, needs_grad=needs_grad)
+
+    args, kwargs = _replace(args, substitute), _replace(kwargs, substitute)
+    if any(isinstance(tensor, AtRest) for tensor in _tensors_in((args, kwargs))):
+        return plain_call(func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def _place_of(tensor: Tensor) -> Place:
+    place = find_place(tensor)
+    assert place is not None, "only a unit's parameters, and their data, are ever at rest"
+    return place
+
+
+def _is_gathered(tensor: Tensor) -> bool:
+    place = _place_of(tensor)
+    return place.position in place.buffer.held
+
+
+def _guard_data(param: Tensor, data: Tensor) -> Tensor:
+    if _is_gathered(param):
+        return data
+    guarded = as_subclass_sharing_memory(AtRestData, data)
+    record_alias(guarded, _place_of(param))
+    return guarded
+
+
+def _as_plain(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Call what treats parameters as places in a graph, and runs the user's code besides.
+
+    Disabling the class for the call, as elsewhere, would disable it for that code too.
+    """
+    found = [tensor for tensor in _tensors_in((args, kwargs)) if isinstance(tensor, AtRest)]
+    types = [type(tensor) for tensor in found]
+    for tensor, at_rest in zip(found, types, strict=True):
+        tensor.__class__ = at_rest.__mro__[2]  # what comes after the two of ours
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for tensor, at_rest in zip(found, types, strict=True):
+            if at_rest is AtRestData or _place_of(tensor).buffer.is_at_rest:
+                tensor.__class__ = at_rest
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors_in(item)]
+    return []
+
+
+def _replace(value: Any, substitute: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure with something in the place of every parameter at rest."""
+    if isinstance(value, AtRest):
+        return substitute(value)  # type: ignore[arg-type]
+    if isinstance(value, dict):
+        return {key: _replace(item, substitute) for key, item in value.items()}
+    if type(value) in (list, tuple) and any(isinstance(t, AtRest) for t in _tensors_in(value)):
+        return type(value)(_replace(item, substitute) for item in value)
+    return value
+
+
+# Attributes that give the elements away.
+_VALUES: Final = {"data", "T", "mT", "H", "mH", "real", "imag"}
+# Functions that look at no element. Whatever is not here is taken to read.
+_METADATA: Final = {
+    *("dim", "ndimension", "size", "numel", "nelement", "__len__", "element_size", "get_device"),
+    *("is_contiguous", "stride", "storage_offset", "data_ptr", "untyped_storage", "storage"),
+    *("_typed_storage", "is_floating_point", "is_complex", "is_signed", "is_shared", "is_pinned"),
+    *("is_inference", "is_conj", "is_neg", "has_names", "is_same_size", "is_set_to", "_is_view"),
+    *("_has_compatible_shallow_copy_type",),
+    *("result_type", "can_cast", "promote_types", "retain_grad", "requires_grad_"),
+    *("register_hook", "register_post_accumulate_grad_hook", "__hash__", "__dir__"),
+}
+_FACTORIES: Final = (
+    *("empty_like", "zeros_like", "ones_like", "full_like"),
+    *("rand_like", "randn_like", "randint_like", "new_"),
+)
+_CONVERSIONS: Final = {
+    *("to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "cpu", "cuda"),
+    *("int", "long", "short", "char", "byte", "bool"),
+}
+_ACCESSES: Final = {"__get__", "__set__", "__delete__"}
+_PRINTS: Final = {"__repr__", "__format__"}
+_AUTOGRAD: Final = {"grad", "backward"}
+_WRITES: Final = {
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"),
+    *("__imod__", "__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__"),
+    *("__ilshift__", "__irshift__"),
+}

@@ -1,0 +1,53 @@
+"""Modules whose parameters are early sharded refuse what would read stand-ins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ._construction import CURRENT
+from ._early_shard import find_early
+from ._errors import StateError
+
+
+def refuse_forward(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook: before shard() there is a forward inside Init only."""
+    if CURRENT.get() is not None:
+        return
+    for name, param in module._parameters.items():
+        if param is not None and find_early(param) is not None:
+            raise StateError(
+                f"forward of a {type(module).__name__} whose parameter {name!r} was sharded by "
+                "Init: call zero_engine.shard(model, optimizer, config) first"
+            )
+
+
+def refuse_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """state_dict pre-hook: outside Init it would give stand-ins away."""
+    if CURRENT.get() is not None:
+        return
+    for name, param in module._parameters.items():
+        if param is not None and find_early(param) is not None:
+            raise StateError(
+                f"state_dict(): parameter {prefix + name!r} was sharded by Init: call "
+                "zero_engine.shard(model, ...) first, and then "
+                "zero_engine.full_state_dict(model) on every rank"
+            )
+
+
+def guard_module(module: nn.Module) -> None:
+    """Let the module refuse what would read stand-ins. Plain functions: copies share them."""
+    if refuse_forward not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(refuse_forward, prepend=True)
+        module.register_state_dict_pre_hook(refuse_export)
+
+
+def unguard_module(module: nn.Module) -> None:
+    """Undo `guard_module`, if it was done."""
+    for hooks, ours in (
+        (module._forward_pre_hooks, refuse_forward),
+        (module._state_dict_pre_hooks, refuse_export),
+    ):
+        for key in [key for key, hook in hooks.items() if hook is ours]:
+            del hooks[key]

@@ -1,0 +1,77 @@
+"""Parameters that a module is known to use though it does not own them: gathered ahead of it."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from attrs import define, field
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ._errors import StateError
+from ._hooks import Bound
+from ._placement import Placement
+from ._places import Place, place_of
+
+
+def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
+    """Say that `module`'s forward uses `param`, which another module owns. The same on every rank.
+
+    It also works unsaid: a sharded parameter that is used outside its unit is gathered where it is
+    used. Said, the gather is launched before the module's forward and travels meanwhile. Where
+    parameters rest whole there is nothing to do, and nothing is done.
+
+    Once more is as good as once.
+
+    Args:
+        module: A module that runs in the model's forward, or a loss that is called on its output.
+        param: The model's own Parameter object.
+
+    Raises:
+        StateError: `param` belongs to no sharded model.
+    """
+    place = place_of(param, what="register_external_parameter()")
+    ahead = _AHEAD.get(module)
+    if ahead is None:
+        ahead = _LaunchAhead()
+        if place.unit.placement is Placement.SHARDED:
+            ahead.handle = module.register_forward_pre_hook(ahead, prepend=True)
+        _AHEAD[module] = ahead
+    if place not in ahead.places:
+        ahead.places.append(place)
+
+
+def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
+    """Undo `register_external_parameter`. The same on every rank.
+
+    Raises:
+        StateError: `param` belongs to no sharded model, or was not registered for the module.
+    """
+    place = place_of(param, what="unregister_external_parameter()")
+    ahead = _AHEAD.get(module)
+    if ahead is None or place not in ahead.places:
+        raise StateError(
+            f"unregister_external_parameter(): parameter {place.name!r} is not registered for this "
+            f"{type(module).__name__}"
+        )
+    ahead.places.remove(place)
+    if not ahead.places:
+        del _AHEAD[module]
+        if ahead.handle is not None:
+            ahead.handle.remove()
+
+
+@define(eq=False)
+class _LaunchAhead(Bound):
+    """Before the module's forward: its parameters from elsewhere set out."""
+
+    places: list[Place] = field(factory=list)
+    handle: RemovableHandle | None = None
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for place in self.places:
+            place.sharded.outside.launch(place)
+
+
+_AHEAD: Final[WeakKeyDictionary[nn.Module, _LaunchAhead]] = WeakKeyDictionary()

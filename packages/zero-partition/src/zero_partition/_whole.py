@@ -1,0 +1,81 @@
+"""One parameter whole: put together from the ranks' parts, or taken apart into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from zero_comm import CommError, Handle, all_gather_flat
+
+from ._placement import Placement
+from ._places import Place
+
+
+def part_of(place: Place, shard: Tensor | None = None) -> Tensor:
+    """This rank's part of a parameter, as a 1-D view, maybe empty.
+
+    Args:
+        place: Which parameter.
+        shard: Any flat shard of the buffer's layout; the resting values when None.
+    """
+    source = place.buffer.shard if shard is None else shard
+    piece = place.piece
+    return source[:0] if piece is None else source[piece.in_shard.as_slice()]
+
+
+def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tensor]:
+    """Launch the gather of one parameter from the ranks' parts. Collective.
+
+    Args:
+        place: Which parameter.
+        part: What this rank contributes, 1-D, as long as its part of the parameter; the resting
+            values when None.
+
+    Returns:
+        Call it once, with `timeout_s` if need be, to wait; gives the whole in the parameter's
+        shape, memory of its own.
+    """
+    buffer, group = place.buffer, place.group
+    plan = buffer.plan.params[place.position]
+    span = buffer.plan.layout.spans[place.position]
+    part = part_of(place) if part is None else part
+    overlaps = [span.overlap(shard) for shard in buffer.plan.layout.shards]
+    whole = torch.empty(plan.shape.numel(), dtype=part.dtype, device=group.device)
+    handle: Handle[Tensor] | None = None
+    if whole.numel():
+        handle = all_gather_flat(
+            whole,
+            splits=[0 if overlap is None else overlap.numel for overlap in overlaps],
+            group=group,
+            shard=part,
+            tag=buffer.gather_tag,
+        )
+
+    def wait(timeout_s: float | None = None) -> Tensor:
+        if handle is not None:
+            try:
+                handle.wait(timeout_s=timeout_s)
+            except CommError as error:
+                raise CommError(
+                    f"gathering parameter {place.name!r} (rank {group.rank}): {error}"
+                ) from error
+        return whole.view(plan.shape)
+
+    return wait
+
+
+def write_whole(place: Place, value: Tensor) -> None:
+    """Make `value`, the same on every rank, the parameter's. Every rank calls it."""
+    place.sharded.begin_write()
+    buffer = place.buffer
+    values: list[Tensor | None] = [None] * len(buffer.params)
+    values[place.position] = value
+    if place.unit.placement is Placement.REPLICATED:
+        assert buffer.whole is not None, "replicated parameters have a whole buffer"
+        span = buffer.plan.layout.spans[place.position]
+        with torch.no_grad():
+            buffer.whole[span.as_slice()].copy_(value.detach().reshape(-1))
+    else:
+        buffer.fill_shard(values)
+    place.sharded.end_write(place.unit)
