@@ -171,7 +171,7 @@ def scheduler_for(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.
 class Recipe:
     """What is trained, and how: the same for us and for both oracles."""
 
-    optimizer: str = "adamw"
+    optimizer: str | Callable[[nn.Module], torch.optim.Optimizer] = "adamw"
     num_steps: int = 3
     num_micro_batches: int = 1
     reduces_once: bool = True  # no_sync for all micro-batches but the last
@@ -199,19 +199,12 @@ def train_sharded(
     group: Group,
     recipe: Recipe,
     config: ZeroConfig,
-    *,
-    cut: Cut = Cut.FLAT,
 ) -> Curve:
-    """Ours, through the front door; through `partition` where only that has the option."""
+    """Ours, through the front door."""
     model = build(recipe.make)
-    optimizer = OPTIMIZERS[recipe.optimizer](param_groups(model))
+    optimizer = _optimizer_of(recipe, model)
     scheduler = scheduler_for(optimizer) if recipe.scheduler == "before" else None
-    if cut is Cut.FLAT:
-        zero_engine.shard(model, optimizer, config, group=group)
-    else:
-        zero_partition.partition(
-            model, optimizer, group=group, placements=config.placements, cut=cut
-        )
+    zero_engine.shard(model, optimizer, config, group=group)
     if recipe.scheduler == "after":
         scheduler = scheduler_for(optimizer)
     curve = Curve()
@@ -237,7 +230,7 @@ def train_sharded(
 def train_ddp(group: Group, recipe: Recipe) -> Curve:
     """The same with torch's DistributedDataParallel over the same ranks; plain torch if alone."""
     model = build(recipe.make)
-    optimizer = OPTIMIZERS[recipe.optimizer](param_groups(model))
+    optimizer = _optimizer_of(recipe, model)
     scheduler = scheduler_for(optimizer) if recipe.scheduler != "none" else None
     wrapped = as_ddp(model, group, finds_unused=recipe.finds_unused)
     curve = Curve()
@@ -281,7 +274,7 @@ def train_alone(
       does as DDP: each rank adds to the gradient that is already reduced, and reduces the sum.
     """
     model = build(recipe.make)
-    optimizer = OPTIMIZERS[recipe.optimizer](param_groups(model))
+    optimizer = _optimizer_of(recipe, model)
     scheduler = scheduler_for(optimizer) if recipe.scheduler != "none" else None
     params = _trained(optimizer)
     curve = Curve()
@@ -455,6 +448,12 @@ def assert_close(curve: Curve, expected: Curve, *, what: str) -> None:
 # ---- The oracle's arithmetic ----
 
 
+def _optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    if isinstance(recipe.optimizer, str):
+        return OPTIMIZERS[recipe.optimizer](param_groups(model))
+    return recipe.optimizer(model)
+
+
 def _trained(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
@@ -501,7 +500,7 @@ def _clip(
     for rank in range(world_size if stage else 1):
         norms = [
             torch.linalg.vector_norm(part).to(torch.float64)
-            for buffer in _buffers(model, optimizer, world_size, cut)
+            for buffer in _buffers(model, optimizer, world_size, cut if stage else Cut.FLAT)
             for part in _parts(buffer, params, rank if stage else None)
         ]
         total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
@@ -524,7 +523,8 @@ def _buffers(
         for param in group["params"]
     }
     names = choose_units(model, max_unit_bytes=ZeroConfig().max_unit_bytes)
-    units = plan_units(model, names, world_size=world_size, cut=cut, group_of=group_of)
+    cuts = {id(param): cut for param in model.parameters()}
+    units = plan_units(model, names, world_size=world_size, cuts=cuts, group_of=group_of)
     return [buffer for unit in units for buffer in unit.buffers if buffer.trainable]
 
 

@@ -120,7 +120,7 @@ def _tensor_cut_equals_the_oracle(group: Group) -> None:
     recipe = parity.Recipe(optimizer="adagrad", max_norm=0.5)
 
     for stage in parity.STAGES:
-        curve = parity.train_sharded(group, recipe, ZeroConfig(stage), cut=Cut.TENSOR)
+        curve = parity.train_sharded(group, recipe, ZeroConfig(stage, cut=Cut.TENSOR))
         expected = parity.train_alone(
             recipe, rank=group.rank, world_size=group.world_size, stage=stage, cut=Cut.TENSOR
         )

@@ -2,22 +2,32 @@
 
 import numpy as np
 import pytest
-from zero_partition import Cut, FlatLayout, LayoutError
+from zero_partition import FlatLayout, LayoutError
+
+KINDS = ["even", "cut", "whole"]
 
 
-def _random_layout(seed: int, cut: Cut) -> tuple[list[int], int, int, FlatLayout]:
+def _random_layout(seed: int, kind: str) -> tuple[list[int], int, int, list[int], FlatLayout]:
+    """Numels, world size, alignment, per tensor its grain or owner, and the layout."""
     rng = np.random.default_rng(seed)
     numels = rng.integers(0, 300, size=rng.integers(0, 20)).tolist()
     world_size, align = int(rng.integers(1, 9)), int(2 ** rng.integers(0, 6))
-    layout = FlatLayout.plan(numels, world_size=world_size, align=align, cut=cut)
-    return numels, world_size, align, layout
+    options = {"world_size": world_size, "align": align}
+    if kind == "even":
+        return numels, world_size, align, [align], FlatLayout.plan(numels, **options)
+    if kind == "cut":
+        grains = rng.integers(1, 50, size=len(numels)).tolist()
+        layout = FlatLayout.plan_cut(numels, grains, **options)
+        return numels, world_size, align, grains, layout
+    owners = sorted(rng.integers(0, world_size, size=len(numels)).tolist())
+    return numels, world_size, align, owners, FlatLayout.plan_whole(numels, owners, **options)
 
 
-@pytest.mark.parametrize("cut", Cut, ids=lambda cut: cut.value)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(100))
-def test_shards_cover_every_element_once(seed: int, cut: Cut) -> None:
+def test_shards_cover_every_element_once(seed: int, kind: str) -> None:
     """Else an element is updated twice, or never, and training drifts silently."""
-    numels, world_size, _, layout = _random_layout(seed, cut)
+    numels, world_size, _, _, layout = _random_layout(seed, kind)
     seen = [np.zeros(numel, dtype=int) for numel in numels]
 
     for rank in range(world_size):
@@ -29,11 +39,11 @@ def test_shards_cover_every_element_once(seed: int, cut: Cut) -> None:
     assert sum(layout.payload_splits) == layout.payload_numel == sum(numels)
 
 
-@pytest.mark.parametrize("cut", Cut, ids=lambda cut: cut.value)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(100))
-def test_a_shard_holds_what_the_buffer_holds_there(seed: int, cut: Cut) -> None:
+def test_a_shard_holds_what_the_buffer_holds_there(seed: int, kind: str) -> None:
     """The two coordinates of a piece must name the same element."""
-    numels, world_size, _, layout = _random_layout(seed, cut)
+    numels, world_size, _, _, layout = _random_layout(seed, kind)
     buffer = np.full(layout.numel, -1)
     tensors = [np.arange(numel) + 1000 * i for i, numel in enumerate(numels)]
     for span, tensor in zip(layout.spans, tensors, strict=True):
@@ -47,25 +57,56 @@ def test_a_shard_holds_what_the_buffer_holds_there(seed: int, cut: Cut) -> None:
             np.testing.assert_array_equal(shard[piece.in_shard.as_slice()], expected)
 
 
+@pytest.mark.parametrize("kind", ["even", "whole"])
 @pytest.mark.parametrize("seed", range(100))
-def test_tensors_and_flat_cuts_are_aligned(seed: int) -> None:
+def test_tensors_and_shards_are_aligned(seed: int, kind: str) -> None:
     """Vector kernels take another path, with other rounding, on an unaligned start."""
-    _, world_size, align, layout = _random_layout(seed, Cut.FLAT)
+    _, world_size, align, _, layout = _random_layout(seed, kind)
 
     assert all(span.start % align == 0 for span in layout.spans)
     assert all(shard.start % align == 0 for shard in layout.shards)
-    assert len(set(layout.splits)) == 1
     assert len(layout.shards) == world_size
+    assert kind == "whole" or len(set(layout.splits)) == 1
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_tensor_cuts_leave_every_tensor_whole(seed: int) -> None:
+def test_a_tensor_lies_whole_with_its_owner(seed: int) -> None:
     """An optimizer that needs whole matrices must never see a part of one."""
-    numels, world_size, _, layout = _random_layout(seed, Cut.TENSOR)
+    numels, world_size, _, owners, layout = _random_layout(seed, "whole")
 
     for rank in range(world_size):
         for piece in layout.pieces(rank):
             assert piece.in_tensor.numel == numels[piece.index]
+            assert owners[piece.index] == rank
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_tensor_is_cut_on_multiples_of_its_grain(seed: int) -> None:
+    """A row or a block that two ranks share has no norm and no scale of its own."""
+    numels, world_size, _, grains, layout = _random_layout(seed, "cut")
+
+    for rank in range(world_size):
+        for piece in layout.pieces(rank):
+            grain, part = grains[piece.index], piece.in_tensor
+            assert part.start % grain == 0
+            assert part.stop % grain == 0 or part.stop == numels[piece.index]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_cut_is_the_legal_one_nearest_to_even(seed: int) -> None:
+    """Half a grain, or half the padding, is all that a rank may have more than its share."""
+    _, world_size, align, grains, layout = _random_layout(seed, "cut")
+    coarsest = max(grains, default=1) + align
+
+    for rank, shard in enumerate(layout.shards):
+        assert abs(shard.start - layout.numel * rank / world_size) <= coarsest / 2 + align
+
+
+def test_cuts_even_out_what_ranks_keep_elsewhere() -> None:
+    """Balance is a matter of the model, not of one unit."""
+    layout = FlatLayout.plan_cut([64, 64], [1, 4], world_size=4, align=1, loads=[64, 0, 0, 0])
+
+    assert layout.splits == (0, 43, 41, 44)  # 128 / 3 = 42.7 would be even
 
 
 def test_a_tensor_smaller_than_the_world_leaves_ranks_empty() -> None:
@@ -84,6 +125,15 @@ def test_a_flat_cut_wastes_less_than_one_alignment_per_tensor_and_rank() -> None
     assert layout.numel - sum(numels) < align * (len(numels) + world_size)
 
 
+def test_whole_tensors_are_never_padded_to_the_largest() -> None:
+    """A rank with one small matrix must not send, or hold, as much as one with a large one."""
+    numels, align = [1000, 10, 7], 16
+    layout = FlatLayout.plan_whole(numels, [0, 1, 3], world_size=4, align=align)
+
+    assert layout.splits == (1008, 16, 0, 16)
+    assert layout.numel - sum(numels) < align * len(numels)
+
+
 @pytest.mark.parametrize(
     ("numels", "world_size", "align"),
     [([-1], 2, 1), ([4], 0, 1), ([4], 2, 0)],
@@ -93,3 +143,17 @@ def test_nonsense_is_refused(numels: list[int], world_size: int, align: int) -> 
     """Silently planned, it would surface as a wrong slice far away."""
     with pytest.raises(LayoutError, match="expected world_size >= 1, align >= 1 and numels >= 0"):
         FlatLayout.plan(numels, world_size=world_size, align=align)
+
+
+@pytest.mark.parametrize("owners", [[1, 0], [0], [0, 2], [-1, 0]])
+def test_owners_are_ascending_ranks(owners: list[int]) -> None:
+    """Shards are in rank order; an owner out of turn would keep another's tensor."""
+    with pytest.raises(LayoutError, match="expected 2 ascending ranks below 2, got"):
+        FlatLayout.plan_whole([4, 4], owners, world_size=2)
+
+
+@pytest.mark.parametrize("grains", [[1, 0], [1]])
+def test_every_tensor_has_a_grain(grains: list[int]) -> None:
+    """A grain of zero elements would cut nowhere and everywhere."""
+    with pytest.raises(LayoutError, match="expected 2 grains of at least 1, got"):
+        FlatLayout.plan_cut([4, 4], grains, world_size=2)

@@ -1,6 +1,8 @@
 """ZeRO for a plain PyTorch loop: shard a model and its optimizer, keep the loop."""
 
 from zero_partition import (
+    ChainedOptimizer,
+    Cut,
     GatheredParameters,
     backward_without_batch,
     clip_grad_norm_,
@@ -37,7 +39,9 @@ from ._pretrained import load_pretrained, open_safetensors
 from ._shard import shard, unshard
 
 __all__ = [
+    "ChainedOptimizer",
     "ConfigError",
+    "Cut",
     "FileError",
     "GatheredParameters",
     "Init",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from attrs import Attribute, field, frozen
-from zero_partition import STAGES, Placements, Stage
+from zero_partition import STAGES, Cut, CutChoice, LayoutError, Placements, Stage
 
 from ._errors import ConfigError
 
@@ -44,6 +46,21 @@ def _as_names(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else value
 
 
+def _as_cuts(value: Any) -> Any:
+    if value is None or (callable(value) and not isinstance(value, type)):
+        return value
+    try:
+        if isinstance(value, Mapping):
+            cuts = {name: Cut.parse(cut) for name, cut in value.items()}
+            return MappingProxyType(cuts)  # read-only, as the configuration is
+        return Cut.parse(value)
+    except LayoutError as error:
+        raise ConfigError(
+            f"ZeroConfig.cut: {error}; or a mapping from parameter names to these, or a function "
+            "of name and parameter"
+        ) from error
+
+
 def _check_state_dict(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
     if value not in ("raise", "gather"):
         raise ConfigError(f"ZeroConfig.state_dict: expected 'raise' or 'gather', got {value!r}")
@@ -63,6 +80,12 @@ class ZeroConfig:
             they are not worth a gather and hooks of their own.
         window: Stage 3: units that may be whole at a time, the one in use included. More hides
             more communication and costs their bytes.
+        cut: Where parameters may be cut into shards: "flat" (anywhere), "row" (between rows),
+            "tensor" (nowhere: one rank keeps it) or "block(k)" (on multiples of k elements); a
+            mapping from parameter names, or patterns such as "blocks.*.weight", to these; or a
+            function of name and parameter. What is left open (None) is `cut` in the param group, or
+            what the optimizer needs: whole tensors for torch's Muon and Adafactor, else what it
+            says as its attribute `needs_cut`, else anything if it is elementwise, as a trial shows.
         state_dict: Stage 3: what `model.state_dict()` does while parameters are sharded: "raise"
             names `full_state_dict`, "gather" makes it collective and gives every rank everything.
         timeout_s: How long `shard` waits for ranks that do not call it, in seconds.
@@ -77,6 +100,7 @@ class ZeroConfig:
     )
     max_unit_bytes: int = field(default=512 * 2**20, validator=_at_least(1, int), kw_only=True)
     min_unit_bytes: int = field(default=2**16, validator=_at_least(0, int), kw_only=True)
+    cut: CutChoice = field(default=None, converter=_as_cuts, kw_only=True)
     window: int = field(default=3, validator=_at_least(1, int), kw_only=True)
     state_dict: Literal["raise", "gather"] = field(
         default="raise", validator=_check_state_dict, kw_only=True

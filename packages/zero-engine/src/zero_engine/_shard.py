@@ -31,8 +31,9 @@ def shard(
 
     Args:
         model: On the device of the group, its parameters dense and contiguous.
-        optimizer: Any elementwise torch optimizer built from `model.parameters()`; None for
-            inference.
+        optimizer: Any torch optimizer built from `model.parameters()`; None for inference. One that
+            looks at more than single elements keeps tensors whole, or is refused; see
+            `ZeroConfig.cut`.
         config: `ZeroConfig()`, stage 3, when None.
         group: The ranks to distribute over; all of them when None, or just this process if
             torch.distributed was not initialised.
@@ -48,6 +49,14 @@ def shard(
         zero_comm.CommError: A rank did not take part in time.
     """
     config = ZeroConfig() if config is None else config
+    is_many = isinstance(optimizer, list | tuple) and all(
+        isinstance(item, torch.optim.Optimizer) for item in optimizer
+    )
+    if is_many:
+        raise ConfigError(
+            f"shard(): expected one optimizer, got {len(optimizer)}; several step as one when they "
+            "are chained: shard(model, ChainedOptimizer(muon, adamw), config)"
+        )
     for name, value, kind in (
         ("model", model, nn.Module),
         ("optimizer", optimizer, torch.optim.Optimizer | None),
@@ -69,6 +78,7 @@ def shard(
         max_unit_bytes=config.max_unit_bytes,
         min_unit_bytes=config.min_unit_bytes,
         window=config.window,
+        cut=config.cut,
         gathers_state_dict=config.state_dict == "gather",
         timeout_s=config.timeout_s,
     )

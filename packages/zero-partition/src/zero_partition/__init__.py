@@ -1,6 +1,9 @@
 """Who owns which elements of a model, and when a parameter is whole: ZeRO stages 0 to 3."""
 
 from .__about__ import __version__
+from ._buffer_plan import BufferPlan, ParameterPlan
+from ._chained import ChainedOptimizer
+from ._cut import Cut
 from ._errors import (
     AtRestError,
     LayoutError,
@@ -29,14 +32,15 @@ from ._full_access import (
     update_full_grads,
 )
 from ._gathered import GatheredParameters
-from ._grouping import BufferPlan, ParameterPlan, UnitPlan, choose_units, plan_units
+from ._grouping import UnitPlan, choose_units, plan_units
 from ._hooks import find_sharded
 from ._init_context import Init
-from ._layout import Cut, FlatLayout, Piece
+from ._layout import FlatLayout, Piece
 from ._leaves import get_leaf_modules, set_leaf_modules, unset_leaf_modules
 from ._loading import AbstractRangeReader, LoadReport, load_ranges
 from ._materialise import materialise
 from ._memory import MemoryReport
+from ._needs import CutChoice
 from ._partition import partition
 from ._placement import STAGES, Placement, Placements, Stage
 from ._public import (
@@ -57,7 +61,9 @@ __all__ = [
     "AbstractRangeReader",
     "AtRestError",
     "BufferPlan",
+    "ChainedOptimizer",
     "Cut",
+    "CutChoice",
     "FlatLayout",
     "GatheredParameters",
     "Init",

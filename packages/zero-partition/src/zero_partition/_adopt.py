@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from zero_comm import Group, all_gather_coalesced, broadcast_flat
 
+from ._buffer_plan import BufferPlan
 from ._construction import CURRENT
 from ._early_guards import unguard_module
 from ._early_shard import find_early, forget_early, in_batches
 from ._errors import PartitionError
-from ._grouping import BufferPlan
 from ._placement import Placement
 
 _BATCH_BYTES: Final = 2**20  # small parameters travel together

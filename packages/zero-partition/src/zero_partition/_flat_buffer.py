@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zero_comm import Group
 
 from ._at_rest import rest_type_of
-from ._grouping import BufferPlan
+from ._buffer_plan import BufferPlan
 from ._guards import GradientGuard, placeholder
 from ._layout import Piece
 
@@ -72,10 +72,15 @@ class FlatBuffer:
         )
 
     def parts_of(self, shard: Tensor) -> tuple[Tensor, ...]:
-        """A flat shard of this layout, seen as one 1-D tensor per parameter; empty if not ours."""
-        parts = [shard[:0]] * len(self.plan.params)
+        """A flat shard of this layout, seen as the optimizer sees it: one tensor per parameter.
+
+        Its shape is what the parameter's cut says; where we keep nothing of it, it is empty.
+        """
+        parts = [shard[:0].view(p.cut.shard_shape(p.shape, 0)) for p in self.plan.params]
         for piece in self.pieces:
-            parts[piece.index] = shard[piece.in_shard.as_slice()]
+            plan = self.plan.params[piece.index]
+            shape = plan.cut.shard_shape(plan.shape, piece.in_tensor.numel)
+            parts[piece.index] = shard[piece.in_shard.as_slice()].view(shape)
         return tuple(parts)
 
     def fill_shard(self, full_values: Sequence[Tensor | None]) -> None:

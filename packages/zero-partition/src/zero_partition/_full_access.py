@@ -10,6 +10,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from zero_comm import all_gather_flat, broadcast_flat
 
+from ._cut import Cut
 from ._errors import StateError
 from ._gradients import BufferGradients
 from ._placement import Placement
@@ -250,10 +251,12 @@ def full_optimizer_state(param: nn.Parameter, key: str, *, to_rank: int | None =
 
     Raises:
         StateError: No optimizer, no state yet (it comes with the first step), no such key, an entry
-            that is not elementwise, or `param` belongs to no sharded model.
+            that is not elementwise, a parameter whose cut is not flat, or `param` belongs to no
+            sharded model.
     """
     what = "full_optimizer_state()"
     place = place_of(param, what=what)
+    _check_flat(place, what)
     value = _state_of(place, key, what)
     if _is_scalar(value, key) or place.sharded.placements.optim is Placement.REPLICATED:
         copy = value.detach().clone() if isinstance(value, Tensor) else value
@@ -278,6 +281,7 @@ def set_full_optimizer_state(
     """
     what = "set_full_optimizer_state()"
     place = place_of(param, what=what)
+    _check_flat(place, what)
     mine = _state_of(place, key, what)
     if _is_scalar(mine, key):
         _set_scalar(place, key, mine, value)
@@ -448,6 +452,17 @@ def _local_grad(place: Place, what: str) -> Tensor | None:
     with plain_access():
         grad = None if g is None else g.targets[place.position].grad
     return None if grad is None else grad.as_subclass(Tensor)
+
+
+def _check_flat(place: Place, what: str) -> None:
+    """Raise on every rank where one that keeps nothing of a parameter has no state to show."""
+    cut = place.buffer.plan.params[place.position].cut
+    if place.sharded.placements.optim is Placement.SHARDED and cut != Cut.FLAT:
+        raise StateError(
+            f"{what}: parameter {place.name!r} has the cut {str(cut)!r}, under which its optimizer "
+            "state has any shape, and only the ranks that keep a part of it have any (rank "
+            f"{place.group.rank}); read it there with local_optimizer_state()"
+        )
 
 
 def _state_of(place: Place, key: str, what: str) -> Any:

@@ -7,6 +7,7 @@ from attrs import define, field
 from torch import Tensor, nn
 from zero_comm import CommError, Group, Handle, all_reduce_flat, reduce_scatter_flat
 
+from ._cut import Cut
 from ._flat_buffer import FlatBuffer
 from ._guards import GradientShard
 from ._slots import Slot
@@ -20,6 +21,12 @@ from ._unit import Unit
 # NOTE(shards): the memory of a reduced gradient is kept when the gradient is dropped. Giving it
 # back and faulting its pages in again cost 5% of a step on the CPU; release_buffers() gives it
 # back.
+
+# NOTE(lending): an optimizer that needs more than single elements may take norms, which gradient
+# shards refuse, and may divide by a size, which is zero for an empty shard. So while it steps, the
+# gradients of parameters with a cut of their own are plain tensors, and None where this rank keeps
+# nothing: every optimizer skips a parameter without a gradient. Before and after the step they are
+# all there, so that ranks make the same calls (GradScaler's check for inf is a collective).
 
 
 @define(eq=False)
@@ -40,12 +47,17 @@ class BufferGradients:
     launched: bool = False  # in this backward
     shard: Tensor | None = None  # reduced; see NOTE(shards)
     parts: tuple[Tensor, ...] = ()  # of the shard: what shard_params have as gradients
+    lent: dict[int, Tensor | None] = field(factory=dict, init=False)  # see NOTE(lending)
+    is_lending: bool = field(default=False, init=False)
     in_flight: Handle[Tensor] | None = None
     received: Tensor | None = None  # where the reduction in flight ends, if not in the shard
+    _structured: tuple[int, ...] = field(init=False)  # parameters with a cut of their own
 
     def __attrs_post_init__(self) -> None:
         self.filled = [False] * len(self.buffer.params)
         self.guarded = [False] * len(self.buffer.params)
+        plans = enumerate(self.buffer.plan.params)
+        self._structured = tuple(i for i, plan in plans if plan.cut != Cut.FLAT)
 
     @property
     def targets(self) -> tuple[nn.Parameter, ...]:
@@ -163,8 +175,30 @@ class BufferGradients:
         """What was reduced becomes the gradient that the optimizer reads."""
         mine = self.parts[position] if self.shards_state else self.views[position]
         param = self.targets[position]
-        if param.grad is None or param.grad.data_ptr() != mine.data_ptr():
+        if self.shards_state:
+            is_shown = param.grad is mine
+        else:
+            is_shown = param.grad is not None and param.grad.data_ptr() == mine.data_ptr()
+        if not is_shown:
             param.grad = mine
+        if self.is_lending and position in self._structured:  # the backward of a closure
+            self._lend(position)
+
+    def lend(self, *, has_closure: bool) -> None:
+        """The optimizer steps now, maybe after backwards of its own; see NOTE(lending)."""
+        self.is_lending = has_closure
+        self.lent.clear()
+        for position in self._structured if self.parts else ():
+            if self.targets[position].grad is self.parts[position]:
+                self._lend(position)
+
+    def take_back(self) -> None:
+        """The optimizer has stepped."""
+        self.is_lending = False
+        for position, plain in self.lent.items():
+            if self.targets[position].grad is plain:  # else the optimizer has dropped it
+                self.targets[position].grad = self.parts[position]
+        self.lent.clear()
 
     def forget_local(self) -> None:
         """Drop gradients that were not reduced."""
@@ -211,8 +245,15 @@ class BufferGradients:
         for part in self.parts:
             part.is_unscaled = False  # type: ignore[attr-defined]
         self.guarded = [False] * len(self.guarded)
+        self.lent.clear()
         for param in (*self.buffer.params, *self.buffer.shard_params):
             param.grad = None
+
+    def _lend(self, position: int) -> None:
+        part, shape = self.parts[position], self.buffer.plan.params[position].shape
+        is_absent = shape.numel() and not part.numel()
+        self.lent[position] = None if is_absent else part.as_subclass(Tensor)
+        self.targets[position].grad = self.lent[position]
 
     def _add(self, received: tuple[Tensor, ...]) -> None:
         for param, part, more in zip(self.targets, self.parts, received, strict=True):

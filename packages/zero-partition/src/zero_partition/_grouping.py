@@ -2,51 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
 from attrs import frozen
 from torch import nn
 
+from ._buffer_plan import BufferPlan, plan_buffers
+from ._cut import Cut
 from ._early_shard import find_early
 from ._errors import PartitionError
-from ._layout import Cut, FlatLayout, byte_offsets
+from ._layout import byte_offsets
 from ._leaves import is_leaf, outermost_leaves
-
-ALIGN_BYTES = (
-    64  # vector units and compiled kernels assume it; else compiled code copies its inputs
-)
-
-
-@frozen
-class ParameterPlan:
-    """One parameter: every name it goes by, and the tensor it is."""
-
-    names: tuple[str, ...]  # tied parameters have several; the first is the one in messages
-    shape: torch.Size
-    dtype: torch.dtype
-    trainable: bool
-
-    @property
-    def name(self) -> str:
-        """The first of its names."""
-        return self.names[0]
-
-
-@frozen
-class BufferPlan:
-    """One flat buffer: the parameters of a unit that share a dtype and are trainable or not."""
-
-    params: tuple[ParameterPlan, ...]
-    layout: FlatLayout
-    dtype: torch.dtype
-    trainable: bool
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole buffer, padding included."""
-        return self.layout.numel * self.dtype.itemsize
 
 
 @frozen
@@ -110,8 +78,8 @@ def plan_units(
     unit_names: Sequence[str],
     *,
     world_size: int,
-    cut: Cut = Cut.FLAT,
-    group_of: dict[int, int] | None = None,
+    cuts: Mapping[int, Cut] | None = None,
+    group_of: Mapping[int, int] | None = None,
 ) -> tuple[UnitPlan, ...]:
     """Give every parameter of `model` to exactly one unit, and lay each unit out.
 
@@ -122,7 +90,7 @@ def plan_units(
         model: Its parameters must be dense and contiguous.
         unit_names: Names of modules, "" excluded; what belongs to none of them is the model's own.
         world_size: Number of shards.
-        cut: Where flat buffers may be cut.
+        cuts: Parameter id to where it may be cut; anywhere for those it does not hold.
         group_of: Parameter id to the optimizer's param group, so that a group's parameters lie
             side by side.
 
@@ -149,13 +117,16 @@ def plan_units(
         members[_innermost(param_names, members)].append(by_id[key])
     _check_storages(by_id, names)
     used = [name for name, params in members.items() if params]
+    buffers = plan_buffers(
+        [members[name] for name in used], names, world_size, cuts or {}, group_of or {}
+    )
     return tuple(
         UnitPlan(
             name=name,
-            buffers=_plan_buffers(members[name], names, world_size, cut, group_of or {}),
+            buffers=of_unit,
             is_outer=any(_contains(name, other) for other in used if other != name),
         )
-        for name in used
+        for name, of_unit in zip(used, buffers, strict=True)
     )
 
 
@@ -179,32 +150,6 @@ def check_parameter(param: nn.Parameter, name: str) -> None:
             f"parameter {name!r}: expected contiguous memory, got shape {tuple(param.shape)} with "
             f"strides {param.stride()}; assign param.data = param.data.contiguous() first"
         )
-
-
-def _plan_buffers(
-    params: Sequence[nn.Parameter],
-    names: dict[int, tuple[str, ...]],
-    world_size: int,
-    cut: Cut,
-    group_of: dict[int, int],
-) -> tuple[BufferPlan, ...]:
-    kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
-    for param in params:
-        kinds.setdefault((param.dtype, param.requires_grad), []).append(param)
-    buffers = []
-    for (dtype, trainable), chosen in kinds.items():
-        chosen.sort(key=lambda param: group_of.get(id(param), -1))  # stable: model order within
-        plans = tuple(
-            ParameterPlan(names[id(param)], param.shape, dtype, trainable) for param in chosen
-        )
-        layout = FlatLayout.plan(
-            (param.numel() for param in chosen),
-            world_size=world_size,
-            align=max(1, ALIGN_BYTES // dtype.itemsize),
-            cut=cut,
-        )
-        buffers.append(BufferPlan(plans, layout, dtype, trainable))
-    return tuple(buffers)
 
 
 def _names_of(model: nn.Module) -> dict[int, tuple[str, ...]]:

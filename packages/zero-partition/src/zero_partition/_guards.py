@@ -83,7 +83,7 @@ _METADATA = {
 
 
 class GradientShard(Tensor):
-    """`grad` of a parameter shard: an ordinary 1-D tensor, but for what needs all ranks.
+    """`grad` of a parameter shard: an ordinary tensor, but for what needs all ranks.
 
     `torch.amp.GradScaler` works: whether any rank found an inf is agreed on where it looks. Norms
     raise, since a rank sees its own elements only.

@@ -53,7 +53,8 @@ class BeforeStep(Bound):
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """See that all gradients are there."""
-        self.sharded.before_step()
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None  # args[0] is itself
+        self.sharded.before_step(has_closure=has_closure)
 
 
 @define(eq=False)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from enum import Enum
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -11,15 +10,6 @@ from attrs import frozen
 
 from ._errors import LayoutError
 from ._span import Span
-
-
-class Cut(Enum):
-    """Where a flat buffer may be cut into shards."""
-
-    FLAT = (
-        "flat"  # anywhere, on multiples of `align`: even shards, right for elementwise optimizers
-    )
-    TENSOR = "tensor"  # only between tensors: uneven shards, for optimizers that need whole tensors
 
 
 @frozen
@@ -40,50 +30,91 @@ class FlatLayout:
     numel: int  # payload and padding
 
     @classmethod
-    def plan(
-        cls,
-        numels: Iterable[int],
-        *,
-        world_size: int,
-        align: int = 16,
-        cut: Cut = Cut.FLAT,
-    ) -> FlatLayout:
-        """Lay tensors end to end, each starting on a multiple of `align` elements.
+    def plan(cls, numels: Iterable[int], *, world_size: int, align: int = 16) -> FlatLayout:
+        """Lay tensors end to end and cut anywhere: every rank keeps the same number of elements.
 
         Args:
             numels: Elements per tensor; zero is allowed.
             world_size: Number of shards.
-            align: In elements. 64 bytes' worth keeps every view on the boundary that vector units
-                and compiled kernels assume.
-            cut: FLAT pads to `world_size * align` and cuts evenly. TENSOR cuts at the tensor
-                boundary nearest to each even cut; what a rank keeps is then uneven.
+            align: In elements; each tensor and each shard starts on a multiple of it. 64 bytes'
+                worth keeps every view on the boundary that vector units and compiled kernels
+                assume.
 
         Raises:
             LayoutError: A negative numel, or a world size or alignment below one.
         """
-        numels = tuple(numels)
-        if world_size < 1 or align < 1 or any(numel < 0 for numel in numels):
+        spans, cursor = _lay_out(tuple(numels), world_size, align)
+        cursor = _align_up(cursor, world_size * align)
+        return cls._of(spans, [cursor // world_size * rank for rank in range(world_size)], cursor)
+
+    @classmethod
+    def plan_cut(
+        cls,
+        numels: Iterable[int],
+        grains: Sequence[int],
+        *,
+        world_size: int,
+        align: int = 16,
+        loads: Sequence[float] | None = None,
+    ) -> FlatLayout:
+        """Lay tensors end to end and cut each where it may be cut, as evenly as that allows.
+
+        Args:
+            numels: As for `plan`.
+            grains: Per tensor, elements from one place where it may be cut to the next, counted
+                from its first. It may also be cut before and after.
+            world_size: As for `plan`.
+            align: In elements; each tensor starts on a multiple of it. Shards need not.
+            loads: Elements each rank keeps elsewhere, which the cuts even out.
+
+        Raises:
+            LayoutError: As for `plan`, or a grain below one.
+        """
+        numels, loads = tuple(numels), [0.0] * world_size if loads is None else loads
+        spans, cursor = _lay_out(numels, world_size, align)
+        if len(grains) != len(numels) or any(grain < 1 for grain in grains):
+            raise LayoutError(f"expected {len(numels)} grains of at least 1, got {tuple(grains)}")
+        ends = accumulate(_fair_shares(cursor, loads))
+        starts = [0]
+        for ideal in list(ends)[:-1]:
+            legal = _legal_cuts(ideal, spans, grains, cursor)
+            nearest = min(legal, key=lambda place: abs(place - ideal))
+            starts.append(max(starts[-1], nearest))
+        return cls._of(spans, starts, cursor)
+
+    @classmethod
+    def plan_whole(
+        cls, numels: Iterable[int], owners: Sequence[int], *, world_size: int, align: int = 16
+    ) -> FlatLayout:
+        """Lay tensors end to end and cut between them: each lies whole in its owner's shard.
+
+        Args:
+            numels: As for `plan`.
+            owners: Per tensor, the rank that keeps it; ascending, since shards are in rank order.
+            world_size: As for `plan`.
+            align: In elements; each tensor and each shard starts on a multiple of it.
+
+        Raises:
+            LayoutError: As for `plan`, or owners that are no ascending ranks.
+        """
+        spans, cursor = _lay_out(tuple(numels), world_size, align)
+        owners = tuple(owners)
+        if len(owners) != len(spans) or any(
+            a > b for a, b in pairwise((0, *owners, world_size - 1))
+        ):
             raise LayoutError(
-                f"expected world_size >= 1, align >= 1 and numels >= 0, got {world_size}, {align} "
-                f"and a smallest numel of {min(numels, default=0)}"
+                f"expected {len(spans)} ascending ranks below {world_size}, got {owners}"
             )
-        spans, cursor = [], 0
-        for numel in numels:
-            spans.append(Span(cursor, cursor + numel))
-            cursor = _align_up(cursor + numel, align)
-        if cut is Cut.FLAT:
-            cursor = _align_up(cursor, world_size * align)
-            ends = [cursor // world_size * rank for rank in range(world_size + 1)]
-        else:
-            starts = [span.start for span in spans] + [cursor]
-            ends = [0]
-            for rank in range(1, world_size):
-                ideal = cursor * rank / world_size
-                nearest = min(starts, key=lambda start: abs(start - ideal))
-                ends.append(max(ends[-1], nearest))
-            ends.append(cursor)
-        shards = tuple(Span(start, stop) for start, stop in pairwise(ends))
-        return cls(tuple(spans), shards, cursor)
+        starts = [
+            next((s.start for s, owner in zip(spans, owners, strict=True) if owner >= rank), cursor)
+            for rank in range(1, world_size)
+        ]
+        return cls._of(spans, [0, *starts], cursor)
+
+    @classmethod
+    def _of(cls, spans: Sequence[Span], starts: Sequence[int], numel: int) -> FlatLayout:
+        shards = tuple(Span(start, stop) for start, stop in pairwise((*starts, numel)))
+        return cls(tuple(spans), shards, numel)
 
     @cached_property
     def splits(self) -> tuple[int, ...]:
@@ -120,6 +151,44 @@ class FlatLayout:
 def byte_offsets(sizes: Iterable[int], *, align_bytes: int = 64) -> tuple[int, ...]:
     """Where buffers of these sizes start when laid end to end, and where the last one ends."""
     return tuple(accumulate((_align_up(size, align_bytes) for size in sizes), initial=0))
+
+
+def _lay_out(numels: Sequence[int], world_size: int, align: int) -> tuple[list[Span], int]:
+    if world_size < 1 or align < 1 or any(numel < 0 for numel in numels):
+        raise LayoutError(
+            f"expected world_size >= 1, align >= 1 and numels >= 0, got {world_size}, {align} "
+            f"and a smallest numel of {min(numels, default=0)}"
+        )
+    spans, cursor = [], 0
+    for numel in numels:
+        spans.append(Span(cursor, cursor + numel))
+        cursor = _align_up(cursor + numel, align)
+    return spans, cursor
+
+
+def _fair_shares(numel: int, loads: Sequence[float]) -> list[float]:
+    """Of `numel` elements, how many each rank should get so that none has more than it must."""
+    poorest = sorted(loads)
+    for count in range(len(poorest), 0, -1):
+        level = (numel + sum(poorest[:count])) / count
+        if level >= poorest[count - 1]:
+            break
+    return [max(level - load, 0.0) for load in loads]
+
+
+def _legal_cuts(
+    ideal: float, spans: Sequence[Span], grains: Sequence[int], numel: int
+) -> tuple[int, ...]:
+    """The last place to cut at or before `ideal`, and the first one after."""
+    index = max((i for i, span in enumerate(spans) if span.start <= ideal), default=None)
+    if index is None:
+        return (0,)
+    span, after = spans[index], spans[index + 1].start if index + 1 < len(spans) else numel
+    below = span.start + int(ideal - span.start) // grains[index] * grains[index]
+    above = below + grains[index]
+    if below >= span.stop:  # in the padding behind the tensor, which goes with its end
+        return (after,)
+    return below, above if above < span.stop else after
 
 
 def _align_up(value: int, align: int) -> int:

@@ -11,7 +11,11 @@ from ._sharded_model import ShardedModel
 
 @frozen
 class MemoryReport:
-    """Bytes on this rank right now, each kind apart, without model buffers and activations."""
+    """Bytes on this rank right now, each kind apart, without model buffers and activations.
+
+    `trained_bytes_per_rank` says how even the shards of all ranks are: where tensors stay whole
+    they differ, and optimizer state and the work of a step with them.
+    """
 
     params_bytes: int  # elements of parameters that rest here
     gradients_bytes: int  # elements of gradients that wait for the optimizer
@@ -22,6 +26,7 @@ class MemoryReport:
     gathered_bytes: int  # parameters that are whole by request, or used outside their unit
     scalars_bytes: int  # stand-ins of sharded parameters, step counters, flags between ranks
     num_slot_conflicts: int  # units that found no free slot in the window, and got one more
+    trained_bytes_per_rank: tuple[int, ...]  # elements of trainable parameters in ranks' shards
 
     @property
     def model_state_bytes(self) -> int:
@@ -69,7 +74,8 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
     if sharded.optimizer is not None:
         for param, values in sharded.optimizer.state.items():
             for value in values.values():
-                if isinstance(value, Tensor) and value.shape == param.shape:
+                is_scalar = isinstance(value, Tensor) and value.numel() <= 1
+                if isinstance(value, Tensor) and (value.shape == param.shape or not is_scalar):
                     state += value.nbytes
                 elif isinstance(value, Tensor):
                     scalars += value.nbytes
@@ -83,6 +89,15 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
         gathered_bytes=_gathered_bytes(sharded),
         scalars_bytes=scalars,
         num_slot_conflicts=sharded.schedule.pool.conflicts,
+        trained_bytes_per_rank=_trained_bytes_per_rank(sharded),
+    )
+
+
+def _trained_bytes_per_rank(sharded: ShardedModel) -> tuple[int, ...]:
+    plans = [buffer.plan for unit in sharded.units for buffer in unit.buffers]
+    return tuple(
+        sum(p.layout.payload_splits[rank] * p.dtype.itemsize for p in plans if p.trainable)
+        for rank in range(sharded.group.world_size)
     )
 
 

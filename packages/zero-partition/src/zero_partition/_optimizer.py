@@ -1,4 +1,4 @@
-"""Any elementwise torch optimizer, working on shards."""
+"""Any torch optimizer, working on shards."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from zero_comm import Group
 
+from ._buffer_plan import ParameterPlan
+from ._chained import members_of
+from ._cut import Cut
 from ._errors import PartitionError, StateError
 from ._flat_buffer import FlatBuffer
-from ._layout import Piece
+from ._span import Span
 from ._unit import Unit
-
-_NOT_ELEMENTWISE = {"Adafactor", "Muon"}  # of torch.optim
 
 
 def install_optimizer_state_hooks(
@@ -36,8 +37,12 @@ def install_optimizer_state_hooks(
             )
 
     return [
-        optimizer.register_state_dict_post_hook(mark),
-        optimizer.register_load_state_dict_pre_hook(check),
+        handle
+        for member in members_of(optimizer)
+        for handle in (
+            member.register_state_dict_post_hook(mark),
+            member.register_load_state_dict_pre_hook(check),
+        )
     ]
 
 
@@ -54,19 +59,15 @@ def check_optimizer(
                     f"of shape {tuple(param.shape)} is not in the model; build the optimizer from "
                     "model.parameters() of the very model that is sharded, and shard once"
                 )
-    if shards_state and type(optimizer).__name__ in _NOT_ELEMENTWISE:
-        raise PartitionError(
-            f"a {type(optimizer).__name__} looks at whole matrices, and would train differently on "
-            "shards; use it at stage 0, or an elementwise optimizer (SGD, Adam, AdamW, Adagrad, "
-            "Lion, ...)"
-        )
-    for name, value in vars(optimizer).items() if shards_state else ():
-        if isinstance(value, list | tuple) and any(id(item) in known for item in value):
-            raise PartitionError(
-                f"a {type(optimizer).__name__} keeps parameters in its attribute {name!r}, outside "
-                "param_groups, and would go on updating the unsharded ones; use an elementwise "
-                "optimizer (SGD, Adam, AdamW, Adagrad, Lion, ...)"
-            )
+    for member in members_of(optimizer) if shards_state else ():
+        for name, value in vars(member).items():
+            if isinstance(value, list | tuple) and any(id(item) in known for item in value):
+                raise PartitionError(
+                    f"a {type(member).__name__} keeps parameters in its attribute {name!r}, "
+                    "outside param_groups, and would go on updating the unsharded ones; use an "
+                    "elementwise optimizer (SGD, Adam, AdamW, Adagrad, Lion, ...), or one that "
+                    "needs whole tensors and finds them in param_groups (Muon, Adafactor, ...)"
+                )
 
 
 def param_group_of(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
@@ -79,7 +80,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, str
     """What ranks must agree on about it, by name."""
     if optimizer is None:
         return {"optimizer": "none"}
-    facts = {"optimizer": type(optimizer).__name__}
+    facts = {"optimizer": ", ".join(type(member).__name__ for member in members_of(optimizer))}
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key == "params":
@@ -100,7 +101,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> 
     working. The order of parameters is kept; a shard may be empty.
 
     Raises:
-        PartitionError: A state tensor is neither a scalar nor shaped like its parameter.
+        PartitionError: A state tensor has a shape that its parameter's cut does not explain.
     """
     places = {
         id(param): (buffer, position)
@@ -108,34 +109,45 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> 
         for buffer in unit.buffers
         for position, param in enumerate(buffer.params)
     }
-    for group in optimizer.param_groups:
-        shards = []
-        for param in group["params"]:
-            buffer, position = places[id(param)]
-            shard = buffer.shard_params[position]
-            if param in optimizer.state:
-                state = optimizer.state.pop(param)
-                optimizer.state[shard] = _shard_state(state, buffer, position)
-            shards.append(shard)
-        group["params"][:] = shards
+    for member in members_of(optimizer):
+        for group in member.param_groups:
+            shards = []
+            for param in group["params"]:
+                buffer, position = places[id(param)]
+                shard = buffer.shard_params[position]
+                if param in member.state:
+                    state = _shard_state(member.state.pop(param), buffer, position)
+                    if state is not None:
+                        member.state[shard] = state
+                shards.append(shard)
+            group["params"][:] = shards
 
 
-def _shard_state(state: dict[str, Any], buffer: FlatBuffer, position: int) -> dict[str, Any]:
+def _shard_state(state: dict[str, Any], buffer: FlatBuffer, position: int) -> dict[str, Any] | None:
+    """This rank's part of it; None where a rank that keeps nothing of the parameter needs none."""
     plan = buffer.plan.params[position]
     piece = next((p for p in buffer.pieces if p.index == position), None)
-    return {
-        key: _shard_value(key, value, plan.shape, plan.name, piece) for key, value in state.items()
-    }
+    is_absent = piece is None and plan.shape.numel() > 0
+    if plan.cut != Cut.FLAT and is_absent:
+        return None
+    span = piece.in_tensor if piece is not None else Span(0, 0)
+    return {key: _shard_value(key, value, plan, span) for key, value in state.items()}
 
 
-def _shard_value(key: str, value: Any, shape: torch.Size, name: str, piece: Piece | None) -> Any:
+def _shard_value(key: str, value: Any, plan: ParameterPlan, span: Span) -> Any:
+    shape, cut = plan.shape, plan.cut
     if not isinstance(value, Tensor) or key == "step" or (value.dim() == 0 and shape):
         return value
-    if value.shape != shape:
-        raise PartitionError(
-            f"parameter {name!r}: optimizer state {key!r} has shape {tuple(value.shape)}, expected "
-            f"a scalar or the parameter's shape {tuple(shape)}; only elementwise optimizers can be "
-            "cut anywhere"
-        )
-    flat = value.reshape(-1)
-    return flat[piece.in_tensor.as_slice()].clone() if piece is not None else flat[:0].clone()
+    if span.numel == shape.numel() and cut != Cut.FLAT:
+        return value  # whole: of any shape
+    grain = cut.grain(shape)
+    if value.shape == shape or (cut.kind == "block" and value.shape == (shape.numel(),)):
+        flat = value.reshape(-1)[span.as_slice()]
+        return flat.clone().view(cut.shard_shape(shape, span.numel))
+    if cut.kind in {"row", "block"} and value.dim() and len(value) == -(-shape.numel() // grain):
+        return value[span.start // grain : -(-span.stop // grain)].clone()
+    raise PartitionError(
+        f"parameter {plan.name!r}: optimizer state {key!r} has shape {tuple(value.shape)}, "
+        f"expected a scalar, the parameter's shape {tuple(shape)}, or one entry per row or block "
+        f"where it is cut so: its cut is {str(cut)!r}. cut='tensor' keeps state of any shape"
+    )

@@ -17,12 +17,13 @@ from zero_comm import (
 )
 
 from ._adopt import adopt, check_adoptable, describe_early, release_modules
+from ._buffer_plan import BufferPlan
 from ._early_shard import find_early
 from ._errors import PartitionError
 from ._flat_buffer import FlatBuffer
-from ._grouping import BufferPlan, UnitPlan, choose_units, plan_units
+from ._grouping import UnitPlan, choose_units, plan_units
 from ._hooks import find_sharded, install_module_hooks, install_optimizer_hooks
-from ._layout import Cut
+from ._needs import CutChoice, choose_cuts
 from ._optimizer import check_optimizer, describe_optimizer, param_group_of, shard_optimizer
 from ._placement import STAGES, Placement, Placements, Stage
 from ._reducer import GradientReducer
@@ -44,7 +45,7 @@ def partition(
     max_unit_bytes: int = 512 * 2**20,
     min_unit_bytes: int = 2**16,
     window: int = 3,
-    cut: Cut = Cut.FLAT,
+    cut: CutChoice = None,
     gathers_state_dict: bool = False,
     timeout_s: float = 60.0,
 ) -> ShardedModel:
@@ -55,14 +56,18 @@ def partition(
 
     Args:
         model: On the group's device; its parameters dense and contiguous.
-        optimizer: Any elementwise torch optimizer built from the model's parameters, new or used.
+        optimizer: Any torch optimizer built from the model's parameters, new or used. One that
+            looks at more than single elements says so by `needs_cut`, is one of torch's, or is
+            tried on small tensors.
         group: The ranks to distribute over.
         placements: What rests sharded; see `STAGES`.
         units: Names of the modules that are unsharded and reduced as one; chosen when None.
         max_unit_bytes: What is larger is split where it can be, when units are chosen.
         min_unit_bytes: Blocks that are smaller stay with what encloses them.
         window: Units that may be whole at a time, the one in use included.
-        cut: Where flat buffers may be cut.
+        cut: Where parameters may be cut: a `Cut` or its name, a mapping from names or patterns to
+            cuts, or a function of name and parameter. What it leaves open is `cut` in the param
+            group, or what the optimizer needs, or anywhere. At stage 0 nothing is cut.
         gathers_state_dict: Whether `model.state_dict()` gathers sharded parameters, which every
             rank must then call; it raises when False.
         timeout_s: How long to wait for ranks that do not call this, in seconds.
@@ -86,21 +91,23 @@ def partition(
         raise PartitionError(f"expected window >= 1, got {window}")
     _check_devices(model, group)
     check_adoptable(model, group)
+    shards_state = placements.optim is Placement.SHARDED
     if optimizer is not None:
-        check_optimizer(optimizer, model, shards_state=placements.optim is Placement.SHARDED)
+        check_optimizer(optimizer, model, shards_state=shards_state)
+    cuts = choose_cuts(model, optimizer, cut) if shards_state else {}
     names = units
     if names is None:
         names = choose_units(model, max_unit_bytes=max_unit_bytes, min_unit_bytes=min_unit_bytes)
     plans = plan_units(
-        model, names, world_size=group.world_size, cut=cut, group_of=param_group_of(optimizer)
+        model, names, world_size=group.world_size, cuts=cuts, group_of=param_group_of(optimizer)
     )
-    facts = _describe(plans, placements, window, cut) | describe_optimizer(optimizer)
+    facts = _describe(plans, placements, window) | describe_optimizer(optimizer)
     facts |= _describe_buffers(model) | {"state_dict gathers": str(gathers_state_dict)}
     facts |= describe_early(model)
     check_agreement(facts, group=group, timeout_s=timeout_s)
 
     runtime = _distribute(model, plans, group, placements.params)
-    if optimizer is not None and placements.optim is Placement.SHARDED:
+    if optimizer is not None and shards_state:
         shard_optimizer(optimizer, runtime)
     exposure = _expose(runtime, group) if placements.params is Placement.SHARDED else None
     sharded = ShardedModel(
@@ -113,7 +120,7 @@ def partition(
             runtime,
             group=group,
             placement=placements.grads,
-            shards_state=placements.optim is Placement.SHARDED,
+            shards_state=shards_state,
             num_slots=_REDUCTION_SLOTS,
         ),
         optimizer=optimizer,
@@ -213,21 +220,19 @@ def _describe_buffers(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _describe(
-    plans: Sequence[UnitPlan], placements: Placements, window: int, cut: Cut
-) -> dict[str, str]:
+def _describe(plans: Sequence[UnitPlan], placements: Placements, window: int) -> dict[str, str]:
     facts = {
         "placement of parameters": placements.params.value,
         "placement of gradients": placements.grads.value,
         "placement of optimizer state": placements.optim.value,
         "window": str(window),
-        "cut": cut.value,
     }
     for unit in plans:
         for buffer in unit.buffers:
             for param in buffer.params:
                 facts[f"parameter {param.name!r}"] = (
                     f"shape {tuple(param.shape)}, {param.dtype}, "
-                    f"{'trainable' if param.trainable else 'frozen'}, unit {unit.name!r}"
+                    f"{'trainable' if param.trainable else 'frozen'}, unit {unit.name!r}, "
+                    f"cut {param.cut}"
                 )
     return facts

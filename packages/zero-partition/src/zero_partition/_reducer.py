@@ -188,6 +188,16 @@ class GradientReducer:
             self.end_backward()
             self.sync = sync
 
+    def lend(self, *, has_closure: bool) -> None:
+        """The optimizer steps now: show it the gradients as it needs them."""
+        for g in self.gradients:
+            g.lend(has_closure=has_closure)
+
+    def take_back(self) -> None:
+        """The optimizer has stepped."""
+        for g in self.gradients:
+            g.take_back()
+
     def abandon(self, *, is_asked_for: bool) -> None:
         """Drop all gradients: an exception ended a backward, and some lack its part.
 

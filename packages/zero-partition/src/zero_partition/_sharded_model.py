@@ -125,9 +125,10 @@ class ShardedModel:
         if not self._backward_is_open:
             self._backward_is_open = True
             self._makes_graph = torch.is_grad_enabled()
-            self._accumulates = any(
-                will_accumulate(p) for g in self.reducer.gradients for p in g.buffer.params
-            )
+            with plain_access():
+                self._accumulates = any(
+                    will_accumulate(p) for g in self.reducer.gradients for p in g.buffer.params
+                )
             call_after_backward(_EndOfBackward(ref(self)))
 
     def backward_without_batch(self) -> None:
@@ -141,7 +142,7 @@ class ShardedModel:
         self._accumulates, self._makes_graph = True, False
         self.close_backward()
 
-    def before_step(self) -> None:
+    def before_step(self, *, has_closure: bool) -> None:
         """What the optimizer reads must be there, and nothing may still read what it writes."""
         if self._backward_is_open:
             raise StateError(
@@ -153,9 +154,11 @@ class ShardedModel:
         with plain_access():
             self.reducer.before_step()
         self.begin_write()
+        self.reducer.lend(has_closure=has_closure)
 
     def after_step(self) -> None:
         """Parameters have changed: publish them where they rest replicated."""
+        self.reducer.take_back()
         self.end_write()
         if self.placements.optim is Placement.SHARDED:
             handles = [handle for unit in self.units for handle in unit.publish()]

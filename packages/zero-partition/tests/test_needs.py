@@ -1,0 +1,250 @@
+"""What an optimizer needs, by its own word, by ours, or by trial."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zero_partition import ChainedOptimizer, Cut, PartitionError, StateError
+from zero_partition._needs import choose_cuts
+
+
+class _Optimizer(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.calls = [0]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.calls[0] += 1
+        for group in self.param_groups:
+            grads = [param.grad for param in group["params"] if param.grad is not None]
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(self.update(param, grads), alpha=-group["lr"])
+
+    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
+        return param.grad
+
+
+class _Sign(_Optimizer):
+    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
+        return param.grad.sign() * param.abs()
+
+
+class _StateFromTheStart(_Optimizer):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["sum"] = torch.full_like(param, 0.1)
+
+    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
+        self.state[param]["sum"].add_(param.grad**2)
+        return param.grad / self.state[param]["sum"].sqrt()
+
+
+class _TensorNorm(_Optimizer):
+    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
+        return param.grad * param.norm() / param.grad.norm()
+
+
+class _RowNorm(_Optimizer):
+    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
+        if param.dim() < 2:
+            return param.grad
+        return param.grad / param.grad.norm(dim=1, keepdim=True)
+
+
+class _BlockMax(_Optimizer):
+    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
+        blocks = param.grad.reshape(-1, 8)
+        return (blocks / blocks.abs().amax(dim=1, keepdim=True)).view_as(param)
+
+
+class _GlobalNorm(_Optimizer):
+    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
+        return param.grad / torch.stack([grad.norm() for grad in grads]).norm()
+
+
+class _OnlyLargeFactored(_Optimizer):
+    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
+        is_factored = param.dim() == 2 and min(param.shape) >= 128
+        return param.grad * param.grad.mean(dim=0) if is_factored else param.grad
+
+
+class _Random(_Optimizer):
+    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
+        return torch.rand_like(param)
+
+
+class _OnlyMatrices(_Optimizer):
+    def update(self, param: Tensor, grads: list[Tensor]) -> Tensor:
+        if param.dim() != 2:
+            raise ValueError("matrices only")
+        return param.grad @ param.grad.T @ param.grad
+
+
+class _NeedsAClosure(_Optimizer):
+    def step(self, closure) -> None:
+        closure()
+
+
+class _SubclassOfAdamW(torch.optim.AdamW):
+    pass
+
+
+FINEST = {  # the cuts under which each is right, of those below
+    _Sign: {"flat", "row", "block(8)", "tensor"},
+    _StateFromTheStart: {"flat", "row", "block(8)", "tensor"},
+    _SubclassOfAdamW: {"flat", "row", "block(8)", "tensor"},
+    _RowNorm: {"row", "tensor"},
+    _BlockMax: {"row", "block(8)", "tensor"},  # a row is a whole number of blocks
+    _TensorNorm: {"tensor"},
+    _OnlyMatrices: {"tensor"},
+    _OnlyLargeFactored: {"tensor"},
+    _GlobalNorm: set(),
+    _Random: set(),
+    _NeedsAClosure: set(),
+}
+
+
+@pytest.mark.parametrize("cut", ["flat", "row", "block(8)", "tensor"])
+@pytest.mark.parametrize("kind", FINEST)
+def test_a_trial_finds_which_cuts_are_right(kind: type[_Optimizer], cut: str) -> None:
+    """Nobody can list all optimizers; what one looks at shows in what it does."""
+    model = nn.Linear(200, 160, bias=False)
+    optimizer = kind(model.parameters(), lr=1e-9)
+
+    if cut in FINEST[kind]:
+        assert choose_cuts(model, optimizer, cut) == {id(model.weight): Cut.parse(cut)}
+    else:
+        with pytest.raises(PartitionError, match=f"a {kind.__name__} cannot work on shards"):
+            choose_cuts(model, optimizer, cut)
+
+
+def test_without_a_word_the_cut_is_flat_if_the_trial_allows() -> None:
+    """The even cut is the cheapest, and right for most."""
+    model = nn.Linear(8, 8)
+
+    assert set(choose_cuts(model, _Sign(model.parameters()), None).values()) == {Cut.FLAT}
+    with pytest.raises(PartitionError, match=r"like parameter 'weight', cut 'flat'.*whole with"):
+        choose_cuts(model, _TensorNorm(model.parameters()), None)
+
+
+def test_a_trial_touches_nothing_of_the_users() -> None:
+    """It runs before the first step of a run that must be repeatable."""
+    model = nn.Linear(8, 8)
+    optimizer = _Sign(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces optimizer.step by a method of its own
+    model(torch.ones(1, 8)).sum().backward()
+    before = [param.detach().clone() for param in model.parameters()]
+    grads = [param.grad for param in model.parameters()]
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+
+    choose_cuts(model, optimizer, None)
+
+    assert torch.equal(torch.rand(4), expected)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(a is b.grad for a, b in zip(grads, model.parameters(), strict=True))
+    assert optimizer.calls == [0]
+    assert not optimizer.state
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == list(map(id, model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [("flat", Cut.FLAT), (Cut.ROW, Cut.ROW), (lambda group: group["kind"], Cut.TENSOR)],
+    ids=["text", "cut", "by-group"],
+)
+def test_the_optimizers_own_word_counts(word: Any, expected: Cut) -> None:
+    """Its author knows better than a trial, which a random one would fail."""
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = _Random([{"params": model.parameters(), "kind": "tensor"}])
+    optimizer.needs_cut = word
+
+    assert choose_cuts(model, optimizer, None) == {id(model.weight): expected}
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+def test_torchs_own_are_known(name: str) -> None:
+    """A list of exact classes: what a subclass overrides nobody knows."""
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = getattr(torch.optim, name)(model.parameters())
+
+    assert choose_cuts(model, optimizer, None) == {id(model.weight): Cut.TENSOR}
+    with pytest.raises(PartitionError, match=f"a {name} needs the cut 'tensor'.*cut 'row'"):
+        choose_cuts(model, optimizer, "row")
+
+
+# ---- Chained optimizers ----
+
+
+def _pair() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    muon = torch.optim.Muon([model[0].weight, model[1].weight], lr=0.02)
+    adamw = torch.optim.AdamW([model[0].bias, model[1].bias], lr=0.1)
+    return model, muon, adamw
+
+
+def test_a_chain_steps_as_its_optimizers_do() -> None:
+    """Schedulers of one and of all go on working, and state goes out and in again."""
+    plain, *optimizers = _pair()
+    model, *members = _pair()
+    chain = ChainedOptimizer(*members)
+    schedulers = [
+        torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for optimizer in (optimizers[0], members[0], chain)
+    ]
+    del schedulers[2]  # built, so that torch has replaced chain.step
+    for step in range(4):
+        for net, steppers in ((plain, optimizers), (model, [chain])):
+            net(torch.full((2, 6), float(step))).square().sum().backward()
+            for stepper in steppers:
+                stepper.step()
+            for stepper in steppers:
+                stepper.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+        if step == 1:
+            chain.load_state_dict(chain.state_dict())
+
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    assert len(chain.state) == 4
+
+
+def test_a_chain_is_stepped_as_a_whole() -> None:
+    """A member alone would step on gradients that nobody has reduced."""
+    _, muon, adamw = _pair()
+    chain = ChainedOptimizer(muon, adamw)
+
+    with pytest.raises(StateError, match=r"Muon\.step\(\) was called.*of the ChainedOptimizer"):
+        muon.step()
+    with pytest.raises(StateError, match="before chaining"):
+        chain.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(StateError, match=re.escape("expected the states of 2 optimizers, got ['p")):
+        chain.load_state_dict(adamw.state_dict())
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        ChainedOptimizer(muon, torch.optim.SGD(muon.param_groups[0]["params"], lr=0.1))
+    with pytest.raises(PartitionError, match=r"expected one or more torch optimizers, got \[\]"):
+        ChainedOptimizer()
+
+
+def test_each_member_of_a_chain_gets_the_cut_it_needs() -> None:
+    """Muon's matrices stay whole; AdamW's vectors may be cut anywhere."""
+    model, muon, adamw = _pair()
+
+    cuts = choose_cuts(model, ChainedOptimizer(muon, adamw), None)
+
+    assert {name: str(cuts[id(param)]) for name, param in model.named_parameters()} == {
+        "0.weight": "tensor",
+        "0.bias": "flat",
+        "1.weight": "tensor",
+        "1.bias": "flat",
+    }
