@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transports import MESSAGES, READS, each_way, over, worlds
 from zero_comm import (
     BACKENDS,
     CommError,
@@ -32,7 +33,7 @@ SPLITS = {
     3: [(4, 4, 4), (5, 0, 2), (0, 1, 6), (0, 0, 0)],
     4: [(3, 3, 3, 3), (1, 5, 0, 2), (0, 0, 9, 0)],
 }
-EACH_SPLITS = [splits for group in SPLITS.values() for splits in group]
+EACH_SPLITS = each_way(splits for group in SPLITS.values() for splits in group)
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 FLOATS = [torch.float32, torch.bfloat16]
 
@@ -58,18 +59,28 @@ def _reduced(world_size: int, numel: int, dtype: torch.dtype, op: Reduction) -> 
 # ---- All-gather ----
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("splits", EACH_SPLITS, ids=str)
-@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "shard given"])
+@pytest.mark.parametrize(("splits", "transport"), EACH_SPLITS, ids=str)
 def test_all_gather_puts_each_shard_in_its_rank_s_chunk(
-    ranks, splits: Sequence[int], dtype: torch.dtype, in_place: bool
+    ranks, splits: Sequence[int], transport: str
 ) -> None:
     """Parameters are views of the buffer: one element off and every later one is another's."""
     world_size = len(splits)
-    expected = torch.cat([_values(rank, numel, dtype) for rank, numel in enumerate(splits)])
+    for results in ranks(world_size).run(_gather_each, splits=splits, transport=transport):
+        assert len(results) == 2 * len(DTYPES)
+        for (dtype, how), full in results.items():
+            shards = [_values(rank, numel, dtype) for rank, numel in enumerate(splits)]
+            assert torch.equal(full, torch.cat(shards)), (dtype, how)
 
-    for full in ranks(world_size).run(_gather, splits=splits, dtype=dtype, in_place=in_place):
-        assert torch.equal(full, expected)
+
+def _gather_each(
+    group: Group, splits: Sequence[int], transport: str
+) -> dict[tuple[torch.dtype, str], Tensor]:
+    group = over(group, transport)
+    return {
+        (dtype, how): _gather(group, splits, dtype, in_place=how == "in place")
+        for dtype in DTYPES
+        for how in ("in place", "shard given")
+    }
 
 
 def _gather(group: Group, splits: Sequence[int], dtype: torch.dtype, in_place: bool) -> Tensor:
@@ -84,17 +95,18 @@ def _gather(group: Group, splits: Sequence[int], dtype: torch.dtype, in_place: b
     return full
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_late_first_rank_moves_no_shard(ranks, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "transport"), worlds(2, 4))
+def test_a_late_first_rank_moves_no_shard(ranks, world_size: int, transport: str) -> None:
     """Chunks follow rank, not arrival."""
     splits = (3,) * world_size
     expected = torch.cat([_values(rank, 3, torch.float32) for rank in range(world_size)])
 
-    for full in ranks(world_size).run(_gather_late, splits=splits):
+    for full in ranks(world_size).run(_gather_late, splits=splits, transport=transport):
         assert torch.equal(full, expected)
 
 
-def _gather_late(group: Group, splits: Sequence[int]) -> Tensor:
+def _gather_late(group: Group, splits: Sequence[int], transport: str) -> Tensor:
+    group = over(group, transport)
     if group.rank == 0:
         time.sleep(0.2)
     return _gather(group, splits, torch.float32, in_place=True)
@@ -103,22 +115,28 @@ def _gather_late(group: Group, splits: Sequence[int]) -> Tensor:
 # ---- Reductions ----
 
 
-@pytest.mark.parametrize("op", Reduction, ids=lambda op: op.value)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("splits", EACH_SPLITS, ids=str)
-def test_reductions_add_in_rank_order(
-    ranks, splits: Sequence[int], dtype: torch.dtype, op: Reduction
-) -> None:
+@pytest.mark.parametrize(("splits", "transport"), EACH_SPLITS, ids=str)
+def test_reductions_add_in_rank_order(ranks, splits: Sequence[int], transport: str) -> None:
     """Bit for bit, or a resumed or re-partitioned run is not the run that was saved."""
     world_size = len(splits)
-    total = _reduced(world_size, sum(splits), dtype, op)
+    results = ranks(world_size).run(_reduce_each, splits=splits, transport=transport)
 
-    for rank, got in enumerate(ranks(world_size).run(_reduce, splits=splits, dtype=dtype, op=op)):
-        assert torch.equal(got["scattered"], _chunk(total, splits, rank))
-        assert torch.equal(got["scattered in place"], _chunk(total, splits, rank))
-        assert torch.equal(got["everywhere"], total)
-        assert torch.equal(got["everywhere, even"], total)
-        assert torch.equal(got["untouched"], _values(rank, sum(splits), dtype))
+    for rank in range(world_size):
+        assert len(results[rank]) == len(FLOATS) * len(Reduction)
+        for (dtype, op), got in results[rank].items():
+            total = _reduced(world_size, sum(splits), dtype, op)
+            assert torch.equal(got["scattered"], _chunk(total, splits, rank)), (dtype, op)
+            assert torch.equal(got["scattered in place"], _chunk(total, splits, rank)), (dtype, op)
+            assert torch.equal(got["everywhere"], total), (dtype, op)
+            assert torch.equal(got["everywhere, even"], total), (dtype, op)
+            assert torch.equal(got["untouched"], _values(rank, sum(splits), dtype)), (dtype, op)
+
+
+def _reduce_each(
+    group: Group, splits: Sequence[int], transport: str
+) -> dict[tuple[torch.dtype, Reduction], dict[str, Tensor]]:
+    group = over(group, transport)
+    return {(dtype, op): _reduce(group, splits, dtype, op) for dtype in FLOATS for op in Reduction}
 
 
 def _reduce(
@@ -146,26 +164,27 @@ def _reduce(
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_integers_are_summed_exactly(ranks, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "transport"), worlds(1, 2, 3))
+def test_integers_are_summed_exactly(ranks, world_size: int, transport: str) -> None:
     """Counts and flags travel too; 2**53 + 1 does not survive a float."""
     expected = world_size * (2**53 + 1)
 
-    assert ranks(world_size).run(_sum_integers) == [expected] * world_size
+    assert ranks(world_size).run(_sum_integers, transport=transport) == [expected] * world_size
 
 
-def _sum_integers(group: Group) -> int:
+def _sum_integers(group: Group, transport: str) -> int:
+    group = over(group, transport)
     buffer = torch.full((1,), 2**53 + 1)
     return int(all_reduce_flat(buffer, group=group, op=Reduction.SUM).wait())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_long_buffer_is_as_exact_as_a_short_one(ranks, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "transport"), worlds(2, 3))
+def test_a_long_buffer_is_as_exact_as_a_short_one(ranks, world_size: int, transport: str) -> None:
     """Long messages travel in pieces, and a piece too few or too many is a wrong gradient."""
-    splits = [600_000 + 1000 * rank for rank in range(world_size)]  # more than a piece of 2 MiB
+    splits = [600_000 + 1000 * rank for rank in range(world_size)]  # more than a piece of either
     total = _reduced(world_size, sum(splits), torch.float32, Reduction.MEAN)
 
-    got = ranks(world_size).run(_reduce, splits=splits, dtype=torch.float32, op=Reduction.MEAN)
+    got = ranks(world_size).run(_reduce_long, splits=splits, transport=transport)
 
     for rank in range(world_size):
         assert torch.equal(got[rank]["scattered"], _chunk(total, splits, rank))
@@ -173,30 +192,42 @@ def test_a_long_buffer_is_as_exact_as_a_short_one(ranks, world_size: int) -> Non
         assert torch.equal(got[rank]["everywhere"], total)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_default_is_the_mean(ranks, world_size: int) -> None:
+def _reduce_long(group: Group, splits: Sequence[int], transport: str) -> dict[str, Tensor]:
+    return _reduce(over(group, transport), splits, torch.float32, Reduction.MEAN)
+
+
+@pytest.mark.parametrize(("world_size", "transport"), worlds(1, 2, 3))
+def test_the_default_is_the_mean(ranks, world_size: int, transport: str) -> None:
     """Data-parallel gradients are means; a silent sum is a learning rate times world size."""
     mean = (world_size - 1) / 2
 
-    assert ranks(world_size).run(_reduce_by_default) == [(mean, mean)] * world_size
+    got = ranks(world_size).run(_reduce_by_default, transport=transport)
+
+    assert got == [(mean, mean)] * world_size
 
 
-def _reduce_by_default(group: Group) -> tuple[float, float]:
+def _reduce_by_default(group: Group, transport: str) -> tuple[float, float]:
+    group = over(group, transport)
     buffer = torch.full((group.world_size,), float(group.rank))
     scattered = reduce_scatter_flat(buffer, splits=[1] * group.world_size, group=group).wait()
     return scattered.item(), all_reduce_flat(buffer, group=group).wait()[0].item()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "transport"), worlds(2, 3))
 @pytest.mark.parametrize("op", Reduction, ids=lambda op: op.value)
-def test_a_backend_s_own_collectives_agree_with_ours(ranks, world_size: int, op: Reduction) -> None:
+def test_a_backend_s_own_collectives_agree_with_ours(
+    ranks, world_size: int, transport: str, op: Reduction
+) -> None:
     """A group on NCCL takes the other branch; this tries it as far as gloo can."""
-    for ours, theirs in ranks(world_size).run(_both_ways, op=op):
+    for ours, theirs in ranks(world_size).run(_both_ways, transport=transport, op=op):
         for key in ours:
             torch.testing.assert_close(theirs[key], ours[key])
 
 
-def _both_ways(group: Group, op: Reduction) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _both_ways(
+    group: Group, transport: str, op: Reduction
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    group = over(group, transport)
     builtin = attrs.evolve(
         group, backend=attrs.evolve(BACKENDS["nccl"], reason="for a test on gloo")
     )
@@ -241,13 +272,15 @@ def _broadcast(group: Group, src: int, dtype: torch.dtype) -> Tensor:
 # ---- Order ----
 
 
-def test_tags_allow_another_order_on_another_rank(ranks) -> None:
+@pytest.mark.parametrize("transport", [READS, MESSAGES])
+def test_tags_allow_another_order_on_another_rank(ranks, transport: str) -> None:
     """A prefetch may run ahead on one rank; its bytes must not land in another unit's buffer."""
-    for got in ranks(2).run(_launch_in_own_order):
+    for got in ranks(2).run(_launch_in_own_order, transport=transport):
         assert got == [[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]]
 
 
-def _launch_in_own_order(group: Group) -> list[list[float]]:
+def _launch_in_own_order(group: Group, transport: str) -> list[list[float]]:
+    group = over(group, transport)
     handles = {}
     for tag in [0, 1, 2] if group.rank == 0 else [2, 0, 1]:
         out = torch.full((2,), 10.0 * tag + group.rank)
@@ -255,13 +288,15 @@ def _launch_in_own_order(group: Group) -> list[list[float]]:
     return [handles[tag].wait().tolist() for tag in range(3)]
 
 
-def test_handles_may_be_waited_on_in_any_order(ranks) -> None:
+@pytest.mark.parametrize("transport", [READS, MESSAGES])
+def test_handles_may_be_waited_on_in_any_order(ranks, transport: str) -> None:
     """Backward and prefetch wait in the order they need things, not in that of the launches."""
-    for rank, got in enumerate(ranks(3).run(_wait_in_own_order)):
+    for rank, got in enumerate(ranks(3).run(_wait_in_own_order, transport=transport)):
         assert got == [[0.0, 1.0, 2.0], [3.0 + 3 * rank], [13.0]], rank
 
 
-def _wait_in_own_order(group: Group) -> list[list[float]]:
+def _wait_in_own_order(group: Group, transport: str) -> list[list[float]]:
+    group = over(group, transport)
     gather = all_gather_flat(
         torch.full((3,), float(group.rank)), splits=[1, 1, 1], group=group, tag=0
     )
@@ -279,13 +314,15 @@ def _wait_in_own_order(group: Group) -> list[list[float]]:
     return [results[index] for index in range(3)]
 
 
-def test_an_all_reduce_waited_on_late_takes_no_other_s_bytes(ranks) -> None:
+@pytest.mark.parametrize("transport", [READS, MESSAGES])
+def test_an_all_reduce_waited_on_late_takes_no_other_s_bytes(ranks, transport: str) -> None:
     """Its second half is launched in `wait`, which ranks reach before or after other launches."""
-    for got in ranks(2).run(_wait_before_or_after):
+    for got in ranks(2).run(_wait_before_or_after, transport=transport):
         assert got == ([1.0, 1.0], [10.0, 11.0])
 
 
-def _wait_before_or_after(group: Group) -> tuple[list[float], list[float]]:
+def _wait_before_or_after(group: Group, transport: str) -> tuple[list[float], list[float]]:
+    group = over(group, transport)
     reduction = all_reduce_flat(torch.full((2,), 2.0 * group.rank), group=group)
     out = torch.full((2,), 10.0 + group.rank)
     if group.rank == 0:
@@ -307,20 +344,22 @@ LAUNCHES = {
 }
 
 
+@pytest.mark.parametrize("transport", [READS, MESSAGES])
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_missing_peer_is_an_error_in_time(ranks, name: str) -> None:
+def test_a_missing_peer_is_an_error_in_time(ranks, name: str, transport: str) -> None:
     """A hang without a word costs an afternoon."""
-    waited_s, _ = ranks(2).run(_collective_without_rank_1, name=name)
+    waited_s, _ = ranks(2).run(_collective_without_rank_1, name=name, transport=transport)
 
     assert waited_s < 10
 
 
-def _collective_without_rank_1(group: Group, name: str) -> float:
+def _collective_without_rank_1(group: Group, name: str, transport: str) -> float:
+    group = over(group, transport)
     started = time.monotonic()
     if group.rank == 0:
         handle = LAUNCHES[name](group)
-        with pytest.raises(CommError, match=r"did not finish within 0.5 s: .*first error"):
-            handle.wait(timeout_s=0.5)
+        with pytest.raises(CommError, match=r"did not finish within 0.3 s: .*first error"):
+            handle.wait(timeout_s=0.3)
     return time.monotonic() - started
 
 
@@ -341,8 +380,9 @@ def _collective_without_rank_1(group: Group, name: str) -> float:
             lambda: torch.zeros(4, device="meta"),
             r"on cpu, where this group .*, got meta \(rank 0\)",
         ),
+        (lambda: torch.zeros(4, dtype=torch.complex64).conj(), r"lazily conjugated .*\(rank 0\)"),
     ],
-    ids=["not flat", "wrong numel", "strided", "sparse", "other device"],
+    ids=["not flat", "wrong numel", "strided", "sparse", "other device", "conjugated"],
 )
 def test_a_buffer_that_does_not_fit_is_refused(make, text: str) -> None:
     """Before anything travels, so that no peer is left waiting."""
@@ -414,13 +454,15 @@ def test_even_splits_cover_and_differ_by_one_at_most(numel: int, world_size: int
     assert all(stop >= start for start, stop in pairwise(accumulate(splits, initial=0)))
 
 
-def test_a_user_s_own_messages_do_not_meet_ours(ranks) -> None:
+@pytest.mark.parametrize("transport", [READS, MESSAGES])
+def test_a_user_s_own_messages_do_not_meet_ours(ranks, transport: str) -> None:
     """The group may be in use for plain send and recv, whose tags start at 0."""
-    for got in ranks(2).run(_send_between):
+    for got in ranks(2).run(_send_between, transport=transport):
         assert got == ([0.0, 1.0], 5.0)
 
 
-def _send_between(group: Group) -> tuple[list[float], float]:
+def _send_between(group: Group, transport: str) -> tuple[list[float], float]:
+    group = over(group, transport)
     received = torch.zeros(1)
     peer = 1 - group.rank
     work = dist.irecv(received, peer, group=group.process_group)

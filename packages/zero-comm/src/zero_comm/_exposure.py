@@ -48,6 +48,7 @@ class Exposure:
         out: Tensor,
         *,
         splits: Sequence[int],
+        starts: Sequence[int] | None = None,
         payload: Sequence[int] | None = None,
         timeout_s: float | None = None,
     ) -> None:
@@ -56,7 +57,8 @@ class Exposure:
         Args:
             shard: One of `shards`, the very object.
             out: 1-D, contiguous, `sum(splits)` elements of the shard's dtype.
-            splits: Elements per rank, in rank order; as many as that rank's shard has.
+            splits: Elements per rank, in rank order.
+            starts: Where they start in each rank's shard, in elements; at its first when None.
             payload: Elements per rank that carry data, for the traffic count; `splits` when None.
             timeout_s: Longest wait for a peer that is writing, in seconds; the group's when None.
 
@@ -67,11 +69,14 @@ class Exposure:
             self.end_write()
         index = self._index[id(shard)]
         count_traffic(self.group, "all_gather", out, splits, payload, sends_own=True)
-        for rank, (start, stop) in enumerate(pairwise(accumulate(splits, initial=0))):
+        starts = [0] * len(splits) if starts is None else starts
+        for rank, (begin, end) in enumerate(pairwise(accumulate(splits, initial=0))):
+            first = starts[rank]
             if rank == self.group.rank:
-                out[start:stop].copy_(shard)
-            elif start < stop:
-                self._read(rank, index, out[start:stop], timeout_s)
+                out[begin:end].copy_(shard[first : first + end - begin])
+            elif begin < end:
+                offset = first * shard.element_size()
+                self._read(rank, index, offset, out[begin:end], timeout_s)
 
     def begin_write(self, *, timeout_s: float | None = None) -> None:
         """Wait until no peer reads this version any more. Collective.
@@ -98,12 +103,14 @@ class Exposure:
             self._peers.fence()
             self._words[_OPENED] = self._version
 
-    def _read(self, rank: int, index: int, out: Tensor, timeout_s: float | None) -> None:
+    def _read(
+        self, rank: int, index: int, offset: int, out: Tensor, timeout_s: float | None
+    ) -> None:
         if rank not in self._is_current:
             self._wait_for(rank, _OPENED, "reading a shard", timeout_s)
             self._is_current.add(rank)
         try:
-            self._peers.read(rank, self._addresses[rank][1 + index], into=out)
+            self._peers.read(rank, self._addresses[rank][1 + index] + offset, into=out)
         except OSError as error:
             raise self._gone(rank, "reading a shard") from error
 

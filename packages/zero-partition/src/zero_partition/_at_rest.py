@@ -19,7 +19,7 @@ from ._torch_compat import as_subclass_sharing_memory, plain_call
 # memory stay as they are, a whole parameter is exactly what the user made, and while it rests torch
 # hands every function that is called on it to `__torch_function__`. There the values are gathered
 # and put in its place, or the use is refused by name. Two class assignments per use of a unit cost
-# 0.2 µs per parameter; nothing of torch is patched (docs/decisions/use-outside-the-unit.md).
+# 0.2 µs per parameter; nothing of torch is patched (docs/decisions/0010-use-outside-the-unit.md).
 
 
 class AtRest:

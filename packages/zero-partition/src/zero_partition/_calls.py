@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 # NOTE(around): not a pair of forward hooks. Torch runs `always_call` hooks for an Exception and not
 # for a KeyboardInterrupt, and under `Module.compile()` not at all, while the graph breaks at each.
 # Around the call there is a `finally`, compiled code stays in one piece, and what the user's own
-# hooks read is whole and what they return is what we see (docs/decisions/calls-are-wrapped.md).
+# hooks read is whole and what they return is what we see (docs/decisions/0008-calls-are-wrapped.md).
 
 
 @define(eq=False)

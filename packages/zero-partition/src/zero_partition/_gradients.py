@@ -89,7 +89,7 @@ class BufferGradients:
         """Collect nowhere until `use_accumulator`."""
         if self.slot is not None:
             self.slot.owner = None
-        else:
+        elif self.accumulator is not None:
             self.views = ()  # nothing else keeps that memory
         self.accumulator, self.slot = None, None
 

@@ -133,20 +133,22 @@ class Unit:
     def _check_untouched(self) -> None:
         is_whole = self.state is ShardState.UNSHARDED
         is_sharded = self.placement is Placement.SHARDED
-        for module, attribute, buffer_index, position in self.owners:
-            buffer = self.buffers[buffer_index]
-            is_held = position in buffer.held
+        expected = [
+            self._views[index] if is_whole else buffer.stand_ins
+            for index, buffer in enumerate(self.buffers)
+        ]
+        for module, attribute, index, position in self.owners:
+            buffer = self.buffers[index]
+            plan, view = buffer.plan, expected[index][position]
+            is_held = bool(buffer.held) and position in buffer.held
             if is_held:
-                expected = buffer.held[position]
-            else:
-                views = self._views[buffer_index] if is_whole else buffer.stand_ins
-                expected = views[position]
+                view = buffer.held[position]
             param = module._parameters.get(attribute)
             if (
                 param is not buffer.params[position]
-                or param.data_ptr() != expected.data_ptr()
-                or param.dtype is not buffer.plan.dtype
-                or (param.requires_grad and not buffer.plan.trainable)
+                or param.data_ptr() != view.data_ptr()
+                or param.dtype is not plan.dtype
+                or (not plan.trainable and param.requires_grad)
                 or (is_sharded and not is_held and param._version != buffer.versions[position])
             ):
                 raise StateError(self._describe_change(param, buffer, position))

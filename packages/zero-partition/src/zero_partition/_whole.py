@@ -25,7 +25,9 @@ def part_of(place: Place, shard: Tensor | None = None) -> Tensor:
 
 
 def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tensor]:
-    """Launch the gather of one parameter from the ranks' parts. Collective.
+    """Launch the gather of one parameter from the ranks' parts.
+
+    Collective, but for resting values that are exposed: those are there at once.
 
     Args:
         place: Which parameter.
@@ -39,11 +41,23 @@ def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tens
     buffer, group = place.buffer, place.group
     plan = buffer.plan.params[place.position]
     span = buffer.plan.layout.spans[place.position]
+    exposure = place.unit.exposure if part is None else None
     part = part_of(place) if part is None else part
-    overlaps = [span.overlap(shard) for shard in buffer.plan.layout.shards]
+    shards = buffer.plan.layout.shards
+    overlaps = [span.overlap(shard) for shard in shards]
     whole = torch.empty(plan.shape.numel(), dtype=part.dtype, device=group.device)
     handle: Handle[Tensor] | None = None
-    if whole.numel():
+    if exposure is not None:
+        exposure.gather(
+            buffer.shard,
+            whole,
+            splits=[0 if overlap is None else overlap.numel for overlap in overlaps],
+            starts=[
+                0 if overlap is None else overlap.start - shard.start
+                for overlap, shard in zip(overlaps, shards, strict=True)
+            ],
+        )
+    elif whole.numel():
         handle = all_gather_flat(
             whole,
             splits=[0 if overlap is None else overlap.numel for overlap in overlaps],
