@@ -70,7 +70,7 @@ def reduce_scatter_by_reading(
 
 def _offset(chunk: Tensor, buffer: Tensor) -> int:
     """Bytes from the start of the buffer."""
-    return (chunk.storage_offset() - buffer.storage_offset()) * buffer.element_size()
+    return int(chunk.storage_offset() - buffer.storage_offset()) * buffer.element_size()
 
 
 def _finish(

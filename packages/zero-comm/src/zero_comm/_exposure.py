@@ -171,5 +171,5 @@ def expose(
     addresses = {rank: row for rank, row in enumerate(rows) if rank != group.rank}
     exposure = Exposure(group, tuple(shards), group.peers, words, addresses)
     remains = Remains(tuple(shards), words, group.peers, {r: a[0] for r, a in addresses.items()})
-    finalize(exposure, leave, remains).atexit = False
+    finalize(exposure, leave, remains).atexit = False  # type: ignore[attr-defined]
     return exposure

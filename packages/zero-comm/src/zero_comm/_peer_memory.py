@@ -105,7 +105,7 @@ class PeerMemory:
         self._journal = (ctypes.c_int64 * num_words)()
         self._journal[_TOKEN] = self.token
         _ALL.add(self)
-        finalize(self, _close, self._journal).atexit = False
+        finalize(self, _close, self._journal).atexit = False  # type: ignore[attr-defined]
 
     @property
     def whereabouts(self) -> Whereabouts:

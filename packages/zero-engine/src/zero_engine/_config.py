@@ -53,7 +53,8 @@ def _as_cuts(value: Any) -> Any:
         if isinstance(value, Mapping):
             cuts = {name: Cut.parse(cut) for name, cut in value.items()}
             return MappingProxyType(cuts)  # read-only, as the configuration is
-        return Cut.parse(value)
+        one: Any = value
+        return Cut.parse(one)
     except LayoutError as error:
         raise ConfigError(
             f"ZeroConfig.cut: {error}; or a mapping from parameter names to these, or a function "

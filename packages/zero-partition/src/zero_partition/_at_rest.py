@@ -39,7 +39,8 @@ class AtRest:
         if attribute and (name != "__get__" or attribute not in _VALUES):
             return plain_call(func, args, kwargs)
         if attribute == "data":
-            return _guard_data(args[0], plain_call(func, args, kwargs))
+            data: Any = plain_call(func, args, kwargs)
+            return _guard_data(args[0], data)
         if name in _AUTOGRAD or name in _PRINTS:
             return _as_plain(func, args, kwargs)
         is_kept = name in _CONVERSIONS and plain_call(func, args, kwargs) is args[0]
@@ -56,7 +57,7 @@ class AtRest:
         return _as_plain(type(self).__mro__[2].__reduce_ex__, (self, protocol), {})
 
 
-class AtRestData(AtRest, Tensor):
+class AtRestData(AtRest, Tensor):  # type: ignore[misc]
     """`param.data` of a parameter at rest: the same stand-in, without autograd."""
 
 

@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 # NOTE(around): not a pair of forward hooks. Torch runs `always_call` hooks for an Exception and not
 # for a KeyboardInterrupt, and under `Module.compile()` not at all, while the graph breaks at each.
 # Around the call there is a `finally`, compiled code stays in one piece, and what the user's own
-# hooks read is whole and what they return is what we see (docs/decisions/0008-calls-are-wrapped.md).
+# hooks read is whole and what they return is what we see (docs/decisions/0008).
 
 
 @define(eq=False)
@@ -134,10 +134,10 @@ def _hook(tensor: Tensor, hook: Callable[[Tensor], None], first_node: int) -> No
     tensor.register_hook(hook)
     # A view that is then written to gets another node, and its old one, with the hook, is never
     # reached; its base is. What is a view of something older ends no computation of this call.
-    made_base_at = -1
-    if tensor._is_view() and (base := tensor._base) is not None and base.grad_fn is not None:
-        made_base_at = base.grad_fn._sequence_nr()
-    if made_base_at >= first_node:
+    base = tensor._base if tensor._is_view() else None
+    if base is None or base.grad_fn is None:
+        return
+    if base.grad_fn._sequence_nr() >= first_node:
         base.register_hook(hook)
 
 

@@ -84,8 +84,8 @@ class GatheredParameters:
                 self._gathers.append(
                     Gather(sharded, mine, "GatheredParameters", modifier_rank, sanity_checks)
                 )
-        for param in chosen if fwd_module is not None else ():
-            if find_place(param) is not None:
+        for param in chosen:
+            if fwd_module is not None and find_place(param) is not None:
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> GatheredParameters:
@@ -352,7 +352,7 @@ def _sum_of(data: Tensor) -> int:
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _as_list(params: Any) -> list[nn.Parameter]:
+def _as_list(params: Any) -> list[Any]:
     if isinstance(params, nn.Module):
         return list(params.parameters())
     chosen = [params] if isinstance(params, Tensor) else list(params)

@@ -122,7 +122,7 @@ class BufferGradients:
             )
             return
         self.ensure_shard()
-        self.received = torch.empty_like(self.shard) if self.holds_gradients else None
+        self.received = torch.empty_like(self.buffer.shard) if self.holds_gradients else None
         self.in_flight = reduce_scatter_flat(
             self.accumulator,
             group=group,

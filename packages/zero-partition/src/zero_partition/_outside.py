@@ -117,7 +117,9 @@ class _Enter(torch.autograd.Function):
         return whole.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor, None, None, None]:
         place = ctx.place
         if place.unit.version != ctx.version:
             raise StateError(

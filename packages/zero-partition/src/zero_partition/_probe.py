@@ -141,7 +141,9 @@ def _grads(group: Sequence[Sample], whole: Sequence[Tensor], rank: int) -> list[
 
 
 def _updates(
-    optimizer: torch.optim.Optimizer, values: Tensors, grads: Sequence[list[list[Tensor | None]]]
+    optimizer: torch.optim.Optimizer,
+    values: Tensors,
+    grads: Sequence[Sequence[Sequence[Tensor | None]]],
 ) -> Tensors:
     """What a copy of the optimizer adds to these parameters in all steps."""
     try:
@@ -157,7 +159,7 @@ def _updates_of(
     make: Callable[[torch.optim.Optimizer, list[list[nn.Parameter]]], torch.optim.Optimizer],
     optimizer: torch.optim.Optimizer,
     values: Tensors,
-    grads: Sequence[list[list[Tensor | None]]],
+    grads: Sequence[Sequence[Sequence[Tensor | None]]],
 ) -> Tensors:
     params = [[nn.Parameter(value.clone()) for value in group] for group in values]
     torch.manual_seed(0)

@@ -101,7 +101,11 @@ def _return_state(
         views = buffer.views_of(_gather(buffer, mine))
         for view, state, shard in zip(views, whole, buffer.shard_params, strict=True):
             value = state.get(key)
-            if _is_elementwise(key, value, shard) and value.dtype == dtype:
+            if (
+                isinstance(value, Tensor)
+                and value.dtype == dtype
+                and _is_elementwise(key, value, shard)
+            ):
                 state[key] = view.clone()
     params = dict(zip(map(id, buffer.shard_params), buffer.params, strict=True))
     for group in optimizer.param_groups:
