@@ -26,12 +26,11 @@ class Specimen:
     make: Callable[[], nn.Module]
     inputs: Callable[[Generator], Inputs]
     finds_unused: bool = False  # what DDP must be told: some parameters get no gradient
-    drops_layers: bool = False  # at random: all ranks draw the same numbers, and drop the same
 
     def build(self, rank: int) -> nn.Module:
-        """The same model on every rank; from here on, each rank draws dropout of its own."""
+        """The same on every rank; from here on each has its own dropout and drops its own layers."""
         model = self.make()
-        torch.manual_seed(1000 if self.drops_layers else 1000 + rank)
+        torch.manual_seed(1000 + rank)
         return model
 
     def batch(self, step: int, micro: int, rank: int) -> Inputs:
@@ -130,7 +129,6 @@ DECODERS: Final = {
         ),
         feeds.text,
         finds_unused=True,
-        drops_layers=True,
     ),
     "xlnet": Specimen(
         _of(
@@ -192,7 +190,6 @@ ENCODERS_AND_DECODERS: Final = {
         ),
         feeds.translation,
         finds_unused=True,
-        drops_layers=True,
     ),
     "whisper": Specimen(
         _of(
@@ -247,7 +244,6 @@ ENCODERS: Final = {
         ),
         feeds.wave,
         finds_unused=True,
-        drops_layers=True,
     ),
 }  # fmt: skip
 
