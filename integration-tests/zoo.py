@@ -28,7 +28,7 @@ class Specimen:
     finds_unused: bool = False  # what DDP must be told: some parameters get no gradient
 
     def build(self, rank: int) -> nn.Module:
-        """The same on every rank; from here on each has its own dropout and drops its own layers."""
+        """The same on every rank; from now on each has its own dropout and drops its own layers."""
         model = self.make()
         torch.manual_seed(1000 + rank)
         return model
