@@ -71,7 +71,7 @@ class AfterStep(Bound):
 def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
     """Hook the model, the modules of its units, and its trainable parameters."""
     modules = dict(model.named_modules())
-    units = {unit.plan.name: unit for unit in sharded.units}
+    units = {unit.plan.name: unit for unit in sharded.units if not unit.plan.rests_whole}
     for name in {"": None, **units}:
         remove = wrap_call(modules[name], sharded, units.get(name), is_model=not name)
         sharded.removers.append(remove)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,9 @@ from ._buffer_plan import BufferPlan
 from ._early_shard import find_early
 from ._errors import PartitionError
 from ._flat_buffer import FlatBuffer
-from ._grouping import UnitPlan, choose_units, plan_units
+from ._grouping import UnitPlan, choose_small, choose_units, plan_units
 from ._hooks import find_sharded, install_module_hooks, install_optimizer_hooks
+from ._limits import Limits
 from ._needs import CutChoice, choose_cuts
 from ._optimizer import check_optimizer, describe_optimizer, param_group_of, shard_optimizer
 from ._placement import STAGES, Placement, Placements, Stage
@@ -32,7 +34,8 @@ from ._sharded_model import ShardedModel
 from ._state_dict import install_state_dict_hooks
 from ._unit import Unit
 
-_REDUCTION_SLOTS = 2  # one fills while the other travels
+_DEFAULT_LIMITS: Final = Limits()
+_REDUCTION_SLOTS: Final = 2  # one fills while the other travels
 
 
 def partition(
@@ -44,7 +47,9 @@ def partition(
     units: Sequence[str] | None = None,
     max_unit_bytes: int = 512 * 2**20,
     min_unit_bytes: int = 2**16,
-    window: int = 3,
+    limits: Limits = _DEFAULT_LIMITS,
+    small_param_numel: int = 0,
+    max_small_numel: int | None = None,
     cut: CutChoice = None,
     gathers_state_dict: bool = False,
     timeout_s: float = 60.0,
@@ -64,7 +69,11 @@ def partition(
         units: Names of the modules that are unsharded and reduced as one; chosen when None.
         max_unit_bytes: What is larger is split where it can be, when units are chosen.
         min_unit_bytes: Blocks that are smaller stay with what encloses them.
-        window: Units that may be whole at a time, the one in use included.
+        limits: How much may be whole at a time.
+        small_param_numel: Where parameters rest sharded, those of at most this many elements rest
+            whole on every rank all the same.
+        max_small_numel: Elements of all those together: the first of the model that fit; no bound
+            when None.
         cut: Where parameters may be cut: a `Cut` or its name, a mapping from names or patterns to
             cuts, or a function of name and parameter. What it leaves open is `cut` in the param
             group, or what the optimizer needs, or anywhere. At stage 0 nothing is cut.
@@ -87,8 +96,6 @@ def partition(
             f"this {type(model).__name__}, or a module inside it, is sharded already; shard() a "
             "model once, before wrapping or copying it"
         )
-    if window < 1:
-        raise PartitionError(f"expected window >= 1, got {window}")
     _check_devices(model, group)
     check_adoptable(model, group)
     shards_state = placements.optim is Placement.SHARDED
@@ -98,10 +105,20 @@ def partition(
     names = units
     if names is None:
         names = choose_units(model, max_unit_bytes=max_unit_bytes, min_unit_bytes=min_unit_bytes)
+    small: Collection[int] = ()
+    if placements.params is Placement.SHARDED:
+        small = choose_small(
+            model, small_param_numel=small_param_numel, max_small_numel=max_small_numel
+        )
     plans = plan_units(
-        model, names, world_size=group.world_size, cuts=cuts, group_of=param_group_of(optimizer)
+        model,
+        names,
+        world_size=group.world_size,
+        cuts=cuts,
+        group_of=param_group_of(optimizer),
+        small=small,
     )
-    facts = _describe(plans, placements, window) | describe_optimizer(optimizer)
+    facts = _describe(plans, placements, limits) | describe_optimizer(optimizer)
     facts |= _describe_buffers(model) | {"state_dict gathers": str(gathers_state_dict)}
     facts |= describe_early(model)
     check_agreement(facts, group=group, timeout_s=timeout_s)
@@ -115,7 +132,7 @@ def partition(
         group=group,
         placements=placements,
         units=runtime,
-        schedule=Schedule.plan(runtime, window=window, device=group.device),
+        schedule=Schedule.plan(runtime, limits=limits, device=group.device),
         reducer=GradientReducer.plan(
             runtime,
             group=group,
@@ -151,9 +168,10 @@ def _distribute(
     units, next_index = [], _first_index(plans)
     for unit_index, plan in enumerate(plans):
         flat_buffers = []
+        resting = Placement.REPLICATED if plan.rests_whole else placement
         for buffer_plan in plan.buffers:
             owned = tuple(params[param.name] for param in buffer_plan.params)
-            flat_buffers.append(_flatten(buffer_plan, owned, next_index, group, placement))
+            flat_buffers.append(_flatten(buffer_plan, owned, next_index, group, resting))
             next_index += 1
         owners = tuple(
             (modules[name.rpartition(".")[0]], name.rpartition(".")[2], buffer_index, position)
@@ -161,7 +179,7 @@ def _distribute(
             for position, param in enumerate(buffer_plan.params)
             for name in param.names
         )
-        units.append(Unit(plan, unit_index, group, placement, tuple(flat_buffers), owners))
+        units.append(Unit(plan, unit_index, group, resting, tuple(flat_buffers), owners))
     return tuple(units)
 
 
@@ -169,8 +187,9 @@ def _expose(units: Sequence[Unit], group: Group) -> Exposure | None:
     """Let peers read this rank's shards, where they can."""
     if group.world_size == 1:
         return None
-    exposure = expose([buffer.shard for unit in units for buffer in unit.buffers], group=group)
-    for unit in units:
+    sharded = [unit for unit in units if unit.placement is Placement.SHARDED]
+    exposure = expose([buffer.shard for unit in sharded for buffer in unit.buffers], group=group)
+    for unit in sharded:
         unit.exposure = exposure
     return exposure
 
@@ -220,12 +239,12 @@ def _describe_buffers(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _describe(plans: Sequence[UnitPlan], placements: Placements, window: int) -> dict[str, str]:
+def _describe(plans: Sequence[UnitPlan], placements: Placements, limits: Limits) -> dict[str, str]:
     facts = {
         "placement of parameters": placements.params.value,
         "placement of gradients": placements.grads.value,
         "placement of optimizer state": placements.optim.value,
-        "window": str(window),
+        "limits of the schedule": str(limits),
     }
     for unit in plans:
         for buffer in unit.buffers:

@@ -126,6 +126,9 @@ class ShardedModel:
             self._backward_is_open = True
             self._makes_graph = torch.is_grad_enabled()
             with plain_access():
+                for unit in self.units:
+                    if unit.plan.rests_whole:
+                        self.reducer.before_backward(unit)
                 self._accumulates = any(
                     will_accumulate(p) for g in self.reducer.gradients for p in g.buffer.params
                 )
@@ -164,7 +167,7 @@ class ShardedModel:
             handles = [handle for unit in self.units for handle in unit.publish()]
             for handle in handles:
                 handle.wait()
-        self.schedule.prefetch()
+        self.schedule.step()
 
     def begin_write(self) -> None:
         """Wait until nothing reads the shards any more. Collective where they are exposed."""

@@ -85,6 +85,8 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
         return
     owned: dict[nn.Module, Places] = {}
     for unit in sharded.units:
+        if unit.placement is Placement.REPLICATED:
+            continue  # as in any model
         for module, attribute, buffer, position in unit.owners:
             owned.setdefault(module, {})[attribute] = (unit, buffer, position)
     for module, places in owned.items():
