@@ -89,22 +89,10 @@ def partition(
         zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
         zero_comm.CommError: A rank did not take part in time.
     """
-    if find_sharded(model) is not None or any(
-        find_sharded(child) is not None for child in model.modules()
-    ):
-        raise PartitionError(
-            f"this {type(model).__name__}, or a module inside it, is sharded already; shard() a "
-            "model once, before wrapping or copying it"
-        )
-    _check_devices(model, group)
-    check_adoptable(model, group)
-    shards_state = placements.optim is Placement.SHARDED
-    if optimizer is not None:
-        check_optimizer(optimizer, model, shards_state=shards_state)
-    cuts = choose_cuts(model, optimizer, cut) if shards_state else {}
-    names = units
-    if names is None:
-        names = choose_units(model, max_unit_bytes=max_unit_bytes, min_unit_bytes=min_unit_bytes)
+    _check(model, optimizer, group, placements)
+    cuts = choose_cuts(model, optimizer, cut) if placements.optim is Placement.SHARDED else {}
+    if units is None:
+        units = choose_units(model, max_unit_bytes=max_unit_bytes, min_unit_bytes=min_unit_bytes)
     small: Collection[int] = ()
     if placements.params is Placement.SHARDED:
         small = choose_small(
@@ -112,7 +100,7 @@ def partition(
         )
     plans = plan_units(
         model,
-        names,
+        units,
         world_size=group.world_size,
         cuts=cuts,
         group_of=param_group_of(optimizer),
@@ -124,9 +112,8 @@ def partition(
     check_agreement(facts, group=group, timeout_s=timeout_s)
 
     runtime = _distribute(model, plans, group, placements.params)
-    if optimizer is not None and shards_state:
+    if optimizer is not None and placements.optim is Placement.SHARDED:
         shard_optimizer(optimizer, runtime)
-    exposure = _expose(runtime, group) if placements.params is Placement.SHARDED else None
     sharded = ShardedModel(
         model=model,
         group=group,
@@ -137,11 +124,11 @@ def partition(
             runtime,
             group=group,
             placement=placements.grads,
-            shards_state=shards_state,
+            shards_state=placements.optim is Placement.SHARDED,
             num_slots=_REDUCTION_SLOTS,
         ),
         optimizer=optimizer,
-        exposure=exposure,
+        exposure=_expose(runtime, group),
         gathers_state_dict=gathers_state_dict,
     )
     release_modules(model)
@@ -150,6 +137,24 @@ def partition(
     if optimizer is not None:
         install_optimizer_hooks(optimizer, sharded)
     return sharded
+
+
+def _check(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    group: Group,
+    placements: Placements,
+) -> None:
+    """Raise PartitionError for what can be seen without other ranks."""
+    if any(find_sharded(module) is not None for module in model.modules()):
+        raise PartitionError(
+            f"this {type(model).__name__}, or a module inside it, is sharded already; shard() a "
+            "model once, before wrapping or copying it"
+        )
+    _check_devices(model, group)
+    check_adoptable(model, group)
+    if optimizer is not None:
+        check_optimizer(optimizer, model, shards_state=placements.optim is Placement.SHARDED)
 
 
 def _distribute(
@@ -184,10 +189,10 @@ def _distribute(
 
 
 def _expose(units: Sequence[Unit], group: Group) -> Exposure | None:
-    """Let peers read this rank's shards, where they can."""
-    if group.world_size == 1:
+    """Let peers read this rank's shards of what is gathered, where they can."""
+    sharded = [unit for unit in units if unit.needs_slot]
+    if not sharded:
         return None
-    sharded = [unit for unit in units if unit.placement is Placement.SHARDED]
     exposure = expose([buffer.shard for unit in sharded for buffer in unit.buffers], group=group)
     for unit in sharded:
         unit.exposure = exposure
