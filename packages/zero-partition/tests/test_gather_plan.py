@@ -44,6 +44,15 @@ def test_a_chain_goes_round_a_window_of_slots_and_gathers_no_more_than_it_must(w
     assert len(gathers) == 2 * count - min(window, count)
 
 
+def test_slots_go_round_even_where_nothing_is_prefetched() -> None:
+    """Else a second backward without a step finds one unit still whole where it could find three."""
+    uses, extents = _chain([10] * 8)
+
+    slot_of, _ = _plan(uses, extents, Limits(3, prefetch_numel=0))
+
+    assert len({slot_of[0], slot_of[1], slot_of[2]}) == 3
+
+
 def test_the_next_unit_is_launched_while_the_one_before_it_is_in_use() -> None:
     """Else there is nothing to hide its travel behind."""
     uses, extents = _chain([10] * 8)
@@ -143,6 +152,7 @@ def test_units_in_use_at_once_never_share_a_slot(seed: int) -> None:
 
     slot_of = _slot_of(choose_slots(uses, extents, limits))
 
+    assert all(choose_slots(uses, extents, limits))  # no slot without a unit
     assert set(slot_of) == {unit for use in uses for unit in use.in_use}
     for use in uses:
         assert len({slot_of[unit] for unit in use.in_use}) == len(use.in_use)

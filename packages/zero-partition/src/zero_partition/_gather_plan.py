@@ -45,20 +45,35 @@ def choose_slots(
         extents: Of the units that need a slot; others are left out.
         limits: How many may be whole at a time. Units in use at once are, whatever it says.
     """
-    slots: list[_Slot] = []
     moments_of = _Moments.of([use for use in uses if use.unit in extents], extents, limits).of_unit
-    for turn, (unit, moments) in enumerate(moments_of.items()):
+    packed: list[_Slot] = []
+    for unit, moments in moments_of.items():
         num_bytes = extents[unit].num_bytes
-        free = [slot for slot in slots if not slot.moments & moments]
+        free = [slot for slot in packed if not slot.moments & moments]
         if not free:
-            free = [_Slot()]
-            slots += free
-        slot = min(free, key=lambda slot: (max(0, num_bytes - slot.num_bytes), slot.turn))
-        slot.units.append(unit)
-        slot.moments |= moments
-        slot.num_bytes = max(slot.num_bytes, num_bytes)
-        slot.turn = turn
-    return tuple(tuple(slot.units) for slot in slots)
+            packed += (free := [_Slot()])
+        slot = min(free, key=lambda slot: max(0, num_bytes - slot.num_bytes))
+        slot.give(unit, moments, num_bytes)
+    return tuple(tuple(slot.units) for slot in _spread(packed, moments_of, extents))
+
+
+def _spread(
+    packed: list[_Slot], moments_of: Mapping[int, int], extents: Mapping[int, Extent]
+) -> list[_Slot]:
+    """The same slots, each unit in the one given away longest ago: what is there stays longest.
+
+    Backwards that follow each other without a step find more of it. As packed where that fails.
+    """
+    slots = [_Slot(num_bytes=slot.num_bytes) for slot in packed]
+    for unit, moments in moments_of.items():
+        num_bytes = extents[unit].num_bytes
+        free = [s for s in slots if not s.moments & moments and s.num_bytes >= num_bytes]
+        if not free:
+            return packed
+        slot = free[0]
+        slot.give(unit, moments, num_bytes)
+        slots.append(slots.pop(slots.index(slot)))  # least recent first
+    return [slot for slot in slots if slot.units]
 
 
 def plan_gathers(
@@ -107,7 +122,11 @@ class _Slot:
     units: list[int] = field(factory=list)
     moments: int = 0
     num_bytes: int = 0
-    turn: int = 0  # when a unit was last given to it
+
+    def give(self, unit: int, moments: int, num_bytes: int) -> None:
+        self.units.append(unit)
+        self.moments |= moments
+        self.num_bytes = max(self.num_bytes, num_bytes)
 
 
 @define(eq=False)

@@ -101,6 +101,9 @@ class Lookahead:
             unit.release_slot()
         sizes = [max(self.extents[index].num_bytes for index in group) for group in groups]
         self.pool.deal(sizes)
+        if self.limits.max_live_numel is None:
+            shared = sum(any(not self.extents[i].is_outer for i in group) for group in groups)
+            self.pool.conflicts = max(0, shared - self.limits.window)
         for slot, group in zip(self.pool.ring, groups, strict=True):
             for index in group:
                 self.units[index].slot = slot
