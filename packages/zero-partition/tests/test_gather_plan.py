@@ -45,7 +45,7 @@ def test_a_chain_goes_round_a_window_of_slots_and_gathers_no_more_than_it_must(w
 
 
 def test_slots_go_round_even_where_nothing_is_prefetched() -> None:
-    """Else a second backward without a step finds one unit still whole where it could find three."""
+    """Else a second backward without a step finds one unit whole where it could find three."""
     uses, extents = _chain([10] * 8)
 
     slot_of, _ = _plan(uses, extents, Limits(3, prefetch_numel=0))
