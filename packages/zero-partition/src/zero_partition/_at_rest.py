@@ -154,8 +154,10 @@ def _replace(value: Any, substitute: Callable[[Tensor], Tensor]) -> Any:
         return substitute(value)  # type: ignore[arg-type]
     if isinstance(value, dict):
         return {key: _replace(item, substitute) for key, item in value.items()}
-    if type(value) in (list, tuple) and any(isinstance(t, AtRest) for t in _tensors_in(value)):
-        return type(value)(_replace(item, substitute) for item in value)
+    if isinstance(value, list | tuple) and any(isinstance(t, AtRest) for t in _tensors_in(value)):
+        items = [_replace(item, substitute) for item in value]
+        make = getattr(value, "_make", type(value))  # tuples with names take no iterable
+        return make(items)
     return value
 
 
