@@ -122,6 +122,33 @@ def _read_after_refusal(group: Group) -> None:
     assert not find_sharded(model).forwards
 
 
+def test_a_parameter_at_rest_tells_what_it_is_like(ranks) -> None:
+    """Its dtype and shape are known on each rank; asking for them needs no other."""
+    ranks(2).run(_ask_what_it_is_like)
+
+
+def _ask_what_it_is_like(group: Group) -> None:
+    plain, model, _ = _sharded(group, 3)
+    ours, theirs = model[0].weight, plain[0].weight
+    x = torch.arange(WIDTH * WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        for ask in (
+            x.to,
+            x.type_as,
+            x.view_as,
+            lambda weight: x.reshape_as(other=weight),
+            x[:WIDTH].expand_as,
+        ):
+            got, expected = ask(ours), ask(theirs)
+            assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+            assert torch.equal(got, expected)
+        assert ours.type() == theirs.type()
+        assert ours.float() is ours
+        with pytest.raises(AtRestError, match="double"):
+            ours.double()
+    assert find_sharded(model).outside.num_gathers == 0
+
+
 class _Pair(NamedTuple):
     first: Tensor
     second: Tensor
