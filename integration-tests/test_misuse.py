@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any, NamedTuple
 
 import parity
@@ -98,6 +99,39 @@ def _clip_after_failure(group: Group) -> None:
     with pytest.raises(StateError, match=r"clip_grad_norm_\(\) after a backward that an exception"):
         zero_engine.clip_grad_norm_(model, 1.0)
     optimizer.zero_grad()
+
+
+class _Pauses(parity.PerParameter):
+    """Plain descent that thinks for a while between the closure and the write."""
+
+    needs_cut = "flat"
+    pause_s = 0.0
+
+    def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        time.sleep(self.pause_s)
+        param.add_(grad, alpha=-group["lr"])
+
+
+def test_what_a_closure_reads_is_not_taken_for_what_the_step_writes(ranks) -> None:
+    """Its forward reads the old values; peers that go on must wait for the new ones."""
+    ranks(2).run(_pause_after_closure)
+
+
+def _pause_after_closure(group: Group) -> None:
+    plain, model = parity.build(_blocks), parity.build(_blocks)
+    for each in (plain, model):
+        optimizer = _Pauses(each.parameters(), lr=0.1)
+        if each is model:
+            zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
+            optimizer.pause_s = 0.1 * group.rank
+
+        def closure(each: nn.Module = each) -> Tensor:
+            loss = _loss_of(each, 0)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert_weights_of(model, plain, group=group, what="after the pause")
 
 
 # ---- Forward ----

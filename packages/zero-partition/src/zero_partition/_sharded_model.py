@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -152,6 +153,16 @@ class ShardedModel:
             self.reducer.before_step()
         self.begin_write()
         self.reducer.lend(has_closure=has_closure)
+
+    def around_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure's forward reads the shards, so that the optimizer's write begins after it."""
+
+        def evaluate() -> Any:
+            result = closure()
+            self.begin_write()
+            return result
+
+        return evaluate
 
     def after_step(self) -> None:
         """Parameters have changed: publish them where they rest replicated."""
