@@ -17,8 +17,7 @@ from attrs import frozen
 from . import _process_memory
 from ._handle import wait_for
 from ._peer_memory import PeerMemory, Whereabouts
-
-SWITCH: Final = "ZERO_COMM_PEER_MEMORY"
+from ._process_memory import SWITCH
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _TAG: Final = (1 << 24) - 1  # before those of the compositions
