@@ -39,6 +39,7 @@ class FlatBuffer:
     is_at_rest: bool = field(default=False, init=False)  # the parameters are of `rest_types`
     held: dict[int, Tensor] = field(factory=dict, init=False)  # gathered apart from the unit
     _views: Sequence[Tensor] = field(default=(), init=False)  # installed last
+    _part_addresses: list[int] = field(init=False)  # of what shard_params view
 
     def __attrs_post_init__(self) -> None:
         self.stand_ins = tuple(
@@ -53,6 +54,7 @@ class FlatBuffer:
             nn.Parameter(part, requires_grad=self.plan.trainable)
             for part in self.parts_of(self.shard)
         )
+        self._part_addresses = [param.data_ptr() for param in self.shard_params]
 
     @property
     def gather_tag(self) -> int:
@@ -91,6 +93,16 @@ class FlatBuffer:
                 if value is not None:
                     part = value.detach().reshape(-1)[piece.in_tensor.as_slice()]
                     self.shard[piece.in_shard.as_slice()].copy_(part)
+
+    def reclaim(self) -> None:
+        """Take over what an optimizer put in place of our memory, as by `param.data = ...`."""
+        addresses = [param.data_ptr() for param in self.shard_params]
+        if addresses == self._part_addresses:
+            return
+        for param, part in zip(self.shard_params, self.parts_of(self.shard), strict=True):
+            if param.data_ptr() != part.data_ptr():
+                part.copy_(param.data)
+                param.data = part
 
     def install(self, views: Sequence[Tensor]) -> None:
         """Make the parameters view this memory, but for those that are held. Moves no data."""

@@ -168,7 +168,10 @@ def _updates_of(
         for group, group_grads in zip(params, step, strict=True):
             for param, grad in zip(group, group_grads, strict=True):
                 param.grad = None if grad is None else grad.clone()
-        twin.step()
+        if _needs_closure(twin):
+            twin.step(lambda: torch.zeros(()))
+        else:
+            twin.step()
     return [
         [param.detach() - value for param, value in zip(group, before, strict=True)]
         for group, before in zip(params, values, strict=True)
@@ -262,3 +265,8 @@ def _undisturbed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             "parameters of the model, which it must hold elsewhere than in param_groups; say what "
             f"it needs, {kind}.needs_cut = 'flat' or 'tensor', and build the model again"
         )
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -189,6 +189,12 @@ class GradientReducer:
             self.end_backward()
             self.sync = sync
 
+    def is_true_anywhere(self, mine: bool) -> bool:
+        """Whether any rank says so. Collective."""
+        if self.group.world_size == 1:
+            return mine
+        return bool(self._exchange(torch.tensor([mine], dtype=torch.uint8)).wait().any())
+
     def lend(self, *, has_closure: bool) -> None:
         """The optimizer steps now: show it the gradients as it needs them."""
         for g in self.gradients:

@@ -65,6 +65,7 @@ class ShardedModel:
     unread: list[Handle[Tensor]] = field(factory=list, init=False)  # sent as an exception passed
     _tree: ModuleTree = field(init=False)
     removers: list[Callable[[], None]] = field(factory=list, init=False)  # of all our hooks
+    _published: list[tuple[int, int]] = field(factory=list, init=False)  # see `_has_written`
     _backward_is_open: bool = field(default=False, init=False)
     _had_guards: bool = field(default=False, init=False)  # when this forward began
     _makes_graph: bool = field(default=False, init=False)  # create_graph=True
@@ -155,12 +156,17 @@ class ShardedModel:
         with plain_access():
             self.reducer.before_step()
         self.begin_write()
+        if has_closure:
+            self._published = self._shard_versions()
         self.reducer.lend(has_closure=has_closure)
 
     def around_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure's forward reads the shards, so that the optimizer's write begins after it."""
+        """A closure's forward reads what the optimizer has written, and its writes come after."""
 
         def evaluate() -> Any:
+            if self._has_written():
+                self._publish()
+                self._published = self._shard_versions()
             result = closure()
             self.begin_write()
             return result
@@ -170,12 +176,31 @@ class ShardedModel:
     def after_step(self) -> None:
         """Parameters have changed: publish them where they rest replicated."""
         self.reducer.take_back()
+        self._publish()
+        self.schedule.step()
+
+    def _publish(self) -> None:
+        for unit in self.units:
+            for buffer in unit.buffers:
+                buffer.reclaim()
         self.end_write()
         if self.placements.optim is Placement.SHARDED:
             handles = [handle for unit in self.units for handle in unit.publish()]
             for handle in handles:
                 handle.wait()
-        self.schedule.step()
+
+    def _has_written(self) -> bool:
+        """Whether the optimizer of any rank has changed its shards since they were published.
+
+        Collective. Some optimizers step aside, look at the gradient there, and step back.
+        """
+        if self.placements.optim is Placement.REPLICATED:
+            return False
+        return self.reducer.is_true_anywhere(self._shard_versions() != self._published)
+
+    def _shard_versions(self) -> list[tuple[int, int]]:
+        params = (p for unit in self.units for b in unit.buffers for p in b.shard_params)
+        return [(param.data_ptr(), param._version) for param in params]
 
     def begin_write(self) -> None:
         """Wait until nothing reads the shards any more. Collective where they are exposed."""

@@ -1,0 +1,74 @@
+"""Optimizers that evaluate a closure: once, several times, at other weights than they end at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import parity
+import pytest
+import torch
+import zero_engine
+from parity import ZeroConfig
+from torch import Tensor, nn
+from zero_comm import Group
+
+
+class _LooksAhead(torch.optim.Optimizer):
+    """Steps aside, takes the gradient there, and steps from where it was: extragradient, SAM."""
+
+    def __init__(self, params: Any, *, back: str) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.back = back
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        before = [param.clone() for param in trained]
+        for param in trained:
+            param.add_(param.grad, alpha=0.5)
+        with torch.enable_grad():
+            closure()
+        for param, value in zip(trained, before, strict=True):
+            if self.back == "data":
+                param.data = value
+            else:
+                param.copy_(value)
+            param.add_(param.grad, alpha=-0.05)
+        return loss
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+@pytest.mark.parametrize("back", ["data", "copy"])
+def test_a_gradient_taken_at_other_weights_is_that_of_ddp(ranks, back: str, stage: int) -> None:
+    """The second forward must read what the optimizer wrote, on every rank."""
+    if stage == 0 and back == "data":
+        pytest.skip("the parameters are the user's own: torch's DDP would lose its views as well")
+    ranks(2).run(_train, stage=stage, back=back)
+
+
+def _train(group: Group, stage: int, back: str) -> None:
+    curves = []
+    for way in ("ddp", "sharded"):
+        model: nn.Module = parity.build()
+        trainable = [param for param in model.parameters() if param.requires_grad]
+        optimizer = _LooksAhead(trainable, back="copy" if way == "ddp" else back)
+        if way == "ddp":
+            model = parity.as_ddp(model, group)
+        else:
+            zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+        evaluate = partial(_evaluate, model, optimizer, group.rank)
+        losses = [optimizer.step(partial(evaluate, number)).item() for number in range(3)]
+        curves.append(losses)
+
+    assert curves[0] == curves[1]
+
+
+def _evaluate(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> Tensor:
+    optimizer.zero_grad()
+    loss = parity.loss_of(model, parity.batch(number, 0, rank))
+    loss.backward()
+    return loss
