@@ -1,0 +1,192 @@
+"""Ranks that wait for each other in different collectives, where messages carry the values."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final
+from weakref import ReferenceType, ref
+
+from attrs import asdict, define, field, frozen
+
+from ._torch_compat import default_store
+
+if TYPE_CHECKING:
+    from ._handle import Message
+
+# NOTE(proof): a rank that has waited long for one message writes down which launch of which peer it
+# lacks, and how often it has itself launched what; then it follows what others wrote, from the peer
+# that it lacks to the peer which that one lacks. Where the chain comes back to itself, nobody on it
+# can ever go on: the next rank on the chain waits for a launch that we, who wait, have not made, so
+# what it wrote still stands, and so on along the chain. A rank that only computes has written
+# nothing, or something whose launch has been made since: it is waited for. Each rank writes before
+# it reads, so the last one of a chain sees all of it, and nobody has to ask twice.
+
+PATIENCE_S: Final = 3.0
+
+_LOOKS_PER_PATIENCE: Final = 6
+_DIVERGENCE: Final = "divergence"
+
+
+@frozen
+class Purpose:
+    """What a collective is for, in words of whoever reads an error."""
+
+    what: str  # "gathering unit 'blocks.0'"
+    remedy: str = ""  # what to do where a rank does not come to it
+
+
+@define(eq=False)
+class Launch:
+    """One collective, launched by this rank."""
+
+    watch: Watch
+    operation: str
+    key: int  # its messages meet those of the same key,
+    number: int  # and in this order: the how-manieth of its key it is
+    tag: int | None
+    version: int | None
+
+    @property
+    def purpose(self) -> Purpose:
+        """What it is for."""
+        known = None if self.tag is None else self.watch.purposes.get(self.tag)
+        purpose = known or Purpose(self.operation)
+        if self.version is None:
+            return purpose
+        return Purpose(f"{purpose.what} (version {self.version})", purpose.remedy)
+
+
+@frozen
+class _Position:
+    """Where a rank waits: what it tells the others."""
+
+    doing: str
+    remedy: str
+    key: int
+    number: int
+    peer: int
+    launched: Mapping[str, int]  # by key; a string, for JSON
+
+    def lacks(self, peer: _Position) -> bool:
+        """Whether that peer has yet to launch what this rank waits for."""
+        return peer.launched.get(str(self.key), 0) < self.number
+
+
+@define(eq=False)
+class Watch:
+    """What one rank launched on one process group, and what it waits for now."""
+
+    name: str  # of its own in the store, the same on every rank
+    rank: int
+    interrupt: Callable[[Message], None]  # makes a wait for it, and all waits of peers, fail
+    patience_s: float = PATIENCE_S
+    purposes: dict[int, Purpose] = field(factory=dict, init=False)  # by tag
+    _launched: dict[int, int] = field(factory=dict, init=False)
+    _waiting: tuple[Message, float] | None = field(default=None, init=False)  # since when
+    _divergence: str = field(default="", init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+
+    def launch(
+        self, operation: str, key: int, *, tag: int | None = None, version: int | None = None
+    ) -> Launch:
+        """Count a collective that begins."""
+        number = self._launched[key] = self._launched.get(key, 0) + 1
+        return Launch(self, operation, key, number, tag, version)
+
+    def begin(self, message: Message) -> None:
+        """This thread blocks now until the message has come, or `end` is called."""
+        if self._thread is None:
+            args = (ref(self), self.patience_s / _LOOKS_PER_PATIENCE)
+            self._thread = threading.Thread(
+                target=_keep_watch, args=args, name="zero_comm watch", daemon=True
+            )
+            self._thread.start()
+        self._waiting = (message, time.monotonic())
+
+    def end(self) -> None:
+        """It blocks no more."""
+        self._waiting = None
+
+    def divergence(self) -> str:
+        """Why a message failed, if it is because ranks diverged: found here, or by a peer."""
+        with contextlib.suppress(RuntimeError, ValueError):  # a store that is gone
+            store, key = default_store(), self._key(_DIVERGENCE)
+            if not self._divergence and store.check([key]):
+                self._divergence = store.get(key).decode()
+        return self._divergence
+
+    def look(self, *, unless: Message | None) -> Message | None:
+        """See whether this rank waits for what cannot come; `unless` was looked at before.
+
+        Returns:
+            The message that was looked at.
+        """
+        waiting = self._waiting
+        if waiting is None or waiting[0] is unless:
+            return unless
+        message, since = waiting
+        if time.monotonic() - since < self.patience_s:
+            return unless
+        with contextlib.suppress(RuntimeError, ValueError):  # the job is ending
+            chain = self._tell_and_follow(message)
+            if chain and self._waiting is waiting:
+                text = _describe(chain)
+                default_store().set(self._key(_DIVERGENCE), text)
+                self._divergence = text
+                self.interrupt(message)
+        return message
+
+    def _tell_and_follow(self, message: Message) -> dict[int, _Position]:
+        """The ranks that wait for each other in a circle, this one among them; else nothing."""
+        mine = self._position(message)
+        store = default_store()
+        store.set(self._key(str(self.rank)), json.dumps(asdict(mine)))
+        chain, last = {self.rank: mine}, mine
+        while True:
+            peer = last.peer
+            theirs = chain.get(peer)
+            if theirs is None:
+                if not store.check([self._key(str(peer))]):
+                    return {}
+                theirs = _Position(**json.loads(store.get(self._key(str(peer)))))
+            if not last.lacks(theirs):
+                return {}
+            if peer in chain:
+                return chain if peer == self.rank else {}  # those in that circle notice it
+            chain[peer] = last = theirs
+
+    def _position(self, message: Message) -> _Position:
+        launch = message.launch
+        assert launch is not None, "only what was launched here is waited for under a watch"
+        launched = {str(key): number for key, number in dict(self._launched).items()}
+        purpose = launch.purpose
+        return _Position(
+            purpose.what, purpose.remedy, launch.key, launch.number, message.peer, launched
+        )
+
+    def _key(self, what: str) -> str:
+        return f"zero_comm/watch/{self.name}/{what}"
+
+
+def _keep_watch(of: ReferenceType[Watch], pause_s: float) -> None:
+    seen: Message | None = None
+    while True:
+        time.sleep(pause_s)
+        watch = of()
+        if watch is None:
+            return
+        seen = watch.look(unless=seen)
+        del watch
+
+
+def _describe(chain: Mapping[int, _Position]) -> str:
+    places = [
+        f"rank {rank} waits for rank {chain[rank].peer} in {chain[rank].doing}"
+        for rank in sorted(chain)
+    ]
+    remedies = dict.fromkeys(chain[rank].remedy for rank in sorted(chain))
+    return "; ".join((*places, *filter(None, remedies)))
