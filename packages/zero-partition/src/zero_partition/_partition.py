@@ -26,6 +26,7 @@ from ._hooks import find_sharded, install_module_hooks, install_optimizer_hooks
 from ._needs import CutChoice, choose_cuts
 from ._optimizer import check_optimizer, describe_optimizer, param_group_of, shard_optimizer
 from ._placement import STAGES, Placement, Placements, Stage
+from ._purposes import purposes_of
 from ._reducer import GradientReducer
 from ._schedule import Schedule
 from ._sharded_model import ShardedModel
@@ -127,6 +128,8 @@ def partition(
         exposure=exposure,
         gathers_state_dict=gathers_state_dict,
     )
+    tags = {"control_tag": sharded.reducer.control_tag, "access_tag": sharded.access_tag}
+    group.explain(purposes_of(runtime, **tags))
     release_modules(model)
     install_module_hooks(model, sharded)
     install_state_dict_hooks(sharded)
