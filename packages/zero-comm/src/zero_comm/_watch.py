@@ -82,7 +82,9 @@ class Watch:
 
     name: str  # of its own in the store, the same on every rank
     rank: int
-    interrupt: Callable[[Message], None]  # makes a wait for it, and all waits of peers, fail
+    interrupt: Callable[
+        [], None
+    ]  # makes all waits of this group, and its peers' for this rank, fail
     patience_s: float = PATIENCE_S
     purposes: dict[int, Purpose] = field(factory=dict, init=False)  # by tag
     _launched: dict[int, int] = field(factory=dict, init=False)
@@ -112,11 +114,12 @@ class Watch:
         self._waiting = None
 
     def divergence(self) -> str:
-        """Why a message failed, if it is because ranks diverged: found here, or by a peer."""
+        """Why messages fail, if it is because ranks diverged; those who wait for us are told."""
         with contextlib.suppress(RuntimeError, ValueError):  # a store that is gone
             store, key = default_store(), self._key(_DIVERGENCE)
             if not self._divergence and store.check([key]):
                 self._divergence = store.get(key).decode()
+                self.interrupt()
         return self._divergence
 
     def look(self, *, unless: Message | None) -> Message | None:
@@ -137,7 +140,7 @@ class Watch:
                 text = _describe(chain)
                 default_store().set(self._key(_DIVERGENCE), text)
                 self._divergence = text
-                self.interrupt(message)
+                self.interrupt()
         return message
 
     def _tell_and_follow(self, message: Message) -> dict[int, _Position]:

@@ -14,27 +14,30 @@ _SAME_UNITS: Final = (
     "where messages carry the values, every rank must use the same units in the same order: call "
     "set_leaf_modules() on the module that chooses among these, before shard()"
 )
-_SAME_STEPS: Final = (
-    "every rank must run as many backwards and steps: a rank that has no batch left calls "
-    "backward_without_batch(model) in place of forward and backward"
-)
+_SAME_STEPS: Final = "every rank must run as many backwards and steps: a rank without a batch "
+_WITHOUT_BATCH: Final = {
+    Placement.REPLICATED: "calls backward_without_batch(model) in place of forward and backward",
+    Placement.SHARDED: "runs any batch of others, with its loss times zero",
+}
 
 
 def purposes_of(units: Sequence[Unit], *, control_tag: int, access_tag: int) -> dict[int, Purpose]:
     """By tag, for the group on which these units are gathered and reduced."""
+    placement = units[0].placement if units else Placement.REPLICATED
+    same_steps = _SAME_STEPS + _WITHOUT_BATCH[placement]
     found = {
-        control_tag: Purpose("agreeing on gradients or their norm", _SAME_STEPS),
+        control_tag: Purpose("agreeing on gradients or their norm", same_steps),
         access_tag: Purpose(
             "access to whole parameters", "every rank must make the same calls for access"
         ),
     }
     for unit in units:
-        is_sharded = unit.placement is Placement.SHARDED
+        is_sharded = placement is Placement.SHARDED
         gather = Purpose(
             f"{'gathering' if is_sharded else 'publishing'} unit {unit.name!r}",
-            _SAME_UNITS if is_sharded else _SAME_STEPS,
+            _SAME_UNITS if is_sharded else same_steps,
         )
-        reduction = Purpose(f"reducing the gradients of unit {unit.name!r}", _SAME_STEPS)
+        reduction = Purpose(f"reducing the gradients of unit {unit.name!r}", same_steps)
         for buffer in unit.buffers:
             found |= {buffer.gather_tag: gather, buffer.reduce_tag: reduction}
     return found
