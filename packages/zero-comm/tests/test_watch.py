@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from transports import by_messages
 from zero_comm import (
     DivergenceError,
@@ -199,3 +203,35 @@ def _launch_in_another_order(_: Group) -> None:
     for handle in handles:
         handle.wait()
     assert {tag: out.tolist() for tag, out in outs.items()} == {1: [1, 2], 2: [2, 3]}
+
+
+def test_a_group_that_is_gone_leaves_no_thread_and_no_buffer(ranks) -> None:
+    """Jobs make many groups; what watched a long wait must not keep what travelled in it."""
+    ranks(2).run(_drop_the_group)
+
+
+def _drop_the_group(_: Group) -> None:
+    group = _watched()
+    if group.rank == 0:
+        time.sleep(2 * PATIENCE_S)
+    out = torch.zeros(2)
+    all_gather_flat(out, splits=[1, 1], group=group).wait()  # looked at on rank 1
+    buffer = weakref.ref(out)
+    watch = weakref.ref(group.watch)
+    process_group = group.process_group
+
+    del out, group
+    _until(lambda: buffer() is None)
+
+    dist.destroy_process_group(process_group)
+    del process_group
+    _until(lambda: watch() is None)
+    _until(lambda: "zero_comm watch" not in [each.name for each in threading.enumerate()])
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not holds():
+        assert time.monotonic() < deadline
+        gc.collect()
+        time.sleep(0.02)

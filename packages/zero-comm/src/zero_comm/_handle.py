@@ -62,14 +62,13 @@ def failure(what: str, error: RuntimeError, launch: Launch | None) -> CommError:
     """What to raise where torch raised `error`."""
     if launch is None:
         return CommError(f"{what}: {error}. {_CAUSES}")
-    watch, purpose = launch.watch, launch.purpose
-    divergence = watch.divergence()
+    divergence = launch.watch.divergence()
     if divergence:
         return DivergenceError(
-            f"ranks wait for each other in different collectives, and none would ever end: "
-            f"{divergence} (seen on rank {watch.rank}; this group can be used no more)"
+            "ranks wait for each other in different collectives, and none would ever end: "
+            f"{divergence} (seen on rank {launch.watch.rank}; this group can be used no more)"
         )
-    return CommError(f"{purpose.what}: {what}: {error}. {_CAUSES}")
+    return CommError(f"{launch.operation}: {what}: {error}. {_CAUSES}")
 
 
 @define(eq=False)

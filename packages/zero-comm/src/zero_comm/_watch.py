@@ -82,9 +82,7 @@ class Watch:
 
     name: str  # of its own in the store, the same on every rank
     rank: int
-    interrupt: Callable[
-        [], None
-    ]  # makes all waits of this group, and its peers' for this rank, fail
+    interrupt: Callable[[], None]  # ends all waits of this rank, and its peers' for it
     patience_s: float = PATIENCE_S
     purposes: dict[int, Purpose] = field(factory=dict, init=False)  # by tag
     _launched: dict[int, int] = field(factory=dict, init=False)
@@ -102,9 +100,8 @@ class Watch:
     def begin(self, message: Message) -> None:
         """This thread blocks now until the message has come, or `end` is called."""
         if self._thread is None:
-            args = (ref(self), self.patience_s / _LOOKS_PER_PATIENCE)
             self._thread = threading.Thread(
-                target=_keep_watch, args=args, name="zero_comm watch", daemon=True
+                target=_keep_watch, args=(ref(self),), name="zero_comm watch", daemon=True
             )
             self._thread.start()
         self._waiting = (message, time.monotonic())
@@ -122,18 +119,21 @@ class Watch:
                 self.interrupt()
         return self._divergence
 
-    def look(self, *, unless: Message | None) -> Message | None:
-        """See whether this rank waits for what cannot come; `unless` was looked at before.
+    def look(self, *, seen: float) -> float:
+        """See whether this rank waits for what cannot come.
+
+        Args:
+            seen: What the last look returned; 0 for the first.
 
         Returns:
-            The message that was looked at.
+            When the wait began that was looked at last: each is looked at once.
         """
         waiting = self._waiting
-        if waiting is None or waiting[0] is unless:
-            return unless
+        if waiting is None:
+            return seen
         message, since = waiting
-        if time.monotonic() - since < self.patience_s:
-            return unless
+        if since == seen or time.monotonic() - since < self.patience_s:
+            return seen
         with contextlib.suppress(RuntimeError, ValueError):  # the job is ending
             chain = self._tell_and_follow(message)
             if chain and self._waiting is waiting:
@@ -141,7 +141,7 @@ class Watch:
                 default_store().set(self._key(_DIVERGENCE), text)
                 self._divergence = text
                 self.interrupt()
-        return message
+        return since
 
     def _tell_and_follow(self, message: Message) -> dict[int, _Position]:
         """The ranks that wait for each other in a circle, this one among them; else nothing."""
@@ -175,15 +175,13 @@ class Watch:
         return f"zero_comm/watch/{self.name}/{what}"
 
 
-def _keep_watch(of: ReferenceType[Watch], pause_s: float) -> None:
-    seen: Message | None = None
-    while True:
+def _keep_watch(of: ReferenceType[Watch]) -> None:
+    seen = 0.0
+    while (watch := of()) is not None:
+        seen = watch.look(seen=seen)
+        pause_s = watch.patience_s / _LOOKS_PER_PATIENCE
+        del watch  # its group may go meanwhile
         time.sleep(pause_s)
-        watch = of()
-        if watch is None:
-            return
-        seen = watch.look(unless=seen)
-        del watch
 
 
 def _describe(chain: Mapping[int, _Position]) -> str:
