@@ -15,16 +15,15 @@ _SAME_UNITS: Final = (
     "set_leaf_modules() on the module that chooses among these, before shard()"
 )
 _SAME_STEPS: Final = "every rank must run as many backwards and steps: a rank without a batch "
-_WITHOUT_BATCH: Final = {
-    Placement.REPLICATED: "calls backward_without_batch(model) in place of forward and backward",
-    Placement.SHARDED: "runs any batch of others, with its loss times zero",
-}
+_CALL: Final = "calls backward_without_batch(model) in place of forward and backward"
+_RUN: Final = "runs one of any kind with its loss times zero, because gathers need it"
 
 
 def purposes_of(units: Sequence[Unit], *, control_tag: int, access_tag: int) -> dict[int, Purpose]:
     """By tag, for the group on which these units are gathered and reduced."""
-    placement = units[0].placement if units else Placement.REPLICATED
-    same_steps = _SAME_STEPS + _WITHOUT_BATCH[placement]
+    is_sharded = any(unit.placement is Placement.SHARDED for unit in units)
+    gathers_together = is_sharded and all(unit.exposure is None for unit in units)
+    same_steps = _SAME_STEPS + (_RUN if gathers_together else _CALL)
     found = {
         control_tag: Purpose("agreeing on gradients or their norm", same_steps),
         access_tag: Purpose(
@@ -32,7 +31,6 @@ def purposes_of(units: Sequence[Unit], *, control_tag: int, access_tag: int) -> 
         ),
     }
     for unit in units:
-        is_sharded = placement is Placement.SHARDED
         gather = Purpose(
             f"{'gathering' if is_sharded else 'publishing'} unit {unit.name!r}",
             _SAME_UNITS if is_sharded else same_steps,
