@@ -52,65 +52,65 @@ def _loss(model: nn.Module, step: int, rank: int, *, chosen: int) -> Tensor:
     return model(torch.randn(2, WIDTH, generator=generator), chosen)
 
 
-def _build(stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    return parity.build_sharded(_by_messages(), ZeroConfig(stage), make=Experts)
+def _build(group: Group, stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return parity.build_sharded(group, ZeroConfig(stage), make=Experts)
 
 
 # ---- Ways that part ----
 
 
-def _other_experts(rank: int) -> None:
-    model, _ = _build(3)
-    _loss(model, 0, rank, chosen=rank).backward()
+def _other_experts(group: Group) -> None:
+    model, _ = _build(group, 3)
+    _loss(model, 0, group.rank, chosen=group.rank).backward()
 
 
-def _other_experts_later(rank: int) -> None:
-    model, optimizer = _build(3)
+def _other_experts_later(group: Group) -> None:
+    model, optimizer = _build(group, 3)
     for step in range(STEPS):
-        _loss(model, step, rank, chosen=rank if step == STEPS - 1 else 0).backward()
+        _loss(model, step, group.rank, chosen=group.rank if step == STEPS - 1 else 0).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def _a_batch_less(rank: int) -> None:
-    model, optimizer = _build(2)
-    for micro in range(2 - rank):
-        _loss(model, micro, rank, chosen=0).backward()
+def _a_batch_less(group: Group) -> None:
+    model, optimizer = _build(group, 2)
+    for micro in range(2 - group.rank):
+        _loss(model, micro, group.rank, chosen=0).backward()
     optimizer.step()
-    _loss(model, 2, rank, chosen=0).backward()
+    _loss(model, 2, group.rank, chosen=0).backward()
     optimizer.step()
 
 
-def _a_micro_batch_less(rank: int) -> None:
-    model, optimizer = _build(3)
-    for micro in range(3 - rank):
-        _loss(model, micro, rank, chosen=0).backward()
+def _a_micro_batch_less(group: Group) -> None:
+    model, optimizer = _build(group, 3)
+    for micro in range(3 - group.rank):
+        _loss(model, micro, group.rank, chosen=0).backward()
     optimizer.step()
     optimizer.zero_grad()
-    _loss(model, 3, rank, chosen=0).backward()
+    _loss(model, 3, group.rank, chosen=0).backward()
 
 
-def _no_backward(rank: int) -> None:
-    model, optimizer = _build(3)
-    loss = _loss(model, 0, rank, chosen=0)
-    if rank == 0:
+def _no_backward(group: Group) -> None:
+    model, optimizer = _build(group, 3)
+    loss = _loss(model, 0, group.rank, chosen=0)
+    if group.rank == 0:
         loss.backward()
     optimizer.step()
-    _loss(model, 1, rank, chosen=0)
+    _loss(model, 1, group.rank, chosen=0)
 
 
-def _clips_alone(rank: int) -> None:
-    model, optimizer = _build(1)
-    _loss(model, 0, rank, chosen=0).backward()
-    if rank == 0:
+def _clips_alone(group: Group) -> None:
+    model, optimizer = _build(group, 1)
+    _loss(model, 0, group.rank, chosen=0).backward()
+    if group.rank == 0:
         zero_engine.clip_grad_norm_(model, 1.0)
     optimizer.step()
 
 
-def _no_batch(rank: int) -> None:
-    model, _ = _build(3)
-    if rank == 0:
-        _loss(model, 0, rank, chosen=0).backward()
+def _no_batch(group: Group) -> None:
+    model, _ = _build(group, 3)
+    if group.rank == 0:
+        _loss(model, 0, group.rank, chosen=0).backward()
     else:
         zero_engine.backward_without_batch(model)
 
@@ -121,7 +121,7 @@ EXPERTS = (
 )
 GATHER = r"waits for rank \d in gathering unit '.*' \(version \d\)"
 REDUCE = r"waits for rank \d in reducing the gradients of unit '.*'"
-PARTINGS: dict[Callable[[int], None], str] = {
+PARTINGS: dict[Callable[[Group], None], str] = {
     _other_experts: EXPERTS,
     _other_experts_later: rf"rank 0 {REDUCE}; rank 1 .*'mixture\.experts\.1' .*set_leaf_modules",
     _a_batch_less: rf"rank 0 {REDUCE}.*rank 1 .* in publishing unit .*backward_without_batch",
@@ -133,16 +133,37 @@ PARTINGS: dict[Callable[[int], None], str] = {
 
 
 @pytest.mark.parametrize("way", PARTINGS, ids=lambda way: way.__name__.strip("_"))
-def test_each_rank_is_told_where_all_are_and_what_to_do(ranks, way: Callable[[int], None]) -> None:
+def test_each_rank_is_told_where_all_are_and_what_to_do(
+    ranks, way: Callable[[Group], None]
+) -> None:
     """It is the most frequent complaint about stage 3: a hang, and half an hour later a timeout."""
-    ranks(2).run(_part, way=way.__name__)
+    ranks(2).run(_part, way=way.__name__, message=PARTINGS[way], reads=False)
 
 
-def _part(group: Group, way: str) -> None:
+UNEVEN: dict[Callable[[Group], None], str] = {
+    _a_batch_less: rf"rank 0 {REDUCE}.*rank 1 .* in publishing unit .*backward_without_batch",
+    _a_micro_batch_less: rf"rank 0 {REDUCE}; rank 1 .* in waiting to write to the weights",
+    _no_backward: rf"rank 0 {REDUCE}; rank 1 .*as many backwards and steps",
+    _clips_alone: r"rank 0 waits for rank 1 in agreeing on .* norm; rank 1 .* publishing unit",
+}
+
+
+@pytest.mark.parametrize("way", UNEVEN, ids=lambda way: way.__name__.strip("_"))
+def test_so_it_is_where_ranks_read_each_others_memory(ranks, way: Callable[[Group], None]) -> None:
+    """Gathers need nobody there, but reductions and steps do."""
+    ranks(2).run(_part, way=way.__name__, message=UNEVEN[way], reads=True)
+
+
+def _part(group: Group, way: str, message: str, reads: bool) -> None:
+    if reads:
+        assert group.peers is not None
+        group = Group.from_process_group(group.process_group, patience_s=PATIENCE_S)
+    else:
+        group = _by_messages()
     began = time.monotonic()
 
-    with pytest.raises(DivergenceError, match=rf"{PARTINGS[globals()[way]]}.*rank {group.rank};"):
-        globals()[way](group.rank)
+    with pytest.raises(DivergenceError, match=rf"{message}.*seen on rank {group.rank};"):
+        globals()[way](group)
 
     assert time.monotonic() - began < SOON_S
 
@@ -188,7 +209,7 @@ def test_a_rank_that_computes_for_long_is_waited_for(ranks) -> None:
 
 
 def _be_slow(group: Group) -> None:
-    alone, slow = (_build(3) for _ in range(2))
+    alone, slow = (_build(_by_messages(), 3) for _ in range(2))
     losses: list[list[Tensor]] = [[], []]
     for kept, (model, optimizer), pause_s in zip(
         losses, (alone, slow), (0.0, 3 * PATIENCE_S), strict=True

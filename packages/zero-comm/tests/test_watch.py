@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from transports import by_messages
+from transports import MESSAGES, over, transports, worlds
 from zero_comm import (
     DivergenceError,
     Group,
@@ -29,8 +29,9 @@ SOON_S = 15.0  # the machine may be busy; the group's own timeout is longer by f
 UNTOUCHED = -1.0
 
 
-def _watched() -> Group:
-    group = by_messages(patience_s=PATIENCE_S)
+def _watched(group: Group, transport: str = MESSAGES) -> Group:
+    process_group = over(group, transport).process_group
+    group = Group.from_process_group(process_group, patience_s=PATIENCE_S)
     group.explain({1: Purpose("fetching apples", "fetch them alike"), 2: Purpose("fetching pears")})
     return group
 
@@ -104,19 +105,19 @@ DIVERGENCES: dict[Callable[[Group], None], tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("how", DIVERGENCES, ids=lambda how: how.__name__.strip("_"))
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("world_size", "transport"), worlds(2, 4))
 def test_every_rank_hears_what_each_waits_for(
-    ranks, world_size: int, how: Callable[[Group], None]
+    ranks, world_size: int, transport: str, how: Callable[[Group], None]
 ) -> None:
     """A job that hangs for half an hour and then says "timeout" is a day of a user's life.
 
     The gathers are of equal size, and none takes another's values.
     """
-    ranks(world_size).run(_diverge, how=how.__name__)
+    ranks(world_size).run(_diverge, how=how.__name__, transport=transport)
 
 
-def _diverge(_: Group, how: str) -> None:
-    group = _watched()
+def _diverge(group: Group, how: str, transport: str) -> None:
+    group = _watched(group, transport)
     began = time.monotonic()
 
     with pytest.raises(DivergenceError, match=rf"seen on rank {group.rank};") as caught:
@@ -136,8 +137,8 @@ def test_a_circle_of_three_is_noticed(ranks) -> None:
     assert all("rank 2 waits for rank 1" in message for message in messages), messages
 
 
-def _go_round(_: Group) -> str:
-    group = _watched()
+def _go_round(group: Group) -> str:
+    group = _watched(group)
     with pytest.raises(DivergenceError) as caught:
         _gather(group, tag=1 + group.rank)  # the message of the rank before is the first awaited
     return str(caught.value)
@@ -148,8 +149,8 @@ def test_the_remedy_is_told_and_the_group_is_over(ranks) -> None:
     ranks(2).run(_go_on_after_it)
 
 
-def _go_on_after_it(_: Group) -> None:
-    group = _watched()
+def _go_on_after_it(group: Group) -> None:
+    group = _watched(group)
     with pytest.raises(DivergenceError, match=r"fetch them alike .*this group can be used no more"):
         _other_gathers(group)
 
@@ -160,13 +161,14 @@ def _go_on_after_it(_: Group) -> None:
 # ---- Ranks that do not ----
 
 
-def test_a_slow_rank_is_waited_for(ranks) -> None:
+@pytest.mark.parametrize("transport", transports(3))
+def test_a_slow_rank_is_waited_for(ranks, transport: str) -> None:
     """It loads data, saves a checkpoint, or has the longer batch: no reason to end a job."""
-    ranks(3).run(_be_slow)
+    ranks(3).run(_be_slow, transport=transport)
 
 
-def _be_slow(_: Group) -> None:
-    group = _watched()
+def _be_slow(group: Group, transport: str) -> None:
+    group = _watched(group, transport)
     for slow in range(3):
         if group.rank == slow:
             time.sleep(3 * PATIENCE_S)
@@ -175,13 +177,14 @@ def _be_slow(_: Group) -> None:
             _gather(group, tag)
 
 
-def test_what_a_rank_said_long_ago_accuses_nobody(ranks) -> None:
+@pytest.mark.parametrize("transport", transports(3))
+def test_what_a_rank_said_long_ago_accuses_nobody(ranks, transport: str) -> None:
     """Each waits long for the other, one after the other: their words make a circle on paper."""
-    ranks(2).run(_wait_in_turns)
+    ranks(2).run(_wait_in_turns, transport=transport)
 
 
-def _wait_in_turns(_: Group) -> None:
-    group = _watched()
+def _wait_in_turns(group: Group, transport: str) -> None:
+    group = _watched(group, transport)
     for turn in range(4):
         if group.rank == turn % 2:
             time.sleep(2.5 * PATIENCE_S)
@@ -193,8 +196,8 @@ def test_ranks_may_launch_in_another_order(ranks) -> None:
     ranks(2).run(_launch_in_another_order)
 
 
-def _launch_in_another_order(_: Group) -> None:
-    group = _watched()
+def _launch_in_another_order(group: Group) -> None:
+    group = _watched(group)
     order = (1, 2) if group.rank == 0 else (2, 1)
     outs = {tag: torch.full((2,), float(tag + group.rank)) for tag in order}
     handles = [all_gather_flat(outs[tag], splits=[1, 1], group=group, tag=tag) for tag in order]
@@ -210,8 +213,8 @@ def test_a_group_that_is_gone_leaves_no_thread_and_no_buffer(ranks) -> None:
     ranks(2).run(_drop_the_group)
 
 
-def _drop_the_group(_: Group) -> None:
-    group = _watched()
+def _drop_the_group(group: Group) -> None:
+    group = _watched(group)
     if group.rank == 0:
         time.sleep(2 * PATIENCE_S)
     out = torch.zeros(2)

@@ -43,7 +43,7 @@ def over(group: Group, transport: str) -> Group:
     return group
 
 
-def by_messages(*, patience_s: float | None = None) -> Group:
+def by_messages() -> Group:
     """A new group of all ranks of the run, made with the switch off. Collective."""
     with mock.patch.dict(os.environ, {SWITCH: "0"}):
-        return Group.from_process_group(dist.new_group(), patience_s=patience_s)
+        return Group.from_process_group(dist.new_group())

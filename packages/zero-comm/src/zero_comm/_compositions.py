@@ -234,13 +234,13 @@ def _reduce_scatter(
             out.copy_(own)
         return Handle(lambda _: out)
     if group.backend.composes_from_peers:
-        chunks, key, peers = _chunks(buffer, splits), _key(tag), group.peers
-        if peers is not None:
-            return reduce_scatter_by_reading(buffer, chunks, peers=peers, op=op, out=out, tag=key)
-        launch = _watch(group).launch("reduce_scatter", key, tag=tag)
-        return reduce_scatter_by_messages(
-            buffer, chunks, group=group, op=op, out=out, launch=launch
-        )
+        chunks, peers = _chunks(buffer, splits), group.peers
+        launch = _watch(group).launch("reduce_scatter", _key(tag), tag=tag)
+        if peers is None:
+            return reduce_scatter_by_messages(
+                buffer, chunks, group=group, op=op, out=out, launch=launch
+            )
+        return reduce_scatter_by_reading(buffer, chunks, peers=peers, op=op, out=out, launch=launch)
     if len(set(splits)) == 1:
         work = reduce_scatter_single(
             out, buffer, _torch_op(group, op), group=group.process_group, async_op=True
@@ -268,10 +268,10 @@ def _gather(
     is_late: bool = False,
 ) -> Handle[Tensor]:
     chunks, key = _chunks(buffer, splits), _key(tag, version=version, is_late=is_late)
-    if peers is not None:
-        return gather_by_reading(buffer, chunks, peers=peers, tag=key, what=name)
     launch = _watch(group).launch(name, key, tag=tag, version=version)
-    return gather_by_messages(buffer, chunks, group=group, launch=launch)
+    if peers is None:
+        return gather_by_messages(buffer, chunks, group=group, launch=launch)
+    return gather_by_reading(buffer, chunks, peers=peers, launch=launch)
 
 
 def _watch(group: Group) -> Watch:

@@ -11,8 +11,8 @@ from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from attrs import define, field
 
-from ._errors import CommError, DivergenceError
-from ._watch import Launch
+from ._errors import CommError
+from ._watch import Launch, Wait
 
 # NOTE(dropped): when a message arrives for a receive whose Work is gone, gloo stops reading from
 # that peer for good, and every later collective of the group hangs. A handle that nobody waits on,
@@ -41,7 +41,7 @@ class Message:
         if self.launch is None:
             self._wait(timeout_s)
             return
-        self.launch.watch.begin(self)
+        self.launch.watch.begin(Wait(self.launch, self.peer))
         try:
             self._wait(timeout_s)
         finally:
@@ -62,13 +62,7 @@ def failure(what: str, error: RuntimeError, launch: Launch | None) -> CommError:
     """What to raise where torch raised `error`."""
     if launch is None:
         return CommError(f"{what}: {error}. {_CAUSES}")
-    divergence = launch.watch.divergence()
-    if divergence:
-        return DivergenceError(
-            "ranks wait for each other in different collectives, and none would ever end: "
-            f"{divergence} (seen on rank {launch.watch.rank}; this group can be used no more)"
-        )
-    return CommError(f"{launch.operation}: {what}: {error}. {_CAUSES}")
+    return launch.watch.error() or CommError(f"{launch.operation}: {what}: {error}. {_CAUSES}")
 
 
 @define(eq=False)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ._errors import CommError, GroupMismatchError
 from ._process_memory import read, read_into
+from ._watch import Launch, Wait, Watch
 
 _OFFER, _DONE = 1, 2
 
@@ -76,6 +77,36 @@ class Transfer:
     is_carried_out: bool = False
     done_by: set[int] = field(factory=set)  # peers
     error: Exception | None = None
+    launch: Launch | None = None  # where the group's watch counts it
+
+
+@define(eq=False)
+class _Watched:
+    """A wait that looks by itself, seen by the group's watch once it takes long."""
+
+    watch: Watch | None
+    lacks: Callable[[], Wait | None]
+    told: Wait | None = None
+
+    def go_on(self, waited_s: float) -> None:
+        """Say what is lacking now; raise DivergenceError if it cannot come."""
+        if self.watch is None or waited_s < _SHORT_FOR_S:
+            return
+        now = self.lacks()
+        if now is None or self.told is None or now.peer != self.told.peer:
+            self.end()
+            if now is not None:
+                self.watch.begin(now)
+            self.told = now
+        if self.watch.has_diverged:
+            error = self.watch.error()
+            assert error is not None, "it says why"
+            raise error
+
+    def end(self) -> None:
+        """It is over."""
+        if self.watch is not None and self.told is not None:
+            self.watch.end()
 
 
 @define(eq=False)
@@ -85,6 +116,7 @@ class PeerMemory:
     rank: int
     world_size: int
     timeout_s: float
+    watch: Watch | None = field(default=None, kw_only=True)
     token: int = field(factory=lambda: int.from_bytes(os.urandom(7), "little"))
     _peers: dict[int, Whereabouts] = field(factory=dict, init=False)
     _gone: set[int] = field(factory=set, init=False)  # their processes have ended
@@ -128,10 +160,15 @@ class PeerMemory:
             self._peers[rank], self._seen[rank] = where, 0
 
     def launch(
-        self, tag: int, buffer: Tensor, carry_out: Callable[[dict[int, RemoteBuffer]], None]
+        self,
+        tag: int,
+        buffer: Tensor,
+        carry_out: Callable[[dict[int, RemoteBuffer]], None],
+        *,
+        launch: Launch | None = None,
     ) -> Transfer:
         """Offer `buffer` to the peers; `carry_out` is called once, when all have offered theirs."""
-        transfer = Transfer(tag, buffer, carry_out)
+        transfer = Transfer(tag, buffer, carry_out, launch=launch)
         with self._lock:
             self._check_whole()
             self._waiting.setdefault(tag, deque()).append(transfer)
@@ -145,6 +182,7 @@ class PeerMemory:
         Raises:
             GroupMismatchError: A peer offered a buffer of another size.
             CommError: A peer ended, or did not take part in time.
+            DivergenceError: A peer cannot take part: it waits for this rank elsewhere.
         """
         missing: list[int] = []
 
@@ -156,12 +194,41 @@ class PeerMemory:
                 raise self._failure(transfer, what, "and cannot", missing)
             return not missing
 
-        if not self.look_until(is_over, timeout_s=timeout_s):
+        def lacks() -> Wait | None:
+            if transfer.launch is None or transfer.is_carried_out or not missing:
+                return None  # at most it is read by peers, who need not launch anything for it
+            return Wait(transfer.launch, missing[0])
+
+        if not self.look_until(is_over, lacks, timeout_s=timeout_s):
             limit_s = self.timeout_s if timeout_s is None else timeout_s
             raise self._failure(transfer, what, f"within {limit_s:g} s", missing)
 
-    def look_until(self, is_over: Callable[[], bool], *, timeout_s: float | None = None) -> bool:
-        """Carry out what becomes possible until `is_over()`; False if that takes too long."""
+    def look_until(
+        self,
+        is_over: Callable[[], bool],
+        lacks: Callable[[], Wait | None],
+        *,
+        timeout_s: float | None = None,
+    ) -> bool:
+        """Carry out what becomes possible until `is_over()`; False if that takes too long.
+
+        Args:
+            is_over: Asked again and again.
+            lacks: Which launch of which peer it takes, if it takes one; asked when it takes long.
+            timeout_s: The longest wait, in seconds; the group's own when None.
+
+        Raises:
+            DivergenceError: That peer waits for this rank elsewhere.
+        """
+        watched = _Watched(self.watch, lacks)
+        try:
+            return self._look_until(is_over, watched, timeout_s)
+        finally:
+            watched.end()
+
+    def _look_until(
+        self, is_over: Callable[[], bool], watched: _Watched, timeout_s: float | None
+    ) -> bool:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         start, looks = time.monotonic(), 0
         while True:
@@ -177,6 +244,7 @@ class PeerMemory:
                 return False
             looks += 1
             if looks > _EAGER_LOOKS:
+                watched.go_on(waited)
                 time.sleep(_SHORT_SLEEP_S if waited < _SHORT_FOR_S else _LONG_SLEEP_S)
             else:
                 os.sched_yield()

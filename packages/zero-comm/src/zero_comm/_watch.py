@@ -7,17 +7,15 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from weakref import ReferenceType, ref
 
 from attrs import asdict, define, field, frozen
 
+from ._errors import DivergenceError
 from ._torch_compat import default_store
 
-if TYPE_CHECKING:
-    from ._handle import Message
-
-# NOTE(proof): a rank that has waited long for one message writes down which launch of which peer it
+# NOTE(proof): a rank that has waited long writes down which launch of which peer it
 # lacks, and how often it has itself launched what; then it follows what others wrote, from the peer
 # that it lacks to the peer which that one lacks. Where the chain comes back to itself, nobody on it
 # can ever go on: the next rank on the chain waits for a launch that we, who wait, have not made, so
@@ -60,6 +58,14 @@ class Launch:
         return Purpose(f"{purpose.what} (version {self.version})", purpose.remedy)
 
 
+@frozen(eq=False)
+class Wait:
+    """What a rank blocks on: that `peer` launches the same."""
+
+    launch: Launch
+    peer: int
+
+
 @frozen
 class _Position:
     """Where a rank waits: what it tells the others."""
@@ -86,7 +92,8 @@ class Watch:
     patience_s: float = PATIENCE_S
     purposes: dict[int, Purpose] = field(factory=dict, init=False)  # by tag
     _launched: dict[int, int] = field(factory=dict, init=False)
-    _waiting: tuple[Message, float] | None = field(default=None, init=False)  # since when
+    has_diverged: bool = field(default=False, init=False)  # found here, or heard of
+    _waiting: tuple[Wait, float] | None = field(default=None, init=False)  # since when
     _divergence: str = field(default="", init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
 
@@ -97,27 +104,31 @@ class Watch:
         number = self._launched[key] = self._launched.get(key, 0) + 1
         return Launch(self, operation, key, number, tag, version)
 
-    def begin(self, message: Message) -> None:
-        """This thread blocks now until the message has come, or `end` is called."""
+    def begin(self, wait: Wait) -> None:
+        """This thread blocks now, until `end` is called."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_keep_watch, args=(ref(self),), name="zero_comm watch", daemon=True
             )
             self._thread.start()
-        self._waiting = (message, time.monotonic())
+        self._waiting = (wait, time.monotonic())
 
     def end(self) -> None:
         """It blocks no more."""
         self._waiting = None
 
-    def divergence(self) -> str:
-        """Why messages fail, if it is because ranks diverged; those who wait for us are told."""
+    def error(self) -> DivergenceError | None:
+        """Why waits fail, if it is because ranks diverged; those who wait for us are told."""
         with contextlib.suppress(RuntimeError, ValueError):  # a store that is gone
             store, key = default_store(), self._key(_DIVERGENCE)
-            if not self._divergence and store.check([key]):
-                self._divergence = store.get(key).decode()
-                self.interrupt()
-        return self._divergence
+            if not self.has_diverged and store.check([key]):
+                self._diverge(store.get(key).decode())
+        if not self.has_diverged:
+            return None
+        return DivergenceError(
+            "ranks wait for each other in different collectives, and none would ever end: "
+            f"{self._divergence} (seen on rank {self.rank}; this group can be used no more)"
+        )
 
     def look(self, *, seen: float) -> float:
         """See whether this rank waits for what cannot come.
@@ -131,21 +142,27 @@ class Watch:
         waiting = self._waiting
         if waiting is None:
             return seen
-        message, since = waiting
-        if since == seen or time.monotonic() - since < self.patience_s:
+        wait, since = waiting
+        if since == seen:
+            self.error()  # a peer may have found it; who looks into memory has no connection to it
+            return seen
+        if time.monotonic() - since < self.patience_s:
             return seen
         with contextlib.suppress(RuntimeError, ValueError):  # the job is ending
-            chain = self._tell_and_follow(message)
+            chain = self._tell_and_follow(wait)
             if chain and self._waiting is waiting:
                 text = _describe(chain)
                 default_store().set(self._key(_DIVERGENCE), text)
-                self._divergence = text
-                self.interrupt()
+                self._diverge(text)
         return since
 
-    def _tell_and_follow(self, message: Message) -> dict[int, _Position]:
+    def _diverge(self, text: str) -> None:
+        self._divergence, self.has_diverged = text, True
+        self.interrupt()
+
+    def _tell_and_follow(self, wait: Wait) -> dict[int, _Position]:
         """The ranks that wait for each other in a circle, this one among them; else nothing."""
-        mine = self._position(message)
+        mine = self._position(wait)
         store = default_store()
         store.set(self._key(str(self.rank)), json.dumps(asdict(mine)))
         chain, last = {self.rank: mine}, mine
@@ -162,13 +179,11 @@ class Watch:
                 return chain if peer == self.rank else {}  # those in that circle notice it
             chain[peer] = last = theirs
 
-    def _position(self, message: Message) -> _Position:
-        launch = message.launch
-        assert launch is not None, "only what was launched here is waited for under a watch"
+    def _position(self, wait: Wait) -> _Position:
+        launch, purpose = wait.launch, wait.launch.purpose
         launched = {str(key): number for key, number in dict(self._launched).items()}
-        purpose = launch.purpose
         return _Position(
-            purpose.what, purpose.remedy, launch.key, launch.number, message.peer, launched
+            purpose.what, purpose.remedy, launch.key, launch.number, wait.peer, launched
         )
 
     def _key(self, what: str) -> str:
