@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import re
 import threading
 import time
@@ -175,6 +176,28 @@ def _be_slow(group: Group, transport: str) -> None:
         # Rank 1 is one collective ahead of rank 0, which waits for the slow one.
         for tag in (1, 2):
             _gather(group, tag)
+
+
+def test_a_wait_of_many_patiences_is_told_once(ranks) -> None:
+    """The peer may be in a barrier that nobody can see: who reads the log should know whose."""
+    told, nothing = ranks(2).run(_be_very_slow)
+
+    assert len(told) == 1
+    assert "rank 0 has waited 1 s for rank 1 in fetching apples;" in told[0]
+    assert not nothing
+
+
+def _be_very_slow(group: Group) -> list[str]:
+    group = Group.from_process_group(_watched(group).process_group, patience_s=0.1)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_comm").addHandler(handler)
+    if group.rank == 1:
+        time.sleep(1.4)
+    _gather(group, tag=1)
+    logging.getLogger("zero_comm").removeHandler(handler)
+    return told
 
 
 @pytest.mark.parametrize("transport", transports(3))

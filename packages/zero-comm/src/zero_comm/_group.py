@@ -61,10 +61,10 @@ class Group:
             process_group: From `torch.distributed.new_group` and friends.
             device: Where its tensors live; the current CUDA device for nccl, else the CPU.
             timeout_s: Longest wait for the other ranks the first time; the group's own when None.
-            patience_s: How long a rank waits for one message before it finds out whether its peer
-                can still send it, in seconds; as it is (3 at first) when None. Peers that are slow
-                are waited for; those that wait for this rank in another collective end with it in a
-                DivergenceError. Only where values travel as messages between gloo ranks.
+            patience_s: How long a gloo rank waits for a peer before it finds out whether that one
+                can still come, in seconds; as it is (3 at first) when None. Peers that are slow are
+                waited for; one that waits for this rank in another collective ends with it in a
+                DivergenceError.
 
         Raises:
             CommError: torch.distributed is not initialised, this rank is not a member, the backend

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ._errors import CommError, GroupMismatchError
 from ._process_memory import read, read_into
-from ._watch import Launch, Wait, Watch
+from ._watch import Launch, SeenWait, Wait, Watch
 
 _OFFER, _DONE = 1, 2
 
@@ -78,35 +78,6 @@ class Transfer:
     done_by: set[int] = field(factory=set)  # peers
     error: Exception | None = None
     launch: Launch | None = None  # where the group's watch counts it
-
-
-@define(eq=False)
-class _Watched:
-    """A wait that looks by itself, seen by the group's watch once it takes long."""
-
-    watch: Watch | None
-    lacks: Callable[[], Wait | None]
-    told: Wait | None = None
-
-    def go_on(self, waited_s: float) -> None:
-        """Say what is lacking now; raise DivergenceError if it cannot come."""
-        if self.watch is None or waited_s < _SHORT_FOR_S:
-            return
-        now = self.lacks()
-        if now is None or self.told is None or now.peer != self.told.peer:
-            self.end()
-            if now is not None:
-                self.watch.begin(now)
-            self.told = now
-        if self.watch.has_diverged:
-            error = self.watch.error()
-            assert error is not None, "it says why"
-            raise error
-
-    def end(self) -> None:
-        """It is over."""
-        if self.watch is not None and self.told is not None:
-            self.watch.end()
 
 
 @define(eq=False)
@@ -220,14 +191,14 @@ class PeerMemory:
         Raises:
             DivergenceError: That peer waits for this rank elsewhere.
         """
-        watched = _Watched(self.watch, lacks)
+        seen_wait = SeenWait(self.watch, lacks)
         try:
-            return self._look_until(is_over, watched, timeout_s)
+            return self._look_until(is_over, seen_wait, timeout_s)
         finally:
-            watched.end()
+            seen_wait.end()
 
     def _look_until(
-        self, is_over: Callable[[], bool], watched: _Watched, timeout_s: float | None
+        self, is_over: Callable[[], bool], seen_wait: SeenWait, timeout_s: float | None
     ) -> bool:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         start, looks = time.monotonic(), 0
@@ -243,8 +214,9 @@ class PeerMemory:
             if waited > timeout_s:
                 return False
             looks += 1
+            if waited > _SHORT_FOR_S:
+                seen_wait.go_on()
             if looks > _EAGER_LOOKS:
-                watched.go_on(waited)
                 time.sleep(_SHORT_SLEEP_S if waited < _SHORT_FOR_S else _LONG_SLEEP_S)
             else:
                 os.sched_yield()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +27,9 @@ from ._torch_compat import default_store
 PATIENCE_S: Final = 3.0
 
 _LOOKS_PER_PATIENCE: Final = 6
+_PATIENCES_OF_USER: Final = 10
 _DIVERGENCE: Final = "divergence"
+_LOG: Final = logging.getLogger("zero_comm")
 
 
 @frozen
@@ -95,6 +98,7 @@ class Watch:
     has_diverged: bool = field(default=False, init=False)  # found here, or heard of
     _waiting: tuple[Wait, float] | None = field(default=None, init=False)  # since when
     _divergence: str = field(default="", init=False)
+    _told_user_of: float = field(default=0.0, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
 
     def launch(
@@ -145,6 +149,7 @@ class Watch:
         wait, since = waiting
         if since == seen:
             self.error()  # a peer may have found it; who looks into memory has no connection to it
+            self._tell_user(wait, since)
             return seen
         if time.monotonic() - since < self.patience_s:
             return seen
@@ -155,6 +160,16 @@ class Watch:
                 default_store().set(self._key(_DIVERGENCE), text)
                 self._diverge(text)
         return since
+
+    def _tell_user(self, wait: Wait, since: float) -> None:
+        waited_s = time.monotonic() - since
+        if waited_s > _PATIENCES_OF_USER * self.patience_s and self._told_user_of != since:
+            self._told_user_of = since
+            _LOG.warning(
+                "rank %d has waited %.0f s for rank %d in %s; that rank computes, or waits for "
+                "something else than a collective of this library",
+                *(self.rank, waited_s, wait.peer, wait.launch.purpose.what),
+            )
 
     def _diverge(self, text: str) -> None:
         self._divergence, self.has_diverged = text, True
@@ -188,6 +203,34 @@ class Watch:
 
     def _key(self, what: str) -> str:
         return f"zero_comm/watch/{self.name}/{what}"
+
+
+@define(eq=False)
+class SeenWait:
+    """A wait that looks by itself whether it is over, and that the watch sees all the same."""
+
+    watch: Watch | None
+    lacks: Callable[[], Wait | None]
+    told: Wait | None = None
+
+    def go_on(self) -> None:
+        """Say what is lacking now; raise DivergenceError if it cannot come."""
+        if self.watch is None:
+            return
+        now = self.lacks()
+        if now is None or self.told is None or now.peer != self.told.peer:
+            self.end()
+            if now is not None:
+                self.watch.begin(now)
+            self.told = now
+        error = self.watch.error() if self.watch.has_diverged else None
+        if error is not None:
+            raise error
+
+    def end(self) -> None:
+        """It is over."""
+        if self.watch is not None and self.told is not None:
+            self.watch.end()
 
 
 def _keep_watch(of: ReferenceType[Watch]) -> None:
