@@ -191,35 +191,28 @@ class PeerMemory:
         Raises:
             DivergenceError: That peer waits for this rank elsewhere.
         """
-        seen_wait = SeenWait(self.watch, lacks)
-        try:
-            return self._look_until(is_over, seen_wait, timeout_s)
-        finally:
-            seen_wait.end()
-
-    def _look_until(
-        self, is_over: Callable[[], bool], seen_wait: SeenWait, timeout_s: float | None
-    ) -> bool:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         start, looks = time.monotonic(), 0
-        while True:
-            # Of every group: a peer may wait for this rank in one while this rank waits in another.
-            for peers in tuple(_ALL):
-                peers._advance()
-            self._check_whole()
-            with self._lock:
-                if is_over():
-                    return True
-            waited = time.monotonic() - start
-            if waited > timeout_s:
-                return False
-            looks += 1
-            if waited > _SHORT_FOR_S:
-                seen_wait.go_on()
-            if looks > _EAGER_LOOKS:
-                time.sleep(_SHORT_SLEEP_S if waited < _SHORT_FOR_S else _LONG_SLEEP_S)
-            else:
-                os.sched_yield()
+        with SeenWait(self.watch, lacks) as seen_wait:
+            while True:
+                # Of every group: a peer may wait for this rank in one, this rank in another.
+                for peers in tuple(_ALL):
+                    peers._advance()
+                self._check_whole()
+                with self._lock:
+                    if is_over():
+                        return True
+                waited = time.monotonic() - start
+                if waited > timeout_s:
+                    return False
+                looks += 1
+                if looks <= _EAGER_LOOKS:
+                    os.sched_yield()
+                elif waited < _SHORT_FOR_S:
+                    time.sleep(_SHORT_SLEEP_S)
+                else:
+                    seen_wait.go_on()
+                    time.sleep(_LONG_SLEEP_S)
 
     def read(self, rank: int, address: int, *, into: Tensor) -> None:
         """Fill a contiguous tensor from a peer's memory.

@@ -228,9 +228,15 @@ class SeenWait:
             raise error
 
     def end(self) -> None:
-        """It is over."""
+        """Nothing is lacking."""
         if self.watch is not None and self.told is not None:
             self.watch.end()
+
+    def __enter__(self) -> SeenWait:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
 
 def _keep_watch(of: ReferenceType[Watch]) -> None:
