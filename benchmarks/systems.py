@@ -9,6 +9,7 @@ is missing costs the others nothing; `imports` names what to load before memory 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -165,12 +166,16 @@ _of_deepspeed("DeepSpeed stage 3, buckets of 1e7", name="deepspeed3_1e7", is_var
 )
 
 
-def _ours(model: GPT, setting: Setting, *, stage: int) -> Step:
+def _ours(
+    model: GPT, setting: Setting, *, stage: int, reads_peers: bool = True, **options: Any
+) -> Step:
     import zero_engine
 
-    config = zero_engine.ZeroConfig(stage)
+    if not reads_peers:  # as between hosts: every gather needs every rank
+        os.environ["ZERO_COMM_PEER_MEMORY"] = "0"
     if setting.window is not None:
-        config = zero_engine.ZeroConfig(stage, window=setting.window)
+        options["window"] = setting.window
+    config = zero_engine.ZeroConfig(stage, **options)
     optimizer = AdamW(model.parameters(), lr=setting.lr, fused=True)
     sharded, sharded_optimizer = zero_engine.shard(model, optimizer, config)
     return _plain_step(sharded, sharded_optimizer)
@@ -180,6 +185,18 @@ for _stage in (0, 1, 2, 3):
     system(f"ours, stage {_stage}", name=f"zero{_stage}", imports=("zero_engine",))(
         partial(_ours, stage=_stage)
     )
+system(
+    "ours, stage 3 by messages",
+    name="zero3_messages",
+    imports=("zero_engine",),
+    is_variant=True,
+)(partial(_ours, stage=3, reads_peers=False))
+system(
+    "ours, stage 3 by messages, no prefetch",
+    name="zero3_messages_no_prefetch",
+    imports=("zero_engine",),
+    is_variant=True,
+)(partial(_ours, stage=3, reads_peers=False, prefetch_numel=0))
 
 
 def _plain_step(model: nn.Module, optimizer: Any) -> Step:

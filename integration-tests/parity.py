@@ -115,11 +115,11 @@ def loss_of(model: nn.Module, data: Batch) -> Tensor:
 # ---- The optimizers ----
 
 
-class Lion(torch.optim.Optimizer):
-    """An optimizer that torch does not know: what users write themselves."""
+class PerParameter(torch.optim.Optimizer):
+    """Calls `update` for each parameter that has a gradient, as plain torch does."""
 
-    def __init__(self, params: Any, *, lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+    def __init__(self, params: Any, *, lr: float, **options: float) -> None:
+        super().__init__(params, {"lr": lr, **options})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # noqa: D102
@@ -129,16 +129,25 @@ class Lion(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(param)
-                update = state["exp_avg"].mul(0.9).add(param.grad, alpha=0.1).sign_()
-                param.mul_(1 - group["lr"] * group["weight_decay"])
-                param.add_(update, alpha=-group["lr"])
-                state["exp_avg"].mul_(0.99).add_(param.grad, alpha=0.01)
+                if param.grad is not None:
+                    self.update(param, param.grad, self.state[param], group)
         return loss
+
+    def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        """Change `param` in place."""
+        raise NotImplementedError
+
+
+class Lion(PerParameter):
+    """An optimizer that torch does not know: what users write themselves."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:  # noqa: D102
+        if not state:
+            state["exp_avg"] = torch.zeros_like(param)
+        update = state["exp_avg"].mul(0.9).add(grad, alpha=0.1).sign_()
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.add_(update, alpha=-group["lr"])
+        state["exp_avg"].mul_(0.99).add_(grad, alpha=0.01)
 
 
 OPTIMIZERS: Final[dict[str, Callable[..., torch.optim.Optimizer]]] = {
@@ -146,7 +155,7 @@ OPTIMIZERS: Final[dict[str, Callable[..., torch.optim.Optimizer]]] = {
     "adamw-fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),  # state in its constructor
-    "lion": lambda params: Lion(params, lr=1e-3),
+    "lion": lambda params: Lion(params, lr=1e-3, weight_decay=0.0),
 }
 
 

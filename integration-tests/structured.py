@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import parity
 import torch
+from parity import PerParameter
 from torch import Tensor, nn
 from zero_partition import ChainedOptimizer, Cut
-
-
-class PerParameter(torch.optim.Optimizer):
-    """Calls `update` for each parameter that has a gradient, as plain torch does."""
-
-    def __init__(self, params: Any, *, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # noqa: D102
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.update(param, param.grad, self.state[param], group)
-        return loss
-
-    def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
-        """Change `param` in place."""
-        raise NotImplementedError
 
 
 class Shampoo(PerParameter):

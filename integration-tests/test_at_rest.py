@@ -13,6 +13,7 @@ import torch
 import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
+from training import assert_weights_of, scaled_step
 from zero_comm import Group
 from zero_partition import AtRestError, StateError
 
@@ -225,9 +226,7 @@ def _load_and_train(group: Group) -> None:
         model(parity.batch(0, 0, group.rank)[0])  # slots hold the old values
         assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
         assert parity.run_steps(model, optimizer, range(3), rank=group.rank) == expected
-        weights = zero_engine.full_state_dict(model)
-        if group.rank == 0:
-            parity.assert_same_weights(weights, plain.state_dict(), what=f"stage {stage}")
+        assert_weights_of(model, plain, group=group, what=f"stage {stage}")
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
@@ -474,12 +473,7 @@ def _unscale_clip_step(group: Group) -> None:
         losses = []
         for step in range(3):
             loss = parity.loss_of(model, parity.batch(step, 0, group.rank))
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            zero_engine.clip_grad_norm_(model, 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            scaled_step(scaler, model, optimizer, loss, max_norm=0.5)
             losses.append(loss.item())
         return losses
 

@@ -12,6 +12,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from torch.func import functional_call
+from training import assert_weights_of, train
 from zero_comm import Group
 from zero_partition import StateError, find_sharded
 
@@ -201,9 +202,7 @@ def _assert_as_plain(
     optimizer = parity.adamw(model)
     zero_engine.shard(model, optimizer, config, group=group)
     assert _train(model, optimizer, loss_of) == expected
-    weights = zero_engine.full_state_dict(model)
-    if group.rank == 0:
-        parity.assert_same_weights(weights, plain.state_dict(), what=f"{config}")
+    assert_weights_of(model, plain, group=group, what=f"{config}")
 
 
 def _train(
@@ -211,11 +210,4 @@ def _train(
     optimizer: torch.optim.Optimizer,
     loss_of: Callable[[nn.Module, int], Tensor],
 ) -> list[float]:
-    losses = []
-    for step in range(NUM_STEPS):
-        loss = loss_of(model, step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train(model, optimizer, loss_of, num_steps=NUM_STEPS)

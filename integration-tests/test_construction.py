@@ -7,7 +7,7 @@ import ctypes
 import gc
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 import zero_engine
 import zero_partition
+from high_water import HighWater, needs_high_water
 from parity import ZeroConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -192,14 +193,13 @@ def _bytes_of_wide(num_blocks: int, width: int) -> tuple[int, int]:
     return unit, num_blocks * unit + 4 * width * width
 
 
+@needs_high_water
 @pytest.mark.parametrize("route", ["init", "materialise", "load"])
 def test_the_peak_of_construction_is_a_part_and_one_unit(ranks, route: str, tmp_path: Path) -> None:
     """The reason for all of it: M/N plus the largest unit plus a tenth, shard() included.
 
     Measured by the kernel, which overlooks nothing that libraries and collectives hold.
     """
-    if not Path("/proc/self/clear_refs").exists():
-        pytest.skip("needs Linux: the high-water mark is reset through /proc/self/clear_refs")
     if route == "load":
         for name, num_blocks in (("small", 1), ("large", 16)):
             save_file(_Wide(num_blocks, 1024).state_dict(), tmp_path / f"{name}.safetensors")
@@ -212,11 +212,9 @@ def _measure_peak(group: Group, route: str, folder: str) -> dict[str, float]:
     _build(route, group, 1, f"{folder}/small.safetensors")  # what torch loads at first use
     gc.collect()
     with _giving_memory_back():
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
+        high_water = HighWater()
         model = _build(route, group, 16, f"{folder}/large.safetensors")
-        peak = _status("VmHWM") - before
+        peak = high_water.rise_bytes()
         assert find_sharded(model) is not None
         del model
     return {"peak": peak, "bound": 1.1 * (whole / 2 + unit), "whole": whole}
@@ -251,11 +249,6 @@ def _giving_memory_back() -> Iterator[None]:
         yield
     finally:
         mallopt(threshold, 2**25)
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 # ---- What is left behind ----

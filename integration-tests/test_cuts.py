@@ -12,6 +12,7 @@ import torch
 import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
+from training import scaled_step
 from zero_comm import AgreementError, Group, record_traffic
 from zero_engine import ConfigError
 from zero_partition import ChainedOptimizer, Cut, PartitionError, StateError, memory_report
@@ -234,12 +235,7 @@ def _scale_and_overflow(group: Group) -> list[float]:
     scales = []
     for factor in (1.0, float("inf")):
         loss = model(torch.ones(2, 6)).sum() * (factor if group.rank == 3 else 1.0)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        zero_engine.clip_grad_norm_(model, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+        scaled_step(scaler, model, optimizer, loss, max_norm=1.0)
         scales.append(scaler.get_scale())
     return scales
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import parity
@@ -13,6 +14,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from training import assert_weights_of, train
 from zero_comm import Group
 from zero_partition import StateError, find_sharded
 
@@ -163,9 +165,7 @@ def _wrap_after(group: Group) -> None:
     wrapped = _Delegating(model)
 
     assert _in_steps(_mean_square)(wrapped, optimizer) == expected
-    weights = zero_engine.full_state_dict(model)
-    if group.rank == 0:
-        parity.assert_same_weights(weights, plain.state_dict(), what="wrapped")
+    assert_weights_of(model, plain, group=group, what="wrapped")
     with pytest.raises(StateError, match="pass the very module"):
         zero_engine.full_state_dict(wrapped)
 
@@ -430,17 +430,7 @@ def test_inference_needs_no_optimizer(ranks) -> None:
 def _in_steps(
     loss_of: Callable[[nn.Module, int], Tensor],
 ) -> Callable[[nn.Module, torch.optim.Optimizer], list[float]]:
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        losses = []
-        for step in range(NUM_STEPS):
-            loss = loss_of(model, step)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    return train
+    return partial(train, loss_of=loss_of, num_steps=NUM_STEPS)
 
 
 @contextlib.contextmanager
@@ -464,9 +454,7 @@ def _assert_as_plain(
         optimizer = _optimizer(model)
         zero_engine.shard(model, optimizer, ZeroConfig(stage, window=2), group=group)
         assert train(model, optimizer) == expected, f"stage {stage}"
-        weights = zero_engine.full_state_dict(model)
-        if group.rank == 0:
-            parity.assert_same_weights(weights, plain.state_dict(), what=f"stage {stage}")
+        assert_weights_of(model, plain, group=group, what=f"stage {stage}")
         _assert_at_rest(model)
 
 

@@ -17,6 +17,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from training import assert_weights_of, train
 from zero_comm import Group
 from zero_partition import find_sharded, memory_report
 
@@ -99,15 +100,11 @@ def _freeze_input(model: nn.Module) -> nn.Module:
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    losses = []
-    for step in range(NUM_STEPS):
+    def loss_of(model: nn.Module, step: int) -> Tensor:
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
-        loss = model(x).square().mean()
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+        return model(x).square().mean()
+
+    return train(model, optimizer, loss_of, num_steps=NUM_STEPS)
 
 
 def _adamw(groups: Any) -> torch.optim.Optimizer:
@@ -136,9 +133,7 @@ def _trains_as_plain(group: Group, name: str) -> None:
         assert _train(model, optimizer) == expected, what
         assert [(p.shape, p.dtype, p.requires_grad) for p in model.parameters()] == faces, what
         _assert_at_rest(model, stage, what)
-        state = zero_engine.full_state_dict(model)
-        if group.rank == 0:
-            parity.assert_same_weights(state, plain.state_dict(), what=what)
+        assert_weights_of(model, plain, group=group, what=what)
 
 
 def _assert_at_rest(model: nn.Module, stage: int, what: str) -> None:
@@ -235,9 +230,7 @@ def _groups_train_as_plain(group: Group, groups: str) -> None:
         assert [len(entry["params"]) for entry in optimizer.param_groups] == sizes
         assert _train(model, optimizer) == expected, f"stage {stage}"
         zero_engine.clip_grad_norm_(model, 1.0)  # of nothing: there are no gradients now
-        state = zero_engine.full_state_dict(model)
-        if group.rank == 0:
-            parity.assert_same_weights(state, plain.state_dict(), what=f"stage {stage}")
+        assert_weights_of(model, plain, group=group, what=f"stage {stage}")
 
 
 # ---- Models with nothing to train, or nothing at all ----

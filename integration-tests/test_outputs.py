@@ -16,6 +16,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from torch.utils import _pytree
+from training import assert_weights_of, train
 from zero_comm import Group
 
 NUM_STEPS = 3
@@ -230,9 +231,7 @@ def _assert_as_plain(
         optimizer = parity.adamw(model)
         zero_engine.shard(model, optimizer, ZeroConfig(stage, window=window), group=group)
         assert _train(model, optimizer, loss_of) == expected, f"stage {stage}"
-        weights = zero_engine.full_state_dict(model)
-        if group.rank == 0:
-            parity.assert_same_weights(weights, plain.state_dict(), what=f"stage {stage}")
+        assert_weights_of(model, plain, group=group, what=f"stage {stage}")
 
 
 def _train(
@@ -240,12 +239,8 @@ def _train(
     optimizer: torch.optim.Optimizer,
     loss_of: Callable[[nn.Module, Tensor], Tensor],
 ) -> list[float]:
-    losses = []
-    for step in range(NUM_STEPS):
+    def loss_of_step(model: nn.Module, step: int) -> Tensor:
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        return loss_of(model, x)
+
+    return train(model, optimizer, loss_of_step, num_steps=NUM_STEPS)

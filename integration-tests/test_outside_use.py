@@ -16,6 +16,7 @@ from parity import ZeroConfig
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from training import train
 from zero_comm import Group
 from zero_partition import AtRestError, StateError, find_sharded
 
@@ -122,8 +123,16 @@ class _Returned(nn.Module):
         return x
 
 
+def _x(step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
 def _plain_loss(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
+
+
+def _plain_loss_of_step(model: nn.Module, step: int) -> Tensor:
+    return _plain_loss(model, _x(step))
 
 
 def _tied_loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -168,7 +177,7 @@ def _train(
         zero_engine.shard(model, optimizer, config, group=group)
     losses = []
     for step in range(3):
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        x = _x(step)
         loss = loss_of(model, x)
         loss.backward()
         optimizer.step()
@@ -353,15 +362,7 @@ def _register(group: Group) -> None:
         zero_engine.register_external_parameter(model, param)
     with pytest.raises(StateError, match="expected a Parameter of a sharded model"):
         zero_engine.register_external_parameter(model, torch.ones(3))
-    ours = []
-    for step in range(3):
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
-        loss = _plain_loss(model, x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ours.append(loss.item())
-    assert ours == losses[::2]
+    assert train(model, optimizer, _plain_loss_of_step, num_steps=3) == losses[::2]
     for param in params:
         zero_engine.unregister_external_parameter(model, param)
     assert len(model._forward_pre_hooks) == hooks

@@ -7,7 +7,15 @@ import time
 import pytest
 import torch
 from torch import Tensor
-from zero_comm import CommError, Exposure, Group, expose, record_traffic
+from zero_comm import (
+    AgreementError,
+    CommError,
+    Exposure,
+    Group,
+    GroupMismatchError,
+    expose,
+    record_traffic,
+)
 
 SPLITS = (3, 0, 4)
 
@@ -112,7 +120,7 @@ def _leave_early(group: Group) -> None:
         assert out[:1000].eq(0).all()
         exposure.begin_write()
         exposure.end_write()
-        with pytest.raises(CommError, match=r"rank 0 has ended or has deleted its model"):
+        with pytest.raises(CommError, match=r"rank 0 has deleted its model .*as many steps on ev"):
             exposure.gather(shard, out, splits=(1000, 1000))
     else:
         assert len(noise) == 50
@@ -129,6 +137,60 @@ def _count(group: Group) -> int:
     with record_traffic(group) as traffic:
         _gather(exposure, shard)
     return traffic.payload_numel("all_gather")
+
+
+# ---- Bad input ----
+
+
+def test_what_would_read_or_write_other_memory_is_refused(ranks) -> None:
+    """The kernel copies to and from addresses: it knows no strides, dtypes or ends of tensors."""
+    ranks(3).run(_gather_wrongly)
+
+
+def _gather_wrongly(group: Group) -> None:
+    exposure, shard = _expose(group)
+    for error, choose in (
+        (r"expected one of the 1 tensors that were exposed", {"shard": shard.clone()}),
+        (r"1-D, dense and contiguous with 7 .*strides \(2,\)", {"out": torch.zeros(14)[::2]}),
+        (r"contiguous with 7 elements, got .*shape \(6,\)", {"out": torch.zeros(6)}),
+        (r"contiguous with 7 elements, got .*shape \(1, 7\)", {"out": torch.zeros(1, 7)}),
+        (r"out to be torch\.float32.*got torch\.float64", {"out": torch.zeros(7).double()}),
+        (r"out on cpu.*got meta", {"out": torch.zeros(7, device="meta")}),
+        (r"one split and one start per rank, 3 each, got 2 and 2", {"splits": (3, 4)}),
+        (r"3 each, got 3 and 2", {"starts": (0, 0)}),
+        (r"4 elements of shard 0 of rank 2, got 5 elements from 0 on", {"splits": (2, 0, 5)}),
+        (r"4 elements of shard 0 of rank 2, got 4 elements from 1 on", {"starts": (0, 0, 1)}),
+        (r"3 elements of shard 0 of rank 0, got 3 elements from -1 on", {"starts": (-1, 0, 0)}),
+    ):
+        given = {"shard": shard, "out": torch.zeros(7), "splits": SPLITS} | choose
+        with pytest.raises(GroupMismatchError, match=error):
+            exposure.gather(**given)
+    assert torch.equal(_gather(exposure, shard), _whole())
+    _meet(group)
+
+
+def test_only_shards_that_lie_in_one_piece_are_exposed(ranks) -> None:
+    """Peers read from an address on; of every other element they would take its neighbour too."""
+    ranks(2).run(_expose_wrongly)
+
+
+def _expose_wrongly(group: Group) -> None:
+    for wrong in (torch.zeros(4)[::2], torch.zeros(2, 2), torch.zeros(2, device="meta")):
+        with pytest.raises(GroupMismatchError, match="expected shard 1"):
+            expose([torch.zeros(2), wrong], group=group)
+
+
+def test_ranks_that_expose_different_shards_are_told(ranks) -> None:
+    """The index of a shard is all that ranks tell each other of it."""
+    ranks(2).run(_expose_differently)
+
+
+def _expose_differently(group: Group) -> None:
+    shards = [torch.zeros(2), torch.zeros(2)]
+    with pytest.raises(AgreementError, match="exposed shards"):
+        expose(shards[: 1 + group.rank], group=group)
+    with pytest.raises(AgreementError, match="exposed shards"):
+        expose([torch.zeros(2).to([torch.int32, torch.int64][group.rank])], group=group)
 
 
 def _meet(group: Group) -> None:

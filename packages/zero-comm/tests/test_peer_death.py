@@ -27,6 +27,7 @@ from zero_comm import (
     all_gather_flat,
     all_reduce_flat,
     check_agreement,
+    expose,
     reduce_scatter_flat,
 )
 from zero_comm.testing import RankPool
@@ -167,7 +168,7 @@ def test_a_buffer_whose_owner_died_is_not_read_as_zeros(parent: RankPool) -> Non
     error, waited_s = first
 
     assert re.search(
-        r"rank 0 could not read a buffer .* lent: .*No such process.* has ended", error
+        r"rank 0 could not read a buffer that rank 1 .* lent: its process has ended", error
     )
     assert waited_s < SOON_S
 
@@ -183,6 +184,25 @@ def _read_from_the_dead(group: Group) -> tuple[str, float]:
     with pytest.raises(CommError) as raised:
         all_gather_flat(torch.zeros(2), splits=[1, 1], group=group, tag=1).wait()
     return str(raised.value), time.monotonic() - started
+
+
+def test_an_exposed_shard_whose_owner_died_is_an_error(parent: RankPool) -> None:
+    """Nothing waits for the owner there, and nothing of its shard can be read any more."""
+    (((error,), _),) = parent.run(_fork, name="_gather_from_the_dead")
+
+    assert re.search(r"cannot read the memory of rank 1: its process has ended; look for", error)
+
+
+def _gather_from_the_dead(group: Group) -> tuple[str]:
+    shard = torch.ones(1)
+    exposure = expose([shard], group=group)
+    pid = _pids(group)[1]
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _wait_until(pid, "Z")
+    with pytest.raises(CommError) as raised:
+        exposure.gather(shard, torch.zeros(2), splits=[1, 1])
+    return (str(raised.value),)
 
 
 def _failure_of(name: str, group: Group) -> tuple[str, float]:
@@ -287,7 +307,7 @@ def _wait_for_the_stopped(group: Group, offers: bool) -> tuple[str, float]:
         if offers:
             _launch("all_gather", group)
         os.kill(os.getpid(), signal.SIGSTOP)
-    _wait_until_stopped(pid)
+    _wait_until(pid, "T")
     started = time.monotonic()
     try:
         with pytest.raises(CommError) as raised:
@@ -297,9 +317,9 @@ def _wait_for_the_stopped(group: Group, offers: bool) -> tuple[str, float]:
     return str(raised.value), time.monotonic() - started
 
 
-def _wait_until_stopped(pid: int) -> None:
+def _wait_until(pid: int, state: str) -> None:
     deadline = time.monotonic() + 10.0
     stat = Path("/proc", str(pid), "stat")
-    while stat.read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < deadline, "rank 1 does not stop"
+    while stat.read_text().rpartition(")")[2].split()[0] != state:
+        assert time.monotonic() < deadline, f"rank 1 does not come to state {state}"
         time.sleep(0.005)

@@ -70,7 +70,7 @@ def all_gather_flat(
     """
     own = _own_chunk(out, splits, group)
     if shard is not None:
-        _check(shard, splits[group.rank], group, "shard", dtype=out.dtype)
+        check_tensor(shard, splits[group.rank], group, "shard", dtype=out.dtype)
         own.copy_(shard)
     name = "agree" if control else "all_gather"
     count_traffic(group, name, out, splits, payload, sends_own=True)
@@ -123,7 +123,7 @@ def reduce_scatter_flat(
     if out is None:
         out = torch.empty_like(own)
     else:
-        _check(out, own.numel(), group, "out", dtype=buffer.dtype)
+        check_tensor(out, own.numel(), group, "out", dtype=buffer.dtype)
     count_traffic(group, "reduce_scatter", buffer, splits, payload, sends_own=False)
     return _reduce_scatter(buffer, splits=splits, group=group, op=op, out=out, tag=tag)
 
@@ -207,7 +207,7 @@ def broadcast_flat(buffer: Tensor, *, src: int, group: Group) -> Handle[Tensor]:
             f"expected src in 0..{group.world_size - 1}, a position in the group, got {src} "
             f"(rank {group.rank})"
         )
-    _check(buffer, buffer.numel(), group, "buffer")
+    check_tensor(buffer, buffer.numel(), group, "buffer")
     sent = buffer.numel() * (group.world_size - 1) if group.rank == src else 0
     group.count("broadcast", payload_numel=sent, itemsize=buffer.element_size())
     if group.world_size == 1:
@@ -303,14 +303,15 @@ def _own_chunk(buffer: Tensor, splits: Sequence[int], group: Group) -> Tensor:
             f"expected one split per rank, {group.world_size} in all, got {len(splits)} "
             f"(rank {group.rank})"
         )
-    _check(buffer, sum(splits), group, "buffer")
+    check_tensor(buffer, sum(splits), group, "buffer")
     start = sum(splits[: group.rank])
     return buffer[start : start + splits[group.rank]]
 
 
-def _check(
+def check_tensor(
     tensor: Tensor, numel: int, group: Group, name: str, *, dtype: torch.dtype | None = None
 ) -> None:
+    """Raise GroupMismatchError unless its memory can be taken as it is."""
     is_dense = tensor.layout == torch.strided
     if not is_dense or tensor.shape != (numel,) or not tensor.is_contiguous():
         strides = f" with strides {tensor.stride()}" if is_dense else ""

@@ -12,10 +12,12 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from ._compositions import all_gather_flat, count_traffic
-from ._errors import CommError
+from ._agreement import check_agreement
+from ._compositions import all_gather_flat, check_tensor, count_traffic
+from ._errors import CommError, GroupMismatchError
 from ._group import Group
 from ._peer_memory import PeerMemory
+from ._process_memory import why
 from ._remains import HAS_LEFT, Remains, leave
 from ._watch import Launch, Wait, Watch
 
@@ -29,7 +31,8 @@ class Exposure:
 
     Everyone reads one version of everyone's shards, until all ranks have begun to write; nobody
     reads the next one of a rank before that rank has ended its write. A rank that drops its
-    exposure, or ends without an error, leaves its shards readable until all peers have done so.
+    exposure leaves its shards readable until all peers have done so; one that ends without an error
+    stays for that, a minute at most.
     """
 
     group: Group
@@ -37,6 +40,7 @@ class Exposure:
     _peers: PeerMemory
     _words: ctypes.Array[ctypes.c_int64]
     _addresses: dict[int, list[int]]  # of each peer: its words, then its shards
+    _numels: list[list[int]]  # of each rank's shards
     _index: dict[int, int] = field(init=False)  # of a shard, by id
     _version: int = field(default=1, init=False)
     _is_writing: bool = field(default=False, init=False)
@@ -68,20 +72,22 @@ class Exposure:
 
         Args:
             shard: One of `shards`, the very object.
-            out: 1-D, contiguous, `sum(splits)` elements of the shard's dtype.
+            out: 1-D, contiguous, on the CPU, `sum(splits)` elements of the shard's dtype.
             splits: Elements per rank, in rank order.
             starts: Where they start in each rank's shard, in elements; at its first when None.
             payload: Elements per rank that carry data, for the traffic count; `splits` when None.
             timeout_s: Longest wait for a peer that is writing, in seconds; the group's when None.
 
         Raises:
+            GroupMismatchError: `shard` is none of `shards`, `out` does not fit it or `splits`, or
+                they reach past the end of a rank's shard.
             CommError: A peer has ended, has deleted its shards, or did not end its write in time.
         """
         if self._is_writing:
             self.end_write()
-        index = self._index[id(shard)]
-        count_traffic(self.group, "all_gather", out, splits, payload, sends_own=True)
         starts = [0] * len(splits) if starts is None else starts
+        index = self._check(shard, out, splits, starts)
+        count_traffic(self.group, "all_gather", out, splits, payload, sends_own=True)
         for rank, (begin, end) in enumerate(pairwise(accumulate(splits, initial=0))):
             first = starts[rank]
             if rank == self.group.rank:
@@ -121,6 +127,34 @@ class Exposure:
         """This rank has written a version into a word: what those wait for who have done so too."""
         self._turns[word] = self._watch.launch(doing, self._keys[word])
 
+    def _check(
+        self, shard: Tensor, out: Tensor, splits: Sequence[int], starts: Sequence[int]
+    ) -> int:
+        """Which of the shards it is; GroupMismatchError if memory would be read that is not its."""
+        index = self._index.get(id(shard))
+        if index is None:
+            raise GroupMismatchError(
+                f"expected one of the {len(self.shards)} tensors that were exposed, the very "
+                f"object, got another of shape {tuple(shard.shape)} (rank {self.group.rank}); what "
+                "is computed from it or views it is not known to the peers"
+            )
+        world_size = self.group.world_size
+        if len(splits) != world_size or len(starts) != world_size:
+            raise GroupMismatchError(
+                f"expected one split and one start per rank, {world_size} each, got {len(splits)} "
+                f"and {len(starts)} (rank {self.group.rank})"
+            )
+        check_tensor(out, sum(splits), self.group, "out", dtype=shard.dtype)
+        for rank, (numels, first, split) in enumerate(
+            zip(self._numels, starts, splits, strict=True)
+        ):
+            if split and not 0 <= first <= numels[index] - split:
+                raise GroupMismatchError(
+                    f"expected a part of the {numels[index]} elements of shard {index} of rank "
+                    f"{rank}, got {split} elements from {first} on (rank {self.group.rank})"
+                )
+        return index
+
     def _read(
         self, rank: int, index: int, offset: int, out: Tensor, timeout_s: float | None
     ) -> None:
@@ -130,14 +164,18 @@ class Exposure:
         try:
             self._peers.read(rank, self._addresses[rank][1 + index] + offset, into=out)
         except OSError as error:
-            raise self._gone(rank, "reading a shard") from error
+            raise self._unreadable(rank, "reading a shard", error) from error
 
     def _wait_for(self, rank: int, word: int, what: str, timeout_s: float | None) -> None:
         def is_there() -> bool:
             if self._word(rank, word, what) >= self._version:
                 return True
             if self._word(rank, _CLOSED, what) == HAS_LEFT:
-                raise self._gone(rank, what)
+                raise CommError(
+                    f"{what}: rank {rank} has deleted its model or is ending, and writes no more "
+                    f"(rank {self.group.rank}); take as many steps on every rank, and keep the "
+                    "model on each until all have taken the last"
+                )
             return False
 
         def lacks() -> Wait | None:
@@ -157,12 +195,11 @@ class Exposure:
         try:
             return self._peers.read_word(rank, self._addresses[rank][0] + 8 * word)
         except OSError as error:
-            raise self._gone(rank, what) from error
+            raise self._unreadable(rank, what, error) from error
 
-    def _gone(self, rank: int, what: str) -> CommError:
+    def _unreadable(self, rank: int, what: str, error: OSError) -> CommError:
         return CommError(
-            f"{what}: rank {rank} has ended or has deleted its model (rank {self.group.rank}): its "
-            "shards can be read as it left them, but it takes part in no further step"
+            f"{what}: rank {self.group.rank} cannot read the memory of rank {rank}: {why(error)}"
         )
 
 
@@ -172,26 +209,37 @@ def expose(
     """Let peers read these shards; None where the group's ranks cannot. Collective.
 
     Args:
-        shards: Contiguous, on the CPU, in the same order and dtypes on every rank. They must stay
-            where they are while the exposure lives, and may be written between `begin_write` and
-            `end_write`.
+        shards: 1-D, contiguous, on the CPU, in the same order and dtypes on every rank. They must
+            stay where they are while the exposure lives, and may be written between `begin_write`
+            and `end_write`.
         group: The ranks whose shards belong together.
         tag: As for `all_gather_flat`.
         timeout_s: Longest wait for the other ranks, in seconds; the group's own when None.
 
     Raises:
+        GroupMismatchError: A shard is not 1-D, contiguous and on the group's device.
+        AgreementError: Ranks differ in the number of shards or in their dtypes.
         CommError: A rank did not take part in time.
     """
+    for index, shard in enumerate(shards):
+        check_tensor(shard, shard.numel(), group, f"shard {index}")
     if group.peers is None:
         return None
+    timeout_s = group.peers.timeout_s if timeout_s is None else timeout_s
+    facts = {"exposed shards": ", ".join(str(shard.dtype) for shard in shards)}
+    check_agreement(facts, group=group, tag=tag, timeout_s=timeout_s)
     words = (ctypes.c_int64 * 2)(1, 0)
-    mine = [ctypes.addressof(words), *(shard.data_ptr() for shard in shards)]
+    mine = [ctypes.addressof(words)]
+    mine += [shard.data_ptr() for shard in shards]
+    mine += [shard.numel() for shard in shards]
     table = torch.tensor(mine * group.world_size, dtype=torch.int64)
     splits = [len(mine)] * group.world_size
     handle = all_gather_flat(table, splits=splits, group=group, tag=tag, control=True)
     rows = handle.wait(timeout_s=timeout_s).view(group.world_size, -1).tolist()
-    addresses = {rank: row for rank, row in enumerate(rows) if rank != group.rank}
-    exposure = Exposure(group, tuple(shards), group.peers, words, addresses)
+    last = 1 + len(shards)
+    addresses = {rank: row[:last] for rank, row in enumerate(rows) if rank != group.rank}
+    numels = [row[last:] for row in rows]
+    exposure = Exposure(group, tuple(shards), group.peers, words, addresses, numels)
     remains = Remains(tuple(shards), words, group.peers, {r: a[0] for r, a in addresses.items()})
     finalize(exposure, leave, remains).atexit = False  # type: ignore[attr-defined]
     return exposure

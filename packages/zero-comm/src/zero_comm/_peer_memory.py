@@ -27,7 +27,7 @@ from attrs import Factory, define, field, frozen
 from torch import Tensor
 
 from ._errors import CommError, GroupMismatchError
-from ._process_memory import read, read_into
+from ._process_memory import read, read_into, why
 from ._watch import Launch, SeenWait, Wait, Watch
 
 _OFFER, _DONE = 1, 2
@@ -58,13 +58,26 @@ class Whereabouts:
 class RemoteBuffer:
     """A peer's buffer, lent until this rank is done with it."""
 
+    lender: int  # rank
+    reader: int
     pid: int
     address: int
     num_bytes: int
 
     def read_into(self, tensor: Tensor, *, offset: int) -> None:
-        """Fill `tensor` from `offset` bytes into the buffer."""
-        read_into(tensor, self.pid, self.address + offset)
+        """Fill `tensor` from `offset` bytes into the buffer.
+
+        Raises:
+            CommError: The peer has ended, or has no such memory any more.
+        """
+        try:
+            read_into(tensor, self.pid, self.address + offset)
+        except OSError as error:
+            raise CommError(
+                f"rank {self.reader} could not read a buffer that rank {self.lender} (process "
+                f"{self.pid}) had lent: {why(error)}. A buffer must stay until its wait() has "
+                "returned, on every rank, and a result must go to memory that can be written"
+            ) from error
 
 
 @define(eq=False)
@@ -78,6 +91,7 @@ class Transfer:
     done_by: set[int] = field(factory=set)  # peers
     error: Exception | None = None
     launch: Launch | None = None  # where the group's watch counts it
+    done_entry: int = 0  # how many entries the journal has when it says that this rank is done
 
 
 @define(eq=False)
@@ -98,6 +112,7 @@ class PeerMemory:
     _lent: dict[int, deque[Transfer]] = field(factory=dict, init=False)  # carried out here only
     _is_advancing: bool = field(default=False, init=False)
     _is_broken: bool = field(default=False, init=False)  # an interrupt came in between
+    _num_written: int = field(default=0, init=False)  # entries, those in the outbox included
     _outbox: deque[tuple[int, int, int, int]] = field(factory=deque, init=False)
     _read_by_all: int = field(default=0, init=False)  # entries of ours; a lower bound
     _fence: threading.Lock = field(default=Factory(threading.Lock), init=False)
@@ -163,7 +178,8 @@ class PeerMemory:
             missing[:] = self._missing(transfer)
             if not transfer.is_carried_out and not self._gone.isdisjoint(missing):
                 raise self._failure(transfer, what, "and cannot", missing)
-            return not missing
+            # Once this rank has left the wait, nobody says for it that it is done.
+            return not missing and self._journal[_HEAD] >= transfer.done_entry
 
         def lacks() -> Wait | None:
             if transfer.launch is None or transfer.is_carried_out or not missing:
@@ -278,8 +294,9 @@ class PeerMemory:
     def _check_whole(self) -> None:
         if self._is_broken:
             raise CommError(
-                f"an earlier collective of rank {self.rank} was interrupted (Ctrl-C, or an error "
-                "in a signal handler), and this group can do no more; start the job again"
+                f"an earlier collective of rank {self.rank} was interrupted (Ctrl-C, an error in a "
+                "signal handler, a peer that could not be read), and this group can do no more; "
+                "start the job again"
             )
 
     def _read_news(self, rank: int) -> None:
@@ -312,14 +329,18 @@ class PeerMemory:
             read(where.pid, address, into=ctypes.addressof(out), num_bytes=num_bytes)
         except OSError as error:
             if error.errno not in (ESRCH, EFAULT):  # ended, or is just ending
-                raise
+                raise CommError(
+                    f"rank {self.rank} can no longer read the memory of rank {rank} (process "
+                    f"{where.pid}): {why(error)}"
+                ) from error
             self._gone.add(rank)
             return False
         return True
 
     def _hear(self, rank: int, kind: int, tag: int, address: int, num_bytes: int) -> None:
         if kind == _OFFER:
-            buffer = RemoteBuffer(self._peers[rank].pid, address, num_bytes)
+            pid = self._peers[rank].pid
+            buffer = RemoteBuffer(rank, self.rank, pid, address, num_bytes)
             self._offers.setdefault(tag, {}).setdefault(rank, deque()).append(buffer)
             self._carry_out(tag)
             return
@@ -340,17 +361,12 @@ class PeerMemory:
                 self._check_sizes(transfer, buffers)
                 with torch.inference_mode():  # whatever mode the code that waits is in
                     transfer.carry_out(buffers)
-            except OSError as error:
-                transfer.error = CommError(
-                    f"rank {self.rank} could not read a buffer that a peer had lent: {error}. The "
-                    "peer has ended, or gave the buffer away before its wait() returned, or the "
-                    "result goes to memory that cannot be written"
-                )
             except Exception as error:  # of this transfer, whoever is waiting: told in its wait()
                 transfer.error = error
             transfer.is_carried_out = True
             self._lent.setdefault(tag, deque()).append(transfer)
             self._write(_DONE, tag, 0, 0)
+            transfer.done_entry = self._num_written
             self._take_back(tag)
         if not waiting:
             self._waiting.pop(tag, None)
@@ -377,6 +393,7 @@ class PeerMemory:
     def _write(self, kind: int, tag: int, address: int, num_bytes: int) -> None:
         """Append to the journal; what does not fit yet follows as peers read on."""
         self._outbox.append((kind, tag, address, num_bytes))
+        self._num_written += 1
         self._publish()
 
     def _publish(self) -> None:
@@ -404,7 +421,9 @@ class PeerMemory:
     ) -> CommError:
         gone = sorted(self._gone.intersection(missing))
         verb = "read" if transfer.is_carried_out else "offered"
-        state = f"rank {missing[0]} has not {verb} its part"
+        state = "peers do not read the journal"
+        if missing:
+            state = f"rank {missing[0]} has not {verb} its part"
         if gone:
             state = f"the process of rank {gone[0]} ({self._peers[gone[0]].pid}) has ended"
         return CommError(

@@ -9,9 +9,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from errno import EFAULT, ESRCH
 from typing import Any, Final
 
 from torch import Tensor
+
+SWITCH: Final = "ZERO_COMM_PEER_MEMORY"  # an environment variable; 0 does without all this
 
 _PR_SET_PTRACER: Final = 0x59616D61
 _PR_SET_PTRACER_ANY: Final = ctypes.c_ulong(-1)
@@ -70,6 +73,15 @@ def read(pid: int, address: int, *, into: int, num_bytes: int) -> None:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         done += count
+
+
+def why(error: OSError) -> str:
+    """Why a process could not be read, and what can be done about it."""
+    if error.errno == ESRCH:
+        return "its process has ended; look for the first error among all ranks"
+    if error.errno == EFAULT:
+        return "no such memory; the process is ending, or has given the memory away"
+    return f"{error}; set {SWITCH}=0 on every rank, and values travel as messages"
 
 
 def read_into(tensor: Tensor, pid: int, address: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 import sys
@@ -32,10 +31,14 @@ class Remains:
     peers: PeerMemory
     addresses: dict[int, int]  # of each peer's words
     pid: int = Factory(os.getpid)
+    has_lingered: bool = False
 
     def __attrs_post_init__(self) -> None:
         with _LOCK:
             _ALIVE.append(self)
+        # It serves where atexit does, and in processes of multiprocessing, which know none. Those
+        # that were forked have forgotten what was registered before: hence once per exposure.
+        Finalize(None, _linger, exitpriority=10)
 
     def are_needed(self) -> bool:
         """Whether a peer may still read them."""
@@ -81,14 +84,19 @@ def _wait_for_peers() -> None:
 
 
 def _linger() -> None:
-    """A process that ends must not take away what its peers still read.
+    """A process that ends must not take away what its peers still read: it waits, but not long.
 
     Not after an error: peers that wait for this rank should hear of it at once.
     """
-    mine = [remains for remains in (*_ALIVE, *_LEFT) if remains.pid == os.getpid()]
-    if getattr(sys, "last_value", None) is not None:
+    mine = [
+        remains
+        for remains in (*_ALIVE, *_LEFT)
+        if remains.pid == os.getpid() and not remains.has_lingered
+    ]
+    if _ends_by_error():
         return
     for remains in mine:
+        remains.has_lingered = True
         remains.words[_CLOSED] = HAS_LEFT
         remains.peers.leave()
     deadline = time.monotonic() + _LINGER_S
@@ -96,5 +104,8 @@ def _linger() -> None:
         time.sleep(_LOOK_S)
 
 
-atexit.register(_linger)
-Finalize(None, _linger, exitpriority=10)  # processes of multiprocessing know no atexit
+def _ends_by_error() -> bool:
+    error = sys.exception()  # a process of multiprocessing comes here while it is being handled
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    return error is not None or getattr(sys, "last_value", None) is not None

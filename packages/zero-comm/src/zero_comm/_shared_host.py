@@ -19,9 +19,8 @@ from . import _process_memory
 from ._handle import Message
 from ._interrupt import break_connections
 from ._peer_memory import PeerMemory, Whereabouts
+from ._process_memory import SWITCH
 from ._watch import Watch
-
-SWITCH: Final = "ZERO_COMM_PEER_MEMORY"
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _TAG: Final = (1 << 24) - 1  # before those of the compositions

@@ -37,6 +37,7 @@ from ._construct import Init, materialise
 from ._errors import ConfigError, FileError
 from ._pretrained import load_pretrained, open_safetensors
 from ._shard import shard, unshard
+from ._tables import schedule_table
 
 __all__ = [
     "ChainedOptimizer",
@@ -64,6 +65,7 @@ __all__ = [
     "parameter_status",
     "register_external_parameter",
     "release_buffers",
+    "schedule_table",
     "set_full_grad",
     "set_full_optimizer_state",
     "set_full_param",

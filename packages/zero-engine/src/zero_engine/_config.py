@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from attrs import Attribute, field, frozen
-from zero_partition import STAGES, Cut, CutChoice, LayoutError, Placements, Stage
+from zero_partition import STAGES, Cut, CutChoice, LayoutError, Limits, Placements, Stage
 
 from ._errors import ConfigError
 
@@ -23,6 +23,8 @@ def _check_stage(value: Any) -> Stage:
 
 def _at_least(minimum: float, kind: type | tuple[type, ...]) -> Any:
     def check(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
+        if value is None and attribute.default is None:
+            return
         if isinstance(value, bool) or not isinstance(value, kind) or value < minimum:
             names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
             raise ConfigError(
@@ -79,8 +81,19 @@ class ZeroConfig:
         max_unit_bytes: Where units are chosen, what is larger is split if it can be.
         min_unit_bytes: Where units are chosen, smaller blocks stay with what encloses them:
             they are not worth a gather and hooks of their own.
-        window: Stage 3: units that may be whole at a time, the one in use included. More hides
-            more communication and costs their bytes.
+        window: Stage 3: units that may be whole at a time, the one in use included; those that
+            enclose others do not count. More hides more communication and costs their bytes.
+        max_live_numel: Stage 3, in place of `window`: parameter elements that may be whole at a
+            time, those of units that enclose others included.
+        prefetch_numel: Stage 3: parameter elements whose gathers may be launched ahead of their
+            use; 0 turns prefetching off. As many as may be whole when None.
+        max_reuse_numel: Stage 3: a unit stays whole until its next use if the units used in between
+            have no more parameter elements, and as many may be whole. Whenever as many may be
+            whole when None.
+        small_param_numel: Stage 3: parameters of at most this many elements rest whole on every
+            rank, as at stage 2: no gather for biases and norms, at the price of their bytes.
+        max_small_numel: Elements of all those together; the first ones of the model that fit, and
+            no bound when None.
         cut: Where parameters may be cut into shards: "flat" (anywhere), "row" (between rows),
             "tensor" (nowhere: one rank keeps it) or "block(k)" (on multiples of k elements); a
             mapping from parameter names, or patterns such as "blocks.*.weight", to these; or a
@@ -103,6 +116,11 @@ class ZeroConfig:
     min_unit_bytes: int = field(default=2**16, validator=_at_least(0, int), kw_only=True)
     cut: CutChoice = field(default=None, converter=_as_cuts, kw_only=True)
     window: int = field(default=3, validator=_at_least(1, int), kw_only=True)
+    max_live_numel: int | None = field(default=None, validator=_at_least(1, int), kw_only=True)
+    prefetch_numel: int | None = field(default=None, validator=_at_least(0, int), kw_only=True)
+    max_reuse_numel: int | None = field(default=None, validator=_at_least(0, int), kw_only=True)
+    small_param_numel: int = field(default=0, validator=_at_least(0, int), kw_only=True)
+    max_small_numel: int | None = field(default=None, validator=_at_least(0, int), kw_only=True)
     state_dict: Literal["raise", "gather"] = field(
         default="raise", validator=_check_state_dict, kw_only=True
     )
@@ -112,3 +130,13 @@ class ZeroConfig:
     def placements(self) -> Placements:
         """The stage's row of the table."""
         return STAGES[self.stage]
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds of stage 3's schedule."""
+        return Limits(
+            self.window,
+            max_live_numel=self.max_live_numel,
+            prefetch_numel=self.prefetch_numel,
+            max_reuse_numel=self.max_reuse_numel,
+        )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, final
 
 import torch
-from attrs import frozen
+from attrs import define, field, frozen
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_partition import AbstractRangeReader, LoadReport, load_ranges
@@ -18,31 +18,63 @@ from ._config import ZeroConfig
 from ._errors import FileError
 from ._group import default_group
 
-# NOTE(format): eight bytes, little-endian, say how long the header is; the header is JSON: name to
-# dtype, shape and the offsets of its bytes, counted from the header's end. That is all that is
-# needed to read a range, and nothing of it can run code.
-
-_DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_MAX_HEADER_BYTES: Final = 100 * 2**20  # the format's own limit
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
+_MAPPED_BYTES: Final = 4 * 2**20  # read through one mapping of a file
+_MAPPED_AROUND_BYTES: Final = 2**17  # the kernel maps what it has at hand near what is read
+
+
+@define(eq=False)
+class _File:
+    """A file of tensors, mapped: what is read of it is this process's until the mapping goes.
+
+    So it is opened again now and then, and not for each range: the header of a file with many
+    experts takes long to parse.
+    """
+
+    path: Path
+    _opened: Any = field(default=None, init=False)
+    _mapped_bytes: int = field(default=0, init=False)
+
+    def open(self) -> Any:
+        """The library's handle on the file.
+
+        Raises:
+            FileError: The file is missing, not of this format, or cut short.
+        """
+        if self._opened is None:
+            if not self.path.is_file():
+                raise FileError(f"{self.path}: no such file")
+            try:
+                self._opened = safe_open(self.path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise FileError(
+                    f"{self.path}: expected a whole safetensors file ({error}); save or download "
+                    "it again"
+                ) from error
+        return self._opened
+
+    def view(self, name: str, first: int, last: int) -> Tensor:
+        """Rows [first, last) of a tensor, or the tensor if it has no rows; reads nothing yet."""
+        try:
+            part = self.open().get_slice(name)
+            return part[first:last] if part.get_shape() else self.open().get_tensor(name)
+        except SafetensorError as error:
+            raise FileError(f"{self.path}: cannot read {name!r}: {error}") from error
+
+    def read(self, name: str, first: int, last: int) -> Tensor:
+        """As `view`, for rows that will be read before the next are."""
+        rows = self.view(name, first, last)
+        num_bytes = rows.nbytes + _MAPPED_AROUND_BYTES
+        if self._mapped_bytes + num_bytes > _MAPPED_BYTES:
+            self.close()
+            rows = self.view(name, first, last)
+        self._mapped_bytes += num_bytes
+        return rows
+
+    def close(self) -> None:
+        """Let go of the mapping, which stays as long as tensors that view it."""
+        self._opened, self._mapped_bytes = None, 0
 
 
 @final
@@ -50,10 +82,15 @@ _SINGLE: Final = "model.safetensors"
 class SafetensorsRange(AbstractRangeReader):
     """One tensor of one file."""
 
-    path: Path
-    start_bytes: int  # of its first element, in the file
+    name: str  # in the file
     tensor_shape: torch.Size
     tensor_dtype: torch.dtype
+    _file: _File
+
+    @property
+    def path(self) -> Path:
+        """Of the file."""
+        return self._file.path
 
     @property
     def shape(self) -> torch.Size:
@@ -66,23 +103,17 @@ class SafetensorsRange(AbstractRangeReader):
         return self.tensor_dtype
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop), in memory of their own."""
+        """Elements [start, stop), as a view of the mapped file: copy what is to stay.
+
+        Raises:
+            FileError: The file went, or was cut short, since it was opened first.
+        """
         if start == stop:
             return torch.empty(0, dtype=self.dtype)
-        itemsize = self.dtype.itemsize
-        wire = bytearray((stop - start) * itemsize)
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.start_bytes + start * itemsize)
-            view, done = memoryview(wire), 0
-            while done < len(wire):
-                count = file.readinto(view[done:])
-                if not count:
-                    raise FileError(
-                        f"{self.path}: ended {len(wire) - done} bytes early; it was cut short "
-                        "since it was opened"
-                    )
-                done += count
-        return torch.frombuffer(wire, dtype=self.dtype)
+        row_numel = self.shape[1:].numel()  # 1 if there are no rows
+        first, last = start // row_numel, -(-stop // row_numel)
+        rows = self._file.read(self.name, first, last).view(-1)
+        return rows[start - first * row_numel : stop - first * row_numel]
 
 
 def load_pretrained(
@@ -146,7 +177,7 @@ def open_safetensors(source: str | Path | Iterable[str | Path]) -> dict[str, Saf
         FileError: A file is missing, not of this format, or two files hold the same name.
     """
     if not isinstance(source, str | Path):
-        return _merge({path: _read_header(path) for path in map(Path, source)})
+        return _merge(map(_read_header, dict.fromkeys(map(Path, source))))
     path = Path(source)
     if path.is_dir():
         found = [path / name for name in (_INDEX, _SINGLE) if (path / name).is_file()]
@@ -160,14 +191,17 @@ def open_safetensors(source: str | Path | Iterable[str | Path]) -> dict[str, Saf
 
 
 def _read_index(path: Path) -> dict[str, SafetensorsRange]:
-    content = _parse(path, path.read_bytes())
-    files = content.get("weight_map")
-    if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
-        raise FileError(f"{path}: expected a 'weight_map' from names to files")
-    for file in files.values():
+    files = _weight_map(path)
+    headers = {}
+    for file in dict.fromkeys(files.values()):
         if Path(file).name != file:
             raise FileError(f"{path}: expected files beside the index, got {file!r}")
-    headers = {file: _read_header(path.parent / file) for file in dict.fromkeys(files.values())}
+        if not (path.parent / file).is_file():
+            raise FileError(
+                f"{path}: names {file!r}, but there is no such file beside it; the download may be "
+                "incomplete"
+            )
+        headers[file] = _read_header(path.parent / file)
     lost = [name for name, file in files.items() if name not in headers[file]]
     if lost:
         raise FileError(
@@ -177,51 +211,35 @@ def _read_index(path: Path) -> dict[str, SafetensorsRange]:
     return {name: headers[file][name] for name, file in files.items()}
 
 
-def _merge(headers: Mapping[Path, dict[str, SafetensorsRange]]) -> dict[str, SafetensorsRange]:
+def _weight_map(path: Path) -> dict[str, str]:
+    if not path.is_file():
+        raise FileError(f"{path}: no such file")
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise FileError(f"{path}: expected JSON ({error}); download it again") from error
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise FileError(f"{path}: expected a 'weight_map' from names to files")
+    return files
+
+
+def _merge(headers: Iterable[dict[str, SafetensorsRange]]) -> dict[str, SafetensorsRange]:
     merged: dict[str, SafetensorsRange] = {}
-    for path, header in headers.items():
+    for header in headers:
         twice = merged.keys() & header.keys()
         if twice:
             name = min(twice)
-            raise FileError(f"{name!r} is both in {merged[name].path} and in {path}")
+            raise FileError(f"{name!r} is both in {merged[name].path} and in {header[name].path}")
         merged |= header
     return merged
 
 
 def _read_header(path: Path) -> dict[str, SafetensorsRange]:
-    if not path.is_file():
-        raise FileError(f"{path}: no such file")
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            raise FileError(f"{path}: no safetensors file, or cut short ({size} bytes)")
-        content = _parse(path, file.read(length))
-    content.pop("__metadata__", None)
-    start = 8 + length
-    return {name: _range(path, name, entry, start, size) for name, entry in content.items()}
-
-
-def _range(path: Path, name: str, entry: Any, start: int, size: int) -> SafetensorsRange:
-    try:
-        dtype, shape = _DTYPES[entry["dtype"]], torch.Size(entry["shape"])
-        first, last = (int(offset) for offset in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise FileError(f"{path}: cannot read the entry of {name!r}: {entry!r}") from error
-    expected = math.prod(shape) * dtype.itemsize
-    if min(shape, default=0) < 0 or first < 0 or last - first != expected or start + last > size:
-        raise FileError(
-            f"{path}: {name!r} should take {expected} bytes, but its entry says [{first}, {last}) "
-            f"of {size - start}; the file is damaged or cut short"
-        )
-    return SafetensorsRange(path, start + first, shape, dtype)
-
-
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise FileError(f"{path}: expected JSON, got {text[:40]!r}") from error
-    if not isinstance(content, dict):
-        raise FileError(f"{path}: expected a JSON object, got {text[:40]!r}")
-    return content
+    file = _File(path)
+    found = {}
+    for name in file.open().keys():  # noqa: SIM118  # it is no mapping
+        shape = torch.Size(file.open().get_slice(name).get_shape())
+        found[name] = SafetensorsRange(name, shape, file.view(name, 0, 0).dtype, file)
+    file.close()
+    return found

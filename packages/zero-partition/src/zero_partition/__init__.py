@@ -37,6 +37,7 @@ from ._hooks import find_sharded
 from ._init_context import Init
 from ._layout import FlatLayout, Piece
 from ._leaves import get_leaf_modules, set_leaf_modules, unset_leaf_modules
+from ._limits import Limits
 from ._loading import AbstractRangeReader, LoadReport, load_ranges
 from ._materialise import materialise
 from ._memory import MemoryReport
@@ -50,8 +51,10 @@ from ._public import (
     memory_report,
     no_sync,
     release_buffers,
+    schedule_report,
     unpartition,
 )
+from ._schedule_report import ScheduleReport, ScheduleRow
 from ._sharded_model import ShardedModel
 from ._span import Span
 from ._unsharded import unsharded
@@ -68,6 +71,7 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "LayoutError",
+    "Limits",
     "LoadError",
     "LoadReport",
     "LostEditError",
@@ -79,6 +83,8 @@ __all__ = [
     "Piece",
     "Placement",
     "Placements",
+    "ScheduleReport",
+    "ScheduleRow",
     "ShardedModel",
     "Span",
     "Stage",
@@ -106,6 +112,7 @@ __all__ = [
     "plan_units",
     "register_external_parameter",
     "release_buffers",
+    "schedule_report",
     "set_full_grad",
     "set_full_optimizer_state",
     "set_full_param",

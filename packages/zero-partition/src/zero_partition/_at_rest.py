@@ -34,17 +34,21 @@ class AtRest:
         """Answer questions about shape; put whole values where values are used."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         attribute = getattr(func.__self__, "__name__", "") if name in _ACCESSES else ""
-        if name in _METADATA or name.startswith(_FACTORIES):
-            return plain_call(func, args, kwargs)
-        if attribute and (name != "__get__" or attribute not in _VALUES):
+        looks_at_none = name in _METADATA or name.startswith(_FACTORIES)
+        if looks_at_none or (attribute and (name != "__get__" or attribute not in _VALUES)):
             return plain_call(func, args, kwargs)
         if attribute == "data":
             data: Any = plain_call(func, args, kwargs)
             return _guard_data(args[0], data)
         if name in _AUTOGRAD or name in _PRINTS:
             return _as_plain(func, args, kwargs)
-        is_kept = name in _CONVERSIONS and plain_call(func, args, kwargs) is args[0]
-        return args[0] if is_kept else _use(func, attribute or name, args, kwargs)
+        if name in _LIKE and not isinstance(args[0], AtRest):
+            return func(*_replace(args, _plain), **_replace(kwargs, _plain))
+        if name in _CONVERSIONS:
+            converted = plain_call(func, args, kwargs)
+            if converted is args[0] or not isinstance(converted, Tensor):  # type() is a string
+                return converted
+        return _use(func, attribute or name, args, kwargs)
 
     def __deepcopy__(self, memo: dict) -> Any:
         if not _is_gathered(self):  # type: ignore[arg-type]
@@ -113,6 +117,10 @@ def _is_gathered(tensor: Tensor) -> bool:
     return place.position in place.buffer.held
 
 
+def _plain(tensor: Tensor) -> Tensor:
+    return as_subclass_sharing_memory(Tensor, tensor)
+
+
 def _guard_data(param: Tensor, data: Tensor) -> Tensor:
     if _is_gathered(param):
         return data
@@ -154,8 +162,10 @@ def _replace(value: Any, substitute: Callable[[Tensor], Tensor]) -> Any:
         return substitute(value)  # type: ignore[arg-type]
     if isinstance(value, dict):
         return {key: _replace(item, substitute) for key, item in value.items()}
-    if type(value) in (list, tuple) and any(isinstance(t, AtRest) for t in _tensors_in(value)):
-        return type(value)(_replace(item, substitute) for item in value)
+    if isinstance(value, list | tuple) and any(isinstance(t, AtRest) for t in _tensors_in(value)):
+        items = [_replace(item, substitute) for item in value]
+        make = getattr(value, "_make", type(value))  # tuples with names take no iterable
+        return make(items)
     return value
 
 
@@ -179,6 +189,8 @@ _CONVERSIONS: Final = {
     *("to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "cpu", "cuda"),
     *("int", "long", "short", "char", "byte", "bool"),
 }
+# Of the other argument they take the dtype, the device or the shape.
+_LIKE: Final = {"to", "type_as", "view_as", "reshape_as", "expand_as"}
 _ACCESSES: Final = {"__get__", "__set__", "__delete__"}
 _PRINTS: Final = {"__repr__", "__format__"}
 _AUTOGRAD: Final = {"grad", "backward"}

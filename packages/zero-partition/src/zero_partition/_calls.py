@@ -70,10 +70,14 @@ class AroundCall(Bound):
 
     def _prepare(self) -> None:
         if self.is_model:
-            self.sharded.forwards += 1
             self.sharded.begin_forward()
-        if self.unit is not None:
-            self.sharded.schedule.before_forward(self.unit)
+        try:
+            if self.unit is not None:
+                self.sharded.schedule.before_forward(self.unit)
+        except BaseException:
+            if self.is_model:
+                self.sharded.end_forward()
+            raise
 
     @untraced
     def _end(self, raised: bool) -> Call | None:

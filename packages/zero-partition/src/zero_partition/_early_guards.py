@@ -13,27 +13,29 @@ from ._errors import StateError
 
 def refuse_forward(module: nn.Module, args: Any) -> None:
     """Forward pre-hook: before shard() there is a forward inside Init only."""
-    if CURRENT.get() is not None:
-        return
-    for name, param in module._parameters.items():
-        if param is not None and find_early(param) is not None:
-            raise StateError(
-                f"forward of a {type(module).__name__} whose parameter {name!r} was sharded by "
-                "Init: call zero_engine.shard(model, optimizer, config) first"
-            )
+    name = _first_early(module)
+    if name is not None:
+        raise StateError(
+            f"forward of a {type(module).__name__} whose parameter {name!r} was sharded by "
+            "Init: call zero_engine.shard(model, optimizer, config) first"
+        )
 
 
 def refuse_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """state_dict pre-hook: outside Init it would give stand-ins away."""
-    if CURRENT.get() is not None:
-        return
-    for name, param in module._parameters.items():
-        if param is not None and find_early(param) is not None:
-            raise StateError(
-                f"state_dict(): parameter {prefix + name!r} was sharded by Init: call "
-                "zero_engine.shard(model, ...) first, and then "
-                "zero_engine.full_state_dict(model) on every rank"
-            )
+    name = _first_early(module)
+    if name is not None:
+        raise StateError(
+            f"state_dict(): parameter {prefix + name!r} was sharded by Init: call "
+            "zero_engine.shard(model, ...) first, and then "
+            "zero_engine.full_state_dict(model) on every rank"
+        )
+
+
+def _first_early(module: nn.Module) -> str | None:
+    """A parameter of its own that Init sharded; None inside Init, where that is as it should be."""
+    own = module._parameters.items() if CURRENT.get() is None else ()
+    return next((n for n, p in own if p is not None and find_early(p) is not None), None)
 
 
 def guard_module(module: nn.Module) -> None:

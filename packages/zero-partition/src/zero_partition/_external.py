@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 from attrs import define, field
 from torch import nn
@@ -13,6 +13,7 @@ from ._errors import StateError
 from ._hooks import Bound
 from ._placement import Placement
 from ._places import Place, place_of
+from ._sharded_model import ShardedModel
 
 
 def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
@@ -32,13 +33,16 @@ def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
         StateError: `param` belongs to no sharded model.
     """
     place = place_of(param, what="register_external_parameter()")
-    ahead = _AHEAD.get(module)
+    sharded = place.sharded
+    of_models = _AHEAD.setdefault(module, WeakKeyDictionary())
+    ahead = of_models.get(sharded)
     if ahead is None:
-        ahead = _LaunchAhead()
+        ahead = of_models[sharded] = _LaunchAhead()
         if place.unit.placement is Placement.SHARDED:
             ahead.handle = module.register_forward_pre_hook(ahead, prepend=True)
-            place.sharded.removers.append(ahead.handle.remove)
-        _AHEAD[module] = ahead
+            sharded.removers.append(ahead.handle.remove)
+            # The module may serve another model when this one was deleted.
+            finalize(sharded, ahead.handle.remove).atexit = False  # type: ignore[attr-defined]
     if place not in ahead.places:
         ahead.places.append(place)
 
@@ -50,7 +54,8 @@ def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> Non
         StateError: `param` belongs to no sharded model, or was not registered for the module.
     """
     place = place_of(param, what="unregister_external_parameter()")
-    ahead = _AHEAD.get(module)
+    of_models = _AHEAD.get(module, {})
+    ahead = of_models.get(place.sharded)
     if ahead is None or place not in ahead.places:
         raise StateError(
             f"unregister_external_parameter(): parameter {place.name!r} is not registered for this "
@@ -58,14 +63,14 @@ def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> Non
         )
     ahead.places.remove(place)
     if not ahead.places:
-        del _AHEAD[module]
+        del of_models[place.sharded]
         if ahead.handle is not None:
             ahead.handle.remove()
 
 
 @define(eq=False)
 class _LaunchAhead(Bound):
-    """Before the module's forward: its parameters from elsewhere set out."""
+    """Before the module's forward: its parameters from one sharded model set out."""
 
     places: list[Place] = field(factory=list)
     handle: RemovableHandle | None = None
@@ -75,4 +80,7 @@ class _LaunchAhead(Bound):
             place.sharded.outside.launch(place)
 
 
-_AHEAD: Final[WeakKeyDictionary[nn.Module, _LaunchAhead]] = WeakKeyDictionary()
+# A model that is sharded again is another ShardedModel, and nothing of the first one is found.
+_AHEAD: Final[WeakKeyDictionary[nn.Module, WeakKeyDictionary[ShardedModel, _LaunchAhead]]] = (
+    WeakKeyDictionary()
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -13,8 +13,11 @@ from ._buffer_plan import BufferPlan, plan_buffers
 from ._cut import Cut
 from ._early_shard import find_early
 from ._errors import PartitionError
+from ._gather_plan import Extent
 from ._layout import byte_offsets
 from ._leaves import is_leaf, outermost_leaves
+
+_SMALL = "(small parameters)"  # no module's name
 
 
 @frozen
@@ -24,6 +27,7 @@ class UnitPlan:
     name: str  # of the module whose forward uses them; "" is the model itself
     buffers: tuple[BufferPlan, ...]
     is_outer: bool  # other units run inside this one's forward
+    rests_whole: bool = False  # on every rank, at every stage; used by any module
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -34,6 +38,12 @@ class UnitPlan:
     def num_bytes(self) -> int:
         """Bytes that its slot must have."""
         return self.offsets[-1]
+
+    @cached_property
+    def extent(self) -> Extent:
+        """What it takes while it is whole."""
+        numel = sum(buffer.layout.payload_numel for buffer in self.buffers)
+        return Extent(numel, self.num_bytes, self.is_outer)
 
 
 def choose_units(
@@ -73,6 +83,19 @@ def choose_units(
     return tuple(chosen)
 
 
+def choose_small(
+    model: nn.Module, *, small_param_numel: int, max_small_numel: int | None
+) -> frozenset[int]:
+    """Ids of the parameters that may rest whole: small ones, the first that fit together."""
+    chosen, numel = set(), 0
+    for param in model.parameters():
+        is_small = 0 < param.numel() <= small_param_numel
+        if is_small and (max_small_numel is None or numel + param.numel() <= max_small_numel):
+            chosen.add(id(param))
+            numel += param.numel()
+    return frozenset(chosen)
+
+
 def plan_units(
     model: nn.Module,
     unit_names: Sequence[str],
@@ -80,6 +103,7 @@ def plan_units(
     world_size: int,
     cuts: Mapping[int, Cut] | None = None,
     group_of: Mapping[int, int] | None = None,
+    small: Collection[int] = (),
 ) -> tuple[UnitPlan, ...]:
     """Give every parameter of `model` to exactly one unit, and lay each unit out.
 
@@ -93,6 +117,7 @@ def plan_units(
         cuts: Parameter id to where it may be cut; anywhere for those it does not hold.
         group_of: Parameter id to the optimizer's param group, so that a group's parameters lie
             side by side.
+        small: Ids of parameters that rest whole on every rank, in a unit of their own.
 
     Raises:
         PartitionError: A name is no module, or has no forward to hook, or a parameter cannot be
@@ -110,12 +135,16 @@ def plan_units(
                 "nothing says when it is used; name the modules inside it"
             )
     members: dict[str, list[nn.Parameter]] = {name: [] for name in ("", *unit_names)}
+    of_small: list[nn.Parameter] = []
     names = _names_of(model)
     by_id = {id(param): param for param in model.parameters()}
     for key, param_names in names.items():
         check_parameter(by_id[key], param_names[0])
-        members[_innermost(param_names, members)].append(by_id[key])
+        home = of_small if key in small else members[_innermost(param_names, members)]
+        home.append(by_id[key])
     _check_storages(by_id, names)
+    if of_small:  # first: what is reduced last, unless the model's own order says otherwise
+        members = {_SMALL: of_small, **members}
     used = [name for name, params in members.items() if params]
     buffers = plan_buffers(
         [members[name] for name in used], names, world_size, cuts or {}, group_of or {}
@@ -124,7 +153,9 @@ def plan_units(
         UnitPlan(
             name=name,
             buffers=of_unit,
-            is_outer=any(_contains(name, other) for other in used if other != name),
+            is_outer=name == _SMALL
+            or any(_contains(name, other) for other in used if other not in (name, _SMALL)),
+            rests_whole=name == _SMALL,
         )
         for name, of_unit in zip(used, buffers, strict=True)
     )

@@ -51,10 +51,18 @@ class BeforeStep(Bound):
 
     sharded: ShardedModel
 
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """See that all gradients are there."""
-        has_closure = len(args) > 1 or kwargs.get("closure") is not None  # args[0] is itself
-        self.sharded.before_step(has_closure=has_closure)
+    def __call__(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
+        """See that all gradients are there, those of a closure too."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is itself
+        self.sharded.before_step(has_closure=callable(closure))
+        if not callable(closure):
+            return None
+        closure = self.sharded.around_closure(closure)
+        if len(args) > 1:
+            return (args[0], closure, *args[2:]), kwargs
+        return args, kwargs | {"closure": closure}
 
 
 @define(eq=False)
@@ -71,7 +79,7 @@ class AfterStep(Bound):
 def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
     """Hook the model, the modules of its units, and its trainable parameters."""
     modules = dict(model.named_modules())
-    units = {unit.plan.name: unit for unit in sharded.units}
+    units = {unit.plan.name: unit for unit in sharded.units if not unit.plan.rests_whole}
     for name in {"": None, **units}:
         remove = wrap_call(modules[name], sharded, units.get(name), is_model=not name)
         sharded.removers.append(remove)

@@ -25,7 +25,7 @@ class MemoryReport:
     reduction_bytes: int  # where gradients are collected and received
     gathered_bytes: int  # parameters that are whole by request, or used outside their unit
     scalars_bytes: int  # stand-ins of sharded parameters, step counters, flags between ranks
-    num_slot_conflicts: int  # units that found no free slot in the window, and got one more
+    num_slot_conflicts: int  # slots beyond the window, for units that must be whole besides
     trained_bytes_per_rank: tuple[int, ...]  # elements of trainable parameters in ranks' shards
 
     @property

@@ -8,6 +8,7 @@ from zero_comm import all_gather_flat
 
 from ._errors import StateError
 from ._sharded_model import ShardedModel
+from ._torch_compat import plain_access
 
 
 def clip_grad_norm_(sharded: ShardedModel, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
@@ -15,7 +16,8 @@ def clip_grad_norm_(sharded: ShardedModel, max_norm: float, *, norm_type: float 
     if norm_type not in (2.0, float("inf")):
         raise StateError(f"expected norm_type 2 or inf, got {norm_type}")
     group, reducer = sharded.group, sharded.reducer
-    if any(g.has_local for g in reducer.gradients):
+    sharded.refuse_incomplete_gradients("clip_grad_norm_()")
+    with plain_access():
         reducer.before_step()
     grads = [
         param.grad.as_subclass(Tensor)

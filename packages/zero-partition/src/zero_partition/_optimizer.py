@@ -15,6 +15,7 @@ from ._chained import members_of
 from ._cut import Cut
 from ._errors import PartitionError, StateError
 from ._flat_buffer import FlatBuffer
+from ._outputs import tensors_in
 from ._span import Span
 from ._unit import Unit
 
@@ -136,6 +137,13 @@ def _shard_state(state: dict[str, Any], buffer: FlatBuffer, position: int) -> di
 
 def _shard_value(key: str, value: Any, plan: ParameterPlan, span: Span) -> Any:
     shape, cut = plan.shape, plan.cut
+    is_nest = isinstance(value, list | tuple | dict)
+    if is_nest and cut != Cut.TENSOR and any(True for _ in tensors_in(value)):
+        raise PartitionError(
+            f"parameter {plan.name!r}: optimizer state {key!r} is a {type(value).__name__} that "
+            "holds tensors, of which nobody knows how to take a shard; keep them as entries of "
+            "their own, call shard() before the first step, or use cut='tensor'"
+        )
     if not isinstance(value, Tensor) or key == "step" or (value.dim() == 0 and shape):
         return value
     if span.numel == shape.numel() and cut != Cut.FLAT:

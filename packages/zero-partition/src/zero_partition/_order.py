@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from attrs import Factory, define, field
 
 # A recording longer than this many uses per unit is a loop that never returns to the model's own
 # forward (someone calls inner modules by hand): stop growing, prefetch what is known.
 _MAX_USES_PER_UNIT: Final = 64
+
+
+class Use(NamedTuple):
+    """One moment at which a unit must be whole."""
+
+    unit: int
+    phase: str  # "forward", "recomputation" or "backward"
+    in_use: frozenset[int]  # units that something may read at this moment, this one included
 
 
 @define
@@ -22,41 +30,31 @@ class ExecutionOrder:
 
     num_units: int
     misses: int = 0
-    _recorded: list[int] = Factory(list)
-    _recording: list[int] = field(default=Factory(list), init=False)
-    _cursor: int = field(default=-1, init=False)
+    recorded: list[Use] = Factory(list)  # another object when, and only when, it has changed
+    launches: dict[int, list[int]] | None = None  # units to gather ahead, by position
+    position: int = field(default=-1, init=False)  # of the last use, -1 before the first
+    _recording: list[Use] = field(default=Factory(list), init=False)
 
     def restart(self) -> None:
         """A new forward of the model begins: what was recorded since the last one is the order."""
-        if self._recording:
-            self._recorded, self._recording = self._recording, []
-        self._cursor = -1
+        if self._recording and self._recording != self.recorded:
+            self.recorded, self.launches = self._recording, None
+        self._recording = []
+        self.position = -1
 
-    def observe(self, unit: int) -> None:
-        """`unit` is used now."""
+    def observe(self, use: Use) -> None:
+        """A unit is used now."""
         if len(self._recording) < self.num_units * _MAX_USES_PER_UNIT:
-            self._recording.append(unit)
-        following = self._cursor + 1
-        if following < len(self._recorded) and self._recorded[following] == unit:
-            self._cursor = following
-        elif self._recorded:
+            self._recording.append(use)
+        following = self.position + 1
+        if following < len(self.recorded) and self.recorded[following].unit == use.unit:
+            self.position = following
+        elif self.recorded:
             self.misses += 1
-            self._cursor = self._find(unit, following)
-
-    def upcoming(self, count: int) -> list[int]:
-        """The next `count` different units after the last use, into the next step if need be."""
-        recorded = self._recorded
-        found: list[int] = []
-        for distance in range(1, len(recorded) + 1):
-            if len(found) == count:
-                break
-            unit = recorded[(self._cursor + distance) % len(recorded)]
-            if unit not in found:
-                found.append(unit)
-        return found
+            self.position = self._find(use.unit, following)
 
     def _find(self, unit: int, start: int) -> int:
-        for position in (*range(start, len(self._recorded)), *range(start)):
-            if position < len(self._recorded) and self._recorded[position] == unit:
+        for position in (*range(start, len(self.recorded)), *range(start)):
+            if position < len(self.recorded) and self.recorded[position].unit == unit:
                 return position
-        return self._cursor
+        return self.position

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
@@ -66,9 +65,8 @@ class OutsideUses:
 
     def forget(self) -> None:
         """Drop the values; graphs keep what they need. Waits for gathers nobody needed."""
-        for wait in self._in_flight.values():
-            wait()
-        self._in_flight.clear()
+        while self._in_flight:  # one at a time: what fails is not waited for again
+            self._in_flight.popitem()[1]()
         self._values.clear()
 
     def refuse_write(self, place: Place, what: str) -> NoReturn:
@@ -141,7 +139,11 @@ def keep_views(unit: Unit, outputs: Iterable[Tensor]) -> None:
         return
     address = unit.slot.memory.data_ptr()
     for tensor in outputs:
-        if type(tensor) is Tensor:
-            with suppress(RuntimeError, NotImplementedError):  # no memory: sparse, functorch's
-                if tensor.untyped_storage().data_ptr() == address:
-                    tensor.data = tensor.data.clone()
+        if type(tensor) is not Tensor:
+            continue
+        try:
+            memory = tensor.untyped_storage()
+        except NotImplementedError:  # sparse and opaque ones have none, and view nothing
+            continue
+        if memory.data_ptr() == address:
+            tensor.data = tensor.data.clone()

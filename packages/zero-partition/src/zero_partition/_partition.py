@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,9 @@ from ._buffer_plan import BufferPlan
 from ._early_shard import find_early
 from ._errors import PartitionError
 from ._flat_buffer import FlatBuffer
-from ._grouping import UnitPlan, choose_units, plan_units
+from ._grouping import UnitPlan, choose_small, choose_units, plan_units
 from ._hooks import find_sharded, install_module_hooks, install_optimizer_hooks
+from ._limits import Limits
 from ._needs import CutChoice, choose_cuts
 from ._optimizer import check_optimizer, describe_optimizer, param_group_of, shard_optimizer
 from ._placement import STAGES, Placement, Placements, Stage
@@ -33,7 +35,8 @@ from ._sharded_model import ShardedModel
 from ._state_dict import install_state_dict_hooks
 from ._unit import Unit
 
-_REDUCTION_SLOTS = 2  # one fills while the other travels
+_DEFAULT_LIMITS: Final = Limits()
+_REDUCTION_SLOTS: Final = 2  # one fills while the other travels
 
 
 def partition(
@@ -45,7 +48,9 @@ def partition(
     units: Sequence[str] | None = None,
     max_unit_bytes: int = 512 * 2**20,
     min_unit_bytes: int = 2**16,
-    window: int = 3,
+    limits: Limits = _DEFAULT_LIMITS,
+    small_param_numel: int = 0,
+    max_small_numel: int | None = None,
     cut: CutChoice = None,
     gathers_state_dict: bool = False,
     timeout_s: float = 60.0,
@@ -65,7 +70,11 @@ def partition(
         units: Names of the modules that are unsharded and reduced as one; chosen when None.
         max_unit_bytes: What is larger is split where it can be, when units are chosen.
         min_unit_bytes: Blocks that are smaller stay with what encloses them.
-        window: Units that may be whole at a time, the one in use included.
+        limits: How much may be whole at a time.
+        small_param_numel: Where parameters rest sharded, those of at most this many elements rest
+            whole on every rank all the same.
+        max_small_numel: Elements of all those together: the first of the model that fit; no bound
+            when None.
         cut: Where parameters may be cut: a `Cut` or its name, a mapping from names or patterns to
             cuts, or a function of name and parameter. What it leaves open is `cut` in the param
             group, or what the optimizer needs, or anywhere. At stage 0 nothing is cut.
@@ -81,51 +90,46 @@ def partition(
         zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
         zero_comm.CommError: A rank did not take part in time.
     """
-    if find_sharded(model) is not None or any(
-        find_sharded(child) is not None for child in model.modules()
-    ):
-        raise PartitionError(
-            f"this {type(model).__name__}, or a module inside it, is sharded already; shard() a "
-            "model once, before wrapping or copying it"
+    _check(model, optimizer, group, placements)
+    cuts = choose_cuts(model, optimizer, cut) if placements.optim is Placement.SHARDED else {}
+    if units is None:
+        units = choose_units(model, max_unit_bytes=max_unit_bytes, min_unit_bytes=min_unit_bytes)
+    small: Collection[int] = ()
+    if placements.params is Placement.SHARDED:
+        small = choose_small(
+            model, small_param_numel=small_param_numel, max_small_numel=max_small_numel
         )
-    if window < 1:
-        raise PartitionError(f"expected window >= 1, got {window}")
-    _check_devices(model, group)
-    check_adoptable(model, group)
-    shards_state = placements.optim is Placement.SHARDED
-    if optimizer is not None:
-        check_optimizer(optimizer, model, shards_state=shards_state)
-    cuts = choose_cuts(model, optimizer, cut) if shards_state else {}
-    names = units
-    if names is None:
-        names = choose_units(model, max_unit_bytes=max_unit_bytes, min_unit_bytes=min_unit_bytes)
     plans = plan_units(
-        model, names, world_size=group.world_size, cuts=cuts, group_of=param_group_of(optimizer)
+        model,
+        units,
+        world_size=group.world_size,
+        cuts=cuts,
+        group_of=param_group_of(optimizer),
+        small=small,
     )
-    facts = _describe(plans, placements, window) | describe_optimizer(optimizer)
+    facts = _describe(plans, placements, limits) | describe_optimizer(optimizer)
     facts |= _describe_buffers(model) | {"state_dict gathers": str(gathers_state_dict)}
     facts |= describe_early(model)
     check_agreement(facts, group=group, timeout_s=timeout_s)
 
     runtime = _distribute(model, plans, group, placements.params)
-    if optimizer is not None and shards_state:
+    if optimizer is not None and placements.optim is Placement.SHARDED:
         shard_optimizer(optimizer, runtime)
-    exposure = _expose(runtime, group) if placements.params is Placement.SHARDED else None
     sharded = ShardedModel(
         model=model,
         group=group,
         placements=placements,
         units=runtime,
-        schedule=Schedule.plan(runtime, window=window, device=group.device),
+        schedule=Schedule.plan(runtime, limits=limits, device=group.device),
         reducer=GradientReducer.plan(
             runtime,
             group=group,
             placement=placements.grads,
-            shards_state=shards_state,
+            shards_state=placements.optim is Placement.SHARDED,
             num_slots=_REDUCTION_SLOTS,
         ),
         optimizer=optimizer,
-        exposure=exposure,
+        exposure=_expose(runtime, group),
         gathers_state_dict=gathers_state_dict,
     )
     tags = {"control_tag": sharded.reducer.control_tag, "access_tag": sharded.access_tag}
@@ -136,6 +140,24 @@ def partition(
     if optimizer is not None:
         install_optimizer_hooks(optimizer, sharded)
     return sharded
+
+
+def _check(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    group: Group,
+    placements: Placements,
+) -> None:
+    """Raise PartitionError for what can be seen without other ranks."""
+    if any(find_sharded(module) is not None for module in model.modules()):
+        raise PartitionError(
+            f"this {type(model).__name__}, or a module inside it, is sharded already; shard() a "
+            "model once, before wrapping or copying it"
+        )
+    _check_devices(model, group)
+    check_adoptable(model, group)
+    if optimizer is not None:
+        check_optimizer(optimizer, model, shards_state=placements.optim is Placement.SHARDED)
 
 
 def _distribute(
@@ -154,9 +176,10 @@ def _distribute(
     units, next_index = [], _first_index(plans)
     for unit_index, plan in enumerate(plans):
         flat_buffers = []
+        resting = Placement.REPLICATED if plan.rests_whole else placement
         for buffer_plan in plan.buffers:
             owned = tuple(params[param.name] for param in buffer_plan.params)
-            flat_buffers.append(_flatten(buffer_plan, owned, next_index, group, placement))
+            flat_buffers.append(_flatten(buffer_plan, owned, next_index, group, resting))
             next_index += 1
         owners = tuple(
             (modules[name.rpartition(".")[0]], name.rpartition(".")[2], buffer_index, position)
@@ -164,16 +187,17 @@ def _distribute(
             for position, param in enumerate(buffer_plan.params)
             for name in param.names
         )
-        units.append(Unit(plan, unit_index, group, placement, tuple(flat_buffers), owners))
+        units.append(Unit(plan, unit_index, group, resting, tuple(flat_buffers), owners))
     return tuple(units)
 
 
 def _expose(units: Sequence[Unit], group: Group) -> Exposure | None:
-    """Let peers read this rank's shards, where they can."""
-    if group.world_size == 1:
+    """Let peers read this rank's shards of what is gathered, where they can."""
+    sharded = [unit for unit in units if unit.needs_slot]
+    if not sharded:
         return None
-    exposure = expose([buffer.shard for unit in units for buffer in unit.buffers], group=group)
-    for unit in units:
+    exposure = expose([buffer.shard for unit in sharded for buffer in unit.buffers], group=group)
+    for unit in sharded:
         unit.exposure = exposure
     return exposure
 
@@ -223,12 +247,12 @@ def _describe_buffers(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _describe(plans: Sequence[UnitPlan], placements: Placements, window: int) -> dict[str, str]:
+def _describe(plans: Sequence[UnitPlan], placements: Placements, limits: Limits) -> dict[str, str]:
     facts = {
         "placement of parameters": placements.params.value,
         "placement of gradients": placements.grads.value,
         "placement of optimizer state": placements.optim.value,
-        "window": str(window),
+        "limits of the schedule": str(limits),
     }
     for unit in plans:
         for buffer in unit.buffers:

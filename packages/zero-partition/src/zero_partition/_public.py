@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _memory, _norm, _state_dict, _unpartition
+from . import _memory, _norm, _schedule_report, _state_dict, _unpartition
 from ._errors import StateError
 from ._hooks import find_sharded, find_sharded_by_optimizer
 from ._sharded_model import ShardedModel
@@ -125,6 +125,21 @@ def memory_report(model: nn.Module) -> _memory.MemoryReport:
         StateError: Not sharded.
     """
     return _memory.memory_report(_find(model))
+
+
+def schedule_report(model: nn.Module) -> _schedule_report.ScheduleReport:
+    """When each unit of a model sharded at stage 3 is whole, and in which memory. Local.
+
+    Of the last training step, or the last evaluation where nothing was trained yet. A rank whose
+    order changes from step to step launches what the step before it would have needed.
+
+    Returns:
+        No rows where parameters rest whole, and before the second forward.
+
+    Raises:
+        StateError: Not sharded.
+    """
+    return _schedule_report.schedule_report(_find(model))
 
 
 def _find(model_or_optimizer: nn.Module | torch.optim.Optimizer) -> ShardedModel:

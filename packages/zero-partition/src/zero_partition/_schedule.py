@@ -1,4 +1,4 @@
-"""When sharded parameters are whole: around each use, and a window of units ahead of it."""
+"""When sharded parameters are whole: around each use, and ahead of it as far as limits allow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 from attrs import Factory, define, field
 
 from ._errors import StateError
-from ._order import ExecutionOrder
+from ._limits import Limits
+from ._lookahead import Lookahead
+from ._order import Use
 from ._placement import Placement
 from ._shard_state import ShardState
 from ._slots import SlotPool
@@ -40,30 +42,20 @@ class Schedule:
 
     units: Sequence[Unit]
     pool: SlotPool[Unit]
-    window: int  # units whole at a time, the one in use included
+    ahead: Lookahead
     keeps_whole: bool = field(default=False, init=False)  # see `keep_whole`
-    training: ExecutionOrder = field(init=False)
-    evaluation: ExecutionOrder = field(init=False)
-    _order: ExecutionOrder = field(init=False)
     _generation: int = field(default=0, init=False)  # how often slots were given back
     _clock: int = field(default=0, init=False)
     _starts: list[int] = field(default=Factory(list), init=False)
+    _running: list[Unit] = field(default=Factory(list), init=False)  # forwards, innermost last
     _active: list[Call] = field(default=Factory(list), init=False)  # in backward
     _backward: int = field(default=0, init=False)  # how many have ended
 
-    def __attrs_post_init__(self) -> None:
-        self.training = ExecutionOrder(len(self.units))
-        self.evaluation = ExecutionOrder(len(self.units))
-        self._order = self.training
-
     @classmethod
-    def plan(cls, units: Sequence[Unit], *, window: int, device: torch.device) -> Schedule:
-        """A schedule, with slots for a window of the units that can share them."""
-        ring = [unit.plan.num_bytes for unit in units if not unit.plan.is_outer]
-        pool: SlotPool[Unit] = SlotPool.plan(
-            ring, num_slots=window, device=device, is_busy=lambda unit: unit.depth > 0
-        )
-        schedule = cls(units, pool, window)
+    def plan(cls, units: Sequence[Unit], *, limits: Limits, device: torch.device) -> Schedule:
+        """A schedule without a recorded order yet."""
+        pool: SlotPool[Unit] = SlotPool(device, is_busy=lambda unit: unit.depth > 0)
+        schedule = cls(units, pool, Lookahead(units, pool, limits))
         pool.is_busy = schedule.is_in_use
         return schedule
 
@@ -77,16 +69,20 @@ class Schedule:
         """The model's own forward starts: the order starts again."""
         if is_in_backward():
             return  # recomputed as a whole inside a larger model's backward
-        self._order = self.training if torch.is_grad_enabled() else self.evaluation
-        self._order.restart()
+        for unit in self.units:
+            if unit.plan.rests_whole:
+                unit.check_untouched()  # no call of a module of its own says when it is used
+        self.ahead.begin(is_training=torch.is_grad_enabled())
+        self.ahead.launch(self.is_in_use)
 
     def before_forward(self, unit: Unit) -> None:
         """Make the unit whole; launch gathers for those that follow."""
         if unit.depth == 0:
             unit.check_untouched()
-            self._use(unit)
+            self._use(unit, "recomputation" if is_in_backward() else "forward")
         self._clock += 1
         self._starts.append(self._clock)
+        self._running.append(unit)
         unit.depth += 1
 
     def after_forward(self, unit: Unit, *, raised: bool = False) -> Call:
@@ -94,6 +90,7 @@ class Schedule:
         self._clock += 1
         unit.depth -= 1
         start = self._starts.pop()
+        self._running.pop()
         # The model's own unit has its slot to itself and comes back first: it stays, for a loss
         # that reads its parameters. In recomputation a unit's backward follows at once.
         stays = is_in_backward() or (not unit.plan.name and torch.is_grad_enabled() and not raised)
@@ -113,7 +110,7 @@ class Schedule:
         for other in complete:  # see NOTE(backward order)
             if not self.is_in_use(other.unit):
                 other.unit.reshard()
-        self._use(call.unit)
+        self._use(call.unit, "backward")
 
     def keep_whole(self, unit: Unit) -> None:
         """A backward makes a graph that reads this unit's parameters: reshard none until its own.
@@ -153,25 +150,15 @@ class Schedule:
         for unit in self.units:
             unit.depth = 0
         self._starts.clear()
+        self._running.clear()
         self.keeps_whole = False
         self.end_backward()
 
-    def prefetch(self, *, using: Unit | None = None) -> None:
-        """Launch gathers for the units that come next, as far as slots are free."""
-        if self.units[0].exposure is not None:
-            return  # whole when they are needed, by no one's leave
-        ahead = [] if using is None else [using]  # it does not count as in use yet
-        for index in self._order.upcoming(self.window - 1):
-            unit = self.units[index]
-            if not unit.is_resident and unit.placement is Placement.SHARDED:
-                if unit.slot is None:
-                    return  # never used yet: its slot is chosen when it is
-                owner = unit.slot.owner
-                is_other = owner is not None and owner is not unit
-                if is_other and (self.is_in_use(owner) or owner in ahead):
-                    return  # needed sooner; do not skip ahead either: one order on every rank
-                unit.start_unshard(self.pool)
-            ahead.append(unit)
+    def step(self) -> None:
+        """The optimizer has stepped: launch the first gathers of the next forward."""
+        if not any(self.is_in_use(unit) for unit in self.units):
+            self.ahead.step()
+            self.ahead.launch(self.is_in_use)
 
     def settle(self) -> None:
         """Wait for gathers in flight, so that nothing reads the shards any more."""
@@ -188,21 +175,20 @@ class Schedule:
                     f"release_buffers() was called while unit {unit.name!r} is in use; call it "
                     "between steps, outside forward and backward"
                 )
-        for unit in self.units:
-            unit.release_slot()
-        self.pool.release()
+        self.ahead.release()
         self._generation += 1
 
-    def _use(self, unit: Unit) -> None:
+    def _use(self, unit: Unit, phase: str) -> None:
         if unit.is_held:  # no gather, and no trace: how often ranks come here is their own affair
             unit.unshard(self.pool)
             return
-        self._order.observe(unit.index)
+        in_use = [unit, *self._running, *(call.unit for call in self._active)]
+        self.ahead.observe(Use(unit.index, phase, frozenset(other.index for other in in_use)))
         owner = unit.slot.owner if unit.slot is not None else None
         if owner is not None and owner is not unit and owner.depth:
             self._refuse(unit, owner)
         unit.unshard(self.pool)
-        self.prefetch(using=unit)
+        self.ahead.launch(self.is_in_use)
 
     def _refuse(self, unit: Unit, owner: Unit) -> None:
         raise StateError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -86,14 +87,14 @@ class ShardedModel:
 
     def begin_forward(self) -> None:
         """The model's forward starts: clean up after an exception, take our guards away."""
-        if is_in_backward():
-            return
-        self._tree.check(self.group.rank)
-        self._give_up_open_backward()
-        self.outside.forget()
-        with plain_access():
-            self._had_guards = self.reducer.before_forward()
-        self.schedule.begin_forward()
+        if not is_in_backward():
+            self._tree.check(self.group.rank)
+            self._give_up_open_backward()
+            self.outside.forget()
+            with plain_access():
+                self._had_guards = self.reducer.before_forward()
+            self.schedule.begin_forward()
+        self.forwards += 1
 
     def end_forward(self) -> None:
         """The model's forward has ended, or was given up: guards return unless backward follows."""
@@ -126,6 +127,9 @@ class ShardedModel:
             self._backward_is_open = True
             self._makes_graph = torch.is_grad_enabled()
             with plain_access():
+                for unit in self.units:
+                    if unit.plan.rests_whole:
+                        self.reducer.before_backward(unit)
                 self._accumulates = any(
                     will_accumulate(p) for g in self.reducer.gradients for p in g.buffer.params
                 )
@@ -138,23 +142,30 @@ class ShardedModel:
                 "backward_without_batch() during a backward, or after one that an exception ended; "
                 "call optimizer.zero_grad() first"
             )
-        self.reducer.before_forward()
+        with plain_access():
+            self.reducer.before_forward()
         self._accumulates, self._makes_graph = True, False
         self.close_backward()
 
     def before_step(self, *, has_closure: bool) -> None:
         """What the optimizer reads must be there, and nothing may still read what it writes."""
-        if self._backward_is_open:
-            raise StateError(
-                "optimizer.step() after a backward that an exception ended: its gradients are "
-                "incomplete. Call optimizer.zero_grad() and run forward and backward again."
-            )
+        self.refuse_incomplete_gradients("optimizer.step()")
         self.refuse_while_gathered("optimizer.step()")
         self._check_params()
         with plain_access():
             self.reducer.before_step()
         self.begin_write()
         self.reducer.lend(has_closure=has_closure)
+
+    def around_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure's forward reads the shards, so that the optimizer's write begins after it."""
+
+        def evaluate() -> Any:
+            result = closure()
+            self.begin_write()
+            return result
+
+        return evaluate
 
     def after_step(self) -> None:
         """Parameters have changed: publish them where they rest replicated."""
@@ -164,7 +175,7 @@ class ShardedModel:
             handles = [handle for unit in self.units for handle in unit.publish()]
             for handle in handles:
                 handle.wait()
-        self.schedule.prefetch()
+        self.schedule.step()
 
     def begin_write(self) -> None:
         """Wait until nothing reads the shards any more. Collective where they are exposed."""
@@ -182,6 +193,14 @@ class ShardedModel:
         self.outside.forget()
         for unit in self.units if only is None else (only,):
             unit.version += 1
+
+    def refuse_incomplete_gradients(self, what: str) -> None:
+        """Raise StateError after a backward that an exception ended."""
+        if self._backward_is_open:
+            raise StateError(
+                f"{what} after a backward that an exception ended: its gradients are incomplete. "
+                "Call optimizer.zero_grad() and run forward and backward again."
+            )
 
     def refuse_while_gathered(self, what: str) -> None:
         """Raise StateError inside a context that keeps parameters whole."""

@@ -42,11 +42,11 @@ class Slot(Generic[Owner]):
 
 @define(eq=False)
 class SlotPool(Generic[Owner]):
-    """A ring of slots as large as the largest units, and one of its own for who cannot share."""
+    """A ring of slots, and one more for who finds none free or cannot share."""
 
     device: torch.device
     is_busy: Callable[[Owner], bool]  # whether an owner's slot must be left alone
-    ring: list[Slot[Owner]]
+    ring: list[Slot[Owner]] = Factory(list)
     extra: list[Slot[Owner]] = Factory(list)
     conflicts: int = 0  # owners that found no free slot in the ring, and got one of their own
     _clock: int = field(default=0, init=False)
@@ -65,8 +65,15 @@ class SlotPool(Generic[Owner]):
         The ring's slots are as large as the `num_slots` largest sizes, so that any `num_slots`
         owners fit side by side without every slot being as large as the largest.
         """
-        largest = sorted(sizes, reverse=True)[:num_slots]
-        return cls(device, is_busy, [Slot(i, size) for i, size in enumerate(largest)])
+        pool = cls(device, is_busy)
+        pool.deal(sorted(sizes, reverse=True)[:num_slots])
+        return pool
+
+    def deal(self, sizes: Sequence[int]) -> None:
+        """A new ring of slots of these sizes in bytes; nobody has one yet, and memory is freed."""
+        self.release()
+        self.ring = [Slot(index, size) for index, size in enumerate(sizes)]
+        self.conflicts = 0
 
     @property
     def slots(self) -> list[Slot[Owner]]:

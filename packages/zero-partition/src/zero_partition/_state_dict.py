@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from attrs import define
 from torch import Tensor, nn
 
@@ -85,6 +86,8 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
         return
     owned: dict[nn.Module, Places] = {}
     for unit in sharded.units:
+        if unit.placement is Placement.REPLICATED:
+            continue  # as in any model
         for module, attribute, buffer, position in unit.owners:
             owned.setdefault(module, {})[attribute] = (unit, buffer, position)
     for module, places in owned.items():
@@ -175,6 +178,12 @@ class _BeforeLoad(Bound):
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 errors.append(
                     f"parameter {prefix + attribute!r}: expected shape {tuple(expected)}, got {got}"
+                )
+            elif value.is_meta or value.layout is not torch.strided:
+                got = "meta tensor" if value.is_meta else f"layout {value.layout}"
+                errors.append(
+                    f"parameter {prefix + attribute!r}: expected a dense tensor with values, got "
+                    f"{got}; convert or load it first"
                 )
             else:
                 values: list[Tensor | None] = [None] * len(buffer.params)

@@ -55,7 +55,7 @@ class Unit:
     @property
     def is_resident(self) -> bool:
         """Whether its current values are whole on this rank, so that no gather is needed."""
-        if self.placement is Placement.REPLICATED or self.group.world_size == 1 or self.is_held:
+        if not self.needs_slot or self.is_held:
             return True
         return (
             self.slot is not None
@@ -63,6 +63,11 @@ class Unit:
             and self._slot_version == self.version
             and self.state is not ShardState.GATHERING
         )
+
+    @property
+    def needs_slot(self) -> bool:
+        """Whether it is gathered to become whole."""
+        return self.placement is Placement.SHARDED and self.group.world_size > 1
 
     def start_unshard(self, pool: SlotPool[Unit]) -> None:
         """Launch the gather, if one is needed. Collective with its peers' same call.
@@ -122,7 +127,7 @@ class Unit:
 
     def release_slot(self) -> None:
         """Forget the slot, whose memory is given back."""
-        if self.placement is Placement.SHARDED and self.group.world_size > 1:
+        if self.needs_slot:
             self.reshard()
             self.slot, self._full, self._views, self._slot_version = None, [], [], -1
 

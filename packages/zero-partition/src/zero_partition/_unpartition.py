@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from zero_comm import all_gather_flat, check_agreement
 
+from ._chained import members_of
 from ._errors import StateError
 from ._flat_buffer import FlatBuffer
 from ._placement import Placement
@@ -111,8 +112,9 @@ def _return_state(
     for group in optimizer.param_groups:
         group["params"][:] = [params.get(id(param), param) for param in group["params"]]
     for shard, param, state in zip(buffer.shard_params, buffer.params, whole, strict=True):
-        if optimizer.state.pop(shard, None) is not None:
-            optimizer.state[param] = state
+        for member in members_of(optimizer):  # the state of a chain of them is to read
+            if member.state.pop(shard, None) is not None:
+                member.state[param] = state
 
 
 def _is_elementwise(key: str, value: Any, shard: nn.Parameter) -> bool:

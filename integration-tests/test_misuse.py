@@ -1,0 +1,359 @@
+"""What users do that no example shows: it works as in plain torch, or is told by name."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any, NamedTuple
+
+import parity
+import pytest
+import torch
+import zero_engine
+from parity import ZeroConfig
+from torch import Tensor, nn
+from training import assert_weights_of, train
+from zero_comm import Group
+from zero_engine import ChainedOptimizer
+from zero_partition import AtRestError, PartitionError, StateError, find_sharded
+
+WIDTH = 8
+
+
+def _blocks() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+
+def _loss_of(model: nn.Module, step: int) -> Tensor:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+    return model(x).square().mean()
+
+
+def _sharded(
+    group: Group, stage: int, make: Any = _blocks
+) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    """A plain model, the same one sharded, and its optimizer."""
+    plain = parity.build(make)
+    model = copy.deepcopy(plain)
+    optimizer = parity.adamw(model)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+    return plain, model, optimizer
+
+
+# ---- Gradients ----
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_that_the_user_dropped_is_not_in_the_norm(ranks, stage: int) -> None:
+    """`param.grad = None` after backward leaves a parameter out of this step, clipping included."""
+    ranks(2).run(_drop_and_clip, stage=stage)
+
+
+def _drop_and_clip(group: Group, stage: int) -> None:
+    plain, model, _ = _sharded(group, stage)
+    for each in (plain, model):
+        _loss_of(each, 0).backward()
+        each[1].weight.grad = None
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+
+    torch.testing.assert_close(zero_engine.clip_grad_norm_(model, 0.1), expected)
+
+
+@pytest.mark.parametrize("call", ["step", "clip"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_that_the_user_assigned_is_refused(ranks, stage: int, call: str) -> None:
+    """The optimizer reads shards: a step that ignores it would look like training."""
+    ranks(2).run(_assign_a_gradient, stage=stage, call=call)
+
+
+def _assign_a_gradient(group: Group, stage: int, call: str) -> None:
+    _, model, optimizer = _sharded(group, stage)
+    params = list(model.parameters())
+    for param, grad in zip(params, torch.autograd.grad(_loss_of(model, 0), params), strict=True):
+        param.grad = grad
+    with pytest.raises(StateError, match=r"'0\.weight'.*assigned.*set_full_grad\(param, value\)"):
+        if call == "step":
+            optimizer.step()
+        else:
+            zero_engine.clip_grad_norm_(model, 1.0)
+    optimizer.zero_grad()
+    _loss_of(model, 0).backward()
+    optimizer.step()
+
+
+def test_clipping_after_a_failed_backward_is_refused(ranks) -> None:
+    """As stepping is: some gradients lack this backward's part."""
+    ranks(2).run(_clip_after_failure)
+
+
+def _clip_after_failure(group: Group) -> None:
+    _, model, optimizer = _sharded(group, 3)
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    middle = model[0](torch.ones(1, WIDTH))
+    middle.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        model[2](model[1](middle)).sum().backward()
+    with pytest.raises(StateError, match=r"clip_grad_norm_\(\) after a backward that an exception"):
+        zero_engine.clip_grad_norm_(model, 1.0)
+    optimizer.zero_grad()
+
+
+class _Pauses(parity.PerParameter):
+    """Plain descent that thinks for a while between the closure and the write."""
+
+    needs_cut = "flat"
+    pause_s = 0.0
+
+    def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        time.sleep(self.pause_s)
+        param.add_(grad, alpha=-group["lr"])
+
+
+def test_what_a_closure_reads_is_not_taken_for_what_the_step_writes(ranks) -> None:
+    """Its forward reads the old values; peers that go on must wait for the new ones."""
+    ranks(2).run(_pause_after_closure)
+
+
+def _pause_after_closure(group: Group) -> None:
+    plain, model = parity.build(_blocks), parity.build(_blocks)
+    for each in (plain, model):
+        optimizer = _Pauses(each.parameters(), lr=0.1)
+        if each is model:
+            zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
+            optimizer.pause_s = 0.1 * group.rank
+
+        def closure(each: nn.Module = each) -> Tensor:
+            loss = _loss_of(each, 0)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert_weights_of(model, plain, group=group, what="after the pause")
+
+
+# ---- Forward ----
+
+
+def test_a_forward_that_was_refused_has_ended(ranks) -> None:
+    """Later uses of a parameter outside forward must not wait for ranks that never come."""
+    ranks(2).run(_read_after_refusal)
+
+
+def _read_after_refusal(group: Group) -> None:
+    _, model, _ = _sharded(group, 3)
+    model.late = nn.Linear(2, 2)
+    with pytest.raises(StateError, match=r"late\.weight"):
+        model(torch.ones(1, WIDTH))
+    del model.late
+    with pytest.raises(AtRestError), torch.no_grad():
+        model[0].weight.sum()
+    model[0].weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    with pytest.raises(StateError):
+        model(torch.ones(1, WIDTH))
+    assert not find_sharded(model).forwards
+
+
+def test_a_parameter_at_rest_tells_what_it_is_like(ranks) -> None:
+    """Its dtype and shape are known on each rank; asking for them needs no other."""
+    ranks(2).run(_ask_what_it_is_like)
+
+
+def _ask_what_it_is_like(group: Group) -> None:
+    plain, model, _ = _sharded(group, 3)
+    ours, theirs = model[0].weight, plain[0].weight
+    x = torch.arange(WIDTH * WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        for ask in (
+            x.to,
+            x.type_as,
+            x.view_as,
+            lambda weight: x.reshape_as(other=weight),
+            x[:WIDTH].expand_as,
+        ):
+            got, expected = ask(ours), ask(theirs)
+            assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+            assert torch.equal(got, expected)
+        assert ours.type() == theirs.type()
+        assert ours.float() is ours
+        with pytest.raises(AtRestError, match="double"):
+            ours.double()
+    assert find_sharded(model).outside.num_gathers == 0
+
+
+class _Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class _Joins(nn.Module):
+    """Hands children's weights to a torch function in a tuple with names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat(_Pair(self.blocks[1].weight, self.blocks[3].weight))
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x @ joined.T
+
+
+def test_weights_in_a_named_tuple_are_used_outside_their_unit(ranks) -> None:
+    """At rest they are NaN; torch takes any sequence of tensors."""
+    ranks(2).run(_train_as_plain)
+
+
+def _train_as_plain(group: Group) -> None:
+    plain, model, optimizer = _sharded(group, 3, _Joins)
+
+    expected = train(plain, parity.adamw(plain), _loss_of, num_steps=2)
+    assert train(model, optimizer, _loss_of, num_steps=2) == expected
+    assert_weights_of(model, plain, group=group, what="joined")
+
+
+class _GivesSparse(nn.Module):
+    """Returns, besides, what has no memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), torch.eye(2).to_sparse()
+
+
+def test_a_unit_may_return_a_sparse_tensor(ranks) -> None:
+    """Its outputs are looked at for views of parameters, and a sparse one cannot be one."""
+    ranks(2).run(_return_sparse)
+
+
+def _return_sparse(group: Group) -> None:
+    _, model, _ = _sharded(group, 3, _GivesSparse)
+    _, sparse = model(torch.ones(1, WIDTH))
+    assert torch.equal(sparse.to_dense(), torch.eye(2))
+
+
+# ---- Loading, sharding, undoing ----
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_value_that_cannot_be_read_is_an_error_of_its_own_name(ranks, stage: int) -> None:
+    """As in plain torch, which loads the others and says which failed."""
+    ranks(2).run(_load_from_meta, stage=stage)
+
+
+def _load_from_meta(group: Group, stage: int) -> None:
+    _, model, _ = _sharded(group, stage)
+    state = parity.build(_blocks, seed=7).state_dict()
+    expected = {key: value.clone() for key, value in state.items()}
+    state["1.bias"] = state["1.bias"].to("meta")
+    expected["1.bias"] = parity.build(_blocks).state_dict()["1.bias"]
+    with pytest.raises(RuntimeError, match=r"1\.bias.*meta tensor"):
+        model.load_state_dict(state)
+    full = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        parity.assert_same_weights(full, expected, what="all but one")
+
+
+class _Remembers(parity.PerParameter):
+    """Keeps the last two gradients of each parameter in a list."""
+
+    needs_cut = "flat"
+
+    def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        state["history"] = [*state.get("history", ())[-1:], grad.clone()]
+        param.add_(sum(state["history"]), alpha=-group["lr"])
+
+
+def test_state_that_hides_tensors_in_a_list_is_refused(ranks) -> None:
+    """Half of it would be a whole tensor's, half a shard's."""
+    ranks(2).run(_shard_remembering)
+
+
+def _shard_remembering(group: Group) -> None:
+    model = _blocks()
+    optimizer = _Remembers(model.parameters(), lr=0.1)
+    _loss_of(model, 0).backward()
+    optimizer.step()
+    with pytest.raises(PartitionError, match=r"'0\.weight': optimizer state 'history' is a list"):
+        zero_engine.shard(model, optimizer, ZeroConfig(2), group=group)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_chained_optimizers_keep_their_state_when_sharding_is_undone(ranks, stage: int) -> None:
+    """Momentum that starts again from zero is another training."""
+    ranks(2).run(_chain_and_undo, stage=stage)
+
+
+def _chain_and_undo(group: Group, stage: int) -> None:
+    def chained(model: nn.Sequential) -> ChainedOptimizer:
+        return ChainedOptimizer(
+            torch.optim.AdamW(model[:2].parameters(), lr=1e-2),
+            torch.optim.SGD(model[2:].parameters(), lr=0.1, momentum=0.9),
+        )
+
+    plain, model = parity.build(_blocks), parity.build(_blocks)
+    expected = train(plain, chained(plain), _loss_of, num_steps=4)
+    optimizer = chained(model)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+    losses = train(model, optimizer, _loss_of, num_steps=2)
+    zero_engine.unshard(model, optimizer)
+    for step in (2, 3):
+        losses += train(model, optimizer, lambda m, _, s=step: _loss_of(m, s), num_steps=1)
+        if step == 2:
+            assert len(optimizer.state) == len(list(model.parameters()))
+
+    assert losses[:2] == expected[:2]
+
+
+class _Watched(nn.Module):
+    """A loss that uses a parameter of the model."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return (x @ weight).square().mean()
+
+
+def test_what_is_registered_again_after_unshard_is_gathered_ahead_again(ranks) -> None:
+    """Another sharding of the same model is another model; what was known of the first is gone."""
+    ranks(2).run(_register_twice)
+
+
+def _register_twice(group: Group) -> None:
+    model, other, loss = _blocks(), _blocks(), _Watched()
+    for each in (model, other):
+        zero_engine.shard(each, None, ZeroConfig(3), group=group)
+    for _ in range(2):
+        for each in (model, other):
+            zero_engine.register_external_parameter(loss, each[1].weight)
+        assert len(loss._forward_pre_hooks) == 2
+        zero_engine.unshard(model)
+        assert len(loss._forward_pre_hooks) == 1
+        zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    zero_engine.register_external_parameter(loss, model[1].weight)
+    launched = find_sharded(model).outside.num_gathers
+    loss(model(torch.ones(1, WIDTH)), model[1].weight)
+    assert find_sharded(model).outside.num_gathers == launched + 1
+    zero_engine.unregister_external_parameter(loss, model[1].weight)
+    zero_engine.unregister_external_parameter(loss, other[1].weight)
+    assert not loss._forward_pre_hooks
+
+
+def test_a_model_that_is_deleted_leaves_no_hook_on_a_loss(ranks) -> None:
+    """The loss goes on to serve the next model."""
+    ranks(2).run(_register_and_delete)
+
+
+def _register_and_delete(group: Group) -> None:
+    import gc
+
+    model, loss = _blocks(), _Watched()
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    zero_engine.register_external_parameter(loss, model[1].weight)
+    del model
+    gc.collect()
+    assert not loss._forward_pre_hooks
+    loss(torch.ones(1, WIDTH), torch.ones(WIDTH, WIDTH))

@@ -1,0 +1,348 @@
+"""What is whole when, at stage 3: the limits a user sets, and the report of what follows."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest import mock
+
+import attrs
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zero_engine
+from parity import ZeroConfig
+from torch import nn
+from zero_comm import Group, record_traffic
+from zero_partition import ScheduleReport, memory_report, schedule_report
+from zero_partition._schedule import Schedule
+from zero_partition._unit import Unit
+
+WIDTH = 64
+BLOCK = WIDTH * WIDTH  # elements of a layer of parity.Chain
+NUM_BLOCKS = 4
+
+
+def _over(group: Group, transport: str) -> Group:
+    """The same ranks, in a group whose gathers need every rank if `transport` is messages."""
+    if transport == "messages":
+        with mock.patch.dict(os.environ, {"ZERO_COMM_PEER_MEMORY": "0"}):
+            group = Group.from_process_group(dist.new_group())
+    assert (group.peers is None) == (transport == "messages")
+    return group
+
+
+# ---- Numbers ----
+
+
+@pytest.mark.parametrize("transport", ["reads", "messages"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefetch_numel": 0},
+        {"prefetch_numel": 200},
+        {"max_live_numel": 1},
+        {"max_live_numel": 500, "max_reuse_numel": 0},
+        {"max_live_numel": 10**9},
+        {"small_param_numel": 13},
+        {"small_param_numel": 10**9},
+        {"small_param_numel": 13, "max_small_numel": 20, "prefetch_numel": 100},
+    ],
+    ids=str,
+)
+def test_no_limit_changes_a_number(ranks, options: dict[str, int], transport: str) -> None:
+    """They say how much memory may hide how much communication, and nothing else."""
+    ranks(2).run(_equals_ddp, options=options, transport=transport)
+
+
+def _equals_ddp(group: Group, options: dict[str, int], transport: str) -> None:
+    recipe = parity.Recipe(num_steps=4, num_micro_batches=2)
+    expected = parity.train_ddp(group, recipe)
+
+    curve = parity.train_sharded(_over(group, transport), recipe, ZeroConfig(3, **options))
+
+    parity.assert_same(curve, expected, rank=group.rank, what=str(options))
+
+
+# ---- Gathers ----
+
+
+@pytest.mark.parametrize("transport", ["reads", "messages"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 1},
+        {"window": 3},
+        {"window": 3, "prefetch_numel": 0},
+        {"window": 3, "prefetch_numel": BLOCK},
+        {"max_live_numel": 2 * BLOCK},
+        {"max_live_numel": NUM_BLOCKS * BLOCK},
+        {"max_live_numel": NUM_BLOCKS * BLOCK, "max_reuse_numel": BLOCK},
+    ],
+    ids=str,
+)
+def test_what_happens_is_what_the_report_says(
+    ranks, options: dict[str, int], transport: str
+) -> None:
+    """A table nobody can trust is worse than none: it is compared with the calls themselves."""
+    for happened, report in ranks(2).run(_gathers_of_a_step, options=options, transport=transport):
+        assert [name for name, _ in happened] == [row.unit for row in report.rows]
+        ahead = [row.gathered.startswith("ahead") for row in report.rows]
+        assert [is_ahead for _, is_ahead in happened] == ahead
+        may_prefetch = transport == "messages" and options.get("prefetch_numel") != 0
+        assert any(ahead) == may_prefetch
+
+
+def _gathers_of_a_step(
+    group: Group, options: dict[str, int], transport: str
+) -> tuple[list[tuple[str, bool]], ScheduleReport]:
+    """Which units were gathered, and whether that was launched before their own use."""
+    model, optimizer = _shard_chain(_over(group, transport), **options)
+    for _ in range(3):
+        _step(model, optimizer)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    happened: list[tuple[str, bool]] = []
+    in_use: list[Unit | None] = [None]
+    step, use, take = Schedule.step, Schedule._use, Unit._take_slot
+
+    def watch_step(schedule: Schedule) -> None:
+        in_use[0] = None
+        step(schedule)
+
+    def watch_use(schedule: Schedule, unit: Unit, phase: str) -> None:
+        in_use[0] = unit
+        use(schedule, unit, phase)
+
+    def watch_take(unit: Unit, pool: Any) -> None:
+        happened.append((unit.name, in_use[0] is not unit))
+        take(unit, pool)
+
+    with (
+        mock.patch.object(Schedule, "step", watch_step),
+        mock.patch.object(Schedule, "_use", watch_use),
+        mock.patch.object(Unit, "_take_slot", watch_take),
+    ):
+        optimizer.step()  # the first gathers may be launched as a step ends
+        optimizer.zero_grad()
+        model(torch.ones(1, WIDTH)).sum().backward()
+    return happened, schedule_report(model)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("num_live", [1, 2, 3, 4])
+def test_the_live_limit_decides_how_much_is_sent_again(
+    ranks, num_live: int, world_size: int
+) -> None:
+    """3 psi (N-1)/N, less what is still whole when its backward begins."""
+    sent = ranks(world_size).run(_gathered_in_a_step, max_live_numel=num_live * BLOCK)
+
+    assert sum(sent) == (2 * NUM_BLOCKS - num_live) * BLOCK * (world_size - 1)
+
+
+def _gathered_in_a_step(group: Group, **options: Any) -> int:
+    model, optimizer = _shard_chain(group, **options)
+    for _ in range(3):
+        _step(model, optimizer)
+    with record_traffic(group) as traffic:
+        _step(model, optimizer)
+    return traffic.payload_numel("all_gather")
+
+
+# ---- Memory ----
+
+
+def test_slots_hold_what_may_be_whole_and_the_report_counts_it(ranks) -> None:
+    """The limit is there to be relied on: bytes of slots, and elements whole at a time."""
+    for num_live in (1, 2, 3, 4):
+        for report, slots in ranks(2).run(_live, max_live_numel=num_live * BLOCK):
+            assert report.peak_live_numel == num_live * BLOCK
+            assert report.slots_bytes == slots == 4 * num_live * BLOCK
+
+
+def _live(group: Group, **options: Any) -> tuple[ScheduleReport, int]:
+    model, optimizer = _shard_chain(group, **options)
+    for _ in range(2):
+        _step(model, optimizer)
+    return schedule_report(model), memory_report(model).slots_bytes
+
+
+class _TwoTowers(nn.Module):
+    """Two encoders with parameters of their own around their blocks, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(_Tower() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for tower in self.towers:
+            x = tower(x)
+        return x
+
+
+class _Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 8, bias=False)
+        self.around = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.around(self.inside(x))
+
+
+def test_units_that_enclose_others_share_a_slot_once_their_order_is_known(ranks) -> None:
+    """Two towers, one after the other, need the memory of one and of what prefetch asks for."""
+    ranks(2).run(_two_towers)
+
+
+def _two_towers(group: Group) -> None:
+    torch.manual_seed(0)
+    model = _TwoTowers()
+    units = [f"towers.{i}{inside}" for i in (0, 1) for inside in ("", ".inside")]
+    config = ZeroConfig(3, units=units, max_live_numel=128, prefetch_numel=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero_engine.shard(model, optimizer, config, group=group)
+    slots = []
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        slots.append(memory_report(model).slots_bytes)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert slots == [3 * 256, 2 * 256]  # at first, each enclosing unit has its own
+
+
+# ---- Small parameters ----
+
+
+def test_small_parameters_rest_whole_and_are_not_gathered(ranks) -> None:
+    """Each kind of byte is where the options say, and a step gathers the large ones only."""
+    for numels, sent, report in ranks(2).run(_small, small_param_numel=WIDTH):
+        whole, sharded = numels
+        assert report.params_bytes == 4 * whole + 4 * sharded // 2
+        assert report.optimizer_bytes == 8 * (whole + sharded) // 2
+        # Large ones: forward, and backward where the window does not hold them. Small ones: once,
+        # after the step.
+        assert sent == sharded // 2 * 2 - 3 * (WIDTH * WIDTH) // 2 + whole // 2
+
+
+class _WithBiases(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _small(group: Group, **options: Any) -> tuple[tuple[int, int], int, Any]:
+    torch.manual_seed(0)
+    model = _WithBiases()
+    optimizer = torch.optim.Adam(model.parameters())
+    zero_engine.shard(model, optimizer, ZeroConfig(3, **options), group=group)
+    biases = [layer.bias for layer in model.layers]
+    for _ in range(3):
+        _step(model, optimizer)
+    assert all(bias.isfinite().all() for bias in biases)  # whole between steps
+    with record_traffic(group) as traffic:
+        _step(model, optimizer)
+    numels = NUM_BLOCKS * WIDTH, NUM_BLOCKS * BLOCK
+    return numels, traffic.payload_numel("all_gather"), memory_report(model)
+
+
+def test_small_parameters_are_bounded_together_and_chosen_in_the_models_order(ranks) -> None:
+    """The bound for the model: the first that fit."""
+    ranks(2).run(_bounded)
+
+
+def _bounded(group: Group) -> None:
+    torch.manual_seed(0)
+    model = _WithBiases()
+    config = ZeroConfig(3, small_param_numel=WIDTH, max_small_numel=2 * WIDTH + 1)
+    zero_engine.shard(model, None, config, group=group)
+
+    whole = [name for name, p in model.named_parameters() if p.untyped_storage().nbytes() > 4]
+    assert whole == ["layers.0.bias", "layers.1.bias"]
+
+
+@pytest.mark.parametrize("transport", ["reads", "messages"])
+def test_small_parameters_are_saved_loaded_read_and_set_like_others(ranks, transport: str) -> None:
+    """They are of the model; where they rest is no concern of its user."""
+    ranks(2).run(_use_small, transport=transport)
+
+
+def _use_small(group: Group, transport: str) -> None:
+    group = _over(group, transport)
+    plain = parity.build()
+    model = parity.build()
+    zero_engine.shard(model, None, ZeroConfig(3, small_param_numel=13), group=group)
+    whole = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        parity.assert_same_weights(whole, plain.state_dict(), what="saved")
+
+    other = parity.build(seed=1)
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(zero_engine.full_param(model.scale), other.scale)
+    assert torch.equal(zero_engine.full_param(model.embed.weight), other.embed.weight)
+    with zero_engine.GatheredParameters([model.scale, model.embed.weight], modifier_rank=1):
+        if group.rank == 1:
+            model.scale.data.fill_(2.0)
+            model.embed.weight.data.fill_(3.0)
+    assert torch.equal(model.scale, torch.full((1,), 2.0))
+    assert zero_engine.full_param(model.embed.weight).eq(3).all()
+    zero_engine.set_full_param(model.scale, torch.full((1,), 4.0))
+    assert torch.equal(model.scale, torch.full((1,), 4.0))
+    with zero_engine.unsharded(model):
+        assert torch.equal(model.blocks[0].up.weight, other.blocks[0].up.weight)
+        assert torch.equal(model.scale, torch.full((1,), 4.0))
+    zero_engine.unshard(model)
+    assert torch.equal(model.scale, torch.full((1,), 4.0))
+
+
+# ---- The table ----
+
+
+def test_the_table_names_units_bytes_and_moments(ranks) -> None:
+    """What a user prints to see why a step waits."""
+    for table in ranks(2).run(_table):
+        lines = table.splitlines()
+        assert lines[0].split() == ["unit", "bytes", "slot", "gathered", "used", "released"]
+        assert "layers.0" in lines[2]
+        assert f"{4 * BLOCK}" in lines[2]
+        assert "at its use" in lines[2]
+        assert "forward of layers.0" in lines[2]
+
+
+def _table(group: Group) -> str:
+    model, optimizer = _shard_chain(group)
+    for _ in range(2):
+        _step(model, optimizer)
+    return zero_engine.schedule_table(model)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_there_is_a_table_at_every_stage_and_before_the_first_step(ranks, stage: int) -> None:
+    """Empty where nothing is ever gathered, or nothing is known yet."""
+    ranks(1).run(_empty_table, stage=stage)
+
+
+def _empty_table(group: Group, stage: int) -> None:
+    model, optimizer = _shard_chain(group, stage=stage)
+    assert schedule_report(model).rows == ()
+    _step(model, optimizer)
+    assert attrs.astuple(schedule_report(model)) == ((), 0, 0)
+
+
+def _shard_chain(
+    group: Group, *, stage: int = 3, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = parity.build(parity.Chain)
+    return zero_engine.shard(model, parity.adamw(model), ZeroConfig(stage, **options), group=group)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()

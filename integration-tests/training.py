@@ -1,0 +1,54 @@
+"""Training loops that several tests share, and the comparison that they end with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import parity
+import torch
+import zero_engine
+from torch import Tensor, nn
+from zero_comm import Group
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[nn.Module, int], Tensor],
+    *,
+    num_steps: int,
+) -> list[float]:
+    """The plain loop over a loss of the model and the number of the step. Returns the losses."""
+    losses = []
+    for step in range(num_steps):
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def scaled_step(
+    scaler: Any,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Tensor,
+    *,
+    max_norm: float,
+) -> None:
+    """One step of mixed precision: scale, unscale, clip, step."""
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    zero_engine.clip_grad_norm_(model, max_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+def assert_weights_of(model: nn.Module, plain: nn.Module, *, group: Group, what: str) -> None:
+    """A sharded model has the weights of a plain one, bit for bit. Collective."""
+    weights = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        parity.assert_same_weights(weights, plain.state_dict(), what=what)
