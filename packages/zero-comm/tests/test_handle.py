@@ -17,6 +17,7 @@ from zero_comm import (
     all_reduce_flat,
     reduce_scatter_flat,
 )
+from zero_comm._handle import Message
 
 
 def test_a_handle_is_waited_on_once() -> None:
@@ -49,16 +50,16 @@ def test_what_is_borrowed_lives_until_the_wait() -> None:
 def test_works_are_waited_on_in_order_and_then_finished() -> None:
     """The sum may start only when what it adds has arrived."""
     happened: list[str] = []
-    works = tuple((name, _FakeWork(name, happened)) for name in ("first", "second"))
+    messages = [Message(_FakeWork(name, happened), name) for name in ("first", "second")]
 
-    Handle(lambda timeout_s: happened.append(f"finish {timeout_s}"), works).wait(timeout_s=2.0)
+    Handle(lambda timeout_s: happened.append(f"finish {timeout_s}"), messages).wait(timeout_s=2.0)
 
     assert happened == ["first", "second", "finish 2.0"]
 
 
 def test_a_failed_work_says_which_and_what_to_do() -> None:
     """Torch knows a connection; the reader needs the collective and the rank."""
-    handle = Handle(lambda _: None, (("all_gather: receiving from rank 1", _BrokenWork()),))
+    handle = Handle(lambda _: None, [Message(_BrokenWork(), "receiving from rank 1")])
 
     with pytest.raises(
         CommError, match=r"receiving from rank 1 did not finish: reset by peer"

@@ -16,23 +16,32 @@ from ._compositions import (
     even_splits,
     reduce_scatter_flat,
 )
-from ._errors import AgreementError, CommError, GroupMismatchError, RankFailedError
+from ._errors import (
+    AgreementError,
+    CommError,
+    DivergenceError,
+    GroupMismatchError,
+    RankFailedError,
+)
 from ._exposure import Exposure, expose
 from ._group import Group, init
 from ._handle import Handle
 from ._reduction import Reduction
 from ._traffic import OperationTraffic, Traffic, record_traffic
+from ._watch import Purpose
 
 __all__ = [
     "BACKENDS",
     "AgreementError",
     "Backend",
     "CommError",
+    "DivergenceError",
     "Exposure",
     "Group",
     "GroupMismatchError",
     "Handle",
     "OperationTraffic",
+    "Purpose",
     "RankFailedError",
     "Reduction",
     "Traffic",

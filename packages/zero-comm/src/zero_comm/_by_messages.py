@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ._group import Group
-from ._handle import Handle, wait_for
+from ._handle import Handle, Message, failure
 from ._reduction import Reduction, finish_mean
+from ._watch import Launch
 
 # Messages of this size let the local sum run while later messages arrive, and stay in cache for
 # it. Between 512 KiB and 8 MiB the time hardly changes (benchmarks/bench_collectives.py).
@@ -19,20 +20,20 @@ PIECE_BYTES: Final = 2 * 2**20
 
 
 def gather_by_messages(
-    buffer: Tensor, chunks: Sequence[Tensor], *, group: Group, tag: int, what: str
+    buffer: Tensor, chunks: Sequence[Tensor], *, group: Group, launch: Launch
 ) -> Handle[Tensor]:
     """Send to and receive from every peer, the next rank first so that no rank is a hot spot."""
     own = chunks[group.rank]
-    works = []
+    messages = []
     for distance in range(1, group.world_size):
         peer = (group.rank - distance) % group.world_size
         if chunks[peer].numel():
-            works.append(_receive(chunks[peer], peer, group, tag, what))
+            messages.append(_receive(chunks[peer], peer, group, launch))
     for distance in range(1, group.world_size):
         peer = (group.rank + distance) % group.world_size
         if own.numel():
-            works.append(_send(own, peer, group, tag, what))
-    return Handle(lambda _: buffer, tuple(works), (buffer,))
+            messages.append(_send(own, peer, group, launch))
+    return Handle(lambda _: buffer, messages, (buffer,))
 
 
 def reduce_scatter_by_messages(
@@ -42,7 +43,7 @@ def reduce_scatter_by_messages(
     group: Group,
     op: Reduction,
     out: Tensor,
-    tag: int,
+    launch: Launch,
 ) -> Handle[Tensor]:
     """Add this rank's chunk of every rank's buffer into `out`, which may be its own chunk."""
     own = chunks[group.rank]
@@ -54,24 +55,22 @@ def reduce_scatter_by_messages(
         scratch = {peer: rows[i] for i, peer in enumerate(peers)}
 
     step = max(1, PIECE_BYTES // buffer.element_size())
-    arrivals: list[tuple[slice, list[tuple[str, Any]]]] = []
+    arrivals: list[tuple[slice, list[Message]]] = []
     for start in range(0, own.numel(), step):
         piece = slice(start, min(start + step, own.numel()))
-        works = [
-            _receive(scratch[peer][piece], peer, group, tag, "reduce_scatter") for peer in peers
-        ]
-        arrivals.append((piece, works))
+        messages = [_receive(scratch[peer][piece], peer, group, launch) for peer in peers]
+        arrivals.append((piece, messages))
     sends = []
     for start in range(0, max(chunk.numel() for chunk in chunks), step):
         for peer in peers:
             piece = chunks[peer][start : start + step]
             if piece.numel():
-                sends.append(_send(piece, peer, group, tag, "reduce_scatter"))
+                sends.append(_send(piece, peer, group, launch))
 
     def finish(timeout_s: float | None) -> Tensor:
-        for piece, works in arrivals:
-            for what, work in works:
-                wait_for(work, what, timeout_s=timeout_s)
+        for piece, messages in arrivals:
+            for message in messages:
+                message.wait(timeout_s=timeout_s)
             rows = [
                 own[piece] if rank == group.rank else scratch[rank][piece]
                 for rank in range(group.world_size)
@@ -82,19 +81,31 @@ def reduce_scatter_by_messages(
                 partial = torch.add(partial, row, out=scratch[peers[0]][piece])
             total = torch.add(partial, rows[-1], out=out[piece])
             finish_mean(total, op=op, world_size=group.world_size)
-        for what, work in sends:
-            wait_for(work, what, timeout_s=timeout_s)
+        for message in sends:
+            message.wait(timeout_s=timeout_s)
         return out
 
-    received = [work for _, works in arrivals for work in works]
+    received = [message for _, messages in arrivals for message in messages]
     return Handle(finish, (), (buffer, out, scratch), (*received, *sends))
 
 
-def _send(tensor: Tensor, peer: int, group: Group, tag: int, what: str) -> tuple[str, Any]:
-    work = dist.isend(tensor, group.global_rank(peer), group=group.process_group, tag=tag)
-    return f"{what}: sending to rank {peer}", work
+def _send(tensor: Tensor, peer: int, group: Group, launch: Launch) -> Message:
+    what = f"sending to rank {peer}"
+    try:
+        work = dist.isend(
+            tensor, group.global_rank(peer), group=group.process_group, tag=launch.key
+        )
+    except RuntimeError as error:  # the connection is broken
+        raise failure(f"{what} did not begin", error, launch) from error
+    return Message(work, what, launch, peer)
 
 
-def _receive(tensor: Tensor, peer: int, group: Group, tag: int, what: str) -> tuple[str, Any]:
-    work = dist.irecv(tensor, group.global_rank(peer), group=group.process_group, tag=tag)
-    return f"{what}: receiving from rank {peer}", work
+def _receive(tensor: Tensor, peer: int, group: Group, launch: Launch) -> Message:
+    what = f"receiving from rank {peer}"
+    try:
+        work = dist.irecv(
+            tensor, group.global_rank(peer), group=group.process_group, tag=launch.key
+        )
+    except RuntimeError as error:
+        raise failure(f"{what} did not begin", error, launch) from error
+    return Message(work, what, launch, peer)

@@ -12,13 +12,14 @@ from torch import Tensor
 from ._handle import Handle
 from ._peer_memory import PeerMemory, RemoteBuffer, Transfer
 from ._reduction import Reduction, finish_mean
+from ._watch import Launch
 
 # A piece of every rank stays in cache until it is added.
 _PIECE_BYTES: Final = 2**18
 
 
 def gather_by_reading(
-    buffer: Tensor, chunks: Sequence[Tensor], *, peers: PeerMemory, tag: int, what: str
+    buffer: Tensor, chunks: Sequence[Tensor], *, peers: PeerMemory, launch: Launch
 ) -> Handle[Tensor]:
     """Fill the peers' chunks of `buffer` from theirs."""
     offsets = [_offset(chunk, buffer) for chunk in chunks]
@@ -28,8 +29,8 @@ def gather_by_reading(
             rank = (peers.rank + distance) % peers.world_size
             buffers[rank].read_into(chunks[rank], offset=offsets[rank])
 
-    transfer = peers.launch(tag, buffer, carry_out)
-    return Handle(partial(_finish, transfer, buffer, peers, what))
+    transfer = peers.launch(launch.key, buffer, carry_out, launch=launch)
+    return Handle(partial(_finish, transfer, buffer, peers, launch.operation))
 
 
 def reduce_scatter_by_reading(
@@ -39,7 +40,7 @@ def reduce_scatter_by_reading(
     peers: PeerMemory,
     op: Reduction,
     out: Tensor,
-    tag: int,
+    launch: Launch,
 ) -> Handle[Tensor]:
     """Add this rank's chunk of every rank's buffer into `out`, which may be its own chunk."""
     rank, world_size = peers.rank, peers.world_size
@@ -64,8 +65,8 @@ def reduce_scatter_by_reading(
                 total = row if other == 0 else torch.add(total, row, out=target)
             finish_mean(total, op=op, world_size=world_size)
 
-    transfer = peers.launch(tag, buffer, carry_out)
-    return Handle(partial(_finish, transfer, out, peers, "reduce_scatter"))
+    transfer = peers.launch(launch.key, buffer, carry_out, launch=launch)
+    return Handle(partial(_finish, transfer, out, peers, launch.operation))
 
 
 def _offset(chunk: Tensor, buffer: Tensor) -> int:

@@ -20,13 +20,18 @@ from ._by_messages import gather_by_messages, reduce_scatter_by_messages
 from ._by_reading import gather_by_reading, reduce_scatter_by_reading
 from ._errors import GroupMismatchError
 from ._group import Group
-from ._handle import Handle
+from ._handle import Handle, Message
 from ._peer_memory import PeerMemory
 from ._reduction import Reduction
 from ._torch_compat import all_gather_single, reduce_scatter_single
+from ._watch import Watch
 
-# Tags far from those a user of torch's send and recv would choose on the same group.
+# Tags far from those a user of torch's send and recv would choose on the same group: torch takes
+# what is positive and has 31 bits.
 _TAG_BASE: Final = 1 << 24
+_VERSION_BASE: Final = 1 << 29
+_NUM_VERSIONS: Final = 3  # so many are told apart, counted round
+_BUILT_IN: Final = -1  # torch's own collectives meet in the order of their launches
 
 
 def all_gather_flat(
@@ -36,6 +41,7 @@ def all_gather_flat(
     group: Group,
     shard: Tensor | None = None,
     tag: int = 0,
+    version: int | None = None,
     payload: Sequence[int] | None = None,
     control: bool = False,
 ) -> Handle[Tensor]:
@@ -51,6 +57,8 @@ def all_gather_flat(
         tag: Identity of this collective: those with different tags may be launched in different
             order by different ranks where the backend allows it (gloo). Those with the same tag
             must be launched in the same order everywhere.
+        version: Of the values, where they change in time: a rank that sends an older or a newer one
+            is waited for in vain, as one with another tag is (gloo; modulo 3).
         payload: Elements per rank that carry data, for the traffic count; `splits` when None.
         control: Count it as `agree`, apart from data: flags, fingerprints, scalars.
 
@@ -71,13 +79,13 @@ def all_gather_flat(
     if group.backend.composes_from_peers:
         # A message reaches its peer even if this rank ends before it is read: what controls must.
         peers = None if control else group.peers
-        return _gather(out, splits, group=group, peers=peers, tag=_tag(tag), what="all_gather")
+        return _gather(out, splits, group=group, peers=peers, name=name, tag=tag, version=version)
     if len(set(splits)) == 1:
         work = all_gather_single(out, own, group=group.process_group, async_op=True)
     else:
         chunks = _chunks(out, splits)
         work = dist.all_gather(chunks, own, group=group.process_group, async_op=True)
-    return Handle(lambda _: out, (("all_gather", work),), (out,))
+    return Handle(lambda _: out, (Message(work, "all_gather"),), (out,))
 
 
 def reduce_scatter_flat(
@@ -161,7 +169,7 @@ def all_reduce_flat(
     if not group.backend.composes_from_peers:
         reduce_op = _torch_op(group, op)
         work = dist.all_reduce(buffer, reduce_op, group=group.process_group, async_op=True)
-        return Handle(lambda _: buffer, (("all_reduce", work),), (buffer,))
+        return Handle(lambda _: buffer, (Message(work, "all_reduce"),), (buffer,))
     reduction = _reduce_scatter(buffer, splits=splits, group=group, op=op, out=own, tag=tag)
 
     def finish(timeout_s: float | None) -> Tensor:
@@ -171,8 +179,9 @@ def all_reduce_flat(
             splits,
             group=group,
             peers=group.peers,
-            tag=_late_tag(tag),
-            what="all_reduce",
+            name="all_reduce",
+            tag=tag,
+            is_late=True,
         )
         return gathering.wait(timeout_s=timeout_s)
 
@@ -203,8 +212,11 @@ def broadcast_flat(buffer: Tensor, *, src: int, group: Group) -> Handle[Tensor]:
     group.count("broadcast", payload_numel=sent, itemsize=buffer.element_size())
     if group.world_size == 1:
         return Handle(lambda _: buffer)
+    launch = group.watch.launch("broadcast", _BUILT_IN) if group.watch is not None else None
     work = dist.broadcast(buffer, group.global_rank(src), group=group.process_group, async_op=True)
-    return Handle(lambda _: buffer, (("broadcast", work),), (buffer,))
+    # gloo's tree: all comes from `src`, which sends to the rank after it first.
+    peer = src if group.rank != src else (src + 1) % group.world_size
+    return Handle(lambda _: buffer, (Message(work, "broadcast", launch, peer),), (buffer,))
 
 
 def even_splits(numel: int, world_size: int) -> tuple[int, ...]:
@@ -222,11 +234,13 @@ def _reduce_scatter(
             out.copy_(own)
         return Handle(lambda _: out)
     if group.backend.composes_from_peers:
-        chunks, tag = _chunks(buffer, splits), _tag(tag)
-        peers = group.peers
-        if peers is not None:
-            return reduce_scatter_by_reading(buffer, chunks, peers=peers, op=op, out=out, tag=tag)
-        return reduce_scatter_by_messages(buffer, chunks, group=group, op=op, out=out, tag=tag)
+        chunks, peers = _chunks(buffer, splits), group.peers
+        launch = _watch(group).launch("reduce_scatter", _key(tag), tag=tag)
+        if peers is None:
+            return reduce_scatter_by_messages(
+                buffer, chunks, group=group, op=op, out=out, launch=launch
+            )
+        return reduce_scatter_by_reading(buffer, chunks, peers=peers, op=op, out=out, launch=launch)
     if len(set(splits)) == 1:
         work = reduce_scatter_single(
             out, buffer, _torch_op(group, op), group=group.process_group, async_op=True
@@ -239,7 +253,7 @@ def _reduce_scatter(
             group=group.process_group,
             async_op=True,
         )
-    return Handle(lambda _: out, (("reduce_scatter", work),), (buffer, out))
+    return Handle(lambda _: out, (Message(work, "reduce_scatter"),), (buffer, out))
 
 
 def _gather(
@@ -248,22 +262,30 @@ def _gather(
     *,
     group: Group,
     peers: PeerMemory | None,
+    name: str,
     tag: int,
-    what: str,
+    version: int | None = None,
+    is_late: bool = False,
 ) -> Handle[Tensor]:
-    chunks = _chunks(buffer, splits)
+    chunks, key = _chunks(buffer, splits), _key(tag, version=version, is_late=is_late)
+    launch = _watch(group).launch(name, key, tag=tag, version=version)
     if peers is None:
-        return gather_by_messages(buffer, chunks, group=group, tag=tag, what=what)
-    return gather_by_reading(buffer, chunks, peers=peers, tag=tag, what=what)
+        return gather_by_messages(buffer, chunks, group=group, launch=launch)
+    return gather_by_reading(buffer, chunks, peers=peers, launch=launch)
 
 
-def _tag(tag: int) -> int:
-    return _TAG_BASE + 2 * tag
+def _watch(group: Group) -> Watch:
+    assert group.watch is not None, "where a backend composes, the group has a watch"
+    return group.watch
 
 
-def _late_tag(tag: int) -> int:
-    """For what is launched in `wait`: ranks may wait before or after they launch something else."""
-    return _TAG_BASE + 2 * tag + 1
+def _key(tag: int, *, version: int | None = None, is_late: bool = False) -> int:
+    """What messages carry, so that only those of one collective meet.
+
+    What is launched in `wait` is late: ranks may wait before or after they launch something else.
+    """
+    part = 0 if version is None else 1 + version % _NUM_VERSIONS
+    return _TAG_BASE + 2 * tag + is_late + part * _VERSION_BASE
 
 
 def _torch_op(group: Group, op: Reduction) -> Any:

@@ -5,6 +5,10 @@ class CommError(RuntimeError):
     """A collective was misused, failed, or did not finish in time."""
 
 
+class DivergenceError(CommError):
+    """Ranks wait for each other in different collectives, which would never end."""
+
+
 class GroupMismatchError(ValueError):
     """Tensors do not fit the group they were handed to: device, shape or split."""
 

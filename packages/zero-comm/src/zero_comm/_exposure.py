@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Final
 from weakref import finalize
 
 import torch
@@ -18,7 +19,9 @@ from ._group import Group
 from ._peer_memory import PeerMemory
 from ._process_memory import why
 from ._remains import HAS_LEFT, Remains, leave
+from ._watch import Launch, Wait, Watch
 
+_EXPOSE: Final = -2  # turns are counted beside collectives, whose keys are greater
 _OPENED, _CLOSED = 0, 1  # words: the newest version peers may read, the newest we read no more
 
 
@@ -41,10 +44,19 @@ class Exposure:
     _index: dict[int, int] = field(init=False)  # of a shard, by id
     _version: int = field(default=1, init=False)
     _is_writing: bool = field(default=False, init=False)
+    _turns: dict[int, Launch] = field(factory=dict, init=False)  # the last one of each word
+    _keys: tuple[int, int] = field(init=False)  # of the words' turns, for the group's watch
     _is_current: set[int] = field(factory=set, init=False)  # peers known to have our version open
 
     def __attrs_post_init__(self) -> None:
         self._index = {id(shard): index for index, shard in enumerate(self.shards)}
+        number = self._watch.launch("expose", _EXPOSE).number  # all ranks expose in one order
+        self._keys = (_EXPOSE - 2 * number, _EXPOSE - 2 * number - 1)
+
+    @property
+    def _watch(self) -> Watch:
+        assert self.group.watch is not None, "ranks that read each other's memory have one"
+        return self.group.watch
 
     def gather(
         self,
@@ -96,6 +108,7 @@ class Exposure:
             return
         self._peers.fence()
         self._words[_CLOSED] = self._version
+        self._take_turn(_CLOSED, "waiting to write to the weights (a step, or loading)")
         for rank in self._addresses:
             self._wait_for(rank, _CLOSED, "a write to shards that peers read", timeout_s)
         self._is_writing = True
@@ -108,6 +121,11 @@ class Exposure:
             self._is_current.clear()
             self._peers.fence()
             self._words[_OPENED] = self._version
+            self._take_turn(_OPENED, "reading weights that are being written")
+
+    def _take_turn(self, word: int, doing: str) -> None:
+        """This rank has written a version into a word: what those wait for who have done so too."""
+        self._turns[word] = self._watch.launch(doing, self._keys[word])
 
     def _check(
         self, shard: Tensor, out: Tensor, splits: Sequence[int], starts: Sequence[int]
@@ -160,7 +178,11 @@ class Exposure:
                 )
             return False
 
-        if not self._peers.look_until(is_there, timeout_s=timeout_s):
+        def lacks() -> Wait | None:
+            turn = self._turns.get(word)
+            return None if turn is None else Wait(turn, rank)
+
+        if not self._peers.look_until(is_there, lacks, timeout_s=timeout_s):
             limit_s = self._peers.timeout_s if timeout_s is None else timeout_s
             raise CommError(
                 f"{what}: rank {rank} did not reach it within {limit_s:g} s (rank "

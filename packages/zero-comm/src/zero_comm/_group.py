@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from ._backend import BACKENDS, Backend
 from ._errors import CommError
 from ._peer_memory import PeerMemory
 from ._shared_host import shared_host
+from ._watch import Purpose, Watch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +33,7 @@ class Group:
     device: torch.device  # where tensors of its collectives live
     backend: Backend
     peers: PeerMemory | None = field(default=None, repr=False)  # where ranks read their memory
+    watch: Watch | None = field(default=None, repr=False)  # where messages are waited for
     transport: str = ""  # how values travel, and why so, in one line
     recorders: list[Traffic] = field(default=Factory(list), repr=False)
 
@@ -47,6 +50,7 @@ class Group:
         *,
         device: torch.device | str | None = None,
         timeout_s: float | None = None,
+        patience_s: float | None = None,
     ) -> Group:
         """Wrap a ProcessGroup of torch; None means the default one.
 
@@ -57,6 +61,10 @@ class Group:
             process_group: From `torch.distributed.new_group` and friends.
             device: Where its tensors live; the current CUDA device for nccl, else the CPU.
             timeout_s: Longest wait for the other ranks the first time; the group's own when None.
+            patience_s: How long a gloo rank waits for a peer before it finds out whether that one
+                can still come, in seconds; as it is (3 at first) when None. Peers that are slow are
+                waited for; one that waits for this rank in another collective ends with it in a
+                DivergenceError.
 
         Raises:
             CommError: torch.distributed is not initialised, this rank is not a member, the backend
@@ -85,13 +93,15 @@ class Group:
             device = "cuda" if name == "nccl" else "cpu"
         world_size = dist.get_world_size(process_group)
         where = _with_index(torch.device(device))
-        backend, peers, transport = BACKENDS[name], None, BACKENDS[name].reason
+        backend, peers, watch, transport = BACKENDS[name], None, None, BACKENDS[name].reason
         if backend.composes_from_peers and world_size > 1:
             found = shared_host(
                 process_group, rank=rank, world_size=world_size, timeout_s=timeout_s
             )
-            peers, transport = found.peers, found.reason
-        return cls(process_group, rank, world_size, where, backend, peers, transport)
+            peers, watch, transport = found.peers, found.watch, found.reason
+            if patience_s is not None:
+                watch.patience_s = patience_s
+        return cls(process_group, rank, world_size, where, backend, peers, watch, transport)
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, axis: str | int | None = None) -> Group:
@@ -104,6 +114,11 @@ class Group:
     def global_rank(self, rank: int) -> int:
         """The rank in the whole job of position `rank` in this group."""
         return dist.get_global_rank(self.process_group, rank)
+
+    def explain(self, purposes: Mapping[int, Purpose]) -> None:
+        """Say what the collectives with these tags are for, for messages of errors. Local."""
+        if self.watch is not None:
+            self.watch.purposes.update(purposes)
 
     def count(
         self,

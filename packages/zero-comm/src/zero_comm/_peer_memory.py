@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ._errors import CommError, GroupMismatchError
 from ._process_memory import read, read_into, why
+from ._watch import Launch, SeenWait, Wait, Watch
 
 _OFFER, _DONE = 1, 2
 
@@ -89,6 +90,7 @@ class Transfer:
     is_carried_out: bool = False
     done_by: set[int] = field(factory=set)  # peers
     error: Exception | None = None
+    launch: Launch | None = None  # where the group's watch counts it
     done_entry: int = 0  # how many entries the journal has when it says that this rank is done
 
 
@@ -99,6 +101,7 @@ class PeerMemory:
     rank: int
     world_size: int
     timeout_s: float
+    watch: Watch | None = field(default=None, kw_only=True)
     token: int = field(factory=lambda: int.from_bytes(os.urandom(7), "little"))
     _peers: dict[int, Whereabouts] = field(factory=dict, init=False)
     _gone: set[int] = field(factory=set, init=False)  # their processes have ended
@@ -143,10 +146,15 @@ class PeerMemory:
             self._peers[rank], self._seen[rank] = where, 0
 
     def launch(
-        self, tag: int, buffer: Tensor, carry_out: Callable[[dict[int, RemoteBuffer]], None]
+        self,
+        tag: int,
+        buffer: Tensor,
+        carry_out: Callable[[dict[int, RemoteBuffer]], None],
+        *,
+        launch: Launch | None = None,
     ) -> Transfer:
         """Offer `buffer` to the peers; `carry_out` is called once, when all have offered theirs."""
-        transfer = Transfer(tag, buffer, carry_out)
+        transfer = Transfer(tag, buffer, carry_out, launch=launch)
         with self._lock:
             self._check_whole()
             self._waiting.setdefault(tag, deque()).append(transfer)
@@ -160,6 +168,7 @@ class PeerMemory:
         Raises:
             GroupMismatchError: A peer offered a buffer of another size.
             CommError: A peer ended, or did not take part in time.
+            DivergenceError: A peer cannot take part: it waits for this rank elsewhere.
         """
         missing: list[int] = []
 
@@ -172,30 +181,54 @@ class PeerMemory:
             # Once this rank has left the wait, nobody says for it that it is done.
             return not missing and self._journal[_HEAD] >= transfer.done_entry
 
-        if not self.look_until(is_over, timeout_s=timeout_s):
+        def lacks() -> Wait | None:
+            if transfer.launch is None or transfer.is_carried_out or not missing:
+                return None  # at most it is read by peers, who need not launch anything for it
+            return Wait(transfer.launch, missing[0])
+
+        if not self.look_until(is_over, lacks, timeout_s=timeout_s):
             limit_s = self.timeout_s if timeout_s is None else timeout_s
             raise self._failure(transfer, what, f"within {limit_s:g} s", missing)
 
-    def look_until(self, is_over: Callable[[], bool], *, timeout_s: float | None = None) -> bool:
-        """Carry out what becomes possible until `is_over()`; False if that takes too long."""
+    def look_until(
+        self,
+        is_over: Callable[[], bool],
+        lacks: Callable[[], Wait | None],
+        *,
+        timeout_s: float | None = None,
+    ) -> bool:
+        """Carry out what becomes possible until `is_over()`; False if that takes too long.
+
+        Args:
+            is_over: Asked again and again.
+            lacks: Which launch of which peer it takes, if it takes one; asked when it takes long.
+            timeout_s: The longest wait, in seconds; the group's own when None.
+
+        Raises:
+            DivergenceError: That peer waits for this rank elsewhere.
+        """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         start, looks = time.monotonic(), 0
-        while True:
-            # Of every group: a peer may wait for this rank in one while this rank waits in another.
-            for peers in tuple(_ALL):
-                peers._advance()
-            self._check_whole()
-            with self._lock:
-                if is_over():
-                    return True
-            waited = time.monotonic() - start
-            if waited > timeout_s:
-                return False
-            looks += 1
-            if looks > _EAGER_LOOKS:
-                time.sleep(_SHORT_SLEEP_S if waited < _SHORT_FOR_S else _LONG_SLEEP_S)
-            else:
-                os.sched_yield()
+        with SeenWait(self.watch, lacks) as seen_wait:
+            while True:
+                # Of every group: a peer may wait for this rank in one, this rank in another.
+                for peers in tuple(_ALL):
+                    peers._advance()
+                self._check_whole()
+                with self._lock:
+                    if is_over():
+                        return True
+                waited = time.monotonic() - start
+                if waited > timeout_s:
+                    return False
+                looks += 1
+                if looks <= _EAGER_LOOKS:
+                    os.sched_yield()
+                elif waited < _SHORT_FOR_S:
+                    time.sleep(_SHORT_SLEEP_S)
+                else:
+                    seen_wait.go_on()
+                    time.sleep(_LONG_SLEEP_S)
 
     def read(self, rank: int, address: int, *, into: Tensor) -> None:
         """Fill a contiguous tensor from a peer's memory.

@@ -6,18 +6,21 @@ import os
 import zlib
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from attrs import frozen
 
 from . import _process_memory
-from ._handle import wait_for
+from ._handle import Message
+from ._interrupt import break_connections
 from ._peer_memory import PeerMemory, Whereabouts
 from ._process_memory import SWITCH
+from ._watch import Watch
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _TAG: Final = (1 << 24) - 1  # before those of the compositions
@@ -46,6 +49,7 @@ class SharedHost:
 
     peers: PeerMemory | None
     reason: str
+    watch: Watch
 
 
 _FOUND: Final[WeakKeyDictionary[Any, SharedHost]] = WeakKeyDictionary()
@@ -68,6 +72,9 @@ def _find_out(table: _Table) -> SharedHost:
     where, verdict = peers.whereabouts, _try_alone()
     mine = [verdict, _boot_id(), os.getppid(), where.pid, where.address, where.token]
     hello = table.tell_all(mine)
+    interrupt = partial(break_connections, ref(table.process_group))
+    watch = Watch(f"{hello[0][-1]:x}", table.rank, interrupt)  # a name that no group had before
+    peers.watch = watch
     if all(row[0] == _Verdict.OK for row in hello):
         if any(row[1] != mine[1] for row in hello):
             verdict = _Verdict.OTHER_HOST
@@ -84,8 +91,9 @@ def _find_out(table: _Table) -> SharedHost:
         verdicts = table.tell_all([verdict])
     for other, (number,) in enumerate(verdicts):
         if number != _Verdict.OK:
-            return SharedHost(None, f"messages, because rank {other} {_REASONS[_Verdict(number)]}")
-    return SharedHost(peers, _REASONS[_Verdict.OK])
+            reason = f"messages, because rank {other} {_REASONS[_Verdict(number)]}"
+            return SharedHost(None, reason, watch)
+    return SharedHost(peers, _REASONS[_Verdict.OK], watch)
 
 
 def _try_alone() -> _Verdict:
@@ -118,5 +126,5 @@ class _Table:
                 works.append(dist.irecv(rows[rank], peer, **options))
                 works.append(dist.isend(rows[self.rank], peer, **options))
         for work in works:
-            wait_for(work, "meeting the other ranks of a new group", timeout_s=self.timeout_s)
+            Message(work, "meeting the other ranks of a new group").wait(timeout_s=self.timeout_s)
         return rows.tolist()

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from attrs import define, field
 from torch import Tensor, nn
-from zero_comm import CommError, Group, Handle, all_reduce_flat, reduce_scatter_flat
+from zero_comm import (
+    CommError,
+    DivergenceError,
+    Group,
+    Handle,
+    all_reduce_flat,
+    reduce_scatter_flat,
+)
 
 from ._cut import Cut
 from ._errors import StateError
@@ -159,6 +166,8 @@ class BufferGradients:
         assert self.in_flight is not None, "the reducer lists what is in flight"
         try:
             self.in_flight.wait()
+        except DivergenceError:
+            raise  # it names the units
         except CommError as error:
             raise CommError(
                 f"reducing the gradients of unit {self.unit.name!r}: {error}"

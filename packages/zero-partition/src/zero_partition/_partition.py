@@ -28,6 +28,7 @@ from ._limits import Limits
 from ._needs import CutChoice, choose_cuts
 from ._optimizer import check_optimizer, describe_optimizer, param_group_of, shard_optimizer
 from ._placement import STAGES, Placement, Placements, Stage
+from ._purposes import purposes_of
 from ._reducer import GradientReducer
 from ._schedule import Schedule
 from ._sharded_model import ShardedModel
@@ -131,6 +132,8 @@ def partition(
         exposure=_expose(runtime, group),
         gathers_state_dict=gathers_state_dict,
     )
+    tags = {"control_tag": sharded.reducer.control_tag, "access_tag": sharded.access_tag}
+    group.explain(purposes_of(runtime, **tags))
     release_modules(model)
     install_module_hooks(model, sharded)
     install_state_dict_hooks(sharded)

@@ -81,10 +81,13 @@ def backward_without_batch(model: nn.Module) -> None:
     """Take part in a backward of the other ranks, with gradients of zero. Collective.
 
     For a rank that has no batch left while others have: it calls this in place of forward and
-    backward, and then steps as they do. Inside `no_sync` it does nothing.
+    backward, and then steps as they do. Inside `no_sync` it does nothing. At stage 3 the others
+    must be able to read this rank's memory; where they cannot, their gathers need it, so it has to
+    run a batch of any kind with its loss times zero.
 
     Raises:
         StateError: Not sharded, or a backward of this rank is running or ended in an exception.
+        zero_comm.DivergenceError: At stage 3, others gather by messages meanwhile.
     """
     _find(model).backward_without_batch()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import Factory, define, field
 from torch import Tensor, nn
-from zero_comm import CommError, Exposure, Group, Handle, all_gather_flat
+from zero_comm import CommError, DivergenceError, Exposure, Group, Handle, all_gather_flat
 
 from ._errors import StateError
 from ._flat_buffer import FlatBuffer
@@ -86,6 +86,7 @@ class Unit:
                 group=self.group,
                 shard=buffer.shard,
                 tag=buffer.gather_tag,
+                version=self.version,
             )
             for buffer, full in zip(self.buffers, self._full, strict=True)
         ]
@@ -241,6 +242,8 @@ class Unit:
         for handle in handles:
             try:
                 handle.wait()
+            except DivergenceError:
+                raise  # it names the units
             except CommError as error:
                 raise CommError(f"gathering unit {self.name!r}: {error}") from error
 

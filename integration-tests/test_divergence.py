@@ -1,0 +1,236 @@
+"""Where gathers are collective, ranks on different ways end soon: with a unit and a remedy."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zero_engine
+from parity import ZeroConfig
+from torch import Tensor, nn
+from zero_comm import DivergenceError, Group
+from zero_partition import set_leaf_modules
+
+PATIENCE_S = 0.5
+SOON_S = 15.0  # the machine may be busy; the group's own timeout is longer by far
+WIDTH = 4
+STEPS = 3
+
+
+class Mixture(nn.Module):
+    """Experts of equal size, of which a call uses one: bytes of one would fit into another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, chosen: int) -> Tensor:  # noqa: D102
+        return x + self.experts[chosen](x).tanh()
+
+
+class Experts(nn.Module):
+    """A mixture between layers that every rank uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.mixture = Mixture()
+        self.down = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, chosen: int) -> Tensor:  # noqa: D102
+        return self.down(self.mixture(self.up(x), chosen)).square().mean()
+
+
+def _loss(model: nn.Module, step: int, rank: int, *, chosen: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(2, WIDTH, generator=generator), chosen)
+
+
+def _build(group: Group, stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return parity.build_sharded(group, ZeroConfig(stage), make=Experts)
+
+
+# ---- Ways that part ----
+
+
+def _other_experts(group: Group) -> None:
+    model, _ = _build(group, 3)
+    _loss(model, 0, group.rank, chosen=group.rank).backward()
+
+
+def _other_experts_later(group: Group) -> None:
+    model, optimizer = _build(group, 3)
+    for step in range(STEPS):
+        _loss(model, step, group.rank, chosen=group.rank if step == STEPS - 1 else 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _a_batch_less(group: Group) -> None:
+    model, optimizer = _build(group, 2)
+    for micro in range(2 - group.rank):
+        _loss(model, micro, group.rank, chosen=0).backward()
+    optimizer.step()
+    _loss(model, 2, group.rank, chosen=0).backward()
+    optimizer.step()
+
+
+def _a_micro_batch_less(group: Group) -> None:
+    model, optimizer = _build(group, 3)
+    for micro in range(3 - group.rank):
+        _loss(model, micro, group.rank, chosen=0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    _loss(model, 3, group.rank, chosen=0).backward()
+
+
+def _no_backward(group: Group) -> None:
+    model, optimizer = _build(group, 3)
+    loss = _loss(model, 0, group.rank, chosen=0)
+    if group.rank == 0:
+        loss.backward()
+    optimizer.step()
+    _loss(model, 1, group.rank, chosen=0)
+
+
+def _clips_alone(group: Group) -> None:
+    model, optimizer = _build(group, 1)
+    _loss(model, 0, group.rank, chosen=0).backward()
+    if group.rank == 0:
+        zero_engine.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+
+
+def _no_batch(group: Group) -> None:
+    model, _ = _build(group, 3)
+    if group.rank == 0:
+        _loss(model, 0, group.rank, chosen=0).backward()
+    else:
+        zero_engine.backward_without_batch(model)
+
+
+EXPERTS = (
+    r"rank 0 waits for rank 1 in gathering unit 'mixture\.experts\.0' .*"
+    r"rank 1 waits for rank 0 in gathering unit 'mixture\.experts\.1' .*set_leaf_modules"
+)
+GATHER = r"waits for rank \d in gathering unit '.*' \(version \d\)"
+REDUCE = r"waits for rank \d in reducing the gradients of unit '.*'"
+PARTINGS: dict[Callable[[Group], None], str] = {
+    _other_experts: EXPERTS,
+    _other_experts_later: rf"rank 0 {REDUCE}; rank 1 .*'mixture\.experts\.1' .*set_leaf_modules",
+    _a_batch_less: rf"rank 0 {REDUCE}.*rank 1 .* in publishing unit .*backward_without_batch",
+    _a_micro_batch_less: rf"rank 0 {REDUCE}; rank 1 .*\(version 1\).*as many backwards",
+    _no_backward: rf"rank 0 {REDUCE}; rank 1 .*as many backwards and steps",
+    _clips_alone: r"rank 0 waits for rank 1 in agreeing on .* norm; rank 1 .* publishing unit",
+    _no_batch: rf"rank 0 {GATHER}; rank 1 {REDUCE}.*loss times zero",
+}
+
+
+@pytest.mark.parametrize("way", PARTINGS, ids=lambda way: way.__name__.strip("_"))
+def test_each_rank_is_told_where_all_are_and_what_to_do(
+    ranks, way: Callable[[Group], None]
+) -> None:
+    """It is the most frequent complaint about stage 3: a hang, and half an hour later a timeout."""
+    ranks(2).run(_part, way=way.__name__, message=PARTINGS[way], reads=False)
+
+
+UNEVEN: dict[Callable[[Group], None], str] = {
+    _a_batch_less: rf"rank 0 {REDUCE}.*rank 1 .* in publishing unit .*backward_without_batch",
+    _a_micro_batch_less: rf"rank 0 {REDUCE}; rank 1 .* in waiting to write to the weights",
+    _no_backward: rf"rank 0 {REDUCE}; rank 1 .*as many backwards and steps",
+    _clips_alone: r"rank 0 waits for rank 1 in agreeing on .* norm; rank 1 .* publishing unit",
+}
+
+
+@pytest.mark.parametrize("way", UNEVEN, ids=lambda way: way.__name__.strip("_"))
+def test_so_it_is_where_ranks_read_each_others_memory(ranks, way: Callable[[Group], None]) -> None:
+    """Gathers need nobody there, but reductions and steps do."""
+    ranks(2).run(_part, way=way.__name__, message=UNEVEN[way], reads=True)
+
+
+def _part(group: Group, way: str, message: str, reads: bool) -> None:
+    if reads:
+        assert group.peers is not None
+        group = Group.from_process_group(group.process_group, patience_s=PATIENCE_S)
+    else:
+        group = _by_messages()
+    began = time.monotonic()
+
+    with pytest.raises(DivergenceError, match=rf"{message}.*seen on rank {group.rank};"):
+        globals()[way](group)
+
+    assert time.monotonic() - began < SOON_S
+
+
+# ---- Ways that do not ----
+
+
+@pytest.mark.parametrize("how", ["leaf", "whole-model"])
+def test_a_leaf_module_lets_ranks_choose_over_messages(ranks, how: str) -> None:
+    """The remedy that the error names must be one."""
+    ranks(2).run(_choose_in_leaf, how=how)
+
+
+def _choose_in_leaf(group: Group, how: str) -> None:
+    plain = parity.build(Experts)
+    plain_optimizer = parity.adamw(plain)
+    ddp = parity.as_ddp(plain, group)
+    model = parity.build(Experts)
+    optimizer = parity.adamw(model)
+    config = ZeroConfig(3, units=()) if how == "whole-model" else ZeroConfig(3)
+    if how == "leaf":
+        set_leaf_modules(model, Mixture)
+    zero_engine.shard(model, optimizer, config, group=_by_messages())
+
+    for step in range(STEPS):
+        chosen = (step + group.rank) % 4
+        expected = _loss(ddp, step, group.rank, chosen=chosen)
+        loss = _loss(model, step, group.rank, chosen=chosen)
+        assert torch.equal(loss, expected), f"step {step}"
+        for each, its_optimizer in ((expected, plain_optimizer), (loss, optimizer)):
+            each.backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+
+    whole = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        parity.assert_same_weights(whole, plain.state_dict(), what=how)
+
+
+def test_a_rank_that_computes_for_long_is_waited_for(ranks) -> None:
+    """Slow storage, a long sample, a checkpoint: nobody has diverged."""
+    ranks(2).run(_be_slow)
+
+
+def _be_slow(group: Group) -> None:
+    alone, slow = (_build(_by_messages(), 3) for _ in range(2))
+    losses: list[list[Tensor]] = [[], []]
+    for kept, (model, optimizer), pause_s in zip(
+        losses, (alone, slow), (0.0, 3 * PATIENCE_S), strict=True
+    ):
+        for step in range(2):
+            if group.rank == step:
+                time.sleep(pause_s)
+            loss = _loss(model, step, group.rank, chosen=step)
+            if group.rank != step:
+                time.sleep(pause_s)
+            loss.backward()
+            kept.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[0] == losses[1]
+
+
+def _by_messages() -> Group:
+    """All ranks of the run, which may not read each other's memory: proven. Collective."""
+    with mock.patch.dict(os.environ, {"ZERO_COMM_PEER_MEMORY": "0"}):
+        group = Group.from_process_group(dist.new_group(), patience_s=PATIENCE_S)
+    assert group.peers is None
+    assert group.transport.startswith("messages")
+    return group

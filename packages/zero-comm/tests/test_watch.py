@@ -1,0 +1,263 @@
+"""Ranks that wait for each other in different collectives are told so; slow ones are waited for."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from transports import MESSAGES, over, transports, worlds
+from zero_comm import (
+    DivergenceError,
+    Group,
+    Purpose,
+    all_gather_flat,
+    all_reduce_flat,
+    broadcast_flat,
+    reduce_scatter_flat,
+)
+
+PATIENCE_S = 0.4
+SOON_S = 15.0  # the machine may be busy; the group's own timeout is longer by far
+
+UNTOUCHED = -1.0
+
+
+def _watched(group: Group, transport: str = MESSAGES) -> Group:
+    process_group = over(group, transport).process_group
+    group = Group.from_process_group(process_group, patience_s=PATIENCE_S)
+    group.explain({1: Purpose("fetching apples", "fetch them alike"), 2: Purpose("fetching pears")})
+    return group
+
+
+def _gather(group: Group, tag: int, version: int = 0) -> None:
+    """Gather numbers that say of which rank, tag and version they are."""
+    own = 10.0 * tag + 100.0 * version
+    expected = own + torch.arange(float(group.world_size))
+    out = torch.full_like(expected, UNTOUCHED)
+    out[group.rank] = expected[group.rank]
+    handle = all_gather_flat(
+        out, splits=[1] * group.world_size, group=group, tag=tag, version=version or None
+    )
+    try:
+        handle.wait()
+    finally:
+        assert ((out == expected) | (out == UNTOUCHED)).all(), f"took other values: {out}"
+    assert torch.equal(out, expected)
+
+
+# ---- Ranks that diverge ----
+
+
+def _other_gathers(group: Group) -> None:
+    _gather(group, tag=1 + group.rank % 2)
+
+
+def _other_versions(group: Group) -> None:
+    _gather(group, tag=1, version=4 + group.rank % 2)
+
+
+def _gather_and_reduction(group: Group) -> None:
+    if group.rank % 2:
+        reduce_scatter_flat(
+            torch.ones(8), splits=[8 // group.world_size] * group.world_size, group=group, tag=2
+        ).wait()
+    else:
+        _gather(group, tag=1)
+
+
+def _gather_and_all_reduce(group: Group) -> None:
+    if group.rank % 2:
+        all_reduce_flat(torch.ones(8), group=group, tag=2).wait()
+    else:
+        _gather(group, tag=1)
+
+
+def _gather_and_broadcast(group: Group) -> None:
+    if group.rank == 0:
+        broadcast_flat(torch.ones(8), src=0, group=group).wait()
+    else:
+        _gather(group, tag=1)
+
+
+def _after_much_in_common(group: Group) -> None:
+    for _ in range(20):
+        for tag in (1, 2):
+            _gather(group, tag)
+    for tag in (1, 1 + group.rank % 2):
+        _gather(group, tag)
+
+
+DIVERGENCES: dict[Callable[[Group], None], tuple[str, str]] = {
+    _other_gathers: ("fetching apples", "fetching pears"),
+    _other_versions: (r"fetching apples \(version 4\)", r"fetching apples \(version 5\)"),
+    _gather_and_reduction: ("fetching apples", "fetching pears"),
+    _gather_and_all_reduce: ("fetching apples", "fetching pears"),
+    _gather_and_broadcast: ("broadcast", "fetching apples"),
+    _after_much_in_common: ("fetching apples", "fetching pears"),
+}
+
+
+@pytest.mark.parametrize("how", DIVERGENCES, ids=lambda how: how.__name__.strip("_"))
+@pytest.mark.parametrize(("world_size", "transport"), worlds(2, 4))
+def test_every_rank_hears_what_each_waits_for(
+    ranks, world_size: int, transport: str, how: Callable[[Group], None]
+) -> None:
+    """A job that hangs for half an hour and then says "timeout" is a day of a user's life.
+
+    The gathers are of equal size, and none takes another's values.
+    """
+    ranks(world_size).run(_diverge, how=how.__name__, transport=transport)
+
+
+def _diverge(group: Group, how: str, transport: str) -> None:
+    group = _watched(group, transport)
+    began = time.monotonic()
+
+    with pytest.raises(DivergenceError, match=rf"seen on rank {group.rank};") as caught:
+        globals()[how](group)
+
+    assert time.monotonic() - began < SOON_S
+    waits = rf"rank \d waits for rank \d in ({'|'.join(DIVERGENCES[globals()[how]])})"
+    assert len(set(re.findall(waits, str(caught.value)))) == 2, caught.value
+
+
+def test_a_circle_of_three_is_noticed(ranks) -> None:
+    """Each waits for another one; no two of them wait for each other."""
+    messages = ranks(3).run(_go_round)
+
+    assert all("rank 0 waits for rank 2" in message for message in messages), messages
+    assert all("rank 1 waits for rank 0" in message for message in messages), messages
+    assert all("rank 2 waits for rank 1" in message for message in messages), messages
+
+
+def _go_round(group: Group) -> str:
+    group = _watched(group)
+    with pytest.raises(DivergenceError) as caught:
+        _gather(group, tag=1 + group.rank)  # the message of the rank before is the first awaited
+    return str(caught.value)
+
+
+def test_the_remedy_is_told_and_the_group_is_over(ranks) -> None:
+    """What a user is to do; and nothing that follows hangs or takes values that are late."""
+    ranks(2).run(_go_on_after_it)
+
+
+def _go_on_after_it(group: Group) -> None:
+    group = _watched(group)
+    with pytest.raises(DivergenceError, match=r"fetch them alike .*this group can be used no more"):
+        _other_gathers(group)
+
+    with pytest.raises(DivergenceError, match="fetching pears"):
+        _gather(group, tag=3)
+
+
+# ---- Ranks that do not ----
+
+
+@pytest.mark.parametrize("transport", transports(3))
+def test_a_slow_rank_is_waited_for(ranks, transport: str) -> None:
+    """It loads data, saves a checkpoint, or has the longer batch: no reason to end a job."""
+    ranks(3).run(_be_slow, transport=transport)
+
+
+def _be_slow(group: Group, transport: str) -> None:
+    group = _watched(group, transport)
+    for slow in range(3):
+        if group.rank == slow:
+            time.sleep(3 * PATIENCE_S)
+        # Rank 1 is one collective ahead of rank 0, which waits for the slow one.
+        for tag in (1, 2):
+            _gather(group, tag)
+
+
+def test_a_wait_of_many_patiences_is_told_once(ranks) -> None:
+    """The peer may be in a barrier that nobody can see: who reads the log should know whose."""
+    told, nothing = ranks(2).run(_be_very_slow)
+
+    assert len(told) == 1
+    assert "rank 0 has waited 1 s for rank 1 in fetching apples;" in told[0]
+    assert not nothing
+
+
+def _be_very_slow(group: Group) -> list[str]:
+    group = Group.from_process_group(_watched(group).process_group, patience_s=0.1)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_comm").addHandler(handler)
+    if group.rank == 1:
+        time.sleep(1.4)
+    _gather(group, tag=1)
+    logging.getLogger("zero_comm").removeHandler(handler)
+    return told
+
+
+@pytest.mark.parametrize("transport", transports(3))
+def test_what_a_rank_said_long_ago_accuses_nobody(ranks, transport: str) -> None:
+    """Each waits long for the other, one after the other: their words make a circle on paper."""
+    ranks(2).run(_wait_in_turns, transport=transport)
+
+
+def _wait_in_turns(group: Group, transport: str) -> None:
+    group = _watched(group, transport)
+    for turn in range(4):
+        if group.rank == turn % 2:
+            time.sleep(2.5 * PATIENCE_S)
+        _gather(group, tag=1 + turn % 2)
+
+
+def test_ranks_may_launch_in_another_order(ranks) -> None:
+    """Both have launched what the other waits for; one of the messages only takes long."""
+    ranks(2).run(_launch_in_another_order)
+
+
+def _launch_in_another_order(group: Group) -> None:
+    group = _watched(group)
+    order = (1, 2) if group.rank == 0 else (2, 1)
+    outs = {tag: torch.full((2,), float(tag + group.rank)) for tag in order}
+    handles = [all_gather_flat(outs[tag], splits=[1, 1], group=group, tag=tag) for tag in order]
+    if group.rank == 0:
+        time.sleep(2 * PATIENCE_S)
+    for handle in handles:
+        handle.wait()
+    assert {tag: out.tolist() for tag, out in outs.items()} == {1: [1, 2], 2: [2, 3]}
+
+
+def test_a_group_that_is_gone_leaves_no_thread_and_no_buffer(ranks) -> None:
+    """Jobs make many groups; what watched a long wait must not keep what travelled in it."""
+    ranks(2).run(_drop_the_group)
+
+
+def _drop_the_group(group: Group) -> None:
+    group = _watched(group)
+    if group.rank == 0:
+        time.sleep(2 * PATIENCE_S)
+    out = torch.zeros(2)
+    all_gather_flat(out, splits=[1, 1], group=group).wait()  # looked at on rank 1
+    buffer = weakref.ref(out)
+    watch = weakref.ref(group.watch)
+    process_group = group.process_group
+
+    del out, group
+    _until(lambda: buffer() is None)
+
+    dist.destroy_process_group(process_group)
+    del process_group
+    _until(lambda: watch() is None)
+    _until(lambda: "zero_comm watch" not in [each.name for each in threading.enumerate()])
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not holds():
+        assert time.monotonic() < deadline
+        gc.collect()
+        time.sleep(0.02)
