@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Collection, Sequence
 from typing import Final
 
+import attrs
 import torch
 from torch import Tensor, nn
 from zero_comm import (
@@ -252,8 +253,7 @@ def _describe(plans: Sequence[UnitPlan], placements: Placements, limits: Limits)
         "placement of parameters": placements.params.value,
         "placement of gradients": placements.grads.value,
         "placement of optimizer state": placements.optim.value,
-        "limits of the schedule": str(limits),
-    }
+    } | {name: str(value) for name, value in attrs.asdict(limits).items()}
     for unit in plans:
         for buffer in unit.buffers:
             for param in buffer.params:

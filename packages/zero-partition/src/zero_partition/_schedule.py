@@ -160,11 +160,18 @@ class Schedule:
             self.ahead.step()
             self.ahead.launch(self.is_in_use)
 
+    def give_up_backward(self) -> None:
+        """No backward follows the last forward. Gathers launched ahead are left to travel."""
+        self.keeps_whole = False
+        for unit in self.units:
+            if unit.state is ShardState.UNSHARDED and not self.is_in_use(unit):
+                unit.reshard()
+
     def settle(self) -> None:
         """Wait for gathers in flight, so that nothing reads the shards any more."""
         self.keeps_whole = False
         for unit in self.units:
-            if unit.depth == 0 and not self.is_in_use(unit):
+            if not self.is_in_use(unit):
                 unit.reshard()
 
     def release(self) -> None:

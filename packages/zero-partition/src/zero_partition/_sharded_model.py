@@ -240,7 +240,7 @@ class ShardedModel:
         self._give_up_open_backward(is_asked_for=True)
         with plain_access():
             self.reducer.drop(set_to_none=set_to_none)
-        self.schedule.settle()  # of a forward whose backward never came
+        self.schedule.give_up_backward()
 
     def release_buffers(self) -> None:
         """Give slots and reduction buffers back until they are needed again."""
