@@ -117,7 +117,7 @@ def _assert_same_state(
 def _assert_same(ours: Any, theirs: Any, *, what: str) -> None:
     assert type(ours) is type(theirs), what
     if isinstance(theirs, Tensor):
-        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), what
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), f"{what} {ours.shape}"
         assert torch.equal(ours, theirs), what
     else:
         assert ours == theirs, what

@@ -28,7 +28,7 @@ from ._init_context import Init
 from ._layout import FlatLayout, Piece
 from ._leaves import get_leaf_modules, set_leaf_modules, unset_leaf_modules
 from ._limits import Limits
-from ._loading import AbstractRangeReader, LoadReport, load_ranges
+from ._loading import LoadReport, load_ranges
 from ._materialise import materialise
 from ._memory import MemoryReport
 from ._needs import CutChoice
@@ -52,6 +52,7 @@ from ._public import (
     schedule_report,
     unpartition,
 )
+from ._range_reader import AbstractRangeReader
 from ._schedule_report import ScheduleReport, ScheduleRow
 from ._sharded_model import ShardedModel
 from ._span import Span

@@ -107,7 +107,8 @@ def plan_entry(
         return PlainEntry(first.number)
     kept = (keeps[owners[0]] or Span(0, 0)).numel
     shard_shape = param.cut.shard_shape(param.shape, kept)
-    if _is_for_whole(key, first.shape, shard_shape) or (param.cut != Cut.FLAT and kept == numel):
+    is_as_kept = param.cut != Cut.FLAT and kept == numel and first.shape != shard_shape
+    if is_as_kept or _is_for_whole(key, first.shape, shard_shape):
         found = _undivided(parts)
     else:
         found = _in_elements(param, parts, keeps) or _in_slices(param, parts, keeps)
@@ -133,11 +134,11 @@ def part_of_entry(param: ParameterPlan, key: str, value: Any, span: Span) -> Any
     shape, cut = param.shape, param.cut
     if not isinstance(value, Tensor) or _is_for_whole(key, value.shape, param.shape):
         return value
-    if span.numel == shape.numel() and cut != Cut.FLAT:
-        return value  # whole: of any shape
     if value.shape == shape or (cut.kind == "block" and value.shape == (shape.numel(),)):
         flat = value.reshape(-1)[span.as_slice()]
         return flat.clone().view(cut.shard_shape(shape, span.numel))
+    if span.numel == shape.numel() and cut != Cut.FLAT:
+        return value  # whole: of any shape
     slices = _slices(param, Span(0, shape.numel()))
     if slices is not None and value.dim() and len(value) == slices.numel:
         return value[_slices(param, span).as_slice()].clone()  # type: ignore[union-attr]

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from zero_comm import all_gather_flat
+from torch import nn
 
 from ._chained import members_of
 from ._errors import StateError
@@ -17,6 +16,7 @@ from ._places import forget_places
 from ._sharded_model import ShardedModel
 from ._state_entry import Entry
 from ._torch_compat import plain_access
+from ._whole import launch_buffer
 from ._whole_state import ask_states, launch_entry, plan_state
 
 _TIMEOUT_S = 60.0
@@ -32,9 +32,10 @@ def unpartition(sharded: ShardedModel) -> None:
     with plain_access():
         sharded.reducer.before_forward()  # takes guards away
     for buffer, of_buffer in zip(buffers, entries, strict=True):
-        whole = _gather(buffer) if buffer.whole is None else buffer.whole
+        is_whole = buffer.whole is not None
+        values = buffer.views_of(buffer.whole) if is_whole else launch_buffer(buffer)()
         # Memory of their own, as before: tensors of one storage look tied to who saves them.
-        buffer.install([view.clone() for view in buffer.views_of(whole)])
+        buffer.install([value.clone() for value in values])
         if sharded.placements.optim is Placement.SHARDED:
             for member in members_of(sharded.optimizer):
                 _return_state(buffer, of_buffer, member)
@@ -60,19 +61,6 @@ def _check_idle(sharded: ShardedModel) -> None:
             "unpartition() was called while sharded gradients wait for the optimizer; call "
             "optimizer.step() or optimizer.zero_grad() first"
         )
-
-
-def _gather(buffer: FlatBuffer) -> Tensor:
-    """The whole flat buffer. Collective."""
-    layout = buffer.plan.layout
-    return all_gather_flat(
-        buffer.shard.new_empty(layout.numel),
-        splits=layout.splits,
-        payload=layout.payload_splits,
-        group=buffer.group,
-        shard=buffer.shard,
-        tag=buffer.gather_tag,
-    ).wait()
 
 
 def _plan_states(
