@@ -29,14 +29,32 @@ CASES: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str | None]
 }
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, is_ours: bool) -> None:
+class Few(nn.Module):
+    """A parameter of every kind: with more rows than ranks and fewer, of many dims and of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tall = nn.Parameter(torch.randn(11, 6))
+        self.wide = nn.Parameter(torch.randn(2, 9))
+        self.cube = nn.Parameter(torch.randn(4, 3, 2))
+        self.bias = nn.Parameter(torch.randn(21))
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(5))
+
+    def forward(self) -> Tensor:  # noqa: D102
+        used = (self.tall, self.wide, self.cube, self.bias, self.scalar, self.frozen)
+        return torch.stack([param.square().sum() for param in used]).sum()
+
+
+def _step(model: Few, optimizer: torch.optim.Optimizer, step: int, *, is_ours: bool) -> None:
     """One step with gradients that do not depend on the number of ranks."""
-    parity.loss_of(model, parity.batch(step, 0, 0)).backward()
-    for index, param in enumerate(model.parameters()):
+    model().backward()
+    generator = torch.Generator().manual_seed(step)
+    for param in model.parameters():
         if not param.requires_grad or param is model.unused:
             continue
-        generator = torch.Generator().manual_seed(100 * step + index)
-        grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        grad = torch.randn(param.shape, generator=generator)
         if is_ours:
             zero_engine.set_full_grad(param, grad)
             assert torch.equal(zero_engine.full_grad(param), grad)
@@ -58,9 +76,9 @@ def _read_write_and_go_on(group: Group, name: str) -> None:
     make, cut = CASES[name]
     last = group.world_size - 1
     for stage in (0, 1, 3):
-        plain = parity.build(parity.tiny_float32)
+        plain = parity.build(Few)
         theirs = make(plain)
-        model = parity.build(parity.tiny_float32)
+        model = parity.build(Few)
         ours = make(model)
         zero_engine.shard(model, ours, ZeroConfig(stage, cut=cut), group=group)
         for step in range(2):
@@ -77,7 +95,7 @@ def _read_write_and_go_on(group: Group, name: str) -> None:
         _assert_same_state(pairs, theirs, what=f"stage {stage}, written")
         for param, other in pairs.items():
             for key, value in theirs.state.get(other, {}).items():
-                if param is model.scale:
+                if param is model.tall:
                     zero_engine.set_full_optimizer_state(param, key, value)
                 if zero_engine.local_param(param).numel():
                     mine = local_optimizer_state(param, key)

@@ -20,7 +20,8 @@ from ._span import Span
 # One value per element: the shape of the shard, or as many elements in one dim.
 # One slice per row, where the cut is "row", or per block, where it is "block(k)": along dim 0.
 # Anything at all, where the cut keeps the whole parameter on one rank, which then has all of it.
-# What is none of these has no whole that we could know.
+# What is none of these has no whole that we could know. A block of one element looks like the
+# element: it is taken for one, which is the same but for the shape of a scalar's.
 
 _SAYABLE: Final = ("int", "float", "bool", "str", "NoneType")  # what a message can carry as it is
 
