@@ -16,7 +16,6 @@ from zero_comm import Group
 from zero_engine import full_optimizer_state, full_param, local_optimizer_state
 from zero_partition import Cut, StateError, parameter_status
 
-
 _IMPORT_S = 90.0  # the first step of some optimizers imports torch's compiler, on each rank
 
 
