@@ -77,12 +77,13 @@ def test_state_is_plain_torchs_under_every_cut(ranks, name: str, world_size: int
 def _read_write_and_go_on(group: Group, name: str) -> None:
     make, cut = CASES[name]
     last = group.world_size - 1
-    for stage in (0, 1, 3):
+    for stage, small in ((0, 0), (1, 0), (3, 0), (3, 20)):
         plain = parity.build(Few)
         theirs = make(plain)
         model = parity.build(Few)
         ours = make(model)
-        zero_engine.shard(model, ours, ZeroConfig(stage, cut=cut), group=group)
+        config = ZeroConfig(stage, cut=cut, small_param_numel=small)
+        zero_engine.shard(model, ours, config, group=group)
         for step in range(2):
             _step(plain, theirs, step, is_ours=False)
             _step(model, ours, step, is_ours=True)
