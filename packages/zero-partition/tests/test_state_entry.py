@@ -96,6 +96,12 @@ def _said(*shapes: tuple[int, ...] | None) -> list[Said | None]:
         (Cut.FLAT, [(0, 24), None], _said((24,), None), "rank 1 should have"),
         (Cut.TENSOR, [None, (0, 24)], [None, Said("list")], "a list cannot be sent"),
         (
+            Cut.FLAT,
+            [(0, 12), (12, 24)],
+            [Said.of([torch.ones(12)]), Said.of([torch.ones(12)])],
+            "nobody knows how tensors in a list are cut",
+        ),
+        (
             Cut.ROW,
             [(0, 12), (12, 24)],
             [Said("torch.float32", (4, 3)), Said("torch.int8", (4, 3))],

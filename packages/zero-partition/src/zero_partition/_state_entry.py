@@ -13,6 +13,7 @@ from torch import Tensor
 from ._buffer_plan import ParameterPlan
 from ._cut import Cut
 from ._errors import PartitionError, StateError
+from ._outputs import tensors_in
 from ._span import Span
 
 # NOTE(entries): an entry of a shard's state is one of four things, and its shape says which.
@@ -38,6 +39,7 @@ class Said:
     shape: tuple[int, ...] | None = field(default=None, converter=_as_shape)  # None: no tensor
     is_on_host: bool = False
     number: int | float | str | None = None
+    holds_tensors: bool = False  # a list or dict of them
 
     @classmethod
     def of(cls, value: Any) -> Said:
@@ -45,7 +47,8 @@ class Said:
         if isinstance(value, Tensor):
             return cls(str(value.dtype), tuple(value.shape), value.device.type == "cpu")
         kind = type(value).__name__
-        return cls(kind, number=value if kind in _SAYABLE else None)
+        number = value if kind in _SAYABLE else None
+        return cls(kind, number=number, holds_tensors=_holds_tensors(value))
 
 
 @frozen
@@ -105,6 +108,8 @@ def plan_entry(
     if first.shape is None:
         if first.kind not in _SAYABLE and len(parts) < len(said):
             raise _refusal(param, key, said, f"a {first.kind} cannot be sent to those without it")
+        if any(part.holds_tensors for part in parts.values()) and len(said) > 1:
+            raise _refusal(param, key, said, f"nobody knows how tensors in a {first.kind} are cut")
         return PlainEntry(first.number)
     kept = (keeps[owners[0]] or Span(0, 0)).numel
     shard_shape = param.cut.shard_shape(param.shape, kept)
@@ -133,6 +138,12 @@ def part_of_entry(param: ParameterPlan, key: str, value: Any, span: Span) -> Any
         PartitionError: A shape that the parameter's cut does not explain.
     """
     shape, cut = param.shape, param.cut
+    if cut != Cut.TENSOR and _holds_tensors(value):
+        raise PartitionError(
+            f"parameter {param.name!r}: optimizer state {key!r} is a {type(value).__name__} that "
+            "holds tensors, of which nobody knows how to take a shard; keep them as entries of "
+            "their own, call shard() before the first step, or use cut='tensor'"
+        )
     if not isinstance(value, Tensor) or _is_for_whole(key, value.shape, param.shape):
         return value
     if value.shape == shape or (cut.kind == "block" and value.shape == (shape.numel(),)):
@@ -148,6 +159,11 @@ def part_of_entry(param: ParameterPlan, key: str, value: Any, span: Span) -> Any
         f"expected a scalar, the parameter's shape {tuple(shape)}, or one entry per row or block "
         f"where it is cut so: its cut is {str(cut)!r}. cut='tensor' keeps state of any shape"
     )
+
+
+def _holds_tensors(value: Any) -> bool:
+    is_nest = isinstance(value, list | tuple | dict)
+    return is_nest and any(True for _ in tensors_in(value))
 
 
 def _is_for_whole(key: str, shape: Sequence[int], of: Sequence[int]) -> bool:
