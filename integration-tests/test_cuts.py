@@ -240,24 +240,6 @@ def _scale_and_overflow(group: Group) -> list[float]:
     return scales
 
 
-def test_state_without_a_whole_is_refused_on_every_rank(ranks) -> None:
-    """Only the rank that keeps a matrix has state for it: another would wait for a gather."""
-    ranks(2).run(_ask_for_whole_state)
-
-
-def _ask_for_whole_state(group: Group) -> None:
-    model = parity.build()
-    optimizer = structured.OPTIMIZERS["muon"](model)
-    zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
-    parity.run_steps(model, optimizer, range(1), rank=group.rank)
-
-    with pytest.raises(StateError, match=r"'embed\.weight' has the cut 'tensor'.*only the ranks"):
-        zero_engine.full_optimizer_state(model.embed.weight, "momentum_buffer")
-    weight = zero_engine.full_param(model.embed.weight)
-    assert weight.shape == (parity.VOCABULARY, parity.WIDTH)
-    assert zero_engine.local_param(model.embed.weight).numel() in {0, weight.numel()}
-
-
 # ---- Memory and messages ----
 
 

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import zero_engine
@@ -255,6 +256,62 @@ def _read(group: Group) -> None:
 def test_a_read_that_only_one_rank_may_do_is_named_and_not_gathered(ranks) -> None:
     """Logging on rank 0 must neither hang nor print NaN."""
     ranks(2).run(_read)
+
+
+class _Pair(nn.Module):
+    """Two towers, as in CLIP: each may be asked alone, and neither's forward is the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = _ReadsEarlier(), _ReadsLater()
+        self.scale = nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) * self.scale + self.right(x)
+
+
+@pytest.mark.parametrize("by_messages", [False, True])
+def test_a_part_that_is_called_by_hand_gathers_what_it_uses(ranks, by_messages: bool) -> None:
+    """Encoders, towers and the models inside adapters are called so, by generate() and others."""
+    ranks(2).run(_call_parts, by_messages=by_messages)
+
+
+def _call_parts(group: Group, by_messages: bool) -> None:
+    group = attrs.evolve(group, peers=None) if by_messages else group
+    torch.manual_seed(0)
+    plain = _Pair()
+    model = copy.deepcopy(plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
+    x = torch.randn(3, WIDTH)
+
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            for part in ("left", "right", "left.head", "right.blocks.1.norm"):
+                expected = plain.get_submodule(part)(x)
+                assert torch.equal(model.get_submodule(part)(x), expected), part
+            assert torch.equal(model(x), plain(x))
+            with pytest.raises(AtRestError, match="a call of the model or of a module in it"):
+                _Scaled(model.scale)(x)  # no part of it: one rank's own affair, for all we know
+    assert not find_sharded(model).outside.num_bytes
+    with pytest.raises(AtRestError, match=r"To convert or move a model, do it before shard\(\)"):
+        model.half()
+
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for module, chosen in ((plain, theirs), (model, optimizer)):
+        module(x).square().mean().backward()
+        chosen.step()
+        chosen.zero_grad()
+    assert torch.equal(model(x), plain(x))
+
+
+class _Scaled(nn.Module):
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.scale = [scale]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale[0]
 
 
 def _look(group: Group) -> None:

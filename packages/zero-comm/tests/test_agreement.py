@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
-from zero_comm import AgreementError, CommError, Group, check_agreement
+from zero_comm import AgreementError, CommError, Group, all_gather_json, check_agreement
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -69,3 +70,21 @@ def _agree_without_rank_1(group: Group) -> float:
         with pytest.raises(CommError, match=r"receiving from rank 1 did not finish within 0.5 s"):
             check_agreement({"a": "1"}, group=group, timeout_s=0.5)
     return time.monotonic() - started
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_rank_hears_what_every_rank_says(ranks, world_size: int) -> None:
+    """Of different length each, and of every kind that JSON has."""
+    heard = ranks(world_size).run(_say)
+
+    assert heard == [[_words(rank) for rank in range(world_size)]] * world_size
+
+
+def _words(rank: int) -> Any:
+    return {"rank": rank, "list": ["ü"] * 100 * rank, "none": None, "big": 2**70, "x": 0.1, "": {}}
+
+
+def _say(group: Group) -> list[Any]:
+    with pytest.raises(TypeError):
+        all_gather_json({1}, group=group)  # no message was sent
+    return all_gather_json(_words(group.rank), group=group)

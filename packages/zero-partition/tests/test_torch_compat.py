@@ -116,6 +116,18 @@ def test_a_replaced_call_is_what_a_module_calls() -> None:
     assert module(torch.ones(1)).shape == (1,)
 
 
+def test_modules_being_called() -> None:
+    """Module._call_impl is on the stack of every call, with the module as its `self`."""
+    seen = []
+    inner = torch.nn.ReLU()
+    inner.register_forward_hook(lambda *_: seen.extend(_torch_compat.modules_being_called()))
+    outer = torch.nn.Sequential(inner)
+    outer(torch.ones(1))
+
+    assert [id(module) for module in seen] == [id(inner), id(outer)]
+    assert not list(_torch_compat.modules_being_called())
+
+
 def test_nodes_are_numbered_in_order() -> None:
     """torch._C._autograd._get_sequence_nr tells older nodes from those of a call."""
     x = torch.ones(2, requires_grad=True)

@@ -1,7 +1,7 @@
 """Coalesced collectives over one group of ranks."""
 
 from .__about__ import __version__
-from ._agreement import check_agreement
+from ._agreement import all_gather_json, check_agreement
 from ._backend import BACKENDS, Backend
 from ._coalesced import (
     all_gather_coalesced,
@@ -48,6 +48,7 @@ __all__ = [
     "__version__",
     "all_gather_coalesced",
     "all_gather_flat",
+    "all_gather_json",
     "all_reduce_coalesced",
     "all_reduce_flat",
     "broadcast_coalesced",

@@ -1,9 +1,10 @@
-"""Make sure that all ranks mean the same thing before they exchange data."""
+"""What ranks tell each other about what they mean to do, before they exchange data."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -29,22 +30,42 @@ def check_agreement(
     """
     if group.world_size == 1:
         return
-    own = torch.frombuffer(bytearray(json.dumps(list(facts.items())), "ascii"), dtype=torch.uint8)
+    theirs = all_gather_json(list(facts.items()), group=group, tag=tag, timeout_s=timeout_s)
+    for rank, other in enumerate(theirs):
+        if other != theirs[0]:
+            raise AgreementError(_describe(theirs[0], other, rank, group))
+
+
+def all_gather_json(
+    value: Any, *, group: Group, tag: int = 0, timeout_s: float | None = None
+) -> list[Any]:
+    """Every rank's value, in rank order. Collective. Counts as control traffic.
+
+    Args:
+        value: What JSON can say, NaN too: numbers, strings, None, lists and dicts of these. A tuple
+            arrives as a list, and a key of a dict as a string.
+        group: The ranks that take part.
+        tag: As for `all_gather_flat`.
+        timeout_s: How long to wait for a rank that does not call this, in seconds; the group's own
+            timeout when None.
+
+    Raises:
+        TypeError: JSON cannot say it; on this rank, before anything is sent.
+        CommError: A rank did not take part in time.
+    """
+    own = torch.frombuffer(bytearray(json.dumps(value), "ascii"), dtype=torch.uint8)
     numels = _gather(torch.tensor([[own.numel()]]), group, tag=tag, timeout_s=timeout_s)
     splits = [int(numel) for numel in numels]
     # Padded to the longest: not every backend gathers uneven pieces.
     padded = torch.zeros(1, max(splits), dtype=torch.uint8)
     padded[0, : own.numel()] = own
     rows = _gather(padded, group, tag=tag, timeout_s=timeout_s)
-    theirs = [
+    return [
         json.loads(bytes(row[:numel].tolist())) for row, numel in zip(rows, splits, strict=True)
     ]
-    for rank, other in enumerate(theirs):
-        if other != theirs[0]:
-            raise AgreementError(_describe(theirs[0], other, rank, group))
 
 
-def _gather(row: torch.Tensor, group: Group, *, tag: int, timeout_s: float) -> torch.Tensor:
+def _gather(row: torch.Tensor, group: Group, *, tag: int, timeout_s: float | None) -> torch.Tensor:
     """Every rank's row, one below the other, on the CPU."""
     shard = row.view(-1).to(group.device)
     out = shard.new_empty(group.world_size * shard.numel())

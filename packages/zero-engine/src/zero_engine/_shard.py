@@ -105,9 +105,9 @@ def unshard(
 
     Raises:
         ConfigError: `optimizer` was not sharded together with `model`.
-        zero_partition.StateError: Not sharded, a forward is running, or gradients wait for the
-            optimizer: call its `step()` or `zero_grad()` first.
-        zero_comm.AgreementError: Ranks have different optimizer state.
+        zero_partition.StateError: Not sharded, a forward is running, gradients wait for the
+            optimizer (call its `step()` or `zero_grad()` first), or an entry of the optimizer's
+            state is laid out so that no whole of it is known; nothing was done.
         zero_comm.CommError: A rank did not take part in time.
     """
     sharded = find_sharded(model)

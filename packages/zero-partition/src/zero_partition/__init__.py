@@ -14,34 +14,32 @@ from ._errors import (
     StateError,
 )
 from ._external import register_external_parameter, unregister_external_parameter
-from ._full_access import (
-    ParameterStatus,
+from ._gathered import GatheredParameters
+from ._grad_access import (
     full_grad,
-    full_optimizer_state,
-    full_param,
     local_grad,
-    local_optimizer_state,
-    local_param,
-    parameter_status,
     set_full_grad,
-    set_full_optimizer_state,
-    set_full_param,
     set_local_grad,
-    set_local_optimizer_state,
-    set_local_param,
     update_full_grads,
 )
-from ._gathered import GatheredParameters
 from ._grouping import UnitPlan, choose_units, plan_units
 from ._hooks import find_sharded
 from ._init_context import Init
 from ._layout import FlatLayout, Piece
 from ._leaves import get_leaf_modules, set_leaf_modules, unset_leaf_modules
 from ._limits import Limits
-from ._loading import AbstractRangeReader, LoadReport, load_ranges
+from ._loading import LoadReport, load_ranges
 from ._materialise import materialise
 from ._memory import MemoryReport
 from ._needs import CutChoice
+from ._param_access import (
+    ParameterStatus,
+    full_param,
+    local_param,
+    parameter_status,
+    set_full_param,
+    set_local_param,
+)
 from ._partition import partition
 from ._placement import STAGES, Placement, Placements, Stage
 from ._public import (
@@ -54,9 +52,16 @@ from ._public import (
     schedule_report,
     unpartition,
 )
+from ._range_reader import AbstractRangeReader
 from ._schedule_report import ScheduleReport, ScheduleRow
 from ._sharded_model import ShardedModel
 from ._span import Span
+from ._state_access import (
+    full_optimizer_state,
+    local_optimizer_state,
+    set_full_optimizer_state,
+    set_local_optimizer_state,
+)
 from ._unsharded import unsharded
 
 __all__ = [

@@ -156,7 +156,8 @@ class BufferGradients:
             return
         piece = next((p for p in self.buffer.pieces if p.index == position), None)
         if piece is not None:
-            self.parts[position].copy_(value.reshape(-1)[piece.in_tensor.as_slice()])
+            part = self.parts[position]
+            part.copy_(value.reshape(-1)[piece.in_tensor.as_slice()].view(part.shape))
         param.grad = self.parts[position]
         self.buffer.params[position].grad = self.buffer.guards[position]
         self.guarded[position] = True

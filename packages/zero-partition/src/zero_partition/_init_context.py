@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Final
 from weakref import ReferenceType, ref
 
 from attrs import define, field
@@ -14,11 +13,9 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 from zero_comm import CommError, Group, check_agreement
 
-from ._construction import CURRENT, module_under_construction
+from ._construction import CURRENT
 from ._early_guards import guard_module
 from ._early_shard import (
     EarlyShard,
@@ -30,7 +27,9 @@ from ._early_shard import (
 )
 from ._errors import PartitionError, StateError
 from ._grouping import check_parameter
-from ._torch_compat import is_viewed, plainly
+from ._interception import Interception, tensors_among
+from ._torch_compat import plainly
+from ._whole_so_far import WholeSoFar, can_be_sharded
 
 # NOTE(touch): nothing is patched. torch tells us of every parameter and module that is registered
 # (its own global hooks), and of every torch function that is called (a mode of this thread). A
@@ -81,11 +80,8 @@ class Init:
     group: Group = field(kw_only=True)
     batch_bytes: int = field(default=2**20, kw_only=True)
     timeout_s: float = field(default=60.0, kw_only=True)
-    # Held alive until they are sharded: when garbage goes must not decide what ranks agree on.
-    _modules: dict[int, nn.Module] = field(factory=dict, init=False)
-    _touched: list[tuple[str, nn.Parameter]] = field(factory=list, init=False)  # whole again
+    _whole: WholeSoFar = field(factory=WholeSoFar, init=False)
     _sharded: list[ReferenceType[nn.Parameter]] = field(factory=list, init=False)
-    _whole_bytes: int = field(default=0, init=False)  # at most, of what could be sharded
     _num_rounds: int = field(default=0, init=False)
     _undo: ExitStack | None = field(default=None, init=False)
 
@@ -95,7 +91,7 @@ class Init:
                 whole = [
                     (name, param)
                     for name, param in self.module.named_parameters()
-                    if _can_be_sharded(param)
+                    if can_be_sharded(param)
                 ]
                 for batch in in_batches(whole, max_bytes=self.batch_bytes):
                     self._shard(batch)
@@ -112,7 +108,7 @@ class Init:
                 (register_module_module_registration_hook, self._on_module),
             ):
                 undo.callback(register(hook).remove)
-            undo.enter_context(_Interception(self))
+            undo.enter_context(Interception(self._before_call))
             self._undo = undo.pop_all()
         return self
 
@@ -126,16 +122,15 @@ class Init:
                     self._find_replaced()
                     self._settle(keep=(), at_end=True)
         finally:
-            self._modules.clear()
-            self._touched.clear()
+            self._whole.clear()
             self._sharded.clear()
             undo, self._undo = self._undo, None
             undo.close()
 
-    def before_call(self, args: object) -> None:
+    def _before_call(self, args: object) -> None:
         """A torch function is about to run with these arguments: make sharded parameters whole."""
         with plainly():
-            tensors = list(_tensors_in(args))
+            tensors = list(tensors_among(args))
             self._settle(keep=tensors)
             for tensor in tensors:
                 early = find_early(tensor)
@@ -150,64 +145,22 @@ class Init:
             if aliased is not None:
                 aliased.install_copy(param)
             elif find_early(param) is None:
-                self._expect(module, [param])
+                self._whole.expect(module, [param])
             else:
                 guard_module(module)
 
     def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         if CURRENT.get() is self and child is not None:
             for found in child.modules():  # copies, and what was built elsewhere
-                if id(found) not in self._modules:
-                    whole = [p for p in _own_parameters(found).values() if find_early(p) is None]
-                    if whole:
-                        self._expect(found, whole)
-
-    def _expect(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-        self._modules[id(module)] = module
-        self._whole_bytes += sum(_bytes_of(param) for param in params)
+                self._whole.expect_own(found)
 
     def _settle(self, *, keep: Sequence[Tensor], at_end: bool = False) -> None:
         """Shard what is whole and no longer in use, if it is worth a round."""
-        if not at_end and (self._whole_bytes < self.batch_bytes or not self._whole_bytes):
+        if not at_end and (self._whole.num_bytes < self.batch_bytes or not self._whole.num_bytes):
             return
-        ready: dict[int, tuple[str, nn.Parameter]] = {}
-
-        def is_ready(param: nn.Parameter) -> bool:
-            if at_end:
-                return True
-            return not any(param is kept for kept in keep) and not is_viewed(param)
-
-        building = None if at_end else module_under_construction()
-        modules, self._modules = self._modules, {}
-        self._whole_bytes = 0
-        for module in modules.values():
-            rest = {
-                name: param
-                for name, param in _own_parameters(module).items()
-                if find_early(param) is None
-            }
-            chosen = {
-                name: param
-                for name, param in rest.items()
-                if module is not building and _can_be_sharded(param) and is_ready(param)
-            }
-            for name, param in chosen.items():
-                ready.setdefault(id(param), (f"{type(module).__name__}.{name}", param))
-            if chosen:
-                guard_module(module)
-            if len(chosen) < len(rest):
-                self._expect(module, [param for name, param in rest.items() if name not in chosen])
-        touched, self._touched = self._touched, []
-        for label, param in touched:
-            if find_early(param) is not None or not _can_be_sharded(param):
-                continue
-            if is_ready(param):
-                ready.setdefault(id(param), (label, param))
-            else:
-                self._touched.append((label, param))
-                self._whole_bytes += _bytes_of(param)
+        ready = self._whole.take_ready(keep=keep, at_end=at_end)
         if ready:
-            self._shard(list(ready.values()))
+            self._shard(ready)
 
     def _shard(self, params: Sequence[tuple[str, nn.Parameter]]) -> None:
         for label, param in params:
@@ -238,8 +191,7 @@ class Init:
 
     def _take_back(self, param: nn.Parameter, early: EarlyShard) -> None:
         forget_early(param)
-        self._touched.append((early.label, param))
-        self._whole_bytes += _bytes_of(param)
+        self._whole.touch(early.label, param)
 
     def _find_replaced(self) -> None:
         """Few functions, such as `Tensor.set_`, are hidden from modes; their effect is not."""
@@ -259,75 +211,3 @@ class Init:
         what = ", ".join(f"{label} {tuple(param.shape)} {param.dtype}" for label, param in params)
         facts = {f"what to do in round {self._num_rounds} of Init": f"{verb} {what}"}
         check_agreement(facts, group=self.group, timeout_s=self.timeout_s)
-
-
-class _Interception(TorchFunctionMode):
-    """Tells an Init of every torch function before it runs."""
-
-    def __init__(self, init: Init) -> None:
-        super().__init__()
-        self._init = init
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not _asks_no_values(func):
-            self._init.before_call((args, kwargs))
-        return func(*args, **kwargs)
-
-
-_GIVES_VALUES: Final = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes
-_ASKS_NO_VALUES: Final = {
-    Tensor.dim,
-    Tensor.size,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.requires_grad_,
-    Tensor.register_hook,
-    Tensor.register_post_accumulate_grad_hook,
-    Tensor.__len__,
-    Tensor.__hash__,
-    Tensor.__repr__,  # one rank may print
-}
-
-
-def _asks_no_values(func: Callable[..., Any]) -> bool:
-    if getattr(func, "__name__", "") in ("__get__", "__set__"):
-        return getattr(getattr(func, "__self__", None), "__name__", "") not in _GIVES_VALUES
-    return func in _ASKS_NO_VALUES
-
-
-def _tensors_in(value: object) -> Iterator[Tensor]:
-    """Tensors among arguments; long lists of numbers are not read through."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors_in(tuple(value.values()))
-    elif isinstance(value, tuple) or (isinstance(value, list) and _may_hold_tensors(value)):
-        for item in value:
-            yield from _tensors_in(item)
-
-
-def _may_hold_tensors(values: list[Any]) -> bool:
-    return bool(values) and isinstance(values[0], Tensor | list | tuple | Mapping)
-
-
-def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: param for name, param in module._parameters.items() if param is not None}
-
-
-def _bytes_of(param: nn.Parameter) -> int:
-    return 0 if param.is_meta or is_lazy(param) else param.nbytes
-
-
-def _can_be_sharded(param: nn.Parameter) -> bool:
-    """On the meta device, and in lazy modules, there is nothing yet."""
-    return not param.is_meta and not is_lazy(param) and find_early(param) is None

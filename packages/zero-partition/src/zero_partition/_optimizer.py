@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from zero_comm import Group
 
-from ._buffer_plan import ParameterPlan
 from ._chained import members_of
 from ._cut import Cut
 from ._errors import PartitionError, StateError
 from ._flat_buffer import FlatBuffer
-from ._outputs import tensors_in
 from ._span import Span
+from ._state_entry import part_of_entry
 from ._unit import Unit
 
 
@@ -132,30 +131,4 @@ def _shard_state(state: dict[str, Any], buffer: FlatBuffer, position: int) -> di
     if plan.cut != Cut.FLAT and is_absent:
         return None
     span = piece.in_tensor if piece is not None else Span(0, 0)
-    return {key: _shard_value(key, value, plan, span) for key, value in state.items()}
-
-
-def _shard_value(key: str, value: Any, plan: ParameterPlan, span: Span) -> Any:
-    shape, cut = plan.shape, plan.cut
-    is_nest = isinstance(value, list | tuple | dict)
-    if is_nest and cut != Cut.TENSOR and any(True for _ in tensors_in(value)):
-        raise PartitionError(
-            f"parameter {plan.name!r}: optimizer state {key!r} is a {type(value).__name__} that "
-            "holds tensors, of which nobody knows how to take a shard; keep them as entries of "
-            "their own, call shard() before the first step, or use cut='tensor'"
-        )
-    if not isinstance(value, Tensor) or key == "step" or (value.dim() == 0 and shape):
-        return value
-    if span.numel == shape.numel() and cut != Cut.FLAT:
-        return value  # whole: of any shape
-    grain = cut.grain(shape)
-    if value.shape == shape or (cut.kind == "block" and value.shape == (shape.numel(),)):
-        flat = value.reshape(-1)[span.as_slice()]
-        return flat.clone().view(cut.shard_shape(shape, span.numel))
-    if cut.kind in {"row", "block"} and value.dim() and len(value) == -(-shape.numel() // grain):
-        return value[span.start // grain : -(-span.stop // grain)].clone()
-    raise PartitionError(
-        f"parameter {plan.name!r}: optimizer state {key!r} has shape {tuple(value.shape)}, "
-        f"expected a scalar, the parameter's shape {tuple(shape)}, or one entry per row or block "
-        f"where it is cut so: its cut is {str(cut)!r}. cut='tensor' keeps state of any shape"
-    )
+    return {key: part_of_entry(plan, key, value, span) for key, value in state.items()}

@@ -13,7 +13,7 @@ from ._at_rest import AtRestData
 from ._errors import AtRestError, StateError
 from ._places import Place
 from ._shard_state import ShardState
-from ._torch_compat import is_in_backward
+from ._torch_compat import is_in_backward, modules_being_called
 from ._whole import launch_whole
 
 if TYPE_CHECKING:
@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 # forward and backward take and leave by their own rules. It gets memory of its own, which autograd
 # keeps for as long as a graph needs it, and it enters the graph through a node of ours: the
 # operation saves that memory and never the Parameter, whose values are elsewhere in backward.
+
+# NOTE(parts): `generate()` of an encoder-decoder model calls the encoder alone, `peft` calls the
+# model inside, CLIP's `get_image_features` one tower. Such a call is a forward as much as the
+# model's: all ranks make it, or units inside would have nobody to gather with. Hooks on every
+# module that is no unit would cost each of their calls; here the stack is asked instead, and only
+# when the answer would be an error. Nothing is kept: no hook of ours says when such a call ends.
 
 _PATIENCE_S: Final = 60.0  # outside forward, some ranks alone may have got here
 
@@ -84,25 +90,35 @@ class OutsideUses:
             return held
         key, is_inside = place.key, self.sharded.forwards > 0 or is_in_backward()
         is_inside = is_inside or any(unit.depth for unit in self.sharded.units)
-        if key not in self._values:
-            if not is_inside and not needs_grad and self.sharded.group.world_size > 1:
-                self._refuse_read(place, what)
-            if key not in self._in_flight:
-                self.num_gathers += 1
-                self._in_flight[key] = launch_whole(place)
-            wait = self._in_flight.pop(key)
-            self._values[key] = wait() if is_inside else wait(timeout_s=_PATIENCE_S)
-        return self._values[key]
+        if key in self._values:
+            return self._values[key]
+        is_kept = is_inside or needs_grad
+        if not is_kept and self.sharded.group.world_size > 1 and not self._is_called_in_part():
+            self._refuse_read(place, what)
+        if key not in self._in_flight:
+            self.num_gathers += 1
+            self._in_flight[key] = launch_whole(place)
+        wait = self._in_flight.pop(key)
+        value = wait() if is_inside else wait(timeout_s=_PATIENCE_S)
+        if is_kept:
+            self._values[key] = value
+        return value
+
+    def _is_called_in_part(self) -> bool:
+        """Whether some module of the model runs, called by hand: see NOTE(parts)."""
+        own = set(map(id, self.sharded.model.modules()))
+        return any(id(module) in own for module in modules_being_called())
 
     def _refuse_read(self, place: Place, what: str) -> NoReturn:
         group = self.sharded.group
         raise AtRestError(
             f"{what}() would read parameter {place.name!r} while it rests sharded over "
-            f"{group.world_size} ranks (rank {group.rank}); nothing but forward, and what autograd "
-            "records, gathers it by itself, because every rank has to take part. On every rank: "
-            "full_param(param), or `with GatheredParameters(param): ...`; of this rank's part "
-            "alone: local_param(param). To generate, or to run parts of the model by themselves: "
-            "`with unsharded(model): ...`. To convert or move a model, do it before shard()"
+            f"{group.world_size} ranks (rank {group.rank}); nothing but a call of the model or of "
+            "a module in it, and what autograd records, gathers it by itself, because every rank "
+            "has to take part. On every rank: full_param(param), or `with "
+            "GatheredParameters(param): ...`; of this rank's part alone: local_param(param); of "
+            "all at once: `with unsharded(model): ...`. To convert or move a model, do it before "
+            "shard()"
         )
 
 

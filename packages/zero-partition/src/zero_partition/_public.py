@@ -110,9 +110,8 @@ def unpartition(model: nn.Module) -> None:
     be copied, pickled, compiled, handed on, or sharded again. The objects stay the same.
 
     Raises:
-        StateError: Not sharded, a forward is running, or at stages 1 to 3 gradients wait for the
-            optimizer.
-        zero_comm.AgreementError: Ranks have different optimizer state.
+        StateError: Not sharded, a forward is running, at stages 1 to 3 gradients wait for the
+            optimizer, or its state is laid out so that no whole of it is known; nothing was done.
         zero_comm.CommError: A rank did not take part in time.
     """
     _unpartition.unpartition(_find(model))

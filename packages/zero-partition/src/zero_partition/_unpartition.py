@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from zero_comm import all_gather_flat, check_agreement
+from torch import nn
 
 from ._chained import members_of
 from ._errors import StateError
@@ -14,7 +14,10 @@ from ._flat_buffer import FlatBuffer
 from ._placement import Placement
 from ._places import forget_places
 from ._sharded_model import ShardedModel
+from ._state_entry import Entry
 from ._torch_compat import plain_access
+from ._whole import launch_buffer
+from ._whole_state import ask_states, launch_entry, plan_state
 
 _TIMEOUT_S = 60.0
 
@@ -24,22 +27,18 @@ def unpartition(sharded: ShardedModel) -> None:
     _check_idle(sharded)
     sharded.refuse_while_gathered("unpartition()")
     buffers = [buffer for unit in sharded.units for buffer in unit.buffers]
-    states = [_states_of(buffer, sharded.optimizer) for buffer in buffers]
-    facts = {
-        f"optimizer state of {plan.name!r}": ", ".join(sorted(state))
-        for buffer, of_buffer in zip(buffers, states, strict=True)
-        for plan, state in zip(buffer.plan.params, of_buffer, strict=True)
-    }
-    check_agreement(facts, group=sharded.group, timeout_s=_TIMEOUT_S)
+    entries = _plan_states(sharded, buffers)
     sharded.begin_write()
     with plain_access():
         sharded.reducer.before_forward()  # takes guards away
-    for buffer, of_buffer in zip(buffers, states, strict=True):
-        whole = _gather(buffer, buffer.shard) if buffer.whole is None else buffer.whole
+    for buffer, of_buffer in zip(buffers, entries, strict=True):
+        is_whole = buffer.whole is not None
+        values = buffer.views_of(buffer.whole) if is_whole else launch_buffer(buffer)()
         # Memory of their own, as before: tensors of one storage look tied to who saves them.
-        buffer.install([view.clone() for view in buffer.views_of(whole)])
-        if sharded.placements.optim is Placement.SHARDED and sharded.optimizer is not None:
-            _return_state(buffer, of_buffer, sharded.optimizer)
+        buffer.install([value.clone() for value in values])
+        if sharded.placements.optim is Placement.SHARDED:
+            for member in members_of(sharded.optimizer):
+                _return_state(buffer, of_buffer, member)
     for remove in sharded.removers:
         remove()
     sharded.removers.clear()
@@ -64,59 +63,43 @@ def _check_idle(sharded: ShardedModel) -> None:
         )
 
 
-def _gather(buffer: FlatBuffer, shard: Tensor) -> Tensor:
-    """The flat buffer whose part on this rank is `shard`, of any dtype. Collective."""
-    layout = buffer.plan.layout
-    return all_gather_flat(
-        shard.new_zeros(layout.numel),
-        splits=layout.splits,
-        payload=layout.payload_splits,
-        group=buffer.group,
-        shard=shard,
-        tag=buffer.gather_tag,
-    ).wait()
-
-
-def _states_of(buffer: FlatBuffer, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    if optimizer is None:
-        return [{} for _ in buffer.shard_params]
-    return [optimizer.state.get(shard, {}) for shard in buffer.shard_params]
+def _plan_states(
+    sharded: ShardedModel, buffers: Sequence[FlatBuffer]
+) -> list[list[dict[str, Entry]]]:
+    """How each parameter's optimizer state lies over the ranks, by buffer. Collective."""
+    optimizer = sharded.optimizer
+    state = {} if optimizer is None else optimizer.state
+    is_sharded = sharded.placements.optim is Placement.SHARDED
+    shards = [shard for buffer in buffers for shard in buffer.shard_params]
+    said = ask_states(
+        [state.get(shard, {}) if is_sharded else {} for shard in shards],
+        group=sharded.group,
+        timeout_s=_TIMEOUT_S,
+    )
+    by_param = iter(zip(*said, strict=True))
+    return [
+        [plan_state(buffer, position, next(by_param)) for position in range(len(buffer.params))]
+        for buffer in buffers
+    ]
 
 
 def _return_state(
-    buffer: FlatBuffer, states: list[dict[str, Any]], optimizer: torch.optim.Optimizer
+    buffer: FlatBuffer, entries: Sequence[dict[str, Entry]], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Put the parameters back in the shards' place, and gather what the optimizer knows of them."""
-    whole: list[dict[str, Any]] = [dict(state) for state in states]
-    kinds = {
-        (key, value.dtype): None
-        for state, shard in zip(states, buffer.shard_params, strict=True)
-        for key, value in state.items()
-        if _is_elementwise(key, value, shard)
-    }
-    for key, dtype in sorted(kinds, key=str):
-        mine = torch.zeros_like(buffer.shard, dtype=dtype)
-        for part, state in zip(buffer.parts_of(mine), states, strict=True):
-            if key in state and state[key].dtype == dtype:
-                part.copy_(state[key])
-        views = buffer.views_of(_gather(buffer, mine))
-        for view, state, shard in zip(views, whole, buffer.shard_params, strict=True):
-            value = state.get(key)
-            if (
-                isinstance(value, Tensor)
-                and value.dtype == dtype
-                and _is_elementwise(key, value, shard)
-            ):
-                state[key] = view.clone()
+    """Put the parameters back in the shards' place, with the whole of their state. Collective."""
+    known = {id(shard) for entry in optimizer.param_groups for shard in entry["params"]}
+    waits: list[tuple[nn.Parameter, dict[str, Callable[[], Any]]]] = []
+    for shard, param, planned in zip(buffer.shard_params, buffer.params, entries, strict=True):
+        if id(shard) in known:
+            state = optimizer.state.pop(shard, {})
+            of_param = {
+                key: launch_entry(entry, state, key, group=buffer.group, tag=buffer.gather_tag)
+                for key, entry in planned.items()
+            }
+            waits.append((param, of_param))
     params = dict(zip(map(id, buffer.shard_params), buffer.params, strict=True))
     for group in optimizer.param_groups:
         group["params"][:] = [params.get(id(param), param) for param in group["params"]]
-    for shard, param, state in zip(buffer.shard_params, buffer.params, whole, strict=True):
-        for member in members_of(optimizer):  # the state of a chain of them is to read
-            if member.state.pop(shard, None) is not None:
-                member.state[param] = state
-
-
-def _is_elementwise(key: str, value: Any, shard: nn.Parameter) -> bool:
-    """Whether it is one value per element, as opposed to a scalar of the whole parameter."""
-    return isinstance(value, Tensor) and key != "step" and value.shape == shard.shape
+    for param, of_param in waits:
+        if of_param:
+            optimizer.state[param] = {key: wait() for key, wait in of_param.items()}

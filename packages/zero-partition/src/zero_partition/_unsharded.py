@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch import nn
 
 from ._errors import LostEditError, StateError
-from ._gathered import Gather
+from ._gather import Gather
 from ._hooks import find_sharded
 from ._places import Place, find_place, sort_places
 from ._sharded_model import ShardedModel

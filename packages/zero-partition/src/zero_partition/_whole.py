@@ -1,4 +1,4 @@
-"""One parameter whole: put together from the ranks' parts, or taken apart into them."""
+"""Parameters whole: put together from the ranks' parts, or taken apart into them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from zero_comm import CommError, Handle, all_gather_flat
 
+from ._flat_buffer import FlatBuffer
 from ._placement import Placement
 from ._places import Place
 
@@ -77,6 +78,24 @@ def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tens
         return whole.view(plan.shape)
 
     return wait
+
+
+def launch_buffer(buffer: FlatBuffer) -> Callable[[], tuple[Tensor, ...]]:
+    """Launch the gather of all parameters of a flat buffer as one. Collective.
+
+    Returns:
+        Call it once to wait; gives each parameter's value, views of one new tensor.
+    """
+    layout = buffer.plan.layout
+    handle = all_gather_flat(
+        buffer.shard.new_empty(layout.numel),
+        splits=layout.splits,
+        payload=layout.payload_splits,
+        group=buffer.group,
+        shard=buffer.shard,
+        tag=buffer.gather_tag,
+    )
+    return lambda: buffer.views_of(handle.wait())
 
 
 def write_whole(place: Place, value: Tensor) -> None:

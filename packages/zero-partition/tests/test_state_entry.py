@@ -1,0 +1,129 @@
+"""What is divided with a parameter, whatever its shape, is found whole again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from zero_partition import Cut, FlatLayout, ParameterPlan, Span, StateError
+from zero_partition._state_entry import PlainEntry, Said, TensorEntry, part_of_entry, plan_entry
+
+SHAPES = [(7, 3), (12,), (1,), (), (0, 4), (33,), (2, 3, 4), (1, 5)]
+
+
+def _keeps(shape: tuple[int, ...], cut: Cut, world_size: int) -> list[Span | None]:
+    """By rank, as a flat buffer of this one parameter would be cut."""
+    numel = torch.Size(shape).numel()
+    if cut == Cut.TENSOR:
+        layout = FlatLayout.plan_whole([numel], [world_size - 1], world_size=world_size, align=1)
+    elif cut == Cut.FLAT:
+        layout = FlatLayout.plan([numel], world_size=world_size, align=1)
+    else:
+        grain = cut.grain(shape)
+        layout = FlatLayout.plan_cut([numel], [grain], world_size=world_size, align=1)
+    pieces = [layout.pieces(rank) for rank in range(world_size)]
+    return [of_rank[0].in_tensor if of_rank else None for of_rank in pieces]
+
+
+def _entries(shape: tuple[int, ...], cut: Cut) -> dict[str, Tensor | float]:
+    numel = torch.Size(shape).numel()
+    whole: dict[str, Tensor | float] = {
+        "step": torch.tensor(3.0),
+        "count": 4,
+        "mean": torch.arange(float(numel)).view(shape),
+    }
+    if cut.kind in {"row", "block"}:
+        count = -(-numel // cut.grain(shape))
+        whole["scale"] = torch.arange(count)
+        whole["wide"] = torch.arange(count * 2.0).view(count, 2)
+    if cut == Cut.TENSOR:
+        whole["anything"] = torch.arange(35).view(5, 7)
+    return whole
+
+
+@pytest.mark.parametrize(
+    "cut", [Cut.FLAT, Cut.ROW, Cut.TENSOR, Cut.block(4), Cut.block(32)], ids=str
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_parts_of_an_entry_are_found_to_be_its_whole(
+    shape: tuple[int, ...], cut: Cut, world_size: int
+) -> None:
+    """Shard, ask, and lay end to end: a moment in the wrong place trains, and to nonsense."""
+    plan = ParameterPlan(("weight",), torch.Size(shape), torch.float32, True, cut)
+    keeps = _keeps(shape, cut, world_size)
+    numel = plan.shape.numel()
+    has = [cut == Cut.FLAT or not numel or span is not None for span in keeps]
+
+    for key, whole in _entries(shape, cut).items():
+        if (key == "wide" and not numel) or (key == "scale" and numel <= 1 and shape != (1,)):
+            continue  # no slice to look at; and one block of one element looks like the element
+        parts = [
+            part_of_entry(plan, key, whole, span or Span(0, 0)) if is_there else None
+            for span, is_there in zip(keeps, has, strict=True)
+        ]
+        if key == "mean":  # next to the shard, an optimizer looks for it in the shard's shape
+            for part, span in zip(parts, keeps, strict=True):
+                if part is not None and span is not None:
+                    assert part.shape == cut.shard_shape(shape, span.numel)
+        said = [None if part is None else Said.of(part) for part in parts]
+        entry = plan_entry(plan, key, keeps, said)
+        if not isinstance(whole, Tensor):
+            assert entry == PlainEntry(whole)
+            continue
+        assert isinstance(entry, TensorEntry)
+        assert (entry.shape, entry.dtype) == (whole.shape, whole.dtype), key
+        assert sum(entry.splits) == whole.numel(), key
+        laid = torch.full((whole.numel(),), -1, dtype=whole.dtype)
+        for part, span, sent in zip(parts, entry.spans, entry.splits, strict=True):
+            if sent:
+                laid[span.as_slice()] = part.reshape(-1)
+        assert torch.equal(laid.view(whole.shape), whole), key
+
+
+def _said(*shapes: tuple[int, ...] | None) -> list[Said | None]:
+    return [None if shape is None else Said("torch.float32", shape) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("cut", "keeps", "said", "reason"),
+    [
+        (Cut.ROW, [(0, 12), (12, 24)], _said((1, 3), (1, 3)), "neither one value"),
+        (Cut.ROW, [(0, 12), (12, 24)], _said((4, 3), None), "rank 1 should have"),
+        (Cut.ROW, [(0, 12), (12, 24)], _said((4, 2), (4, 5)), "neither one value"),
+        (Cut.FLAT, [(0, 12), (12, 24)], _said((4, 3), (4, 3)), "neither one value"),
+        (Cut.block(16), [(0, 16), (16, 24)], _said((1,), (2,)), "neither one value"),
+        (Cut.FLAT, [(0, 24), None], _said((24,), None), "rank 1 should have"),
+        (Cut.TENSOR, [None, (0, 24)], [None, Said("list")], "a list cannot be sent"),
+        (
+            Cut.FLAT,
+            [(0, 12), (12, 24)],
+            [Said.of([torch.ones(12)]), Said.of([torch.ones(12)])],
+            "nobody knows how tensors in a list are cut",
+        ),
+        (
+            Cut.ROW,
+            [(0, 12), (12, 24)],
+            [Said("torch.float32", (4, 3)), Said("torch.int8", (4, 3))],
+            "rank 1 should have what the others have",
+        ),
+    ],
+)
+def test_what_no_cut_explains_is_refused_with_what_each_rank_has(
+    cut: Cut, keeps: list[tuple[int, int] | None], said: list[Said | None], reason: str
+) -> None:
+    """A guess would be a wrong checkpoint."""
+    plan = ParameterPlan(("weight",), torch.Size((8, 3)), torch.float32, True, cut)
+    spans = [None if span is None else Span(*span) for span in keeps]
+
+    with pytest.raises(StateError, match=rf"'weight'.*'mean' has no whole.*rank 0 has.*{reason}"):
+        plan_entry(plan, "mean", spans, said)
+
+
+def test_blocks_that_look_like_elements_are_told_apart_by_the_others() -> None:
+    """The last rank has one element, and so one block: its shape alone does not say which."""
+    plan = ParameterPlan(("weight",), torch.Size((17,)), torch.float32, True, Cut.block(16))
+    keeps = [Span(0, 16), Span(16, 17)]
+
+    assert plan_entry(plan, "scale", keeps, _said((1,), (1,))).shape == (2,)
+    assert plan_entry(plan, "mean", keeps, _said((16,), (1,))).shape == (17,)
