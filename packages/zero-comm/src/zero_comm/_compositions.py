@@ -203,7 +203,8 @@ def broadcast_flat(buffer: Tensor, *, src: int, group: Group) -> Handle[Tensor]:
     group.count("broadcast", payload_numel=sent, itemsize=buffer.element_size())
     if group.world_size == 1:
         return Handle(lambda _: buffer)
-    work = dist.broadcast(buffer, group.global_rank(src), group=group.process_group, async_op=True)
+    wire = buffer.view(torch.uint8)  # gloo knows few dtypes
+    work = dist.broadcast(wire, group.global_rank(src), group=group.process_group, async_op=True)
     return Handle(lambda _: buffer, (("broadcast", work),), (buffer,))
 
 

@@ -18,6 +18,7 @@ from zero_comm import (
 
 from ._adopt import adopt, check_adoptable, describe_early, release_modules
 from ._buffer_plan import BufferPlan
+from ._content import check_content
 from ._early_shard import find_early
 from ._errors import PartitionError
 from ._flat_buffer import FlatBuffer
@@ -90,6 +91,7 @@ def partition(
     if window < 1:
         raise PartitionError(f"expected window >= 1, got {window}")
     _check_devices(model, group)
+    check_content(model)
     check_adoptable(model, group)
     shards_state = placements.optim is Placement.SHARDED
     if optimizer is not None:

@@ -20,6 +20,7 @@ from ._schedule import Call, Schedule
 from ._torch_compat import (
     call_after_backward,
     is_in_backward,
+    is_in_ddp_forward,
     plain_access,
     will_accumulate,
 )
@@ -88,6 +89,7 @@ class ShardedModel:
         """The model's forward starts: clean up after an exception, take our guards away."""
         if is_in_backward():
             return
+        self._refuse_callers()
         self._tree.check(self.group.rank)
         self._give_up_open_backward()
         self.outside.forget()
@@ -153,6 +155,7 @@ class ShardedModel:
         self._check_params()
         with plain_access():
             self.reducer.before_step()
+            self._check_gradients()
         self.begin_write()
         self.reducer.lend(has_closure=has_closure)
 
@@ -230,6 +233,35 @@ class ShardedModel:
             with plain_access():
                 self.reducer.abandon(is_asked_for=is_asked_for)
             self.schedule.reset()
+
+    def _refuse_callers(self) -> None:
+        if is_in_ddp_forward():
+            raise StateError(
+                "a sharded model inside DistributedDataParallel: both would reduce its gradients. "
+                "zero_engine.shard() does what the wrapper does, so call the model itself"
+            )
+        if torch.jit.is_tracing() and self.placements.params is Placement.SHARDED:
+            raise StateError(
+                "torch.jit.trace() of a model whose parameters rest sharded would record how they "
+                "are gathered; trace a plain model with the weights of full_state_dict(), or "
+                "zero_engine.unshard() this one first"
+            )
+
+    def _check_gradients(self) -> None:
+        """What the user put into `param.grad` by hand is no part of any shard."""
+        if not self.reducer.shards_state:
+            return
+        for g in self.reducer.gradients:
+            for position, (param, guard) in enumerate(
+                zip(g.buffer.params, g.buffer.guards, strict=True)
+            ):
+                if param.grad is not None and param.grad is not guard:
+                    raise StateError(
+                        f"optimizer.step(): parameter {g.buffer.plan.params[position].name!r} has "
+                        f"a gradient that no backward since shard() left there (rank "
+                        f"{self.group.rank}), and the optimizer reads shards. On every rank: "
+                        "zero_engine.set_full_grad(param, value) in place of `param.grad = value`"
+                    )
 
     def _check_params(self) -> None:
         if self.optimizer is None or self.placements.optim is Placement.REPLICATED:
