@@ -17,6 +17,7 @@ def clip_grad_norm_(sharded: ShardedModel, max_norm: float, *, norm_type: float 
     group, reducer = sharded.group, sharded.reducer
     if any(g.has_local for g in reducer.gradients):
         reducer.before_step()
+    sharded.take_gradients()
     grads = [
         param.grad.as_subclass(Tensor)
         for g in reducer.gradients

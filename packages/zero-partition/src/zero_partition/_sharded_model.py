@@ -155,9 +155,21 @@ class ShardedModel:
         self._check_params()
         with plain_access():
             self.reducer.before_step()
-            self._check_gradients()
+        self.take_gradients()
         self.begin_write()
         self.reducer.lend(has_closure=has_closure)
+
+    def take_gradients(self) -> None:
+        """Keep this rank's part of whole gradients that the user put into `param.grad`. Local."""
+        if not self.reducer.shards_state:
+            return
+        with plain_access():
+            for g in self.reducer.gradients:
+                pairs = zip(g.buffer.params, g.buffer.guards, strict=True)
+                for position, (param, guard) in enumerate(pairs):
+                    if param.grad is not None and param.grad is not guard:
+                        g.ensure_shard()
+                        g.copy_whole(position, param.grad)
 
     def after_step(self) -> None:
         """Parameters have changed: publish them where they rest replicated."""
@@ -246,22 +258,6 @@ class ShardedModel:
                 "are gathered; trace a plain model with the weights of full_state_dict(), or "
                 "zero_engine.unshard() this one first"
             )
-
-    def _check_gradients(self) -> None:
-        """What the user put into `param.grad` by hand is no part of any shard."""
-        if not self.reducer.shards_state:
-            return
-        for g in self.reducer.gradients:
-            for position, (param, guard) in enumerate(
-                zip(g.buffer.params, g.buffer.guards, strict=True)
-            ):
-                if param.grad is not None and param.grad is not guard:
-                    raise StateError(
-                        f"optimizer.step(): parameter {g.buffer.plan.params[position].name!r} has "
-                        f"a gradient that no backward since shard() left there (rank "
-                        f"{self.group.rank}), and the optimizer reads shards. On every rank: "
-                        "zero_engine.set_full_grad(param, value) in place of `param.grad = value`"
-                    )
 
     def _check_params(self) -> None:
         if self.optimizer is None or self.placements.optim is Placement.REPLICATED:
