@@ -59,28 +59,6 @@ def _drop_and_clip(group: Group, stage: int) -> None:
     torch.testing.assert_close(zero_engine.clip_grad_norm_(model, 0.1), expected)
 
 
-@pytest.mark.parametrize("call", ["step", "clip"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_gradient_that_the_user_assigned_is_refused(ranks, stage: int, call: str) -> None:
-    """The optimizer reads shards: a step that ignores it would look like training."""
-    ranks(2).run(_assign_a_gradient, stage=stage, call=call)
-
-
-def _assign_a_gradient(group: Group, stage: int, call: str) -> None:
-    _, model, optimizer = _sharded(group, stage)
-    params = list(model.parameters())
-    for param, grad in zip(params, torch.autograd.grad(_loss_of(model, 0), params), strict=True):
-        param.grad = grad
-    with pytest.raises(StateError, match=r"'0\.weight'.*assigned.*set_full_grad\(param, value\)"):
-        if call == "step":
-            optimizer.step()
-        else:
-            zero_engine.clip_grad_norm_(model, 1.0)
-    optimizer.zero_grad()
-    _loss_of(model, 0).backward()
-    optimizer.step()
-
-
 def test_clipping_after_a_failed_backward_is_refused(ranks) -> None:
     """As stepping is: some gradients lack this backward's part."""
     ranks(2).run(_clip_after_failure)

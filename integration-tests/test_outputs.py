@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import types
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -20,6 +21,7 @@ from training import assert_weights_of, train
 from zero_comm import Group
 
 NUM_STEPS = 3
+_DEPTH: Final = 6
 
 
 # ---- Containers ----
@@ -63,6 +65,13 @@ _pytree.register_pytree_node(
 )
 
 
+class _Slotted:
+    __slots__ = ("aside", "hidden", "never")
+
+    def __init__(self, hidden: Tensor, aside: Tensor) -> None:
+        self.hidden, self.aside = hidden, aside
+
+
 class _Unregistered:
     def __init__(self, hidden: Tensor, aside: Tensor) -> None:
         self.layers = [types.SimpleNamespace(hidden=hidden), aside]
@@ -72,6 +81,22 @@ def _model_output(hidden: Tensor, aside: Tensor) -> Any:
     from transformers.modeling_outputs import BaseModelOutput
 
     return BaseModelOutput(last_hidden_state=hidden, hidden_states=(aside,))
+
+
+def _deep(wrap: Callable[..., Any]) -> Callable[[Tensor, Tensor], Any]:
+    """Containers that say what is in them are followed as far as they go."""
+
+    def build(hidden: Tensor, aside: Tensor) -> Any:
+        value: Any = hidden
+        for _ in range(_DEPTH):
+            value = wrap(value, aside)
+        return value
+
+    return build
+
+
+def _undo(get: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
+    return lambda value: functools.reduce(lambda inner, _: get(inner), range(_DEPTH), value)
 
 
 def _circular(hidden: Tensor, aside: Tensor) -> list[Any]:
@@ -98,6 +123,13 @@ CONTAINERS: Final[dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]]]
     "nested": (
         lambda h, a: (None, 3, "s", [{"d": _Data((h,), a)}]),
         lambda v: v[3][0]["d"].hidden[0],
+    ),
+    "slotted": (_Slotted, lambda v: v.hidden),
+    "deep-dataclasses": (_deep(_FrozenData), _undo(lambda v: v.hidden)),
+    "deep-attrs": (_deep(_Attrs), _undo(lambda v: v.hidden)),
+    "deep-mappings": (
+        _deep(lambda h, a: collections.ChainMap({"a": a, "h": h})),
+        _undo(lambda v: v["h"]),
     ),
     "circular": (_circular, lambda v: v[0]),
 }

@@ -432,6 +432,26 @@ def test_what_is_registered_is_used_and_leaves_no_hook(ranks) -> None:
     ranks(2).run(_register)
 
 
+def _launch_ahead(group: Group) -> None:
+    model = _ReadsEarlier()
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    outside = find_sharded(model).outside
+    started: list[int] = []
+    model.blocks[0].register_forward_pre_hook(lambda *_: started.append(outside.num_gathers))
+    model(torch.ones(1, WIDTH))
+    zero_engine.register_external_parameter(model, model.blocks[3].linear.weight)
+    model(torch.ones(1, WIDTH))
+
+    unsaid, said = started[0], started[1] - 3  # three parameters of other units are used
+    assert (unsaid, said) == (0, 1)
+    assert outside.num_gathers == 2 * 3
+
+
+def test_what_is_registered_is_gathered_ahead_and_once(ranks) -> None:
+    """It travels while the modules before its use compute."""
+    ranks(2).run(_launch_ahead)
+
+
 # ---- Attached late ----
 
 

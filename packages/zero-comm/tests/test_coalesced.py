@@ -111,6 +111,24 @@ def _scatter(group: Group, op: Reduction, with_out: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_one_tensor_alone_is_copied_like_many(ranks, world_size: int) -> None:
+    """A short cut that lends or scales the caller's gradient changes what the caller reads."""
+    for got in ranks(world_size).run(_scatter_one):
+        mean = (1 + world_size) / 2
+        torch.testing.assert_close(got, torch.full((3,), mean), rtol=0, atol=0)
+
+
+def _scatter_one(group: Group) -> Tensor:
+    mine = torch.full((3 * group.world_size,), 1.0 + group.rank)
+    handle = reduce_scatter_coalesced([mine], group=group)
+    assert torch.equal(mine, torch.full_like(mine, 1.0 + group.rank))
+    mine.fill_(-7)  # the caller's own again
+    (shard,) = handle.wait()
+    assert torch.equal(mine, torch.full_like(mine, -7))
+    return shard
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("op", Reduction, ids=lambda op: op.value)
 def test_all_reduce_is_the_same_sum_everywhere(ranks, world_size: int, op: Reduction) -> None:
     """In place, in rank order, for every shape and dtype of the list."""

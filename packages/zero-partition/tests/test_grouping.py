@@ -94,3 +94,20 @@ def test_two_parameters_over_one_storage_are_refused() -> None:
 
     with pytest.raises(PartitionError, match=r"'0.weight' and '1.weight' are different Parameter"):
         plan_units(model, (), world_size=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_parameters_and_shards_start_on_64_bytes(dtype: torch.dtype, world_size: int) -> None:
+    """Vector units and compiled kernels assume it, and copy what does not lie so."""
+    model = nn.Module()
+    for index, numel in enumerate((1, 13, 64, 7)):
+        values = torch.zeros(numel, dtype=dtype)
+        model.register_parameter(f"p{index}", nn.Parameter(values, requires_grad=False))
+
+    (unit,) = plan_units(model, [], world_size=world_size)
+
+    (buffer,) = unit.buffers
+    starts = [span.start for span in (*buffer.layout.spans, *buffer.layout.shards)]
+    assert all(start * dtype.itemsize % 64 == 0 for start in starts)
+    assert all(offset % 64 == 0 for offset in unit.offsets)

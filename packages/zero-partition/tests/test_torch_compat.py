@@ -3,6 +3,7 @@
 import copy
 import weakref
 
+import pytest
 import torch
 from zero_partition import _torch_compat
 
@@ -191,3 +192,11 @@ def test_what_is_untraced_runs_as_it_is_under_compile() -> None:
     assert seen == [False]
     compiled = torch.compile(lambda x: holder.skipped(x * 2) * 2, backend="eager")
     assert compiled(torch.ones(1)) == 6
+
+
+def test_is_in_ddp_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`DistributedDataParallel._active_ddp_module`."""
+    assert not _torch_compat.is_in_ddp_forward()
+    ddp = torch.nn.parallel.DistributedDataParallel
+    monkeypatch.setattr(ddp, "_active_ddp_module", torch.nn.Linear(1, 1))
+    assert _torch_compat.is_in_ddp_forward()

@@ -213,7 +213,8 @@ def broadcast_flat(buffer: Tensor, *, src: int, group: Group) -> Handle[Tensor]:
     if group.world_size == 1:
         return Handle(lambda _: buffer)
     launch = group.watch.launch("broadcast", _BUILT_IN) if group.watch is not None else None
-    work = dist.broadcast(buffer, group.global_rank(src), group=group.process_group, async_op=True)
+    wire = buffer.view(torch.uint8)  # gloo knows few dtypes
+    work = dist.broadcast(wire, group.global_rank(src), group=group.process_group, async_op=True)
     # gloo's tree: all comes from `src`, which sends to the rank after it first.
     peer = src if group.rank != src else (src + 1) % group.world_size
     return Handle(lambda _: buffer, (Message(work, "broadcast", launch, peer),), (buffer,))

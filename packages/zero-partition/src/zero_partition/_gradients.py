@@ -250,17 +250,6 @@ class BufferGradients:
                 self.filled[position] = False
                 self.guarded[position] = False
 
-    def refuse_assigned(self) -> None:
-        """Raise StateError where the user put a gradient in `param.grad`, which nobody reads."""
-        for position, param in enumerate(self.buffer.params if self.shards_state else ()):
-            if param.grad is not None and param.grad is not self.buffer.guards[position]:
-                raise StateError(
-                    f"parameter {self.buffer.plan.params[position].name!r}: its gradient was "
-                    "assigned, but at stages 1 to 3 the optimizer reads shards and would ignore "
-                    f"it (rank {self.buffer.group.rank}); call set_full_grad(param, value) on "
-                    "every rank, or set_local_grad(param, value) with this rank's part"
-                )
-
     def drop(self) -> None:
         """Drop every gradient, reduced or not."""
         self.forget_local()

@@ -97,7 +97,7 @@ def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedMo
         optimizer.register_step_post_hook(AfterStep(sharded)),
     ]
     if sharded.reducer.shards_state:
-        handles += install_optimizer_state_hooks(optimizer, sharded.group)
+        sharded.removers += install_optimizer_state_hooks(optimizer, sharded.group)
     plain_zero_grad = optimizer.zero_grad
     is_patched = "zero_grad" in vars(optimizer)
 

@@ -19,6 +19,7 @@ def clip_grad_norm_(sharded: ShardedModel, max_norm: float, *, norm_type: float 
     sharded.refuse_incomplete_gradients("clip_grad_norm_()")
     with plain_access():
         reducer.before_step()
+    sharded.take_gradients()
     grads = [
         param.grad.as_subclass(Tensor)
         for g in reducer.gradients

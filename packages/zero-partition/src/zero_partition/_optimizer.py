@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from zero_comm import Group
 
 from ._chained import members_of
 from ._cut import Cut
 from ._errors import PartitionError, StateError
 from ._flat_buffer import FlatBuffer
+from ._places import find_place
 from ._span import Span
 from ._state_entry import part_of_entry
 from ._unit import Unit
@@ -21,8 +23,11 @@ from ._unit import Unit
 
 def install_optimizer_state_hooks(
     optimizer: torch.optim.Optimizer, group: Group
-) -> list[RemovableHandle]:
-    """Mark `state_dict()` as one rank's part, and load no other: shapes alone do not tell."""
+) -> list[Callable[[], None]]:
+    """Mark `state_dict()` as one rank's part, and load no other: shapes alone do not tell.
+
+    A question about a model's parameter in `optimizer.state` is told where the answer is.
+    """
     mine = f"rank {group.rank} of {group.world_size}"
 
     def mark(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -36,14 +41,61 @@ def install_optimizer_state_hooks(
                 f"{found}; load a whole optimizer's state before shard(), which shards it"
             )
 
-    return [
-        handle
-        for member in members_of(optimizer)
-        for handle in (
+    removers: list[Callable[[], None]] = []
+    for member in members_of(optimizer):
+        _watch_state(member)
+        handles = (
             member.register_state_dict_post_hook(mark),
             member.register_load_state_dict_pre_hook(check),
+            member.register_load_state_dict_post_hook(_watch_state),  # which made a new one
         )
-    ]
+        removers += [handle.remove for handle in handles]
+        removers.append(partial(_leave_state, member))
+    return removers
+
+
+class ShardStates(defaultdict):
+    """An optimizer's state by shard, which knows what is asked of it by parameter.
+
+    Else `state[param]` would be an empty dict, and `param in state` false, without a word.
+    """
+
+    def __missing__(self, key: Any) -> Any:
+        """Make a shard's state."""
+        _refuse_parameter(key)
+        return super().__missing__(key)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether a shard has state."""
+        if super().__contains__(key):
+            return True
+        _refuse_parameter(key)
+        return False
+
+    def get(self, key: Any, default: Any = None) -> Any:  # type: ignore[override]
+        """A shard's state, if it has one."""
+        return super().get(key, default) if key in self else default
+
+
+def _watch_state(optimizer: torch.optim.Optimizer) -> None:
+    if type(optimizer.state) is defaultdict:  # else it is of the optimizer's own kind
+        optimizer.state = ShardStates(dict, optimizer.state)
+
+
+def _leave_state(optimizer: torch.optim.Optimizer) -> None:
+    if type(optimizer.state) is ShardStates:
+        optimizer.state = defaultdict(dict, optimizer.state)
+
+
+def _refuse_parameter(key: object) -> None:
+    place = find_place(key) if isinstance(key, Tensor) else None
+    if place is not None and place.buffer.plan.trainable:
+        raise StateError(
+            f"optimizer.state was asked for parameter {place.name!r}: since shard() it holds this "
+            "rank's shards, those of optimizer.param_groups[i]['params'][j]. Of the whole "
+            "parameter: zero_engine.full_optimizer_state(param, 'exp_avg') on every rank; of this "
+            "rank's part: local_optimizer_state(param, 'exp_avg')"
+        )
 
 
 def check_optimizer(

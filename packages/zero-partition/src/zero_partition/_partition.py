@@ -20,6 +20,7 @@ from zero_comm import (
 
 from ._adopt import adopt, check_adoptable, describe_early, release_modules
 from ._buffer_plan import BufferPlan
+from ._content import check_content
 from ._early_shard import find_early
 from ._errors import PartitionError
 from ._flat_buffer import FlatBuffer
@@ -156,6 +157,7 @@ def _check(
             "model once, before wrapping or copying it"
         )
     _check_devices(model, group)
+    check_content(model)
     check_adoptable(model, group)
     if optimizer is not None:
         check_optimizer(optimizer, model, shards_state=placements.optim is Placement.SHARDED)

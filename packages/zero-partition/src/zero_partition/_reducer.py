@@ -177,7 +177,6 @@ class GradientReducer:
     def before_step(self) -> None:
         """Reduce what `no_sync` left behind; drop what the user dropped."""
         for g in self.gradients:
-            g.refuse_assigned()
             g.drop_where_user_did()
         if any(g.has_local for g in self.gradients):
             if any(getattr(part, "is_unscaled", False) for g in self.gradients for part in g.parts):

@@ -21,6 +21,7 @@ from ._schedule import Call, Schedule
 from ._torch_compat import (
     call_after_backward,
     is_in_backward,
+    is_in_ddp_forward,
     plain_access,
     will_accumulate,
 )
@@ -89,6 +90,7 @@ class ShardedModel:
     def begin_forward(self) -> None:
         """The model's forward starts: clean up after an exception, take our guards away."""
         if not is_in_backward():
+            self._refuse_callers()
             self._tree.check(self.group.rank)
             self._give_up_open_backward()
             self.outside.forget()
@@ -155,6 +157,7 @@ class ShardedModel:
         self._check_params()
         with plain_access():
             self.reducer.before_step()
+        self.take_gradients()
         self.begin_write()
         if has_closure:
             self._published = self._shard_versions()
@@ -172,6 +175,18 @@ class ShardedModel:
             return result
 
         return evaluate
+
+    def take_gradients(self) -> None:
+        """Keep this rank's part of whole gradients that the user put into `param.grad`. Local."""
+        if not self.reducer.shards_state:
+            return
+        with plain_access():
+            for g in self.reducer.gradients:
+                pairs = zip(g.buffer.params, g.buffer.guards, strict=True)
+                for position, (param, guard) in enumerate(pairs):
+                    if param.grad is not None and param.grad is not guard:
+                        g.ensure_shard()
+                        g.copy_whole(position, param.grad)
 
     def after_step(self) -> None:
         """Parameters have changed: publish them where they rest replicated."""
@@ -274,6 +289,19 @@ class ShardedModel:
             with plain_access():
                 self.reducer.abandon(is_asked_for=is_asked_for)
             self.schedule.reset()
+
+    def _refuse_callers(self) -> None:
+        if is_in_ddp_forward():
+            raise StateError(
+                "a sharded model inside DistributedDataParallel: both would reduce its gradients. "
+                "zero_engine.shard() does what the wrapper does, so call the model itself"
+            )
+        if torch.jit.is_tracing() and self.placements.params is Placement.SHARDED:
+            raise StateError(
+                "torch.jit.trace() of a model whose parameters rest sharded would record how they "
+                "are gathered; trace a plain model with the weights of full_state_dict(), or "
+                "zero_engine.unshard() this one first"
+            )
 
     def _check_params(self) -> None:
         if self.optimizer is None or self.placements.optim is Placement.REPLICATED:

@@ -36,25 +36,26 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
             state = sharded.model.state_dict()
     finally:
         sharded.exports_stand_ins = False
-    whole: dict[str, Tensor] = {}  # in host memory
-    if is_first:
-        for name, buffer in sharded.model.named_buffers(remove_duplicate=False):
-            whole[name] = buffer.detach().to("cpu", copy=True)
+    values: dict[int, Tensor] = {}  # by the parameter's id; in host memory
     for unit in sharded.units:
         if not is_first and unit.exposure is not None:
             continue  # rank 0 reads what it needs
         unit.unshard(sharded.schedule.pool)
-        if is_first:
-            for buffer in unit.buffers:
-                for plan, param in zip(buffer.plan.params, buffer.params, strict=True):
-                    value = param.detach().to("cpu", copy=True)
-                    whole.update(dict.fromkeys(plan.names, value))
+        for param in [p for buffer in unit.buffers for p in buffer.params] if is_first else ():
+            values[id(param)] = param.detach().to("cpu", copy=True)
         unit.reshard()
     if sharded.exposure is not None:  # nobody leaves before rank 0 has read
         sharded.exposure.begin_write()
         sharded.exposure.end_write()
     if not is_first:
         return {}
+    whole = {
+        name: buffer.detach().to("cpu", copy=True)
+        for name, buffer in sharded.model.named_buffers(remove_duplicate=False)
+    }
+    for name, param in sharded.model.named_parameters(remove_duplicate=False):
+        if id(param) in values:  # by object: modules may have moved since they were sharded
+            whole[name] = values[id(param)]
     return {key: _find(key, value, whole) for key, value in state.items()}
 
 

@@ -28,11 +28,18 @@ def will_accumulate(param: Tensor) -> bool:
 
     Not if it is `torch.autograd.grad`; also not where it recomputes a segment that uses `param`.
     """
+    if not param.requires_grad:  # frozen for this backward, as a GAN does by turns
+        return False
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
     except RuntimeError:  # autograd.grad(..., inputs=[param])
         return False
+
+
+def is_in_ddp_forward() -> bool:
+    """Whether a DistributedDataParallel is running the forward of what it wraps."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module is not None
 
 
 def is_in_functional_transform() -> bool:
