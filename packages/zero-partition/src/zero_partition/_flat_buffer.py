@@ -107,6 +107,17 @@ class FlatBuffer:
             for param, rest_type in zip(self.params, self.rest_types, strict=True):
                 param.__class__ = rest_type
 
+    def is_untouched(self, *, may_be_written: bool) -> bool:
+        """Whether the parameters are known to view what was installed last; False is not sure."""
+        params, plan = self.params, self.plan
+        return (
+            not self.held
+            and [param.data_ptr() for param in params] == [v.data_ptr() for v in self._views]
+            and all(param.dtype is plan.dtype for param in params)
+            and (plan.trainable or not any(param.requires_grad for param in params))
+            and (may_be_written or [p._version for p in params] == list(self.versions))
+        )
+
     def hold(self, values: Mapping[int, Tensor]) -> None:
         """Let the parameters at these positions view memory of their own until `let_go`."""
         self.held.update(values)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Final
+
 import torch
 from attrs import define, field
 from torch import Tensor, nn
 from zero_comm import CommError, Group, Handle, all_reduce_flat, reduce_scatter_flat
 
 from ._cut import Cut
+from ._errors import StateError
 from ._flat_buffer import FlatBuffer
 from ._guards import GradientShard
 from ._slots import Slot
@@ -18,6 +22,11 @@ from ._unit import Unit
 # memory traffic per element where a zero-filled buffer that autograd adds into costs 16
 # (docs/decisions/0004-gradients-are-copied-on-arrival.md).
 
+# NOTE(waiting): a copy by itself costs a Python call, and as much as all the rest of a tiny layer's
+# backward. So gradients of small parameters wait in `param.grad` and are copied together: as soon
+# as no more is missing, or MAX_WAITING wait, or a large one arrives, or backward has ended. At most
+# MAX_WAITING x SMALL_BYTES of a buffer wait (docs/decisions/small-gradients-wait.md).
+
 # NOTE(shards): the memory of a reduced gradient is kept when the gradient is dropped. Giving it
 # back and faulting its pages in again cost 5% of a step on the CPU; release_buffers() gives it
 # back.
@@ -27,6 +36,10 @@ from ._unit import Unit
 # gradients of parameters with a cut of their own are plain tensors, and None where this rank keeps
 # nothing: every optimizer skips a parameter without a gradient. Before and after the step they are
 # all there, so that ranks make the same calls (GradScaler's check for inf is a collective).
+
+
+SMALL_BYTES: Final = 2**14  # gradients up to this size may wait
+MAX_WAITING: Final = 256  # so many of them, in one buffer
 
 
 @define(eq=False)
@@ -42,7 +55,9 @@ class BufferGradients:
     slot: Slot[BufferGradients] | None = None
     filled: list[bool] = field(init=False)  # holds a local gradient that was not reduced yet
     guarded: list[bool] = field(init=False)  # we put a guard into `param.grad`
-    arrived: set[int] = field(factory=set, init=False)  # in this backward, since the last launch
+    waiting: list[int] = field(factory=list, init=False)  # arrived, still in `param.grad`
+    room: int = field(init=False)  # when so many wait, they are taken
+    arrived: set[int] = field(factory=set, init=False)  # taken in this backward, since the launch
     from_outside: set[int] = field(factory=set, init=False)  # used outside the unit: no slot read
     launched: bool = False  # in this backward
     shard: Tensor | None = None  # reduced; see NOTE(shards)
@@ -56,6 +71,7 @@ class BufferGradients:
     def __attrs_post_init__(self) -> None:
         self.filled = [False] * len(self.buffer.params)
         self.guarded = [False] * len(self.buffer.params)
+        self._make_room()
         plans = enumerate(self.buffer.plan.params)
         self._structured = tuple(i for i, plan in plans if plan.cut != Cut.FLAT)
 
@@ -93,27 +109,57 @@ class BufferGradients:
             self.views = ()  # nothing else keeps that memory
         self.accumulator, self.slot = None, None
 
-    def take(self, position: int, grad: Tensor) -> None:
-        """Move what autograd left in `param.grad` into the accumulator; see NOTE(arrival)."""
-        view = self.views[position]
-        if self.shards_state or grad.data_ptr() != view.data_ptr():  # else it is in place
-            value = grad.detach() if grad.requires_grad else grad
-            if self.filled[position]:
-                view.add_(value)
-            else:
-                view.copy_(value)
-        self.filled[position] = True
-        self.arrived.add(position)
-        self.buffer.params[position].grad = None if self.shards_state else view
+    def find_waiting(self) -> dict[int, Tensor]:
+        """What autograd left in `param.grad`, by position; from now on it does not wait.
+
+        What it found undefined is not there: the same as unused.
+
+        Raises:
+            StateError: A gradient is not dense.
+        """
+        params, found = self.buffer.params, {}
+        for position in self.waiting:
+            grad = params[position].grad
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided:
+                name, rank = self.buffer.plan.params[position].name, self.buffer.group.rank
+                raise StateError(
+                    f"parameter {name!r}: expected a dense gradient, got layout {grad.layout} "
+                    f"(rank {rank}); construct the embedding with sparse=False"
+                )
+            found[position] = grad
+        self.waiting.clear()
+        return found
+
+    def take(self, grads: Mapping[int, Tensor]) -> None:
+        """Move these, out of `param.grad`, into the accumulator; see NOTE(arrival)."""
+        views, filled, params = self.views, self.filled, self.buffer.params
+        moved = grads
+        if not self.shards_state:  # else nothing is ever in place
+            moved = {p: g for p, g in grads.items() if g.data_ptr() != views[p].data_ptr()}
+        first = [position for position in moved if not filled[position]]
+        again = [position for position in moved if filled[position]]
+        with torch.no_grad():  # create_graph=True makes gradients that have a graph
+            if first:
+                torch._foreach_copy_([views[p] for p in first], [moved[p] for p in first])
+            if again:
+                torch._foreach_add_([views[p] for p in again], [moved[p] for p in again])
+        for position in grads:
+            filled[position] = True
+            params[position].grad = None if self.shards_state else views[position]
+        self.arrived.update(grads)
+        self._make_room()
 
     def launch(self, group: Group) -> None:
         """Start the reduction; parameters without a gradient count as zero."""
         assert self.accumulator is not None, "the reducer gives one first"
-        for position, filled in enumerate(self.filled):
-            if not filled and not self._accumulates_in_place(position):
-                self.views[position].zero_()
+        if not all(self.filled):
+            for position, filled in enumerate(self.filled):
+                if not filled and not self._accumulates_in_place(position):
+                    self.views[position].zero_()
         self.launched = True
-        self.arrived.clear()
+        self._forget_arrivals()
         layout, tag = self.buffer.plan.layout, self.buffer.reduce_tag
         splits, payload = layout.splits, layout.payload_splits
         if not self.shards_state:
@@ -166,23 +212,17 @@ class BufferGradients:
         if self.received is not None:
             self._add(self.buffer.parts_of(self.received))
             self.received = None
-        for position, filled in enumerate(self.filled):
-            if filled:
-                self.hand_over(position)
+        self.hand_over([position for position, filled in enumerate(self.filled) if filled])
         self.forget_local()
 
-    def hand_over(self, position: int) -> None:
-        """What was reduced becomes the gradient that the optimizer reads."""
-        mine = self.parts[position] if self.shards_state else self.views[position]
-        param = self.targets[position]
-        if self.shards_state:
-            is_shown = param.grad is mine
-        else:
-            is_shown = param.grad is not None and param.grad.data_ptr() == mine.data_ptr()
-        if not is_shown:
-            param.grad = mine
-        if self.is_lending and position in self._structured:  # the backward of a closure
-            self._lend(position)
+    def hand_over(self, positions: Iterable[int]) -> None:
+        """What was reduced becomes the gradients that the optimizer reads."""
+        reduced = self.parts if self.shards_state else self.views
+        targets = self.targets
+        for position in positions:
+            targets[position].grad = reduced[position]
+            if self.is_lending and position in self._structured:  # the backward of a closure
+                self._lend(position)
 
     def lend(self, *, has_closure: bool) -> None:
         """The optimizer steps now, maybe after backwards of its own; see NOTE(lending)."""
@@ -207,13 +247,16 @@ class BufferGradients:
     def end_backward(self) -> None:
         """Forget what belongs to one backward; guard what is sharded."""
         self.launched = False
-        self.arrived.clear()
+        self.waiting.clear()  # what an exception left behind
+        self._forget_arrivals()
         self.from_outside.clear()
         if not self.shards_state:
             return
-        for position, param in enumerate(self.buffer.params):
-            if self.filled[position] or self.buffer.shard_params[position].grad is not None:
-                param.grad = self.buffer.guards[position]
+        buffer, filled = self.buffer, self.filled
+        places = zip(buffer.params, buffer.shard_params, buffer.guards, strict=True)
+        for position, (param, shard_param, guard) in enumerate(places):
+            if filled[position] or shard_param.grad is not None:
+                param.grad = guard
                 self.guarded[position] = True
 
     def clear_guards(self) -> bool:
@@ -248,6 +291,14 @@ class BufferGradients:
         self.lent.clear()
         for param in (*self.buffer.params, *self.buffer.shard_params):
             param.grad = None
+
+    def _forget_arrivals(self) -> None:
+        self.arrived.clear()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        missing = len(self.filled) - len(self.arrived)
+        self.room = min(missing, MAX_WAITING) or 1  # 1: all are here, and one comes again
 
     def _lend(self, position: int) -> None:
         part, shape = self.parts[position], self.buffer.plan.params[position].shape

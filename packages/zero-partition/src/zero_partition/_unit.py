@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import is_
+
 from attrs import Factory, define, field
 from torch import Tensor, nn
 from zero_comm import CommError, Exposure, Group, Handle, all_gather_flat
@@ -35,10 +37,12 @@ class Unit:
     _handles: list[Handle[Tensor]] = field(default=Factory(list), init=False)
     _full: list[Tensor] = field(default=Factory(list), init=False)  # the slot, one per buffer
     _views: list[tuple[Tensor, ...]] = field(default=Factory(list), init=False)
+    _params: list[nn.Parameter] = field(init=False)  # one per owner
 
     def __attrs_post_init__(self) -> None:
         is_sharded = self.placement is Placement.SHARDED
         self.state = ShardState.SHARDED if is_sharded else ShardState.UNSHARDED
+        self._params = [self.buffers[index].params[at] for _, _, index, at in self.owners]
         for buffer in self.buffers:
             if is_sharded:
                 buffer.install(buffer.stand_ins)
@@ -128,9 +132,14 @@ class Unit:
     def check_untouched(self) -> None:
         """Raise StateError where a parameter no longer views our memory, or was written sharded."""
         with plain_access():
-            self._check_untouched()
+            found = [module._parameters.get(attribute) for module, attribute, _, _ in self.owners]
+            may_be_written = self.placement is Placement.REPLICATED
+            if not all(map(is_, found, self._params)) or not all(
+                buffer.is_untouched(may_be_written=may_be_written) for buffer in self.buffers
+            ):
+                self._check_each()
 
-    def _check_untouched(self) -> None:
+    def _check_each(self) -> None:
         is_whole = self.state is ShardState.UNSHARDED
         is_sharded = self.placement is Placement.SHARDED
         expected = [
