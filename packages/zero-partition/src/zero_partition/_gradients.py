@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import torch
@@ -39,7 +39,7 @@ from ._unit import Unit
 
 
 SMALL_BYTES: Final = 2**14  # gradients up to this size may wait
-MAX_WAITING: Final = 256  # so many of them, in one buffer
+MAX_WAITING: Final = 64  # so many of them, in one buffer; what was just made is still in the cache
 
 
 @define(eq=False)
@@ -60,6 +60,7 @@ class BufferGradients:
     arrived: set[int] = field(factory=set, init=False)  # taken in this backward, since the launch
     from_outside: set[int] = field(factory=set, init=False)  # used outside the unit: no slot read
     launched: bool = False  # in this backward
+    reduced: set[int] = field(factory=set, init=False)  # handed over in this backward
     shard: Tensor | None = None  # reduced; see NOTE(shards)
     parts: tuple[Tensor, ...] = ()  # of the shard: what shard_params have as gradients
     lent: dict[int, Tensor | None] = field(factory=dict, init=False)  # see NOTE(lending)
@@ -93,7 +94,10 @@ class BufferGradients:
     @property
     def holds_gradients(self) -> bool:
         """Whether the optimizer has a gradient here."""
-        return any(param.grad is not None for param in self.targets)
+        for param in self.targets:  # noqa: SIM110 - any() would be a call for each
+            if param.grad is not None:
+                return True
+        return False
 
     def use_accumulator(self, memory: Tensor, slot: Slot[BufferGradients] | None) -> None:
         """Collect in this memory, 1-D, of the buffer's numel and dtype."""
@@ -215,12 +219,13 @@ class BufferGradients:
         self.hand_over([position for position, filled in enumerate(self.filled) if filled])
         self.forget_local()
 
-    def hand_over(self, positions: Iterable[int]) -> None:
+    def hand_over(self, positions: Collection[int]) -> None:
         """What was reduced becomes the gradients that the optimizer reads."""
-        reduced = self.parts if self.shards_state else self.views
+        values = self.parts if self.shards_state else self.views
         targets = self.targets
+        self.reduced.update(positions)
         for position in positions:
-            targets[position].grad = reduced[position]
+            targets[position].grad = values[position]
             if self.is_lending and position in self._structured:  # the backward of a closure
                 self._lend(position)
 
@@ -250,14 +255,19 @@ class BufferGradients:
         self.waiting.clear()  # what an exception left behind
         self._forget_arrivals()
         self.from_outside.clear()
+        has_gradient, self.reduced = self.reduced, set()
         if not self.shards_state:
             return
-        buffer, filled = self.buffer, self.filled
-        places = zip(buffer.params, buffer.shard_params, buffer.guards, strict=True)
-        for position, (param, shard_param, guard) in enumerate(places):
-            if filled[position] or shard_param.grad is not None:
-                param.grad = guard
-                self.guarded[position] = True
+        buffer = self.buffer
+        if len(has_gradient) < len(buffer.params):
+            has_gradient = {
+                position
+                for position, param in enumerate(buffer.shard_params)
+                if self.filled[position] or param.grad is not None
+            }
+        for position in has_gradient:
+            buffer.params[position].grad = buffer.guards[position]
+            self.guarded[position] = True
 
     def clear_guards(self) -> bool:
         """Take our stand-ins out of `param.grad`, so that autograd gives its gradients away.
@@ -288,6 +298,7 @@ class BufferGradients:
         for part in self.parts:
             part.is_unscaled = False  # type: ignore[attr-defined]
         self.guarded = [False] * len(self.guarded)
+        self.reduced.clear()
         self.lent.clear()
         for param in (*self.buffer.params, *self.buffer.shard_params):
             param.grad = None

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Sequence
 
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 from zero_comm import (
     Exposure,
@@ -60,7 +61,7 @@ def partition(
             looks at more than single elements says so by `needs_cut`, is one of torch's, or is
             tried on small tensors.
         group: The ranks to distribute over.
-        placements: What rests sharded; see `STAGES`.
+        placements: What rests sharded; see `STAGES`. On one rank parameters rest whole.
         units: Names of the modules that are unsharded and reduced as one; chosen when None.
         max_unit_bytes: What is larger is split where it can be, when units are chosen.
         min_unit_bytes: Blocks that are smaller stay with what encloses them.
@@ -89,6 +90,8 @@ def partition(
         )
     if window < 1:
         raise PartitionError(f"expected window >= 1, got {window}")
+    if group.world_size == 1:  # its shard is the whole: nothing to make whole, and to part with
+        placements = evolve(placements, params=Placement.REPLICATED)
     _check_devices(model, group)
     check_adoptable(model, group)
     shards_state = placements.optim is Placement.SHARDED
@@ -167,8 +170,6 @@ def _distribute(
 
 def _expose(units: Sequence[Unit], group: Group) -> Exposure | None:
     """Let peers read this rank's shards, where they can."""
-    if group.world_size == 1:
-        return None
     exposure = expose([buffer.shard for unit in units for buffer in unit.buffers], group=group)
     for unit in units:
         unit.exposure = exposure

@@ -59,7 +59,7 @@ class Unit:
     @property
     def is_resident(self) -> bool:
         """Whether its current values are whole on this rank, so that no gather is needed."""
-        if self.placement is Placement.REPLICATED or self.group.world_size == 1 or self.is_held:
+        if self.placement is Placement.REPLICATED or self.is_held:
             return True
         return (
             self.slot is not None
@@ -98,8 +98,6 @@ class Unit:
             self._read_shards(self.exposure, pool)
         self.start_unshard(pool)
         self._wait()
-        if self.group.world_size == 1 and not self._views:
-            self._views = [buffer.views_of(buffer.shard) for buffer in self.buffers]
         for index, buffer in enumerate(self.buffers):
             held = tuple(buffer.held.values()) if self.is_held else ()  # install() orders them
             buffer.install(held or self._views[index])
@@ -125,7 +123,7 @@ class Unit:
 
     def release_slot(self) -> None:
         """Forget the slot, whose memory is given back."""
-        if self.placement is Placement.SHARDED and self.group.world_size > 1:
+        if self.placement is Placement.SHARDED:
             self.reshard()
             self.slot, self._full, self._views, self._slot_version = None, [], [], -1
 
