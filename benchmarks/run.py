@@ -10,6 +10,7 @@ from typing import Final
 SUITES: Final = {
     "step": "bench_step",  # one training step: ours, DDP, FSDP, DeepSpeed
     "autograd": "bench_autograd",  # what hooks cost, and the ways of collecting gradients
+    "hooks": "bench_hooks",  # forward and backward on one rank, against the plain model
     "collectives": "bench_collectives",  # compositions of collectives against the built-in ones
 }
 

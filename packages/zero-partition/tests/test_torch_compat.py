@@ -170,26 +170,28 @@ def test_functional_transforms_are_seen_and_left() -> None:
 
 
 def test_what_is_untraced_runs_as_it_is_under_compile() -> None:
-    """torch._disable_dynamo, and what the plain form of it calls stays as it is too."""
+    """A mark on the code, for what autograd calls, and torch._disable_dynamo around the rest."""
     seen = []
 
     def inner(x: torch.Tensor) -> torch.Tensor:
         seen.append(torch.compiler.is_compiling())
         return x + 1
 
-    class Holder:
-        @_torch_compat.untraced
-        def untraced(self, x: torch.Tensor) -> torch.Tensor:
-            return inner(x)
+    @_torch_compat.untraced
+    def arrive(param: torch.Tensor) -> None:
+        inner(param.detach())
 
+    param = torch.nn.Parameter(torch.ones(1))
+    param.register_post_accumulate_grad_hook(arrive)
+    torch.compile(lambda x: (param * x).sum().backward(), backend="eager")(torch.ones(1))
+    assert seen == [False]
+
+    class Holder:
         @_torch_compat.skip_frame
         def skipped(self, x: torch.Tensor) -> torch.Tensor:
             return inner(x)
 
     holder = Holder()
-    compiled = torch.compile(lambda x: holder.untraced(x * 2) * 2, backend="eager")
-    assert compiled(torch.ones(1)) == 6
-    assert seen == [False]
     compiled = torch.compile(lambda x: holder.skipped(x * 2) * 2, backend="eager")
     assert compiled(torch.ones(1)) == 6
 

@@ -40,6 +40,7 @@ class FlatBuffer:
     held: dict[int, Tensor] = field(factory=dict, init=False)  # gathered apart from the unit
     _views: Sequence[Tensor] = field(default=(), init=False)  # installed last
     _part_addresses: list[int] = field(init=False)  # of what shard_params view
+    _addresses: list[int] | None = field(default=None, init=False)  # of these, once asked for
 
     def __attrs_post_init__(self) -> None:
         self.stand_ins = tuple(
@@ -106,7 +107,8 @@ class FlatBuffer:
 
     def install(self, views: Sequence[Tensor]) -> None:
         """Make the parameters view this memory, but for those that are held. Moves no data."""
-        self._views = views
+        if views is not self._views:
+            self._views, self._addresses = views, None
         if self.is_at_rest:  # else setting `data` would be noticed as a use
             for param, whole_type in zip(self.params, self.whole_types, strict=True):
                 param.__class__ = whole_type
@@ -118,6 +120,19 @@ class FlatBuffer:
         if self.is_at_rest:  # see NOTE(class) in _at_rest
             for param, rest_type in zip(self.params, self.rest_types, strict=True):
                 param.__class__ = rest_type
+
+    def is_untouched(self, *, may_be_written: bool) -> bool:
+        """Whether the parameters are known to view what was installed last; False is not sure."""
+        params, plan = self.params, self.plan
+        if self._addresses is None:
+            self._addresses = [view.data_ptr() for view in self._views]
+        return (
+            not self.held
+            and [param.data_ptr() for param in params] == self._addresses
+            and [param.dtype for param in params].count(plan.dtype) == len(params)
+            and (plan.trainable or not any(param.requires_grad for param in params))
+            and (may_be_written or [p._version for p in params] == list(self.versions))
+        )
 
     def hold(self, values: Mapping[int, Tensor]) -> None:
         """Let the parameters at these positions view memory of their own until `let_go`."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from typing import Final
+
 import torch
 from attrs import define, field
 from torch import Tensor, nn
@@ -26,6 +29,11 @@ from ._unit import Unit
 # memory traffic per element where a zero-filled buffer that autograd adds into costs 16
 # (docs/decisions/0004-gradients-are-copied-on-arrival.md).
 
+# NOTE(waiting): a copy by itself costs a Python call, and as much as all the rest of a tiny layer's
+# backward. So gradients of small parameters wait in `param.grad` and are copied together: as soon
+# as no more is missing, or MAX_WAITING wait, or a large one arrives, or backward has ended. At most
+# MAX_WAITING x SMALL_BYTES of a buffer wait (docs/decisions/0015-small-gradients-wait.md).
+
 # NOTE(shards): the memory of a reduced gradient is kept when the gradient is dropped. Giving it
 # back and faulting its pages in again cost 5% of a step on the CPU; release_buffers() gives it
 # back.
@@ -35,6 +43,10 @@ from ._unit import Unit
 # gradients of parameters with a cut of their own are plain tensors, and None where this rank keeps
 # nothing: every optimizer skips a parameter without a gradient. Before and after the step they are
 # all there, so that ranks make the same calls (GradScaler's check for inf is a collective).
+
+
+SMALL_BYTES: Final = 2**14  # gradients up to this size may wait
+MAX_WAITING: Final = 64  # so many of them, in one buffer; what was just made is still in the cache
 
 
 @define(eq=False)
@@ -50,9 +62,12 @@ class BufferGradients:
     slot: Slot[BufferGradients] | None = None
     filled: list[bool] = field(init=False)  # holds a local gradient that was not reduced yet
     guarded: list[bool] = field(init=False)  # we put a guard into `param.grad`
-    arrived: set[int] = field(factory=set, init=False)  # in this backward, since the last launch
+    waiting: list[int] = field(factory=list, init=False)  # arrived, still in `param.grad`
+    room: int = field(init=False)  # when so many wait, they are taken
+    arrived: set[int] = field(factory=set, init=False)  # taken in this backward, since the launch
     from_outside: set[int] = field(factory=set, init=False)  # used outside the unit: no slot read
     launched: bool = False  # in this backward
+    reduced: set[int] = field(factory=set, init=False)  # handed over in this backward
     shard: Tensor | None = None  # reduced; see NOTE(shards)
     parts: tuple[Tensor, ...] = ()  # of the shard: what shard_params have as gradients
     lent: dict[int, Tensor | None] = field(factory=dict, init=False)  # see NOTE(lending)
@@ -64,6 +79,7 @@ class BufferGradients:
     def __attrs_post_init__(self) -> None:
         self.filled = [False] * len(self.buffer.params)
         self.guarded = [False] * len(self.buffer.params)
+        self._make_room()
         plans = enumerate(self.buffer.plan.params)
         self._structured = tuple(i for i, plan in plans if plan.cut != Cut.FLAT)
 
@@ -85,7 +101,10 @@ class BufferGradients:
     @property
     def holds_gradients(self) -> bool:
         """Whether the optimizer has a gradient here."""
-        return any(param.grad is not None for param in self.targets)
+        for param in self.targets:  # noqa: SIM110 - any() would be a call for each
+            if param.grad is not None:
+                return True
+        return False
 
     def use_accumulator(self, memory: Tensor, slot: Slot[BufferGradients] | None) -> None:
         """Collect in this memory, 1-D, of the buffer's numel and dtype."""
@@ -101,27 +120,57 @@ class BufferGradients:
             self.views = ()  # nothing else keeps that memory
         self.accumulator, self.slot = None, None
 
-    def take(self, position: int, grad: Tensor) -> None:
-        """Move what autograd left in `param.grad` into the accumulator; see NOTE(arrival)."""
-        view = self.views[position]
-        if self.shards_state or grad.data_ptr() != view.data_ptr():  # else it is in place
-            value = grad.detach() if grad.requires_grad else grad
-            if self.filled[position]:
-                view.add_(value)
-            else:
-                view.copy_(value)
-        self.filled[position] = True
-        self.arrived.add(position)
-        self.buffer.params[position].grad = None if self.shards_state else view
+    def find_waiting(self) -> dict[int, Tensor]:
+        """What autograd left in `param.grad`, by position; from now on it does not wait.
+
+        What it found undefined is not there: the same as unused.
+
+        Raises:
+            StateError: A gradient is not dense.
+        """
+        params, found = self.buffer.params, {}
+        for position in self.waiting:
+            grad = params[position].grad
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided:
+                name, rank = self.buffer.plan.params[position].name, self.buffer.group.rank
+                raise StateError(
+                    f"parameter {name!r}: expected a dense gradient, got layout {grad.layout} "
+                    f"(rank {rank}); construct the embedding with sparse=False"
+                )
+            found[position] = grad
+        self.waiting.clear()
+        return found
+
+    def take(self, grads: Mapping[int, Tensor]) -> None:
+        """Move these, out of `param.grad`, into the accumulator; see NOTE(arrival)."""
+        views, filled, params = self.views, self.filled, self.buffer.params
+        moved = grads
+        if not self.shards_state:  # else nothing is ever in place
+            moved = {p: g for p, g in grads.items() if g.data_ptr() != views[p].data_ptr()}
+        first = [position for position in moved if not filled[position]]
+        again = [position for position in moved if filled[position]]
+        with torch.no_grad():  # create_graph=True makes gradients that have a graph
+            if first:
+                torch._foreach_copy_([views[p] for p in first], [moved[p] for p in first])
+            if again:
+                torch._foreach_add_([views[p] for p in again], [moved[p] for p in again])
+        for position in grads:
+            filled[position] = True
+            params[position].grad = None if self.shards_state else views[position]
+        self.arrived.update(grads)
+        self._make_room()
 
     def launch(self, group: Group) -> None:
         """Start the reduction; parameters without a gradient count as zero."""
         assert self.accumulator is not None, "the reducer gives one first"
-        for position, filled in enumerate(self.filled):
-            if not filled and not self._accumulates_in_place(position):
-                self.views[position].zero_()
+        if not all(self.filled):
+            for position, filled in enumerate(self.filled):
+                if not filled and not self._accumulates_in_place(position):
+                    self.views[position].zero_()
         self.launched = True
-        self.arrived.clear()
+        self._forget_arrivals()
         layout, tag = self.buffer.plan.layout, self.buffer.reduce_tag
         splits, payload = layout.splits, layout.payload_splits
         if not self.shards_state:
@@ -177,23 +226,18 @@ class BufferGradients:
         if self.received is not None:
             self._add(self.buffer.parts_of(self.received))
             self.received = None
-        for position, filled in enumerate(self.filled):
-            if filled:
-                self.hand_over(position)
+        self.hand_over([position for position, filled in enumerate(self.filled) if filled])
         self.forget_local()
 
-    def hand_over(self, position: int) -> None:
-        """What was reduced becomes the gradient that the optimizer reads."""
-        mine = self.parts[position] if self.shards_state else self.views[position]
-        param = self.targets[position]
-        if self.shards_state:
-            is_shown = param.grad is mine
-        else:
-            is_shown = param.grad is not None and param.grad.data_ptr() == mine.data_ptr()
-        if not is_shown:
-            param.grad = mine
-        if self.is_lending and position in self._structured:  # the backward of a closure
-            self._lend(position)
+    def hand_over(self, positions: Collection[int]) -> None:
+        """What was reduced becomes the gradients that the optimizer reads."""
+        values = self.parts if self.shards_state else self.views
+        targets = self.targets
+        self.reduced.update(positions)
+        for position in positions:
+            targets[position].grad = values[position]
+            if self.is_lending and position in self._structured:  # the backward of a closure
+                self._lend(position)
 
     def lend(self, *, has_closure: bool) -> None:
         """The optimizer steps now, maybe after backwards of its own; see NOTE(lending)."""
@@ -218,14 +262,22 @@ class BufferGradients:
     def end_backward(self) -> None:
         """Forget what belongs to one backward; guard what is sharded."""
         self.launched = False
-        self.arrived.clear()
+        self.waiting.clear()  # what an exception left behind
+        self._forget_arrivals()
         self.from_outside.clear()
+        has_gradient, self.reduced = self.reduced, set()
         if not self.shards_state:
             return
-        for position, param in enumerate(self.buffer.params):
-            if self.filled[position] or self.buffer.shard_params[position].grad is not None:
-                param.grad = self.buffer.guards[position]
-                self.guarded[position] = True
+        buffer = self.buffer
+        if len(has_gradient) < len(buffer.params):
+            has_gradient = {
+                position
+                for position, param in enumerate(buffer.shard_params)
+                if self.filled[position] or param.grad is not None
+            }
+        for position in has_gradient:
+            buffer.params[position].grad = buffer.guards[position]
+            self.guarded[position] = True
 
     def clear_guards(self) -> bool:
         """Take our stand-ins out of `param.grad`, so that autograd gives its gradients away.
@@ -256,9 +308,18 @@ class BufferGradients:
         for part in self.parts:
             part.is_unscaled = False  # type: ignore[attr-defined]
         self.guarded = [False] * len(self.guarded)
+        self.reduced.clear()
         self.lent.clear()
         for param in (*self.buffer.params, *self.buffer.shard_params):
             param.grad = None
+
+    def _forget_arrivals(self) -> None:
+        self.arrived.clear()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        missing = len(self.filled) - len(self.arrived)
+        self.room = min(missing, MAX_WAITING) or 1  # 1: all are here, and one comes again
 
     def _lend(self, position: int) -> None:
         part, shape = self.parts[position], self.buffer.plan.params[position].shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -61,14 +61,16 @@ def choose_units(
     chosen: list[str] = []
 
     def visit(module: nn.Module, name: str) -> None:
+        has_blocks = _is_repeated(module)
+        may_keep_blocks = has_blocks and _bytes_of(module) <= max_unit_bytes
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
             if not any(True for _ in child.parameters()):
                 continue
             if is_leaf(child):
                 chosen.append(path)
-            elif _is_repeated(module) and _has_forward(child):
-                if _bytes_of(child) < min_unit_bytes and _bytes_of(module) <= max_unit_bytes:
+            elif has_blocks and _has_forward(child):
+                if may_keep_blocks and _bytes_of(child) < min_unit_bytes:
                     chosen.extend(f"{path}.{inner}" for inner, _ in outermost_leaves(child))
                     continue
                 chosen.append(path)
@@ -146,6 +148,7 @@ def plan_units(
     if of_small:  # first: what is reduced last, unless the model's own order says otherwise
         members = {_SMALL: of_small, **members}
     used = [name for name, params in members.items() if params]
+    outer = {enclosing for name in used for enclosing in _enclosing(name)}
     buffers = plan_buffers(
         [members[name] for name in used], names, world_size, cuts or {}, group_of or {}
     )
@@ -153,8 +156,7 @@ def plan_units(
         UnitPlan(
             name=name,
             buffers=of_unit,
-            is_outer=name == _SMALL
-            or any(_contains(name, other) for other in used if other not in (name, _SMALL)),
+            is_outer=name in outer or name == _SMALL,
             rests_whole=name == _SMALL,
         )
         for name, of_unit in zip(used, buffers, strict=True)
@@ -205,13 +207,17 @@ def _check_storages(by_id: dict[int, nn.Parameter], names: dict[int, tuple[str, 
         seen[address] = names[key][0]
 
 
-def _innermost(param_names: Sequence[str], units: dict[str, list]) -> str:
-    enclosing = [unit for unit in units if all(_contains(unit, name) for name in param_names)]
-    return max(enclosing, key=len)
+def _innermost(param_names: Sequence[str], units: Container[str]) -> str:
+    first, *others = ({*_enclosing(name)} for name in param_names)
+    common = first.intersection(*others)
+    return max((name for name in common if name in units), key=len)
 
 
-def _contains(unit: str, name: str) -> bool:
-    return not unit or name.startswith(unit + ".")
+def _enclosing(name: str) -> Iterator[str]:
+    """Names of all modules that contain what has this name, the model's own included."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _is_repeated(container: nn.Module) -> bool:

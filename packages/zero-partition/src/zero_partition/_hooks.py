@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 
 from ._bound import Bound
 from ._calls import IsCovered, wrap_call
-from ._gradients import BufferGradients
+from ._gradients import SMALL_BYTES, BufferGradients
 from ._optimizer import install_optimizer_state_hooks
+from ._shard_state import ShardState
 from ._torch_compat import untraced
 
 if TYPE_CHECKING:
@@ -24,25 +26,36 @@ if TYPE_CHECKING:
 # doubled the time of 500 tiny layers (docs/decisions/0003-hooks-per-unit.md).
 
 
-@define(eq=False)
-class Arrival(Bound):
-    """After autograd has put a parameter's gradient into `param.grad`.
+def arrival_hook(
+    sharded_ref: ReferenceType[ShardedModel],
+    gradients_ref: ReferenceType[BufferGradients],
+    position: int,
+    *,
+    is_large: bool,
+) -> Callable[[Tensor], None]:
+    """What to call when autograd has put a parameter's gradient into `param.grad`.
 
     Holds nothing alive: Python's garbage collector does not see through this kind of hook, and a
-    model that is deleted would never be freed.
+    model that is deleted would never be freed. It is the one piece of ours that runs for each
+    parameter: it notes the arrival, and what is done with it is done for many; see NOTE(waiting).
     """
-
-    sharded: ReferenceType[ShardedModel]
-    gradients: ReferenceType[BufferGradients]
-    position: int
+    whole = ShardState.UNSHARDED
 
     @untraced
-    def __call__(self, param: Tensor) -> None:
-        """Take it."""
-        sharded, gradients = self.sharded(), self.gradients()
-        if sharded is not None and gradients is not None:
+    def arrive(param: Tensor) -> None:
+        sharded, gradients = sharded_ref(), gradients_ref()
+        if sharded is None or gradients is None:
+            return
+        waiting = gradients.waiting
+        if not waiting:
             sharded.open_backward()
-            sharded.reducer.collect(gradients, self.position)
+        if gradients.unit.state is not whole:
+            sharded.reducer.check_arrival(gradients, position)
+        waiting.append(position)
+        if is_large or len(waiting) >= gradients.room:
+            sharded.reducer.collect(gradients)
+
+    return arrive
 
 
 @define(eq=False)
@@ -85,8 +98,10 @@ def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
         sharded.removers.append(remove)
     for gradients in sharded.reducer.gradients:
         for position, param in enumerate(gradients.buffer.params):
-            arrival = Arrival(ref(sharded), ref(gradients), position)
-            handle = param.register_post_accumulate_grad_hook(arrival)
+            arrive = arrival_hook(
+                ref(sharded), ref(gradients), position, is_large=param.nbytes > SMALL_BYTES
+            )
+            handle = param.register_post_accumulate_grad_hook(arrive)
             sharded.removers.append(handle.remove)
 
 

@@ -10,6 +10,7 @@ from attrs import define, evolve, field
 from ._gather_plan import Extent, Gather, choose_slots, plan_gathers
 from ._limits import Limits
 from ._order import ExecutionOrder, Use
+from ._placement import Placement
 from ._slots import SlotPool
 from ._unit import Unit
 
@@ -37,7 +38,8 @@ class Lookahead:
     def __attrs_post_init__(self) -> None:
         self.training = self._order = ExecutionOrder(len(self.units))
         self.evaluation = ExecutionOrder(len(self.units))
-        self.extents = {unit.index: unit.plan.extent for unit in self.units if unit.needs_slot}
+        sharded = [unit for unit in self.units if unit.placement is Placement.SHARDED]
+        self.extents = {unit.index: unit.plan.extent for unit in sharded}
         self._deal_by_size()
 
     def begin(self, *, is_training: bool) -> None:

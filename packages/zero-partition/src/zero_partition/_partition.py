@@ -6,8 +6,8 @@ import zlib
 from collections.abc import Collection, Sequence
 from typing import Final
 
-import attrs
 import torch
+from attrs import asdict, evolve
 from torch import Tensor, nn
 from zero_comm import (
     Exposure,
@@ -68,7 +68,7 @@ def partition(
             looks at more than single elements says so by `needs_cut`, is one of torch's, or is
             tried on small tensors.
         group: The ranks to distribute over.
-        placements: What rests sharded; see `STAGES`.
+        placements: What rests sharded; see `STAGES`. On one rank parameters rest whole.
         units: Names of the modules that are unsharded and reduced as one; chosen when None.
         max_unit_bytes: What is larger is split where it can be, when units are chosen.
         min_unit_bytes: Blocks that are smaller stay with what encloses them.
@@ -92,6 +92,8 @@ def partition(
         zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
         zero_comm.CommError: A rank did not take part in time.
     """
+    if group.world_size == 1:  # its shard is the whole: nothing to make whole, and to part with
+        placements = evolve(placements, params=Placement.REPLICATED)
     _check(model, optimizer, group, placements)
     cuts = choose_cuts(model, optimizer, cut) if placements.optim is Placement.SHARDED else {}
     if units is None:
@@ -196,7 +198,7 @@ def _distribute(
 
 def _expose(units: Sequence[Unit], group: Group) -> Exposure | None:
     """Let peers read this rank's shards of what is gathered, where they can."""
-    sharded = [unit for unit in units if unit.needs_slot]
+    sharded = [unit for unit in units if unit.placement is Placement.SHARDED]
     if not sharded:
         return None
     exposure = expose([buffer.shard for unit in sharded for buffer in unit.buffers], group=group)
@@ -255,7 +257,7 @@ def _describe(plans: Sequence[UnitPlan], placements: Placements, limits: Limits)
         "placement of parameters": placements.params.value,
         "placement of gradients": placements.grads.value,
         "placement of optimizer state": placements.optim.value,
-    } | {name: str(value) for name, value in attrs.asdict(limits).items()}
+    } | {name: str(value) for name, value in asdict(limits).items()}
     for unit in plans:
         for buffer in unit.buffers:
             for param in buffer.params:

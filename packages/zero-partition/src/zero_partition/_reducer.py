@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 from attrs import define, field
@@ -122,38 +121,41 @@ class GradientReducer:
         had_guards = [g for g in self.gradients if g.clear_guards()]
         return bool(had_guards)
 
-    def collect(self, g: BufferGradients, position: int) -> None:
-        """A parameter's gradient is in `param.grad`: take it, and reduce what is ready."""
-        grad = g.buffer.params[position].grad
-        if grad is None:
-            return  # autograd found it undefined: the same as unused
+    def check_arrival(self, g: BufferGradients, position: int) -> None:
+        """Raise StateError where a gradient arrives while its unit is sharded."""
+        param = g.buffer.params[position]
         is_whole = g.unit.state is ShardState.UNSHARDED or position in g.from_outside
-        if not is_whole or grad.layout is not torch.strided:
-            self._refuse(g, position, grad)
+        if is_whole or param.grad is None:
+            return
+        raise StateError(
+            f"parameter {g.buffer.plan.params[position].name!r} received a gradient while its unit "
+            f"{g.unit.name!r} was sharded (rank {self.group.rank}): its backward may have read "
+            "other values. Please report the model; making the modules involved one unit "
+            "(ZeroConfig.units) avoids it."
+        )
+
+    def collect_waiting(self) -> None:
+        """Backward has ended: take what waits in every buffer."""
+        for g in self.gradients:
+            if g.waiting:
+                self.collect(g)
+
+    def collect(self, g: BufferGradients) -> None:
+        """Gradients are in `param.grad`: take them, and reduce what is ready."""
+        grads = g.find_waiting()
+        if not grads:
+            return
         if g.in_flight is not None:  # again in one backward: a nested one, of a checkpoint
             self._finish(g)
         if g.accumulator is None:
             self._ensure_accumulator(g)
         self.has_collected = True
-        g.take(position, grad)
+        g.take(grads)
         if self.sync and g.is_full:
             self._became_full.append(g)
             while self._turn < len(self._order) and self._order[self._turn].is_full:
                 self._turn += 1
                 self._launch(self._order[self._turn - 1])
-
-    def _refuse(self, g: BufferGradients, position: int, grad: Tensor) -> NoReturn:
-        name = g.buffer.plan.params[position].name
-        if grad.layout is not torch.strided:
-            raise StateError(
-                f"parameter {name!r}: expected a dense gradient, got layout {grad.layout} (rank "
-                f"{self.group.rank}); construct the embedding with sparse=False"
-            )
-        raise StateError(
-            f"parameter {name!r} received a gradient while its unit {g.unit.name!r} was sharded "
-            f"(rank {self.group.rank}): its backward may have read other values. Please report "
-            "the model; making the modules involved one unit (ZeroConfig.units) avoids it."
-        )
 
     def keep(self) -> None:
         """Nothing arrived: what was there before stays, and is guarded."""
@@ -342,7 +344,7 @@ class GradientReducer:
         for g in self.gradients:
             for position, param in enumerate(g.targets):
                 if next(anyone) and param.grad is None:
-                    g.hand_over(position)
+                    g.hand_over([position])
 
     def _settle_order(self) -> None:
         """Take rank 0's order of becoming full for the backwards to come; see NOTE(order)."""

@@ -36,9 +36,9 @@ class _EndOfBackward:
     was_called: bool = False
 
     def __call__(self) -> None:
-        self.was_called = True
         if (sharded := self.sharded()) is not None:
             sharded.close_backward()
+        self.was_called = True
 
     def __del__(self) -> None:
         if not self.was_called and (sharded := self.sharded()) is not None:
@@ -268,8 +268,9 @@ class ShardedModel:
 
     def close_backward(self) -> None:
         """The outermost backward has ended."""
-        self._backward_is_open = False
         with plain_access():
+            self.reducer.collect_waiting()  # which may refuse: then the backward stays open
+            self._backward_is_open = False
             if self._accumulates or self.reducer.has_collected:
                 self.reducer.end_backward()
             else:  # autograd.grad(): it gives this rank's gradients away; `param.grad` is as before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import is_
+
 from attrs import Factory, define, field
 from torch import Tensor, nn
 from zero_comm import CommError, DivergenceError, Exposure, Group, Handle, all_gather_flat
@@ -35,10 +37,12 @@ class Unit:
     _handles: list[Handle[Tensor]] = field(default=Factory(list), init=False)
     _full: list[Tensor] = field(default=Factory(list), init=False)  # the slot, one per buffer
     _views: list[tuple[Tensor, ...]] = field(default=Factory(list), init=False)
+    _params: list[nn.Parameter] = field(init=False)  # one per owner
 
     def __attrs_post_init__(self) -> None:
         is_sharded = self.placement is Placement.SHARDED
         self.state = ShardState.SHARDED if is_sharded else ShardState.UNSHARDED
+        self._params = [self.buffers[index].params[at] for _, _, index, at in self.owners]
         for buffer in self.buffers:
             if is_sharded:
                 buffer.install(buffer.stand_ins)
@@ -55,7 +59,7 @@ class Unit:
     @property
     def is_resident(self) -> bool:
         """Whether its current values are whole on this rank, so that no gather is needed."""
-        if not self.needs_slot or self.is_held:
+        if self.placement is Placement.REPLICATED or self.is_held:
             return True
         return (
             self.slot is not None
@@ -63,11 +67,6 @@ class Unit:
             and self._slot_version == self.version
             and self.state is not ShardState.GATHERING
         )
-
-    @property
-    def needs_slot(self) -> bool:
-        """Whether it is gathered to become whole."""
-        return self.placement is Placement.SHARDED and self.group.world_size > 1
 
     def start_unshard(self, pool: SlotPool[Unit]) -> None:
         """Launch the gather, if one is needed. Collective with its peers' same call.
@@ -100,8 +99,6 @@ class Unit:
             self._read_shards(self.exposure, pool)
         self.start_unshard(pool)
         self._wait()
-        if self.group.world_size == 1 and not self._views:
-            self._views = [buffer.views_of(buffer.shard) for buffer in self.buffers]
         for index, buffer in enumerate(self.buffers):
             held = tuple(buffer.held.values()) if self.is_held else ()  # install() orders them
             buffer.install(held or self._views[index])
@@ -127,16 +124,21 @@ class Unit:
 
     def release_slot(self) -> None:
         """Forget the slot, whose memory is given back."""
-        if self.needs_slot:
+        if self.placement is Placement.SHARDED:
             self.reshard()
             self.slot, self._full, self._views, self._slot_version = None, [], [], -1
 
     def check_untouched(self) -> None:
         """Raise StateError where a parameter no longer views our memory, or was written sharded."""
         with plain_access():
-            self._check_untouched()
+            found = [module._parameters.get(attribute) for module, attribute, _, _ in self.owners]
+            may_be_written = self.placement is Placement.REPLICATED
+            if not all(map(is_, found, self._params)) or not all(
+                buffer.is_untouched(may_be_written=may_be_written) for buffer in self.buffers
+            ):
+                self._check_each()
 
-    def _check_untouched(self) -> None:
+    def _check_each(self) -> None:
         is_whole = self.state is ShardState.UNSHARDED
         is_sharded = self.placement is Placement.SHARDED
         expected = [
