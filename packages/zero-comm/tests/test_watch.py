@@ -237,6 +237,7 @@ def test_a_group_that_is_gone_leaves_no_thread_and_no_buffer(ranks) -> None:
 
 
 def _drop_the_group(group: Group) -> None:
+    threads = set(threading.enumerate())
     group = _watched(group)
     if group.rank == 0:
         time.sleep(2 * PATIENCE_S)
@@ -252,7 +253,7 @@ def _drop_the_group(group: Group) -> None:
     dist.destroy_process_group(process_group)
     del process_group
     _until(lambda: watch() is None)
-    _until(lambda: "zero_comm watch" not in [each.name for each in threading.enumerate()])
+    _until(lambda: not {each for each in threading.enumerate() if "watch" in each.name} - threads)
 
 
 def _until(holds: Callable[[], bool]) -> None:

@@ -159,8 +159,8 @@ def _check(
             "model once, before wrapping or copying it"
         )
     _check_devices(model, group)
-    check_content(model)
     check_adoptable(model, group)
+    check_content(model)
     if optimizer is not None:
         check_optimizer(optimizer, model, shards_state=placements.optim is Placement.SHARDED)
 
