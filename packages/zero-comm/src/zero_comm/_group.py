@@ -15,6 +15,7 @@ from ._backend import BACKENDS, Backend
 from ._errors import CommError
 from ._peer_memory import PeerMemory
 from ._shared_host import shared_host
+from ._torch_compat import let_gloo_finish_at_exit
 from ._watch import Purpose, Watch
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class Group:
         where = _with_index(torch.device(device))
         backend, peers, watch, transport = BACKENDS[name], None, None, BACKENDS[name].reason
         if backend.composes_from_peers and world_size > 1:
+            let_gloo_finish_at_exit()
             found = shared_host(
                 process_group, rank=rank, world_size=world_size, timeout_s=timeout_s
             )

@@ -6,7 +6,10 @@ torch 2.13 renames `all_gather_into_tensor` and `reduce_scatter_tensor` to `all_
 
 from __future__ import annotations
 
-from typing import Any
+import atexit
+import time
+from functools import cache
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -22,3 +25,16 @@ def default_store() -> Any:
         ValueError: torch.distributed is not initialised, or not any more.
     """
     return _get_default_store()
+
+
+# A gloo thread that has finished a collective drops its tensors under Python's lock. If it comes to
+# that while the interpreter is already ending, the thread is ended in the middle of C++ and takes
+# the process with it ("terminate called without an active exception", in one exit of five right
+# after a collective). It needs the lock for a moment only, while Python's end is still ahead.
+_LAST_MOMENT_S: Final = 0.05
+
+
+@cache
+def let_gloo_finish_at_exit() -> None:
+    """Give gloo's threads the interpreter's lock once more before it ends. Once per process."""
+    atexit.register(time.sleep, _LAST_MOMENT_S)
