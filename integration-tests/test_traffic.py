@@ -90,6 +90,23 @@ def _reductions_while_accumulating(group: Group, stage: int) -> tuple[int, int]:
     return traffic.payload_numel("all_reduce", "reduce_scatter"), in_between
 
 
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_two_models_in_one_backward_reduce_once_each(ranks, stage: int) -> None:
+    """Each has an end of backward of its own; one that ran twice would send everything again."""
+    sent = ranks(2).run(_reductions_of_two_models, stage=stage)
+
+    assert sum(sent) == 2 * (2 if stage == 0 else 1) * PSI
+
+
+def _reductions_of_two_models(group: Group, stage: int) -> int:
+    pairs = [_shard(group, ZeroConfig(stage)) for _ in range(2)]
+    with record_traffic(group) as traffic:
+        sum(model(torch.ones(1, 64)).sum() for model, _ in pairs).backward()
+        for _, optimizer in pairs:
+            _update(optimizer)
+    return traffic.payload_numel("all_reduce", "reduce_scatter")
+
+
 def test_evaluation_at_stage_3_gathers_each_parameter_once_at_most(ranks) -> None:
     """There is no backward to gather again for."""
     sent = ranks(2).run(_payload_of_an_evaluation)

@@ -456,12 +456,6 @@ def _branches_of_threads(group: Group) -> str:
         return str(error)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="each thread numbers its nodes from zero, so that 'calls that began later are complete' "
-    "(NOTE(backward order) in _schedule.py) holds among calls of one thread only; refused as "
-    "'received a gradient while its unit was sharded'",
-)
 def test_branches_may_run_forward_in_threads_of_their_own(ranks) -> None:
     """Autograd then goes through both at once, node by node."""
     assert ranks(2).run(_branches_of_threads) == ["as plain"] * 2

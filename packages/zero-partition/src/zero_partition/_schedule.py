@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Thread, current_thread
 
 import torch
 from attrs import Factory, define, field
@@ -20,7 +21,8 @@ from ._unit import Unit
 # NOTE(backward order): autograd runs ready nodes latest-created first. When the hook on an output
 # of one forward call fires, every node created after that call ended has run: calls that began
 # later than this one ended are complete, their units may be resharded and their slots taken. No
-# hook on inputs, and none per module, is needed to know it.
+# hook on inputs, and none per module, is needed to know it. Each thread counts its own nodes: calls
+# of other threads stay in use until backward ends.
 
 
 @define(eq=False)
@@ -33,7 +35,12 @@ class Call:
     version: int  # of the values the graph was made with
     generation: int  # of the slots the graph's views point into
     was_held: bool  # they point into memory of a gather's instead
+    thread: Thread = Factory(current_thread)  # that made the graph; its number may come again
     backward: int = -1  # the number of the backward that has reached it
+
+    def is_after(self, other: Call) -> bool:
+        """Whether all its nodes were made after the other's; see NOTE(backward order)."""
+        return self.start > other.stop and self.thread is other.thread
 
 
 @define(eq=False)
@@ -104,8 +111,8 @@ class Schedule:
             return  # an output that an earlier call made carries the hooks of both
         self._check_current(call)
         call.backward = self._backward
-        complete = [active for active in self._active if active.start > call.stop]
-        self._active = [active for active in self._active if active.start <= call.stop]
+        complete = [active for active in self._active if active.is_after(call)]
+        self._active = [active for active in self._active if not active.is_after(call)]
         self._active.append(call)
         for other in complete:  # see NOTE(backward order)
             if not self.is_in_use(other.unit):

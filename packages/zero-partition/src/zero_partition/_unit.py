@@ -192,11 +192,14 @@ class Unit:
         elif param.requires_grad and not plan.trainable:
             expected = "expected the frozen parameter that was sharded without gradient memory"
             got = "it now requires a gradient"
-        elif param._version != buffer.versions[position]:
+        elif self.placement is Placement.SHARDED and param._version != buffer.versions[position]:
             expected = (
                 "expected nobody to write to a sharded parameter, whose values rest elsewhere"
             )
-            got = "it was changed in place, and the change is lost"
+            got = (
+                "it was changed in place, and the change is lost (a module that writes to its own "
+                "parameters, as Embedding(max_norm=...) does, needs stage 2 or lower)"
+            )
         else:
             got = f"its memory was replaced (dtype {param.dtype}, device {param.device})"
         return (
