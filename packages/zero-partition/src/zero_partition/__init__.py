@@ -32,6 +32,7 @@ from ._loading import LoadReport, load_ranges
 from ._materialise import materialise
 from ._memory import MemoryReport
 from ._needs import CutChoice
+from ._norm import GradientReport
 from ._param_access import (
     ParameterStatus,
     full_param,
@@ -42,6 +43,7 @@ from ._param_access import (
 )
 from ._partition import partition
 from ._placement import STAGES, Placement, Placements, Stage
+from ._precision import Precision
 from ._public import (
     backward_without_batch,
     clip_grad_norm_,
@@ -51,6 +53,7 @@ from ._public import (
     release_buffers,
     schedule_report,
     unpartition,
+    unscale_and_clip_,
 )
 from ._range_reader import AbstractRangeReader
 from ._schedule_report import ScheduleReport, ScheduleRow
@@ -74,6 +77,7 @@ __all__ = [
     "CutChoice",
     "FlatLayout",
     "GatheredParameters",
+    "GradientReport",
     "Init",
     "LayoutError",
     "Limits",
@@ -88,6 +92,7 @@ __all__ = [
     "Piece",
     "Placement",
     "Placements",
+    "Precision",
     "ScheduleReport",
     "ScheduleRow",
     "ShardedModel",
@@ -127,6 +132,7 @@ __all__ = [
     "set_local_param",
     "unpartition",
     "unregister_external_parameter",
+    "unscale_and_clip_",
     "unset_leaf_modules",
     "unsharded",
     "update_full_grads",

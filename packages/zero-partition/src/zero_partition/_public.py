@@ -42,6 +42,30 @@ def clip_grad_norm_(
     return _norm.clip_grad_norm_(_find(model_or_optimizer), max_norm, norm_type=norm_type)
 
 
+def unscale_and_clip_(
+    model_or_optimizer: nn.Module | torch.optim.Optimizer,
+    *,
+    scale: float = 1.0,
+    max_norm: float | None = None,
+) -> _norm.GradientReport:
+    """Divide all gradients by the loss scale and clip their norm, in one pass, if they are finite.
+
+    Collective at stages 1 to 3; after backward, before the step. Where any element on any rank is
+    inf or nan, gradients are left as they are, on every rank: skip the step and drop them. The
+    norm is that of `clip_grad_norm_`, of gradients divided by `scale`; the one factor is
+    min(1, max_norm / (norm + 1e-6)) / scale.
+
+    Args:
+        model_or_optimizer: Either of the two that were sharded together.
+        scale: What the loss was multiplied by.
+        max_norm: The largest norm allowed; no clipping when None.
+
+    Raises:
+        StateError: Not sharded, `scale` is not above 0, or an exception ended the backward.
+    """
+    return _norm.unscale_and_clip_(_find(model_or_optimizer), scale=scale, max_norm=max_norm)
+
+
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The whole model's `state_dict`, on rank 0, in host memory. Collective.
 
