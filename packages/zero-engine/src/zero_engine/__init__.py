@@ -34,7 +34,9 @@ from zero_partition import (
 from .__about__ import __version__
 from ._config import ZeroConfig
 from ._construct import Init, materialise
-from ._errors import ConfigError, FileError
+from ._engine import Engine
+from ._errors import ConfigError, FileError, NotBuiltError
+from ._initialize import initialize
 from ._pretrained import load_pretrained, open_safetensors
 from ._shard import shard, unshard
 from ._tables import schedule_table
@@ -43,9 +45,11 @@ __all__ = [
     "ChainedOptimizer",
     "ConfigError",
     "Cut",
+    "Engine",
     "FileError",
     "GatheredParameters",
     "Init",
+    "NotBuiltError",
     "ZeroConfig",
     "__version__",
     "backward_without_batch",
@@ -55,6 +59,7 @@ __all__ = [
     "full_param",
     "full_state_dict",
     "get_leaf_modules",
+    "initialize",
     "load_pretrained",
     "local_grad",
     "local_optimizer_state",

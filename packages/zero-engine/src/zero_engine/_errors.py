@@ -7,3 +7,7 @@ class ConfigError(ValueError):
 
 class FileError(OSError):
     """A file is missing, damaged, or not of the format expected."""
+
+
+class NotBuiltError(NotImplementedError):
+    """What was asked for is known by name, and comes with a part that is not there yet."""

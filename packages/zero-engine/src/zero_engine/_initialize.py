@@ -1,0 +1,171 @@
+"""initialize(): the front door of DeepSpeed's shape."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import zero_comm
+from torch import nn
+from torch.utils.data import Dataset
+from zero_comm import Group
+
+from ._config import ZeroConfig
+from ._engine import Engine
+from ._engine_config import EngineConfig, NamedSpec
+from ._errors import ConfigError
+from ._group import default_group
+from ._loader import Loader, make_loader
+from ._optimizers import make_optimizer
+from ._schedulers import make_scheduler
+from ._shard import shard
+
+AnyConfig = Mapping[str, Any] | str | os.PathLike[str] | EngineConfig | ZeroConfig
+
+
+def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: AnyConfig | None = None,
+    *,
+    group: Group | None = None,
+) -> tuple[Engine, torch.optim.Optimizer | None, Loader | None, Any]:
+    """Shard a model, and wrap it with its optimizer, batches and scheduler. Collective.
+
+    A thin layer over `shard`: the plain loop has everything that the engine has.
+
+    Args:
+        args: Anything; its attribute `deepspeed_config` is the configuration, where there is one.
+        model: Moved to the group's device, and changed in place.
+        optimizer: An instance, or what makes one from `model_parameters`. The configuration's
+            otherwise; with neither, the engine is for inference.
+        model_parameters: Parameters or param groups to train; those that require a gradient when
+            None. Not looked at where `optimizer` is an instance.
+        training_data: A dataset with `__getitem__` and `__len__`, divided among the ranks.
+        lr_scheduler: An instance, or what makes one from the optimizer. The configuration's
+            otherwise.
+        mpu: Its `get_data_parallel_group()` is the process group to shard over.
+        dist_init_required: False: raise where torch.distributed is needed and not initialised.
+            Otherwise the job that torchrun describes is joined if need be.
+        collate_fn: Makes a batch from a list of samples of `training_data`.
+        config: DeepSpeed's dict, or the path of such a JSON file; an EngineConfig; or a ZeroConfig,
+            for one micro-batch per step.
+        group: The ranks to shard over, instead of `mpu`.
+
+    Returns:
+        The engine, its optimizer, the loader of `training_data`, and the scheduler; None for what
+        there is not. An optimizer or scheduler that was passed is the same object.
+
+    Raises:
+        ConfigError: Names the argument or the key, what was expected and what came.
+        zero_partition.PartitionError: The model or the optimizer cannot be distributed as it is.
+        zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize(): expected model to be a torch.nn.Module, got {model!r}")
+    chosen = _choose_config(args, config)
+    group = _join(mpu, dist_init_required) if group is None else group
+    settings = _as_engine_config(chosen, group.world_size)
+    if any(tensor.device != group.device for tensor in (*model.parameters(), *model.buffers())):
+        model.to(group.device)
+    if model_parameters is None:
+        model_parameters = [param for param in model.parameters() if param.requires_grad]
+    made = _choose_optimizer(optimizer, model_parameters, settings.optimizer)
+    shard(model, made, settings.zero, group=group)
+    scheduler = _choose_scheduler(lr_scheduler, made, settings.scheduler)
+    loader = None
+    if training_data is not None:
+        loader = make_loader(
+            training_data,
+            batch_size=settings.micro_batch_size,
+            rank=group.rank,
+            world_size=group.world_size,
+            collate_fn=collate_fn,
+            drop_last=settings.drop_last,
+        )
+    engine = Engine(model, made, settings, group=group, lr_scheduler=scheduler)
+    return engine, made, loader, scheduler
+
+
+def _choose_config(args: Any, config: AnyConfig | None) -> AnyConfig:
+    of_args = getattr(args, "deepspeed_config", None)
+    if config is not None and of_args is not None and config != of_args:
+        raise ConfigError(
+            f"initialize(): expected one configuration, got args.deepspeed_config={of_args!r} and "
+            "config=...; leave one of them out"
+        )
+    chosen = of_args if config is None else config
+    if chosen is None:
+        raise ConfigError(
+            "initialize(): expected config to be a dict, a path, an EngineConfig or a ZeroConfig, "
+            "got none; pass config=..., or args with the attribute deepspeed_config"
+        )
+    return chosen
+
+
+def _join(mpu: Any, dist_init_required: bool | None) -> Group:
+    """The ranks to shard over. Collective where the job has to be joined."""
+    if dist_init_required is False:
+        default_group()  # which raises where there should be a job
+    group = zero_comm.init()
+    if mpu is None:
+        return group
+    asked = getattr(mpu, "get_model_parallel_world_size", None)
+    if asked is not None and asked() > 1:
+        raise ConfigError(
+            f"initialize(): expected mpu.get_model_parallel_world_size() to be 1, got {asked()}: "
+            "norms over a model-parallel group are not built yet"
+        )
+    return Group.from_process_group(mpu.get_data_parallel_group())
+
+
+def _as_engine_config(chosen: AnyConfig, world_size: int) -> EngineConfig:
+    if isinstance(chosen, ZeroConfig):
+        return EngineConfig(zero=chosen, train_batch_size=world_size)
+    if isinstance(chosen, EngineConfig):
+        return chosen
+    return EngineConfig.from_deepspeed(chosen, world_size=world_size)
+
+
+def _choose_optimizer(
+    given: Any, params: Iterable[Any], spec: NamedSpec | None
+) -> torch.optim.Optimizer | None:
+    if given is None:
+        return None if spec is None else make_optimizer(params, spec.type, spec.params)
+    made = (
+        given(params) if not isinstance(given, torch.optim.Optimizer) and callable(given) else given
+    )
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            "initialize(): expected optimizer to be a torch.optim.Optimizer, or to return one when "
+            f"called with parameters, got {made!r}"
+        )
+    return made
+
+
+def _choose_scheduler(
+    given: Any, optimizer: torch.optim.Optimizer | None, spec: NamedSpec | None
+) -> Any:
+    if given is None and spec is None:
+        return None
+    if optimizer is None:
+        raise ConfigError("initialize(): expected an optimizer for the scheduler, got none")
+    if given is None:
+        return make_scheduler(optimizer, spec.type, spec.params)
+    made = given if hasattr(given, "step") or not callable(given) else given(optimizer)
+    if not hasattr(made, "step"):
+        raise ConfigError(
+            "initialize(): expected lr_scheduler to have step(), or to return what has when called "
+            f"with the optimizer, got {made!r}"
+        )
+    return made

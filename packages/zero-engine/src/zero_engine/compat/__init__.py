@@ -1,0 +1,1 @@
+"""Other libraries' names on top of ours, for scripts that exist."""

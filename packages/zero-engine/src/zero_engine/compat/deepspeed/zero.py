@@ -1,0 +1,137 @@
+"""deepspeed.zero: models built in parts, and parameters whole for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+import zero_comm
+from torch import nn
+from zero_comm import Group
+from zero_partition import StateError
+
+import zero_engine
+from zero_engine import (
+    Engine,
+    GatheredParameters,
+    NotBuiltError,
+    ZeroConfig,
+    unregister_external_parameter,
+)
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
+]
+
+
+def Init(  # noqa: PLR0917 - the order is DeepSpeed's
+    module: nn.Module | None = None,
+    data_parallel_group: Any = None,
+    mem_efficient_linear: bool = True,
+    remote_device: str | None = None,
+    pin_memory: bool = False,
+    config_dict_or_path: Any = None,
+    config: Any = None,
+    enabled: bool = True,
+    dtype: torch.dtype | None = None,
+    mpu: Any = None,
+    zero_param_parallel_group: Any = None,
+    zero_quantized_weights: bool = False,
+    zero_quantized_nontrainable_weights: bool = False,
+    sequence_data_parallel_group: Any = None,
+    param_swapper: Any = None,
+) -> AbstractContextManager[Any]:
+    """`zero_engine.Init`: build a model of which each rank keeps its part only. Collective.
+
+    Args:
+        module: One that exists already: sharded at once.
+        data_parallel_group: The ranks; those of `mpu`, or else of the whole job, when None.
+        mem_efficient_linear: Only for DeepSpeed's signature: `torch.nn.Linear` is left as it is.
+        remote_device: "cpu" and "nvme" come with zero-offload, as `pin_memory` and `param_swapper`.
+        pin_memory: See above.
+        config_dict_or_path: Below stage 3 parameters rest whole, and this does nothing.
+        config: Another name of `config_dict_or_path`.
+        enabled: Do nothing at all when False.
+        dtype: What floating-point tensors are made in, where no dtype is asked for. As they are
+            when None, also with fp16 or bf16 in the configuration: `initialize` rounds them then,
+            and keeps what was lost in its masters.
+        mpu: Its `get_data_parallel_group()` is the group.
+        zero_param_parallel_group: Not built yet: None.
+        zero_quantized_weights: Not built yet: False.
+        zero_quantized_nontrainable_weights: Not built yet: False.
+        sequence_data_parallel_group: Not built yet: None.
+        param_swapper: See `remote_device`.
+
+    Raises:
+        zero_engine.NotBuiltError: Names the argument.
+    """
+    if not enabled:
+        return nullcontext()
+    for name, value in (
+        ("remote_device", remote_device not in (None, "none", "cuda") and remote_device),
+        ("pin_memory", pin_memory),
+        ("zero_param_parallel_group", zero_param_parallel_group),
+        ("zero_quantized_weights", zero_quantized_weights),
+        ("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights),
+        ("sequence_data_parallel_group", sequence_data_parallel_group),
+        ("param_swapper", param_swapper),
+    ):
+        if value not in (None, False):
+            raise NotBuiltError(f"deepspeed.zero.Init({name}={value!r}) is not built yet")
+    process_group = data_parallel_group
+    if process_group is None and mpu is not None:
+        process_group = mpu.get_data_parallel_group()
+    group = zero_comm.init() if process_group is None else Group.from_process_group(process_group)
+    settings = config_dict_or_path if config is None else config
+    if not isinstance(settings, ZeroConfig | None):
+        settings = ZeroConfig.from_deepspeed(settings, world_size=group.world_size)
+    sharding = zero_engine.Init(module, group=group, config=settings)
+    return sharding if dtype is None else _both(sharding, dtype)
+
+
+@contextmanager
+def _both(sharding: AbstractContextManager[Any], dtype: torch.dtype) -> Iterator[Any]:
+    before = torch.get_default_dtype()
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, before)
+        torch.set_default_dtype(dtype)
+        yield stack.enter_context(sharding)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """The module's forward uses a parameter that is another module's. The same on every rank.
+
+    Such a use works by itself; `zero_engine.register_external_parameter` lets its gather set out
+    ahead. Before the parameter's model is sharded, where DeepSpeed needs to be told already, there
+    is nothing to do.
+
+    Raises:
+        TypeError: `parameter` is none.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise TypeError(
+            "register_external_parameter(): expected a torch.nn.Parameter, got a "
+            f"{type(parameter).__name__}"
+        )
+    with suppress(StateError):  # belongs to no sharded model yet
+        zero_engine.register_external_parameter(module, parameter)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """The model itself, whole inside: forwards communicate nothing. Collective to enter.
+
+    Args:
+        model: The engine, or its module.
+
+    Yields:
+        The module.
+    """
+    with zero_engine.unsharded(model.module if isinstance(model, Engine) else model) as module:
+        yield module
