@@ -10,7 +10,6 @@ that says so: nothing is accepted and then ignored.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -83,7 +82,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         raise ConfigError("initialize(): mesh_param (sequence parallelism) is not built yet")
     if config is not None and config_params is not None:
         raise ConfigError("initialize(): expected config or config_params, got both")
-    os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port)
     return zero_engine.initialize(
         args,
         model,

@@ -52,10 +52,11 @@ def init_distributed(  # noqa: PLR0917 - the order is DeepSpeed's
             f"init_distributed(): expected init_method 'env://' or None, got {init_method!r}; call "
             f"torch.distributed.init_process_group(init_method={init_method!r}, ...) before it"
         )
-    os.environ.setdefault("MASTER_PORT", str(distributed_port))
     for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
         if value != -1:
             os.environ[name] = str(value)
+    if "WORLD_SIZE" in os.environ:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
     zero_comm.init(backend=dist_backend, timeout_s=timeout.total_seconds())
 
 

@@ -1,0 +1,253 @@
+"""DeepSpeed's names: a script runs with one line changed, and names mean what they mean there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import parity
+import pytest
+import torch
+import zero_engine
+from deepspeed_script import Images, Net
+from torch import nn
+from torch.utils.data import DistributedSampler
+from zero_comm import Group
+from zero_engine import ConfigError, NotBuiltError, ZeroConfig
+from zero_engine.compat import deepspeed
+from zero_engine.compat.deepspeed import utils
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+WORLD_SIZE: Final = 2
+SCRIPT: Final = Path(__file__).with_name("deepspeed_script.py")
+
+
+# ---- A whole script ----
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_deepspeed_script_runs_with_one_line_changed(tmp_path: Path, stage: int) -> None:
+    """It is the reason for this package: nobody rewrites a script to try us."""
+    settings = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": 0.01, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 4},
+        },
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage},
+    }
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(WORLD_SIZE), str(SCRIPT)]
+    command += ["--deepspeed", "--deepspeed_config", str(path), "--out", str(tmp_path / "run")]
+
+    ran = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    reports = [json.loads((tmp_path / f"run.{rank}.json").read_text()) for rank in range(2)]
+    expected = _train_alone(settings)
+    for rank, report in enumerate(reports):
+        for key in ("norms", "lr", "weight"):
+            torch.testing.assert_close(torch.tensor(report[key]), torch.tensor(expected[key]))
+        torch.testing.assert_close(report["losses"], expected["losses"][rank])
+        assert report["steps"] == len(expected["norms"])
+
+
+def _train_alone(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same in one process, with plain torch: both ranks' micro-batches, one after another."""
+    torch.manual_seed(0)
+    net, dataset = Net(), Images()
+    options = settings["optimizer"]["params"]
+    # DeepSpeed's Adam is AdamW, unless it is told otherwise.
+    optimizer = torch.optim.AdamW(net.parameters(), **options)
+    count = settings["gradient_accumulation_steps"]
+    size = settings["train_batch_size"] // WORLD_SIZE // count
+    losses: list[list[float]] = [[] for _ in range(WORLD_SIZE)]
+    norms = []
+    scheduler = zero_engine.WarmupLR(optimizer, **settings["scheduler"]["params"])
+    for epoch in range(2):
+        orders = []
+        for rank in range(WORLD_SIZE):
+            sampler = DistributedSampler(dataset, num_replicas=WORLD_SIZE, rank=rank)
+            sampler.set_epoch(epoch)
+            orders.append(list(sampler))
+        for index in range(len(orders[0]) // size):
+            for rank, order in enumerate(orders):
+                mine = order[index * size : (index + 1) * size]
+                outputs = net(dataset.images[mine])
+                loss = nn.functional.cross_entropy(outputs, dataset.labels[mine])
+                (loss / count / WORLD_SIZE).backward()
+                losses[rank].append(loss.item())
+            if (index + 1) % count == 0:
+                norms.append(net.fc1.weight.grad.norm().item())
+                nn.utils.clip_grad_norm_(net.parameters(), settings["gradient_clipping"])
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+    lr = optimizer.param_groups[0]["lr"]
+    return {"losses": losses, "norms": norms, "lr": lr, "weight": net.fc2.weight.tolist()}
+
+
+# ---- Its parts ----
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_safe_accessors_read_and_write_by_parameter(ranks, stage: int) -> None:
+    """Gradient surgery and logging go by the model's parameters, whatever the stage."""
+    ranks(2).run(_use_accessors, stage=stage)
+
+
+def _use_accessors(group: Group, stage: int) -> None:
+    model, optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
+    plain, plain_optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    ddp = parity.as_ddp(plain, group)
+    data = parity.batch(0, 0, group.rank)
+    engine.backward(parity.loss_of(engine, data))
+    parity.loss_of(ddp, data).backward()
+    param, expected = model.blocks[1].up.weight, plain.blocks[1].up.weight
+
+    assert torch.equal(utils.safe_get_full_grad(param), expected.grad)
+    assert torch.equal(utils.safe_get_full_fp32_param(param), expected)
+    assert utils.safe_get_local_grad(param).dim() == (1 if stage else 2) or not stage
+    utils.safe_set_full_grad(param, torch.ones_like(expected))
+    expected.grad.fill_(1.0)
+    bias, plain_bias = model.blocks[1].up.bias, plain.blocks[1].up.bias
+    utils.safe_update_full_grad_vectorized([bias], lambda grad, param: grad * param.numel())
+    plain_bias.grad.mul_(13)
+    engine.step()
+    plain_optimizer.step()
+
+    state = utils.safe_get_full_optimizer_state(param, "exp_avg")
+    assert torch.equal(state, plain_optimizer.state[expected]["exp_avg"])
+    assert torch.equal(utils.safe_get_full_fp32_param(bias), plain_bias)
+    utils.safe_set_full_fp32_param(param, torch.zeros_like(expected))
+    assert not utils.safe_get_full_fp32_param(param).any()
+    utils.safe_set_full_optimizer_state(param, torch.ones_like(expected), "exp_avg")
+    local = utils.safe_get_local_optimizer_state(param, "exp_avg")
+    assert torch.equal(local, torch.ones_like(local))
+    utils.safe_set_local_optimizer_state(param, torch.zeros_like(local), "exp_avg")
+    assert not utils.safe_get_full_optimizer_state(param, "exp_avg").any()
+
+
+def test_leaf_modules_are_found_by_all_of_their_names() -> None:
+    """Mixtures of experts are declared by class in one script, and by name in the next."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    inner = model[1]
+
+    assert utils.set_z3_leaf_modules_by_name(model, ["1"]) == [inner]
+    assert utils.get_z3_leaf_modules(model) == [inner]
+    assert utils.z3_leaf_module(inner) and not utils.z3_leaf_module(model)
+    assert utils.z3_leaf_parameter(inner[0].weight)
+    assert not utils.z3_leaf_parameter(model[0].weight)
+
+    utils.set_z3_leaf_module(inner, False)
+    assert utils.get_z3_leaf_modules(model) == []
+    assert not utils.z3_leaf_parameter(inner[0].weight)
+    assert utils.set_z3_leaf_modules_by_suffix(model, [".0"]) == [inner[0]]
+    assert utils.unset_z3_leaf_modules(model, [nn.Linear]) == [inner[0]]
+    assert utils.set_z3_leaf_modules(model, [nn.Linear]) == [model[0], inner[0]]
+    with pytest.raises(ConfigError, match=r"\['2'\], which fit none of this Sequential"):
+        utils.set_z3_leaf_modules_by_name(model, ["2"])
+    assert utils.set_z3_leaf_modules_by_name(model, ["2"], raise_if_not_found=False) == []
+
+
+def test_a_parameter_may_be_external_before_its_model_is_sharded(ranks) -> None:
+    """DeepSpeed wants to be told in the constructor, where nobody knows the sharded model yet."""
+    ranks(2).run(_register_early)
+
+
+def _register_early(group: Group) -> None:
+    with deepspeed.zero.Init(dtype=torch.float64):
+        owner, user = nn.Linear(3, 3), nn.Identity()
+        deepspeed.zero.register_external_parameter(user, owner.weight)
+    model = nn.ModuleDict({"owner": owner, "user": user})
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+
+    deepspeed.zero.register_external_parameter(user, owner.weight)
+
+    assert owner.weight.dtype == torch.float64
+    assert torch.get_default_dtype() == torch.float32
+    deepspeed.zero.unregister_external_parameter(user, owner.weight)
+    with pytest.raises(TypeError, match="expected a torch.nn.Parameter"):
+        deepspeed.zero.register_external_parameter(user, torch.ones(3))
+
+
+def test_a_disabled_init_builds_plainly() -> None:
+    """Scripts decide by a flag, and keep the `with`."""
+    with deepspeed.zero.Init(enabled=False):
+        layer = nn.Linear(2, 2)
+
+    assert not layer.weight.isnan().any()
+
+
+def test_a_process_without_a_launcher_is_rank_zero_of_one(monkeypatch) -> None:
+    """A script is tried out alone first."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert not deepspeed.comm.is_initialized()
+
+    deepspeed.init_distributed(dist_init_required=False)
+    deepspeed.comm.barrier()
+
+    asked = (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size())
+    assert (*asked, deepspeed.comm.get_local_rank()) == (0, 1, 0)
+    assert deepspeed.comm.ReduceOp is torch.distributed.ReduceOp
+
+
+def test_the_command_line_has_deepspeeds_arguments() -> None:
+    """Launchers and READMEs pass them."""
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"])
+
+    assert args.deepspeed and args.deepspeed_config == "ds.json"
+    assert parser.parse_args([]).deepspeed_config is None
+
+
+@pytest.mark.parametrize(
+    "name", ["configure", "checkpoint", "model_parallel_cuda_manual_seed", "get_cuda_rng_tracker"]
+)
+def test_checkpointing_says_where_it_will_come_from(name: str) -> None:
+    """A script that saves activations must not go on without: it would run out of memory."""
+    with pytest.raises(NotBuiltError, match=rf"{name}\(\) comes with zero-ckpt"):
+        getattr(deepspeed.checkpointing, name)(None)
+    assert not deepspeed.checkpointing.is_configured()
+
+
+def test_what_is_not_there_says_so() -> None:
+    """Silence would be taken for consent."""
+    with pytest.raises(AttributeError, match="has no such name; what there is: DeepSpeedEngine"):
+        deepspeed.init_inference(None)
+    with pytest.raises(NotBuiltError, match="remote_device='cpu'"):
+        deepspeed.zero.Init(remote_device="cpu")
+    with pytest.raises(ConfigError, match=r"mesh_param \(sequence parallelism\)"):
+        deepspeed.initialize(model=nn.Linear(1, 1), mesh_param=(1, 1))
+    with pytest.raises(ConfigError, match="expected config or config_params, got both"):
+        deepspeed.initialize(model=nn.Linear(1, 1), config={}, config_params={})
+    with pytest.raises(ConfigError, match="expected init_method 'env://' or None"):
+        deepspeed.init_distributed(init_method="tcp://there:1")
