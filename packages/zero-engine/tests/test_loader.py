@@ -1,5 +1,6 @@
 """Who gets which samples, and when the order changes."""
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ def test_ranks_share_out_the_dataset_and_nobody_gets_a_sample_twice(world_size: 
     for _ in range(3):
         seen = [_epoch(loader) for loader in loaders]
 
-        assert sorted(sum(seen, [])) == list(range(24))
+        assert sorted(chain(*seen)) == list(range(24))
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -35,7 +36,7 @@ def test_a_rest_is_made_up_so_that_ranks_do_equally_many_steps(world_size: int) 
     ]
 
     assert len({len(samples) for samples in seen}) == 1
-    assert set(sum(seen, [])) == set(range(25))
+    assert set(chain(*seen)) == set(range(25))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -46,7 +47,7 @@ def test_each_epoch_has_another_order_and_each_seed_too(world_size: int) -> None
         loader = make_loader(range(24), batch_size=4, rank=0, world_size=world_size, seed=seed)
         return [_epoch(loader) for _ in range(3)]
 
-    distinct = {tuple(order) for seed in (0, 1) for order in orders(seed)}
+    distinct = {tuple(order) for seed in (0, 99) for order in orders(seed)}
 
     assert len(distinct) == 6
     assert orders(0) == orders(0)
@@ -76,14 +77,14 @@ def test_a_batch_is_made_by_collate_fn() -> None:
     """Text needs its own padding."""
     loader = make_loader(range(6), batch_size=3, rank=0, world_size=1, collate_fn=tuple)
 
-    assert sorted(sum((list(batch) for batch in loader), [])) == list(range(6))
+    assert sorted(chain(*loader)) == list(range(6))
     assert all(isinstance(batch, tuple) for batch in loader)
     plain = make_loader(range(6), batch_size=3, rank=0, world_size=1)
     assert all(isinstance(batch, torch.Tensor) for batch in plain)
 
 
 class _Stream(IterableDataset):
-    def __iter__(self):  # noqa: ANN204
+    def __iter__(self):
         return iter(range(4))
 
 

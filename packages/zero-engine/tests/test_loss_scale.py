@@ -26,7 +26,7 @@ def _expected_scales(overflows: list[bool], value: DynamicLossScale) -> list[flo
             if value.consecutive_hysteresis:
                 full_since = step + 1
             if step + 1 - clean_since == value.window:
-                power, full_since, clean_since = power + 1, step + 1, step + 1
+                power, full_since, clean_since = min(power + 1, 127), step + 1, step + 1
         scales.append(2.0**power)
     return scales
 
