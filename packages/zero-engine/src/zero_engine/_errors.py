@@ -11,3 +11,7 @@ class FileError(OSError):
 
 class NotBuiltError(NotImplementedError):
     """What was asked for is known by name, and comes with a part that is not there yet."""
+
+
+class LossScaleError(RuntimeError):
+    """Gradients overflow at the smallest loss scale allowed."""
