@@ -35,9 +35,12 @@ from .__about__ import __version__
 from ._config import ZeroConfig
 from ._construct import Init, materialise
 from ._engine import Engine
-from ._errors import ConfigError, FileError, NotBuiltError
+from ._engine_config import EngineConfig, NamedSpec
+from ._errors import ConfigError, FileError, LossScaleError, NotBuiltError
 from ._initialize import initialize
+from ._loss_scale import DynamicLossScale, LossScaler, StaticLossScale
 from ._pretrained import load_pretrained, open_safetensors
+from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from ._shard import shard, unshard
 from ._tables import schedule_table
 
@@ -45,11 +48,22 @@ __all__ = [
     "ChainedOptimizer",
     "ConfigError",
     "Cut",
+    "DynamicLossScale",
     "Engine",
+    "EngineConfig",
     "FileError",
     "GatheredParameters",
     "Init",
+    "LRRangeTest",
+    "LossScaleError",
+    "LossScaler",
+    "NamedSpec",
     "NotBuiltError",
+    "OneCycle",
+    "StaticLossScale",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
     "ZeroConfig",
     "__version__",
     "backward_without_batch",

@@ -7,9 +7,22 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from attrs import Attribute, field, frozen
-from zero_partition import STAGES, Cut, CutChoice, LayoutError, Limits, Placements, Stage
+from torch import nn
+from zero_partition import (
+    STAGES,
+    Cut,
+    CutChoice,
+    LayoutError,
+    Limits,
+    Placements,
+    Precision,
+    Stage,
+)
 
 from ._errors import ConfigError
+from ._json_file import Source
+from ._settings import read_settings
+from ._zero_settings import zero_arguments
 
 
 def _check_stage(value: Any) -> Stage:
@@ -69,6 +82,11 @@ def _check_state_dict(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
         raise ConfigError(f"ZeroConfig.state_dict: expected 'raise' or 'gather', got {value!r}")
 
 
+def _check_precision(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
+    if value is not None and not isinstance(value, Precision):
+        raise ConfigError(f"ZeroConfig.precision: expected a Precision or None, got {value!r}")
+
+
 @frozen
 class ZeroConfig:
     """How to distribute a model. The same on every rank.
@@ -102,6 +120,8 @@ class ZeroConfig:
             says as its attribute `needs_cut`, else anything if it is elementwise, as a trial shows.
         state_dict: Stage 3: what `model.state_dict()` does while parameters are sharded: "raise"
             names `full_state_dict`, "gather" makes it collective and gives every rank everything.
+        precision: Dtypes of parameters, gradients and outputs, and the optimizer's fp32 masters;
+            all as they are when None.
         timeout_s: How long `shard` waits for ranks that do not call it, in seconds.
 
     Raises:
@@ -124,7 +144,32 @@ class ZeroConfig:
     state_dict: Literal["raise", "gather"] = field(
         default="raise", validator=_check_state_dict, kw_only=True
     )
+    precision: Precision | None = field(default=None, validator=_check_precision, kw_only=True)
     timeout_s: float = field(default=60.0, validator=_at_least(0.001, (int, float)), kw_only=True)
+
+    @classmethod
+    def from_deepspeed(
+        cls,
+        source: Source,
+        *,
+        model: nn.Module | None = None,
+        auto: Mapping[str, Any] | None = None,
+    ) -> ZeroConfig:
+        """Read what a configuration written for DeepSpeed says of ZeRO and of dtypes. Local.
+
+        For a plain loop: batch sizes, optimizer, scheduler and clipping stay with the caller. The
+        whole file is checked all the same; `EngineConfig.from_deepspeed` says how.
+
+        Args:
+            source: A dict, or the path of a JSON file.
+            model: Resolves "auto" where it depends on `model.config.hidden_size`.
+            auto: Values for further keys that are "auto" in the file, by path.
+
+        Raises:
+            ConfigError: Starts with the path of the key that is wrong.
+            FileError: There is no such file, or it is not JSON.
+        """
+        return cls(**zero_arguments(read_settings(source, model=model, auto=auto)))
 
     @property
     def placements(self) -> Placements:

@@ -75,7 +75,7 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         raise ConfigError(f"initialize(): expected model to be a torch.nn.Module, got {model!r}")
     chosen = _choose_config(args, config)
     group = _join(mpu, dist_init_required) if group is None else group
-    settings = _as_engine_config(chosen, group.world_size)
+    settings = _as_engine_config(chosen, model, group.world_size)
     if any(tensor.device != group.device for tensor in (*model.parameters(), *model.buffers())):
         model.to(group.device)
     if model_parameters is None:
@@ -129,12 +129,19 @@ def _join(mpu: Any, dist_init_required: bool | None) -> Group:
     return Group.from_process_group(mpu.get_data_parallel_group())
 
 
-def _as_engine_config(chosen: AnyConfig, world_size: int) -> EngineConfig:
+def _as_engine_config(chosen: AnyConfig, model: nn.Module, world_size: int) -> EngineConfig:
     if isinstance(chosen, ZeroConfig):
-        return EngineConfig(zero=chosen, train_batch_size=world_size)
-    if isinstance(chosen, EngineConfig):
-        return chosen
-    return EngineConfig.from_deepspeed(chosen, world_size=world_size)
+        return EngineConfig(zero=chosen, train_batch_size=world_size, micro_batch_size=1)
+    if not isinstance(chosen, EngineConfig):
+        return EngineConfig.from_deepspeed(chosen, world_size=world_size, model=model)
+    expected = chosen.micro_batch_size * chosen.accumulation_steps * world_size
+    if chosen.train_batch_size != expected:
+        raise ConfigError(
+            f"EngineConfig.train_batch_size: expected micro_batch_size {chosen.micro_batch_size} "
+            f"times accumulation_steps {chosen.accumulation_steps} times world size {world_size}, "
+            f"which is {expected}, got {chosen.train_batch_size}"
+        )
+    return chosen
 
 
 def _choose_optimizer(

@@ -69,6 +69,11 @@ def shard(
                 f"shard(): expected {name} to be a {expected}, got {value!r} of type "
                 f"{type(value).__name__}; call shard(model, optimizer, ZeroConfig(stage=3))"
             )
+    if config.precision is not None:
+        raise ConfigError(
+            f"ZeroConfig.precision: expected None, as dtypes of training are not built yet, got "
+            f"{config.precision!r}; convert the model itself"
+        )
     partition(
         model,
         optimizer,
