@@ -194,7 +194,7 @@ def _register_early(group: Group) -> None:
     assert owner.weight.dtype == torch.float64
     assert torch.get_default_dtype() == torch.float32
     deepspeed.zero.unregister_external_parameter(user, owner.weight)
-    with pytest.raises(TypeError, match="expected a torch.nn.Parameter"):
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Parameter"):
         deepspeed.zero.register_external_parameter(user, torch.ones(3))
 
 

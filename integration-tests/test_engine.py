@@ -10,7 +10,6 @@ from typing import Any
 import attrs
 import parity
 import pytest
-import torch
 import zero_engine
 from parity import Curve, Recipe, ZeroConfig
 from torch import Tensor, nn
@@ -21,9 +20,16 @@ from zero_partition import StateError
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-def _settings(stage: int, *, accumulation_steps: int = 1, **settings: Any) -> EngineConfig:
+def _settings(
+    group: Group, stage: int, *, accumulation_steps: int = 1, **settings: Any
+) -> EngineConfig:
     return EngineConfig(
-        zero=ZeroConfig(stage), accumulation_steps=accumulation_steps, **settings
+        zero=ZeroConfig(stage),
+        train_batch_size=2 * accumulation_steps * group.world_size,
+        micro_batch_size=2,
+        accumulation_steps=accumulation_steps,
+        checks_overflow=True,
+        **settings,
     )
 
 
@@ -53,6 +59,13 @@ def _weights(engine: Engine) -> dict[str, Tensor]:
     return zero_engine.full_state_dict(engine.module)
 
 
+def _assert_same_weights(engine: Engine, expected: dict[str, Tensor]) -> None:
+    """On rank 0, which alone has them. Collective."""
+    weights = _weights(engine)
+    if engine.group.rank == 0:
+        parity.assert_same_weights(weights, expected, what="engine")
+
+
 # ---- The same numbers ----
 
 
@@ -79,7 +92,7 @@ def _share_of_loss(model: nn.Module, data: Any, num_micro_batches: int) -> Tenso
 
 def _compare_with_plain_loops(group: Group, stage: int, recipe: Recipe) -> None:
     count = recipe.num_micro_batches
-    settings = _settings(stage, accumulation_steps=count, max_norm=recipe.max_norm or 0.0)
+    settings = _settings(group, stage, accumulation_steps=count, max_norm=recipe.max_norm or 0.0)
     engine = _engine(group, settings)
     losses = [
         _micro_batch(engine, step, micro) / count
@@ -108,7 +121,7 @@ def test_step_does_nothing_off_a_boundary(ranks, stage: int) -> None:
 
 
 def _step_off_the_boundary(group: Group, stage: int) -> None:
-    engine = _engine(group, _settings(stage, accumulation_steps=3))
+    engine = _engine(group, _settings(group, stage, accumulation_steps=3))
     before, first_lr = _weights(engine), engine.get_lr()
     for micro in range(2):
         assert not engine.is_gradient_accumulation_boundary()
@@ -118,8 +131,7 @@ def _step_off_the_boundary(group: Group, stage: int) -> None:
         assert not engine.was_step_applied()
         assert engine.get_lr() == first_lr
         assert (engine.global_steps, engine.micro_steps) == (0, micro + 1)
-    after = _weights(engine)
-    assert all(torch.equal(after[key], value) for key, value in before.items())
+    _assert_same_weights(engine, before)
     assert engine.is_gradient_accumulation_boundary()
 
     _micro_batch(engine, 0, 2)
@@ -138,7 +150,7 @@ def test_gradients_travel_when_the_stage_says(ranks, stage: int, calls: str) -> 
 
 
 def _count_reductions(group: Group, stage: int, calls: str) -> None:
-    engine = _engine(group, _settings(stage, accumulation_steps=2))
+    engine = _engine(group, _settings(group, stage, accumulation_steps=2))
     counts = []
     for micro in range(2):
         loss = parity.loss_of(engine, parity.batch(0, micro, group.rank))
@@ -162,7 +174,7 @@ def test_a_boundary_chosen_by_hand_holds_until_it_is_given_back(ranks) -> None:
 
 
 def _choose_boundaries(group: Group) -> None:
-    engine = _engine(group, _settings(1, accumulation_steps=2))
+    engine = _engine(group, _settings(group, 1, accumulation_steps=2))
     plain, plain_optimizer = parity.build_sharded(group, ZeroConfig(1), make=parity.tiny_float32)
     scheduler = parity.scheduler_for(plain_optimizer)
     for step, is_boundary in enumerate([False, False, True]):
@@ -177,15 +189,7 @@ def _choose_boundaries(group: Group) -> None:
 
     assert engine.global_steps == 1
     assert not engine.is_gradient_accumulation_boundary()
-    expected = zero_engine.full_state_dict(plain)
-    if group.rank == 0:
-        parity.assert_same_weights(_weights_of_rank_0(engine), expected, what="chosen")
-    else:
-        _weights(engine)
-
-
-def _weights_of_rank_0(engine: Engine) -> dict[str, Tensor]:
-    return _weights(engine)
+    _assert_same_weights(engine, zero_engine.full_state_dict(plain))
 
 
 def test_no_sync_is_for_whole_micro_batches(ranks) -> None:
@@ -194,7 +198,7 @@ def test_no_sync_is_for_whole_micro_batches(ranks) -> None:
 
 
 def _step_inside_no_sync(group: Group) -> None:
-    engine = _engine(group, _settings(2))
+    engine = _engine(group, _settings(group, 2))
     loss = parity.loss_of(engine, parity.batch(0, 0, group.rank))
     with engine.no_sync():
         engine.backward(loss)
@@ -212,7 +216,7 @@ def test_the_batch_size_changes_between_steps(ranks) -> None:
 
 
 def _change_batch_size(group: Group) -> None:
-    engine = _engine(group, _settings(1))
+    engine = _engine(group, _settings(group, 1))
     assert engine.train_batch_size() == 2 * engine.train_micro_batch_size_per_gpu()
 
     engine.set_train_batch_size(2 * engine.train_batch_size())
@@ -222,7 +226,7 @@ def _change_batch_size(group: Group) -> None:
     assert engine.global_steps == 0
     with pytest.raises(StateError, match="1 micro-batches have been accumulated"):
         engine.set_train_batch_size(engine.train_batch_size())
-    with pytest.raises(zero_engine.ConfigError, match="a multiple of 2"):
+    with pytest.raises(zero_engine.ConfigError, match="a multiple of 4"):
         engine.set_train_batch_size(3)
     _micro_batch(engine, 0, 1)
     assert engine.global_steps == 1
@@ -239,8 +243,8 @@ def test_inf_on_one_rank_skips_the_step_on_all(ranks, stage: int) -> None:
 
 def _overflow_on_one_rank(group: Group, stage: int) -> None:
     scale = DynamicLossScale(initial_power=4, hysteresis=1)
-    engine = _engine(group, _settings(stage, loss_scale=scale, max_norm=0.5))
-    steady = _engine(group, _settings(stage, max_norm=0.5))  # never sees the bad batch
+    engine = _engine(group, _settings(group, stage, loss_scale=scale, max_norm=0.5))
+    steady = _engine(group, _settings(group, stage, max_norm=0.5))  # never sees the bad batch
     _micro_batch(engine, 0)
     _micro_batch(steady, 0)
     before, lr = _weights(engine), engine.get_lr()
@@ -251,17 +255,14 @@ def _overflow_on_one_rank(group: Group, stage: int) -> None:
     assert (engine.global_steps, engine.skipped_steps) == (2, 1)
     assert engine.cur_scale == 8.0
     assert engine.get_lr() == lr
-    after = _weights(engine)
-    assert all(torch.equal(after[key], value) for key, value in before.items())
+    _assert_same_weights(engine, before)
     for step in (1, 2):
         _micro_batch(engine, step)
         _micro_batch(steady, step)
         assert engine.was_step_applied()
         assert engine.get_global_grad_norm() == steady.get_global_grad_norm()
     # Powers of two change no bit of what they multiply and divide.
-    weights, expected = _weights(engine), _weights(steady)
-    if group.rank == 0:
-        parity.assert_same_weights(weights, expected, what="after the skip")
+    _assert_same_weights(engine, _weights(steady))
 
 
 def test_an_engine_told_not_to_look_steps_as_plain_torch_does(ranks) -> None:
@@ -270,7 +271,8 @@ def test_an_engine_told_not_to_look_steps_as_plain_torch_does(ranks) -> None:
 
 
 def _overflow_unchecked(group: Group) -> None:
-    engine = _engine(group, _settings(2, checks_overflow=False))
+    unchecked = attrs.evolve(_settings(group, 2), checks_overflow=False)
+    engine = _engine(group, unchecked)
 
     _micro_batch(engine, 0, factor=float("nan"))
 
@@ -284,7 +286,7 @@ def test_a_loss_that_nobody_scaled_is_noticed(ranks) -> None:
 
 
 def _forget_to_scale(group: Group) -> None:
-    engine = _engine(group, _settings(2, loss_scale=DynamicLossScale()))
+    engine = _engine(group, _settings(group, 2, loss_scale=DynamicLossScale()))
     data = parity.batch(0, 0, 0)
     parity.loss_of(engine, data).backward()
     with pytest.raises(StateError, match=r"no loss was multiplied by it .* engine.scale"):
@@ -295,9 +297,9 @@ def _forget_to_scale(group: Group) -> None:
     engine.step()
 
     assert engine.was_step_applied()
-    other = _engine(group, _settings(2))
+    other = _engine(group, _settings(group, 2))
     _micro_batch(other, 0)
-    parity.assert_same_weights(_weights(engine), _weights(other), what="scaled by hand")
+    _assert_same_weights(engine, _weights(other))
 
 
 # ---- Other backwards ----
@@ -311,8 +313,8 @@ def test_losses_of_two_engines_go_through_one_backward(ranks, stage: int, how: s
 
 
 def _combine_losses(group: Group, stage: int, how: str) -> None:
-    together = [_engine(group, _settings(stage, max_norm=0.5)) for _ in range(2)]
-    apart = [_engine(group, _settings(stage, max_norm=0.5)) for _ in range(2)]
+    together = [_engine(group, _settings(group, stage, max_norm=0.5)) for _ in range(2)]
+    apart = [_engine(group, _settings(group, stage, max_norm=0.5)) for _ in range(2)]
     for step in range(2):
         data = [parity.batch(step, index, group.rank) for index in range(2)]
         loss = sum(parity.loss_of(engine, of) for engine, of in zip(together, data, strict=True))
@@ -326,10 +328,8 @@ def _combine_losses(group: Group, stage: int, how: str) -> None:
             engine.backward(parity.loss_of(engine, of))
             engine.step()
 
-    for index, (engine, expected) in enumerate(zip(together, apart, strict=True)):
-        weights, wanted = _weights(engine), _weights(expected)
-        if group.rank == 0:
-            parity.assert_same_weights(weights, wanted, what=f"engine {index}")
+    for engine, expected in zip(together, apart, strict=True):
+        _assert_same_weights(engine, _weights(expected))
 
 
 @pytest.mark.parametrize("how", ["engine.backward", "outputs.backward"])
@@ -340,7 +340,10 @@ def test_a_gradient_by_hand_counts_as_the_loss_it_comes_from(ranks, how: str) ->
 
 def _backward_from_outputs(group: Group, how: str) -> None:
     scale = DynamicLossScale(initial_power=3)
-    engine, expected = _engine(group, _settings(3, loss_scale=scale)), _engine(group, _settings(3))
+    engine, expected = (
+        _engine(group, _settings(group, 3, loss_scale=scale)),
+        _engine(group, _settings(group, 3)),
+    )
     tokens, targets = parity.batch(0, 0, group.rank)
     outputs = engine(tokens)
     leaf = outputs.detach().requires_grad_()
@@ -352,9 +355,7 @@ def _backward_from_outputs(group: Group, how: str) -> None:
     engine.step()
     _micro_batch(expected, 0)
 
-    weights, wanted = _weights(engine), _weights(expected)
-    if group.rank == 0:
-        parity.assert_same_weights(weights, wanted, what=how)
+    _assert_same_weights(engine, _weights(expected))
 
 
 # ---- The end ----
@@ -367,7 +368,7 @@ def test_an_engine_is_destroyed_once_or_twice_and_followed_by_another(ranks, sta
 
 
 def _destroy_and_go_on(group: Group, stage: int) -> None:
-    settings = _settings(stage, accumulation_steps=2)
+    settings = _settings(group, stage, accumulation_steps=2)
     engine = _engine(group, settings)
     _micro_batch(engine, 0)
     before = _weights(engine)
@@ -384,7 +385,7 @@ def _destroy_and_go_on(group: Group, stage: int) -> None:
     if group.rank == 0:
         parity.assert_same_weights(model.state_dict(), before, what="destroyed")
     again, *_ = zero_engine.initialize(
-        model=model, optimizer=optimizer, config=attrs.evolve(settings), group=group
+        model=model, optimizer=optimizer, config=settings, group=group
     )
     for micro in range(2):
         _micro_batch(again, 0, micro)
@@ -397,10 +398,10 @@ def test_an_engine_passes_on_what_it_does_not_know(ranks) -> None:
 
 
 def _ask_for_attributes(group: Group) -> None:
-    engine = _engine(group, _settings(1))
+    engine = _engine(group, _settings(group, 1))
 
     assert engine.gates is engine.module.gates
-    assert [name for name, _ in engine.named_parameters()][0] == "module.frozen"
+    assert next(engine.named_parameters())[0] == "module.frozen"
     assert not hasattr(engine, "no_such_thing")
     with pytest.raises(AttributeError, match="save_checkpoint is not built yet; meanwhile"):
         engine.save_checkpoint("there")

@@ -90,7 +90,7 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
     group = zero_comm.init() if process_group is None else Group.from_process_group(process_group)
     settings = config_dict_or_path if config is None else config
     if not isinstance(settings, ZeroConfig | None):
-        settings = ZeroConfig.from_deepspeed(settings, world_size=group.world_size)
+        settings = ZeroConfig.from_deepspeed(settings)
     sharding = zero_engine.Init(module, group=group, config=settings)
     return sharding if dtype is None else _both(sharding, dtype)
 
