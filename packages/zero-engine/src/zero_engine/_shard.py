@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 from zero_comm import Group
-from zero_partition import find_sharded, partition, unpartition
+from zero_partition import AS_IT_IS, find_sharded, partition, unpartition
 
 from ._config import ZeroConfig
 from ._errors import ConfigError
@@ -78,6 +78,7 @@ def shard(
         max_unit_bytes=config.max_unit_bytes,
         min_unit_bytes=config.min_unit_bytes,
         limits=config.limits,
+        precision=config.precision or AS_IT_IS,
         small_param_numel=config.small_param_numel,
         max_small_numel=config.max_small_numel,
         cut=config.cut,

@@ -43,7 +43,7 @@ from ._param_access import (
 )
 from ._partition import partition
 from ._placement import STAGES, Placement, Placements, Stage
-from ._precision import Precision
+from ._precision import AS_IT_IS, Precision
 from ._public import (
     backward_without_batch,
     clip_grad_norm_,
@@ -68,6 +68,7 @@ from ._state_access import (
 from ._unsharded import unsharded
 
 __all__ = [
+    "AS_IT_IS",
     "STAGES",
     "AbstractRangeReader",
     "AtRestError",

@@ -89,6 +89,11 @@ class BufferGradients:
         return self.buffer.shard_params if self.shards_state else self.buffer.params
 
     @property
+    def wire_bytes(self) -> int:
+        """Of the whole buffer's gradients as they travel, padding included."""
+        return self.buffer.plan.layout.numel * self.buffer.wire_dtype.itemsize
+
+    @property
     def has_local(self) -> bool:
         """Whether a gradient waits to be reduced."""
         return any(self.filled)
@@ -179,9 +184,11 @@ class BufferGradients:
             )
             return
         self.ensure_shard()
-        self.received = torch.empty_like(self.buffer.shard) if self.holds_gradients else None
+        self.received = None
+        if self.holds_gradients or self.buffer.wire_dtype != self.shard.dtype:
+            self.received = self.shard.new_empty(self.shard.shape, dtype=self.buffer.wire_dtype)
         self.in_flight = reduce_scatter_flat(
-            self.accumulator,
+            self.accumulator.to(self.buffer.wire_dtype),
             group=group,
             splits=splits,
             payload=payload,
@@ -192,7 +199,7 @@ class BufferGradients:
     def ensure_shard(self) -> None:
         """Memory for this rank's part of the reduced gradients; see NOTE(shards)."""
         if self.shard is None:
-            self.shard = torch.zeros_like(self.buffer.shard)
+            self.shard = torch.zeros_like(self.buffer.trained)
             parts = self.buffer.parts_of(self.shard)
             self.parts = tuple(GradientShard.over(part, self.buffer.group) for part in parts)
 
@@ -203,7 +210,7 @@ class BufferGradients:
             self.views[position].copy_(value)
             param.grad = self.views[position]
             return
-        piece = next((p for p in self.buffer.pieces if p.index == position), None)
+        piece = self.buffer.piece_of(position)
         if piece is not None:
             part = self.parts[position]
             part.copy_(value.reshape(-1)[piece.in_tensor.as_slice()].view(part.shape))

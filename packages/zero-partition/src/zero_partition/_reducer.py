@@ -69,7 +69,7 @@ class GradientReducer:
             for buffer in unit.buffers
             if buffer.plan.trainable
         )
-        ring = [g.buffer.plan.num_bytes for g in gradients if not g.unit.plan.is_outer]
+        ring = [g.wire_bytes for g in gradients if not g.unit.plan.is_outer]
         pool: SlotPool[BufferGradients] = SlotPool.plan(
             ring if placement is Placement.SHARDED else (),
             num_slots=num_slots,
@@ -255,7 +255,7 @@ class GradientReducer:
     def reduction_bytes(self) -> int:
         """Bytes of slots, of whole gradients that accumulate, and of shards without a gradient."""
         own = sum(
-            g.buffer.plan.num_bytes
+            g.accumulator.nbytes
             for g in self.gradients
             if g.accumulator is not None and g.slot is None
         )
@@ -299,16 +299,17 @@ class GradientReducer:
             return
         plan = g.buffer.plan
         if self.placement is Placement.REPLICATED or not self.sync:
-            memory = torch.zeros(plan.layout.numel, dtype=plan.dtype, device=self.group.device)
+            dtype = g.buffer.trained.dtype  # several backwards may be added up here
+            memory = torch.zeros(plan.layout.numel, dtype=dtype, device=self.group.device)
             g.use_accumulator(memory, None)
             return
         alone = g.unit.plan.is_outer
-        while not alone and self._in_flight and self.pool.find(plan.num_bytes) is None:
+        while not alone and self._in_flight and self.pool.find(g.wire_bytes) is None:
             self._finish(self._in_flight[0])
-        slot = self._slot_for(g, plan.num_bytes, alone=alone)
+        slot = self._slot_for(g, g.wire_bytes, alone=alone)
         slot.owner = g
-        memory = slot.allocate(self.group.device)[: plan.num_bytes]
-        g.use_accumulator(memory.view(plan.dtype), slot)
+        memory = slot.allocate(self.group.device)[: g.wire_bytes]
+        g.use_accumulator(memory.view(g.buffer.wire_dtype), slot)
 
     def _slot_for(
         self, g: BufferGradients, num_bytes: int, *, alone: bool
