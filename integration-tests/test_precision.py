@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from functools import reduce
 from typing import Any
 
 import parity
@@ -13,9 +14,9 @@ import zero_engine
 from attrs import define, field, frozen
 from parity import ZeroConfig
 from torch import Tensor, nn
-from zero_comm import Group
+from zero_comm import Group, record_traffic
 from zero_engine import Precision
-from zero_partition import PartitionError, memory_report
+from zero_partition import PartitionError, StateError, memory_report
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -57,6 +58,8 @@ CASES = {
     "bf16-no-sync": _Case(Precision(params=BF16), num_micro_batches=3, reduces_once=True),
     "fp16-scaled": _Case(Precision(params=FP16), scale=2.0**8),
     "fp32-reduced-in-bf16": _Case(Precision(reduce=BF16)),
+    "fp16-predivided": _Case(Precision(params=FP16, predivide_factor=2.0), scale=2.0**8),
+    "summed": _Case(Precision(reduces_mean=False)),
     "fp64-masters": _Case(Precision(masters=torch.float64)),
 }
 
@@ -89,6 +92,7 @@ def _reference(case: _Case, *, rank: int, world_size: int, num_steps: int) -> _C
         for param in given.parameters()
         if param.requires_grad
     ]
+    factor = case.precision.predivide_factor
     optimizer, curve = _adamw(masters), _Curve()
     for step in range(num_steps):
         total: list[Tensor | None] = [None] * len(trained)
@@ -105,8 +109,11 @@ def _reference(case: _Case, *, rank: int, world_size: int, num_steps: int) -> _C
             if case.reduces_once and micro + 1 < case.num_micro_batches:
                 continue
             sent = [[_to(grad, wire) for grad in grads] for grads in local]
-            mean = [_to(grad, masters_dtype) for grad in parity.mean(sent)]
-            total = parity.add(total, mean)
+            sent = [[_scaled(grad, 1 / factor) for grad in grads] for grads in sent]
+            is_mean = case.precision.reduces_mean
+            over_ranks = parity.mean(sent) if is_mean else reduce(parity.add, sent)
+            reduced = [_to(_scaled(grad, factor), masters_dtype) for grad in over_ranks]
+            total = parity.add(total, reduced)
             local = [[None] * len(trained) for _ in range(world_size)]
         for master, grad in zip(masters, total, strict=True):
             master.grad = None if grad is None else grad / case.scale
@@ -120,6 +127,10 @@ def _reference(case: _Case, *, rank: int, world_size: int, num_steps: int) -> _C
 
 def _to(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if grad is None else grad.detach().to(dtype)
+
+
+def _scaled(grad: Tensor | None, factor: float) -> Tensor | None:
+    return None if grad is None else grad * factor
 
 
 def _sharded(case: _Case, stage: int, group: Group, *, num_steps: int) -> _Curve:
@@ -161,6 +172,39 @@ def _equals_reference(group: Group, case: str) -> None:
             assert torch.equal(ours, theirs), f"stage {stage}, master {number}"
         if group.rank == 0:
             parity.assert_same_weights(curve.weights, expected.weights, what=f"stage {stage}")
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_backwards_that_are_reduced_as_one_give_what_no_sync_gives(ranks, stage: int) -> None:
+    """One reduction for several backwards, without knowing which is the last."""
+    ranks(2).run(_coalesce, stage=stage)
+
+
+def _coalesce(group: Group, stage: int) -> None:
+    curves, sent = [], []
+    for how in ("no_sync", "coalesced"):
+        model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
+        with record_traffic(group) as traffic:
+            for step in range(2):
+                with zero_engine.coalesce_reduction(model) if how == "coalesced" else nullcontext():
+                    for micro in range(3):
+                        waits = how == "no_sync" and micro < 2
+                        with zero_engine.no_sync(model) if waits else nullcontext():
+                            data = parity.batch(step, micro, group.rank)
+                            parity.loss_of(model, data).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        sent.append(traffic.payload_numel("reduce_scatter", "all_reduce"))
+        curves.append(parity.run_steps(model, optimizer, range(2, 4), rank=group.rank))
+
+    assert curves[0] == curves[1]
+    assert sent[0] == sent[1]
+    with (
+        pytest.raises(StateError, match=r"coalesce_reduction\(\) inside no_sync"),
+        zero_engine.no_sync(model),
+        zero_engine.coalesce_reduction(model),
+    ):
+        pass
 
 
 # ---- Values in and out ----
@@ -297,9 +341,17 @@ def _masters_at_stage_0(group: Group) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"params": torch.int32}, {"masters": "float32"}, {"reduce": True}], ids=str
+    "options",
+    [
+        {"params": torch.int32},
+        {"masters": "float32"},
+        {"reduce": True},
+        {"predivide_factor": 0},
+        {"reduces_mean": 1},
+    ],
+    ids=str,
 )
-def test_what_is_no_floating_dtype_is_refused(options: dict[str, Any]) -> None:
+def test_what_no_field_can_be_is_refused(options: dict[str, Any]) -> None:
     """By the name of the field."""
     with pytest.raises(PartitionError, match=rf"Precision\.{next(iter(options))}: expected"):
         Precision(**options)

@@ -47,6 +47,7 @@ from ._precision import AS_IT_IS, Precision
 from ._public import (
     backward_without_batch,
     clip_grad_norm_,
+    coalesce_reduction,
     full_state_dict,
     memory_report,
     no_sync,
@@ -105,6 +106,7 @@ __all__ = [
     "backward_without_batch",
     "choose_units",
     "clip_grad_norm_",
+    "coalesce_reduction",
     "find_sharded",
     "full_grad",
     "full_optimizer_state",

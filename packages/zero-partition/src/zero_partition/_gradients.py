@@ -13,6 +13,7 @@ from zero_comm import (
     DivergenceError,
     Group,
     Handle,
+    Reduction,
     all_reduce_flat,
     reduce_scatter_flat,
 )
@@ -21,6 +22,7 @@ from ._cut import Cut
 from ._errors import StateError
 from ._flat_buffer import FlatBuffer
 from ._guards import GradientShard
+from ._precision import AS_IT_IS, Precision
 from ._slots import Slot
 from ._unit import Unit
 
@@ -56,6 +58,7 @@ class BufferGradients:
     buffer: FlatBuffer
     unit: Unit
     shards_state: bool  # whether the optimizer works on shards (every stage but zero)
+    precision: Precision = AS_IT_IS
     accumulator: Tensor | None = None  # whole and local; memory of its own, or a slot
     views: tuple[Tensor, ...] = ()  # of the accumulator; kept while a slot may come back
     views_at: int = 0  # its address
@@ -178,9 +181,12 @@ class BufferGradients:
         self._forget_arrivals()
         layout, tag = self.buffer.plan.layout, self.buffer.reduce_tag
         splits, payload = layout.splits, layout.payload_splits
+        op = Reduction.MEAN if self.precision.reduces_mean else Reduction.SUM
+        if self.precision.predivide_factor != 1.0:
+            self.accumulator.div_(self.precision.predivide_factor)
         if not self.shards_state:
             self.in_flight = all_reduce_flat(
-                self.accumulator, group=group, splits=splits, payload=payload, tag=tag
+                self.accumulator, group=group, op=op, splits=splits, payload=payload, tag=tag
             )
             return
         self.ensure_shard()
@@ -190,6 +196,7 @@ class BufferGradients:
         self.in_flight = reduce_scatter_flat(
             self.accumulator.to(self.buffer.wire_dtype),
             group=group,
+            op=op,
             splits=splits,
             payload=payload,
             out=self.shard if self.received is None else self.received,
@@ -230,6 +237,11 @@ class BufferGradients:
                 f"reducing the gradients of unit {self.unit.name!r}: {error}"
             ) from error
         self.in_flight = None
+        if self.precision.predivide_factor != 1.0:
+            ours = self.shard if self.shards_state else self.accumulator
+            reduced = ours if self.received is None else self.received
+            assert reduced is not None, "the reduction ended in one of them"
+            reduced.mul_(self.precision.predivide_factor)
         if self.received is not None:
             self._add(self.buffer.parts_of(self.received))
             self.received = None

@@ -138,6 +138,7 @@ def partition(
             placement=placements.grads,
             shards_state=placements.optim is Placement.SHARDED,
             num_slots=_REDUCTION_SLOTS,
+            precision=precision,
         ),
         optimizer=optimizer,
         exposure=_expose(runtime, group),

@@ -13,6 +13,7 @@ from . import _memory, _norm, _schedule_report, _state_dict, _unpartition
 from ._errors import StateError
 from ._hooks import find_sharded, find_sharded_by_optimizer
 from ._sharded_model import ShardedModel
+from ._torch_compat import plain_access
 
 
 def clip_grad_norm_(
@@ -99,6 +100,31 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         reducer.sync = before
+
+
+@contextmanager
+def coalesce_reduction(model: nn.Module) -> Iterator[None]:
+    """Reduce the sum of all gradients of the backwards inside, once, on leaving. Collective there.
+
+    For several backwards that make one step: each rank may run as many as it likes. Between them
+    each rank keeps whole gradients, as under `no_sync`. After an exception nothing is reduced;
+    `zero_grad()` drops what was collected.
+
+    Raises:
+        StateError: Not sharded, inside `no_sync` or itself, or an exception ended a backward.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    sharded = _find(model)
+    if not sharded.reducer.sync:
+        raise StateError(
+            "coalesce_reduction() inside no_sync() or another coalesce_reduction(): the outer one "
+            "says when gradients are reduced; leave it first"
+        )
+    with no_sync(model):
+        yield
+    sharded.refuse_incomplete_gradients("leaving coalesce_reduction()")
+    with plain_access():
+        sharded.reducer.reduce_local()
 
 
 def backward_without_batch(model: nn.Module) -> None:

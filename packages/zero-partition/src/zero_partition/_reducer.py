@@ -14,6 +14,7 @@ from ._errors import StateError
 from ._flat_buffer import FlatBuffer
 from ._gradients import BufferGradients
 from ._placement import Placement
+from ._precision import AS_IT_IS, Precision
 from ._shard_state import ShardState
 from ._slots import Slot, SlotPool
 from ._unit import Unit
@@ -61,10 +62,11 @@ class GradientReducer:
         placement: Placement,
         shards_state: bool,
         num_slots: int,
+        precision: Precision = AS_IT_IS,
     ) -> GradientReducer:
         """One reducer for the trainable buffers of these units."""
         gradients = tuple(
-            BufferGradients(buffer, unit, shards_state)
+            BufferGradients(buffer, unit, shards_state, precision)
             for unit in units
             for buffer in unit.buffers
             if buffer.plan.trainable
@@ -181,14 +183,18 @@ class GradientReducer:
         for g in self.gradients:
             g.drop_where_user_did()
         if any(g.has_local for g in self.gradients):
-            if any(getattr(part, "is_unscaled", False) for g in self.gradients for part in g.parts):
-                raise StateError(
-                    "no_sync left gradients to reduce, but GradScaler has unscaled those reduced "
-                    "before; run the last micro-batch outside no_sync"
-                )
-            sync, self.sync = self.sync, True
-            self.end_backward()
-            self.sync = sync
+            self.reduce_local()
+
+    def reduce_local(self) -> None:
+        """Reduce the sum of what `no_sync` has collected, with zeros where there is none."""
+        if any(getattr(part, "is_unscaled", False) for g in self.gradients for part in g.parts):
+            raise StateError(
+                "no_sync left gradients to reduce, but GradScaler has unscaled those reduced "
+                "before; run the last micro-batch outside no_sync"
+            )
+        sync, self.sync = self.sync, True
+        self.end_backward()
+        self.sync = sync
 
     def is_true_anywhere(self, mine: bool) -> bool:
         """Whether any rank says so. Collective."""
