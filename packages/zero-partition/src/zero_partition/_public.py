@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from zero_comm import Group
 
 from . import _memory, _norm, _schedule_report, _state_dict, _unpartition
 from ._errors import StateError
@@ -21,6 +22,7 @@ def clip_grad_norm_(
     max_norm: float,
     *,
     norm_type: float = 2.0,
+    across: Group | None = None,
 ) -> Tensor:
     """Scale all gradients so that their norm, over all parameters and ranks, is `max_norm` at most.
 
@@ -33,6 +35,9 @@ def clip_grad_norm_(
         model_or_optimizer: Either of the two that were sharded together.
         max_norm: The largest norm allowed.
         norm_type: 2 or infinity.
+        across: The model-parallel group over which the model is split besides, whose ranks' norms
+            are combined too. A parameter that is marked as Megatron's are (`tensor_model_parallel`
+            or `model_parallel` is true) counts on each of its ranks, any other on the first.
 
     Returns:
         The norm before clipping: a float32 scalar on the group's device, equal on all ranks.
@@ -40,7 +45,9 @@ def clip_grad_norm_(
     Raises:
         StateError: Not sharded, or `norm_type` is neither 2 nor infinity.
     """
-    return _norm.clip_grad_norm_(_find(model_or_optimizer), max_norm, norm_type=norm_type)
+    return _norm.clip_grad_norm_(
+        _find(model_or_optimizer), max_norm, norm_type=norm_type, across=across
+    )
 
 
 def unscale_and_clip_(
@@ -48,6 +55,7 @@ def unscale_and_clip_(
     *,
     scale: float = 1.0,
     max_norm: float | None = None,
+    across: Group | None = None,
 ) -> _norm.GradientReport:
     """Divide all gradients by the loss scale and clip their norm, in one pass, if they are finite.
 
@@ -60,11 +68,14 @@ def unscale_and_clip_(
         model_or_optimizer: Either of the two that were sharded together.
         scale: What the loss was multiplied by.
         max_norm: The largest norm allowed; no clipping when None.
+        across: As for `clip_grad_norm_`.
 
     Raises:
         StateError: Not sharded, `scale` is not above 0, or an exception ended the backward.
     """
-    return _norm.unscale_and_clip_(_find(model_or_optimizer), scale=scale, max_norm=max_norm)
+    return _norm.unscale_and_clip_(
+        _find(model_or_optimizer), scale=scale, max_norm=max_norm, across=across
+    )
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
