@@ -30,6 +30,7 @@ from ._limits import Limits
 from ._needs import CutChoice, choose_cuts
 from ._optimizer import check_optimizer, describe_optimizer, param_group_of, shard_optimizer
 from ._placement import STAGES, Placement, Placements, Stage
+from ._precision import AS_IT_IS, Precision
 from ._purposes import purposes_of
 from ._reducer import GradientReducer
 from ._schedule import Schedule
@@ -53,6 +54,7 @@ def partition(
     limits: Limits = _DEFAULT_LIMITS,
     small_param_numel: int = 0,
     max_small_numel: int | None = None,
+    precision: Precision = AS_IT_IS,
     cut: CutChoice = None,
     gathers_state_dict: bool = False,
     timeout_s: float = 60.0,
@@ -77,6 +79,7 @@ def partition(
             whole on every rank all the same.
         max_small_numel: Elements of all those together: the first of the model that fit; no bound
             when None.
+        precision: Dtypes of parameters, masters and gradients; as they are when left out.
         cut: Where parameters may be cut: a `Cut` or its name, a mapping from names or patterns to
             cuts, or a function of name and parameter. What it leaves open is `cut` in the param
             group, or what the optimizer needs, or anywhere. At stage 0 nothing is cut.
@@ -94,7 +97,9 @@ def partition(
     """
     if group.world_size == 1:  # its shard is the whole: nothing to make whole, and to part with
         placements = evolve(placements, params=Placement.REPLICATED)
-    _check(model, optimizer, group, placements)
+    if optimizer is None:
+        precision = evolve(precision, masters=None)
+    _check(model, optimizer, group, placements, precision)
     cuts = choose_cuts(model, optimizer, cut) if placements.optim is Placement.SHARDED else {}
     if units is None:
         units = choose_units(model, max_unit_bytes=max_unit_bytes, min_unit_bytes=min_unit_bytes)
@@ -110,13 +115,15 @@ def partition(
         cuts=cuts,
         group_of=param_group_of(optimizer),
         small=small,
+        precision=precision,
     )
     facts = _describe(plans, placements, limits) | describe_optimizer(optimizer)
     facts |= _describe_buffers(model) | {"state_dict gathers": str(gathers_state_dict)}
+    facts["precision"] = str(precision)
     facts |= describe_early(model)
     check_agreement(facts, group=group, timeout_s=timeout_s)
 
-    runtime = _distribute(model, plans, group, placements.params)
+    runtime = _distribute(model, plans, group, placements.params, precision)
     if optimizer is not None and placements.optim is Placement.SHARDED:
         shard_optimizer(optimizer, runtime)
     sharded = ShardedModel(
@@ -131,6 +138,7 @@ def partition(
             placement=placements.grads,
             shards_state=placements.optim is Placement.SHARDED,
             num_slots=_REDUCTION_SLOTS,
+            precision=precision,
         ),
         optimizer=optimizer,
         exposure=_expose(runtime, group),
@@ -151,6 +159,7 @@ def _check(
     optimizer: torch.optim.Optimizer | None,
     group: Group,
     placements: Placements,
+    precision: Precision,
 ) -> None:
     """Raise PartitionError for what can be seen without other ranks."""
     if any(find_sharded(module) is not None for module in model.modules()):
@@ -161,12 +170,24 @@ def _check(
     _check_devices(model, group)
     check_adoptable(model, group)
     check_content(model)
+    if placements.optim is Placement.REPLICATED:
+        for name, param in model.named_parameters():
+            if param.requires_grad and precision.master_of(precision.dtype_of(param)) is not None:
+                raise PartitionError(
+                    f"parameter {name!r} would have a {precision.masters} master, and at stage 0 "
+                    "the optimizer updates the parameters themselves; use stage 1, which gives the "
+                    "same numbers with less memory, or Precision(masters=None)"
+                )
     if optimizer is not None:
         check_optimizer(optimizer, model, shards_state=placements.optim is Placement.SHARDED)
 
 
 def _distribute(
-    model: nn.Module, plans: Sequence[UnitPlan], group: Group, placement: Placement
+    model: nn.Module,
+    plans: Sequence[UnitPlan],
+    group: Group,
+    placement: Placement,
+    precision: Precision,
 ) -> tuple[Unit, ...]:
     """Move the parameters into flat buffers, unit by unit, with the values of rank 0."""
     params = dict(model.named_parameters(remove_duplicate=False))
@@ -184,7 +205,16 @@ def _distribute(
         resting = Placement.REPLICATED if plan.rests_whole else placement
         for buffer_plan in plan.buffers:
             owned = tuple(params[param.name] for param in buffer_plan.params)
-            flat_buffers.append(_flatten(buffer_plan, owned, next_index, group, resting))
+            flat_buffers.append(
+                _lay_down(
+                    buffer_plan,
+                    owned,
+                    next_index,
+                    group,
+                    placement=resting,
+                    precision=precision,
+                )
+            )
             next_index += 1
         owners = tuple(
             (modules[name.rpartition(".")[0]], name.rpartition(".")[2], buffer_index, position)
@@ -213,25 +243,44 @@ def _first_index(plans: Sequence[UnitPlan]) -> int:
     return 1 + zlib.crc32(" ".join(names).encode()) % 2**12 * 2**14
 
 
-def _flatten(
+def _lay_down(
     plan: BufferPlan,
     params: tuple[nn.Parameter, ...],
     index: int,
     group: Group,
+    *,
     placement: Placement,
+    precision: Precision,
 ) -> FlatBuffer:
+    """Move parameters into a flat buffer; masters keep the values from before the rounding."""
+    master_dtype = precision.master_of(plan.dtype) if plan.trainable else None
+    source = plan if master_dtype is None else evolve(plan, dtype=master_dtype)
+    shard, whole = _flatten(source, params, group, placement)
+    master = None
+    if master_dtype is not None:
+        master = shard if whole is None else shard.clone()
+        whole = None if whole is None else whole.to(plan.dtype)
+        own = plan.layout.shard(group.rank).as_slice()
+        shard = shard.to(plan.dtype) if whole is None else whole[own]
+    wire_dtype = precision.wire_of(plan.dtype)
+    return FlatBuffer(plan, index, group, params, shard, whole, master, wire_dtype)
+
+
+def _flatten(
+    plan: BufferPlan, params: tuple[nn.Parameter, ...], group: Group, placement: Placement
+) -> tuple[Tensor, Tensor | None]:
+    """This rank's shard, and the whole buffer where parameters rest replicated."""
     if any(find_early(param) is not None for param in params):
-        shard, full = adopt(plan, params, group=group, placement=placement)
-        return FlatBuffer(plan, index, group, params, shard, full)
+        return adopt(plan, params, group=group, placement=placement)
     whole = torch.zeros(plan.layout.numel, dtype=plan.dtype, device=group.device)
     with torch.no_grad():
         for span, param in zip(plan.layout.spans, params, strict=True):
             whole[span.as_slice()].copy_(param.detach().reshape(-1))
     broadcast_flat(whole, src=0, group=group).wait()
-    shard: Tensor = whole[plan.layout.shard(group.rank).as_slice()]
+    shard = whole[plan.layout.shard(group.rank).as_slice()]
     if placement is Placement.SHARDED:
-        return FlatBuffer(plan, index, group, params, shard.clone(), None)
-    return FlatBuffer(plan, index, group, params, shard, whole)
+        return shard.clone(), None
+    return shard, whole
 
 
 def _check_devices(model: nn.Module, group: Group) -> None:
