@@ -202,7 +202,7 @@ def _step_inside_no_sync(group: Group) -> None:
     loss = parity.loss_of(engine, parity.batch(0, 0, group.rank))
     with engine.no_sync():
         engine.backward(loss)
-        with pytest.raises(StateError, match=r"step\(\) inside engine.no_sync\(\)"):
+        with pytest.raises(StateError, match=r"step\(\) inside no_sync\(\)"):
             engine.step()
 
     engine.step()

@@ -90,11 +90,6 @@ def _check_state_dict(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
         raise ConfigError(f"ZeroConfig.state_dict: expected 'raise' or 'gather', got {value!r}")
 
 
-def _check_precision(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
-    if value is not None and not isinstance(value, Precision):
-        raise ConfigError(f"ZeroConfig.precision: expected a Precision or None, got {value!r}")
-
-
 @frozen
 class ZeroConfig:
     """How to distribute a model. The same on every rank.
@@ -129,8 +124,6 @@ class ZeroConfig:
             says as its attribute `needs_cut`, else anything if it is elementwise, as a trial shows.
         state_dict: Stage 3: what `model.state_dict()` does while parameters are sharded: "raise"
             names `full_state_dict`, "gather" makes it collective and gives every rank everything.
-        precision: Dtypes of parameters, gradients and outputs, and the optimizer's fp32 masters;
-            all as they are when None.
         timeout_s: How long `shard` waits for ranks that do not call it, in seconds.
 
     Raises:
@@ -154,7 +147,6 @@ class ZeroConfig:
     state_dict: Literal["raise", "gather"] = field(
         default="raise", validator=_check_state_dict, kw_only=True
     )
-    precision: Precision | None = field(default=None, validator=_check_precision, kw_only=True)
     timeout_s: float = field(default=60.0, validator=_at_least(0.001, (int, float)), kw_only=True)
 
     @classmethod

@@ -28,7 +28,6 @@ _LATER: Final = {
     "load_checkpoint": "load weights before initialize(), or by zero_engine.load_pretrained()",
     "save_16bit_model": "zero_engine.full_state_dict(engine.module) gives the weights",
     "save_fp16_model": "zero_engine.full_state_dict(engine.module) gives the weights",
-    "coalesce_grad_reduction": "engine.no_sync() around all backwards but the last reduces once",
     "offload_states": "states stay on their device",
     "reload_states": "states stay on their device",
 }
@@ -69,6 +68,7 @@ class Engine(nn.Module):
         *,
         group: Group,
         lr_scheduler: Any = None,
+        across: Group | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -76,6 +76,7 @@ class Engine(nn.Module):
         self.lr_scheduler = lr_scheduler
         self.config = config
         self.group = group
+        self.across = across
         scale = config.loss_scale
         self.loss_scaler = None if scale is None else LossScaler(scale)
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
@@ -144,14 +145,15 @@ class Engine(nn.Module):
             lr_kwargs: What `lr_scheduler.step` is given.
 
         Raises:
-            zero_partition.StateError: Inside `no_sync`, after `destroy`, without an optimizer, or
-                nothing was scaled though gradients have to be; nothing was done.
+            zero_partition.StateError: Inside `no_sync` or `coalesce_grad_reduction`, after
+                `destroy`, without an optimizer, or nothing was scaled though gradients have to be;
+                nothing was done.
         """
         self._check_alive("step()")
         if self._open_no_sync:
             raise StateError(
-                "Engine.step() inside engine.no_sync(): the gradients of this rank were not "
-                f"reduced (rank {self.group.rank}); leave the context first"
+                "Engine.step() inside no_sync() or coalesce_grad_reduction(): gradients were not "
+                f"reduced yet (rank {self.group.rank}); leave the context first"
             )
         if self.cur_scale != 1.0 and not self._was_scaled:
             raise StateError(
@@ -173,7 +175,10 @@ class Engine(nn.Module):
         if optimizer is None:
             raise StateError("Engine.step(): the engine has no optimizer; pass one to initialize()")
         report = zero_partition.unscale_and_clip_(
-            self.module, scale=self.cur_scale, max_norm=self.config.max_norm or None
+            self.module,
+            scale=self.cur_scale,
+            max_norm=self.config.max_norm or None,
+            across=self.across,
         )
         self._norm = report.norm
         checks = self.config.checks_overflow or self.loss_scaler is not None
@@ -214,15 +219,35 @@ class Engine(nn.Module):
         finally:
             self._open_no_sync -= 1
 
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """As `zero_engine.coalesce_reduction`: several backwards, one reduction on leaving.
+
+        Where the reduction waits for the boundary anyway (stages 0 and 1), it goes on waiting.
+        """
+        self._check_alive("coalesce_grad_reduction()")
+        self._open_no_sync += 1
+        try:
+            if self._is_waiting():
+                yield
+            else:
+                with zero_partition.coalesce_reduction(self.module):
+                    yield
+        finally:
+            self._open_no_sync -= 1
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those on their way too. Local."""
         target = self.module if self.optimizer is None else self.optimizer
         target.zero_grad(set_to_none=set_to_none)
 
+    def _is_waiting(self) -> bool:
+        return self.config.zero.stage < 2 and not self.is_gradient_accumulation_boundary()
+
     def _wait_or_not(self) -> None:
         """See NOTE(boundary)."""
         self._waiting.close()
-        if self.config.zero.stage < 2 and not self.is_gradient_accumulation_boundary():
+        if self._is_waiting():
             self._waiting.enter_context(zero_partition.no_sync(self.module))
 
     # ---- What it knows ----

@@ -53,7 +53,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         training_data: A dataset with `__getitem__` and `__len__`, divided among the ranks.
         lr_scheduler: An instance, or what makes one from the optimizer. The configuration's
             otherwise.
-        mpu: Its `get_data_parallel_group()` is the process group to shard over.
+        mpu: Its `get_data_parallel_group()` is the process group to shard over; norms and overflow
+            are those of its `get_model_parallel_group()` as well, where that has several ranks.
         dist_init_required: False: raise where torch.distributed is needed and not initialised.
             Otherwise the job that torchrun describes is joined if need be.
         collate_fn: Makes a batch from a list of samples of `training_data`.
@@ -93,7 +94,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
             collate_fn=collate_fn,
             drop_last=settings.drop_last,
         )
-    engine = Engine(model, made, settings, group=group, lr_scheduler=scheduler)
+    across = _join_across(mpu)
+    engine = Engine(model, made, settings, group=group, lr_scheduler=scheduler, across=across)
     return engine, made, loader, scheduler
 
 
@@ -120,13 +122,13 @@ def _join(mpu: Any, dist_init_required: bool | None) -> Group:
     group = zero_comm.init()
     if mpu is None:
         return group
-    asked = getattr(mpu, "get_model_parallel_world_size", None)
-    if asked is not None and asked() > 1:
-        raise ConfigError(
-            f"initialize(): expected mpu.get_model_parallel_world_size() to be 1, got {asked()}: "
-            "norms over a model-parallel group are not built yet"
-        )
     return Group.from_process_group(mpu.get_data_parallel_group())
+
+
+def _join_across(mpu: Any) -> Group | None:
+    """The model-parallel group, where the model is split over one."""
+    count = getattr(mpu, "get_model_parallel_world_size", lambda: 1)()
+    return None if count == 1 else Group.from_process_group(mpu.get_model_parallel_group())
 
 
 def _as_engine_config(chosen: AnyConfig, model: nn.Module, world_size: int) -> EngineConfig:

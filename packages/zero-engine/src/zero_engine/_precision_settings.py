@@ -27,14 +27,15 @@ def precision_of(settings: Settings) -> Precision | None:
         )
     reduce = value("communication_data_type")
     accumulate = value("data_types.grad_accum_dtype")
-    if params is asked is reduce is accumulate is None:
+    masters = None if _has_16_bit_masters(settings) else torch.float32
+    if accumulate not in (None, masters or params):
+        raise ConfigError(
+            f"data_types.grad_accum_dtype: expected {masters or params}, in which the optimizer "
+            f"updates and gradients are added up, got {accumulate}; leave it out"
+        )
+    if params is asked is reduce is None:
         return None
-    return Precision(
-        params=params or asked,
-        masters=None if _has_16_bit_masters(settings) else torch.float32,
-        reduce=reduce,
-        accumulate=accumulate,
-    )
+    return Precision(params=params or asked, masters=masters, reduce=reduce)
 
 
 def loss_scale_of(settings: Settings) -> StaticLossScale | DynamicLossScale | None:
