@@ -173,7 +173,7 @@ class Engine(nn.Module):
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         optimizer = self.optimizer
         if optimizer is None:
-            raise StateError("Engine.step(): the engine has no optimizer; pass one to initialize()")
+            raise ConfigError("Engine.step(): the engine has no optimizer; pass one to initialize()")
         report = zero_partition.unscale_and_clip_(
             self.module,
             scale=self.cur_scale,

@@ -1,0 +1,205 @@
+"""initialize(): whatever a script passes becomes the same engine, or an error it can act on."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zero_engine
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from zero_comm import Group
+from zero_engine import ConfigError, Engine, EngineConfig, WarmupLR, ZeroConfig
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+SETTINGS = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
+NAMED = {
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 0.02, "betas": [0.8, 0.9], "weight_decay": 0.1},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 5, "warmup_type": "linear"},
+    },
+}
+
+
+def _adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.02, betas=(0.8, 0.9), weight_decay=0.1)
+
+
+def _warmup(optimizer: torch.optim.Optimizer) -> Any:
+    return WarmupLR(optimizer, warmup_max_lr=0.02, warmup_num_steps=5, warmup_type="linear")
+
+
+def _train(engine: Engine, num_steps: int = 3) -> dict[str, Tensor]:
+    for step in range(num_steps):
+        engine.backward(parity.loss_of(engine, parity.batch(step, 0, engine.group.rank)))
+        engine.step()
+    return zero_engine.full_state_dict(engine.module)
+
+
+def _by_objects(model: nn.Module, **_: Any) -> Any:
+    optimizer = _adamw(model.parameters())
+    scheduler = _warmup(optimizer)
+    return {"optimizer": optimizer, "lr_scheduler": scheduler, "config": SETTINGS}
+
+
+def _by_functions(model: nn.Module, **_: Any) -> Any:
+    return {"optimizer": _adamw, "lr_scheduler": _warmup, "config": SETTINGS}
+
+
+def _by_names(model: nn.Module, **_: Any) -> Any:
+    trained = (param for param in model.parameters() if param.requires_grad)
+    return {"model_parameters": trained, "config": SETTINGS | NAMED}
+
+
+def _by_args(model: nn.Module, folder: Path) -> Any:
+    path = folder / "ds.json"
+    path.write_text(json.dumps(SETTINGS | NAMED))
+    return {"args": Namespace(deepspeed_config=str(path))}
+
+
+def _by_our_values(model: nn.Module, **_: Any) -> Any:
+    return {"optimizer": _adamw, "lr_scheduler": _warmup, "config": ZeroConfig(0)}
+
+
+@pytest.mark.parametrize("way", [_by_objects, _by_functions, _by_names, _by_args, _by_our_values])
+def test_every_way_to_say_it_trains_alike(tmp_path: Path, way: Callable[..., Any]) -> None:
+    """Scripts pass objects, functions, names in a dict or a file; none may be second-rate."""
+    model = parity.build(parity.tiny_float32)
+    expected = parity.build(parity.tiny_float32)
+    optimizer = _adamw(expected.parameters())
+    scheduler = _warmup(optimizer)
+    for step in range(3):
+        parity.loss_of(expected, parity.batch(step, 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    engine, same, loader, _ = zero_engine.initialize(
+        model=model, group=Group.solo(), **way(model=model, folder=tmp_path)
+    )
+    weights = _train(engine)
+
+    assert engine.module is model and engine.optimizer is same and loader is None
+    parity.assert_same_weights(weights, expected.state_dict(), what=way.__name__)
+    assert engine.get_lr() == [optimizer.param_groups[0]["lr"]]
+    assert engine.get_mom() == [optimizer.param_groups[0]["betas"]]
+
+
+def test_training_data_is_divided_among_the_ranks(ranks) -> None:
+    """Each sample once per epoch, in micro-batches of the size that the configuration says."""
+    seen = ranks(2).run(_load)
+
+    assert sorted(index for of_rank in seen for index in of_rank) == list(range(8))
+
+
+def _load(group: Group) -> list[int]:
+    data = TensorDataset(torch.arange(8.0)[:, None])
+    _, _, loader, _ = zero_engine.initialize(
+        model=nn.Linear(1, 1),
+        training_data=data,
+        collate_fn=lambda samples: torch.stack([sample for (sample,) in samples]),
+        config=SETTINGS,
+    )
+    batches = list(loader)
+    assert [len(batch) for batch in batches] == [2, 2]
+    return [int(value) for batch in batches for value in batch.flatten()]
+
+
+def test_the_ranks_are_those_of_mpu(ranks) -> None:
+    """With tensor parallelism, replicas are a part of the job, and a norm is of the whole of it."""
+    ranks(4).run(_train_in_a_grid)
+
+
+class _Grid:
+    """Two replicas of a model that is split over two ranks."""
+
+    def __init__(self, rank: int) -> None:
+        data = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        model = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        self._data, self._model = data[rank % 2], model[rank // 2]
+
+    def get_data_parallel_group(self) -> Any:
+        return self._data
+
+    def get_model_parallel_group(self) -> Any:
+        return self._model
+
+    def get_model_parallel_world_size(self) -> int:
+        return 2
+
+
+def _train_in_a_grid(group: Group) -> None:
+    parts = [torch.full((4,), value) for value in (1.0, 2.0)]
+    model = nn.Linear(4, 1, bias=False)
+    model.weight.data[0] = parts[group.rank % 2]
+    model.weight.model_parallel = True
+    settings = SETTINGS | {"zero_optimization": {"stage": 2}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine, *_ = zero_engine.initialize(
+        model=model, optimizer=optimizer, mpu=_Grid(group.rank), config=settings
+    )
+
+    loss = (model.weight**2).sum() / 2  # its gradient is the weight itself
+    engine.backward(loss)
+    engine.step()
+
+    assert engine.world_size == 2
+    assert engine.global_rank == group.rank
+    whole = torch.cat(parts).norm().item()
+    assert engine.get_global_grad_norm() == pytest.approx(whole)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"model": None}, r"expected model to be a torch\.nn\.Module, got None"),
+        ({"config": None}, r"expected config to be a dict, a path"),
+        ({"args": Namespace(deepspeed_config="a.json")}, r"expected one configuration"),
+        ({"optimizer": "adam"}, r"expected optimizer to be a torch\.optim\.Optimizer.*'adam'"),
+        ({"optimizer": lambda _: None}, r"or to return one when called with parameters, got None"),
+        ({"optimizer": _adamw, "lr_scheduler": 3}, r"expected lr_scheduler to have step\(\)"),
+        ({"lr_scheduler": _warmup}, r"expected an optimizer for the scheduler, got none"),
+        (
+            {"config": EngineConfig(train_batch_size=4, micro_batch_size=1)},
+            r"EngineConfig\.train_batch_size: expected .* which is 1, got 4",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named(wrong: dict[str, Any], message: str) -> None:
+    """Ten optional arguments: what is wrong with which must not be guessed."""
+    given = {"model": nn.Linear(1, 1), "config": SETTINGS, "group": Group.solo()} | wrong
+
+    with pytest.raises(ConfigError, match=message):
+        zero_engine.initialize(**given)
+
+
+def test_a_job_that_may_not_be_joined_is_missed(monkeypatch) -> None:
+    """With dist_init_required=False the caller has joined; if not, each rank would train alone."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 processes were started"):
+        zero_engine.initialize(model=nn.Linear(1, 1), config=SETTINGS, dist_init_required=False)
+
+
+def test_an_engine_without_an_optimizer_is_for_inference() -> None:
+    """DeepSpeed's evaluation scripts pass a model and a configuration, no more."""
+    engine, optimizer, *_ = zero_engine.initialize(
+        model=nn.Linear(2, 1), config=SETTINGS, group=Group.solo()
+    )
+
+    assert engine(torch.ones(3, 2)).shape == (3, 1)
+    assert optimizer is None and engine.get_lr() == []
+    with pytest.raises(zero_engine.ConfigError, match="the engine has no optimizer"):
+        engine.step()
