@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import parity
 import pytest
+import torch
 import zero_engine
 from parity import Curve, Recipe, ZeroConfig
 from torch import Tensor, nn
@@ -302,6 +303,84 @@ def _forget_to_scale(group: Group) -> None:
     _assert_same_weights(engine, _weights(other))
 
 
+# ---- Sixteen bits ----
+
+
+@pytest.mark.parametrize("section", ["fp16", "bf16"])
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_sixteen_bits_follow_masters_in_plain_torch(ranks, stage: int, section: str) -> None:
+    """The file says `fp16`, and weights, skipped steps and loss scale are those of the recipe."""
+    ranks(2).run(_train_in_16_bits, stage=stage, section=section)
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def _square_of(model: nn.Module, step: int, rank: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(4, 8, generator=generator).to(dtype)).float().square().sum()
+
+
+def _train_in_16_bits(group: Group, stage: int, section: str) -> None:
+    is_scaled = section == "fp16"
+    options = {"initial_scale_power": 17, "loss_scale_window": 2, "hysteresis": 1}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+        section: {"enabled": True} | (options if is_scaled else {}),
+    }
+    model, plain = parity.build(_mlp), parity.build(_mlp)
+    make = partial(torch.optim.AdamW, lr=1e-2, foreach=False)
+    engine, *_ = zero_engine.initialize(model=model, optimizer=make, config=config, group=group)
+    dtype = torch.float16 if is_scaled else torch.bfloat16
+    assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (is_scaled, not is_scaled)
+    scales, skipped = [], []
+    for step in range(10):
+        scales.append(engine.cur_scale)
+        engine.backward(_square_of(engine, step, group.rank, dtype))
+        engine.step()
+        if not engine.was_step_applied():
+            skipped.append(step)
+
+    expected_scales, expected_skipped = _train_masters(plain, make, dtype, group.world_size)
+    assert (scales, skipped) == (expected_scales, expected_skipped)
+    assert (len(set(scales)) > 2 and bool(skipped)) == is_scaled, f"{scales}, {skipped}: no change"
+    for param, master in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(zero_engine.full_param(param), master)
+
+
+def _train_masters(
+    masters: nn.Module, make: Callable[..., Any], dtype: torch.dtype, world_size: int
+) -> tuple[list[float], list[int]]:
+    """One process, both ranks' batches in turn: the loss scale of each step, and steps skipped."""
+    optimizer = make(masters.parameters())
+    scale, clean, scales, skipped = 2.0**17 if dtype is torch.float16 else 1.0, 0, [], []
+    for step in range(10):
+        scales.append(scale)
+        model = _mlp().to(dtype)
+        model.load_state_dict(masters.state_dict())
+        sums: list[Tensor] = []
+        for rank in range(world_size):
+            (_square_of(model, step, rank, dtype) * scale).backward()
+            grads = [param.grad.clone() for param in model.parameters()]
+            sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
+            model.zero_grad()
+        means = [(total / world_size).float() for total in sums]
+        if all(grad.isfinite().all() for grad in means):
+            for master, grad in zip(masters.parameters(), means, strict=True):
+                master.grad = grad / scale
+            optimizer.step()
+            clean += 1
+        else:
+            skipped.append(step)
+            scale, clean = scale / 2, 0
+        if clean == 2 and dtype is torch.float16:
+            scale, clean = scale * 2, 0
+    return scales, skipped
+
+
 # ---- Other backwards ----
 
 
@@ -356,6 +435,58 @@ def _backward_from_outputs(group: Group, how: str) -> None:
     _micro_batch(expected, 0)
 
     _assert_same_weights(engine, _weights(expected))
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_backwards_of_one_micro_batch_can_share_a_reduction(ranks, stage: int) -> None:
+    """Contrastive losses run backward in pieces; each piece need not travel by itself."""
+    ranks(2).run(_coalesce, stage=stage)
+
+
+def _coalesce(group: Group, stage: int) -> None:
+    engine, expected = (
+        _engine(group, _settings(group, stage, accumulation_steps=2)) for _ in range(2)
+    )
+    for step in range(2):
+        losses = [parity.loss_of(engine, parity.batch(step, part, group.rank)) for part in range(2)]
+        with engine.coalesce_grad_reduction():
+            for loss in losses:
+                engine.backward(loss)
+            with pytest.raises(StateError, match=r"coalesce_grad_reduction\(\)"):
+                engine.step()
+        engine.step()
+        for part in range(2):
+            loss = parity.loss_of(expected, parity.batch(step, part, group.rank))
+            with nullcontext() if part else expected.no_sync():
+                expected.backward(loss)
+        expected.step()
+
+    assert engine.global_steps == 1
+    _assert_same_weights(engine, _weights(expected))
+
+
+def test_autocast_is_the_configurations(ranks) -> None:
+    """Of two settings of one thing, the file's wins, and the user's is back afterwards."""
+    ranks(1).run(_autocast)
+
+
+def _autocast(group: Group) -> None:
+    settings = attrs.evolve(_settings(group, 3), autocast_dtype=torch.bfloat16)
+    engine, *_ = zero_engine.initialize(model=_mlp(), config=settings, group=group)
+
+    assert engine(torch.ones(1, 8)).dtype == torch.bfloat16
+    assert engine.module(torch.ones(1, 8)).dtype == torch.float32
+
+
+def test_progress_is_printed_as_often_as_asked(ranks, capsys) -> None:
+    """It is all that a script without a logger shows for hours."""
+    group = Group.solo()
+    engine = _engine(group, attrs.evolve(_settings(group, 1), steps_per_print=2))
+    for step in range(4):
+        _micro_batch(engine, step)
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["step=2", "step=4"]
 
 
 # ---- The end ----

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 import zero_partition
@@ -14,8 +13,8 @@ from zero_comm import Group
 from zero_partition import StateError
 
 from ._engine_config import EngineConfig
+from ._engine_facts import EngineFacts
 from ._errors import ConfigError
-from ._loss_scale import LossScaler, StaticLossScale
 
 # NOTE(boundary): a micro-batch ends with step(). Where the stage keeps whole gradients anyway (0
 # and 1), the engine is inside no_sync from one step() on until the micro-batch at whose end the
@@ -23,18 +22,9 @@ from ._loss_scale import LossScaler, StaticLossScale
 
 # NOTE(scale): a loss is multiplied by the loss scale in fp32: in fp16 the product would overflow.
 
-_LATER: Final = {
-    "save_checkpoint": "zero_engine.full_state_dict(engine.module) gives the weights",
-    "load_checkpoint": "load weights before initialize(), or by zero_engine.load_pretrained()",
-    "save_16bit_model": "zero_engine.full_state_dict(engine.module) gives the weights",
-    "save_fp16_model": "zero_engine.full_state_dict(engine.module) gives the weights",
-    "offload_states": "states stay on their device",
-    "reload_states": "states stay on their device",
-}
-
 
 @final
-class Engine(nn.Module):
+class Engine(EngineFacts):
     """A sharded model with its optimizer and scheduler; made by `initialize`.
 
         loss = engine(batch)
@@ -70,22 +60,9 @@ class Engine(nn.Module):
         lr_scheduler: Any = None,
         across: Group | None = None,
     ) -> None:
-        super().__init__()
-        self.module = module
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.config = config
-        self.group = group
-        self.across = across
-        scale = config.loss_scale
-        self.loss_scaler = None if scale is None else LossScaler(scale)
-        self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
-        self._accumulation_steps = config.accumulation_steps
-        self._micro_batch_size = config.micro_batch_size
-        self._accumulated = 0  # micro-batches since the last boundary
-        self._chosen_boundary: bool | None = None
-        self._norm: Tensor | None = None
-        self._was_applied = self._was_scaled = self._is_destroyed = False
+        super().__init__(module, optimizer, config, group=group, lr_scheduler=lr_scheduler)
+        self._across = across
+        self._was_scaled = self._is_destroyed = False
         self._open_no_sync = 0  # the user's
         self._waiting = ExitStack()  # see NOTE(boundary)
         self._wait_or_not()
@@ -124,8 +101,9 @@ class Engine(nn.Module):
         self._check_alive("backward()")
         if not isinstance(loss, Tensor):
             raise ConfigError(f"Engine.backward(): expected a tensor, got {loss!r}")
-        if scale_wrt_gas and self._accumulation_steps > 1:
-            loss = loss / self._accumulation_steps
+        count = self.gradient_accumulation_steps()
+        if scale_wrt_gas and count > 1:
+            loss = loss / count
         self.scale(loss).backward(gradient, retain_graph=retain_graph)
         return loss
 
@@ -139,15 +117,17 @@ class Engine(nn.Module):
 
         Gradients are dropped then. Where a gradient on any rank is inf or nan, no rank steps:
         weights, optimizer and scheduler stay as they are, and `was_step_applied()` is False. An
-        engine that neither scales losses nor `checks_overflow` steps all the same, as plain torch.
+        engine that neither scales losses nor `checks_overflow` steps all the same, unclipped.
 
         Args:
             lr_kwargs: What `lr_scheduler.step` is given.
 
         Raises:
+            ConfigError: The engine has no optimizer.
+            LossScaleError: As the loss scale is configured: it would have to get too small.
             zero_partition.StateError: Inside `no_sync` or `coalesce_grad_reduction`, after
-                `destroy`, without an optimizer, or nothing was scaled though gradients have to be;
-                nothing was done.
+                `destroy`, or no loss was scaled though gradients are to be unscaled; nothing was
+                done.
         """
         self._check_alive("step()")
         if self._open_no_sync:
@@ -161,24 +141,24 @@ class Engine(nn.Module):
                 f"but no loss was multiplied by it (rank {self.group.rank}); "
                 "use engine.backward(loss), or engine.scale(loss).backward()"
             )
+        is_boundary = self.is_gradient_accumulation_boundary()
+        if is_boundary and self.optimizer is None:
+            raise ConfigError(
+                "Engine.step(): the engine has no optimizer; pass one to initialize()"
+            )
         self._was_applied = self._was_scaled = False
+        if is_boundary:
+            self._take_step(self.optimizer, lr_kwargs or {})
         self.micro_steps += 1
-        if self.is_gradient_accumulation_boundary():
-            self._take_step(lr_kwargs or {})
-            self._accumulated = 0
-        else:
-            self._accumulated += 1
+        self._accumulation.end_micro_batch()
         self._wait_or_not()
 
-    def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
-        optimizer = self.optimizer
-        if optimizer is None:
-            raise ConfigError("Engine.step(): the engine has no optimizer; pass one to initialize()")
+    def _take_step(self, optimizer: torch.optim.Optimizer, lr_kwargs: dict[str, Any]) -> None:
         report = zero_partition.unscale_and_clip_(
             self.module,
             scale=self.cur_scale,
             max_norm=self.config.max_norm or None,
-            across=self.across,
+            across=self._across,
         )
         self._norm = report.norm
         checks = self.config.checks_overflow or self.loss_scaler is not None
@@ -197,15 +177,9 @@ class Engine(nn.Module):
 
     # ---- Accumulation ----
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step` lets the optimizer step. Local."""
-        if self._chosen_boundary is not None:
-            return self._chosen_boundary
-        return self._accumulated + 1 >= self._accumulation_steps
-
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide it by hand, before backward, on every rank alike, until None is passed. Local."""
-        self._chosen_boundary = is_boundary
+        self._accumulation.chosen = is_boundary
         self._wait_or_not()
 
     @contextmanager
@@ -250,55 +224,6 @@ class Engine(nn.Module):
         if self._is_waiting():
             self._waiting.enter_context(zero_partition.no_sync(self.module))
 
-    # ---- What it knows ----
-
-    def was_step_applied(self) -> bool:
-        """Whether the last `step` changed the weights: False off a boundary, and where skipped."""
-        return self._was_applied
-
-    def get_global_grad_norm(self) -> float | None:
-        """Over all ranks at the last boundary, before clipping; inf or nan as it was. Waits for it.
-
-        None before the first boundary.
-        """
-        return None if self._norm is None else self._norm.item()
-
-    @property
-    def cur_scale(self) -> float:
-        """What losses are multiplied by now."""
-        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
-
-    def loss_scale(self) -> float:
-        """As configured: 0 where it is dynamic, 1 where nothing is scaled."""
-        chosen = self.config.loss_scale
-        if chosen is None:
-            return 1.0
-        return chosen.scale if isinstance(chosen, StaticLossScale) else 0.0
-
-    def get_lr(self) -> list[Any]:
-        """The learning rate of each param group."""
-        return self._of_groups("lr")
-
-    def get_mom(self) -> list[Any]:
-        """The betas, or else the momentum, of each param group; 0.0 where there is neither."""
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
-
-    def get_type(self) -> list[Any]:
-        """What each param group says as its "type"; 0.0 where it says nothing."""
-        return self._of_groups("type")
-
-    def train_batch_size(self) -> int:
-        """Samples of one global step, over all ranks."""
-        return self._micro_batch_size * self._accumulation_steps * self.group.world_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one rank in one micro-batch."""
-        return self._micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one global step."""
-        return self._accumulation_steps
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches, right after a boundary, on every rank alike. Local.
 
@@ -306,60 +231,20 @@ class Engine(nn.Module):
             ConfigError: No multiple of the samples that all ranks have in one micro-batch.
             zero_partition.StateError: Gradients of some micro-batches are there.
         """
-        each = self._micro_batch_size * self.group.world_size
+        each = self.train_micro_batch_size_per_gpu() * self.group.world_size
         if train_batch_size < each or train_batch_size % each:
             raise ConfigError(
                 f"Engine.set_train_batch_size(): expected a multiple of {each}, which is the "
                 f"micro-batch size times the world size, got {train_batch_size}"
             )
-        if self._accumulated:
+        pending = self._accumulation.num_pending
+        if pending:
             raise StateError(
                 "Engine.set_train_batch_size(): expected to be called right after a boundary, but "
-                f"{self._accumulated} micro-batches have been accumulated"
+                f"{pending} micro-batches have been accumulated"
             )
-        self._accumulation_steps = train_batch_size // each
+        self._accumulation.num_micro_batches = train_batch_size // each
         self._wait_or_not()
-
-    def gradient_clipping(self) -> float:
-        """The largest norm; 0 where nothing is clipped."""
-        return self.config.max_norm
-
-    def zero_optimization_stage(self) -> int:
-        """0 to 3."""
-        return int(self.config.zero.stage)
-
-    def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
-        return self.config.zero.stage > 0
-
-    def fp16_enabled(self) -> bool:
-        """Whether parameters are in fp16."""
-        return self._params_dtype() is torch.float16
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether parameters are in bf16."""
-        return self._params_dtype() is torch.bfloat16
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self.group.device
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the engine's group."""
-        return self.group.world_size
-
-    @property
-    def global_rank(self) -> int:
-        """Position in the whole job."""
-        group = self.group
-        return 0 if group.process_group is None else group.global_rank(group.rank)
-
-    @property
-    def local_rank(self) -> int:
-        """Position among the job's ranks on this host, as torchrun says."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
 
     # ---- The end ----
 
@@ -377,16 +262,6 @@ class Engine(nn.Module):
             self.zero_grad()
             zero_partition.release_buffers(self.module)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":  # not yet there: __init__ is running
-                raise
-        if name in _LATER and not hasattr(self.module, name):
-            raise AttributeError(f"Engine.{name} is not built yet; meanwhile: {_LATER[name]}")
-        return getattr(self.module, name)
-
     def _check_alive(self, what: str) -> None:
         if self._is_destroyed:
             raise StateError(
@@ -397,16 +272,6 @@ class Engine(nn.Module):
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self.config.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
-
-    def _of_groups(self, key: str) -> list[Any]:
-        return [group.get(key, 0.0) for group in self._groups()]
-
-    def _params_dtype(self) -> torch.dtype | None:
-        precision = self.config.zero.precision
-        return None if precision is None else precision.params
 
     def _tell(self) -> None:
         """The line that `steps_per_print` asks for."""

@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import attrs
 import torch
 import zero_comm
 from torch import nn
 from torch.utils.data import Dataset
 from zero_comm import Group
+from zero_partition import Stage
 
 from ._config import ZeroConfig
 from ._engine import Engine
@@ -59,7 +61,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
             Otherwise the job that torchrun describes is joined if need be.
         collate_fn: Makes a batch from a list of samples of `training_data`.
         config: DeepSpeed's dict, or the path of such a JSON file; an EngineConfig; or a ZeroConfig,
-            for one micro-batch per step.
+            for one micro-batch per step. With fp16 or bf16 in such a file and stage 0, it is stage
+            1 that trains: fp32 masters are sharded, which gives the same numbers in less memory.
         group: The ranks to shard over, instead of `mpu`.
 
     Returns:
@@ -135,7 +138,9 @@ def _as_engine_config(chosen: AnyConfig, model: nn.Module, world_size: int) -> E
     if isinstance(chosen, ZeroConfig):
         return EngineConfig(zero=chosen, train_batch_size=world_size, micro_batch_size=1)
     if not isinstance(chosen, EngineConfig):
-        return EngineConfig.from_deepspeed(chosen, world_size=world_size, model=model)
+        return _with_masters(
+            EngineConfig.from_deepspeed(chosen, world_size=world_size, model=model)
+        )
     expected = chosen.micro_batch_size * chosen.accumulation_steps * world_size
     if chosen.train_batch_size != expected:
         raise ConfigError(
@@ -144,6 +149,16 @@ def _as_engine_config(chosen: AnyConfig, model: nn.Module, world_size: int) -> E
             f"which is {expected}, got {chosen.train_batch_size}"
         )
     return chosen
+
+
+def _with_masters(settings: EngineConfig) -> EngineConfig:
+    """DeepSpeed's files have masters without ZeRO too; ours lie beside shards: stage 1 at least."""
+    zero, precision = settings.zero, settings.zero.precision
+    if zero.stage > 0 or precision is None or precision.params in (None, precision.masters):
+        return settings
+    if precision.masters is None:
+        return settings
+    return attrs.evolve(settings, zero=attrs.evolve(zero, stage=Stage.ONE))
 
 
 def _choose_optimizer(
