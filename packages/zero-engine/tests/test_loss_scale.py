@@ -104,10 +104,10 @@ def test_counters_that_the_new_settings_rule_out_are_cut_down() -> None:
         old.update(False)
     new = LossScaler(DynamicLossScale(window=10, hysteresis=2))
     new.load_state_dict(old.state_dict())
-    new.update(False)
 
-    assert new.scale == 2 * old.scale
     assert new.state_dict()["hysteresis"] == 2
+    new.update(False)
+    assert new.scale == 2 * old.scale
 
 
 def test_an_overflow_at_the_minimum_is_an_error_where_asked() -> None:
