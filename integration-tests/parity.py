@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -368,6 +370,15 @@ def build_sharded(
     """The same, sharded."""
     model, optimizer = build_with_optimizer(name, make)
     return zero_engine.shard(model, optimizer, config, group=group)
+
+
+def by_messages() -> Group:
+    """All ranks of the run, which may not read each other's memory: proven. Collective."""
+    with mock.patch.dict(os.environ, {"ZERO_COMM_PEER_MEMORY": "0"}):
+        group = Group.from_process_group(dist.new_group())
+    assert group.peers is None
+    assert group.transport.startswith("messages")
+    return group
 
 
 class Chain(nn.Module):

@@ -25,8 +25,9 @@ def _expected_scales(overflows: list[bool], value: DynamicLossScale) -> list[flo
         else:
             if value.consecutive_hysteresis:
                 full_since = step + 1
-            if step + 1 - clean_since == value.window:
-                power, full_since, clean_since = min(power + 1, 127), step + 1, step + 1
+            clean_before = step - clean_since
+            if clean_before > 0 and clean_before % value.window == 0:
+                power, full_since = min(power + 1, 127), step + 1
         scales.append(2.0**power)
     return scales
 
@@ -97,17 +98,17 @@ def test_a_scaler_goes_on_where_its_state_was_taken(seed: int) -> None:
         assert second.state_dict() == first.state_dict()
 
 
-def test_counters_that_the_new_settings_rule_out_are_cut_down() -> None:
-    """A count above a smaller window would never meet it, and the scale never double again."""
+def test_counters_from_other_settings_go_on_under_the_new_ones() -> None:
+    """A count that a smaller window can no longer meet would never let the scale double again."""
     old = LossScaler(DynamicLossScale(window=100, hysteresis=5))
     for _ in range(50):
         old.update(False)
     new = LossScaler(DynamicLossScale(window=10, hysteresis=2))
     new.load_state_dict(old.state_dict())
-    new.update(False)
 
-    assert new.scale == 2 * old.scale
     assert new.state_dict()["hysteresis"] == 2
+    new.update(False)
+    assert new.scale == 2 * old.scale
 
 
 def test_an_overflow_at_the_minimum_is_an_error_where_asked() -> None:

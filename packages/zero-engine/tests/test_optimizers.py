@@ -2,6 +2,7 @@
 
 import math
 import re
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def test_a_name_stands_for_a_class_of_torch(
     "options", [{}, {"lr": 0.1, "betas": (0.7, 0.9), "weight_decay": 0.3}, {"lr": 0.01}]
 )
 def test_lion_follows_its_paper(options: dict) -> None:
-    """arXiv 2302.06675, program 1, element by element."""
+    """Program 1 of arXiv 2302.06675, element by element."""
     ours, expected = _params(), _params()
     _step(make_optimizer(ours, "Lion", options), ours, num_steps=5)
     lr, decay = options.get("lr", 1e-3), options.get("weight_decay", 0.0)
@@ -84,7 +85,7 @@ def test_lion_follows_its_paper(options: dict) -> None:
             for param, average in zip(expected, averages, strict=True):
                 grad = torch.randn(param.shape, generator=generator)
                 update = (beta1 * average + (1 - beta1) * grad).sign()
-                param -= lr * (update + decay * param)
+                param.sub_(lr * (update + decay * param))
                 average.copy_(beta2 * average + (1 - beta2) * grad)
 
     torch.testing.assert_close(ours, expected)
@@ -96,7 +97,7 @@ def test_lion_goes_on_where_its_state_was_taken() -> None:
     first = Lion(ours)
     _step(first, ours)
     second = Lion(copies)
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(deepcopy(first.state_dict()))
     with torch.no_grad():
         for copy, param in zip(copies, ours, strict=True):
             copy.copy_(param)

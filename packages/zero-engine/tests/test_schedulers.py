@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -226,7 +227,7 @@ def test_a_schedule_goes_on_where_its_state_was_taken(type: str) -> None:
     resumed_optimizer = _optimizer()
     resumed = make_scheduler(resumed_optimizer, type, SMALL[type])
     resumed.load_state_dict(scheduler.state_dict())
-    resumed_optimizer.load_state_dict(optimizer.state_dict())
+    resumed_optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
 
     assert _run(resumed_optimizer, resumed, 15) == _run(optimizer, scheduler, 15)
 

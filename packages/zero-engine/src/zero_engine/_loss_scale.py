@@ -48,7 +48,8 @@ class DynamicLossScale:
 
     Args:
         initial_power: The first scale is two to this power.
-        window: Doubles after so many steps in a row without overflow.
+        window: So many steps in a row without overflow, and the scale doubles in the next one, if
+            that has none either; from there on, in every window-th step until the next overflow.
         hysteresis: Halves at the so many-th overflow; those before it only skip their step. At
             every further overflow it halves at once, until this count starts again: when the scale
             doubles, or after any step without overflow where `consecutive_hysteresis`.
@@ -85,9 +86,7 @@ class DynamicLossScale:
 class LossScaler:
     """The scale of the step at hand. Local: equal on ranks that report equal overflows.
 
-    The rule is that of DeepSpeed's `DynamicLossScaler`
-    (deepspeed.readthedocs.io, "fp16 training options"), but that the first window after the start
-    or an overflow is no step longer than the others.
+    The rule is DeepSpeed's (deepspeed.ai/docs/config-json, "FP16 training options").
 
     Args:
         value: Which scale, and how it changes.
@@ -102,7 +101,7 @@ class LossScaler:
                 f"LossScaler: expected a StaticLossScale or a DynamicLossScale, got {value!r}"
             )
         self._value = value
-        self._clean_steps = 0  # in a row, since the last overflow or doubling
+        self._clean_steps = 0  # in a row, since the last overflow
         self._hysteresis = 1  # the scale halves at this many-th overflow from here
         if isinstance(value, StaticLossScale):
             self._scale = float(value.scale)
@@ -132,12 +131,11 @@ class LossScaler:
             self._back_off(value)
             self._clean_steps = 0
             return
+        is_window_over = self._clean_steps > 0 and self._clean_steps % value.window == 0
         self._clean_steps += 1
-        if value.consecutive_hysteresis:
+        if is_window_over or value.consecutive_hysteresis:
             self._hysteresis = value.hysteresis
-        if self._clean_steps == value.window:
-            self._clean_steps = 0
-            self._hysteresis = value.hysteresis
+        if is_window_over:
             self._scale = min(2 * self._scale, LARGEST_SCALE)
 
     def _back_off(self, value: DynamicLossScale) -> None:
@@ -163,7 +161,7 @@ class LossScaler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken. A static scale is configuration and stays.
 
-        Counters that a smaller window or hysteresis rules out are cut down to it.
+        A count of overflows left that a smaller hysteresis rules out is cut down to it.
 
         Raises:
             ConfigError: A key is missing, unknown or not of its type; nothing was changed.
@@ -186,5 +184,5 @@ class LossScaler:
         clean_steps = check_whole(f"{where}: clean_steps", state_dict["clean_steps"], minimum=0)
         hysteresis = check_whole(f"{where}: hysteresis", state_dict["hysteresis"], minimum=1)
         self._scale = scale
-        self._clean_steps = min(clean_steps, value.window - 1)
+        self._clean_steps = clean_steps
         self._hysteresis = min(hysteresis, value.hysteresis)
