@@ -174,6 +174,7 @@ _OTHER_FEATURES: Final = (
         release_inference_cache=FLAG,
         pin_parameters=FLAG,
         tp_gather_partition_size=POSITIVE,
+        enable_cuda_graph=FLAG,
     ),
     *switched(
         "nebula",
