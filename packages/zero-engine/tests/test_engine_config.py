@@ -292,3 +292,36 @@ def test_world_size_is_checked(world_size: Any) -> None:
     """A batch divided by a wrong number of ranks is another batch."""
     with pytest.raises(ConfigError, match="world_size"):
         _read({}, world_size=world_size)
+
+
+def test_what_accelerate_writes_is_read() -> None:
+    """Its launcher makes the file for those who never saw one."""
+    raw = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "none", "nvme_path": None},
+            "offload_param": {"device": "none", "nvme_path": None},
+            "stage3_gather_16bit_weights_on_model_save": False,
+        },
+        "steps_per_print": float("inf"),
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+        "zero_allow_untested_optimizer": True,
+    }
+
+    with pytest.warns(UserWarning, match="zero_allow_untested_optimizer"):
+        config = EngineConfig.from_deepspeed(
+            raw, world_size=2, auto={"train_micro_batch_size_per_gpu": 3}
+        )
+
+    assert config == EngineConfig(
+        zero=ZeroConfig(stage=2, precision=BF16),
+        max_norm=1.0,
+        train_batch_size=24,
+        micro_batch_size=3,
+        accumulation_steps=4,
+        checks_overflow=True,
+    )

@@ -85,6 +85,14 @@ def test_a_file_with_every_documented_key_parses_with_one_warning() -> None:
     )
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_defaults_of_stage_3_may_be_spelled_out_below_it(stage: int) -> None:
+    """The same template serves all stages."""
+    template = _with(DOCUMENTED, "zero_optimization.stage", stage)
+
+    assert _read(template).zero == ZeroConfig(stage=stage)
+
+
 def test_no_two_keys_share_a_path() -> None:
     """Else one hides the other."""
     assert len(WRITTEN) == sum(len(key.paths) for key in KEYS.values())
