@@ -68,11 +68,7 @@ class FileKey:
 
     def is_neutral(self, value: Any) -> bool:
         """Whether it asks for nothing but what is done without the key."""
-        # False == 0, and a file means another thing by each.
-        return any(
-            value == other and isinstance(value, bool) == isinstance(other, bool)
-            for other in (self.default, *self.neutral)
-        )
+        return value == self.default or value in self.neutral
 
 
 def section(
@@ -102,7 +98,7 @@ def section(
     )
 
 
-def switched(name: str, remedy: str, **kinds: ValueKind) -> tuple[FileKey, ...]:
+def not_built(name: str, remedy: str, **kinds: ValueKind) -> tuple[FileKey, ...]:
     """A section whose feature is not built: refused where it is "enabled", checked all the same."""
     answer = NotBuilt(remedy)
     keys = (FileKey(key, kind, None, answer) for key, kind in kinds.items())

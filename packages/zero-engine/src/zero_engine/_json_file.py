@@ -22,6 +22,14 @@ class _Twice:
     """Stands for the value of a name that an object of the file has more than once."""
 
 
+def shown(value: Any) -> str:
+    """The start of its repr, for a message; its type where it has none (an int of 5,000 digits)."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return f"a value of type {type(value).__name__}"
+
+
 def _as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
@@ -41,7 +49,7 @@ def load(source: Source) -> Mapping[str, Any]:
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(
             "from_deepspeed(): expected a dict or the path of a JSON file, got "
-            f"{source!r} of type {type(source).__name__}"
+            f"{shown(source)} of type {type(source).__name__}"
         )
     path = Path(source)
     try:
@@ -53,7 +61,7 @@ def load(source: Source) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:  # ValueError: also of undecodable bytes
         raise FileError(f"{str(path)!r}: expected JSON, got {error}") from error
     if not isinstance(loaded, dict):
-        raise FileError(f"{str(path)!r}: expected an object ({{...}}), got {loaded!r:.80}")
+        raise FileError(f"{str(path)!r}: expected an object ({{...}}), got {shown(loaded)}")
     return loaded
 
 
@@ -79,5 +87,5 @@ def leaves(raw: Mapping[Any, Any], *, prefix: str = "") -> Iterator[tuple[str, A
             raise ConfigError(
                 f"{path}: expected an object with keys such as "
                 f"{next(other for other in WRITTEN if other.startswith(path + '.'))}, "
-                f"got {value!r:.80}"
+                f"got {shown(value)}"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from ._file_key import CannotMatter, FileKey, NotBuilt, section, switched
+from ._file_key import CannotMatter, FileKey, NotBuilt, not_built, section
 from ._value_kinds import (
     COUNT,
     FLAG,
@@ -30,10 +30,10 @@ def _object(path: str, remedy: str, *off: Any) -> FileKey:
 
 
 _MONITORS: Final = (
-    *switched("tensorboard", "write what engine.step() reports", output_path=TEXT, job_name=TEXT),
-    *switched("csv_monitor", "write what engine.step() reports", output_path=TEXT, job_name=TEXT),
-    *switched("wandb", "log what engine.step() reports", group=TEXT, team=TEXT, project=TEXT),
-    *switched(
+    *not_built("tensorboard", "write what engine.step() reports", output_path=TEXT, job_name=TEXT),
+    *not_built("csv_monitor", "write what engine.step() reports", output_path=TEXT, job_name=TEXT),
+    *not_built("wandb", "log what engine.step() reports", group=TEXT, team=TEXT, project=TEXT),
+    *not_built(
         "comet",
         "log what engine.step() reports",
         samples_log_interval=POSITIVE,
@@ -45,7 +45,7 @@ _MONITORS: Final = (
         online=FLAG,
         mode=TEXT,
     ),
-    *switched(
+    *not_built(
         "comms_logger",
         "zero_comm.record_traffic() counts calls and bytes",
         verbose=FLAG,
@@ -53,7 +53,7 @@ _MONITORS: Final = (
         debug=FLAG,
         prof_ops=NAMES,
     ),
-    *switched(
+    *not_built(
         "flops_profiler",
         "torch.utils.flop_counter counts them",
         recompute_fwd_factor=number(0),
@@ -100,7 +100,7 @@ _ACTIVATION_CHECKPOINTING: Final = section(
 )
 
 _OTHER_FEATURES: Final = (
-    *switched(
+    *not_built(
         "elasticity",
         "set the batch sizes yourself",
         max_train_batch_size=POSITIVE,
@@ -114,7 +114,7 @@ _OTHER_FEATURES: Final = (
         num_gpus_per_node=POSITIVE,
         model_parallel_size=POSITIVE,
     ),
-    *switched(
+    *not_built(
         "autotuning",
         _OUTSIDE,
         fast=FLAG,
@@ -138,7 +138,7 @@ _OTHER_FEATURES: Final = (
         model_info=OBJECT,
         model_info_path=TEXT,
     ),
-    *switched(
+    *not_built(
         "eigenvalue",
         _OUTSIDE,
         verbose=FLAG,
@@ -149,8 +149,8 @@ _OTHER_FEATURES: Final = (
         layer_name=TEXT,
         layer_num=COUNT,
     ),
-    *switched("progressive_layer_drop", _OUTSIDE, theta=number(0, 1), gamma=number(0)),
-    *switched(
+    *not_built("progressive_layer_drop", _OUTSIDE, theta=number(0, 1), gamma=number(0)),
+    *not_built(
         "curriculum_learning",
         _OUTSIDE,
         curriculum_type=TEXT,
@@ -159,14 +159,14 @@ _OTHER_FEATURES: Final = (
         schedule_type=TEXT,
         schedule_config=OBJECT,
     ),
-    *switched(
+    *not_built(
         "data_efficiency",
         _OUTSIDE,
         seed=COUNT,
         data_sampling=OBJECT,
         data_routing=OBJECT,
     ),
-    *switched(
+    *not_built(
         "hybrid_engine",
         _OUTSIDE,
         max_out_tokens=POSITIVE,
@@ -174,8 +174,9 @@ _OTHER_FEATURES: Final = (
         release_inference_cache=FLAG,
         pin_parameters=FLAG,
         tp_gather_partition_size=POSITIVE,
+        enable_cuda_graph=FLAG,
     ),
-    *switched(
+    *not_built(
         "nebula",
         "saving an engine's state",
         persistent_storage_path=TEXT,

@@ -15,7 +15,7 @@ from torch import nn
 from ._auto import HIDDEN_SIZE_KEYS, derived_values
 from ._errors import ConfigError
 from ._file_key import CannotMatter, FileKey, NotBuilt
-from ._json_file import Source, leaves, load
+from ._json_file import Source, leaves, load, shown
 from ._key_table import KEYS, WRITTEN, unknown_key
 
 STAGE: Final = "zero_optimization.stage"
@@ -152,12 +152,17 @@ def _read_value(key: FileKey, value: Any, written: str) -> Any:
             return UNRESOLVED
         null = ", or null" if key.default is None else ""
         raise ConfigError(
-            f"{written}: expected {key.kind.expected}{null}, got {value!r:.80}"
+            f"{written}: expected {key.kind.expected}{null}, got {shown(value)}"
         ) from None
 
 
 def _answers(settings: Settings, auto: Mapping[Any, Any]) -> dict[str, Any]:
     """What `auto` says of keys that are "auto" in the file."""
+    if not isinstance(auto, Mapping):
+        raise ConfigError(
+            "from_deepspeed(): expected auto to be values by path, as in "
+            f'{{"optimizer.params.lr": 1e-4}}, got {shown(auto)}'
+        )
     found: dict[str, Any] = {}
     for written, value in auto.items():
         if written not in WRITTEN:
@@ -168,8 +173,8 @@ def _answers(settings: Settings, auto: Mapping[Any, Any]) -> dict[str, Any]:
             found[key.path] = answer
         elif setting.origin is Origin.FILE and setting.value != answer:
             raise ConfigError(
-                f"{setting.written}: expected {value!r:.80}, as auto=... says, got "
-                f'{setting.value!r:.80} in the file; change one, or write "auto" in the file'
+                f"{setting.written}: expected {shown(value)}, as auto=... says, got "
+                f'{shown(setting.value)} in the file; change one, or write "auto" in the file'
             )
     return found
 
@@ -182,13 +187,13 @@ def _refuse_what_is_not_built(settings: Settings) -> None:
         if settings.is_below_stage_3(key):
             if setting.value is not UNRESOLVED and not key.is_neutral(setting.value):
                 raise ConfigError(
-                    f"{setting.written}: expected it at stage 3 only, got {setting.value!r:.80} "
+                    f"{setting.written}: expected it at stage 3 only, got {shown(setting.value)} "
                     f"at stage {settings.value(STAGE)}; leave it out, or set {STAGE} to 3"
                 )
         elif isinstance(key.answer, NotBuilt) and not key.is_neutral(settings.value(key.path)):
             raise ConfigError(
                 f"{setting.written}: expected {_as_json(key.default)}, as what it asks for is not "
-                f"built yet, got {setting.value!r:.80}: {key.answer.remedy}"
+                f"built yet, got {shown(setting.value)}: {key.answer.remedy}"
             )
 
 

@@ -94,8 +94,8 @@ def several(kind: ValueKind, *, exactly: int | None = None) -> ValueKind:
             raise ValueError
         return tuple(map(kind.read, value))
 
-    count = "" if exactly is None else f"{exactly} of "
-    return ValueKind(f"a list, of {count}{kind.expected} each", read)
+    count = "values" if exactly is None else f"{exactly} values"
+    return ValueKind(f"a list of {count}, each {kind.expected}", read)
 
 
 def either(first: ValueKind, second: ValueKind) -> ValueKind:
