@@ -372,12 +372,12 @@ def _train_masters(
             for master, grad in zip(masters.parameters(), means, strict=True):
                 master.grad = grad / scale
             optimizer.step()
+            if clean and clean % 2 == 0 and dtype is torch.float16:
+                scale *= 2
             clean += 1
         else:
             skipped.append(step)
             scale, clean = scale / 2, 0
-        if clean == 2 and dtype is torch.float16:
-            scale, clean = scale * 2, 0
     return scales, skipped
 
 
