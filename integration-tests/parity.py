@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -296,15 +298,15 @@ def train_alone(
                 loss.backward()
                 if peer == rank:
                     curve.losses.append(loss.item())
-                local[peer] = _add(local[peer], [_clone(param.grad) for param in params])
+                local[peer] = add(local[peer], [_clone(param.grad) for param in params])
                 model.zero_grad()
             if recipe.reduces_once and micro + 1 < recipe.num_micro_batches:
                 continue
             if stage == 0:
-                carried = [_add(mine, reduced) for mine in local]
-                reduced = _mean(carried)
+                carried = [add(mine, reduced) for mine in local]
+                reduced = mean(carried)
             else:
-                reduced = _add(reduced, _mean(local))
+                reduced = add(reduced, mean(local))
             local = [[None] * len(params) for _ in range(world_size)]
         for param, grad in zip(params, reduced, strict=True):
             param.grad = grad
@@ -368,6 +370,15 @@ def build_sharded(
     """The same, sharded."""
     model, optimizer = build_with_optimizer(name, make)
     return zero_engine.shard(model, optimizer, config, group=group)
+
+
+def by_messages() -> Group:
+    """All ranks of the run, which may not read each other's memory: proven. Collective."""
+    with mock.patch.dict(os.environ, {"ZERO_COMM_PEER_MEMORY": "0"}):
+        group = Group.from_process_group(dist.new_group())
+    assert group.peers is None
+    assert group.transport.startswith("messages")
+    return group
 
 
 class Chain(nn.Module):
@@ -471,14 +482,14 @@ def _clone(grad: Tensor | None) -> Tensor | None:
     return None if grad is None else grad.detach().clone()
 
 
-def _add(total: Sequence[Tensor | None], extra: Sequence[Tensor | None]) -> list[Tensor | None]:
+def add(total: Sequence[Tensor | None], extra: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [
         theirs if ours is None else ours if theirs is None else ours + theirs
         for ours, theirs in zip(total, extra, strict=True)
     ]
 
 
-def _mean(local: Iterable[Sequence[Tensor | None]]) -> list[Tensor | None]:
+def mean(local: Iterable[Sequence[Tensor | None]]) -> list[Tensor | None]:
     return [_mean_of_one(grads) for grads in zip(*local, strict=True)]
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import zero_engine
 from parity import ZeroConfig
+from residual import Blocks
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -25,31 +26,7 @@ WIDTH = 8
 STAGES = [0, 1, 2, 3]
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
-
-
-class _Blocks(nn.Module):
-    """What every model here has: blocks that become units, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class _ReadsEarlier(_Blocks):
+class _ReadsEarlier(Blocks):
     """By an operation that saves the Parameter itself, and by one that saves a view of it."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +34,7 @@ class _ReadsEarlier(_Blocks):
         return x @ self.blocks[3].linear.weight.t() + self.blocks[2].linear.bias[None]
 
 
-class _ReadsLater(_Blocks):
+class _ReadsLater(Blocks):
     def forward(self, x: Tensor) -> Tensor:
         later = self.blocks[3]
         x = functional.linear(x, later.linear.weight, later.linear.bias)
@@ -65,7 +42,7 @@ class _ReadsLater(_Blocks):
         return super().forward(x) + later.norm.bias
 
 
-class _Recomputes(_Blocks):
+class _Recomputes(Blocks):
     def forward(self, x: Tensor) -> Tensor:
         def segment(x: Tensor) -> Tensor:
             return self.blocks[1](x) * self.blocks[2].norm.weight
@@ -73,7 +50,7 @@ class _Recomputes(_Blocks):
         return self.blocks[2](checkpoint(segment, self.blocks[0](x), use_reentrant=False))
 
 
-class _ReadsFrozen(_Blocks):
+class _ReadsFrozen(Blocks):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[0].requires_grad_(False)
@@ -159,7 +136,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "returned in an object": lambda: _Returned("object"),
     "returned in a tuple": lambda: _Returned("tuple"),
     "returned as a view": lambda: _Returned("view"),
-    "blocks": _Blocks,
+    "blocks": Blocks,
 }
 LOSSES = {
     "plain": _plain_loss,
@@ -233,7 +210,7 @@ def test_the_loss_may_use_weights_after_the_forward(ranks, loss: str) -> None:
 
 
 def _read(group: Group) -> None:
-    model = _Blocks()
+    model = Blocks()
     zero_engine.shard(model, None, ZeroConfig(3), group=group)
     weight = model.blocks[1].linear.weight
     with torch.no_grad():
@@ -315,7 +292,7 @@ class _Scaled(nn.Module):
 
 
 def _look(group: Group) -> None:
-    plain = _Blocks()
+    plain = Blocks()
     model = copy.deepcopy(plain)
     zero_engine.shard(model, None, ZeroConfig(3), group=group)
     sharded = find_sharded(model)
@@ -369,7 +346,7 @@ def test_a_parameter_of_the_users_own_class_stays_one(ranks) -> None:
 
 
 def _change_between(group: Group) -> None:
-    model = _Blocks()
+    model = Blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
     _plain_loss(model, torch.ones(1, WIDTH)).backward()
@@ -389,7 +366,7 @@ def test_a_graph_made_before_the_step_is_refused_after_it(ranks) -> None:
 
 def _grad_of_params(group: Group) -> None:
     torch.manual_seed(0)
-    plain = _Blocks()
+    plain = Blocks()
     model = copy.deepcopy(plain)
     zero_engine.shard(model, None, ZeroConfig(3), group=group)
     x = torch.ones(2, WIDTH)
@@ -463,7 +440,7 @@ def test_a_parameter_attached_after_sharding_is_named(ranks, stage: int, how: st
 
 
 def _attach(group: Group, stage: int, how: str) -> None:
-    model = _Blocks()
+    model = Blocks()
     zero_engine.shard(model, None, ZeroConfig(stage), group=group)
     x = torch.ones(1, WIDTH)
     model.act = nn.ReLU()  # has no parameters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 from unittest import mock
 
@@ -10,7 +9,6 @@ import attrs
 import parity
 import pytest
 import torch
-import torch.distributed as dist
 import zero_engine
 from parity import ZeroConfig
 from torch import nn
@@ -26,11 +24,7 @@ NUM_BLOCKS = 4
 
 def _over(group: Group, transport: str) -> Group:
     """The same ranks, in a group whose gathers need every rank if `transport` is messages."""
-    if transport == "messages":
-        with mock.patch.dict(os.environ, {"ZERO_COMM_PEER_MEMORY": "0"}):
-            group = Group.from_process_group(dist.new_group())
-    assert (group.peers is None) == (transport == "messages")
-    return group
+    return parity.by_messages() if transport == "messages" else group
 
 
 # ---- Numbers ----

@@ -15,6 +15,7 @@ import pytest
 import torch
 import zero_engine
 from parity import ZeroConfig
+from residual import Blocks
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
@@ -28,26 +29,9 @@ WIDTH = 16
 Optimizer = torch.optim.Optimizer
 
 
-class _Block(nn.Module):
+class _Net(Blocks):
     def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
-
-
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(WIDTH)
 
 
 class _Recursive(_Net):

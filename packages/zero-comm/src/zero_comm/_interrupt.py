@@ -28,4 +28,5 @@ def break_connections(of: ReferenceType[Any]) -> None:
             blank = torch.empty(1, dtype=torch.uint8, device="cpu")
             with contextlib.suppress(RuntimeError, ValueError):  # ValueError: the peer is this rank
                 work = dist.irecv(blank, peer, group=process_group, tag=tag)
+                assert work is not None, "this rank is in the group"
                 work.wait(timedelta(milliseconds=1))

@@ -77,14 +77,17 @@ def _as_cuts(value: Any) -> Any:
         ) from error
 
 
+def _check_precision(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
+    if value is not None and not isinstance(value, Precision):
+        raise ConfigError(
+            "ZeroConfig.precision: expected a Precision, such as zero_engine.Precision(params="
+            f"torch.bfloat16), or None, got {value!r}"
+        )
+
+
 def _check_state_dict(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
     if value not in ("raise", "gather"):
         raise ConfigError(f"ZeroConfig.state_dict: expected 'raise' or 'gather', got {value!r}")
-
-
-def _check_precision(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
-    if value is not None and not isinstance(value, Precision):
-        raise ConfigError(f"ZeroConfig.precision: expected a Precision or None, got {value!r}")
 
 
 @frozen
@@ -99,6 +102,7 @@ class ZeroConfig:
         max_unit_bytes: Where units are chosen, what is larger is split if it can be.
         min_unit_bytes: Where units are chosen, smaller blocks stay with what encloses them:
             they are not worth a gather and hooks of their own.
+        precision: Dtypes of parameters, masters and gradients; as they are when None.
         window: Stage 3: units that may be whole at a time, the one in use included; those that
             enclose others do not count. More hides more communication and costs their bytes.
         max_live_numel: Stage 3, in place of `window`: parameter elements that may be whole at a
@@ -120,8 +124,6 @@ class ZeroConfig:
             says as its attribute `needs_cut`, else anything if it is elementwise, as a trial shows.
         state_dict: Stage 3: what `model.state_dict()` does while parameters are sharded: "raise"
             names `full_state_dict`, "gather" makes it collective and gives every rank everything.
-        precision: Dtypes of parameters, gradients and outputs, and the optimizer's fp32 masters;
-            all as they are when None.
         timeout_s: How long `shard` waits for ranks that do not call it, in seconds.
 
     Raises:
@@ -135,6 +137,7 @@ class ZeroConfig:
     max_unit_bytes: int = field(default=512 * 2**20, validator=_at_least(1, int), kw_only=True)
     min_unit_bytes: int = field(default=2**16, validator=_at_least(0, int), kw_only=True)
     cut: CutChoice = field(default=None, converter=_as_cuts, kw_only=True)
+    precision: Precision | None = field(default=None, validator=_check_precision, kw_only=True)
     window: int = field(default=3, validator=_at_least(1, int), kw_only=True)
     max_live_numel: int | None = field(default=None, validator=_at_least(1, int), kw_only=True)
     prefetch_numel: int | None = field(default=None, validator=_at_least(0, int), kw_only=True)
@@ -144,7 +147,6 @@ class ZeroConfig:
     state_dict: Literal["raise", "gather"] = field(
         default="raise", validator=_check_state_dict, kw_only=True
     )
-    precision: Precision | None = field(default=None, validator=_check_precision, kw_only=True)
     timeout_s: float = field(default=60.0, validator=_at_least(0.001, (int, float)), kw_only=True)
 
     @classmethod

@@ -7,3 +7,7 @@ class ConfigError(ValueError):
 
 class FileError(OSError):
     """A file is missing, damaged, or not of the format expected."""
+
+
+class LossScaleError(RuntimeError):
+    """Gradients overflow at the smallest loss scale allowed."""

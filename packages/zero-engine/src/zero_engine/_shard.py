@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 from zero_comm import Group
-from zero_partition import find_sharded, partition, unpartition
+from zero_partition import AS_IT_IS, find_sharded, partition, unpartition
 
 from ._config import ZeroConfig
 from ._errors import ConfigError
@@ -69,11 +69,6 @@ def shard(
                 f"shard(): expected {name} to be a {expected}, got {value!r} of type "
                 f"{type(value).__name__}; call shard(model, optimizer, ZeroConfig(stage=3))"
             )
-    if config.precision is not None:
-        raise ConfigError(
-            f"ZeroConfig.precision: expected None, as dtypes of training are not built yet, got "
-            f"{config.precision!r}; convert the model itself"
-        )
     partition(
         model,
         optimizer,
@@ -83,6 +78,7 @@ def shard(
         max_unit_bytes=config.max_unit_bytes,
         min_unit_bytes=config.min_unit_bytes,
         limits=config.limits,
+        precision=config.precision or AS_IT_IS,
         small_param_numel=config.small_param_numel,
         max_small_numel=config.max_small_numel,
         cut=config.cut,

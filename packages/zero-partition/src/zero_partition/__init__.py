@@ -43,10 +43,11 @@ from ._param_access import (
 )
 from ._partition import partition
 from ._placement import STAGES, Placement, Placements, Stage
-from ._precision import Precision
+from ._precision import AS_IT_IS, Precision
 from ._public import (
     backward_without_batch,
     clip_grad_norm_,
+    coalesce_reduction,
     full_state_dict,
     memory_report,
     no_sync,
@@ -68,6 +69,7 @@ from ._state_access import (
 from ._unsharded import unsharded
 
 __all__ = [
+    "AS_IT_IS",
     "STAGES",
     "AbstractRangeReader",
     "AtRestError",
@@ -104,6 +106,7 @@ __all__ = [
     "backward_without_batch",
     "choose_units",
     "clip_grad_norm_",
+    "coalesce_reduction",
     "find_sharded",
     "full_grad",
     "full_optimizer_state",

@@ -29,6 +29,8 @@ class FlatBuffer:
     params: tuple[nn.Parameter, ...]
     shard: Tensor
     whole: Tensor | None  # replicated parameters only
+    master: Tensor | None = None  # what the optimizer updates, if not the shard; same layout
+    wire_dtype: torch.dtype = None  # type: ignore[assignment]  # of gradients; the plan's if None
     stand_ins: tuple[Tensor, ...] = field(init=False)  # what sharded parameters view at rest
     guards: tuple[Tensor, ...] = field(init=False)  # what `param.grad` holds while it is sharded
     pieces: tuple[Piece, ...] = field(init=False)
@@ -43,6 +45,7 @@ class FlatBuffer:
     _addresses: list[int] | None = field(default=None, init=False)  # of these, once asked for
 
     def __attrs_post_init__(self) -> None:
+        self.wire_dtype = self.wire_dtype or self.plan.dtype
         self.stand_ins = tuple(
             placeholder(p.shape, p.dtype, self.shard.device) for p in self.plan.params
         )
@@ -53,9 +56,14 @@ class FlatBuffer:
         self.pieces = self.plan.layout.pieces(self.group.rank)
         self.shard_params = tuple(
             nn.Parameter(part, requires_grad=self.plan.trainable)
-            for part in self.parts_of(self.shard)
+            for part in self.parts_of(self.trained)
         )
         self._part_addresses = [param.data_ptr() for param in self.shard_params]
+
+    @property
+    def trained(self) -> Tensor:
+        """This rank's values as the optimizer updates them, 1-D: masters where there are some."""
+        return self.shard if self.master is None else self.master
 
     @property
     def gather_tag(self) -> int:
@@ -86,21 +94,48 @@ class FlatBuffer:
             parts[piece.index] = shard[piece.in_shard.as_slice()].view(shape)
         return tuple(parts)
 
-    def fill_shard(self, full_values: Sequence[Tensor | None]) -> None:
-        """Write this rank's part of the full values given, one per parameter; None leaves as is."""
+    def fill(self, position: int, value: Tensor) -> None:
+        """Write a parameter's full value to all that rests of it on this rank."""
+        flat, piece = value.detach().reshape(-1), self.piece_of(position)
         with torch.no_grad():
-            for piece in self.pieces:
-                value = full_values[piece.index]
-                if value is not None:
-                    part = value.detach().reshape(-1)[piece.in_tensor.as_slice()]
-                    self.shard[piece.in_shard.as_slice()].copy_(part)
+            if self.whole is not None:
+                self.whole[self.plan.layout.spans[position].as_slice()].copy_(flat)
+            if piece is not None:
+                for shard in (self.shard, self.trained):
+                    shard[piece.in_shard.as_slice()].copy_(flat[piece.in_tensor.as_slice()])
+
+    def piece_of(self, position: int) -> Piece | None:
+        """The part of a parameter that this rank keeps, None if there is none."""
+        return next((piece for piece in self.pieces if piece.index == position), None)
+
+    def round_masters(self) -> None:
+        """The optimizer has updated the masters: the parameters follow."""
+        if self.master is not None:
+            self.shard.copy_(self.master)
+
+    def renew_master(self) -> None:
+        """Values were loaded where parameters rest: masters are what those are."""
+        if self.master is not None:
+            self.master.copy_(self.shard)
+
+    def follow_writes(self) -> None:
+        """Parameters that rest whole, and were written to in place, are right; masters follow."""
+        if self.master is None or self.whole is None:
+            return
+        versions = tuple(param._version for param in self.params)
+        for position, (now, before) in enumerate(zip(versions, self.versions, strict=True)):
+            piece = self.piece_of(position) if now != before else None
+            if piece is not None:
+                part = piece.in_shard.as_slice()
+                self.master[part].copy_(self.shard[part])
+        self.versions = versions
 
     def reclaim(self) -> None:
         """Take over what an optimizer put in place of our memory, as by `param.data = ...`."""
         addresses = [param.data_ptr() for param in self.shard_params]
         if addresses == self._part_addresses:
             return
-        for param, part in zip(self.shard_params, self.parts_of(self.shard), strict=True):
+        for param, part in zip(self.shard_params, self.parts_of(self.trained), strict=True):
             if param.data_ptr() != part.data_ptr():
                 part.copy_(param.data)
                 param.data = part

@@ -180,8 +180,7 @@ class Gather:
         for handle in handles:
             handle.wait()
         for place in self.places:
-            if self._is_sharded:
-                write_whole(place, home_of(place))
-            else:
-                place.buffer.params[place.position].data = home_of(place)
-                self.sharded.end_write(place.unit)
+            home = home_of(place)
+            if not self._is_sharded:
+                place.buffer.params[place.position].data = home
+            write_whole(place, home)

@@ -13,6 +13,7 @@ from zero_comm import (
     DivergenceError,
     Group,
     Handle,
+    Reduction,
     all_reduce_flat,
     reduce_scatter_flat,
 )
@@ -21,6 +22,7 @@ from ._cut import Cut
 from ._errors import StateError
 from ._flat_buffer import FlatBuffer
 from ._guards import GradientShard
+from ._precision import AS_IT_IS, Precision
 from ._slots import Slot
 from ._unit import Unit
 
@@ -56,6 +58,7 @@ class BufferGradients:
     buffer: FlatBuffer
     unit: Unit
     shards_state: bool  # whether the optimizer works on shards (every stage but zero)
+    precision: Precision = AS_IT_IS
     accumulator: Tensor | None = None  # whole and local; memory of its own, or a slot
     views: tuple[Tensor, ...] = ()  # of the accumulator; kept while a slot may come back
     views_at: int = 0  # its address
@@ -87,6 +90,11 @@ class BufferGradients:
     def targets(self) -> tuple[nn.Parameter, ...]:
         """The parameters whose gradient the optimizer reads."""
         return self.buffer.shard_params if self.shards_state else self.buffer.params
+
+    @property
+    def wire_bytes(self) -> int:
+        """Of the whole buffer's gradients as they travel, padding included."""
+        return self.buffer.plan.layout.numel * self.buffer.wire_dtype.itemsize
 
     @property
     def has_local(self) -> bool:
@@ -173,16 +181,22 @@ class BufferGradients:
         self._forget_arrivals()
         layout, tag = self.buffer.plan.layout, self.buffer.reduce_tag
         splits, payload = layout.splits, layout.payload_splits
+        op = Reduction.MEAN if self.precision.reduces_mean else Reduction.SUM
+        if self.precision.predivide_factor != 1.0:
+            self.accumulator.div_(self.precision.predivide_factor)
         if not self.shards_state:
             self.in_flight = all_reduce_flat(
-                self.accumulator, group=group, splits=splits, payload=payload, tag=tag
+                self.accumulator, group=group, op=op, splits=splits, payload=payload, tag=tag
             )
             return
         self.ensure_shard()
-        self.received = torch.empty_like(self.buffer.shard) if self.holds_gradients else None
+        self.received = None
+        if self.holds_gradients or self.buffer.wire_dtype != self.shard.dtype:
+            self.received = self.shard.new_empty(self.shard.shape, dtype=self.buffer.wire_dtype)
         self.in_flight = reduce_scatter_flat(
-            self.accumulator,
+            self.accumulator.to(self.buffer.wire_dtype),
             group=group,
+            op=op,
             splits=splits,
             payload=payload,
             out=self.shard if self.received is None else self.received,
@@ -192,7 +206,7 @@ class BufferGradients:
     def ensure_shard(self) -> None:
         """Memory for this rank's part of the reduced gradients; see NOTE(shards)."""
         if self.shard is None:
-            self.shard = torch.zeros_like(self.buffer.shard)
+            self.shard = torch.zeros_like(self.buffer.trained)
             parts = self.buffer.parts_of(self.shard)
             self.parts = tuple(GradientShard.over(part, self.buffer.group) for part in parts)
 
@@ -203,7 +217,7 @@ class BufferGradients:
             self.views[position].copy_(value)
             param.grad = self.views[position]
             return
-        piece = next((p for p in self.buffer.pieces if p.index == position), None)
+        piece = self.buffer.piece_of(position)
         if piece is not None:
             part = self.parts[position]
             part.copy_(value.reshape(-1)[piece.in_tensor.as_slice()].view(part.shape))
@@ -223,6 +237,11 @@ class BufferGradients:
                 f"reducing the gradients of unit {self.unit.name!r}: {error}"
             ) from error
         self.in_flight = None
+        if self.precision.predivide_factor != 1.0:
+            ours = self.shard if self.shards_state else self.accumulator
+            reduced = ours if self.received is None else self.received
+            assert reduced is not None, "the reduction ended in one of them"
+            reduced.mul_(self.precision.predivide_factor)
         if self.received is not None:
             self._add(self.buffer.parts_of(self.received))
             self.received = None

@@ -16,6 +16,7 @@ from ._errors import PartitionError
 from ._gather_plan import Extent
 from ._layout import byte_offsets
 from ._leaves import is_leaf, outermost_leaves
+from ._precision import AS_IT_IS, Precision
 
 _SMALL = "(small parameters)"  # no module's name
 
@@ -106,6 +107,7 @@ def plan_units(
     cuts: Mapping[int, Cut] | None = None,
     group_of: Mapping[int, int] | None = None,
     small: Collection[int] = (),
+    precision: Precision = AS_IT_IS,
 ) -> tuple[UnitPlan, ...]:
     """Give every parameter of `model` to exactly one unit, and lay each unit out.
 
@@ -120,6 +122,7 @@ def plan_units(
         group_of: Parameter id to the optimizer's param group, so that a group's parameters lie
             side by side.
         small: Ids of parameters that rest whole on every rank, in a unit of their own.
+        precision: Parameters lie in buffers of the dtype that it gives them.
 
     Raises:
         PartitionError: A name is no module, or has no forward to hook, or a parameter cannot be
@@ -150,7 +153,12 @@ def plan_units(
     used = [name for name, params in members.items() if params]
     outer = {enclosing for name in used for enclosing in _enclosing(name)}
     buffers = plan_buffers(
-        [members[name] for name in used], names, world_size, cuts or {}, group_of or {}
+        [members[name] for name in used],
+        names,
+        world_size,
+        cuts or {},
+        group_of or {},
+        precision=precision,
     )
     return tuple(
         UnitPlan(

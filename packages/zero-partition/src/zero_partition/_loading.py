@@ -91,6 +91,9 @@ def load_ranges(
             for name in target.given(readers)[:1]:
                 target.fill(readers[name])
     if sharded is not None:
+        for unit in sharded.units:
+            for buffer in unit.buffers:
+                buffer.renew_master()
         sharded.end_write()
     return report
 

@@ -19,7 +19,7 @@ class MemoryReport:
 
     params_bytes: int  # elements of parameters that rest here
     gradients_bytes: int  # elements of gradients that wait for the optimizer
-    optimizer_bytes: int  # elements of the optimizer's state
+    optimizer_bytes: int  # elements of the optimizer's state, masters of parameters included
     padding_bytes: int  # what alignment and even cuts add to the three
     slots_bytes: int  # where sharded parameters are whole while in use
     reduction_bytes: int  # where gradients are collected and received
@@ -61,8 +61,12 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
             padding += (resting - payload) * itemsize
             scalars += len(buffer.params) * itemsize
     reduction = sharded.reducer.reduction_bytes
+    state = 0
     for g in sharded.reducer.gradients:
-        layout, itemsize = g.buffer.plan.layout, g.buffer.plan.dtype.itemsize
+        layout, itemsize = g.buffer.plan.layout, g.buffer.trained.dtype.itemsize
+        if g.buffer.master is not None:
+            state += layout.payload_splits[rank] * itemsize
+            padding += (layout.splits[rank] - layout.payload_splits[rank]) * itemsize
         if g.shard is not None and g.holds_gradients:
             gradients += layout.payload_splits[rank] * itemsize
             padding += (layout.splits[rank] - layout.payload_splits[rank]) * itemsize
@@ -70,7 +74,6 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
             held = [p for p in g.buffer.params if p.grad is not None]
             gradients += sum(p.numel() for p in held) * itemsize
             reduction -= sum(p.numel() for p in held) * itemsize
-    state = 0
     if sharded.optimizer is not None:
         for param, values in sharded.optimizer.state.items():
             for value in values.values():

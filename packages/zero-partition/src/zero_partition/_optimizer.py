@@ -178,7 +178,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> 
 def _shard_state(state: dict[str, Any], buffer: FlatBuffer, position: int) -> dict[str, Any] | None:
     """This rank's part of it; None where a rank that keeps nothing of the parameter needs none."""
     plan = buffer.plan.params[position]
-    piece = next((p for p in buffer.pieces if p.index == position), None)
+    piece = buffer.piece_of(position)
     is_absent = piece is None and plan.shape.numel() > 0
     if plan.cut != Cut.FLAT and is_absent:
         return None

@@ -65,6 +65,9 @@ def full_param(param: nn.Parameter, *, to_rank: int | None = None) -> Tensor | N
         zero_comm.CommError: A rank did not take part in time.
     """
     place = place_of(param, what="full_param()")
+    master = place.buffer.master
+    if master is not None:
+        return for_rank(place, launch_whole(place, part_of(place, master))(), to_rank)
     if place.unit.placement is Placement.SHARDED:
         return for_rank(place, launch_whole(place)(), to_rank)
     assert place.buffer.whole is not None, "replicated parameters have a whole buffer"
@@ -89,7 +92,9 @@ def set_full_param(
     """
     place = place_of(param, what="set_full_param()")
     plan = place.buffer.plan.params[place.position]
-    whole = given_value(place, value, (plan.shape, plan.dtype), from_rank, "set_full_param()")
+    whole = given_value(
+        place, value, (plan.shape, place.buffer.trained.dtype), from_rank, "set_full_param()"
+    )
     _check_free(place, "set_full_param()")
     write_whole(place, whole)
 
@@ -118,7 +123,8 @@ def set_local_param(param: nn.Parameter, value: Tensor) -> None:
         )
     _check_free(place, "set_local_param()")
     place.sharded.begin_write()
-    copy_given(place, part_of(place), value, "set_local_param()")
+    copy_given(place, part_of(place, place.buffer.trained), value, "set_local_param()")
+    place.buffer.round_masters()
     place.sharded.end_write(place.unit)
 
 
@@ -138,6 +144,6 @@ def _check_free(place: Place, what: str) -> None:
 
 def _part_or_whole(place: Place) -> Tensor:
     if place.sharded.placements.optim is Placement.SHARDED:
-        return part_of(place)
+        return part_of(place, place.buffer.trained)
     assert place.buffer.whole is not None, "replicated parameters have a whole buffer"
     return place.buffer.views_of(place.buffer.whole)[place.position]

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Sequence
 from typing import Final
 
 import torch
 from attrs import asdict, evolve
-from torch import Tensor, nn
+from torch import nn
 from zero_comm import (
-    Exposure,
     Group,
-    broadcast_coalesced,
-    broadcast_flat,
     check_agreement,
-    expose,
 )
 
-from ._adopt import adopt, check_adoptable, describe_early, release_modules
-from ._buffer_plan import BufferPlan
+from ._adopt import check_adoptable, describe_early, release_modules
 from ._content import check_content
-from ._early_shard import find_early
+from ._distribute import distribute, expose_shards
 from ._errors import PartitionError
-from ._flat_buffer import FlatBuffer
 from ._grouping import UnitPlan, choose_small, choose_units, plan_units
 from ._hooks import find_sharded, install_module_hooks, install_optimizer_hooks
 from ._limits import Limits
 from ._needs import CutChoice, choose_cuts
 from ._optimizer import check_optimizer, describe_optimizer, param_group_of, shard_optimizer
 from ._placement import STAGES, Placement, Placements, Stage
+from ._precision import AS_IT_IS, Precision
 from ._purposes import purposes_of
 from ._reducer import GradientReducer
 from ._schedule import Schedule
 from ._sharded_model import ShardedModel
 from ._state_dict import install_state_dict_hooks
-from ._unit import Unit
 
 _DEFAULT_LIMITS: Final = Limits()
 _REDUCTION_SLOTS: Final = 2  # one fills while the other travels
@@ -53,6 +46,7 @@ def partition(
     limits: Limits = _DEFAULT_LIMITS,
     small_param_numel: int = 0,
     max_small_numel: int | None = None,
+    precision: Precision = AS_IT_IS,
     cut: CutChoice = None,
     gathers_state_dict: bool = False,
     timeout_s: float = 60.0,
@@ -77,6 +71,7 @@ def partition(
             whole on every rank all the same.
         max_small_numel: Elements of all those together: the first of the model that fit; no bound
             when None.
+        precision: Dtypes of parameters, masters and gradients; as they are when left out.
         cut: Where parameters may be cut: a `Cut` or its name, a mapping from names or patterns to
             cuts, or a function of name and parameter. What it leaves open is `cut` in the param
             group, or what the optimizer needs, or anywhere. At stage 0 nothing is cut.
@@ -94,7 +89,9 @@ def partition(
     """
     if group.world_size == 1:  # its shard is the whole: nothing to make whole, and to part with
         placements = evolve(placements, params=Placement.REPLICATED)
-    _check(model, optimizer, group, placements)
+    if optimizer is None:
+        precision = evolve(precision, masters=None)
+    _check(model, optimizer, group, placements, precision)
     cuts = choose_cuts(model, optimizer, cut) if placements.optim is Placement.SHARDED else {}
     if units is None:
         units = choose_units(model, max_unit_bytes=max_unit_bytes, min_unit_bytes=min_unit_bytes)
@@ -110,13 +107,15 @@ def partition(
         cuts=cuts,
         group_of=param_group_of(optimizer),
         small=small,
+        precision=precision,
     )
     facts = _describe(plans, placements, limits) | describe_optimizer(optimizer)
     facts |= _describe_buffers(model) | {"state_dict gathers": str(gathers_state_dict)}
+    facts["precision"] = str(precision)
     facts |= describe_early(model)
     check_agreement(facts, group=group, timeout_s=timeout_s)
 
-    runtime = _distribute(model, plans, group, placements.params)
+    runtime = distribute(model, plans, group, placements.params, precision)
     if optimizer is not None and placements.optim is Placement.SHARDED:
         shard_optimizer(optimizer, runtime)
     sharded = ShardedModel(
@@ -131,9 +130,10 @@ def partition(
             placement=placements.grads,
             shards_state=placements.optim is Placement.SHARDED,
             num_slots=_REDUCTION_SLOTS,
+            precision=precision,
         ),
         optimizer=optimizer,
-        exposure=_expose(runtime, group),
+        exposure=expose_shards(runtime, group),
         gathers_state_dict=gathers_state_dict,
     )
     tags = {"control_tag": sharded.reducer.control_tag, "access_tag": sharded.access_tag}
@@ -151,6 +151,7 @@ def _check(
     optimizer: torch.optim.Optimizer | None,
     group: Group,
     placements: Placements,
+    precision: Precision,
 ) -> None:
     """Raise PartitionError for what can be seen without other ranks."""
     if any(find_sharded(module) is not None for module in model.modules()):
@@ -161,77 +162,16 @@ def _check(
     _check_devices(model, group)
     check_adoptable(model, group)
     check_content(model)
+    if placements.optim is Placement.REPLICATED:
+        for name, param in model.named_parameters():
+            if param.requires_grad and precision.master_of(precision.dtype_of(param)) is not None:
+                raise PartitionError(
+                    f"parameter {name!r} would have a {precision.masters} master, and at stage 0 "
+                    "the optimizer updates the parameters themselves; use stage 1, which gives the "
+                    "same numbers with less memory, or Precision(masters=None)"
+                )
     if optimizer is not None:
         check_optimizer(optimizer, model, shards_state=placements.optim is Placement.SHARDED)
-
-
-def _distribute(
-    model: nn.Module, plans: Sequence[UnitPlan], group: Group, placement: Placement
-) -> tuple[Unit, ...]:
-    """Move the parameters into flat buffers, unit by unit, with the values of rank 0."""
-    params = dict(model.named_parameters(remove_duplicate=False))
-    modules = dict(model.named_modules())
-    buffers = [buffer for _, buffer in model.named_buffers()]
-    dense = [buffer.contiguous() for buffer in buffers]
-    broadcast_coalesced(dense, group=group).wait()
-    for buffer, value in zip(buffers, dense, strict=True):
-        if value is not buffer:
-            buffer.copy_(value)
-
-    units, next_index = [], _first_index(plans)
-    for unit_index, plan in enumerate(plans):
-        flat_buffers = []
-        resting = Placement.REPLICATED if plan.rests_whole else placement
-        for buffer_plan in plan.buffers:
-            owned = tuple(params[param.name] for param in buffer_plan.params)
-            flat_buffers.append(_flatten(buffer_plan, owned, next_index, group, resting))
-            next_index += 1
-        owners = tuple(
-            (modules[name.rpartition(".")[0]], name.rpartition(".")[2], buffer_index, position)
-            for buffer_index, buffer_plan in enumerate(plan.buffers)
-            for position, param in enumerate(buffer_plan.params)
-            for name in param.names
-        )
-        units.append(Unit(plan, unit_index, group, resting, tuple(flat_buffers), owners))
-    return tuple(units)
-
-
-def _expose(units: Sequence[Unit], group: Group) -> Exposure | None:
-    """Let peers read this rank's shards of what is gathered, where they can."""
-    sharded = [unit for unit in units if unit.placement is Placement.SHARDED]
-    if not sharded:
-        return None
-    exposure = expose([buffer.shard for unit in sharded for buffer in unit.buffers], group=group)
-    for unit in sharded:
-        unit.exposure = exposure
-    return exposure
-
-
-def _first_index(plans: Sequence[UnitPlan]) -> int:
-    """Where this model's buffers begin to count: models on one group should not share tags."""
-    names = [param.name for unit in plans for buffer in unit.buffers for param in buffer.params]
-    return 1 + zlib.crc32(" ".join(names).encode()) % 2**12 * 2**14
-
-
-def _flatten(
-    plan: BufferPlan,
-    params: tuple[nn.Parameter, ...],
-    index: int,
-    group: Group,
-    placement: Placement,
-) -> FlatBuffer:
-    if any(find_early(param) is not None for param in params):
-        shard, full = adopt(plan, params, group=group, placement=placement)
-        return FlatBuffer(plan, index, group, params, shard, full)
-    whole = torch.zeros(plan.layout.numel, dtype=plan.dtype, device=group.device)
-    with torch.no_grad():
-        for span, param in zip(plan.layout.spans, params, strict=True):
-            whole[span.as_slice()].copy_(param.detach().reshape(-1))
-    broadcast_flat(whole, src=0, group=group).wait()
-    shard: Tensor = whole[plan.layout.shard(group.rank).as_slice()]
-    if placement is Placement.SHARDED:
-        return FlatBuffer(plan, index, group, params, shard.clone(), None)
-    return FlatBuffer(plan, index, group, params, shard, whole)
 
 
 def _check_devices(model: nn.Module, group: Group) -> None:

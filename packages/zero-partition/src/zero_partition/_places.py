@@ -72,7 +72,7 @@ class Place:
     @property
     def piece(self) -> Piece | None:
         """The part of it that this rank keeps, None if there is none."""
-        return next((p for p in self.buffer.pieces if p.index == self.position), None)
+        return self.buffer.piece_of(self.position)
 
 
 # The one table of the package: parameters are asked about by themselves, from any module's code.

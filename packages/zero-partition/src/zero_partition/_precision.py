@@ -1,11 +1,12 @@
-"""In which dtypes parameters, gradients and outputs are."""
+"""In which dtypes parameters, masters and gradients are, and how gradients are averaged."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from attrs import Attribute, field, frozen
+from torch import Tensor
 
 from ._errors import PartitionError
 
@@ -19,19 +20,33 @@ def _is_floating(_: Precision, attribute: Attribute, value: Any) -> None:
         )
 
 
+def _is_factor(_: Precision, attribute: Attribute, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):
+        raise PartitionError(
+            f"Precision.{attribute.name}: expected a finite number above 0, got {value!r}"
+        )
+
+
+def _is_bool(_: Precision, attribute: Attribute, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise PartitionError(f"Precision.{attribute.name}: expected a bool, got {value!r}")
+
+
 @frozen(kw_only=True)
 class Precision:
-    """Dtypes of training; 16-bit parameters have fp32 masters (arXiv 1710.03740, section 3.1).
+    """How numbers are kept and combined; 16-bit parameters have fp32 masters (arXiv 1710.03740).
 
     Args:
         params: Floating-point parameters are converted to it; as they are when None.
-        masters: The optimizer updates shards of this dtype, from which parameters are rounded; it
-            updates the parameters themselves when None, or where they are of this dtype.
-        reduce: Gradients travel between ranks in it; in that of their parameter when None.
-        accumulate: Gradients of several backwards are added up in it; in that of the masters when
-            None.
-        outputs: Floating-point tensors that the model returns are converted to it; as they are when
-            None.
+        masters: The optimizer updates shards of this dtype, from which trainable parameters are
+            rounded after each step, and gradients are added up in it. It updates the parameters
+            themselves when None, or where they are of this dtype.
+        reduce: Gradients travel between ranks, and are averaged, in it; in that of their parameter
+            when None.
+        predivide_factor: Gradients are divided by it before ranks are added up, and multiplied by
+            it afterwards: what keeps a sum over many ranks within fp16.
+        reduces_mean: Gradients are averaged over the ranks; added up when False.
 
     Raises:
         PartitionError: Names the field, what was expected and what came.
@@ -40,5 +55,20 @@ class Precision:
     params: torch.dtype | None = field(default=None, validator=_is_floating)
     masters: torch.dtype | None = field(default=torch.float32, validator=_is_floating)
     reduce: torch.dtype | None = field(default=None, validator=_is_floating)
-    accumulate: torch.dtype | None = field(default=None, validator=_is_floating)
-    outputs: torch.dtype | None = field(default=None, validator=_is_floating)
+    predivide_factor: float = field(default=1.0, validator=_is_factor)
+    reduces_mean: bool = field(default=True, validator=_is_bool)
+
+    def dtype_of(self, param: Tensor) -> torch.dtype:
+        """In which the model computes with this parameter."""
+        return self.params if self.params and param.is_floating_point() else param.dtype
+
+    def master_of(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Of the masters of trainable parameters of this dtype, None if they have none."""
+        return self.masters if dtype.is_floating_point and dtype != self.masters else None
+
+    def wire_of(self, dtype: torch.dtype) -> torch.dtype:
+        """In which gradients of parameters of this dtype travel."""
+        return self.reduce if self.reduce and dtype.is_floating_point else dtype
+
+
+AS_IT_IS: Final = Precision(masters=None)

@@ -169,7 +169,7 @@ def _updates_of(
             for param, grad in zip(group, group_grads, strict=True):
                 param.grad = None if grad is None else grad.clone()
         if _needs_closure(twin):
-            twin.step(lambda: torch.zeros(()))
+            twin.step(lambda: 0.0)
         else:
             twin.step()
     return [

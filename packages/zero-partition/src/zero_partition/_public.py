@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from zero_comm import Group
 
 from . import _memory, _norm, _schedule_report, _state_dict, _unpartition
 from ._errors import StateError
 from ._hooks import find_sharded, find_sharded_by_optimizer
 from ._sharded_model import ShardedModel
+from ._torch_compat import plain_access
 
 
 def clip_grad_norm_(
@@ -20,6 +22,7 @@ def clip_grad_norm_(
     max_norm: float,
     *,
     norm_type: float = 2.0,
+    across: Group | None = None,
 ) -> Tensor:
     """Scale all gradients so that their norm, over all parameters and ranks, is `max_norm` at most.
 
@@ -32,6 +35,9 @@ def clip_grad_norm_(
         model_or_optimizer: Either of the two that were sharded together.
         max_norm: The largest norm allowed.
         norm_type: 2 or infinity.
+        across: The model-parallel group over which the model is split besides, whose ranks' norms
+            are combined too. A parameter that is marked as Megatron's are (`tensor_model_parallel`
+            or `model_parallel` is true) counts on each of its ranks, any other on the first.
 
     Returns:
         The norm before clipping: a float32 scalar on the group's device, equal on all ranks.
@@ -39,7 +45,9 @@ def clip_grad_norm_(
     Raises:
         StateError: Not sharded, or `norm_type` is neither 2 nor infinity.
     """
-    return _norm.clip_grad_norm_(_find(model_or_optimizer), max_norm, norm_type=norm_type)
+    return _norm.clip_grad_norm_(
+        _find(model_or_optimizer), max_norm, norm_type=norm_type, across=across
+    )
 
 
 def unscale_and_clip_(
@@ -47,6 +55,7 @@ def unscale_and_clip_(
     *,
     scale: float = 1.0,
     max_norm: float | None = None,
+    across: Group | None = None,
 ) -> _norm.GradientReport:
     """Divide all gradients by the loss scale and clip their norm, in one pass, if they are finite.
 
@@ -59,11 +68,14 @@ def unscale_and_clip_(
         model_or_optimizer: Either of the two that were sharded together.
         scale: What the loss was multiplied by.
         max_norm: The largest norm allowed; no clipping when None.
+        across: As for `clip_grad_norm_`.
 
     Raises:
         StateError: Not sharded, `scale` is not above 0, or an exception ended the backward.
     """
-    return _norm.unscale_and_clip_(_find(model_or_optimizer), scale=scale, max_norm=max_norm)
+    return _norm.unscale_and_clip_(
+        _find(model_or_optimizer), scale=scale, max_norm=max_norm, across=across
+    )
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -99,6 +111,31 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         reducer.sync = before
+
+
+@contextmanager
+def coalesce_reduction(model: nn.Module) -> Iterator[None]:
+    """Reduce the sum of all gradients of the backwards inside, once, on leaving. Collective there.
+
+    For several backwards that make one step: each rank may run as many as it likes. Between them
+    each rank keeps whole gradients, as under `no_sync`. After an exception nothing is reduced;
+    `zero_grad()` drops what was collected.
+
+    Raises:
+        StateError: Not sharded, inside `no_sync` or itself, or an exception ended a backward.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    sharded = _find(model)
+    if not sharded.reducer.sync:
+        raise StateError(
+            "coalesce_reduction() inside no_sync() or another coalesce_reduction(): the outer one "
+            "says when gradients are reduced; leave it first"
+        )
+    with no_sync(model):
+        yield
+    sharded.refuse_incomplete_gradients("leaving coalesce_reduction()")
+    with plain_access():
+        sharded.reducer.reduce_local()
 
 
 def backward_without_batch(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from ._errors import StateError
 from ._flat_buffer import FlatBuffer
 from ._gradients import BufferGradients
 from ._placement import Placement
+from ._precision import AS_IT_IS, Precision
 from ._shard_state import ShardState
 from ._slots import Slot, SlotPool
 from ._unit import Unit
@@ -61,15 +62,16 @@ class GradientReducer:
         placement: Placement,
         shards_state: bool,
         num_slots: int,
+        precision: Precision = AS_IT_IS,
     ) -> GradientReducer:
         """One reducer for the trainable buffers of these units."""
         gradients = tuple(
-            BufferGradients(buffer, unit, shards_state)
+            BufferGradients(buffer, unit, shards_state, precision)
             for unit in units
             for buffer in unit.buffers
             if buffer.plan.trainable
         )
-        ring = [g.buffer.plan.num_bytes for g in gradients if not g.unit.plan.is_outer]
+        ring = [g.wire_bytes for g in gradients if not g.unit.plan.is_outer]
         pool: SlotPool[BufferGradients] = SlotPool.plan(
             ring if placement is Placement.SHARDED else (),
             num_slots=num_slots,
@@ -181,14 +183,18 @@ class GradientReducer:
         for g in self.gradients:
             g.drop_where_user_did()
         if any(g.has_local for g in self.gradients):
-            if any(getattr(part, "is_unscaled", False) for g in self.gradients for part in g.parts):
-                raise StateError(
-                    "no_sync left gradients to reduce, but GradScaler has unscaled those reduced "
-                    "before; run the last micro-batch outside no_sync"
-                )
-            sync, self.sync = self.sync, True
-            self.end_backward()
-            self.sync = sync
+            self.reduce_local()
+
+    def reduce_local(self) -> None:
+        """Reduce the sum of what `no_sync` has collected, with zeros where there is none."""
+        if any(getattr(part, "is_unscaled", False) for g in self.gradients for part in g.parts):
+            raise StateError(
+                "no_sync left gradients to reduce, but GradScaler has unscaled those reduced "
+                "before; run the last micro-batch outside no_sync"
+            )
+        sync, self.sync = self.sync, True
+        self.end_backward()
+        self.sync = sync
 
     def is_true_anywhere(self, mine: bool) -> bool:
         """Whether any rank says so. Collective."""
@@ -255,7 +261,7 @@ class GradientReducer:
     def reduction_bytes(self) -> int:
         """Bytes of slots, of whole gradients that accumulate, and of shards without a gradient."""
         own = sum(
-            g.buffer.plan.num_bytes
+            g.accumulator.nbytes
             for g in self.gradients
             if g.accumulator is not None and g.slot is None
         )
@@ -299,16 +305,17 @@ class GradientReducer:
             return
         plan = g.buffer.plan
         if self.placement is Placement.REPLICATED or not self.sync:
-            memory = torch.zeros(plan.layout.numel, dtype=plan.dtype, device=self.group.device)
+            dtype = g.buffer.trained.dtype  # several backwards may be added up here
+            memory = torch.zeros(plan.layout.numel, dtype=dtype, device=self.group.device)
             g.use_accumulator(memory, None)
             return
         alone = g.unit.plan.is_outer
-        while not alone and self._in_flight and self.pool.find(plan.num_bytes) is None:
+        while not alone and self._in_flight and self.pool.find(g.wire_bytes) is None:
             self._finish(self._in_flight[0])
-        slot = self._slot_for(g, plan.num_bytes, alone=alone)
+        slot = self._slot_for(g, g.wire_bytes, alone=alone)
         slot.owner = g
-        memory = slot.allocate(self.group.device)[: plan.num_bytes]
-        g.use_accumulator(memory.view(plan.dtype), slot)
+        memory = slot.allocate(self.group.device)[: g.wire_bytes]
+        g.use_accumulator(memory.view(g.buffer.wire_dtype), slot)
 
     def _slot_for(
         self, g: BufferGradients, num_bytes: int, *, alone: bool

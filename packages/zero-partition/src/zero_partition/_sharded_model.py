@@ -158,6 +158,9 @@ class ShardedModel:
         with plain_access():
             self.reducer.before_step()
         self.take_gradients()
+        for unit in self.units:
+            for buffer in unit.buffers:
+                buffer.follow_writes()
         self.begin_write()
         if has_closure:
             self._published = self._shard_versions()
@@ -198,6 +201,7 @@ class ShardedModel:
         for unit in self.units:
             for buffer in unit.buffers:
                 buffer.reclaim()
+                buffer.round_masters()
         self.end_write()
         if self.placements.optim is Placement.SHARDED:
             handles = [handle for unit in self.units for handle in unit.publish()]

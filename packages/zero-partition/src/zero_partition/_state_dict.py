@@ -82,23 +82,27 @@ def _to_host(value: Any, copies: dict[Any, Tensor]) -> Any:
 
 
 def install_state_dict_hooks(sharded: ShardedModel) -> None:
-    """Give `state_dict` and `load_state_dict` a meaning where parameters rest sharded."""
-    if sharded.placements.params is Placement.REPLICATED:
-        return
+    """Give `state_dict` and `load_state_dict` a meaning where parameters rest sharded.
+
+    Where they rest whole but have masters, what is loaded goes to both.
+    """
     owned: dict[nn.Module, Places] = {}
     for unit in sharded.units:
-        if unit.placement is Placement.REPLICATED:
-            continue  # as in any model
         for module, attribute, buffer, position in unit.owners:
-            owned.setdefault(module, {})[attribute] = (unit, buffer, position)
+            is_sharded = unit.placement is Placement.SHARDED
+            if is_sharded or unit.buffers[buffer].master is not None:
+                owned.setdefault(module, {})[attribute] = (unit, buffer, position)
     for module, places in owned.items():
         loaded: set[str] = set()
-        handles = (
-            module.register_state_dict_pre_hook(_BeforeExport(sharded, places)),
-            module.register_state_dict_post_hook(_AfterExport(sharded, places)),
+        handles = [
             module.register_load_state_dict_pre_hook(_BeforeLoad(sharded, places, loaded)),
             module.register_load_state_dict_post_hook(_AfterLoad(loaded)),
-        )
+        ]
+        if any(unit.placement is Placement.SHARDED for unit, _, _ in places.values()):
+            handles += [
+                module.register_state_dict_pre_hook(_BeforeExport(sharded, places)),
+                module.register_state_dict_post_hook(_AfterExport(sharded, places)),
+            ]
         sharded.removers += [handle.remove for handle in handles]
 
 
@@ -187,9 +191,7 @@ class _BeforeLoad(Bound):
                     f"{got}; convert or load it first"
                 )
             else:
-                values: list[Tensor | None] = [None] * len(buffer.params)
-                values[position] = value
-                buffer.fill_shard(values)
+                buffer.fill(position, value)
             self.loaded.add(prefix + attribute)
         self.sharded.end_write()
 

@@ -32,8 +32,9 @@ def unpartition(sharded: ShardedModel) -> None:
     with plain_access():
         sharded.reducer.before_forward()  # takes guards away
     for buffer, of_buffer in zip(buffers, entries, strict=True):
-        is_whole = buffer.whole is not None
-        values = buffer.views_of(buffer.whole) if is_whole else launch_buffer(buffer)()
+        whole = buffer.whole if buffer.master is None else None
+        trained = buffer.trained
+        values = launch_buffer(buffer, trained)() if whole is None else buffer.views_of(whole)
         # Memory of their own, as before: tensors of one storage look tied to who saves them.
         buffer.install([value.clone() for value in values])
         if sharded.placements.optim is Placement.SHARDED:

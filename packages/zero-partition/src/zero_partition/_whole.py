@@ -9,7 +9,6 @@ from torch import Tensor
 from zero_comm import CommError, Handle, all_gather_flat
 
 from ._flat_buffer import FlatBuffer
-from ._placement import Placement
 from ._places import Place
 
 
@@ -80,19 +79,26 @@ def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tens
     return wait
 
 
-def launch_buffer(buffer: FlatBuffer) -> Callable[[], tuple[Tensor, ...]]:
+def launch_buffer(
+    buffer: FlatBuffer, shard: Tensor | None = None
+) -> Callable[[], tuple[Tensor, ...]]:
     """Launch the gather of all parameters of a flat buffer as one. Collective.
+
+    Args:
+        buffer: Which parameters.
+        shard: Any flat shard of its layout; the resting values when None.
 
     Returns:
         Call it once to wait; gives each parameter's value, views of one new tensor.
     """
     layout = buffer.plan.layout
+    shard = buffer.shard if shard is None else shard
     handle = all_gather_flat(
-        buffer.shard.new_empty(layout.numel),
+        shard.new_empty(layout.numel),
         splits=layout.splits,
         payload=layout.payload_splits,
         group=buffer.group,
-        shard=buffer.shard,
+        shard=shard,
         tag=buffer.gather_tag,
     )
     return lambda: buffer.views_of(handle.wait())
@@ -101,14 +107,5 @@ def launch_buffer(buffer: FlatBuffer) -> Callable[[], tuple[Tensor, ...]]:
 def write_whole(place: Place, value: Tensor) -> None:
     """Make `value`, the same on every rank, the parameter's. Every rank calls it."""
     place.sharded.begin_write()
-    buffer = place.buffer
-    values: list[Tensor | None] = [None] * len(buffer.params)
-    values[place.position] = value
-    if place.unit.placement is Placement.REPLICATED:
-        assert buffer.whole is not None, "replicated parameters have a whole buffer"
-        span = buffer.plan.layout.spans[place.position]
-        with torch.no_grad():
-            buffer.whole[span.as_slice()].copy_(value.detach().reshape(-1))
-    else:
-        buffer.fill_shard(values)
+    place.buffer.fill(place.position, value)
     place.sharded.end_write(place.unit)

@@ -1,0 +1,76 @@
+"""Optimizers and schedulers made by name, on sharded models."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import parity
+import pytest
+import torch
+import zero_engine
+from torch import nn
+from training import assert_weights_of
+from zero_comm import Group
+from zero_engine._optimizers import make_optimizer
+from zero_engine._schedulers import SCHEDULERS, make_scheduler
+
+OPTIMIZERS = {
+    "Adam": {"lr": 1e-2},
+    "SGD": {"lr": 1e-2, "momentum": 0.5},
+    "Adagrad": {"lr": 1e-2},
+    "Lion": {"lr": 1e-3},
+    "Muon": {"muon_lr": 1e-2, "adam_lr": 1e-3},
+}
+PARAMS = {
+    "WarmupLR": {"warmup_num_steps": 3},
+    "WarmupDecayLR": {"warmup_num_steps": 2, "total_num_steps": 5},
+    "WarmupCosineLR": {"warmup_num_steps": 2, "total_num_steps": 5},
+    "OneCycle": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 2},
+    "LRRangeTest": {"lr_range_test_step_size": 2},
+}
+
+
+def _build(optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = parity.build(parity.tiny_float32)
+    return model, make_optimizer(parity.param_groups(model), optimizer, OPTIMIZERS[optimizer])
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    for step in range(5):
+        # Every rank has the same batch, so that the mean is what one process has.
+        parity.loss_of(model, parity.batch(step, 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers_by_name_train_as_in_one_process(ranks, optimizer: str) -> None:
+    """Lion and the halves of Muon must see through their shards what they would see whole."""
+    ranks(2).run(_compare, optimizers=[optimizer], schedulers=["WarmupLR"])
+
+
+def test_schedulers_by_name_reach_the_shards_whenever_they_are_built(ranks) -> None:
+    """shard() swaps the parameters of a param group; its learning rate and momentum must stay."""
+    ranks(2).run(_compare, optimizers=["Adam"], schedulers=list(SCHEDULERS))
+
+
+def _compare(group: Group, optimizers: list[str], schedulers: list[str]) -> None:
+    warnings.simplefilter("error")
+    for name in optimizers:
+        for type in schedulers:
+            alone, alone_optimizer = _build(name)
+            _train(alone, alone_optimizer, make_scheduler(alone_optimizer, type, PARAMS[type]))
+            for stage in parity.STAGES:
+                for is_before in (False, True):
+                    model, optimizer = _build(name)
+                    scheduler: Any = None
+                    if is_before:
+                        scheduler = make_scheduler(optimizer, type, PARAMS[type])
+                    zero_engine.shard(model, optimizer, parity.ZeroConfig(stage), group=group)
+                    if not is_before:
+                        scheduler = make_scheduler(optimizer, type, PARAMS[type])
+                    _train(model, optimizer, scheduler)
+                    what = f"{name}, {type}, stage {stage}, before shard: {is_before}"
+                    assert_weights_of(model, alone, group=group, what=what)

@@ -1,0 +1,65 @@
+"""The norm of a model that is split over another group besides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import zero_engine
+from parity import ZeroConfig
+from torch import Tensor, nn
+from zero_comm import Group
+
+HIDDEN = 8
+
+
+class _Split(nn.Module):
+    """Its rank's columns of one matrix, and a bias that every rank of the model has whole."""
+
+    def __init__(self, matrix: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(matrix.clone())
+        self.matrix.tensor_model_parallel = True  # type: ignore[attr-defined]
+        self.bias = nn.Parameter(bias.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.matrix).square().sum() + (x * self.bias).square().sum()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_norm_covers_the_model_and_counts_what_is_replicated_once(
+    ranks, stage: int, norm_type: float
+) -> None:
+    """Else each rank of the model would clip by another factor, and its parts drift apart."""
+    ranks(4).run(_clip, stage=stage, norm_type=norm_type)
+
+
+def _clip(group: Group, stage: int, norm_type: float) -> None:
+    data_of = [[0, 2], [1, 3]]  # data-parallel groups; the model is split over [0, 1] and [2, 3]
+    data = _group_of(group, data_of)
+    model_group = _group_of(group, [[0, 1], [2, 3]])
+    torch.manual_seed(0)
+    matrix, bias = torch.randn(HIDDEN, HIDDEN), torch.randn(HIDDEN)
+    x = torch.randn(2, HIDDEN)
+    columns = matrix.chunk(2, dim=1)[model_group.rank]
+    model = _Split(columns, bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=data)
+    model(x[data.rank]).backward()
+    whole = [matrix.clone().requires_grad_(), bias.clone().requires_grad_()]
+    for row in x:
+        (((row @ whole[0]).square().sum() + (row * whole[1]).square().sum()) / 2).backward()
+    expected = nn.utils.clip_grad_norm_(whole, 1.0, norm_type=norm_type)
+
+    norm = zero_engine.clip_grad_norm_(model, 1.0, norm_type=norm_type, across=model_group)
+
+    torch.testing.assert_close(norm, expected)
+    grad = zero_engine.full_grad(model.matrix)
+    torch.testing.assert_close(grad, whole[0].grad.chunk(2, dim=1)[model_group.rank])
+
+
+def _group_of(group: Group, all_ranks: list[list[int]]) -> Group:
+    made = [dist.new_group(members) for members in all_ranks]  # every rank makes every group
+    mine = next(i for i, members in enumerate(all_ranks) if group.rank in members)
+    return Group.from_process_group(made[mine])

@@ -1,0 +1,369 @@
+"""16-bit parameters with masters: the arithmetic of mixed precision, written out in plain torch."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from functools import reduce
+from typing import Any
+
+import parity
+import pytest
+import torch
+import zero_engine
+from attrs import define, field, frozen
+from parity import ZeroConfig
+from torch import Tensor, nn
+from zero_comm import Group, record_traffic
+from zero_engine import Precision
+from zero_partition import PartitionError, StateError, memory_report
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class _Net(nn.Module):
+    """Blocks, a tie, a frozen parameter and an unused one; all of it computes in one dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
+        self.blocks = nn.ModuleList(parity.Block() for _ in range(2))
+        self.frozen = nn.Parameter(torch.randn(parity.WIDTH), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(5))
+        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.frozen
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float()
+
+
+@frozen
+class _Case:
+    precision: Precision
+    given: torch.dtype = FP32  # of the model as the user built it
+    scale: float = 1.0
+    num_micro_batches: int = 1
+    reduces_once: bool = False
+
+
+CASES = {
+    "bf16": _Case(Precision(params=BF16)),
+    "bf16-given": _Case(Precision(), given=BF16),
+    "bf16-reduced-in-fp32": _Case(Precision(params=BF16, reduce=FP32)),
+    "bf16-alone": _Case(Precision(params=BF16, masters=None)),
+    "bf16-micro-batches": _Case(Precision(params=BF16), num_micro_batches=3),
+    "bf16-no-sync": _Case(Precision(params=BF16), num_micro_batches=3, reduces_once=True),
+    "fp16-scaled": _Case(Precision(params=FP16), scale=2.0**8),
+    "fp32-reduced-in-bf16": _Case(Precision(reduce=BF16)),
+    "fp16-predivided": _Case(Precision(params=FP16, predivide_factor=2.0), scale=2.0**8),
+    "summed": _Case(Precision(reduces_mean=False)),
+    "fp64-masters": _Case(Precision(masters=torch.float64)),
+}
+
+
+@define
+class _Curve:
+    losses: list[float] = field(factory=list)
+    weights: dict[str, Tensor] = field(factory=dict)
+    masters: list[Tensor] = field(factory=list)
+
+
+def _build(case: _Case) -> nn.Module:
+    return parity.build(_Net).to(case.given)
+
+
+def _adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, foreach=False)
+
+
+def _reference(case: _Case, *, rank: int, world_size: int, num_steps: int) -> _Curve:
+    """One process, every rank's gradients in turn; see `Precision` for what is rounded when."""
+    given = _build(case)
+    params_dtype = case.precision.params or case.given
+    model = copy.deepcopy(given).to(params_dtype)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    masters_dtype = case.precision.masters or params_dtype
+    wire = case.precision.reduce or params_dtype
+    masters = [
+        nn.Parameter(param.detach().to(masters_dtype).clone())
+        for param in given.parameters()
+        if param.requires_grad
+    ]
+    factor = case.precision.predivide_factor
+    optimizer, curve = _adamw(masters), _Curve()
+    for step in range(num_steps):
+        total: list[Tensor | None] = [None] * len(trained)
+        local: list[list[Tensor | None]] = [[None] * len(trained) for _ in range(world_size)]
+        for micro in range(case.num_micro_batches):
+            for peer in range(world_size):
+                loss = parity.loss_of(model, parity.batch(step, micro, peer))
+                (loss * case.scale).backward()
+                if peer == rank:
+                    curve.losses.append(loss.item())
+                grads = [_to(param.grad, masters_dtype) for param in trained]
+                local[peer] = parity.add(local[peer], grads)
+                model.zero_grad()
+            if case.reduces_once and micro + 1 < case.num_micro_batches:
+                continue
+            sent = [[_to(grad, wire) for grad in grads] for grads in local]
+            sent = [[_scaled(grad, 1 / factor) for grad in grads] for grads in sent]
+            is_mean = case.precision.reduces_mean
+            over_ranks = parity.mean(sent) if is_mean else reduce(parity.add, sent)
+            reduced = [_to(_scaled(grad, factor), masters_dtype) for grad in over_ranks]
+            total = parity.add(total, reduced)
+            local = [[None] * len(trained) for _ in range(world_size)]
+        for master, grad in zip(masters, total, strict=True):
+            master.grad = None if grad is None else grad / case.scale
+        optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(trained, masters, strict=True):
+                param.copy_(master)
+    curve.weights, curve.masters = model.state_dict(), [master.detach() for master in masters]
+    return curve
+
+
+def _to(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if grad is None else grad.detach().to(dtype)
+
+
+def _scaled(grad: Tensor | None, factor: float) -> Tensor | None:
+    return None if grad is None else grad * factor
+
+
+def _sharded(case: _Case, stage: int, group: Group, *, num_steps: int) -> _Curve:
+    model = _build(case)
+    optimizer, curve = _adamw([p for p in model.parameters() if p.requires_grad]), _Curve()
+    config = ZeroConfig(stage, precision=case.precision)
+    zero_engine.shard(model, optimizer, config, group=group)
+    for step in range(num_steps):
+        for micro in range(case.num_micro_batches):
+            waits = case.reduces_once and micro + 1 < case.num_micro_batches
+            with zero_engine.no_sync(model) if waits else nullcontext():
+                loss = parity.loss_of(model, parity.batch(step, micro, group.rank))
+                (loss * case.scale).backward()
+            curve.losses.append(loss.item())
+        assert zero_engine.unscale_and_clip_(model, scale=case.scale).is_finite
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    curve.masters = [zero_engine.full_param(param) for param in trained]
+    curve.weights = zero_engine.full_state_dict(model)
+    return curve
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_rounding_is_where_it_is_documented(ranks, world_size: int, case: str) -> None:
+    """Losses, weights and masters, bit for bit: a rounding more or less is another training."""
+    ranks(world_size).run(_equals_reference, case=case)
+
+
+def _equals_reference(group: Group, case: str) -> None:
+    chosen = CASES[case]
+    expected = _reference(chosen, rank=group.rank, world_size=group.world_size, num_steps=4)
+    for stage in (1, 2, 3):
+        curve = _sharded(chosen, stage, group, num_steps=4)
+        assert curve.losses == expected.losses, f"stage {stage}"
+        for number, (ours, theirs) in enumerate(zip(curve.masters, expected.masters, strict=True)):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs), f"stage {stage}, master {number}"
+        if group.rank == 0:
+            parity.assert_same_weights(curve.weights, expected.weights, what=f"stage {stage}")
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_backwards_that_are_reduced_as_one_give_what_no_sync_gives(ranks, stage: int) -> None:
+    """One reduction for several backwards, without knowing which is the last."""
+    ranks(2).run(_coalesce, stage=stage)
+
+
+def _coalesce(group: Group, stage: int) -> None:
+    curves, sent = [], []
+    for how in ("no_sync", "coalesced"):
+        model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
+        with record_traffic(group) as traffic:
+            for step in range(2):
+                with zero_engine.coalesce_reduction(model) if how == "coalesced" else nullcontext():
+                    for micro in range(3):
+                        waits = how == "no_sync" and micro < 2
+                        with zero_engine.no_sync(model) if waits else nullcontext():
+                            data = parity.batch(step, micro, group.rank)
+                            parity.loss_of(model, data).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        sent.append(traffic.payload_numel("reduce_scatter", "all_reduce"))
+        curves.append(parity.run_steps(model, optimizer, range(2, 4), rank=group.rank))
+
+    assert curves[0] == curves[1]
+    assert sent[0] == sent[1]
+    with (
+        pytest.raises(StateError, match=r"coalesce_reduction\(\) inside no_sync"),
+        zero_engine.no_sync(model),
+        zero_engine.coalesce_reduction(model),
+    ):
+        pass
+
+
+# ---- Values in and out ----
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_loaded_or_set_is_what_training_goes_on_from(ranks, stage: int) -> None:
+    """Masters that kept their values would bring the old weights back at the next step."""
+    ranks(2).run(_load_and_set, stage=stage)
+
+
+def _load_and_set(group: Group, stage: int) -> None:
+    config = ZeroConfig(stage, precision=Precision(params=BF16))
+    model, optimizer = _build_sharded(group, config)
+    other = parity.build(_Net, seed=1)
+    model.load_state_dict(other.state_dict())
+    for name, param in model.named_parameters():
+        value = zero_engine.full_param(param)
+        expected = other.get_parameter(name)
+        if param.requires_grad:  # the masters have every bit that was loaded
+            assert torch.equal(value, expected), name
+        else:
+            assert torch.equal(value, expected.to(BF16)), name
+
+    zero_engine.set_full_param(model.unused, torch.full((5,), 1 + 2**-12))
+    assert zero_engine.full_param(model.unused).eq(1 + 2**-12).all()
+    with zero_engine.GatheredParameters([model.unused], modifier_rank=0):
+        if group.rank == 0:
+            model.unused.data.fill_(3.0)
+    assert zero_engine.full_param(model.unused).eq(3).all()
+    assert torch.equal(_weights(model, group)["unused"], torch.full((5,), 3.0, dtype=BF16))
+
+    before = zero_engine.full_param(model.blocks[0].up.weight)
+    for group_ in optimizer.param_groups:
+        group_["lr"] = group_["weight_decay"] = 0.0
+    parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
+    optimizer.step()
+    assert torch.equal(zero_engine.full_param(model.blocks[0].up.weight), before)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_write_in_place_reaches_the_masters(ranks, stage: int) -> None:
+    """Where parameters rest whole, `param.add_()` is allowed, as in plain torch."""
+    ranks(2).run(_write_in_place, stage=stage)
+
+
+def _write_in_place(group: Group, stage: int) -> None:
+    model, optimizer = _build_sharded(group, ZeroConfig(stage, precision=Precision(params=BF16)))
+    with torch.no_grad():
+        model.unused.fill_(7.0)
+    parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
+    optimizer.step()
+
+    assert zero_engine.full_param(model.unused).eq(7).all()
+    assert model.unused.eq(7).all()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_unshard_gives_the_masters_back(ranks, stage: int) -> None:
+    """A plain model that had lost 16 bits of every weight would not be the one that was trained."""
+    ranks(2).run(_unshard, stage=stage)
+
+
+def _unshard(group: Group, stage: int) -> None:
+    model, optimizer = _build_sharded(group, ZeroConfig(stage, precision=Precision(params=BF16)))
+    for step in range(2):
+        parity.loss_of(model, parity.batch(step, 0, group.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    masters = [zero_engine.full_param(param) for param in trained]
+
+    zero_engine.unshard(model, optimizer)
+
+    assert all(map(torch.equal, [param.detach() for param in trained], masters))
+    model.float()
+    parity.loss_of(model, parity.batch(3, 0, group.rank)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bytes_are_those_of_the_paper(ranks, stage: int) -> None:
+    """ZeRO, arXiv 1910.02054, section 3.1: 2 for parameters, 12 for master and moments."""
+    for report, numel in ranks(2).run(_bytes, stage=stage):
+        assert report.params_bytes == 2 * numel // (2 if stage == 3 else 1)
+        assert report.optimizer_bytes == 12 * numel // 2
+        assert report.gradients_bytes == 0
+
+
+def _bytes(group: Group, stage: int) -> tuple[Any, int]:
+    model = parity.build(parity.Chain)
+    optimizer = parity.adamw(model)
+    config = ZeroConfig(stage, precision=Precision(params=BF16))
+    zero_engine.shard(model, optimizer, config, group=group)
+    for _ in range(2):
+        model(torch.ones(1, 64, dtype=BF16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return memory_report(model), sum(param.numel() for param in model.parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_model_built_under_init_keeps_its_masters(ranks, stage: int) -> None:
+    """Its values are sharded before anybody rounds them."""
+    ranks(2).run(_build_under_init, stage=stage)
+
+
+def _build_under_init(group: Group, stage: int) -> None:
+    config = ZeroConfig(stage, precision=Precision(params=BF16))
+    torch.manual_seed(0)
+    with zero_engine.Init(group=group, config=config):
+        model = _Net()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    zero_engine.shard(model, _adamw(trained), config, group=group)
+    plain = parity.build(_Net)
+
+    for name, param in model.named_parameters():
+        expected = plain.get_parameter(name)
+        expected = expected if param.requires_grad else expected.to(BF16)
+        assert torch.equal(zero_engine.full_param(param), expected), name
+
+
+# ---- Refused ----
+
+
+def test_masters_at_stage_0_are_refused_with_what_to_do(ranks) -> None:
+    """Its optimizer updates the user's own parameters."""
+    ranks(2).run(_masters_at_stage_0)
+
+
+def _masters_at_stage_0(group: Group) -> None:
+    with pytest.raises(PartitionError, match=r"'unused'.*float32 master.*use stage 1"):
+        _build_sharded(group, ZeroConfig(0, precision=Precision(params=BF16)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"params": torch.int32},
+        {"masters": "float32"},
+        {"reduce": True},
+        {"predivide_factor": 0},
+        {"reduces_mean": 1},
+    ],
+    ids=str,
+)
+def test_what_no_field_can_be_is_refused(options: dict[str, Any]) -> None:
+    """By the name of the field."""
+    with pytest.raises(PartitionError, match=rf"Precision\.{next(iter(options))}: expected"):
+        Precision(**options)
+
+
+def _build_sharded(group: Group, config: ZeroConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = parity.build(_Net)
+    optimizer = _adamw([param for param in model.parameters() if param.requires_grad])
+    return zero_engine.shard(model, optimizer, config, group=group)
+
+
+def _weights(model: nn.Module, group: Group) -> dict[str, Tensor]:
+    whole = [zero_engine.full_state_dict(model)]
+    torch.distributed.broadcast_object_list(whole, src=0, group=group.process_group)
+    return whole[0]

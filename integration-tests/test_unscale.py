@@ -1,0 +1,164 @@
+"""Unscaling and clipping of gradients that lie in shards, and what a rank's overflow does."""
+
+from __future__ import annotations
+
+import math
+
+import parity
+import pytest
+import torch
+import zero_engine
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_partition import StateError, unscale_and_clip_
+
+SCALE = 2.0**10
+
+
+def _build(group: Group, stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return parity.build_sharded(group, parity.ZeroConfig(stage), make=parity.tiny_float32)
+
+
+def _scaled_backward(model: nn.Module, rank: int, scale: float = SCALE) -> None:
+    (parity.loss_of(model, parity.batch(0, 0, rank)) * scale).backward()
+
+
+def _of_plain_torch(world_size: int, max_norm: float | None) -> tuple[Tensor, list[Tensor]]:
+    """The norm and the gradients of one process that has every rank's batch."""
+    model, optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
+    for rank in range(world_size):
+        loss = parity.loss_of(model, parity.batch(0, 0, rank)) / world_size
+        (loss * SCALE).backward()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in params if param.grad is not None]
+    for grad in grads:
+        grad.div_(SCALE)
+    norm = nn.utils.clip_grad_norm_(params, math.inf if max_norm is None else max_norm)
+    return norm, [grad.flatten() for grad in grads]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_unscaling_and_clipping_are_those_of_plain_torch(
+    ranks, stage: int, world_size: int
+) -> None:
+    """One factor must do what torch does in two passes, with parts of the norm on every rank."""
+    ranks(world_size).run(_compare, stage=stage)
+
+
+def _compare(group: Group, stage: int) -> None:
+    free, _ = _of_plain_torch(group.world_size, None)
+    for max_norm in (None, 0.5 * free.item(), 2 * free.item()):
+        expected_norm, expected = _of_plain_torch(group.world_size, max_norm)
+        model, optimizer = _build(group, stage)
+        _scaled_backward(model, group.rank)
+        report = unscale_and_clip_(model, scale=SCALE, max_norm=max_norm)
+        found = [
+            grad
+            for grad in parity.whole_gradients(model, optimizer, group)
+            if grad is not None and grad.numel()
+        ]
+
+        assert report.is_finite
+        assert report.norm.dtype == torch.float32
+        torch.testing.assert_close(report.norm, expected_norm)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_without_scale_and_bound_gradients_are_only_looked_at(ranks, stage: int) -> None:
+    """A run in bf16 asks for the norm and for overflow alone; that must round nothing."""
+    ranks(2).run(_look, stage=stage)
+
+
+def _look(group: Group, stage: int) -> None:
+    model, optimizer = _build(group, stage)
+    _scaled_backward(model, group.rank, 1.0)
+    by_model = unscale_and_clip_(model)
+    before = parity.whole_gradients(model, optimizer, group)
+    by_optimizer = unscale_and_clip_(optimizer)
+
+    assert torch.equal(by_model.norm, by_optimizer.norm)
+    assert torch.equal(by_model.norm, zero_engine.clip_grad_norm_(model, math.inf))
+    _assert_same(parity.whole_gradients(model, optimizer, group), before)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_an_overflow_on_one_rank_is_known_to_all_and_touches_no_gradient(
+    ranks, stage: int, bad: float
+) -> None:
+    """Ranks that disagree about a step hold different models from there on."""
+    ranks(3).run(_overflow, stage=stage, bad=bad)
+
+
+def _overflow(group: Group, stage: int, bad: float) -> None:
+    for culprit in range(group.world_size):
+        model, optimizer = _build(group, stage)
+        if group.rank == culprit:
+            _poison_one_gradient(model, bad)
+        _scaled_backward(model, group.rank)
+        assert not unscale_and_clip_(model).is_finite  # stage 1 reduces here
+        before = parity.whole_gradients(model, optimizer, group)
+        report = unscale_and_clip_(model, scale=SCALE, max_norm=1e-3)
+
+        assert report.is_finite is False
+        assert not report.norm.isfinite()
+        _assert_same(parity.whole_gradients(model, optimizer, group), before)
+
+
+def _poison_one_gradient(model: nn.Module, bad: float) -> None:
+    """The gradient of one block's input is `bad` in one element, as after an overflow."""
+
+    def poison(grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad.view(-1)[0] = bad
+        return grad
+
+    def watch(module: nn.Module, args: object, output: Tensor) -> None:
+        output.register_hook(poison)
+
+    model.get_submodule("blocks.1").register_forward_hook(watch)
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_a_run_goes_on_after_a_skipped_step(ranks, stage: int) -> None:
+    """The gradients of the overflow must be gone, and the step after be as if nothing was."""
+    ranks(3).run(_recover, stage=stage)
+
+
+def _recover(group: Group, stage: int) -> None:
+    expected_norm, expected = _of_plain_torch(group.world_size, None)
+    model, optimizer = _build(group, stage)
+    scale = math.inf if group.rank == 1 else SCALE
+    _scaled_backward(model, group.rank, scale)
+
+    assert not unscale_and_clip_(model, scale=SCALE).is_finite
+    optimizer.zero_grad()
+    _scaled_backward(model, group.rank)
+    report = unscale_and_clip_(model, scale=SCALE)
+    assert report.is_finite
+    torch.testing.assert_close(report.norm, expected_norm)
+    found = parity.whole_gradients(model, optimizer, group)
+    torch.testing.assert_close([g for g in found if g is not None and g.numel()], expected)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+def test_a_scale_that_cannot_be_divided_by_is_refused(scale: float) -> None:
+    """Before any gradient is touched."""
+    model, optimizer = _build(Group.solo("cpu"), 2)
+    _scaled_backward(model, 0)
+    before = parity.whole_gradients(model, optimizer, Group.solo("cpu"))
+
+    with pytest.raises(StateError, match=r"unscale_and_clip_\(\): expected a finite scale above 0"):
+        unscale_and_clip_(model, scale=scale)
+    _assert_same(parity.whole_gradients(model, optimizer, Group.solo("cpu")), before)
+
+
+def _assert_same(found: list[Tensor | None], before: list[Tensor | None]) -> None:
+    """Bit for bit, also where these are no numbers."""
+    assert any(grad is not None for grad in found)
+    for one, other in zip(found, before, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert torch.equal(one.view(torch.int32), other.view(torch.int32))

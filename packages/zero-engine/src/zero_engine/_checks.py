@@ -1,0 +1,64 @@
+"""Checks of single values and of names: each error says where, what was expected, what came."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from ._errors import ConfigError
+
+
+def check_number(
+    where: str,
+    value: Any,
+    *,
+    minimum: float = -math.inf,
+    below: float = math.inf,
+) -> float:
+    """A finite int or float with minimum <= value < below."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or not minimum <= value < below
+    ):
+        bounds = f" of at least {minimum:g}" if minimum > -math.inf else ""
+        bounds += f" and below {below:g}" if below < math.inf else ""
+        raise ConfigError(f"{where}: expected a finite number{bounds}, got {value!r}")
+    return float(value)
+
+
+def check_whole(where: str, value: Any, *, minimum: int) -> int:
+    """A whole number of at least `minimum`; JSON's 1e3 is one, too."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value != int(value) or value < minimum:
+        raise ConfigError(f"{where}: expected a whole number of at least {minimum}, got {value!r}")
+    return int(value)
+
+
+def check_flag(where: str, value: Any) -> bool:
+    """True or False, and not what merely counts as one."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}: expected true or false, got {value!r}")
+    return value
+
+
+def check_names(path: str, given: Iterable[Any], known: Iterable[str]) -> None:
+    """Every name given is known; the error shows the nearest, and all there are."""
+    known = sorted(known)
+    for name in given:
+        if name not in known:
+            near = nearest(name, known)
+            raise ConfigError(
+                f"{path}.{name}: unknown{f'; did you mean {near!r}?' if near else '.'} "
+                f"Known here: {', '.join(known)}"
+            )
+
+
+def nearest(name: Any, known: Iterable[str]) -> str | None:
+    """The known name that a typing error most likely meant."""
+    by_lower = {each.lower(): each for each in known}
+    found = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+    return by_lower[found[0]] if found else None

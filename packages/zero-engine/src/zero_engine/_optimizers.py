@@ -1,0 +1,226 @@
+"""Optimizers by the names that DeepSpeed's files give them, made of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from inspect import signature
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from zero_partition import ChainedOptimizer
+
+from ._checks import check_flag, check_names, check_number, check_whole, nearest
+from ._errors import ConfigError
+from ._lion import Lion
+
+_PATH: Final = "optimizer.params"
+
+# What an option may be, whichever optimizer has it. What is not here, torch checks.
+_NUMBERS: Final = {
+    *("lr", "eps", "weight_decay", "momentum", "dampening", "lr_decay"),
+    *("initial_accumulator_value", "muon_lr", "adam_lr"),
+}
+_FLAGS: Final = {
+    *("amsgrad", "nesterov", "maximize", "capturable", "differentiable"),
+    *("adam_w_mode", "torch_adam", "bias_correction", "set_grad_none"),
+}
+
+# Known to DeepSpeed, and what to do about them here.
+_NOT_BUILT: Final = {
+    **dict.fromkeys(
+        ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"), "its compressed communication is not built yet"
+    ),
+    **dict.fromkeys(("Lamb", "FusedLamb"), "LAMB is not built yet"),
+    **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "pass one of the package mup as an object"),
+    **dict.fromkeys(
+        ("ZenFlow", "ZenFlowSelectiveAdamW", "ZenFlowCPUAdam"), "ZenFlow is not built yet"
+    ),
+    **dict.fromkeys(
+        ("DeepSpeedCPUAdam", "CPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion"),
+        "optimizers on the host are not built yet",
+    ),
+    "FusedAdam": 'use "Adam", which DeepSpeed makes of it, too',
+    "FusedLion": 'use "Lion", which DeepSpeed makes of it, too',
+}
+_KEYS_NOT_BUILT: Final = {
+    "max_grad_norm": "clipping is the key `gradient_clipping` at the top of the file",
+    "fp32_optimizer_states": "optimizers on the host are not built yet",
+    "per_head_muon": "Muon takes whole matrices here",
+}
+_ONLY: Final = {  # where an option has one value that torch's optimizers can do
+    "bias_correction": (True, "Adam without bias correction is not built"),
+    "set_grad_none": (True, "gradients are always dropped, not zeroed; leave the key out"),
+    "ns_method": ("standard", "torch's Muon has the standard iteration alone"),
+}
+
+
+def make_optimizer(
+    params: Iterable[Any], type: str, params_dict: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """The optimizer that the section `optimizer` of a configuration file asks for. Local.
+
+    "Adam" is AdamW unless `adam_w_mode` is false, and the default weight decay of both is 0, as
+    DeepSpeed has it; with `torch_adam`, torch's own. "Lion" is `Lion`. "Muon" updates matrices by
+    torch's Muon and all else by AdamW, chained, with DeepSpeed's defaults; `muon_lr` and `adam_lr`
+    go before `lr`. A parameter goes to Muon if its attribute `use_muon` says so; where it has none,
+    if it is a matrix, and no embedding or `lm_head` by its name.
+
+    Args:
+        params: What torch's optimizers take: parameters, pairs of name and parameter, or param
+            groups, whose own options go before those of the file.
+        type: adam, adamw, sgd, adagrad, lion or muon, in upper or lower case.
+        params_dict: Options by name: those of torch's class, and DeepSpeed's own named above.
+
+    Returns:
+        A torch optimizer.
+
+    Raises:
+        ConfigError: Names the key, as in `optimizer.params.lr`, what was expected and what came, or
+            the nearest key that there is; or the optimizer is known, but not built yet.
+    """
+    make = _MAKERS.get(str(type).lower())
+    if make is None:
+        raise _refused(type)
+    _refuse_keys(params_dict)
+    for name, value in params_dict.items():
+        _check(name, value)
+    options = {name: value for name, value in params_dict.items() if name not in _ONLY}
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    try:
+        return make(list(params), options, set(params_dict))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{_PATH}: {type} does not take them: {error}") from error
+
+
+def _make(kind: Callable[..., Any], params: list[Any], options: dict, given: set[str]) -> Any:
+    check_names(_PATH, given, _options_of(kind))
+    return kind(params, **options)
+
+
+def _make_adam(name: str, params: list[Any], options: dict, given: set[str]) -> Any:
+    own = {"adam_w_mode", "torch_adam", "bias_correction", "set_grad_none"}
+    check_names(_PATH, given, _options_of(torch.optim.AdamW) | own)
+    is_decoupled = options.pop("adam_w_mode", True) or name == "adamw"
+    if not options.pop("torch_adam", False):
+        options.setdefault("weight_decay", 0.0)
+    return (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(params, **options)
+
+
+# NOTE(halves): options that only one half knows are for that half; both have lr and weight_decay.
+_MUON_OPTIONS: Final = {
+    *("lr", "weight_decay", "momentum"),
+    *("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
+}
+_REST_OPTIONS: Final = {"lr", "weight_decay", "betas", "eps"}
+_MUON_DEFAULTS: Final = {"lr": 0.02, "weight_decay": 0.0}
+_REST_DEFAULTS: Final = {"lr": 3e-4, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
+
+
+def _make_muon(params: list[Any], options: dict, given: set[str]) -> Any:
+    own = {"muon_lr", "adam_lr", "adam_w_mode", "torch_adam", "ns_method"}
+    check_names(_PATH, given, _MUON_OPTIONS | _REST_OPTIONS | own)
+    is_decoupled = options.pop("adam_w_mode", True)
+    options.pop("torch_adam", None)  # it is torch's either way
+    muon_lr, adam_lr = options.pop("muon_lr", None), options.pop("adam_lr", None)
+    adam = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+    is_grouped = bool(params) and isinstance(params[0], dict)
+    whole = [
+        {**group, "params": _members(group["params"])}
+        for group in (params if is_grouped else [{"params": params}])
+    ]
+    made = []
+    for is_muon, kind, names, defaults, lr in (
+        (True, torch.optim.Muon, _MUON_OPTIONS, _MUON_DEFAULTS, muon_lr),
+        (False, adam, _REST_OPTIONS, _REST_DEFAULTS, adam_lr),
+    ):
+        groups = list(_half_of(whole, is_muon, (_MUON_OPTIONS | _REST_OPTIONS) - names))
+        mine = defaults | {key: value for key, value in options.items() if key in names}
+        if groups:
+            made.append(kind(groups, **(mine if lr is None else mine | {"lr": lr})))
+    if not made:
+        raise ConfigError("optimizer.type: Muon got no parameters")
+    return ChainedOptimizer(*made) if len(made) > 1 else made[0]
+
+
+def _members(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _half_of(
+    groups: Iterable[dict[str, Any]], is_muon: bool, dropped: set[str]
+) -> Iterator[dict[str, Any]]:
+    """The param groups as one half is to see them: its own parameters and options."""
+    for group in groups:
+        mine = [each for each in group["params"] if _goes_to_muon(each) is is_muon]
+        if mine:
+            kept = {key: value for key, value in group.items() if key not in dropped}
+            yield {**kept, "params": mine}
+
+
+def _goes_to_muon(member: Any) -> bool:
+    name, param = ("", member) if isinstance(member, Tensor) else member
+    wanted = getattr(param, "use_muon", None)
+    if wanted is None:
+        return param.dim() == 2 and not any(part in name.lower() for part in ("embed", "lm_head"))
+    if wanted and param.dim() != 2:
+        raise ConfigError(
+            f"optimizer.type: Muon updates matrices, got a parameter {name!r} of shape "
+            f"{tuple(param.shape)} with use_muon = True; set it to False"
+        )
+    return bool(wanted)
+
+
+_MAKERS: Final[dict[str, Callable[[list[Any], dict, set[str]], Any]]] = {
+    "adam": partial(_make_adam, "adam"),
+    "adamw": partial(_make_adam, "adamw"),
+    "sgd": partial(_make, torch.optim.SGD),
+    "adagrad": partial(_make, torch.optim.Adagrad),
+    "lion": partial(_make, Lion),
+    "muon": _make_muon,
+}
+
+
+def _options_of(kind: Callable[..., Any]) -> set[str]:
+    return set(signature(kind).parameters) - {"params"}
+
+
+def _refused(type: Any) -> ConfigError:
+    reasons = {name.lower(): reason for name, reason in _NOT_BUILT.items()}
+    reason = reasons.get(str(type).lower())
+    if reason is not None:
+        return ConfigError(f"optimizer.type: {type!r} is refused: {reason}")
+    near = nearest(type, _MAKERS)
+    return ConfigError(
+        f"optimizer.type: expected one of {', '.join(_MAKERS)}, got {type!r}"
+        f"{f'; did you mean {near!r}?' if near else ''}. Any other optimizer is passed as an "
+        "object: initialize(optimizer=...)"
+    )
+
+
+def _refuse_keys(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name in _KEYS_NOT_BUILT:
+            raise ConfigError(f"{_PATH}.{name}: refused: {_KEYS_NOT_BUILT[name]}")
+        if name in _ONLY and value != _ONLY[name][0]:
+            only, why = _ONLY[name]
+            raise ConfigError(f"{_PATH}.{name}: expected {only!r}, got {value!r}: {why}")
+
+
+def _check(name: str, value: Any) -> None:
+    where = f"{_PATH}.{name}"
+    if name in _NUMBERS:
+        check_number(where, value, minimum=0)
+    elif name in _FLAGS or (name in ("foreach", "fused") and value is not None):
+        check_flag(where, value)
+    elif name == "ns_steps":
+        check_whole(where, value, minimum=1)
+    elif name == "betas":
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            raise ConfigError(f"{where}: expected two numbers, got {value!r}")
+        for i, beta in enumerate(value):
+            check_number(f"{where}[{i}]", beta, minimum=0, below=1)

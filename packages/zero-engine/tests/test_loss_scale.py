@@ -1,0 +1,197 @@
+"""The loss scale, step by step."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from zero_engine._errors import ConfigError, LossScaleError
+from zero_engine._loss_scale import DynamicLossScale, LossScaler, StaticLossScale
+
+
+def _expected_scales(overflows: list[bool], value: DynamicLossScale) -> list[float]:
+    """From the description, looking back over the whole history at every step; keeps no counter.
+
+    Since the last time that hysteresis was full, overflows are counted. It is full at the start,
+    whenever the scale doubles and, if consecutive, after each step without overflow.
+    """
+    power, full_since, clean_since, scales = value.initial_power, 0, 0, []
+    for step, overflowed in enumerate(overflows):
+        if overflowed:
+            spent = sum(overflows[full_since : step + 1])
+            if spent >= value.hysteresis and 2.0 ** (power - 1) >= value.minimum:
+                power -= 1
+            clean_since = step + 1
+        else:
+            if value.consecutive_hysteresis:
+                full_since = step + 1
+            clean_before = step - clean_since
+            if clean_before > 0 and clean_before % value.window == 0:
+                power, full_since = min(power + 1, 127), step + 1
+        scales.append(2.0**power)
+    return scales
+
+
+def _random_case(seed: int) -> tuple[DynamicLossScale, list[bool]]:
+    rng = np.random.default_rng(seed)
+    value = DynamicLossScale(
+        initial_power=int(rng.integers(3, 17)),
+        window=int(rng.integers(1, 9)),
+        hysteresis=int(rng.integers(1, 5)),
+        consecutive_hysteresis=bool(rng.integers(2)),
+        minimum=2.0 ** int(rng.integers(-3, 4)),
+    )
+    overflows = rng.random(200) < rng.choice([0.02, 0.2, 0.5, 0.9])
+    return value, overflows.tolist()
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_scale_follows_its_description(seed: int) -> None:
+    """A scale that falls too early wastes precision, one that falls too late wastes steps."""
+    value, overflows = _random_case(seed)
+    scaler, scales = LossScaler(value), []
+    for overflowed in overflows:
+        scaler.update(overflowed)
+        scales.append(scaler.scale)
+
+    assert scales == _expected_scales(overflows, value)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("minimum", [0.0, 1e-5, 0.3, 1.0, 7.0])
+def test_the_scale_is_a_power_of_two_and_not_below_the_minimum(seed: int, minimum: float) -> None:
+    """Only then does unscaling round nothing, whatever minimum a file names."""
+    rng = np.random.default_rng(seed)
+    scaler = LossScaler(DynamicLossScale(initial_power=3, window=3, minimum=minimum))
+    for overflowed in rng.random(300) < 0.6:
+        scaler.update(bool(overflowed))
+
+        assert math.frexp(scaler.scale)[0] == 0.5
+        assert scaler.scale >= minimum
+
+
+@pytest.mark.parametrize("overflowed", [False, True])
+def test_the_scale_stays_a_number_of_fp32(overflowed: bool) -> None:
+    """Gradients that are zero for long double it without end; a loss times inf is no loss."""
+    scaler = LossScaler(DynamicLossScale(window=1, hysteresis=1, minimum=0.0))
+    for _ in range(400):
+        scaler.update(overflowed)
+
+    assert np.isfinite(np.float32(scaler.scale))
+    assert np.float32(1 / scaler.scale) > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_scaler_goes_on_where_its_state_was_taken(seed: int) -> None:
+    """A resumed run must double and halve at the steps at which the first would have."""
+    value, overflows = _random_case(seed)
+    cut = int(np.random.default_rng(seed).integers(len(overflows)))
+    first, second = LossScaler(value), LossScaler(value)
+    for overflowed in overflows[:cut]:
+        first.update(overflowed)
+    second.load_state_dict(first.state_dict())
+
+    assert second.scale == first.scale
+    for overflowed in overflows[cut:]:
+        first.update(overflowed)
+        second.update(overflowed)
+        assert second.state_dict() == first.state_dict()
+
+
+def test_counters_from_other_settings_go_on_under_the_new_ones() -> None:
+    """A count that a smaller window can no longer meet would never let the scale double again."""
+    old = LossScaler(DynamicLossScale(window=100, hysteresis=5))
+    for _ in range(50):
+        old.update(False)
+    new = LossScaler(DynamicLossScale(window=10, hysteresis=2))
+    new.load_state_dict(old.state_dict())
+
+    assert new.state_dict()["hysteresis"] == 2
+    new.update(False)
+    assert new.scale == 2 * old.scale
+
+
+def test_an_overflow_at_the_minimum_is_an_error_where_asked() -> None:
+    """A run that skips every step from here on looks alive and learns nothing."""
+    kept = LossScaler(DynamicLossScale(initial_power=1, hysteresis=1))
+    asked = LossScaler(DynamicLossScale(initial_power=1, hysteresis=1, raises_at_minimum=True))
+    for scaler in (kept, asked):
+        scaler.update(True)
+    kept.update(True)
+    before = asked.state_dict()
+
+    assert kept.scale == 1.0
+    with pytest.raises(LossScaleError, match=r"overflow at loss scale 1, .*minimum 1\).*bf16"):
+        asked.update(True)
+    assert asked.state_dict() == before
+
+
+def test_a_static_scale_never_changes() -> None:
+    """It is configuration: neither overflows nor what another run had saved touch it."""
+    scaler, other = LossScaler(StaticLossScale(128)), LossScaler(DynamicLossScale())
+    scaler.update(True)
+    scaler.load_state_dict(other.state_dict())
+
+    assert scaler.scale == 128.0
+    assert scaler.state_dict() == {"scale": 128.0}
+
+
+@pytest.mark.parametrize("bad", [True, -1, 0, math.inf, math.nan, "auto", None, 1e-40, 1e39])
+def test_a_bad_static_scale_is_refused(bad: Any) -> None:
+    """True is 1 to Python, and a scale of 1 is what nobody meant."""
+    with pytest.raises(ConfigError, match=r"StaticLossScale\.scale: expected .*, got"):
+        StaticLossScale(bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        *(("initial_power", bad) for bad in (True, -1, 0.5, math.inf, 128, "16", None)),
+        *(("window", bad) for bad in (False, 0, -5, 2.5, math.nan)),
+        *(("hysteresis", bad) for bad in (True, 0, math.inf)),
+        *(("minimum", bad) for bad in (True, -1.0, math.inf, 2.0**17)),
+        *(("consecutive_hysteresis", bad) for bad in (1, "true", None)),
+        *(("raises_at_minimum", bad) for bad in (0, "no")),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(name: str, bad: Any) -> None:
+    """These come from files that people write by hand."""
+    with pytest.raises(ConfigError, match=rf"DynamicLossScale\.{name}: expected .*, got"):
+        DynamicLossScale(**{name: bad})
+
+
+def test_whole_numbers_may_be_written_as_json_has_them() -> None:
+    """1e3 is a float to every JSON reader."""
+    assert DynamicLossScale(window=1e3) == DynamicLossScale(window=1000)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"scale": -2.0}, "scale: expected"),
+        ({"scale": math.inf}, "scale: expected"),
+        ({"hysteresis": 0}, "hysteresis: expected"),
+        ({"clean_steps": 1.5}, "clean_steps: expected"),
+        ({"surplus": 1}, "expected the keys"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(change: dict, match: str) -> None:
+    """Half a state loaded is a run that cannot be repeated."""
+    scaler = LossScaler(DynamicLossScale())
+    before = scaler.state_dict()
+
+    with pytest.raises(ConfigError, match=match):
+        scaler.load_state_dict({"scale": 2.0, "clean_steps": 3, "hysteresis": 1} | change)
+    assert scaler.state_dict() == before
+
+
+def test_the_state_of_a_static_scale_does_not_start_a_dynamic_one() -> None:
+    """It has no counters; the message says to load nothing."""
+    with pytest.raises(ConfigError, match=r"'clean_steps'.*got \['scale'\].*load nothing"):
+        LossScaler(DynamicLossScale()).load_state_dict({"scale": 128.0})
+
+
+def test_only_the_two_kinds_make_a_scaler() -> None:
+    """A bare number would leave open whether it may change."""
+    with pytest.raises(ConfigError, match="expected a StaticLossScale or a DynamicLossScale"):
+        LossScaler(65536.0)  # type: ignore[arg-type]

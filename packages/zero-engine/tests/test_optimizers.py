@@ -1,0 +1,256 @@
+"""Optimizers by name against the classes and formulas that the names stand for."""
+
+import math
+import re
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zero_engine import ChainedOptimizer
+from zero_engine._errors import ConfigError
+from zero_engine._lion import Lion
+from zero_engine._optimizers import make_optimizer
+
+
+def _params() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, 3), (5,), (3, 3), (2, 2, 2)]
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def _step(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], num_steps: int = 4) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num_steps):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+
+
+def _assert_steps_as(type: str, options: dict, kind: Any, expected_options: dict) -> None:
+    ours, theirs = _params(), _params()
+    _step(make_optimizer(ours, type, options), ours)
+    _step(kind(theirs, **expected_options), theirs)
+
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+_ADAM, _ADAMW = torch.optim.Adam, torch.optim.AdamW
+_GIVEN = {"lr": 0.1, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("type", "options", "kind", "expected"),
+    [
+        ("Adam", {}, _ADAMW, {"weight_decay": 0.0}),
+        ("adam", _GIVEN, _ADAMW, _GIVEN),
+        ("Adam", _GIVEN | {"adam_w_mode": False}, _ADAM, _GIVEN),
+        ("Adam", {"adam_w_mode": False, "torch_adam": True}, _ADAM, {}),
+        ("Adam", {"torch_adam": True}, _ADAMW, {"weight_decay": 0.01}),
+        ("AdamW", {}, _ADAMW, {"weight_decay": 0.0}),
+        ("adamW", _GIVEN | {"adam_w_mode": False}, _ADAMW, _GIVEN),
+        ("ADAMW", _GIVEN | {"bias_correction": True, "amsgrad": True}, _ADAMW, {"amsgrad": True}),
+        (
+            "SGD",
+            {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+            torch.optim.SGD,
+            {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+        ),
+        ("Adagrad", {"lr_decay": 0.1}, torch.optim.Adagrad, {"lr_decay": 0.1}),
+    ],
+)
+def test_a_name_stands_for_a_class_of_torch(
+    type: str, options: dict, kind: Any, expected: dict
+) -> None:
+    """Adam that is not AdamW, or decay that nobody asked for, trains another model."""
+    shared = {key: value for key, value in options.items() if key in _GIVEN}
+    _assert_steps_as(type, options, kind, expected | shared)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"lr": 0.1, "betas": (0.7, 0.9), "weight_decay": 0.3}, {"lr": 0.01}]
+)
+def test_lion_follows_its_paper(options: dict) -> None:
+    """Program 1 of arXiv 2302.06675, element by element."""
+    ours, expected = _params(), _params()
+    _step(make_optimizer(ours, "Lion", options), ours, num_steps=5)
+    lr, decay = options.get("lr", 1e-3), options.get("weight_decay", 0.0)
+    beta1, beta2 = options.get("betas", (0.9, 0.999))
+    generator = torch.Generator().manual_seed(1)
+    averages = [torch.zeros_like(param) for param in expected]
+    with torch.no_grad():
+        for _ in range(5):
+            for param, average in zip(expected, averages, strict=True):
+                grad = torch.randn(param.shape, generator=generator)
+                update = (beta1 * average + (1 - beta1) * grad).sign()
+                param.sub_(lr * (update + decay * param))
+                average.copy_(beta2 * average + (1 - beta2) * grad)
+
+    torch.testing.assert_close(ours, expected)
+
+
+def test_lion_goes_on_where_its_state_was_taken() -> None:
+    """Its one average is all it knows."""
+    ours, copies = _params(), _params()
+    first = Lion(ours)
+    _step(first, ours)
+    second = Lion(copies)
+    second.load_state_dict(deepcopy(first.state_dict()))
+    with torch.no_grad():
+        for copy, param in zip(copies, ours, strict=True):
+            copy.copy_(param)
+    _step(first, ours)
+    _step(second, copies)
+
+    assert all(map(torch.equal, ours, copies))
+
+
+def test_lion_evaluates_a_closure_and_passes_by_what_has_no_gradient() -> None:
+    """As every optimizer of torch."""
+    used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = Lion([used, unused], lr=0.5, weight_decay=0.1)
+
+    def closure() -> Tensor:
+        loss = used.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 3.0
+    torch.testing.assert_close(used.detach(), torch.full((3,), 0.95 - 0.5))
+    assert torch.equal(unused.detach(), torch.ones(3))
+    assert unused not in optimizer.state
+
+
+def test_muon_updates_matrices_and_adamw_the_rest() -> None:
+    """Newton-Schulz means nothing for a bias."""
+    ours, theirs = _params(), _params()
+    optimizer = make_optimizer(ours, "Muon", {"lr": 0.1, "muon_lr": 0.05, "momentum": 0.9})
+    muon = torch.optim.Muon([theirs[0], theirs[2]], lr=0.05, momentum=0.9, weight_decay=0)
+    adamw = torch.optim.AdamW(
+        [theirs[1], theirs[3]], lr=0.1, betas=(0.9, 0.95), eps=1e-10, weight_decay=0
+    )
+    _step(optimizer, ours)
+    _step(ChainedOptimizer(muon, adamw), theirs)
+
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_muon_keeps_the_options_of_param_groups_in_both_halves() -> None:
+    """No decay on norms is the grouping that most recipes use."""
+    ours = _params()
+    groups = [
+        {"params": iter(ours[:2]), "weight_decay": 0.5, "lr": 0.3, "betas": (0.1, 0.2)},
+        {"params": ours[2:], "momentum": 0.1},
+    ]
+    options = {"weight_decay": 0.25, "eps": 1e-3}
+    found = make_optimizer(groups, "muon", options).param_groups
+
+    assert [len(group["params"]) for group in found] == [1, 1, 1, 1]
+    assert [group["weight_decay"] for group in found] == [0.5, 0.25, 0.5, 0.25]
+    assert [group["lr"] for group in found] == [0.3, 0.02, 0.3, 3e-4]
+    assert [group.get("momentum") for group in found] == [0.95, 0.1, None, None]
+    assert [group.get("betas") for group in found] == [None, None, (0.1, 0.2), (0.9, 0.95)]
+
+
+def test_a_parameter_may_say_that_it_is_not_for_muon() -> None:
+    """An embedding is a matrix by its shape alone."""
+    params = _params()
+    params[0].use_muon = False  # type: ignore[attr-defined]
+    named = [("tok_embed.weight", params[2]), ("head.weight", nn.Parameter(torch.zeros(2, 2)))]
+    by_attribute = make_optimizer(params, "Muon", {})
+    by_name = make_optimizer(named, "Muon", {})
+
+    assert isinstance(by_attribute, ChainedOptimizer)
+    muon, adamw = by_attribute.optimizers
+    assert [id(param) for param in muon.param_groups[0]["params"]] == [id(params[2])]
+    assert len(adamw.param_groups[0]["params"]) == 3
+    assert isinstance(by_name, ChainedOptimizer)
+    assert by_name.optimizers[0].param_groups[0]["params"][0] is named[1][1]
+
+
+@pytest.mark.parametrize(("index", "kind"), [(0, torch.optim.Muon), (1, torch.optim.AdamW)])
+def test_muon_with_one_half_is_that_half(index: int, kind: type) -> None:
+    """Nothing to chain."""
+    assert type(make_optimizer([_params()[index]], "Muon", {})) is kind
+
+
+def test_param_groups_go_before_the_file() -> None:
+    """As in torch."""
+    first, second = _params()[:2]
+    groups = [{"params": [first], "lr": 0.5}, {"params": [second]}]
+    optimizer = make_optimizer(groups, "Lion", {"lr": 0.25})
+
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("type", "options", "message"),
+    [
+        ("AdamX", {}, "optimizer.type: expected one of adam, *got 'AdamX'; did you mean 'adam'?"),
+        ("RMSprop", {}, "optimizer.type: *initialize(optimizer=...)"),
+        (None, {}, "optimizer.type: *got None"),
+        ("OneBitAdam", {}, "optimizer.type: 'OneBitAdam' is refused: *compressed"),
+        ("onebitlamb", {}, "optimizer.type: 'onebitlamb' is refused"),
+        ("ZeroOneAdam", {}, "optimizer.type: 'ZeroOneAdam' is refused"),
+        ("Lamb", {}, "optimizer.type: 'Lamb' is refused: LAMB is not built yet"),
+        ("FusedLamb", {}, "optimizer.type: 'FusedLamb' is refused"),
+        ("ZenFlow", {}, "optimizer.type: 'ZenFlow' is refused"),
+        ("MuAdam", {}, "optimizer.type: 'MuAdam' is refused: *mup"),
+        ("DeepSpeedCPUAdam", {}, "optimizer.type: 'DeepSpeedCPUAdam' is refused: *host"),
+        ("Adam", {"beta": 1}, "optimizer.params.beta: unknown; did you mean 'betas'?"),
+        ("SGD", {"betas": [0, 0]}, "optimizer.params.betas: unknown"),
+        ("Lion", {"eps": 1e-8}, "optimizer.params.eps: unknown"),
+        ("Muon", {"amsgrad": True}, "optimizer.params.amsgrad: unknown"),
+        ("AdamW", {"params": []}, "optimizer.params.params: unknown"),
+        ("Adam", {"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm: *`gradient_clipping`"),
+        ("Adam", {"fp32_optimizer_states": True}, "optimizer.params.fp32_optimizer_states: "),
+        ("Adam", {"bias_correction": False}, "optimizer.params.bias_correction: expected True"),
+        ("Muon", {"ns_method": "gram"}, "optimizer.params.ns_method: expected 'standard', got"),
+        ("Adam", {"lr": "auto"}, "optimizer.params.lr: expected a finite number*got 'auto'"),
+        ("Adam", {"lr": True}, "optimizer.params.lr: expected a finite number*got True"),
+        ("SGD", {"lr": -1}, "optimizer.params.lr: expected a finite number*got -1"),
+        ("Lion", {"lr": math.inf}, "optimizer.params.lr: expected a finite number*got inf"),
+        ("Adam", {"betas": 0.9}, "optimizer.params.betas: expected two numbers, got 0.9"),
+        ("Adam", {"betas": [0.9, 1]}, "optimizer.params.betas[1]: expected*below 1, got 1"),
+        ("Adam", {"adam_w_mode": 1}, "optimizer.params.adam_w_mode: expected true or false, got 1"),
+        ("Muon", {"adjust_lr_fn": "x"}, "optimizer.params: Muon does not take them: *x"),
+        ("SGD", {"nesterov": True}, "optimizer.params: SGD does not take them: Nesterov"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_the_full_name_of_the_key(
+    type: Any, options: dict, message: str
+) -> None:
+    """Whoever reads the message has the file open, not this code."""
+    pattern = ".*".join(map(re.escape, message.split("*")))
+
+    with pytest.raises(ConfigError, match=pattern):
+        make_optimizer(_params(), type, options)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"lr": -1.0}, r"Lion\.lr: expected .*, got -1"),
+        ({"betas": (0.9, 1.0)}, r"Lion\.betas\[1\]: expected .*, got 1"),
+        ({"betas": 0.9}, r"Lion\.betas: expected two numbers, got 0.9"),
+        ({"weight_decay": math.nan}, r"Lion\.weight_decay: expected .*, got nan"),
+    ],
+)
+def test_lion_refuses_what_makes_no_step(options: dict, match: str) -> None:
+    """Here and in param groups, which are checked when they are added."""
+    with pytest.raises(ConfigError, match=match):
+        Lion(_params(), **options)
+    optimizer = Lion(_params()[:1])
+    with pytest.raises(ConfigError, match=match):
+        optimizer.add_param_group({"params": _params()[1:], **options})
+
+
+def test_muon_refuses_a_vector_that_says_it_is_for_muon() -> None:
+    """Torch would say so without the name."""
+    param = nn.Parameter(torch.zeros(3))
+    param.use_muon = True  # type: ignore[attr-defined]
+
+    with pytest.raises(ConfigError, match=r"Muon updates matrices, got .*'bias'.*shape \(3,\)"):
+        make_optimizer([("bias", param)], "Muon", {})

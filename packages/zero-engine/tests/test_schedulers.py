@@ -1,0 +1,298 @@
+"""Each schedule against its formula."""
+
+import math
+import re
+import warnings
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zero_engine import ChainedOptimizer
+from zero_engine._errors import ConfigError
+from zero_engine._schedulers import SCHEDULERS, make_scheduler
+
+LRS = (0.5, 0.02)  # one for each param group
+
+
+def _optimizer(kind: Any = torch.optim.Adam, **options: Any) -> torch.optim.Optimizer:
+    groups = [{"params": [nn.Parameter(torch.zeros(2))], "lr": lr} for lr in LRS]
+    return kind(groups, **options)
+
+
+def _run(optimizer: torch.optim.Optimizer, scheduler: Any, num_steps: int) -> list[list[float]]:
+    """The learning rates of each param group that the optimizer steps with."""
+    lrs = []
+    for _ in range(num_steps):
+        lrs.append([group["lr"] for group in optimizer.param_groups])
+        assert scheduler.get_last_lr() == lrs[-1]
+        optimizer.step()
+        scheduler.step()
+    return lrs
+
+
+def _assert_follows(type: str, params: dict, formula: Any, num_steps: int = 60) -> None:
+    """`formula` is of the param group's first learning rate and k."""
+    optimizer = _optimizer()
+    lrs = _run(optimizer, make_scheduler(optimizer, type, params), num_steps)
+
+    for k, found in enumerate(lrs):
+        assert found == pytest.approx([formula(lr, k) for lr in LRS], rel=1e-12, abs=1e-15), k
+
+
+def _warmed(k: int, num_steps: int, kind: str) -> float:
+    i = max(0, k - 1)
+    return math.log(i + 1) / math.log(num_steps) if kind == "log" else i / num_steps
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+def test_warmup_rises_to_its_end_and_stays(kind: str) -> None:
+    """The first steps decide whether a transformer trains at all."""
+
+    def formula(_: float, k: int) -> float:
+        return 0.1 + 0.7 * (_warmed(k, 20, kind) if k - 1 < 20 else 1.0)
+
+    params = {"warmup_min_lr": 0.1, "warmup_max_lr": 0.8, "warmup_num_steps": 20}
+    _assert_follows("WarmupLR", params | {"warmup_type": kind}, formula)
+
+
+def test_warmup_ends_at_the_learning_rate_of_the_optimizer_where_none_is_given() -> None:
+    """Param groups with their own learning rates keep their ratio."""
+
+    def formula(lr: float, k: int) -> float:
+        return lr * (_warmed(k, 20, "log") if k - 1 < 20 else 1.0)
+
+    _assert_follows("WarmupLR", {"warmup_num_steps": 20}, formula)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_the_shortest_warmup_takes_two_steps(num_steps: int) -> None:
+    """Hugging Face writes 0 where no warmup is wanted; log(1) must not be divided by."""
+    expected = {0: 0.0, 1: 0.0, 2: 1.0}  # log(1), log(1), log(2) / log(2)
+    params = {"warmup_max_lr": 1.0, "warmup_num_steps": num_steps}
+    _assert_follows("WarmupLR", params, lambda _, k: expected.get(k, 1.0))
+
+
+def test_each_param_group_may_have_its_own_ends() -> None:
+    """A list has one value for each."""
+    ends = {0.5: (0.0, 2.0), 0.02: (0.5, 1.0)}
+
+    def formula(lr: float, k: int) -> float:
+        low, high = ends[lr]
+        return low + (high - low) * (_warmed(k, 10, "linear") if k - 1 < 10 else 1.0)
+
+    lists = {"warmup_min_lr": [0.0, 0.5], "warmup_max_lr": [2.0, 1.0]}
+    _assert_follows("WarmupLR", lists | {"warmup_num_steps": 10, "warmup_type": "linear"}, formula)
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+def test_warmup_decay_falls_in_a_straight_line_and_stays(kind: str) -> None:
+    """Past the end it must not go below, and further on negative."""
+
+    def formula(_: float, k: int) -> float:
+        gamma = _warmed(k, 10, kind) if k - 1 < 10 else max(0.0, (40 - (k - 1)) / (40 - 10))
+        return 0.1 + 0.4 * gamma
+
+    params = {"warmup_min_lr": 0.1, "warmup_max_lr": 0.5, "warmup_num_steps": 10}
+    _assert_follows("WarmupDecayLR", params | {"total_num_steps": 40, "warmup_type": kind}, formula)
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+def test_warmup_cosine_takes_parts_of_the_optimizers_learning_rate(kind: str) -> None:
+    """Past the end the cosine would rise again."""
+
+    def formula(lr: float, k: int) -> float:
+        if k - 1 < 10:
+            return lr * (0.2 + 0.8 * _warmed(k, 10, kind))
+        progress = min(1.0, (k - 10) / 30)
+        return lr * (0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2)
+
+    params = {"warmup_min_ratio": 0.2, "cos_min_ratio": 0.05, "warmup_num_steps": 10}
+    _assert_follows(
+        "WarmupCosineLR", params | {"total_num_steps": 40, "warmup_type": kind}, formula
+    )
+
+
+@pytest.mark.parametrize("type", ["WarmupDecayLR", "WarmupCosineLR"])
+def test_a_total_shorter_than_the_warmup_is_warned_about(type: str) -> None:
+    """A short trial run with the file of a long one: it runs, and says what is odd."""
+    with pytest.warns(UserWarning, match="3 steps in total are fewer than the 1000 of the warmup"):
+        make_scheduler(_optimizer(), type, {"total_num_steps": 3})
+
+
+def _cycle_height(k: int, first: int, second: int, stairs: tuple[int, int]) -> float:
+    up = k <= first
+    step, size = (k, first) if up else (first + second - k, second)
+    count = stairs[0] if up else stairs[1]
+    if count == 0:
+        return step / size
+    return sum(step * count >= size * stair for stair in range(1, count + 1)) / count
+
+
+@pytest.mark.parametrize(("first", "second"), [(10, 10), (7, 20), (12, None)])
+@pytest.mark.parametrize("stairs", [(0, 0), (3, 3), (4, 0), (0, 5)])
+@pytest.mark.parametrize("decay_steps", [0, 5])
+def test_one_cycle_goes_up_and_down_and_the_momentum_down_and_up(
+    first: int, second: int | None, stairs: tuple[int, int], decay_steps: int
+) -> None:
+    """The momentum moves against the learning rate: both at their largest together diverge."""
+    optimizer = _optimizer(betas=(0.5, 0.75))
+    params = {
+        "cycle_min_lr": 0.1,
+        "cycle_max_lr": [0.9, 0.4],
+        "cycle_first_step_size": first,
+        "cycle_second_step_size": second,
+        "cycle_first_stair_count": stairs[0],
+        "cycle_second_stair_count": stairs[1],
+        "cycle_min_mom": 0.7,
+        "cycle_max_mom": 0.95,
+        "decay_step_size": decay_steps,
+        "decay_lr_rate": 0.5,
+        "decay_mom_rate": -0.01,
+    }
+    scheduler, second = make_scheduler(optimizer, "OneCycle", params), second or first
+    for k in range(first + second + 15):
+        beyond = k - first - second
+        height = _cycle_height(k, first, second, stairs) if beyond < 0 else 0.0
+        decayed = beyond / decay_steps if decay_steps and beyond > 0 else 0.0
+        lrs = [(0.1 + (high - 0.1) * height) / (1 + 0.5 * decayed) for high in (0.9, 0.4)]
+        momentum = (0.95 - (0.95 - 0.7) * height) * (1 - 0.01 * decayed)
+
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(lrs), k
+        for group in optimizer.param_groups:
+            assert group["betas"] == pytest.approx((momentum, 0.75)), k
+        optimizer.step()
+        scheduler.step()
+
+
+def test_one_cycle_moves_the_momentum_of_each_group_that_has_one() -> None:
+    """SGD and Muon call it momentum, Adam has betas, and they may be chained."""
+    first, second = (nn.Parameter(torch.zeros(2)) for _ in "ab")
+    sgd = torch.optim.SGD([first], lr=0.1, momentum=0.5)
+    chained = ChainedOptimizer(sgd, torch.optim.Adam([second], betas=(0.5, 0.75)))
+    make_scheduler(chained, "OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0})
+
+    assert sgd.param_groups[0]["momentum"] == 0.9
+    assert chained.param_groups[1]["betas"] == (0.9, 0.75)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_one_cycle_starts_no_momentum_where_there_is_none(kind: Any) -> None:
+    """It would change the optimizer behind the user's back."""
+    optimizer = _optimizer(kind)
+    before = [group.get("momentum") for group in optimizer.param_groups]
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}
+    with pytest.warns(UserWarning, match=f"no param group of {kind.__name__} has betas"):
+        make_scheduler(optimizer, "OneCycle", params)
+
+    assert [group.get("momentum") for group in optimizer.param_groups] == before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_scheduler(optimizer, "OneCycle", params | {"cycle_momentum": False})
+
+
+@pytest.mark.parametrize("is_staircase", [False, True])
+def test_the_range_test_rises_without_end(is_staircase: bool) -> None:
+    """One run then shows every learning rate."""
+
+    def formula(_: float, k: int) -> float:
+        interval = math.floor(k / 7) if is_staircase else k / 7
+        return 0.01 * (1 + 2.5 * interval)
+
+    params = {
+        "lr_range_test_min_lr": 0.01,
+        "lr_range_test_step_size": 7,
+        "lr_range_test_step_rate": 2.5,
+        "lr_range_test_staircase": is_staircase,
+    }
+    _assert_follows("LRRangeTest", params, formula)
+
+
+SMALL = {
+    "WarmupLR": {"warmup_num_steps": 6},
+    "WarmupDecayLR": {"warmup_num_steps": 6, "total_num_steps": 20},
+    "WarmupCosineLR": {"warmup_num_steps": 6, "total_num_steps": 20},
+    "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 6},
+    "LRRangeTest": {"lr_range_test_step_size": 6},
+}
+
+
+@pytest.mark.parametrize("type", SCHEDULERS)
+def test_a_schedule_goes_on_where_its_state_was_taken(type: str) -> None:
+    """A resumed run must not warm up again."""
+    optimizer = _optimizer()
+    scheduler = make_scheduler(optimizer, type, SMALL[type])
+    _run(optimizer, scheduler, 9)
+    resumed_optimizer = _optimizer()
+    resumed = make_scheduler(resumed_optimizer, type, SMALL[type])
+    resumed.load_state_dict(scheduler.state_dict())
+    resumed_optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+
+    assert _run(resumed_optimizer, resumed, 15) == _run(optimizer, scheduler, 15)
+
+
+@pytest.mark.parametrize("type", SCHEDULERS)
+def test_a_schedule_begins_after_the_step_it_is_told(type: str) -> None:
+    """DeepSpeed's way to resume: the number of the last step, and no saved state."""
+    optimizer = _optimizer()
+    lrs = _run(optimizer, make_scheduler(optimizer, type, SMALL[type]), 25)
+    later = _optimizer()
+    scheduler = make_scheduler(later, type, SMALL[type] | {"last_batch_iteration": 8})
+
+    assert _run(later, scheduler, 16) == lrs[9:]
+
+
+@pytest.mark.parametrize(
+    ("type", "params", "match"),
+    [
+        ("WarmupLr", {}, "scheduler.type: expected one of .* did you mean 'WarmupLR'"),
+        ("StepLR", {}, "scheduler.type: .*initialize(lr_scheduler=...)"),
+        (None, {}, "scheduler.type: .*got None"),
+        ("WarmupLR", {"warmup_steps": 1}, "scheduler.params.warmup_steps: unknown; did you mean"),
+        ("WarmupLR", {"optimizer": 1}, "scheduler.params.optimizer: unknown"),
+        ("WarmupDecayLR", {}, "scheduler.params.total_num_steps: expected a value"),
+        ("WarmupLR", {"warmup_num_steps": "auto"}, "scheduler.params.warmup_num_steps: .*'auto'"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "scheduler.params.warmup_num_steps: .*got -1"),
+        ("WarmupLR", {"warmup_num_steps": True}, "scheduler.params.warmup_num_steps: .*got True"),
+        ("WarmupLR", {"warmup_max_lr": math.inf}, "scheduler.params.warmup_max_lr: .*got inf"),
+        ("WarmupLR", {"warmup_min_lr": [1.0]}, "scheduler.params.warmup_min_lr: .*of 2 param"),
+        ("WarmupLR", {"warmup_min_lr": [1, "a"]}, "scheduler.params.warmup_min_lr[1]: .*'a'"),
+        ("WarmupLR", {"warmup_type": "cubic"}, "scheduler.params.warmup_type: .*got 'cubic'"),
+        (
+            "OneCycle",
+            SMALL["OneCycle"] | {"cycle_first_step_size": 0},
+            "scheduler.params.cycle_first_step_size: .*got 0",
+        ),
+        (
+            "OneCycle",
+            SMALL["OneCycle"] | {"cycle_max_mom": 1.0},
+            "scheduler.params.cycle_max_mom: .*below 1, got 1.0",
+        ),
+        (
+            "OneCycle",
+            SMALL["OneCycle"] | {"cycle_momentum": 1},
+            "scheduler.params.cycle_momentum: expected true or false, got 1",
+        ),
+        (
+            "LRRangeTest",
+            {"lr_range_test_step_size": 0},
+            "scheduler.params.lr_range_test_step_size: .*got 0",
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused_by_the_full_name_of_the_key(
+    type: Any, params: dict, match: str
+) -> None:
+    """Whoever reads the message has the file open, not this code."""
+    pattern = re.escape(match).replace(r"\.\*", ".*").replace("\\ ", " ")
+
+    with pytest.raises(ConfigError, match=pattern):
+        make_scheduler(_optimizer(), type, params)
+
+
+def test_a_whole_number_may_be_written_as_json_has_it() -> None:
+    """1e3 is a float to every JSON reader."""
+    scheduler: Any = make_scheduler(_optimizer(), "WarmupLR", {"warmup_num_steps": 1e3})
+
+    assert scheduler.warmup_num_steps == 1000

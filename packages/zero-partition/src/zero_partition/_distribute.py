@@ -1,0 +1,121 @@
+"""Parameters move from the user's memory into flat buffers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from attrs import evolve
+from torch import Tensor, nn
+from zero_comm import Exposure, Group, broadcast_coalesced, broadcast_flat, expose
+
+from ._adopt import adopt
+from ._buffer_plan import BufferPlan
+from ._early_shard import find_early
+from ._flat_buffer import FlatBuffer
+from ._grouping import UnitPlan
+from ._placement import Placement
+from ._precision import Precision
+from ._unit import Unit
+
+
+def distribute(
+    model: nn.Module,
+    plans: Sequence[UnitPlan],
+    group: Group,
+    placement: Placement,
+    precision: Precision,
+) -> tuple[Unit, ...]:
+    """Move the parameters into flat buffers, unit by unit, with the values of rank 0."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules())
+    buffers = [buffer for _, buffer in model.named_buffers()]
+    dense = [buffer.contiguous() for buffer in buffers]
+    broadcast_coalesced(dense, group=group).wait()
+    for buffer, value in zip(buffers, dense, strict=True):
+        if value is not buffer:
+            buffer.copy_(value)
+
+    units, next_index = [], _first_index(plans)
+    for unit_index, plan in enumerate(plans):
+        flat_buffers = []
+        resting = Placement.REPLICATED if plan.rests_whole else placement
+        for buffer_plan in plan.buffers:
+            owned = tuple(params[param.name] for param in buffer_plan.params)
+            flat_buffers.append(
+                _lay_down(
+                    buffer_plan,
+                    owned,
+                    next_index,
+                    group,
+                    placement=resting,
+                    precision=precision,
+                )
+            )
+            next_index += 1
+        owners = tuple(
+            (modules[name.rpartition(".")[0]], name.rpartition(".")[2], buffer_index, position)
+            for buffer_index, buffer_plan in enumerate(plan.buffers)
+            for position, param in enumerate(buffer_plan.params)
+            for name in param.names
+        )
+        units.append(Unit(plan, unit_index, group, resting, tuple(flat_buffers), owners))
+    return tuple(units)
+
+
+def expose_shards(units: Sequence[Unit], group: Group) -> Exposure | None:
+    """Let peers read this rank's shards of what is gathered, where they can."""
+    sharded = [unit for unit in units if unit.placement is Placement.SHARDED]
+    if not sharded:
+        return None
+    exposure = expose([buffer.shard for unit in sharded for buffer in unit.buffers], group=group)
+    for unit in sharded:
+        unit.exposure = exposure
+    return exposure
+
+
+def _first_index(plans: Sequence[UnitPlan]) -> int:
+    """Where this model's buffers begin to count: models on one group should not share tags."""
+    names = [param.name for unit in plans for buffer in unit.buffers for param in buffer.params]
+    return 1 + zlib.crc32(" ".join(names).encode()) % 2**12 * 2**14
+
+
+def _lay_down(
+    plan: BufferPlan,
+    params: tuple[nn.Parameter, ...],
+    index: int,
+    group: Group,
+    *,
+    placement: Placement,
+    precision: Precision,
+) -> FlatBuffer:
+    """Move parameters into a flat buffer; masters keep the values from before the rounding."""
+    master_dtype = precision.master_of(plan.dtype) if plan.trainable else None
+    source = plan if master_dtype is None else evolve(plan, dtype=master_dtype)
+    shard, whole = _flatten(source, params, group, placement)
+    master = None
+    if master_dtype is not None:
+        master = shard if whole is None else shard.clone()
+        whole = None if whole is None else whole.to(plan.dtype)
+        own = plan.layout.shard(group.rank).as_slice()
+        shard = shard.to(plan.dtype) if whole is None else whole[own]
+    wire_dtype = precision.wire_of(plan.dtype)
+    return FlatBuffer(plan, index, group, params, shard, whole, master, wire_dtype)
+
+
+def _flatten(
+    plan: BufferPlan, params: tuple[nn.Parameter, ...], group: Group, placement: Placement
+) -> tuple[Tensor, Tensor | None]:
+    """This rank's shard, and the whole buffer where parameters rest replicated."""
+    if any(find_early(param) is not None for param in params):
+        return adopt(plan, params, group=group, placement=placement)
+    whole = torch.zeros(plan.layout.numel, dtype=plan.dtype, device=group.device)
+    with torch.no_grad():
+        for span, param in zip(plan.layout.spans, params, strict=True):
+            whole[span.as_slice()].copy_(param.detach().reshape(-1))
+    broadcast_flat(whole, src=0, group=group).wait()
+    shard = whole[plan.layout.shard(group.rank).as_slice()]
+    if placement is Placement.SHARDED:
+        return shard.clone(), None
+    return shard, whole
