@@ -141,15 +141,22 @@ def test_bounds_that_bound_nothing_are_none() -> None:
             {
                 "bf16": {"enabled": True},
                 "communication_data_type": "FP32",
-                "data_types": {"grad_accum_dtype": "bf16", "param_dtype": "bfloat16"},
+                "data_types": {"grad_accum_dtype": "fp32", "param_dtype": "bfloat16"},
             },
-            Precision(params=torch.bfloat16, reduce=torch.float32, accumulate=torch.bfloat16),
+            Precision(params=torch.bfloat16, reduce=torch.float32),
             None,
             True,
         ),
+        # Without a 16-bit section a model trains as it is: no masters.
         (
-            {"communication_data_type": "bf16"},
-            Precision(reduce=torch.bfloat16),
+            {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}},
+            Precision(masters=None, reduce=torch.bfloat16),
+            None,
+            False,
+        ),
+        (
+            {"gradient_predivide_factor": 4, "gradient_allreduce_op": "sum"},
+            Precision(masters=None, predivide_factor=4.0, reduces_mean=False),
             None,
             False,
         ),

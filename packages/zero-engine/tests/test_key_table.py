@@ -114,7 +114,12 @@ def test_every_row_is_well_formed(key: FileKey) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    [key for key in _keys(Becomes) if not key.path.startswith("bf16.bf16_")],  # only together
+    [
+        key
+        for key in _keys(Becomes)
+        if not key.path.startswith("bf16.bf16_")  # only together
+        and key.path != "data_types.grad_accum_dtype"  # agrees with the masters, or is an error
+    ],
     ids=lambda key: key.path,
 )
 def test_every_honoured_key_changes_the_configuration(key: FileKey) -> None:

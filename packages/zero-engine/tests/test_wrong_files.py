@@ -61,6 +61,7 @@ WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
     ({"communication_data_type": "int8"}, "communication_data_type", "'fp32', 'fp16', 'bf16'"),
     ({Z: {"leaf_module": {"classes": [1]}}}, f"{Z}.leaf_module.classes", "a list"),
     # Ranges.
+    ({"gradient_predivide_factor": 0}, "gradient_predivide_factor", "at least 1.17"),
     ({Z: {"stage": 4}}, f"{Z}.stage", "got 4"),
     ({Z: {"reduce_bucket_size": 0}}, f"{Z}.reduce_bucket_size", "at least 1"),
     ({Z: {"stage3_max_live_parameters": -1}}, f"{Z}.stage3_max_live_parameters", "at least 0"),
@@ -90,6 +91,12 @@ WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
         "torch.float16",
     ),
     ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype", "torch.float32"),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype", "torch.float32"),
+    (
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+        "data_types.grad_accum_dtype",
+        "torch.float32",
+    ),
     (
         {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
         "bf16.bf16_master_weights_and_grads",
@@ -117,7 +124,7 @@ WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
     ({Z: {"stage": 3, "zero_quantized_weights": True}}, f"{Z}.zero_quantized_weights", "ZeRO++"),
     ({"tensorboard": {"enabled": True}}, "tensorboard.enabled", "expected false"),
     ({"amp": {"enabled": True}}, "amp.enabled", "torch_autocast"),
-    ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op", 'expected "mean"'),
+    ({"prescale_gradients": True}, "prescale_gradients", "gradient_predivide_factor"),
 ]
 
 

@@ -80,7 +80,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     chosen = _choose_config(args, config)
     group = _join(mpu, dist_init_required) if group is None else group
     settings = _as_engine_config(chosen, model, group.world_size)
-    if any(tensor.device != group.device for tensor in (*model.parameters(), *model.buffers())):
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if not devices <= {group.device, torch.device("meta")}:  # of the latter shard() says more
         model.to(group.device)
     if model_parameters is None:
         model_parameters = [param for param in model.parameters() if param.requires_grad]
@@ -154,9 +155,7 @@ def _as_engine_config(chosen: AnyConfig, model: nn.Module, world_size: int) -> E
 def _with_masters(settings: EngineConfig) -> EngineConfig:
     """DeepSpeed's files have masters without ZeRO too; ours lie beside shards: stage 1 at least."""
     zero, precision = settings.zero, settings.zero.precision
-    if zero.stage > 0 or precision is None or precision.params in (None, precision.masters):
-        return settings
-    if precision.masters is None:
+    if zero.stage > 0 or precision is None or precision.masters is None:
         return settings
     return attrs.evolve(settings, zero=attrs.evolve(zero, stage=Stage.ONE))
 

@@ -35,7 +35,10 @@ _SHARE: Final = number(0, 1)
 _BETA: Final = number(0, below=1)
 _NEVER: Final = ValueKind("infinity for never", _never)
 _INTERVAL: Final = either(POSITIVE, _NEVER)
-_REDUCTION: Final = NotBuilt("gradients are summed and divided once, by the world size")
+_FACTOR: Final = number(2.0**-126, below=2.0**127)  # its inverse is in the range of fp32 too
+
+
+_ON_HOST: Final = NotBuilt("optimizers on the host")
 
 
 def _optimizer_params(**kinds: ValueKind) -> tuple[FileKey, ...]:
@@ -57,9 +60,14 @@ KEYS: Final = (
         NotBuilt("an engine counts its micro-batches; leave it true"),
     ),
     FileKey("gradient_clipping", _AT_LEAST_0, 1.0, Becomes("max_norm", float)),
-    FileKey("prescale_gradients", FLAG, False, _REDUCTION),
-    FileKey("gradient_predivide_factor", _AT_LEAST_0, 1.0, _REDUCTION),
-    FileKey("gradient_allreduce_op", choice("mean", "sum"), "mean", _REDUCTION),
+    FileKey(
+        "prescale_gradients",
+        FLAG,
+        False,
+        NotBuilt("the world size as gradient_predivide_factor does the same"),
+    ),
+    FileKey("gradient_predivide_factor", _FACTOR, 1.0, Becomes("zero.precision")),
+    FileKey("gradient_allreduce_op", choice("mean", "sum"), "mean", Becomes("zero.precision")),
     FileKey("sparse_gradients", FLAG, False, NotBuilt("gradients of embeddings are dense")),
     FileKey("steps_per_print", _INTERVAL, None, Becomes("steps_per_print")),
     FileKey("dataloader_drop_last", FLAG, False, Becomes("drop_last")),
@@ -86,7 +94,10 @@ KEYS: Final = (
             NotBuilt("it is called gradient_clipping"),
             neutral=(0,),
         ),
+        FileKey("params.fp32_optimizer_states", FLAG, True, _ON_HOST),
+        FileKey("params.per_head_muon", FLAG, False, NotBuilt("Muon takes whole matrices")),
         *_optimizer_params(
+            set_grad_none=FLAG,
             lr=_AT_LEAST_0,
             betas=several(_BETA, exactly=2),
             eps=_AT_LEAST_0,

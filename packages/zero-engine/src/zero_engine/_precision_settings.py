@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from zero_partition import Precision
+from zero_partition import AS_IT_IS, Precision
 
 from ._errors import ConfigError
 from ._loss_scale import DynamicLossScale, StaticLossScale
@@ -25,17 +25,22 @@ def precision_of(settings: Settings) -> Precision | None:
             f"data_types.param_dtype: expected {params or torch.float32}, as fp16.enabled and "
             f"bf16.enabled say, got {asked}; leave it out, or turn the section of its dtype on"
         )
-    reduce = value("communication_data_type")
-    accumulate = value("data_types.grad_accum_dtype")
-    masters = None if _has_16_bit_masters(settings) else torch.float32
-    if accumulate not in (None, masters or params):
+    # Without a 16-bit section a model trains as it is, whatever else is said of its gradients.
+    masters = torch.float32 if params and not _has_16_bit_masters(settings) else None
+    accumulate, kept = value("data_types.grad_accum_dtype"), masters or params or torch.float32
+    if accumulate not in (None, kept):
         raise ConfigError(
-            f"data_types.grad_accum_dtype: expected {masters or params}, in which the optimizer "
-            f"updates and gradients are added up, got {accumulate}; leave it out"
+            f"data_types.grad_accum_dtype: expected {kept}, in which the optimizer updates and "
+            f"gradients are added up, got {accumulate}; leave it out"
         )
-    if params is asked is reduce is None:
-        return None
-    return Precision(params=params or asked, masters=masters, reduce=reduce)
+    precision = Precision(
+        params=params or asked,
+        masters=masters,
+        reduce=value("communication_data_type"),
+        predivide_factor=float(value("gradient_predivide_factor")),
+        reduces_mean=value("gradient_allreduce_op") == "mean",
+    )
+    return None if precision == AS_IT_IS else precision
 
 
 def loss_scale_of(settings: Settings) -> StaticLossScale | DynamicLossScale | None:
