@@ -1,0 +1,170 @@
+"""Overflow, loss scales and sixteen bits in the engine's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import attrs
+import parity
+import pytest
+import torch
+import zero_engine
+from engines import assert_weights, build_engine, engine_config, run_micro_batch, weights_of
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_engine import DynamicLossScale
+from zero_partition import StateError
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+# ---- Overflow ----
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_inf_on_one_rank_skips_the_step_on_all(ranks, stage: int) -> None:
+    """Otherwise ranks part, or inf is averaged into every weight."""
+    ranks(4).run(_overflow_on_one_rank, stage=stage)
+
+
+def _overflow_on_one_rank(group: Group, stage: int) -> None:
+    scale = DynamicLossScale(initial_power=4, hysteresis=1)
+    engine = build_engine(group, engine_config(group, stage, loss_scale=scale, max_norm=0.5))
+    steady = build_engine(
+        group, engine_config(group, stage, max_norm=0.5)
+    )  # never sees the bad batch
+    run_micro_batch(engine, 0)
+    run_micro_batch(steady, 0)
+    before, lr = weights_of(engine), engine.get_lr()
+
+    run_micro_batch(engine, 99, factor=float("inf") if group.rank == 1 else 1.0)
+
+    assert not engine.was_step_applied()
+    assert (engine.global_steps, engine.skipped_steps) == (2, 1)
+    assert engine.cur_scale == 8.0
+    assert engine.get_lr() == lr
+    assert_weights(engine, before)
+    for step in (1, 2):
+        run_micro_batch(engine, step)
+        run_micro_batch(steady, step)
+        assert engine.was_step_applied()
+        assert engine.get_global_grad_norm() == steady.get_global_grad_norm()
+    # Powers of two change no bit of what they multiply and divide.
+    assert_weights(engine, weights_of(steady))
+
+
+def test_an_engine_told_not_to_look_steps_as_plain_torch_does(ranks) -> None:
+    """`check_grad_overflow: false` is a wish, and the weights show what came of it."""
+    ranks(1).run(_overflow_unchecked)
+
+
+def _overflow_unchecked(group: Group) -> None:
+    unchecked = attrs.evolve(engine_config(group, 2), checks_overflow=False)
+    engine = build_engine(group, unchecked)
+
+    run_micro_batch(engine, 0, factor=float("nan"))
+
+    assert engine.was_step_applied()
+    assert weights_of(engine)["scale"].isnan().all()
+
+
+def test_a_loss_that_nobody_scaled_is_noticed(ranks) -> None:
+    """Its gradients would be divided by 65536, and training would stand still in silence."""
+    ranks(1).run(_forget_to_scale)
+
+
+def _forget_to_scale(group: Group) -> None:
+    engine = build_engine(group, engine_config(group, 2, loss_scale=DynamicLossScale()))
+    data = parity.batch(0, 0, 0)
+    parity.loss_of(engine, data).backward()
+    with pytest.raises(StateError, match=r"no loss was multiplied by it .* engine.scale"):
+        engine.step()
+    engine.zero_grad()
+
+    engine.scale(parity.loss_of(engine, data)).backward()
+    engine.step()
+
+    assert engine.was_step_applied()
+    other = build_engine(group, engine_config(group, 2))
+    run_micro_batch(other, 0)
+    assert_weights(engine, weights_of(other))
+
+
+# ---- Sixteen bits ----
+
+
+@pytest.mark.parametrize("section", ["fp16", "bf16"])
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_sixteen_bits_follow_masters_in_plain_torch(ranks, stage: int, section: str) -> None:
+    """The file says `fp16`, and weights, skipped steps and loss scale are those of the recipe."""
+    ranks(2).run(_train_in_16_bits, stage=stage, section=section)
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def _square_of(model: nn.Module, step: int, rank: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(4, 8, generator=generator).to(dtype)).float().square().sum()
+
+
+def _train_in_16_bits(group: Group, stage: int, section: str) -> None:
+    is_scaled = section == "fp16"
+    options = {"initial_scale_power": 17, "loss_scale_window": 2, "hysteresis": 1}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+        section: {"enabled": True} | (options if is_scaled else {}),
+    }
+    model, plain = parity.build(_mlp), parity.build(_mlp)
+    make = partial(torch.optim.AdamW, lr=1e-2, foreach=False)
+    engine, *_ = zero_engine.initialize(model=model, optimizer=make, config=config, group=group)
+    dtype = torch.float16 if is_scaled else torch.bfloat16
+    assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (is_scaled, not is_scaled)
+    scales, skipped = [], []
+    for step in range(10):
+        scales.append(engine.cur_scale)
+        engine.backward(_square_of(engine, step, group.rank, dtype))
+        engine.step()
+        if not engine.was_step_applied():
+            skipped.append(step)
+
+    expected_scales, expected_skipped = _train_masters(plain, make, dtype, group.world_size)
+    assert (scales, skipped) == (expected_scales, expected_skipped)
+    assert (len(set(scales)) > 2 and bool(skipped)) == is_scaled, f"{scales}, {skipped}: no change"
+    for param, master in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(zero_engine.full_param(param), master)
+
+
+def _train_masters(
+    masters: nn.Module, make: Callable[..., Any], dtype: torch.dtype, world_size: int
+) -> tuple[list[float], list[int]]:
+    """One process, both ranks' batches in turn: the loss scale of each step, and steps skipped."""
+    optimizer = make(masters.parameters())
+    scale, clean, scales, skipped = 2.0**17 if dtype is torch.float16 else 1.0, 0, [], []
+    for step in range(10):
+        scales.append(scale)
+        model = _mlp().to(dtype)
+        model.load_state_dict(masters.state_dict())
+        sums: list[Tensor] = []
+        for rank in range(world_size):
+            (_square_of(model, step, rank, dtype) * scale).backward()
+            grads = [param.grad.clone() for param in model.parameters()]
+            sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
+            model.zero_grad()
+        means = [(total / world_size).float() for total in sums]
+        if all(grad.isfinite().all() for grad in means):
+            for master, grad in zip(masters.parameters(), means, strict=True):
+                master.grad = grad / scale
+            optimizer.step()
+            if clean and clean % 2 == 0 and dtype is torch.float16:
+                scale *= 2
+            clean += 1
+        else:
+            skipped.append(step)
+            scale, clean = scale / 2, 0
+    return scales, skipped
