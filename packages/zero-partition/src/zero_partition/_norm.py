@@ -91,11 +91,7 @@ def _total_norm(
 ) -> Tensor:
     """Over all ranks: a float64 scalar, equal on all of them. Collective."""
     reducer = sharded.reducer
-    norms = [
-        torch.linalg.vector_norm(grad, norm_type)
-        for grad, counts in grads
-        if counts and grad.numel()
-    ]
+    norms = [_norm_of(grad, norm_type) for grad, counts in grads if counts and grad.numel()]
     local = torch.zeros(1, dtype=torch.float64, device=sharded.group.device)
     if norms:
         stacked = torch.stack([norm.to(torch.float64) for norm in norms])
@@ -105,6 +101,13 @@ def _total_norm(
     if across is not None:
         local = _combine(local, norm_type, across, reducer.control_tag)
     return local[0].sqrt() if norm_type == 2.0 else local[0]
+
+
+def _norm_of(grad: Tensor, norm_type: float) -> Tensor:
+    dtype = (
+        torch.float32 if grad.dtype.itemsize < torch.float32.itemsize else None
+    )  # fp16 ends early
+    return torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
 
 
 def _combine(local: Tensor, norm_type: float, group: Group, tag: int) -> Tensor:
