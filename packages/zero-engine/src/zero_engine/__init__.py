@@ -37,6 +37,7 @@ from zero_partition import (
 from .__about__ import __version__
 from ._config import ZeroConfig
 from ._construct import Init, materialise
+from ._engine_config import EngineConfig, NamedSpec
 from ._errors import ConfigError, FileError
 from ._pretrained import load_pretrained, open_safetensors
 from ._shard import shard, unshard
@@ -46,9 +47,11 @@ __all__ = [
     "ChainedOptimizer",
     "ConfigError",
     "Cut",
+    "EngineConfig",
     "FileError",
     "GatheredParameters",
     "Init",
+    "NamedSpec",
     "Precision",
     "ZeroConfig",
     "__version__",

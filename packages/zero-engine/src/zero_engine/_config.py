@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from attrs import Attribute, field, frozen
+from torch import nn
 from zero_partition import (
     STAGES,
     Cut,
@@ -19,6 +20,9 @@ from zero_partition import (
 )
 
 from ._errors import ConfigError
+from ._json_file import Source
+from ._settings import read_settings
+from ._zero_settings import zero_arguments
 
 
 def _check_stage(value: Any) -> Stage:
@@ -144,6 +148,30 @@ class ZeroConfig:
         default="raise", validator=_check_state_dict, kw_only=True
     )
     timeout_s: float = field(default=60.0, validator=_at_least(0.001, (int, float)), kw_only=True)
+
+    @classmethod
+    def from_deepspeed(
+        cls,
+        source: Source,
+        *,
+        model: nn.Module | None = None,
+        auto: Mapping[str, Any] | None = None,
+    ) -> ZeroConfig:
+        """Read what a configuration written for DeepSpeed says of ZeRO and of dtypes. Local.
+
+        For a plain loop: batch sizes, optimizer, scheduler and clipping stay with the caller. The
+        whole file is checked all the same; `EngineConfig.from_deepspeed` says how.
+
+        Args:
+            source: A dict, or the path of a JSON file.
+            model: Resolves "auto" where it depends on `model.config.hidden_size`.
+            auto: Values for further keys that are "auto" in the file, by path.
+
+        Raises:
+            ConfigError: Starts with the path of the key that is wrong.
+            FileError: There is no such file, or it is not JSON.
+        """
+        return cls(**zero_arguments(read_settings(source, model=model, auto=auto)))
 
     @property
     def placements(self) -> Placements:

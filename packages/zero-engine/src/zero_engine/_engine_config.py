@@ -1,0 +1,235 @@
+"""EngineConfig: all that an engine is told, from arguments or from DeepSpeed's file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import attrs
+import torch
+from attrs import Attribute, field, frozen
+from tabulate import tabulate
+from torch import nn
+
+from ._batch_sizes import BatchSizes
+from ._config import ZeroConfig
+from ._errors import ConfigError
+from ._file_key import Becomes, CannotMatter
+from ._json_file import Source
+from ._loss_scale import DynamicLossScale, StaticLossScale
+from ._precision_settings import autocast_dtype_of, checks_overflow_of, loss_scale_of
+from ._settings import UNRESOLVED, Origin, Setting, Settings, read_settings
+from ._zero_settings import zero_arguments
+
+
+@final
+@frozen
+class NamedSpec:
+    """Something to be made by name: an optimizer or a scheduler.
+
+    Args:
+        type: Which one.
+        params: Its arguments; a copy of what is given.
+    """
+
+    type: str
+    params: dict[str, Any] = field(factory=dict, converter=dict, hash=False)
+
+
+@final
+@frozen
+class SourceRow:
+    """One line of `EngineConfig.table`.
+
+    Args:
+        key: Its path in the file.
+        value: What it is in the end.
+        origin: "file", "auto" (the file leaves it open), "inferred" or "default".
+        meaning: The field of EngineConfig that it becomes part of, or why it changes nothing.
+    """
+
+    key: str
+    value: Any
+    origin: str
+    meaning: str
+
+
+def _is_count(_: EngineConfig, attribute: Attribute, value: Any) -> None:
+    if value is None and attribute.default is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"EngineConfig.{attribute.name}: expected an int of at least 1, got {value!r}"
+        )
+
+
+def _is_norm(_: EngineConfig, attribute: Attribute, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not value >= 0:
+        raise ConfigError(
+            f"EngineConfig.{attribute.name}: expected a number of at least 0, which turns clipping "
+            f"off, got {value!r}"
+        )
+
+
+def _is(*kinds: type | None) -> Any:
+    def check(_: EngineConfig, attribute: Attribute, value: Any) -> None:
+        if not any(value is None if kind is None else isinstance(value, kind) for kind in kinds):
+            names = " or ".join("None" if kind is None else kind.__name__ for kind in kinds)
+            raise ConfigError(f"EngineConfig.{attribute.name}: expected {names}, got {value!r}")
+
+    return check
+
+
+@final
+@frozen(kw_only=True)
+class EngineConfig:
+    """How an engine trains. The same on every rank.
+
+    Args:
+        zero: How the model is distributed, and in which dtypes.
+        loss_scale: What the loss is multiplied by before its backward; nothing when None.
+        max_norm: Gradients are clipped to this global L2 norm; 0 turns it off.
+        train_batch_size: Samples of all ranks for one step of the optimizer.
+        micro_batch_size: Samples of one rank in one forward.
+        accumulation_steps: Micro-batches for one step of the optimizer.
+        optimizer: Made by the engine where the caller gives none.
+        scheduler: Likewise.
+        steps_per_print: Steps between two lines of progress; none when None.
+        checks_overflow: Whether a step whose gradients hold inf or nan on any rank is skipped.
+        autocast_dtype: What torch.autocast computes in during forward; off when None.
+        drop_last: Whether the data loader drops a last, incomplete batch.
+        sources: Where every value came from, if it came from a file; no part of what is compared.
+
+    Raises:
+        ConfigError: Names the field, what was expected and what came.
+    """
+
+    zero: ZeroConfig = field(factory=ZeroConfig, validator=_is(ZeroConfig))
+    loss_scale: StaticLossScale | DynamicLossScale | None = field(
+        default=None, validator=_is(StaticLossScale, DynamicLossScale, None)
+    )
+    max_norm: float = field(default=0.0, validator=_is_norm)
+    train_batch_size: int = field(validator=_is_count)
+    micro_batch_size: int = field(validator=_is_count)
+    accumulation_steps: int = field(default=1, validator=_is_count)
+    optimizer: NamedSpec | None = field(default=None, validator=_is(NamedSpec, None))
+    scheduler: NamedSpec | None = field(default=None, validator=_is(NamedSpec, None))
+    steps_per_print: int | None = field(default=None, validator=_is_count)
+    checks_overflow: bool = field(default=False, validator=_is(bool))
+    autocast_dtype: torch.dtype | None = field(default=None, validator=_is(torch.dtype, None))
+    drop_last: bool = field(default=False, validator=_is(bool))
+    sources: tuple[SourceRow, ...] = field(default=(), repr=False, eq=False)
+
+    @classmethod
+    def from_deepspeed(
+        cls,
+        source: Source,
+        *,
+        world_size: int = 1,
+        model: nn.Module | None = None,
+        auto: Mapping[str, Any] | None = None,
+    ) -> EngineConfig:
+        """Read a configuration written for DeepSpeed (deepspeed.ai/docs/config-json). Local.
+
+        Every key is honoured or answered: an unknown one, one of the wrong type, or one whose
+        feature is not built is an error; those that cannot matter here are listed in one warning.
+        Of keys that are absent, those of the schedule of stage 3 keep the defaults of ZeroConfig,
+        and `gradient_clipping` is 1.0, as it is in DeepSpeed.
+
+        Args:
+            source: A dict, or the path of a JSON file.
+            world_size: Ranks over which the batch is divided.
+            model: Resolves "auto" where it depends on `model.config.hidden_size`.
+            auto: Values for further keys that are "auto" in the file, by path, as in
+                `{"optimizer.params.lr": 1e-4}`; of the three batch sizes, two are enough.
+
+        Raises:
+            ConfigError: Starts with the path of the key that is wrong.
+            FileError: There is no such file, or it is not JSON.
+        """
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise ConfigError(
+                f"EngineConfig.from_deepspeed(): expected world_size to be an int of at least 1, "
+                f"got {world_size!r}"
+            )
+        settings = read_settings(source, model=model, auto=auto)
+        settings = _with_batch_sizes(settings, world_size=world_size)
+        settings.check_resolved()
+        value = settings.value
+        zero = ZeroConfig(**zero_arguments(settings))
+        config = cls(
+            zero=zero,
+            loss_scale=loss_scale_of(settings),
+            max_norm=float(value("gradient_clipping")),
+            train_batch_size=value("train_batch_size"),
+            micro_batch_size=value("train_micro_batch_size_per_gpu"),
+            accumulation_steps=value("gradient_accumulation_steps"),
+            optimizer=_named(settings, "optimizer"),
+            scheduler=_named(settings, "scheduler"),
+            steps_per_print=value("steps_per_print"),
+            checks_overflow=checks_overflow_of(settings),
+            autocast_dtype=autocast_dtype_of(settings),
+            drop_last=value("dataloader_drop_last"),
+        )
+        return attrs.evolve(config, sources=_rows(settings))
+
+    def table(self) -> str:
+        """All keys of the file and all that were inferred or left to their defaults, to print."""
+        rows = [attrs.astuple(row) for row in self.sources]
+        return tabulate(
+            rows, headers=["key", "value", "from", "meaning"], missingval="-", disable_numparse=True
+        )
+
+
+def _with_batch_sizes(settings: Settings, *, world_size: int) -> Settings:
+    paths = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    known = [settings.by_path[path].value for path in paths]
+    known = [None if value is UNRESOLVED else value for value in known]
+    sizes = attrs.astuple(BatchSizes.infer(*known, world_size=world_size))
+    inferred = {
+        path: size for path, old, size in zip(paths, known, sizes, strict=True) if old is None
+    }
+    return settings.replaced(inferred, Origin.INFERRED)
+
+
+def _named(settings: Settings, name: str) -> NamedSpec | None:
+    prefix = f"{name}.params."
+    params = {
+        setting.key.path.removeprefix(prefix): setting.value
+        for setting in settings.given()
+        if setting.key.path.startswith(prefix) and isinstance(setting.key.answer, Becomes)
+    }
+    kind = settings.value(f"{name}.type")
+    if kind is None and params:
+        raise ConfigError(
+            f"{name}.type: expected a name beside {name}.params, got none; say which {name}"
+        )
+    return None if kind is None else NamedSpec(kind, params)
+
+
+def _rows(settings: Settings) -> tuple[SourceRow, ...]:
+    return tuple(
+        SourceRow(setting.key.path, _shown(setting.value), setting.origin.value, meaning)
+        for setting in settings.by_path.values()
+        if (meaning := _meaning(settings, setting)) is not None
+    )
+
+
+def _shown(value: Any) -> Any:
+    return value.value if value is UNRESOLVED else value
+
+
+def _meaning(settings: Settings, setting: Setting) -> str | None:
+    """The last column; None for what need not be shown."""
+    key, is_given = setting.key, setting.origin is not Origin.DEFAULT
+    if settings.is_gated_off(key):
+        return f"not read: {key.gate} is off" if is_given else None
+    if settings.is_below_stage_3(key):
+        return "not read below stage 3" if is_given else None
+    if isinstance(key.answer, Becomes):
+        is_param = ".params." in key.path
+        return key.answer.field if is_given or not is_param else None
+    if not is_given:
+        return None
+    return f"none: {key.answer.reason}" if isinstance(key.answer, CannotMatter) else "off"

@@ -1,0 +1,59 @@
+"""Every documented key of DeepSpeed's file, by path, and the nearest to a wrong one."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Final
+
+from . import (
+    _keys_of_offload,
+    _keys_of_precision,
+    _keys_of_reports,
+    _keys_of_training,
+    _keys_of_zero,
+)
+from ._errors import ConfigError
+from ._file_key import FileKey
+
+KEYS: Final[dict[str, FileKey]] = {
+    key.path: key
+    for module in (
+        _keys_of_training,
+        _keys_of_precision,
+        _keys_of_zero,
+        _keys_of_offload,
+        _keys_of_reports,
+    )
+    for key in module.KEYS
+}
+
+# As written in a file: aliases too.
+WRITTEN: Final[dict[str, FileKey]] = {path: key for key in KEYS.values() for path in key.paths}
+
+SECTIONS: Final[frozenset[str]] = frozenset(
+    path.rsplit(".", depth)[0] for path in WRITTEN for depth in range(1, path.count(".") + 1)
+)
+
+
+def unknown_key(path: str) -> ConfigError:
+    """The error for a path that is not in the table; it names the nearest that is."""
+    nearest = _nearest(path)
+    hint = f"; did you mean {nearest}?" if nearest else ""
+    return ConfigError(f"{path}: expected a key of DeepSpeed's configuration, got this name{hint}")
+
+
+def _nearest(path: str) -> str | None:
+    known = [*WRITTEN, *sorted(SECTIONS)]
+    # The right name in the wrong section is likelier than a similar name.
+    _, _, name = path.rpartition(".")
+    moved = [other for other in known if other.rpartition(".")[2] == name]
+    if moved:
+        return max(moved, key=lambda other: difflib.SequenceMatcher(a=path, b=other).ratio())
+    close = difflib.get_close_matches(path, known, n=1)
+    return close[0] if close else _nearest_by_name(name)
+
+
+def _nearest_by_name(name: str) -> str | None:
+    names = {other.rpartition(".")[2]: other for other in WRITTEN}
+    close = difflib.get_close_matches(name, names, n=1)
+    return names[close[0]] if close else None

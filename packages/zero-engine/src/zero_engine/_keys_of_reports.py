@@ -1,0 +1,237 @@
+"""All other sections: monitors, profilers, checkpoints, and features outside of ZeRO."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from ._file_key import CannotMatter, FileKey, NotBuilt, not_built, section
+from ._value_kinds import (
+    COUNT,
+    FLAG,
+    NAMES,
+    OBJECT,
+    POSITIVE,
+    TEXT,
+    choice,
+    either,
+    integer,
+    number,
+    several,
+)
+
+_CHECKPOINTS: Final = NotBuilt("saving and loading an engine's state")
+_ACTIVATIONS: Final = NotBuilt("activation checkpointing; call torch.utils.checkpoint in the model")
+_OUTSIDE: Final = "it is outside of ZeRO"
+
+
+def _object(path: str, remedy: str, *off: Any) -> FileKey:
+    """A section that is refused whole, whatever it says, unless it is empty or one of `off`."""
+    return FileKey(path, OBJECT, None, NotBuilt(remedy), neutral=({}, *off))
+
+
+_MONITORS: Final = (
+    *not_built("tensorboard", "write what engine.step() reports", output_path=TEXT, job_name=TEXT),
+    *not_built("csv_monitor", "write what engine.step() reports", output_path=TEXT, job_name=TEXT),
+    *not_built("wandb", "log what engine.step() reports", group=TEXT, team=TEXT, project=TEXT),
+    *not_built(
+        "comet",
+        "log what engine.step() reports",
+        samples_log_interval=POSITIVE,
+        project=TEXT,
+        workspace=TEXT,
+        api_key=TEXT,
+        experiment_name=TEXT,
+        experiment_key=TEXT,
+        online=FLAG,
+        mode=TEXT,
+    ),
+    *not_built(
+        "comms_logger",
+        "zero_comm.record_traffic() counts calls and bytes",
+        verbose=FLAG,
+        prof_all=FLAG,
+        debug=FLAG,
+        prof_ops=NAMES,
+    ),
+    *not_built(
+        "flops_profiler",
+        "torch.utils.flop_counter counts them",
+        recompute_fwd_factor=number(0),
+        profile_step=POSITIVE,
+        module_depth=integer(-1),
+        top_modules=POSITIVE,
+        detailed=FLAG,
+        output_file=TEXT,
+    ),
+    FileKey("wall_clock_breakdown", FLAG, False, NotBuilt("timers; torch.profiler has them")),
+    FileKey("memory_breakdown", FLAG, False, NotBuilt("memory reports; torch.profiler has them")),
+    *section(
+        "timers.throughput",
+        FileKey("enabled", FLAG, True, CannotMatter("no throughput is timed")),
+        FileKey("synchronized", FLAG, True, CannotMatter("no throughput is timed")),
+    ),
+    FileKey("dump_state", FLAG, False, CannotMatter("print(config.table()) shows it")),
+    FileKey("log_level", TEXT, None, CannotMatter("the level belongs to Python's logging")),
+)
+
+_FILES: Final = section(
+    "checkpoint",
+    FileKey("tag_validation", choice("Ignore", "Warn", "Fail"), "Warn", _CHECKPOINTS),
+    FileKey("load_universal", FLAG, False, _CHECKPOINTS),
+    FileKey("use_node_local_storage", FLAG, False, _CHECKPOINTS),
+    FileKey("parallel_write.pipeline_stage", FLAG, False, _CHECKPOINTS),
+    FileKey("checkpoint_serialization", FLAG, True, _CHECKPOINTS),
+    _object("writer", "saving an engine's state"),
+)
+
+_ACTIVATION_CHECKPOINTING: Final = section(
+    "activation_checkpointing",
+    FileKey("partition_activations", FLAG, False, _ACTIVATIONS),
+    FileKey("contiguous_memory_optimization", FLAG, False, _ACTIVATIONS),
+    FileKey("cpu_checkpointing", FLAG, False, _ACTIVATIONS),
+    FileKey("synchronize_checkpoint_boundary", FLAG, False, _ACTIVATIONS),
+    FileKey("profile", FLAG, False, _ACTIVATIONS),
+    FileKey(
+        "number_checkpoints",
+        POSITIVE,
+        None,
+        CannotMatter("it is read with contiguous_memory_optimization only"),
+    ),
+)
+
+_OTHER_FEATURES: Final = (
+    *not_built(
+        "elasticity",
+        "set the batch sizes yourself",
+        max_train_batch_size=POSITIVE,
+        micro_batch_sizes=several(POSITIVE),
+        min_gpus=POSITIVE,
+        max_gpus=POSITIVE,
+        min_time=COUNT,
+        version=number(0),
+        prefer_larger_batch=FLAG,
+        ignore_non_elastic_batch_info=FLAG,
+        num_gpus_per_node=POSITIVE,
+        model_parallel_size=POSITIVE,
+    ),
+    *not_built(
+        "autotuning",
+        _OUTSIDE,
+        fast=FLAG,
+        results_dir=TEXT,
+        exps_dir=TEXT,
+        overwrite=FLAG,
+        start_profile_step=COUNT,
+        end_profile_step=COUNT,
+        metric=TEXT,
+        metric_path=TEXT,
+        tuner_type=choice("gridsearch", "random", "model_based"),
+        tuner_early_stopping=COUNT,
+        tuner_num_trials=COUNT,
+        arg_mappings=OBJECT,
+        max_train_batch_size=POSITIVE,
+        min_train_batch_size=POSITIVE,
+        max_train_micro_batch_size_per_gpu=POSITIVE,
+        min_train_micro_batch_size_per_gpu=POSITIVE,
+        num_tuning_micro_batch_sizes=POSITIVE,
+        mp_size=POSITIVE,
+        model_info=OBJECT,
+        model_info_path=TEXT,
+    ),
+    *not_built(
+        "eigenvalue",
+        _OUTSIDE,
+        verbose=FLAG,
+        max_iter=POSITIVE,
+        tol=number(0),
+        stability=number(0),
+        gas_boundary_resolution=POSITIVE,
+        layer_name=TEXT,
+        layer_num=COUNT,
+    ),
+    *not_built("progressive_layer_drop", _OUTSIDE, theta=number(0, 1), gamma=number(0)),
+    *not_built(
+        "curriculum_learning",
+        _OUTSIDE,
+        curriculum_type=TEXT,
+        min_difficulty=COUNT,
+        max_difficulty=COUNT,
+        schedule_type=TEXT,
+        schedule_config=OBJECT,
+    ),
+    *not_built(
+        "data_efficiency",
+        _OUTSIDE,
+        seed=COUNT,
+        data_sampling=OBJECT,
+        data_routing=OBJECT,
+    ),
+    *not_built(
+        "hybrid_engine",
+        _OUTSIDE,
+        max_out_tokens=POSITIVE,
+        inference_tp_size=POSITIVE,
+        release_inference_cache=FLAG,
+        pin_parameters=FLAG,
+        tp_gather_partition_size=POSITIVE,
+        enable_cuda_graph=FLAG,
+    ),
+    *not_built(
+        "nebula",
+        "saving an engine's state",
+        persistent_storage_path=TEXT,
+        persistent_time_interval=COUNT,
+        num_of_version_in_retention=COUNT,
+        enable_nebula_load=FLAG,
+        load_path=TEXT,
+    ),
+    *section(
+        "compile",
+        FileKey("deepcompile", FLAG, False, NotBuilt("call torch.compile on the blocks instead")),
+        *(
+            FileKey(name, either(either(FLAG, COUNT), NAMES), None, NotBuilt("DeepCompile"))
+            for name in (
+                "passes",
+                "autoep_non_moe",
+                "free_activation",
+                "free_activation_threshold",
+                "offload_activation",
+                "offload_activation_pin_memory",
+                "offload_opt_states",
+                "offload_parameters",
+                "double_buffer",
+                "symmetric_memory",
+                "debug_log",
+                "sync_before_reduce",
+                "sync_after_reduce",
+                "sync_before_allgather",
+                "sync_after_allgather",
+                "keep_int_input_tensors",
+                "keep_all_input_tensors",
+            )
+        ),
+        gate="deepcompile",
+    ),
+    _object("tensor_parallel", "tensor parallelism", {"autotp_size": 0}),
+    _object("expert_parallel", "expert parallelism", {"enabled": False}),
+    FileKey("sequence_parallel_size", POSITIVE, 1, NotBuilt("sequence parallelism")),
+    FileKey(
+        "use_data_before_expert_parallelism",
+        FLAG,
+        False,
+        CannotMatter("there are no expert-parallel groups"),
+    ),
+    FileKey("pipeline", OBJECT, None, CannotMatter("only DeepSpeed's PipelineModule reads it")),
+    FileKey("seed_layers", FLAG, False, CannotMatter("only DeepSpeed's PipelineModule reads it")),
+    _object("datastates_ckpt", "saving an engine's state", {"enabled": False}),
+    _object("sparse_attention", _OUTSIDE),
+    _object("compression_training", _OUTSIDE),
+    FileKey("graph_harvesting", FLAG, False, NotBuilt("CUDA graphs")),
+    FileKey(
+        "vocabulary_size", POSITIVE, None, CannotMatter("DeepSpeed warns about its alignment only")
+    ),
+    FileKey("disable_allgather", FLAG, False, CannotMatter("DeepSpeed does not read it either")),
+    FileKey("disable_python_gc", FLAG, False, NotBuilt("call gc.disable() in the training loop")),
+)
+
+KEYS: Final = (*_MONITORS, *_FILES, *_ACTIVATION_CHECKPOINTING, *_OTHER_FEATURES)

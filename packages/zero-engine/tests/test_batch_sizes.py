@@ -1,0 +1,42 @@
+"""Two of the three batch sizes say the third."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from zero_engine import ConfigError
+from zero_engine._batch_sizes import BatchSizes
+
+SIZES = (None, 1, 2, 3, 4, 6, 8, 12)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_inference_agrees_with_trying_all(world_size: int) -> None:
+    """A batch of another size trains another model, and nobody sees it."""
+    for given in itertools.product(SIZES, repeat=3):
+        expected = _by_trying(*given, world_size=world_size)
+
+        if expected is None:
+            with pytest.raises(ConfigError, match=r"^train_batch_size: expected"):
+                BatchSizes.infer(*given, world_size=world_size)
+        else:
+            assert BatchSizes.infer(*given, world_size=world_size) == BatchSizes(*expected)
+
+
+def _by_trying(
+    train: int | None, micro: int | None, steps: int | None, *, world_size: int
+) -> tuple[int, int, int] | None:
+    if train is None and micro is None:
+        return None
+    if steps is None and (train is None or micro is None):
+        steps = 1  # where nothing says more
+    fits = [
+        (micro_ * steps_ * world_size, micro_, steps_)
+        for micro_ in range(1, 13)
+        for steps_ in range(1, 13)
+        if micro in (None, micro_) and steps in (None, steps_)
+    ]
+    fits = [fit for fit in fits if train in (None, fit[0])]
+    assert len(fits) <= 1
+    return fits[0] if fits else None

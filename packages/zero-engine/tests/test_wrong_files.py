@@ -1,0 +1,253 @@
+"""Wrong configuration files: each error starts with the path of the key and says what to do."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from zero_engine import ConfigError, EngineConfig, FileError, ZeroConfig
+from zero_engine._key_table import SECTIONS, WRITTEN
+
+DOCUMENTED: Final = json.loads(Path(__file__).with_name("documented.json").read_text())
+Z: Final = "zero_optimization"
+
+# What the file says beside a train_batch_size of 8; the path the error starts with; a part of it.
+WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
+    # Names.
+    ({"zero_optimisation": {"stage": 2}}, "zero_optimisation", "mean zero_optimization?"),
+    ({Z: {"stag": 2}}, f"{Z}.stag", f"mean {Z}.stage?"),
+    ({Z: {"overlap_com": True}}, f"{Z}.overlap_com", f"{Z}.overlap_comm"),
+    ({"stage3_prefetch_bucket_size": 1}, "stage3_prefetch_bucket_size", f"mean {Z}.stage3_pre"),
+    ({"fp16": {"enable": True}}, "fp16.enable", "mean fp16.enabled?"),
+    ({"bf16": {"loss_scale": 1}}, "bf16.loss_scale", "mean fp16.loss_scale?"),
+    (
+        {"gradient_acumulation_steps": 2},
+        "gradient_acumulation_steps",
+        "gradient_accumulation_steps",
+    ),
+    ({"fp16.enabled": True}, "fp16.enabled", "nested objects"),
+    ({3: True}, "3", "nested objects"),
+    (
+        {"optimizer": {"type": "Adam", "params": {"weight_decy": 0.1}}},
+        "optimizer.params.weight_decy",
+        "optimizer.params.weight_decay",
+    ),
+    ({Z: {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 1}}, f"{Z}.", "one name"),
+    ({Z: {"gradient_clipping": 1.0}}, f"{Z}.gradient_clipping", "mean gradient_clipping?"),
+    ({"lr": 1e-4}, "lr", "mean optimizer.params.lr?"),
+    # Types.
+    ({Z: True}, Z, "expected an object"),
+    ({"fp16": "yes"}, "fp16", "expected an object"),
+    ({Z: {"stage": "3"}}, f"{Z}.stage", "from 0 to 3"),
+    ({Z: {"stage": True}}, f"{Z}.stage", "an integer"),
+    ({Z: {"stage": None}}, f"{Z}.stage", "got None"),
+    ({"fp16": {"enabled": "true"}}, "fp16.enabled", "true or false, got 'true'"),
+    ({"fp16": {"enabled": 1}}, "fp16.enabled", "true or false, got 1"),
+    ({"optimizer": "Adam"}, "optimizer", "expected an object"),
+    (
+        {"optimizer": {"type": "Adam", "params": {"lr": "1e-4"}}},
+        "optimizer.params.lr",
+        "a finite number",
+    ),
+    (
+        {"optimizer": {"type": "Adam", "params": {"betas": 0.9}}},
+        "optimizer.params.betas",
+        "a list of 2 values",
+    ),
+    ({"communication_data_type": "int8"}, "communication_data_type", "'fp32', 'fp16', 'bf16'"),
+    ({Z: {"leaf_module": {"classes": [1]}}}, f"{Z}.leaf_module.classes", "a list"),
+    # Ranges.
+    ({"gradient_predivide_factor": 0}, "gradient_predivide_factor", "at least 1.17"),
+    ({Z: {"stage": 4}}, f"{Z}.stage", "got 4"),
+    ({Z: {"reduce_bucket_size": 0}}, f"{Z}.reduce_bucket_size", "at least 1"),
+    ({Z: {"stage3_max_live_parameters": -1}}, f"{Z}.stage3_max_live_parameters", "at least 0"),
+    ({Z: {"sub_group_size": 1.5}}, f"{Z}.sub_group_size", "an integer"),
+    ({"gradient_clipping": float("nan")}, "gradient_clipping", "a finite number"),
+    ({"gradient_clipping": -1.0}, "gradient_clipping", "at least 0"),
+    ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu", "at least 1"),
+    ({"steps_per_print": 0}, "steps_per_print", "at least 1"),
+    ({"fp16": {"enabled": True, "hysteresis": 0}}, "fp16.hysteresis", "at least 1"),
+    ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale", "range of fp32"),
+    ({"fp16": {"initial_scale_power": 200}}, "fp16.initial_scale_power", "from 0 to 127"),
+    ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type", "'adamw'"),
+    ({"scheduler": {"type": "Warmup"}}, "scheduler.type", "'WarmupLR'"),
+    ({"scheduler": {"params": {"warmup_num_steps": 1}}}, "scheduler.type", "which scheduler"),
+    ({Z: {"offload_param": {"device": "disk"}}}, f"{Z}.offload_param.device", "'nvme'"),
+    # Contradictions.
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled", "bf16.enabled"),
+    ({"fp16": {"loss_scale": 128}, "bf16": {"enabled": True}}, "fp16.loss_scale", "bf16.enabled"),
+    (
+        {"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}},
+        "fp16.min_loss_scale",
+        "fp16.initial_scale_power",
+    ),
+    (
+        {"fp16": {"enabled": True}, "data_types": {"param_dtype": "bf16"}},
+        "data_types.param_dtype",
+        "torch.float16",
+    ),
+    ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype", "torch.float32"),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype", "torch.float32"),
+    (
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+        "data_types.grad_accum_dtype",
+        "torch.float32",
+    ),
+    (
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        "bf16.bf16_master_weights_and_grads",
+        "bf16.bf16_optimizer_states",
+    ),
+    (
+        {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4},
+        "train_batch_size",
+        "= 16, got 8",
+    ),
+    ({"train_micro_batch_size_per_gpu": 3}, "train_batch_size", "got 8"),
+    ({Z: {"stage": 2, "stage3_max_reuse_distance": 5}}, f"{Z}.stage3_max_reuse", "at stage 2"),
+    ({Z: {"stage": 1, "max_live_parameters": 5}}, f"{Z}.max_live_parameters", "at stage 1"),
+    (
+        {Z: {"stage": 2, "offload_param": {"device": "cpu"}}},
+        f"{Z}.offload_param.device",
+        "at stage 2",
+    ),
+    # Features.
+    (
+        {Z: {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
+        f"{Z}.offload_optimizer.device",
+        'expected "none"',
+    ),
+    ({Z: {"stage": 3, "zero_quantized_weights": True}}, f"{Z}.zero_quantized_weights", "ZeRO++"),
+    ({"tensorboard": {"enabled": True}}, "tensorboard.enabled", "expected false"),
+    ({"amp": {"enabled": True}}, "amp.enabled", "torch_autocast"),
+    ({"prescale_gradients": True}, "prescale_gradients", "gradient_predivide_factor"),
+]
+
+
+@pytest.mark.parametrize(
+    ("raw", "path", "part"), WRONG, ids=[f"{i}-{path}" for i, (_, path, _) in enumerate(WRONG)]
+)
+def test_a_wrong_file_says_which_key_and_what_instead(
+    raw: dict[str, Any], path: str, part: str
+) -> None:
+    """A traceback from inside says nothing to who wrote the file."""
+    with warnings.catch_warnings(), pytest.raises(ConfigError) as caught:
+        warnings.simplefilter("ignore")
+        EngineConfig.from_deepspeed({"train_batch_size": 8, **raw})
+
+    message = str(caught.value)
+    assert message.startswith(path)
+    assert part in message
+    assert "expected" in message
+
+
+def test_a_batch_size_is_asked_for() -> None:
+    """Accumulation steps alone do not say how large a batch is."""
+    with pytest.raises(ConfigError, match=r"^train_batch_size: .*train_micro_batch_size_per_gpu"):
+        EngineConfig.from_deepspeed({"gradient_accumulation_steps": 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("{", "expected JSON"), ("[1]", "expected an object"), ("\xff", "expected JSON")],
+)
+def test_what_is_no_json_object_is_a_file_error(tmp_path: Path, text: str, part: str) -> None:
+    """The file is named, and where in it the mistake is."""
+    path = tmp_path / "ds.json"
+    path.write_bytes(text.encode("latin-1"))
+
+    with pytest.raises(FileError, match=part) as caught:
+        EngineConfig.from_deepspeed(path)
+
+    assert "ds.json" in str(caught.value)
+
+
+def test_a_missing_file_is_a_file_error(tmp_path: Path) -> None:
+    """With the path that was looked for."""
+    with pytest.raises(FileError, match=r"none\.json.*No such file"):
+        ZeroConfig.from_deepspeed(str(tmp_path / "none.json"))
+
+
+def test_a_name_given_twice_in_a_file_is_an_error(tmp_path: Path) -> None:
+    """JSON readers keep the last one and say nothing."""
+    path = tmp_path / "ds.json"
+    path.write_text('{"fp16": {"enabled": true, "enabled": false}, "train_batch_size": 8}')
+
+    with pytest.raises(ConfigError, match=r"^fp16\.enabled: expected one value"):
+        EngineConfig.from_deepspeed(path)
+
+
+@pytest.mark.parametrize("source", [None, 3, b"{}", [("stage", 1)]], ids=repr)
+def test_other_sources_are_refused(source: Any) -> None:
+    """So that a mixed-up argument is found where it was given."""
+    with pytest.raises(ConfigError, match="expected a dict or the path"):
+        EngineConfig.from_deepspeed(source)
+
+
+# Fuzzing -----------------------------------------------------------------------------------------
+
+VALUES: Final = (
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        2,
+        3,
+        -1,
+        1.5,
+        1e9,
+        float("inf"),
+        float("nan"),
+        10**400,
+        10**5000,
+        "",
+        "auto",
+    ),
+    *("none", "cpu", "fp16", "bf16", "adam", "WarmupLR", [], [1], ["a"], [[]], {}, {"a": 1}),
+    *({"enabled": True}, {"enabled": "auto"}, {1: 2}, object(), ("x",), b"x", 10**5000),
+)
+
+
+def _mutate(raw: dict[Any, Any], rng: random.Random, rate: float, path: str = "") -> set[str]:
+    """Change a nested dict at a few places; returns the paths that it changed."""
+    changed = set()
+    for name in list(raw):
+        where = f"{path}{name}"
+        if isinstance(raw[name], dict) and rng.random() < 0.8:
+            changed |= _mutate(raw[name], rng, rate, f"{where}.")
+        elif rng.random() < rate:
+            raw[name] = rng.choice(VALUES)
+            changed.add(where)
+        elif rng.random() < 0.5:
+            del raw[name]
+    if rng.random() < rate / 2:
+        name = rng.choice(["stag", "", "enabled", 7, None, "zero_optimization", "a.b", "auto"])
+        raw[name] = rng.choice(VALUES)
+        changed.add(f"{path}{name}")
+    return changed
+
+
+@pytest.mark.parametrize("seed", range(500))
+def test_any_dictionary_is_read_or_refused_by_the_path_of_a_key(seed: int) -> None:
+    """Whatever people write, they get an answer about their file and never about our code."""
+    rng = random.Random(seed)
+    raw = json.loads(json.dumps(DOCUMENTED))
+    changed = _mutate(raw, rng, rate=rng.choice([0.005, 0.01, 0.05]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            config = EngineConfig.from_deepspeed(raw, world_size=rng.choice([1, 2, 3]))
+        except ConfigError as error:
+            path = str(error).split(": ")[0]
+            assert path in changed | WRITTEN.keys() | SECTIONS or any(
+                path.startswith(f"{other}.") for other in changed
+            )
+        else:
+            assert config.table()
