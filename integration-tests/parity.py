@@ -519,7 +519,7 @@ def _clip(
     sums = []
     for rank in range(world_size if stage else 1):
         norms = [
-            torch.linalg.vector_norm(part).to(torch.float64)
+            torch.linalg.vector_norm(part.float()).to(torch.float64)
             for buffer in _buffers(model, optimizer, world_size, cut if stage else Cut.FLAT)
             for part in _parts(buffer, params, rank if stage else None)
         ]

@@ -70,6 +70,32 @@ def test_nccl_trains_as_plain_torch_does(stage: int, tmp_path) -> None:
     assert losses == expected_losses
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_steady_step_with_masters_and_clipping_never_waits_for_the_device(stage: int) -> None:
+    """A host that waits launches nothing meanwhile: every step would pay for it."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    config = ZeroConfig(stage, precision=zero_engine.Precision(params=torch.bfloat16))
+    zero_engine.shard(model, optimizer, config)
+    x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> torch.Tensor:
+        model(x).float().square().mean().backward()
+        report = zero_engine.unscale_and_clip_(model, scale=2.0, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return report.finite
+
+    for _ in range(3):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        finite = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert finite.item()
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_gpus_train_through_nccl(stage: int, tmp_path: Path) -> None:

@@ -207,6 +207,23 @@ def _coalesce(group: Group, stage: int) -> None:
         pass
 
 
+def test_a_norm_beyond_the_range_of_fp16_is_a_norm(ranks) -> None:
+    """Gradients of pure fp16 that are all finite would be taken for an overflow, and skipped."""
+    ranks(2).run(_large_norm)
+
+
+def _large_norm(group: Group) -> None:
+    model = nn.Linear(64, 64, bias=False, dtype=FP16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero_engine.shard(model, optimizer, ZeroConfig(2), group=group)
+    model(torch.full((1, 64), 20_000.0, dtype=FP16)).sum().backward()
+
+    report = zero_engine.unscale_and_clip_(model)
+
+    assert report.is_finite
+    torch.testing.assert_close(report.norm, torch.tensor(20_000.0 * 64))
+
+
 # ---- Values in and out ----
 
 

@@ -38,9 +38,10 @@ class BatchSizes:
                 "train_batch_size: expected it, or train_micro_batch_size_per_gpu, got neither"
             )
         if accumulation_steps is None:
-            is_known = train is not None and micro is not None
-            accumulation_steps = train // (micro * world_size) if is_known else 1
+            is_open = train is None or micro is None
+            accumulation_steps = 1 if is_open else train // (micro * world_size)
         if train is None:
+            assert micro is not None, "one of the two is there"
             train = micro * accumulation_steps * world_size
         if micro is None:
             micro = train // (accumulation_steps * world_size)

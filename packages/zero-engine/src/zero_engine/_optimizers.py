@@ -133,7 +133,7 @@ def _make_muon(params: list[Any], options: dict, given: set[str]) -> Any:
         {**group, "params": _members(group["params"])}
         for group in (params if is_grouped else [{"params": params}])
     ]
-    made = []
+    made: list[torch.optim.Optimizer] = []
     for is_muon, kind, names, defaults, lr in (
         (True, torch.optim.Muon, _MUON_OPTIONS, _MUON_DEFAULTS, muon_lr),
         (False, adam, _REST_OPTIONS, _REST_DEFAULTS, adam_lr),
@@ -141,7 +141,8 @@ def _make_muon(params: list[Any], options: dict, given: set[str]) -> Any:
         groups = list(_half_of(whole, is_muon, (_MUON_OPTIONS | _REST_OPTIONS) - names))
         mine = defaults | {key: value for key, value in options.items() if key in names}
         if groups:
-            made.append(kind(groups, **(mine if lr is None else mine | {"lr": lr})))
+            of_half: Any = mine if lr is None else mine | {"lr": lr}
+            made.append(kind(groups, **of_half))
     if not made:
         raise ConfigError("optimizer.type: Muon got no parameters")
     return ChainedOptimizer(*made) if len(made) > 1 else made[0]

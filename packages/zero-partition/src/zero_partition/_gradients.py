@@ -190,11 +190,11 @@ class BufferGradients:
             )
             return
         self.ensure_shard()
-        self.received = None
-        if self.holds_gradients or self.buffer.wire_dtype != self.shard.dtype:
-            self.received = self.shard.new_empty(self.shard.shape, dtype=self.buffer.wire_dtype)
+        self.received, wire_dtype = None, self.buffer.wire_dtype
+        if self.holds_gradients or wire_dtype != self.buffer.trained.dtype:
+            self.received = torch.empty_like(self.buffer.trained, dtype=wire_dtype)
         self.in_flight = reduce_scatter_flat(
-            self.accumulator.to(self.buffer.wire_dtype),
+            self.accumulator.to(wire_dtype),
             group=group,
             op=op,
             splits=splits,

@@ -19,7 +19,12 @@ class GradientReport:
     """What is known of all gradients together, before the optimizer steps."""
 
     norm: Tensor  # float32 scalar: of the unscaled gradients, before clipping
-    is_finite: bool  # whether no element on any rank is inf or nan
+    finite: Tensor  # bool scalar: whether no element on any rank is inf or nan
+
+    @property
+    def is_finite(self) -> bool:
+        """The same on the host, which on CUDA waits for the device."""
+        return bool(self.finite)
 
 
 def clip_grad_norm_(
@@ -52,15 +57,14 @@ def unscale_and_clip_(
         raise StateError(f"unscale_and_clip_(): expected a finite scale above 0, got {scale}")
     grads = _gradients(sharded, "unscale_and_clip_()", across)
     norm = _total_norm(sharded, grads, 2.0, across) / scale
-    if not norm.isfinite():
-        return GradientReport(norm.to(torch.float32), is_finite=False)
-    factor = torch.ones_like(norm)
+    finite, factor = norm.isfinite(), torch.ones_like(norm)
     if max_norm is not None:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if scale != 1.0 or max_norm is not None:
+        factor = torch.where(finite, factor / scale, 1.0)  # no branch: the host waits for nothing
         for grad, _ in grads:
-            grad.mul_(factor / scale)
-    return GradientReport(norm.to(torch.float32), is_finite=True)
+            grad.mul_(factor)
+    return GradientReport(norm.to(torch.float32), finite)
 
 
 def _gradients(sharded: ShardedModel, what: str, across: Group | None) -> list[tuple[Tensor, bool]]:
@@ -91,11 +95,7 @@ def _total_norm(
 ) -> Tensor:
     """Over all ranks: a float64 scalar, equal on all of them. Collective."""
     reducer = sharded.reducer
-    norms = [
-        torch.linalg.vector_norm(grad, norm_type)
-        for grad, counts in grads
-        if counts and grad.numel()
-    ]
+    norms = [_norm_of(grad, norm_type) for grad, counts in grads if counts and grad.numel()]
     local = torch.zeros(1, dtype=torch.float64, device=sharded.group.device)
     if norms:
         stacked = torch.stack([norm.to(torch.float64) for norm in norms])
@@ -105,6 +105,13 @@ def _total_norm(
     if across is not None:
         local = _combine(local, norm_type, across, reducer.control_tag)
     return local[0].sqrt() if norm_type == 2.0 else local[0]
+
+
+def _norm_of(grad: Tensor, norm_type: float) -> Tensor:
+    dtype = (
+        torch.float32 if grad.dtype.itemsize < torch.float32.itemsize else None
+    )  # fp16 ends early
+    return torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
 
 
 def _combine(local: Tensor, norm_type: float, group: Group, tag: int) -> Tensor:

@@ -27,9 +27,10 @@ def clip_grad_norm_(
     """Scale all gradients so that their norm, over all parameters and ranks, is `max_norm` at most.
 
     Collective at stages 1 to 3; after backward, before the step. The arithmetic, so that one
-    process can repeat it: the norm of each rank's part of each parameter, in the gradient's dtype,
-    in the order of units; their squares added in float64; those sums added in rank order; the
-    square root; then every gradient times min(1, max_norm / (norm + 1e-6)), as torch does.
+    process can repeat it: the norm of each rank's part of each parameter, in the gradient's dtype
+    or, if that has 16 bits, in float32, in the order of units; their squares added in float64;
+    those sums added in rank order; the square root; then every gradient times
+    min(1, max_norm / (norm + 1e-6)), as torch does.
 
     Args:
         model_or_optimizer: Either of the two that were sharded together.
