@@ -162,7 +162,7 @@ class Engine(EngineFacts):
         )
         self._norm = report.norm
         checks = self.config.checks_overflow or self.loss_scaler is not None
-        self._was_applied = report.is_finite or not checks
+        self._was_applied = not checks or report.is_finite  # asked last: on CUDA it waits
         if self._was_applied:
             optimizer.step()
         optimizer.zero_grad()
