@@ -207,6 +207,47 @@ def _coalesce(group: Group, stage: int) -> None:
         pass
 
 
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_outputs_are_converted_wherever_they_are(ranks, stage: int) -> None:
+    """A loss of 16 bits loses what the logits had; the user's own code asks for no dtype."""
+    ranks(2).run(_convert_outputs, stage=stage)
+
+
+class _Opaque:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class _Returns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, opaque: bool = False) -> Any:
+        y = self.linear(x)
+        return _Opaque(y) if opaque else {"y": y, "more": [y * 2, None, 3], "index": y.argmax()}
+
+
+def _convert_outputs(group: Group, stage: int) -> None:
+    plain = parity.build(_Returns).to(BF16)
+    model = parity.build(_Returns)
+    precision = Precision(params=BF16, masters=None, outputs=FP32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage, precision=precision), group=group)
+    x = torch.ones(2, 8, dtype=BF16)
+    expected, output = plain(x), model(x)
+
+    assert output["y"].dtype == output["more"][0].dtype == FP32
+    assert output["index"].dtype == torch.int64
+    assert output["more"][1:] == [None, 3]
+    assert torch.equal(output["y"], expected["y"].float())
+    (output["y"].sum() + output["more"][0].sum()).backward()
+    (expected["y"].float().sum() + expected["more"][0].float().sum()).backward()
+    assert torch.equal(zero_engine.full_grad(model.linear.weight), plain.linear.weight.grad)
+    with pytest.raises(StateError, match=r"Precision\.outputs=torch\.float32: .*_Opaque"):
+        model(x, opaque=True)
+
+
 def test_a_norm_beyond_the_range_of_fp16_is_a_norm(ranks) -> None:
     """Gradients of pure fp16 that are all finite would be taken for an overflow, and skipped."""
     ranks(2).run(_large_norm)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ._bound import Bound
 from ._errors import StateError
-from ._outputs import tensors_in
+from ._outputs import converted, tensors_in
 from ._outside import keep_views
 from ._placement import Placement
 from ._schedule import Call
@@ -59,6 +59,9 @@ class AroundCall(Bound):
         finally:
             call = self._end(raised)
         self._watch(output, call, first_node)
+        output_dtype = self.sharded.output_dtype
+        if self.is_model and output_dtype is not None:
+            return converted(output, output_dtype)
         return output
 
     @untraced

@@ -8,8 +8,11 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 import attrs
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
+
+from ._errors import StateError
 
 # Objects of classes that say nothing about their content are looked into, but not without end: one
 # of them may lead to a whole program.
@@ -27,6 +30,26 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield value
     else:
         yield from _tensors_in(value, set(), _MAX_NESTED_OBJECTS)
+
+
+def converted(value: Any, dtype: torch.dtype) -> Any:
+    """The same with every floating-point tensor in another dtype.
+
+    Raises:
+        StateError: One of them lies in something that torch's pytrees do not know.
+    """
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    result = _pytree.tree_map_only(Tensor, convert, value)
+    if any(tensor.is_floating_point() and tensor.dtype != dtype for tensor in tensors_in(result)):
+        raise StateError(
+            f"Precision.outputs={dtype}: the model returned a {type(value).__name__} with tensors "
+            "that cannot be replaced in it; return tensors in tuples, lists, dicts or what is "
+            "registered by torch.utils._pytree.register_pytree_node, or convert them in the model"
+        )
+    return result
 
 
 def _tensors_in(value: Any, seen: set[int], num_objects: int) -> Iterator[Tensor]:

@@ -135,6 +135,7 @@ def partition(
         optimizer=optimizer,
         exposure=expose_shards(runtime, group),
         gathers_state_dict=gathers_state_dict,
+        output_dtype=precision.outputs,
     )
     tags = {"control_tag": sharded.reducer.control_tag, "access_tag": sharded.access_tag}
     group.explain(purposes_of(runtime, **tags))

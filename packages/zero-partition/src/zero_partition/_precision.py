@@ -44,6 +44,8 @@ class Precision:
             themselves when None, or where they are of this dtype.
         reduce: Gradients travel between ranks, and are averaged, in it; in that of their parameter
             when None.
+        outputs: Floating-point tensors that the model returns are converted to it; as they are when
+            None.
         predivide_factor: Gradients are divided by it before ranks are added up, and multiplied by
             it afterwards: what keeps a sum over many ranks within fp16.
         reduces_mean: Gradients are averaged over the ranks; added up when False.
@@ -55,6 +57,7 @@ class Precision:
     params: torch.dtype | None = field(default=None, validator=_is_floating)
     masters: torch.dtype | None = field(default=torch.float32, validator=_is_floating)
     reduce: torch.dtype | None = field(default=None, validator=_is_floating)
+    outputs: torch.dtype | None = field(default=None, validator=_is_floating)
     predivide_factor: float = field(default=1.0, validator=_is_factor)
     reduces_mean: bool = field(default=True, validator=_is_bool)
 
