@@ -123,7 +123,7 @@ def test_torchs_clip_works_where_the_shard_is_everything(ranks) -> None:
 
 
 def _clip_alone(group: Group) -> None:
-    model, optimizer = parity.build_sharded(group, ZeroConfig(2))
+    model, optimizer = parity.build_sharded(group, ZeroConfig(2), make=parity.tiny_float32)
     parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
     shards = [param for entry in optimizer.param_groups for param in entry["params"]]
 

@@ -31,25 +31,22 @@ def test_the_engine_trains_as_the_plain_loop_does(
     ranks, stage: int, num_micro_batches: int, max_norm: float | None
 ) -> None:
     """It owns no algorithm: whoever moves from one loop to the other must see no bit change."""
-    recipe = Recipe(
-        num_micro_batches=num_micro_batches,
-        reduces_once=stage < 2,
-        max_norm=max_norm,
-        make=parity.tiny_float32,
-        loss_of=partial(_share_of_loss, num_micro_batches=num_micro_batches),
-    )
-    ranks(2).run(_compare_with_plain_loops, stage=stage, recipe=recipe)
+    ranks(2).run(_compare_with_plain_loops, stage=stage, count=num_micro_batches, max_norm=max_norm)
 
 
 def _share_of_loss(model: nn.Module, data: Any, num_micro_batches: int) -> Tensor:
     return parity.loss_of(model, data) / num_micro_batches
 
 
-def _compare_with_plain_loops(group: Group, stage: int, recipe: Recipe) -> None:
-    count = recipe.num_micro_batches
-    settings = engine_config(
-        group, stage, accumulation_steps=count, max_norm=recipe.max_norm or 0.0
+def _compare_with_plain_loops(group: Group, stage: int, count: int, max_norm: float | None) -> None:
+    recipe = Recipe(
+        num_micro_batches=count,
+        reduces_once=stage < 2,
+        max_norm=max_norm,
+        make=parity.tiny_float32,
+        loss_of=partial(_share_of_loss, num_micro_batches=count),
     )
+    settings = engine_config(group, stage, accumulation_steps=count, max_norm=max_norm or 0.0)
     engine = build_engine(group, settings)
     losses = [
         run_micro_batch(engine, step, micro) / count
