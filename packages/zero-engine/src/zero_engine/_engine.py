@@ -141,14 +141,14 @@ class Engine(EngineFacts):
                 f"but no loss was multiplied by it (rank {self.group.rank}); "
                 "use engine.backward(loss), or engine.scale(loss).backward()"
             )
-        is_boundary = self.is_gradient_accumulation_boundary()
-        if is_boundary and self.optimizer is None:
+        is_boundary, optimizer = self.is_gradient_accumulation_boundary(), self.optimizer
+        if is_boundary and optimizer is None:
             raise ConfigError(
                 "Engine.step(): the engine has no optimizer; pass one to initialize()"
             )
         self._was_applied = self._was_scaled = False
-        if is_boundary:
-            self._take_step(self.optimizer, lr_kwargs or {})
+        if is_boundary and optimizer is not None:
+            self._take_step(optimizer, lr_kwargs or {})
         self.micro_steps += 1
         self._accumulation.end_micro_batch()
         self._wait_or_not()

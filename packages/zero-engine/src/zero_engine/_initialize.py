@@ -183,7 +183,7 @@ def _choose_scheduler(
         return None
     if optimizer is None:
         raise ConfigError("initialize(): expected an optimizer for the scheduler, got none")
-    if given is None:
+    if given is None and spec is not None:
         return make_scheduler(optimizer, spec.type, spec.params)
     made = given if hasattr(given, "step") or not callable(given) else given(optimizer)
     if not hasattr(made, "step"):
