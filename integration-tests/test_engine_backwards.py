@@ -9,7 +9,7 @@ import pytest
 from engines import assert_weights, build_engine, engine_config, run_micro_batch, weights_of
 from torch import nn
 from zero_comm import Group
-from zero_engine import DynamicLossScale
+from zero_engine import ConfigError, DynamicLossScale
 from zero_partition import StateError
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -66,6 +66,23 @@ def _backward_from_outputs(group: Group, how: str) -> None:
     run_micro_batch(expected, 0)
 
     assert_weights(engine, weights_of(expected))
+
+
+def test_a_loss_that_has_no_backward_is_named(ranks) -> None:
+    """A loss without reduction, or from an evaluation loop, is a mistake made every day."""
+    ranks(1).run(_backward_of_nothing)
+
+
+def _backward_of_nothing(group: Group) -> None:
+    engine = build_engine(group, engine_config(group, 3))
+    tokens, _ = parity.batch(0, 0, group.rank)
+    outputs = engine(tokens)
+    with pytest.raises(ConfigError, match=r"expected a scalar, got a loss of shape .*gradient="):
+        engine.backward(outputs)
+    with pytest.raises(ConfigError, match=r"expected a tensor, got 1\.0"):
+        engine.backward(1.0)
+    with pytest.raises(StateError, match=r"depends on no trainable parameter .* no_grad"):
+        engine.backward(outputs.detach().sum())
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
