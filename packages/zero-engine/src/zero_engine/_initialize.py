@@ -204,13 +204,14 @@ def _choose_scheduler(
             "initialize(): expected lr_scheduler to have step(), or to return what has when called "
             f"with the optimizer, got {made!r}"
         )
-    groups = [id(param_group) for param_group in optimizer.param_groups]
+    scheduled = getattr(made, "optimizer", optimizer)
+    groups = [id(param_group) for param_group in optimizer.param_groups]  # a chain's: its members'
     if isinstance(made, LRScheduler) and not any(
-        id(param_group) in groups for param_group in made.optimizer.param_groups
+        id(param_group) in groups for param_group in scheduled.param_groups
     ):
         raise ConfigError(
             f"initialize(): expected the {type(made).__name__} to be built from the optimizer that "
-            f"trains, got one of another {type(made.optimizer).__name__}, whose learning rate "
+            f"trains, got one of another {type(scheduled).__name__}, whose learning rate "
             "nobody reads; pass lr_scheduler=lambda optimizer: ..."
         )
     return made

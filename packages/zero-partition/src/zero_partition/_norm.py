@@ -95,8 +95,11 @@ def _total_norm(
 ) -> Tensor:
     """Over all ranks: a float64 scalar, equal on all of them. Collective."""
     reducer = sharded.reducer
-    norms = [  # times 0 what another rank counts: of that, inf and nan alone are left, as nan
-        _norm_of(grad, norm_type) * (1 if counts else 0) for grad, counts in grads if grad.numel()
+    norms = [
+        # What another rank counts is taken times 0: an inf or nan, and no more, is left, as nan.
+        _norm_of(grad, norm_type) if counts else 0 * _norm_of(grad, norm_type)
+        for grad, counts in grads
+        if grad.numel()
     ]
     local = torch.zeros(1, dtype=torch.float64, device=sharded.group.device)
     if norms:
