@@ -172,6 +172,8 @@ def test_leaf_modules_are_found_by_all_of_their_names() -> None:
     assert utils.set_z3_leaf_modules_by_suffix(model, [".0"]) == [inner[0]]
     assert utils.unset_z3_leaf_modules(model, [nn.Linear]) == [inner[0]]
     assert utils.set_z3_leaf_modules(model, [nn.Linear]) == [model[0], inner[0]]
+    utils.unset_z3_leaf_modules(model, [nn.Linear])
+    assert utils.set_z3_leaf_modules_by_suffix(model, "1.0", raise_if_not_found=False) == [inner[0]]
     with pytest.raises(ConfigError, match=r"\['2'\], which fit none of this Sequential"):
         utils.set_z3_leaf_modules_by_name(model, ["2"])
     assert utils.set_z3_leaf_modules_by_name(model, ["2"], raise_if_not_found=False) == []
@@ -204,6 +206,12 @@ def test_a_disabled_init_builds_plainly() -> None:
         layer = nn.Linear(2, 2)
 
     assert not layer.weight.isnan().any()
+
+
+def test_init_names_a_dtype_that_is_none() -> None:
+    """DeepSpeed's own files say "fp16", so that it is tried here, too."""
+    with pytest.raises(ConfigError, match=r"floating-point torch\.dtype, got 'fp16'"):
+        deepspeed.zero.Init(dtype="fp16")
 
 
 def test_a_process_without_a_launcher_is_rank_zero_of_one(monkeypatch) -> None:

@@ -181,6 +181,10 @@ def _change_batch_size(group: Group) -> None:
         engine.set_train_batch_size(engine.train_batch_size())
     with pytest.raises(zero_engine.ConfigError, match="a multiple of 4"):
         engine.set_train_batch_size(3)
+    with pytest.raises(zero_engine.ConfigError, match="expected a whole number"):
+        engine.set_train_batch_size("8")
+    with pytest.raises(zero_engine.ConfigError, match="expected true or false, got 'no'"):
+        engine.set_gradient_accumulation_boundary("no")
     run_micro_batch(engine, 0, 1)
     assert engine.global_steps == 1
 
@@ -245,10 +249,24 @@ def test_autocast_is_the_configurations(ranks) -> None:
 
 def _autocast(group: Group) -> None:
     settings = attrs.evolve(engine_config(group, 3), autocast_dtype=torch.bfloat16)
-    engine, *_ = zero_engine.initialize(model=nn.Linear(8, 4), config=settings, group=group)
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    engine, *_ = zero_engine.initialize(model=model, config=settings, group=group)
+    in_backward, x = [], torch.randn(2, 8)
+    watched = x.clone().requires_grad_()
+    watched.register_hook(lambda _: in_backward.append(torch.is_autocast_enabled("cpu")))
 
-    assert engine(torch.ones(1, 8)).dtype == torch.bfloat16
-    assert engine.module(torch.ones(1, 8)).dtype == torch.float32
+    loss = engine(watched)
+    assert loss.dtype == torch.bfloat16
+    assert engine.module(x).dtype == torch.float32
+    engine.backward(loss.float().square().sum())
+
+    assert in_backward == [False]
+    assert not torch.is_autocast_enabled("cpu")
+    assert model[1].running_mean.dtype == torch.float32
+    with torch.autocast("cpu", torch.float16):
+        assert engine(x).dtype == torch.bfloat16
+        assert torch.get_autocast_dtype("cpu") == torch.float16
+        assert (x @ x.T).dtype == torch.float16
 
 
 def test_progress_is_printed_as_often_as_asked(ranks, capsys) -> None:

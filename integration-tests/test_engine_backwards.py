@@ -9,7 +9,7 @@ import pytest
 from engines import assert_weights, build_engine, engine_config, run_micro_batch, weights_of
 from torch import nn
 from zero_comm import Group
-from zero_engine import DynamicLossScale
+from zero_engine import ConfigError, DynamicLossScale
 from zero_partition import StateError
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -66,6 +66,45 @@ def _backward_from_outputs(group: Group, how: str) -> None:
     run_micro_batch(expected, 0)
 
     assert_weights(engine, weights_of(expected))
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_backwards_before_one_step_are_the_micro_batches_of_a_step(ranks, stage: int) -> None:
+    """Who does not know how many there will be runs them all, and steps once."""
+    ranks(2).run(_accumulate_by_hand, stage=stage)
+
+
+def _accumulate_by_hand(group: Group, stage: int) -> None:
+    counted = build_engine(group, engine_config(group, stage, accumulation_steps=3))
+    by_hand = build_engine(group, engine_config(group, stage))
+    for step in range(2):
+        with nullcontext() if stage >= 2 else by_hand.coalesce_grad_reduction():
+            for micro in range(3):
+                run_micro_batch(counted, step, micro)
+                loss = parity.loss_of(by_hand, parity.batch(step, micro, group.rank))
+                by_hand.backward(loss / 3)
+        by_hand.step()
+
+    assert by_hand.global_steps == counted.global_steps == 2
+    assert by_hand.get_global_grad_norm() == counted.get_global_grad_norm()
+    assert_weights(by_hand, weights_of(counted))
+
+
+def test_a_loss_that_has_no_backward_is_named(ranks) -> None:
+    """A loss without reduction, or from an evaluation loop, is a mistake made every day."""
+    ranks(1).run(_backward_of_nothing)
+
+
+def _backward_of_nothing(group: Group) -> None:
+    engine = build_engine(group, engine_config(group, 3))
+    tokens, _ = parity.batch(0, 0, group.rank)
+    outputs = engine(tokens)
+    with pytest.raises(ConfigError, match=r"expected a scalar, got a loss of shape .*gradient="):
+        engine.backward(outputs)
+    with pytest.raises(ConfigError, match=r"expected a tensor, got 1\.0"):
+        engine.backward(1.0)
+    with pytest.raises(StateError, match=r"depends on no trainable parameter .* no_grad"):
+        engine.backward(outputs.detach().sum())
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)

@@ -14,7 +14,7 @@ import zero_engine
 from engines import assert_weights, build_engine, engine_config, run_micro_batch, weights_of
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_engine import DynamicLossScale
+from zero_engine import DynamicLossScale, StaticLossScale
 from zero_partition import StateError
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -53,6 +53,26 @@ def _overflow_on_one_rank(group: Group, stage: int) -> None:
         assert engine.get_global_grad_norm() == steady.get_global_grad_norm()
     # Powers of two change no bit of what they multiply and divide.
     assert_weights(engine, weights_of(steady))
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_a_static_scale_outlasts_an_overflow_and_changes_no_number(ranks, stage: int) -> None:
+    """Whoever fixes the scale wants it fixed; but a step on inf must be skipped all the same."""
+    ranks(2).run(_keep_the_scale, stage=stage)
+
+
+def _keep_the_scale(group: Group, stage: int) -> None:
+    engine = build_engine(group, engine_config(group, stage, loss_scale=StaticLossScale(128.0)))
+    plain = build_engine(group, engine_config(group, stage))
+    for step in range(3):
+        run_micro_batch(engine, 99, factor=float("inf") if group.rank == 1 else 1.0)
+        assert not engine.was_step_applied()
+        assert engine.cur_scale == 128.0
+        run_micro_batch(engine, step)
+        run_micro_batch(plain, step)
+
+    assert engine.skipped_steps == 3
+    assert_weights(engine, weights_of(plain))
 
 
 def test_an_engine_told_not_to_look_steps_as_plain_torch_does(ranks) -> None:

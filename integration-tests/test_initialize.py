@@ -48,6 +48,10 @@ def _train(engine: Engine, num_steps: int = 3) -> dict[str, Tensor]:
     return zero_engine.full_state_dict(engine.module)
 
 
+def _of_another(_: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(_adamw([torch.zeros(1)]), lambda k: k)
+
+
 def _by_objects(model: nn.Module, **_: Any) -> Any:
     optimizer = _adamw(model.parameters())
     scheduler = _warmup(optimizer)
@@ -170,6 +174,10 @@ def _train_in_a_grid(group: Group) -> None:
         ({"optimizer": "adam"}, r"expected optimizer to be a torch\.optim\.Optimizer.*'adam'"),
         ({"optimizer": lambda _: None}, r"or to return one when called with parameters, got None"),
         ({"optimizer": _adamw, "lr_scheduler": 3}, r"expected lr_scheduler to have step\(\)"),
+        ({"optimizer": _adamw, "lr_scheduler": _of_another}, r"LambdaLR to be built from the opt"),
+        ({"mpu": 3}, r"expected mpu to have get_data_parallel_group\(\), got 3"),
+        ({"group": 3}, r"expected group to be a zero_comm\.Group, got 3"),
+        ({"collate_fn": 3}, r"expected collate_fn to be a function, got 3"),
         ({"lr_scheduler": _warmup}, r"expected an optimizer for the scheduler, got none"),
         (
             {"config": EngineConfig(train_batch_size=4, micro_batch_size=1)},
@@ -183,6 +191,33 @@ def test_a_wrong_argument_is_named(wrong: dict[str, Any], message: str) -> None:
 
     with pytest.raises(ConfigError, match=message):
         zero_engine.initialize(**given)
+
+
+@pytest.mark.parametrize("wrong", [{"lr_scheduler": 3}, {"training_data": iter([])}])
+def test_what_is_refused_leaves_the_model_as_it_was(wrong: dict[str, Any]) -> None:
+    """In a notebook the call is corrected and run again, with the same model."""
+    model = nn.Linear(1, 1)
+    given = {"model": model, "optimizer": _adamw, "config": SETTINGS, "group": Group.solo()}
+    with pytest.raises(ConfigError):
+        zero_engine.initialize(**given | wrong)
+
+    engine, *_ = zero_engine.initialize(**given)
+
+    assert engine.module is model
+
+
+def test_a_scheduler_may_be_given_as_its_class() -> None:
+    """A class has `step`, too, but nothing to step."""
+    engine, _, _, scheduler = zero_engine.initialize(
+        model=nn.Linear(1, 1),
+        optimizer=_adamw,
+        lr_scheduler=torch.optim.lr_scheduler.ConstantLR,
+        config=SETTINGS,
+        group=Group.solo(),
+    )
+
+    assert scheduler is engine.lr_scheduler
+    assert engine.get_lr() == [pytest.approx(0.02 / 3)]
 
 
 def test_a_job_that_may_not_be_joined_is_missed(monkeypatch) -> None:

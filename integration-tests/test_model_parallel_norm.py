@@ -59,6 +59,24 @@ def _clip(group: Group, stage: int, norm_type: float) -> None:
     torch.testing.assert_close(grad, whole[0].grad.chunk(2, dim=1)[model_group.rank])
 
 
+def test_an_overflow_in_what_one_rank_counts_is_seen_in_every_copy(ranks) -> None:
+    """Ranks of one model that disagree about a step hold parts that do not fit from there on."""
+    ranks(2).run(_overflow_in_a_copy)
+
+
+def _overflow_in_a_copy(group: Group) -> None:
+    for culprit in range(2):
+        model = _Split(torch.ones(HIDDEN, HIDDEN), torch.ones(HIDDEN))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        zero_engine.shard(model, optimizer, ZeroConfig(0), group=Group.solo("cpu"))
+        factor = float("inf") if group.rank == culprit else 1.0
+        (model.bias.sum() * factor).backward()
+
+        report = zero_engine.unscale_and_clip_(model, max_norm=1.0, across=group)
+
+        assert not report.is_finite
+
+
 def _group_of(group: Group, all_ranks: list[list[int]]) -> Group:
     made = [dist.new_group(members) for members in all_ranks]  # every rank makes every group
     mine = next(i for i, members in enumerate(all_ranks) if group.rank in members)

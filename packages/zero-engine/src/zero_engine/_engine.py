@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zero_comm import Group
 from zero_partition import StateError
 
+from ._checks import check_flag, check_whole
 from ._engine_config import EngineConfig
 from ._engine_facts import EngineFacts
 from ._errors import ConfigError
@@ -95,12 +96,22 @@ class Engine(EngineFacts):
             The loss divided as it was, not scaled.
 
         Raises:
-            ConfigError: `loss` is no tensor.
-            zero_partition.StateError: The engine was destroyed.
+            ConfigError: `loss` is no tensor, or no scalar and there is no `gradient`.
+            zero_partition.StateError: The engine was destroyed, or `loss` requires no gradient.
         """
         self._check_alive("backward()")
         if not isinstance(loss, Tensor):
             raise ConfigError(f"Engine.backward(): expected a tensor, got {loss!r}")
+        if gradient is None and loss.numel() != 1:
+            raise ConfigError(
+                f"Engine.backward(): expected a scalar, got a loss of shape {tuple(loss.shape)}; "
+                "pass its mean, or gradient=... of that shape"
+            )
+        if not loss.requires_grad:
+            raise StateError(
+                "Engine.backward(): the loss depends on no trainable parameter "
+                f"(rank {self.group.rank}); was it computed under no_grad, or detached?"
+            )
         count = self.gradient_accumulation_steps()
         if scale_wrt_gas and count > 1:
             loss = loss / count
@@ -178,7 +189,13 @@ class Engine(EngineFacts):
     # ---- Accumulation ----
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide it by hand, before backward, on every rank alike, until None is passed. Local."""
+        """Decide it by hand, before backward, on every rank alike, until None is passed. Local.
+
+        Raises:
+            ConfigError: `is_boundary` is neither a bool nor None.
+        """
+        if is_boundary is not None:
+            check_flag("Engine.set_gradient_accumulation_boundary()", is_boundary)
         self._accumulation.chosen = is_boundary
         self._wait_or_not()
 
@@ -228,19 +245,21 @@ class Engine(EngineFacts):
         """Change the number of micro-batches, right after a boundary, on every rank alike. Local.
 
         Raises:
-            ConfigError: No multiple of the samples that all ranks have in one micro-batch.
+            ConfigError: Not a whole multiple of the samples that all ranks have in a micro-batch.
             zero_partition.StateError: Gradients of some micro-batches are there.
         """
         each = self.train_micro_batch_size_per_gpu() * self.group.world_size
-        if train_batch_size < each or train_batch_size % each:
+        where = "Engine.set_train_batch_size()"
+        train_batch_size = check_whole(where, train_batch_size, minimum=1)
+        if train_batch_size % each:
             raise ConfigError(
-                f"Engine.set_train_batch_size(): expected a multiple of {each}, which is the "
+                f"{where}: expected a multiple of {each}, which is the "
                 f"micro-batch size times the world size, got {train_batch_size}"
             )
         pending = self._accumulation.num_pending
         if pending:
             raise StateError(
-                "Engine.set_train_batch_size(): expected to be called right after a boundary, but "
+                f"{where}: expected to be called right after a boundary, but "
                 f"{pending} micro-batches have been accumulated"
             )
         self._accumulation.num_micro_batches = train_batch_size // each

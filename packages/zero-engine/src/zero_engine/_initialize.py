@@ -10,6 +10,7 @@ import attrs
 import torch
 import zero_comm
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 from zero_comm import Group
 from zero_partition import Stage
@@ -75,8 +76,7 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
         zero_comm.CommError: A rank did not take part in time.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"initialize(): expected model to be a torch.nn.Module, got {model!r}")
+    _check_kinds(model, mpu, collate_fn, group)
     chosen = _choose_config(args, config)
     group = _join(mpu, dist_init_required) if group is None else group
     settings = _as_engine_config(chosen, model, group.world_size)
@@ -86,7 +86,6 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     if model_parameters is None:
         model_parameters = [param for param in model.parameters() if param.requires_grad]
     made = _choose_optimizer(optimizer, model_parameters, settings.optimizer)
-    shard(model, made, settings.zero, group=group)
     scheduler = _choose_scheduler(lr_scheduler, made, settings.scheduler)
     loader = None
     if training_data is not None:
@@ -98,9 +97,22 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
             collate_fn=collate_fn,
             drop_last=settings.drop_last,
         )
+    shard(model, made, settings.zero, group=group)  # last: what is wrong above leaves the model be
     across = _join_across(mpu)
     engine = Engine(model, made, settings, group=group, lr_scheduler=scheduler, across=across)
     return engine, made, loader, scheduler
+
+
+def _check_kinds(model: Any, mpu: Any, collate_fn: Any, group: Any) -> None:
+    has_groups = mpu is None or callable(getattr(mpu, "get_data_parallel_group", None))
+    for name, value, fits, expected in (
+        ("model", model, isinstance(model, nn.Module), "be a torch.nn.Module"),
+        ("mpu", mpu, has_groups, "have get_data_parallel_group()"),
+        ("collate_fn", collate_fn, collate_fn is None or callable(collate_fn), "be a function"),
+        ("group", group, isinstance(group, Group | None), "be a zero_comm.Group"),
+    ):
+        if not fits:
+            raise ConfigError(f"initialize(): expected {name} to {expected}, got {value!r}")
 
 
 def _choose_config(args: Any, config: AnyConfig | None) -> AnyConfig:
@@ -185,10 +197,21 @@ def _choose_scheduler(
         raise ConfigError("initialize(): expected an optimizer for the scheduler, got none")
     if given is None and spec is not None:
         return make_scheduler(optimizer, spec.type, spec.params)
-    made = given if hasattr(given, "step") or not callable(given) else given(optimizer)
+    makes_one = isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
+    made = given(optimizer) if makes_one else given
     if not hasattr(made, "step"):
         raise ConfigError(
             "initialize(): expected lr_scheduler to have step(), or to return what has when called "
             f"with the optimizer, got {made!r}"
+        )
+    scheduled = getattr(made, "optimizer", optimizer)
+    groups = [id(param_group) for param_group in optimizer.param_groups]  # a chain's: its members'
+    if isinstance(made, LRScheduler) and not any(
+        id(param_group) in groups for param_group in scheduled.param_groups
+    ):
+        raise ConfigError(
+            f"initialize(): expected the {type(made).__name__} to be built from the optimizer that "
+            f"trains, got one of another {type(scheduled).__name__}, whose learning rate "
+            "nobody reads; pass lr_scheduler=lambda optimizer: ..."
         )
     return made

@@ -95,7 +95,12 @@ def _total_norm(
 ) -> Tensor:
     """Over all ranks: a float64 scalar, equal on all of them. Collective."""
     reducer = sharded.reducer
-    norms = [_norm_of(grad, norm_type) for grad, counts in grads if counts and grad.numel()]
+    norms = [
+        # What another rank counts is taken times 0: an inf or nan, and no more, is left, as nan.
+        _norm_of(grad, norm_type) if counts else 0 * _norm_of(grad, norm_type)
+        for grad, counts in grads
+        if grad.numel()
+    ]
     local = torch.zeros(1, dtype=torch.float64, device=sharded.group.device)
     if norms:
         stacked = torch.stack([norm.to(torch.float64) for norm in norms])

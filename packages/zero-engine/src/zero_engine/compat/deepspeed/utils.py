@@ -117,14 +117,14 @@ def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Classes) -> lis
 
 
 def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
+    model: nn.Module, module_names: str | Sequence[str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """The same for whole names, as in `model.named_modules()`. Returns those found."""
     return _set(model, module_names, raise_if_not_found, lambda name, wanted: name == wanted)
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_suffixes: Sequence[str], raise_if_not_found: bool = True
+    model: nn.Module, module_suffixes: str | Sequence[str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """The same for ends of names. Returns those found."""
     return _set(model, module_suffixes, raise_if_not_found, lambda name, end: name.endswith(end))
@@ -154,8 +154,9 @@ def z3_leaf_parameter(model: nn.Parameter) -> bool:
 
 
 def _set(
-    model: nn.Module, wanted: Sequence[str], raises: bool, fits: Callable[[str, str], bool]
+    model: nn.Module, wanted: str | Sequence[str], raises: bool, fits: Callable[[str, str], bool]
 ) -> list[nn.Module]:
+    wanted = [wanted] if isinstance(wanted, str) else list(wanted)
     modules = dict(model.named_modules())
     missing = [one for one in wanted if not any(fits(name, one) for name in modules)]
     if missing and raises:

@@ -14,6 +14,7 @@ from zero_partition import StateError
 
 import zero_engine
 from zero_engine import (
+    ConfigError,
     Engine,
     GatheredParameters,
     NotBuiltError,
@@ -70,6 +71,7 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
 
     Raises:
         zero_engine.NotBuiltError: Names the argument.
+        zero_engine.ConfigError: `dtype` is no floating-point dtype, or as `zero_engine.Init`.
     """
     if not enabled:
         return nullcontext()
@@ -84,6 +86,11 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
     ):
         if value not in (None, False):
             raise NotBuiltError(f"deepspeed.zero.Init({name}={value!r}) is not built yet")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(
+            "deepspeed.zero.Init(): expected dtype to be a floating-point torch.dtype, got "
+            f"{dtype!r}"
+        )
     process_group = data_parallel_group
     if process_group is None and mpu is not None:
         process_group = mpu.get_data_parallel_group()
