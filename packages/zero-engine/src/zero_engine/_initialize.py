@@ -77,6 +77,7 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         zero_comm.CommError: A rank did not take part in time.
     """
     _check_kinds(model, mpu, collate_fn, group)
+    assert model is not None, "its kind was checked"
     chosen = _choose_config(args, config)
     group = _join(mpu, dist_init_required) if group is None else group
     settings = _as_engine_config(chosen, model, group.world_size)
