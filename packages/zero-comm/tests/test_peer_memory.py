@@ -17,7 +17,7 @@ import pytest
 import torch
 from attrs import define, field
 from torch import Tensor
-from zero_comm import CommError, GroupMismatchError, _peer_memory
+from zero_comm import CommError, GroupMismatchError, _journal, _peer_memory
 from zero_comm._peer_memory import PeerMemory, RemoteBuffer, Transfer
 
 
@@ -194,7 +194,7 @@ def test_a_transfer_that_nobody_waits_on_still_lends_its_buffer(comes_last: bool
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_journal_wraps_around(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
     """Training launches millions of transfers; the ring has a thousand places."""
-    monkeypatch.setattr(_peer_memory, "_CAPACITY", 5)  # an offer and a done do not divide it
+    monkeypatch.setattr(_journal, "_CAPACITY", 5)  # an offer and a done do not divide it
     memories = _acquainted(world_size)
     for i in range(40):
         exchanges = [_exchange(memory, 3, 100.0 * memory.rank + i) for memory in memories]
@@ -210,7 +210,7 @@ def test_a_journal_wraps_around(monkeypatch: pytest.MonkeyPatch, world_size: int
 def test_more_launches_than_the_journal_holds_all_arrive() -> None:
     """Peers may be that far behind; nothing is lost and no launch blocks."""
     first, second = _acquainted(2)
-    numbers = range(2 * _peer_memory._CAPACITY + 3)
+    numbers = range(2 * _journal._CAPACITY + 3)
     ours = [_exchange(first, 0, float(i)) for i in numbers]
     theirs = [_exchange(second, 0, -float(i)) for i in numbers]
 
@@ -224,7 +224,7 @@ def test_a_rank_that_waited_on_all_its_transfers_owes_its_peers_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It may compute, or wait for a message, as long as it likes: no thread speaks for it."""
-    monkeypatch.setattr(_peer_memory, "_CAPACITY", 2)
+    monkeypatch.setattr(_journal, "_CAPACITY", 2)
     for seed in range(120):
         rng = random.Random(seed)
         memories = _acquainted(3)
@@ -247,7 +247,7 @@ def test_any_schedule_moves_every_value_to_its_own_place(
 ) -> None:
     """Ranks launch and look as they please; what is over is overwritten at once, as users do."""
     rng = random.Random(seed)
-    monkeypatch.setattr(_peer_memory, "_CAPACITY", rng.choice([2, 3, 7, 64]))
+    monkeypatch.setattr(_journal, "_CAPACITY", rng.choice([2, 3, 7, 64]))
     memories = _acquainted(rng.choice([2, 3, 4]))
     tags = [rng.randrange(4) for _ in range(30)]
     still = [rng.sample(tags, len(tags)) for _ in memories]  # each rank's own order
@@ -401,10 +401,10 @@ def test_a_peer_that_may_be_read_no_more_is_named_with_the_switch(what: str) -> 
     first, second = _acquainted(2)
     theirs = _exchange(second, 0, 2.0)
     refusal = PermissionError(EPERM, "Operation not permitted")
-    name = {"journal": "read", "buffer": "read_into"}[what]
+    place = {"journal": (_journal, "read"), "buffer": (_peer_memory, "read_into")}[what]
 
     with (
-        mock.patch.object(_peer_memory, name, side_effect=refusal),
+        mock.patch.object(*place, side_effect=refusal),
         pytest.raises(CommError, match=r"rank 0 c.* rank 1 \(.*not perm.*ZERO_COMM_PEER_MEMORY=0"),
     ):
         first.wait(_exchange(first, 0, 1.0).transfer, "exchange")

@@ -12,31 +12,33 @@ have become possible, so that peers are not kept waiting for this rank's own ord
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from errno import EFAULT, ESRCH
-from typing import Final
-from weakref import WeakSet, finalize
+from functools import partial
+from typing import Final, TypeVar
+from weakref import WeakSet
 
 import torch
 from attrs import Factory, define, field, frozen
 from torch import Tensor
 
 from ._errors import CommError, GroupMismatchError
-from ._process_memory import read, read_into, why
+from ._journal import (
+    DONE,
+    OFFER,
+    Journal,
+    Whereabouts,
+    read_entries,
+    read_header,
+    read_num_read,
+    read_word,
+)
+from ._process_memory import read_into, why
 from ._watch import Launch, SeenWait, Wait, Watch
-
-_OFFER, _DONE = 1, 2
-
-_WORD: Final = 8
-_ENTRY_WORDS: Final = 4  # kind, tag, address, num_bytes
-_TOKEN, _HEAD, _LEAVING = 0, 1, 2  # words of the header
-_CONSUMED: Final = 3  # then one count per rank, then the ring
-_CAPACITY: Final = 1024  # entries that peers may lag behind
 
 # How long a wait sleeps between looks: short while peers are probably about to answer, then longer.
 _EAGER_LOOKS: Final = 20
@@ -45,13 +47,7 @@ _LONG_SLEEP_S: Final = 1e-3
 _SHORT_FOR_S: Final = 0.1
 
 
-@frozen
-class Whereabouts:
-    """Where a rank's journal lies. Exchanged once, by other means."""
-
-    pid: int
-    address: int
-    token: int  # first word of the journal: proof that it is the right process
+T = TypeVar("T")
 
 
 @frozen
@@ -102,33 +98,25 @@ class PeerMemory:
     world_size: int
     timeout_s: float
     watch: Watch | None = field(default=None, kw_only=True)
-    token: int = field(factory=lambda: int.from_bytes(os.urandom(7), "little"))
     _peers: dict[int, Whereabouts] = field(factory=dict, init=False)
     _gone: set[int] = field(factory=set, init=False)  # their processes have ended
-    _journal: ctypes.Array[ctypes.c_int64] = field(init=False)
+    _journal: Journal = field(init=False)
     _seen: dict[int, int] = field(factory=dict, init=False)  # entries read of each peer's journal
     _offers: dict[int, dict[int, deque[RemoteBuffer]]] = field(factory=dict, init=False)
     _waiting: dict[int, deque[Transfer]] = field(factory=dict, init=False)  # by tag, in order
     _lent: dict[int, deque[Transfer]] = field(factory=dict, init=False)  # carried out here only
     _is_advancing: bool = field(default=False, init=False)
     _is_broken: bool = field(default=False, init=False)  # an interrupt came in between
-    _num_written: int = field(default=0, init=False)  # entries, those in the outbox included
-    _outbox: deque[tuple[int, int, int, int]] = field(factory=deque, init=False)
-    _read_by_all: int = field(default=0, init=False)  # entries of ours; a lower bound
-    _fence: threading.Lock = field(default=Factory(threading.Lock), init=False)
     _lock: threading.RLock = field(default=Factory(threading.RLock), init=False)
 
     def __attrs_post_init__(self) -> None:
-        num_words = _CONSUMED + self.world_size + _CAPACITY * _ENTRY_WORDS
-        self._journal = (ctypes.c_int64 * num_words)()
-        self._journal[_TOKEN] = self.token
+        self._journal = Journal(self.world_size)
         _ALL.add(self)
-        finalize(self, _close, self._journal).atexit = False  # type: ignore[attr-defined]
 
     @property
     def whereabouts(self) -> Whereabouts:
         """What peers need to know to read this rank's journal."""
-        return Whereabouts(os.getpid(), ctypes.addressof(self._journal), self.token)
+        return self._journal.whereabouts
 
     def meet(self, peers: Sequence[Whereabouts]) -> None:
         """Try to read every peer's journal. Local, once every rank has made its own.
@@ -139,9 +127,8 @@ class PeerMemory:
         for rank, where in enumerate(peers):
             if rank == self.rank:
                 continue
-            word = ctypes.c_int64()
-            read(where.pid, where.address, into=ctypes.addressof(word), num_bytes=_WORD)
-            if word.value != where.token:
+            token, _, _ = read_header(where)
+            if token != where.token:
                 raise ProcessLookupError(f"process {where.pid} here is not rank {rank}")
             self._peers[rank], self._seen[rank] = where, 0
 
@@ -158,7 +145,7 @@ class PeerMemory:
         with self._lock:
             self._check_whole()
             self._waiting.setdefault(tag, deque()).append(transfer)
-            self._write(_OFFER, tag, buffer.data_ptr(), buffer.nbytes)
+            self._write(OFFER, tag, buffer.data_ptr(), buffer.nbytes)
         self._advance()
         return transfer
 
@@ -179,7 +166,7 @@ class PeerMemory:
             if not transfer.is_carried_out and not self._gone.isdisjoint(missing):
                 raise self._failure(transfer, what, "and cannot", missing)
             # Once this rank has left the wait, nobody says for it that it is done.
-            return not missing and self._journal[_HEAD] >= transfer.done_entry
+            return not missing and self._journal.head >= transfer.done_entry
 
         def lacks() -> Wait | None:
             if transfer.launch is None or transfer.is_carried_out or not missing:
@@ -240,21 +227,15 @@ class PeerMemory:
 
     def read_word(self, rank: int, address: int) -> int:
         """A signed 64-bit integer from a peer's memory. Raises as `read` does."""
-        word = ctypes.c_int64()
-        where = self._peers[rank]
-        read(where.pid, address, into=ctypes.addressof(word), num_bytes=_WORD)
-        return word.value
+        return read_word(self._peers[rank].pid, address)
 
     def leave(self) -> None:
         """Tell peers that this process is about to end: they need not wait for it. Local."""
-        self._journal[_LEAVING] = 1
+        self._journal.leave()
 
     def fence(self) -> None:
         """What was written before is seen before what is written after: release, then acquire."""
-        with self._fence:
-            pass
-        with self._fence:
-            pass
+        self._journal.fence()
 
     def _missing(self, transfer: Transfer) -> list[int]:
         """Ranks without which the transfer is not over."""
@@ -281,12 +262,12 @@ class PeerMemory:
                     self._read_news(rank)
             for tag in tuple(self._waiting):
                 self._carry_out(tag)
-            self._publish()
+            self._journal.publish(self._read_by_all)
             self._is_advancing = False
         except BaseException:
             # Something is lost on the way. Nobody shall wait for it: peers take us for gone.
             self._is_broken = True
-            self._journal[_TOKEN] = 0
+            self._journal.void()
             raise
         finally:
             self._lock.release()
@@ -300,33 +281,29 @@ class PeerMemory:
             )
 
     def _read_news(self, rank: int) -> None:
-        where, seen = self._peers[rank], self._seen[rank]
-        header = (ctypes.c_int64 * _CONSUMED)()
-        if not self._read_journal(rank, header, word=0):
+        header = self._look_at(rank, read_header)
+        if header is None:
             return
-        if header[_TOKEN] != where.token:
+        token, head, is_leaving = header
+        if token != self._peers[rank].token:
             self._gone.add(rank)  # its number was given to another process
             return
-        head = header[_HEAD]
-        while seen < head:
-            first = seen % _CAPACITY
-            count = min(head - seen, _CAPACITY - first)
-            news = (ctypes.c_int64 * (count * _ENTRY_WORDS))()
-            start = _CONSUMED + self.world_size + first * _ENTRY_WORDS
-            if not self._read_journal(rank, news, word=start):
+        while (seen := self._seen[rank]) < head:
+            news = self._look_at(rank, partial(read_entries, seen, head, self.world_size))
+            if news is None:
                 return
-            seen += count
-            self._seen[rank] = self._journal[_CONSUMED + rank] = seen
-            for i in range(0, count * _ENTRY_WORDS, _ENTRY_WORDS):
-                self._hear(rank, *news[i : i + _ENTRY_WORDS])
-        if header[_LEAVING]:  # it will write no more, and has read what it wants
+            self._seen[rank] = seen + len(news)
+            self._journal.note_read(rank, self._seen[rank])
+            for entry in news:
+                self._hear(rank, *entry)
+        if is_leaving:  # it will write no more, and has read what it wants
             self._gone.add(rank)
 
-    def _read_journal(self, rank: int, out: ctypes.Array[ctypes.c_int64], *, word: int) -> bool:
+    def _look_at(self, rank: int, question: Callable[[Whereabouts], T]) -> T | None:
+        """Read something of a peer's journal; None if it has ended, which is noted."""
         where = self._peers[rank]
-        address, num_bytes = where.address + word * _WORD, ctypes.sizeof(out)
         try:
-            read(where.pid, address, into=ctypes.addressof(out), num_bytes=num_bytes)
+            return question(where)
         except OSError as error:
             if error.errno not in (ESRCH, EFAULT):  # ended, or is just ending
                 raise CommError(
@@ -334,11 +311,10 @@ class PeerMemory:
                     f"{where.pid}): {why(error)}"
                 ) from error
             self._gone.add(rank)
-            return False
-        return True
+            return None
 
     def _hear(self, rank: int, kind: int, tag: int, address: int, num_bytes: int) -> None:
-        if kind == _OFFER:
+        if kind == OFFER:
             pid = self._peers[rank].pid
             buffer = RemoteBuffer(rank, self.rank, pid, address, num_bytes)
             self._offers.setdefault(tag, {}).setdefault(rank, deque()).append(buffer)
@@ -365,8 +341,8 @@ class PeerMemory:
                 transfer.error = error
             transfer.is_carried_out = True
             self._lent.setdefault(tag, deque()).append(transfer)
-            self._write(_DONE, tag, 0, 0)
-            transfer.done_entry = self._num_written
+            self._write(DONE, tag, 0, 0)
+            transfer.done_entry = self._journal.num_written
             self._take_back(tag)
         if not waiting:
             self._waiting.pop(tag, None)
@@ -391,30 +367,18 @@ class PeerMemory:
                 )
 
     def _write(self, kind: int, tag: int, address: int, num_bytes: int) -> None:
-        """Append to the journal; what does not fit yet follows as peers read on."""
-        self._outbox.append((kind, tag, address, num_bytes))
-        self._num_written += 1
-        self._publish()
+        entry = kind, tag, address, num_bytes
+        self._journal.write(entry, read_by_all=self._read_by_all)
 
-    def _publish(self) -> None:
-        head = self._journal[_HEAD]
-        while self._outbox:
-            if head - self._read_by_all >= _CAPACITY:
-                self._read_by_all = min(self._read_by(rank, head) for rank in self._peers)
-                if head - self._read_by_all >= _CAPACITY:
-                    return
-            start = _CONSUMED + self.world_size + head % _CAPACITY * _ENTRY_WORDS
-            self._journal[start : start + _ENTRY_WORDS] = self._outbox.popleft()
-            head += 1
-            self.fence()  # neither the data nor the entry may be seen after the head
-            self._journal[_HEAD] = head
+    def _read_by_all(self, head: int) -> int:
+        """How many of the `head` entries of this rank's journal every peer has read."""
+        return min(self._read_by(rank, head) for rank in self._peers)
 
     def _read_by(self, rank: int, head: int) -> int:
-        """How many entries of this rank's journal a peer has read."""
-        word = (ctypes.c_int64 * 1)()
-        if rank in self._gone or not self._read_journal(rank, word, word=_CONSUMED + self.rank):
+        if rank in self._gone:
             return head
-        return word[0]
+        num_read = self._look_at(rank, partial(read_num_read, self.rank))
+        return head if num_read is None else num_read
 
     def _failure(
         self, transfer: Transfer, what: str, how: str, missing: Sequence[int]
@@ -434,10 +398,3 @@ class PeerMemory:
 
 
 _ALL: Final[WeakSet[PeerMemory]] = WeakSet()
-# A peer may look once more after its group is gone here: journals stay, a page each and few.
-_CLOSED: Final[list[ctypes.Array[ctypes.c_int64]]] = []
-
-
-def _close(journal: ctypes.Array[ctypes.c_int64]) -> None:
-    journal[_TOKEN] = 0
-    _CLOSED.append(journal)
