@@ -67,6 +67,7 @@ class ShardedModel:
     unread: list[Handle[Tensor]] = field(factory=list, init=False)  # sent as an exception passed
     _tree: ModuleTree = field(init=False)
     removers: list[Callable[[], None]] = field(factory=list, init=False)  # of all our hooks
+    has_stepped: bool = field(default=False, init=False)  # the optimizer, so it has its state
     _published: list[tuple[int, int]] = field(factory=list, init=False)  # see `_has_written`
     _backward_is_open: bool = field(default=False, init=False)
     _had_guards: bool = field(default=False, init=False)  # when this forward began
@@ -195,6 +196,7 @@ class ShardedModel:
     def after_step(self) -> None:
         """Parameters have changed: publish them where they rest replicated."""
         self.reducer.take_back()
+        self.has_stepped = True
         self._publish()
         self.schedule.step()
 
