@@ -14,7 +14,8 @@ ROOT: Final = Path(__file__).parents[1]
 ALLOWED: Final[dict[str, set[str]]] = {
     "zero_comm": set(),
     "zero_partition": {"zero_comm"},
-    "zero_engine": {"zero_comm", "zero_partition"},
+    "zero_ckpt": {"zero_comm"},
+    "zero_engine": {"zero_comm", "zero_partition", "zero_ckpt"},
 }
 
 

@@ -1,0 +1,16 @@
+"""Private names of torch, where no public one does the job."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def current_backward() -> int:
+    """Which backward is running on this thread, by number; -1 if none is."""
+    return torch._C._current_graph_task_id()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor's memory was written in place; -1 where nobody counts (inference mode)."""
+    return -1 if tensor.is_inference() else tensor._version
