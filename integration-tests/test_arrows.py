@@ -52,4 +52,5 @@ def test_importing_a_package_loads_only_what_it_may(package: str) -> None:
     )
 
     loaded = set(ran.stdout.split()) & ALLOWED.keys()
-    assert loaded == ALLOWED[package] | {package}
+    assert package in loaded
+    assert loaded <= ALLOWED[package] | {package}
