@@ -144,6 +144,16 @@ class _Grid:
         return 2
 
 
+class _SplitWithoutGroup:
+    """Half of what Megatron's has."""
+
+    def get_data_parallel_group(self) -> Any:
+        return None
+
+    def get_model_parallel_world_size(self) -> int:
+        return 2
+
+
 def _train_in_a_grid(group: Group) -> None:
     parts = [torch.full((4,), value) for value in (1.0, 2.0)]
     model = nn.Linear(4, 1, bias=False)
@@ -175,7 +185,8 @@ def _train_in_a_grid(group: Group) -> None:
         ({"optimizer": lambda _: None}, r"or to return one when called with parameters, got None"),
         ({"optimizer": _adamw, "lr_scheduler": 3}, r"expected lr_scheduler to have step\(\)"),
         ({"optimizer": _adamw, "lr_scheduler": _of_another}, r"LambdaLR to be built from the opt"),
-        ({"mpu": 3}, r"expected mpu to have get_data_parallel_group\(\), got 3"),
+        ({"mpu": 3}, r"expected mpu to have get_data_parallel_group\(\), got 3; it is an object"),
+        ({"mpu": _SplitWithoutGroup()}, r"expected mpu to have get_model_parallel_group\(\), got"),
         ({"group": 3}, r"expected group to be a zero_comm\.Group, got 3"),
         ({"collate_fn": 3}, r"expected collate_fn to be a function, got 3"),
         ({"lr_scheduler": _warmup}, r"expected an optimizer for the scheduler, got none"),
@@ -204,6 +215,32 @@ def test_what_is_refused_leaves_the_model_as_it_was(wrong: dict[str, Any]) -> No
     engine, *_ = zero_engine.initialize(**given)
 
     assert engine.module is model
+
+
+def test_an_mpu_of_no_groups_leaves_the_model_as_it_was(ranks) -> None:
+    """As above; what its getters return is seen in a job only."""
+    ranks(2).run(_pass_no_groups)
+
+
+def _pass_no_groups(group: Group) -> None:
+    model = nn.Linear(1, 1)
+    for getter, mpu in (
+        ("get_data_parallel_group", _Getters(data=3, model=group.process_group)),
+        ("get_model_parallel_group", _Getters(data=group.process_group, model=3)),
+    ):
+        with pytest.raises(ConfigError, match=rf"{getter}\(\): expected a process group .*got 3"):
+            zero_engine.initialize(model=model, optimizer=_adamw, mpu=mpu, config=SETTINGS)
+
+    engine, *_ = zero_engine.initialize(model=model, optimizer=_adamw, config=SETTINGS)
+
+    assert engine.module is model
+
+
+class _Getters:
+    def __init__(self, *, data: Any, model: Any) -> None:
+        self.get_data_parallel_group = lambda: data
+        self.get_model_parallel_group = lambda: model
+        self.get_model_parallel_world_size = lambda: 2
 
 
 def test_a_scheduler_may_be_given_as_its_class() -> None:
