@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -234,6 +235,19 @@ def _pass_no_groups(group: Group) -> None:
     engine, *_ = zero_engine.initialize(model=model, optimizer=_adamw, config=SETTINGS)
 
     assert engine.module is model
+
+
+def test_one_rank_warns_of_what_changes_nothing(ranks) -> None:
+    """On a thousand ranks the same warning a thousand times buries the ones that differ."""
+    assert ranks(2).run(_count_warnings) == [1, 0]
+
+
+def _count_warnings(group: Group) -> int:
+    settings = SETTINGS | {"zero_allow_untested_optimizer": True}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zero_engine.initialize(model=nn.Linear(1, 1), config=settings)
+    return len([each for each in caught if "change nothing here" in str(each.message)])
 
 
 class _Getters:
