@@ -192,6 +192,14 @@ def _train_in_a_grid(group: Group) -> None:
         ({"collate_fn": 3}, r"expected collate_fn to be a function, got 3"),
         ({"lr_scheduler": _warmup}, r"expected an optimizer for the scheduler, got none"),
         (
+            {"model": nn.Linear(1, 1).requires_grad_(False), "optimizer": _adamw},
+            r"expected a model to train, .* a Linear of 2 parameters, none of which requires",
+        ),
+        (
+            {"model": nn.ReLU(), "config": SETTINGS | NAMED},
+            r"expected a model to train, .* a ReLU of 0 parameters, none of which requires",
+        ),
+        (
             {"config": EngineConfig(train_batch_size=4, micro_batch_size=1)},
             r"EngineConfig\.train_batch_size: expected .* which is 1, got 4",
         ),

@@ -84,6 +84,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     group = _join(mpu, dist_init_required) if group is None else group
     across = model_group_of(mpu, what="initialize()")
     settings = _as_engine_config(chosen, model, group.world_size)
+    if optimizer is not None or settings.optimizer is not None:
+        _check_trains(model)
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if not devices <= {group.device, torch.device("meta")}:  # of the latter shard() says more
         model.to(group.device)
@@ -114,6 +116,16 @@ def _check_kinds(model: Any, collate_fn: Any, group: Any) -> None:
     ):
         if not fits:
             raise ConfigError(f"initialize(): expected {name} to {expected}, got {value!r}")
+
+
+def _check_trains(model: nn.Module) -> None:
+    params = list(model.parameters())
+    if not any(param.requires_grad for param in params):
+        raise ConfigError(
+            "initialize(): expected a model to train, as there is an optimizer, got a "
+            f"{type(model).__name__} of {len(params)} parameters, none of which requires a "
+            "gradient; unfreeze what is to be trained, or leave the optimizer out for inference"
+        )
 
 
 def _choose_config(args: Any, config: AnyConfig | None) -> AnyConfig:
