@@ -7,6 +7,7 @@ from threading import RLock
 from typing import Any, final
 
 import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ._ambient import Ambient
 from ._buffers import OnceWritten
@@ -15,6 +16,7 @@ from ._errors import CheckpointError
 from ._frame import Companion, Frame
 from ._rng import RngSnapshot, devices_of
 from ._savers import AbstractSaver, KeepSaver
+from ._torch_compat import uncompiled
 from ._tracker import RngTracker
 
 
@@ -61,6 +63,10 @@ class Checkpointer:
         a module writes in training (batch norm's statistics) are written once. Where gradients
         are off, nothing is kept at all.
 
+        Inside torch.compile the compiler itself recomputes, as it does for torch's checkpoint. It
+        knows nothing of savers and rngs: where this checkpointer has any, the graph breaks here,
+        and the function runs as it is.
+
         Args:
             function: Takes and returns anything. It must compute the same when it is called again
                 with the same arguments.
@@ -77,6 +83,13 @@ class Checkpointer:
         """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            if self._is_plain():
+                return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+            return uncompiled(self._record, function, args, kwargs)
+        return self._record(function, args, kwargs)
+
+    def _record(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         call, inputs = Call.of(function, args, kwargs)
         layer = _name_of(function)
         frame = Frame(
@@ -94,6 +107,10 @@ class Checkpointer:
             outputs = function(*args, **kwargs)
         call.check_unwritten(inputs, layer)
         return outputs
+
+    def _is_plain(self) -> bool:
+        """Whether it does no more than torch's own checkpoint."""
+        return isinstance(self.saver, KeepSaver) and not self.tracker.get_states()
 
     def _companions(self, function: Callable[..., Any]) -> tuple[Companion, ...]:
         found = (OnceWritten.of(function),)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,3 +17,11 @@ def current_backward() -> int:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor's memory was written in place; -1 where nobody counts (inference mode)."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    """Call it where torch.compile is tracing: the graph breaks, and the call runs as it is.
+
+    Unlike `torch.compiler.disable` it does not import the compiler where nobody compiles.
+    """
+    return torch._disable_dynamo(function)(*args)
