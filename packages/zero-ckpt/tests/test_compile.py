@@ -10,7 +10,6 @@ from same_numbers import Run, assert_equal, plainly
 from torch import Tensor, nn
 from zero_ckpt import Checkpointer, RngTracker
 
-
 # Dynamo looks at .grad of whatever it meets.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 

@@ -86,7 +86,7 @@ class Checkpointer:
         if torch.compiler.is_compiling():
             if self._is_plain():
                 return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
-            return uncompiled(self._record, function, args, kwargs)
+            return _record(self, function, args, kwargs)
         return self._record(function, args, kwargs)
 
     def _record(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -115,6 +115,11 @@ class Checkpointer:
     def _companions(self, function: Callable[..., Any]) -> tuple[Companion, ...]:
         found = (OnceWritten.of(function),)
         return tuple(companion for companion in found if companion is not None)
+
+
+@uncompiled
+def _record(checkpointer: Checkpointer, function: Any, args: Any, kwargs: Any) -> Any:
+    return checkpointer._record(function, args, kwargs)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Func = TypeVar("Func", bound=Callable[..., Any])
 
 
 def current_backward() -> int:
@@ -19,9 +21,9 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def uncompiled(function: Callable[..., Any], *args: Any) -> Any:
-    """Call it where torch.compile is tracing: the graph breaks, and the call runs as it is.
+def uncompiled(function: Func) -> Func:
+    """`function` runs as it is where torch.compile meets it, with all that it calls.
 
-    Unlike `torch.compiler.disable` it does not import the compiler where nobody compiles.
+    Unlike `torch.compiler.disable` it does not import the compiler, which takes a second.
     """
-    return torch._disable_dynamo(function)(*args)
+    return torch._disable_dynamo(function)  # type: ignore[return-value]
