@@ -3,6 +3,7 @@
 from .__about__ import __version__
 from ._checkpointer import Checkpointer
 from ._errors import CheckpointError, NondeterminismError, SeedInUseError, UnknownRngError
+from ._packed import PackedSaver
 from ._savers import AbstractKept, AbstractSaver, KeepSaver
 from ._tracker import RngTracker
 
@@ -13,6 +14,7 @@ __all__ = [
     "Checkpointer",
     "KeepSaver",
     "NondeterminismError",
+    "PackedSaver",
     "RngTracker",
     "SeedInUseError",
     "UnknownRngError",

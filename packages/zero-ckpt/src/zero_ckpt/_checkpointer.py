@@ -15,7 +15,7 @@ from ._call import Call
 from ._errors import CheckpointError
 from ._frame import Companion, Frame
 from ._rng import RngSnapshot, devices_of
-from ._savers import AbstractSaver, KeepSaver
+from ._savers import AbstractSaver, KeepSaver, detached
 from ._torch_compat import uncompiled
 from ._tracker import RngTracker
 
@@ -95,7 +95,7 @@ class Checkpointer:
         frame = Frame(
             layer=layer,
             call=call,
-            kept=self.saver.save([tensor.detach() for tensor in inputs], layer),
+            kept=self.saver.save(detached(inputs), layer),
             rng=RngSnapshot.take(devices_of(inputs), self.tracker),
             ambient=Ambient.take(),
             tracker=self.tracker,
