@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -56,8 +56,12 @@ class AbstractHost(ABC):
         """Whether a tensor lies somewhere else than on the host."""
 
     @abstractmethod
-    def away(self, source: Tensor, target: Tensor | None) -> Copy:
-        """Begin a copy of a 1-D tensor to the host: to `target`, pinned, or to new memory."""
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the host to copy to."""
+
+    @abstractmethod
+    def away(self, source: Tensor, target: Tensor) -> Copy:
+        """Begin to copy to memory that `allocate` gave."""
 
     @abstractmethod
     def back(self, copy: Copy) -> Copy:
@@ -75,10 +79,12 @@ class PinnedHost(AbstractHost):
         """All but those on the CPU."""
         return tensor.device.type != "cpu"
 
-    def away(self, source: Tensor, target: Tensor | None) -> Copy:
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Pinned."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def away(self, source: Tensor, target: Tensor) -> Copy:
         """After all that the current stream has been given so far."""
-        if target is None:
-            target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         stream = torch.accelerator.current_stream(source.device)
         return self._copy(source, target, stream, source.device)
 

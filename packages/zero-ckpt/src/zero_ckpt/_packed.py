@@ -73,17 +73,19 @@ class PackedSaver(AbstractSaver):
             CheckpointError: Slots are for inputs of another kind, or all are taken; an input lies
                 on another device than the group's.
         """
+        is_hooked = hooks_save_tensors()
         with self._lock:
-            self._settle()
+            if not is_hooked:
+                self._settle()
             number, self._num_calls = self._num_calls, self._num_calls + 1
-            is_hooked = hooks_save_tensors()
             values, copied = list(inputs), {}
             for index, tensor in enumerate(inputs):
                 found = self._pack(index, tensor, layer, is_hooked=is_hooked)
                 if found is not None:
                     values[index], copied[index] = found
             storages = {} if is_hooked else _storages(values, copied)
-            packed = _Packed(self, number, layer, AsTheyAre.of(values, layer), copied, storages)
+            held = AsTheyAre.of(values, layer)
+            packed = _Packed(self, number, layer, held, copied, storages, is_hooked)
             if not is_hooked:
                 self._live[number] = packed
             return packed
@@ -127,16 +129,12 @@ class PackedSaver(AbstractSaver):
             return None
         part = flat if splits is None or self._split is None else self._split.own(flat, splits)
         version = version_of(tensor)
-        if slots is None and host is None:
-            return part.clone(), _Copied(form, splits, version)
-        slot = None
-        if slots is not None:
-            slot = slots.take(index, part, layer, on_host=host is not None)
-            if host is None:
-                return slot.tensor.copy_(part), _Copied(form, splits, version, slot)
-        assert host is not None, "there is a slot, or a host"
-        leaving = host.away(part, None if slot is None else slot.tensor)
-        return leaving.target, _Copied(form, splits, version, slot, host, leaving)
+        slot = None if slots is None else slots.take(index, part, layer, host)
+        if host is None:
+            value = part.clone() if slot is None else slot.tensor.copy_(part)
+            return value, _Copied(form, splits, version, slot)
+        target = host.allocate(part.shape, part.dtype) if slot is None else slot.tensor
+        return target, _Copied(form, splits, version, slot, host, host.away(part, target))
 
     def _settle(self) -> None:
         """Let go of the inputs that were copied away last: their copies had a layer's time."""
@@ -202,12 +200,12 @@ class _Packed(AbstractKept):
     _held: AsTheyAre
     _copied: Mapping[int, _Copied]
     _storages: _Storages
+    _is_hooked: bool
 
     def restore(self) -> Sequence[Tensor]:
-        saver = self._saver
-        saver._settle()
+        self._saver._settle()
         self.prefetch()
-        before = saver._before(self._number)
+        before = None if self._is_hooked else self._saver._before(self._number)
         if before is not None:
             before.prefetch()
         values = list(self._held.restore())

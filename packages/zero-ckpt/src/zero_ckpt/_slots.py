@@ -9,6 +9,7 @@ from attrs import define, field
 from torch import Tensor
 
 from ._errors import CheckpointError
+from ._host import AbstractHost
 
 
 class _Key(NamedTuple):
@@ -45,14 +46,14 @@ class Slots:
     _num_slots: int
     _slabs: dict[_Key, _Slab] = field(factory=dict, init=False)
 
-    def take(self, position: int, like: Tensor, layer: str, *, on_host: bool) -> Slot:
+    def take(self, position: int, like: Tensor, layer: str, host: AbstractHost | None) -> Slot:
         """A slot for a 1-D tensor, not yet written. Local.
 
         Args:
             position: Of the input among those of its call.
-            like: Of the same numel, dtype and device, or pinned instead.
+            like: Of the same numel and dtype, and of the same device if there is no host.
             layer: Whose input, for errors.
-            on_host: Whether the slot is to be pinned memory of the host.
+            host: Whose memory it is to be; the tensor's device's when None.
 
         Raises:
             CheckpointError: All slots are taken, or those of this position are of another kind.
@@ -60,11 +61,7 @@ class Slots:
         key = _Key(position, like.device)
         if key not in self._slabs:
             shape = (self._num_slots, like.numel())
-            memory = (
-                torch.empty(shape, dtype=like.dtype, pin_memory=True)
-                if on_host
-                else like.new_empty(shape)
-            )
+            memory = like.new_empty(shape) if host is None else host.allocate(shape, like.dtype)
             self._slabs[key] = _Slab(memory, list(reversed(range(self._num_slots))))
         slab = self._slabs[key]
         _, numel = slab.memory.shape
