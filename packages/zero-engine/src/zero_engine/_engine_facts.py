@@ -44,7 +44,10 @@ class EngineFacts(nn.Module):
         scale = config.loss_scale
         self.loss_scaler = None if scale is None else LossScaler(scale)
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
-        self._accumulation = Accumulation(config.accumulation_steps)
+        self._accumulation = Accumulation(
+            config.accumulation_steps, chosen=None if config.manages_accumulation else True
+        )
+        self._micro_batch_size = config.micro_batch_size
         self._norm: Tensor | None = None
         self._was_applied = False
 
@@ -89,12 +92,12 @@ class EngineFacts(nn.Module):
 
     def train_batch_size(self) -> int:
         """Samples of one global step, over all ranks."""
-        micro_batch = self.config.micro_batch_size * self.group.world_size
+        micro_batch = self._micro_batch_size * self.group.world_size
         return micro_batch * self._accumulation.num_micro_batches
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one rank in one micro-batch."""
-        return self.config.micro_batch_size
+        return self._micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one global step."""

@@ -107,7 +107,7 @@ def read_settings(
     """Read a configuration; warn once of all its keys that cannot matter.
 
     Args:
-        source: A dict, or the path of a JSON file.
+        source: A dict, the path of a JSON file, or its base64.
         model: Resolves what DeepSpeed's users let Hugging Face derive from its hidden size.
         auto: Values by path for what the file leaves "auto". They must not contradict it.
 
