@@ -138,6 +138,10 @@ def main() -> None:
     stage = json.loads(Path(args.deepspeed_config).read_text())["zero_optimization"]["stage"]
     with deepspeed.zero.Init(config_dict_or_path=args.deepspeed_config, enabled=stage == 3):
         model = make_model()
+    positions = model.transformer.wpe.weight
+    gathered = deepspeed.zero.GatheredParameters(positions, modifier_rank=0, enabled=stage == 3)
+    with gathered, torch.no_grad():
+        positions.mul_(0.5)  # a start of one's own
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
 

@@ -131,6 +131,8 @@ def _train_alone(dtype: torch.dtype) -> dict[str, Any]:
     """One process and plain torch; in 16 bits with masters, as arXiv 1710.03740 has it."""
     set_seed(1234)
     masters = script.make_model()
+    with torch.no_grad():
+        masters.transformer.wpe.weight.mul_(0.5)
     model = script.make_model().to(dtype)
     model.load_state_dict(masters.state_dict())
     optimizer = torch.optim.AdamW(script.group_parameters(masters, 0.1), **OPTIONS)

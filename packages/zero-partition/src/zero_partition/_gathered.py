@@ -87,7 +87,7 @@ class GatheredParameters:
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> GatheredParameters:
-        opened: list[Gather] = []
+        opened: list[Gather | EarlyGather] = []
         try:
             for gather in self._gathers:
                 gather.check()
