@@ -96,6 +96,43 @@ def test_a_steady_step_with_masters_and_clipping_never_waits_for_the_device(stag
     assert finite.item()
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_steady_step_in_fp16_decides_on_overflow_without_the_host(stage: int) -> None:
+    """The scale, the skipped step and the scheduler must not cost a wait in every step."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    engine, *_ = zero_engine.initialize(
+        model=model.cuda(),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+        lr_scheduler=torch.optim.lr_scheduler.ConstantLR,
+        config={
+            "train_micro_batch_size_per_gpu": 8,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": stage},
+            "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2},
+        },
+    )
+    x = torch.randn(8, 64, device="cuda", dtype=torch.float16)
+
+    def step(factor: float = 1.0) -> None:
+        engine.backward(engine(x).float().square().mean() * factor)
+        engine.step()
+
+    for _ in range(3):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (engine.was_step_applied(), engine.skipped_steps) == (True, 0)
+    scale = engine.cur_scale
+    step(float("inf"))
+    step()
+    assert (engine.was_step_applied(), engine.skipped_steps) == (True, 1)
+    assert engine.cur_scale <= scale
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_gpus_train_through_nccl(stage: int, tmp_path: Path) -> None:

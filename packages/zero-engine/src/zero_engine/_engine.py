@@ -16,6 +16,8 @@ from ._checks import check_flag, check_whole
 from ._engine_config import EngineConfig
 from ._engine_facts import EngineFacts
 from ._errors import ConfigError
+from ._schedulers import check_step
+from ._verdict import Verdict, can_undo, remember
 
 # NOTE(boundary): a micro-batch ends with step(). Where the stage keeps whole gradients anyway (0
 # and 1), the engine is inside no_sync from one step() on until the micro-batch at whose end the
@@ -43,10 +45,7 @@ class Engine(EngineFacts):
     Attributes:
         module: The model, as `shard` left it.
         optimizer: The torch optimizer, over shards; None for inference.
-        lr_scheduler: Whatever has `step()`; advanced where the optimizer has stepped, only.
-        loss_scaler: None where losses are not scaled.
         global_steps: Boundaries so far, those of skipped steps included.
-        skipped_steps: Those at which a gradient on any rank was inf or nan.
         micro_steps: Calls of `step` so far.
         global_samples: Samples of all ranks in those global steps.
     """
@@ -64,6 +63,7 @@ class Engine(EngineFacts):
         super().__init__(module, optimizer, config, group=group, lr_scheduler=lr_scheduler)
         self._across = across
         self._was_scaled = self._is_destroyed = False
+        self._is_late = self.device.type != "cpu"  # see NOTE(verdict)
         self._open_no_sync = 0  # the user's
         self._waiting = ExitStack()  # see NOTE(boundary)
         self._wait_or_not()
@@ -121,6 +121,8 @@ class Engine(EngineFacts):
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply by the loss scale: for a backward that the engine does not run. Local."""
         self._was_scaled = True
+        if self._verdict is not None and self._verdict.loss_scale is not None:
+            return loss.float() * self._verdict.loss_scale
         return loss if self.cur_scale == 1.0 else loss.float() * self.cur_scale
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -130,17 +132,23 @@ class Engine(EngineFacts):
         weights, optimizer and scheduler stay as they are, and `was_step_applied()` is False. An
         engine that neither scales losses nor `checks_overflow` steps all the same, unclipped.
 
+        On CUDA a fused optimizer skips on the device, and the host learns of it in the next `step`,
+        or when it asks: `was_step_applied()`, `cur_scale`, `get_lr()`, `lr_scheduler` wait. Until
+        then a scheduler held outside the engine is a step ahead after a skipped one.
+
         Args:
             lr_kwargs: What `lr_scheduler.step` is given.
 
         Raises:
-            ConfigError: The engine has no optimizer.
+            ConfigError: The engine has no optimizer, or `lr_scheduler.step` takes something else;
+                nothing was done.
             LossScaleError: As the loss scale is configured: it would have to get too small.
             zero_partition.StateError: Inside `no_sync` or `coalesce_grad_reduction`, after
                 `destroy`, or no loss was scaled though gradients are to be unscaled; nothing was
                 done.
         """
         self._check_alive("step()")
+        self._settle()
         if self._open_no_sync:
             raise StateError(
                 "Engine.step() inside no_sync() or coalesce_grad_reduction(): gradients were not "
@@ -157,6 +165,8 @@ class Engine(EngineFacts):
             raise ConfigError(
                 "Engine.step(): the engine has no optimizer; pass one to initialize()"
             )
+        if is_boundary and self._lr_scheduler is not None:
+            check_step(self._lr_scheduler, lr_kwargs or {})
         self._was_applied = self._was_scaled = False
         if is_boundary and optimizer is not None:
             self._take_step(optimizer, lr_kwargs or {})
@@ -165,26 +175,29 @@ class Engine(EngineFacts):
         self._wait_or_not()
 
     def _take_step(self, optimizer: torch.optim.Optimizer, lr_kwargs: dict[str, Any]) -> None:
+        checks = self.config.checks_overflow or self._loss_scaler is not None
         report = zero_partition.unscale_and_clip_(
             self.module,
             scale=self.cur_scale,
             max_norm=self.config.max_norm or None,
             across=self._across,
+            in_step=checks and can_undo(self._lr_scheduler),
         )
         self._norm = report.norm
-        checks = self.config.checks_overflow or self.loss_scaler is not None
-        self._was_applied = not checks or report.is_finite  # asked last: on CUDA it waits
-        if self._was_applied:
-            optimizer.step()
-        optimizer.zero_grad()
-        if self.loss_scaler is not None:
-            self.loss_scaler.update(not self._was_applied)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
-        self.skipped_steps += not self._was_applied
-        if self._was_applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**lr_kwargs)
-        self._tell()
+        is_late = report.is_in_step and self._is_late  # see NOTE(verdict)
+        may_apply = is_late or not checks or report.is_finite
+        if report.is_in_step or may_apply:
+            optimizer.step()
+        optimizer.zero_grad()
+        if is_late:
+            undo = remember(self._lr_scheduler, optimizer)
+            self._verdict = Verdict.of(report.finite, self._loss_scaler, undo)
+        if may_apply and self._lr_scheduler is not None:
+            self._lr_scheduler.step(**lr_kwargs)
+        if not is_late:
+            self._learn(may_apply)
 
     # ---- Accumulation ----
 
@@ -317,6 +330,7 @@ class Engine(EngineFacts):
         """
         if self._is_destroyed:
             return
+        self._settle()
         self._is_destroyed = True
         self._waiting.close()
         if zero_partition.find_sharded(self.module) is not None:
@@ -333,13 +347,3 @@ class Engine(EngineFacts):
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self.config.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
-
-    def _tell(self) -> None:
-        """The line that `steps_per_print` asks for."""
-        every = self.config.steps_per_print
-        if every and self.global_steps % every == 0 and self.group.rank == 0:
-            print(
-                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, "
-                f"mom={self.get_mom()}",
-                flush=True,
-            )

@@ -12,6 +12,7 @@ from zero_comm import Group
 from ._accumulation import Accumulation
 from ._engine_config import EngineConfig
 from ._loss_scale import LossScaler, StaticLossScale
+from ._verdict import Verdict
 
 _LATER: Final = {
     "save_checkpoint": "zero_engine.full_state_dict(engine.module) gives the weights",
@@ -38,18 +39,38 @@ class EngineFacts(nn.Module):
         super().__init__()
         self.module = module
         self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
+        self._lr_scheduler = lr_scheduler
         self.config = config
         self.group = group
         scale = config.loss_scale
-        self.loss_scaler = None if scale is None else LossScaler(scale)
-        self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
+        self._loss_scaler = None if scale is None else LossScaler(scale)
+        self.global_steps = self.micro_steps = self.global_samples = 0
+        self._skipped_steps = 0
         self._accumulation = Accumulation(
             config.accumulation_steps, chosen=None if config.manages_accumulation else True
         )
         self._micro_batch_size = config.micro_batch_size
         self._norm: Tensor | None = None
         self._was_applied = False
+        self._verdict: Verdict | None = None  # of the last step; None if it is known
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Whatever has `step()`; advanced where the optimizer has stepped, only."""
+        self._settle()
+        return self._lr_scheduler
+
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """None where losses are not scaled."""
+        self._settle()
+        return self._loss_scaler
+
+    @property
+    def skipped_steps(self) -> int:
+        """Those at which a gradient on any rank was inf or nan."""
+        self._settle()
+        return self._skipped_steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` lets the optimizer step."""
@@ -57,6 +78,7 @@ class EngineFacts(nn.Module):
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed the weights: False off a boundary, and where skipped."""
+        self._settle()
         return self._was_applied
 
     def get_global_grad_norm(self) -> float | None:
@@ -69,7 +91,8 @@ class EngineFacts(nn.Module):
     @property
     def cur_scale(self) -> float:
         """What losses are multiplied by now."""
-        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+        scaler = self.loss_scaler
+        return 1.0 if scaler is None else scaler.scale
 
     def loss_scale(self) -> float:
         """As configured: 0 where it is dynamic, 1 where nothing is scaled."""
@@ -80,10 +103,12 @@ class EngineFacts(nn.Module):
 
     def get_lr(self) -> list[Any]:
         """The learning rate of each param group."""
+        self._settle()
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
         """The betas, or else the momentum, of each param group; 0.0 where there is neither."""
+        self._settle()
         return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
 
     def get_type(self) -> list[Any]:
@@ -153,6 +178,29 @@ class EngineFacts(nn.Module):
         if name in _LATER and not hasattr(self.module, name):
             raise AttributeError(f"Engine.{name} is not built yet; meanwhile: {_LATER[name]}")
         return getattr(self.module, name)
+
+    def _settle(self) -> None:
+        """Have the last step's outcome, which on CUDA may be waited for. Local."""
+        if self._verdict is not None:
+            verdict, self._verdict = self._verdict, None
+            self._learn(verdict.settle())
+
+    def _learn(self, was_applied: bool) -> None:
+        self._was_applied = was_applied
+        self._skipped_steps += not was_applied
+        self._tell()
+        if self._loss_scaler is not None:
+            self._loss_scaler.update(not was_applied)  # may raise: last
+
+    def _tell(self) -> None:
+        """The line that `steps_per_print` asks for."""
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0 and self.group.rank == 0:
+            print(
+                f"step={self.global_steps}, skipped={self._skipped_steps}, lr={self.get_lr()}, "
+                f"mom={self.get_mom()}",
+                flush=True,
+            )
 
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups

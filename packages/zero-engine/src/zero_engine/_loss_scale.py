@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from copy import copy
 from typing import Any, Final, final
 
 from attrs import Attribute, Converter, field, frozen
@@ -137,6 +139,13 @@ class LossScaler:
             self._hysteresis = value.hysteresis
         if is_window_over:
             self._scale = min(2 * self._scale, LARGEST_SCALE)
+
+    def scale_after(self, overflowed: bool) -> float:
+        """What the scale would be after `update(overflowed)`; as it is where that raises."""
+        other = copy(self)
+        with suppress(LossScaleError):
+            other.update(overflowed)
+        return other.scale
 
     def _back_off(self, value: DynamicLossScale) -> None:
         if self._hysteresis > 1:

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, Final, final
 
 import attrs
+import torch.distributed as dist
 from attrs import frozen
 from torch import nn
 
@@ -108,7 +109,7 @@ def read_settings(
     auto: Mapping[str, Any] | None,
     warns: bool = True,
 ) -> Settings:
-    """Read a configuration; warn once of all its keys that cannot matter.
+    """Read a configuration; rank 0 warns once of all its keys that cannot matter.
 
     Args:
         source: A dict, the path of a JSON file, or its base64.
@@ -212,6 +213,8 @@ def _as_json(value: Any) -> str:
 
 
 def _warn_of_what_cannot_matter(settings: Settings) -> None:
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return  # rank 0 says it; before there are ranks, each does
     lines = [
         f"  {setting.written}: {setting.key.answer.reason}"
         for setting in settings.given()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ._bound import Bound
 from ._calls import IsCovered, wrap_call
 from ._gradients import SMALL_BYTES, BufferGradients
+from ._in_step import take_back
 from ._optimizer import install_optimizer_state_hooks
 from ._shard_state import ShardState
 from ._torch_compat import untraced
@@ -86,6 +87,7 @@ class AfterStep(Bound):
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Publish the new values."""
+        take_back(optimizer)
         self.sharded.after_step()
 
 
@@ -118,6 +120,7 @@ def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedMo
 
     @functools.wraps(plain_zero_grad)
     def zero_grad(set_to_none: bool = True) -> None:
+        take_back(optimizer)
         sharded.drop_gradients(set_to_none=set_to_none)
         plain_zero_grad(set_to_none=set_to_none)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zero_comm import Group, all_gather_flat
 
 from ._errors import StateError
+from ._in_step import can_clip_in_step, leave_to_step
 from ._sharded_model import ShardedModel
 from ._torch_compat import plain_access
 
@@ -20,6 +21,7 @@ class GradientReport:
 
     norm: Tensor  # float32 scalar: of the unscaled gradients, before clipping
     finite: Tensor  # bool scalar: whether no element on any rank is inf or nan
+    is_in_step: bool = False  # the optimizer's next step unscales, clips and skips by itself
 
     @property
     def is_finite(self) -> bool:
@@ -39,9 +41,7 @@ def clip_grad_norm_(
         raise StateError(f"expected norm_type 2 or inf, got {norm_type}")
     grads = _gradients(sharded, "clip_grad_norm_()", across)
     norm = _total_norm(sharded, grads, norm_type, across)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad, _ in grads:
-        grad.mul_(factor)
+    _scale_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm.to(torch.float32)
 
 
@@ -51,6 +51,7 @@ def unscale_and_clip_(
     scale: float = 1.0,
     max_norm: float | None = None,
     across: Group | None = None,
+    in_step: bool = False,
 ) -> GradientReport:
     """What the public `unscale_and_clip_` documents."""
     if not 0 < scale < float("inf"):
@@ -60,10 +61,12 @@ def unscale_and_clip_(
     finite, factor = norm.isfinite(), torch.ones_like(norm)
     if max_norm is not None:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if scale != 1.0 or max_norm is not None:
-        factor = torch.where(finite, factor / scale, 1.0)  # no branch: the host waits for nothing
-        for grad, _ in grads:
-            grad.mul_(factor)
+    is_scaled = scale != 1.0 or max_norm is not None
+    if in_step and can_clip_in_step(sharded):
+        leave_to_step(sharded.optimizer, finite, divisor=scale / factor if is_scaled else None)
+        return GradientReport(norm.to(torch.float32), finite, is_in_step=True)
+    if is_scaled:  # no branch on `finite`: the host waits for nothing
+        _scale_(grads, torch.where(finite, factor / scale, 1.0))
     return GradientReport(norm.to(torch.float32), finite)
 
 
@@ -78,7 +81,7 @@ def _gradients(sharded: ShardedModel, what: str, across: Group | None) -> list[t
         (target.grad.as_subclass(Tensor), counts_all or _is_split(param))
         for g in sharded.reducer.gradients
         for target, param in zip(g.targets, g.buffer.params, strict=True)
-        if target.grad is not None
+        if target.grad is not None and target.grad.numel()
     ]
 
 
@@ -97,9 +100,10 @@ def _total_norm(
     reducer = sharded.reducer
     norms = [
         # What another rank counts is taken times 0: an inf or nan, and no more, is left, as nan.
-        _norm_of(grad, norm_type) if counts else 0 * _norm_of(grad, norm_type)
-        for grad, counts in grads
-        if grad.numel()
+        norm if counts else 0 * norm
+        for (_, counts), norm in zip(
+            grads, _norms_of([grad for grad, _ in grads], norm_type), strict=True
+        )
     ]
     local = torch.zeros(1, dtype=torch.float64, device=sharded.group.device)
     if norms:
@@ -112,11 +116,30 @@ def _total_norm(
     return local[0].sqrt() if norm_type == 2.0 else local[0]
 
 
-def _norm_of(grad: Tensor, norm_type: float) -> Tensor:
-    dtype = (
-        torch.float32 if grad.dtype.itemsize < torch.float32.itemsize else None
-    )  # fp16 ends early
-    return torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
+def _norms_of(grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """Of each; in float32 those of 16 bits, as fp16 ends early."""
+    norms: list[Tensor] = [torch.empty(0)] * len(grads)
+    for dtype, places in _by_dtype(grads).items():
+        same = [grads[i] for i in places]
+        wide = torch.float32 if dtype.itemsize < torch.float32.itemsize else None
+        for i, norm in zip(places, torch._foreach_norm(same, norm_type, dtype=wide), strict=True):
+            norms[i] = norm
+    return norms
+
+
+def _scale_(grads: Sequence[tuple[Tensor, bool]], factor: Tensor) -> None:
+    """Multiply all of them in place. A factor of their own dtype makes it one kernel on CUDA."""
+    tensors = [grad for grad, _ in grads]
+    for dtype, places in _by_dtype(tensors).items():
+        is_wide = dtype.itemsize >= torch.float32.itemsize  # in 16 bits a factor would be rounded
+        torch._foreach_mul_([tensors[i] for i in places], factor.to(dtype) if is_wide else factor)
+
+
+def _by_dtype(grads: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
+    places: dict[torch.dtype, list[int]] = {}
+    for i, grad in enumerate(grads):
+        places.setdefault(grad.dtype, []).append(i)
+    return places
 
 
 def _combine(local: Tensor, norm_type: float, group: Group, tag: int) -> Tensor:

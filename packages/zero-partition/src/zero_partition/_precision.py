@@ -63,7 +63,8 @@ class Precision:
         predivide_factor: Gradients are divided by it before ranks are added up: what keeps a sum
             over many ranks within fp16. The sum is multiplied by it over the number of ranks for a
             mean. The number of ranks itself when None: a mean is not rounded again afterwards.
-        reduces_mean: Gradients are averaged over the ranks; added up when False.
+        reduces_mean: Gradients are averaged over the ranks; added up when False. Stage 0
+            does that once per step: all micro-batches but the last must be inside `no_sync`.
 
     Raises:
         PartitionError: Names the field, what was expected and what came.

@@ -57,6 +57,7 @@ def unscale_and_clip_(
     scale: float = 1.0,
     max_norm: float | None = None,
     across: Group | None = None,
+    in_step: bool = False,
 ) -> _norm.GradientReport:
     """Divide all gradients by the loss scale and clip their norm, in one pass, if they are finite.
 
@@ -70,12 +71,20 @@ def unscale_and_clip_(
         scale: What the loss was multiplied by.
         max_norm: The largest norm allowed; no clipping when None.
         across: As for `clip_grad_norm_`.
+        in_step: Leave it to the optimizer's next step, if that is one of torch's fused ones
+            (`fused=True`) and has stepped before: its kernels unscale and clip on the way, and
+            change nothing where gradients are not finite. `report.is_in_step` says whether it is:
+            then call `optimizer.step()` in any case, and no host waits for the device.
 
     Raises:
         StateError: Not sharded, `scale` is not above 0, or an exception ended the backward.
     """
     return _norm.unscale_and_clip_(
-        _find(model_or_optimizer), scale=scale, max_norm=max_norm, across=across
+        _find(model_or_optimizer),
+        scale=scale,
+        max_norm=max_norm,
+        across=across,
+        in_step=in_step,
     )
 
 

@@ -67,6 +67,7 @@ class ShardedModel:
     unread: list[Handle[Tensor]] = field(factory=list, init=False)  # sent as an exception passed
     _tree: ModuleTree = field(init=False)
     removers: list[Callable[[], None]] = field(factory=list, init=False)  # of all our hooks
+    has_stepped: bool = field(default=False, init=False)  # the optimizer, so it has its state
     _published: list[tuple[int, int]] = field(factory=list, init=False)  # see `_has_written`
     _backward_is_open: bool = field(default=False, init=False)
     _had_guards: bool = field(default=False, init=False)  # when this forward began
@@ -138,6 +139,8 @@ class ShardedModel:
                     will_accumulate(p) for g in self.reducer.gradients for p in g.buffer.params
                 )
             call_after_backward(_EndOfBackward(ref(self)))
+            if self._accumulates:
+                self.reducer.refuse_to_sum_again()
 
     def backward_without_batch(self) -> None:
         """What a backward does between ranks, with no gradient of this one."""
@@ -147,6 +150,7 @@ class ShardedModel:
                 "call optimizer.zero_grad() first"
             )
         with plain_access():
+            self.reducer.refuse_to_sum_again()
             self.reducer.before_forward()
         self._accumulates, self._makes_graph = True, False
         self.close_backward()
@@ -195,6 +199,7 @@ class ShardedModel:
     def after_step(self) -> None:
         """Parameters have changed: publish them where they rest replicated."""
         self.reducer.take_back()
+        self.has_stepped = True
         self._publish()
         self.schedule.step()
 

@@ -1,0 +1,239 @@
+"""What fused optimizers do in their own kernels, and an engine whose host learns of it late."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import attrs
+import parity
+import pytest
+import torch
+import zero_engine
+from engines import assert_weights, engine_config, run_micro_batch, weights_of
+from torch import Tensor
+from zero_comm import Group
+from zero_engine import DynamicLossScale, Engine, LossScaleError, ZeroConfig
+from zero_partition import GradientReport, unscale_and_clip_
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+_SCALE = 2.0**10
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2),
+    "sgd": partial(torch.optim.SGD, lr=1e-2),
+    "momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+}
+
+
+class _Loop:
+    """A plain loop over one sharded model; `in_step` asks the optimizer to do the work."""
+
+    def __init__(self, group: Group, stage: int, name: str, *, in_step: bool) -> None:
+        self.group, self.in_step = group, in_step
+        self.model = parity.build(parity.tiny_float32)
+        self.optimizer = _OPTIMIZERS[name](self.model.parameters(), fused=True)
+        zero_engine.shard(self.model, self.optimizer, ZeroConfig(stage), group=group)
+
+    def step(
+        self, number: int, *, factor: float = 1.0, max_norm: float | None = None
+    ) -> GradientReport:
+        loss = parity.loss_of(self.model, parity.batch(number, 0, self.group.rank))
+        (loss * (_SCALE * factor)).backward()
+        report = unscale_and_clip_(
+            self.model, scale=_SCALE, max_norm=max_norm, in_step=self.in_step
+        )
+        if report.is_in_step or report.is_finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return report
+
+    def snapshot(self) -> tuple[dict[str, Tensor], list[Any]]:
+        state = self.optimizer.state_dict()["state"]
+        tensors = [t.clone() for one in state.values() for t in one.values() if t is not None]
+        return zero_engine.full_state_dict(self.model), tensors
+
+
+@pytest.mark.parametrize("name", list(_OPTIMIZERS))
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_a_fused_step_unscales_and_clips_as_a_pass_of_its_own_does(
+    ranks, stage: int, name: str
+) -> None:
+    """One pass over all gradients is saved; no more may change than how a factor is rounded."""
+    ranks(2).run(_fuse, stage=stage, name=name)
+
+
+def _fuse(group: Group, stage: int, name: str) -> None:
+    fused = _Loop(group, stage, name, in_step=True)
+    apart = _Loop(group, stage, name, in_step=False)
+    for number, max_norm in enumerate((None, None, 1e-3, 1e3)):
+        found = fused.step(number, max_norm=max_norm)
+        expected = apart.step(number, max_norm=max_norm)
+
+        assert found.is_in_step == (number > 0)  # the first step creates the state
+        assert not expected.is_in_step
+        torch.testing.assert_close(found.norm, expected.norm)
+        weights, state = fused.snapshot()
+        if max_norm is None:  # a power of two alone: to the bit
+            parity.assert_same_weights(weights, apart.snapshot()[0], what=name)
+        torch.testing.assert_close(weights, apart.snapshot()[0])
+        torch.testing.assert_close(state, apart.snapshot()[1])
+
+
+@pytest.mark.parametrize("name", list(_OPTIMIZERS))
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_a_fused_step_on_inf_of_one_rank_changes_nothing(ranks, stage: int, name: str) -> None:
+    """The host calls step() without knowing: weights, momentum and step counts must stay."""
+    ranks(2).run(_skip, stage=stage, name=name)
+
+
+def _skip(group: Group, stage: int, name: str) -> None:
+    loop = _Loop(group, stage, name, in_step=True)
+    bad = math.inf if group.rank == 1 else 1.0
+    assert not loop.step(0, factor=bad).is_in_step  # skipped by the host
+    loop.step(0)
+    weights, state = loop.snapshot()
+
+    report = loop.step(1, factor=bad)
+
+    assert report.is_in_step and not report.is_finite
+    after, state_after = loop.snapshot()
+    parity.assert_same_weights(after, weights, what=name)
+    assert all(torch.equal(a, b) for a, b in zip(state_after, state, strict=True))
+
+
+def test_gradients_that_are_dropped_take_along_what_was_left_to_the_step(ranks) -> None:
+    """Else the next step, of other gradients, would be divided by a scale that they never had."""
+    ranks(1).run(_drop)
+
+
+def _drop(group: Group) -> None:
+    loop, other = (_Loop(group, 2, "adamw", in_step=True) for _ in range(2))
+    for each in (loop, other):
+        each.step(0)
+    parity.loss_of(loop.model, parity.batch(1, 0, 0)).backward()
+    assert unscale_and_clip_(loop.model, scale=_SCALE, in_step=True).is_in_step
+    loop.optimizer.zero_grad()
+
+    for each in (loop, other):
+        parity.loss_of(each.model, parity.batch(2, 0, 0)).backward()
+        each.optimizer.step()
+
+    parity.assert_same_weights(loop.snapshot()[0], other.snapshot()[0], what="dropped")
+
+
+# ---- The engine ----
+
+
+def _engine(group: Group, *, is_late: bool, stage: int = 2, **options: Any) -> Engine:
+    config = engine_config(group, stage, **options)
+    model = parity.build(parity.tiny_float32)
+    engine, *_ = zero_engine.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+        lr_scheduler=parity.scheduler_for,
+        config=config,
+        group=group,
+    )
+    engine._is_late = is_late  # as on CUDA
+    return engine
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_a_host_that_learns_late_trains_as_one_that_knows_at_once(
+    ranks, stage: int, accumulation_steps: int
+) -> None:
+    """Scale, schedule and weights depend on each verdict, whenever it is read."""
+    ranks(2).run(_learn_late, stage=stage, accumulation_steps=accumulation_steps)
+
+
+def _learn_late(group: Group, stage: int, accumulation_steps: int) -> None:
+    scale = DynamicLossScale(initial_power=4, window=2, hysteresis=1)
+    options = {"loss_scale": scale, "stage": stage, "accumulation_steps": accumulation_steps}
+    late, prompt = (_engine(group, is_late=is_late, **options) for is_late in (True, False))
+    scheduler = late.lr_scheduler
+    bad = [1, 4, 5, 9]
+    for step in range(10):
+        factor = math.inf if step in bad and group.rank == 1 else 1.0
+        for micro in range(accumulation_steps):
+            for engine in (late, prompt):
+                run_micro_batch(engine, step, micro, factor)
+        if step % 3 == 0:  # else nobody asks: the verdict waits for the next step
+            assert late.cur_scale == prompt.cur_scale
+            assert late.get_lr() == prompt.get_lr()
+            assert late.was_step_applied() == prompt.was_step_applied() == (step not in bad)
+        elif step not in bad:
+            assert scheduler.get_last_lr() == prompt.lr_scheduler.get_last_lr()
+
+    assert late.skipped_steps == prompt.skipped_steps == len(bad)
+    assert scheduler.state_dict() == prompt.lr_scheduler.state_dict()
+    assert late.loss_scaler is not None and prompt.loss_scaler is not None
+    assert late.loss_scaler.state_dict() == prompt.loss_scaler.state_dict()
+    assert_weights(late, weights_of(prompt))
+
+
+def test_a_verdict_is_not_waited_for_within_its_step(ranks) -> None:
+    """That the host launches on is what it is for."""
+    ranks(1).run(_count_verdicts)
+
+
+def _count_verdicts(group: Group) -> None:
+    engine = _engine(group, is_late=True, loss_scale=DynamicLossScale(initial_power=4))
+    run_micro_batch(engine, 0)
+    assert engine._verdict is None  # the first step, which creates the state
+    for step in (1, 2, 3):
+        run_micro_batch(engine, step)
+        assert engine._verdict is not None
+
+    assert engine.was_step_applied() and engine._verdict is None
+
+
+def test_the_smallest_scale_raises_with_every_step_counted(ranks) -> None:
+    """Whoever catches the error and goes on must find the counters where training is."""
+    ranks(1).run(_end_at_the_minimum)
+
+
+def _end_at_the_minimum(group: Group) -> None:
+    scale = DynamicLossScale(initial_power=0, hysteresis=1, raises_at_minimum=True)
+    for is_late in (True, False):
+        engine = _engine(group, is_late=is_late, loss_scale=scale)
+        run_micro_batch(engine, 0)
+        with pytest.raises(LossScaleError, match="training has diverged"):
+            run_micro_batch(engine, 1, factor=math.inf)
+            engine.was_step_applied()
+        assert (engine.global_steps, engine.skipped_steps) == (2, 1)
+        assert not engine.was_step_applied()
+
+
+def test_a_scheduler_that_cannot_go_back_makes_the_host_wait(ranks) -> None:
+    """A step that was not may not advance it, whatever it is."""
+    ranks(1).run(_advance_a_bare_scheduler)
+
+
+class _Count:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+
+
+def _advance_a_bare_scheduler(group: Group) -> None:
+    config = attrs.evolve(engine_config(group, 2), loss_scale=DynamicLossScale(initial_power=4))
+    model, count = parity.build(parity.tiny_float32), _Count()
+    engine, *_ = zero_engine.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), fused=True),
+        lr_scheduler=count,
+        config=config,
+        group=group,
+    )
+    engine._is_late = True
+    for step, factor in enumerate((1.0, 1.0, math.inf)):
+        run_micro_batch(engine, step, factor=factor)
+
+    assert count.steps == 2

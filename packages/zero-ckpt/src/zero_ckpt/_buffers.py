@@ -1,0 +1,71 @@
+"""Buffers that a module's forward writes to, such as batch norm's statistics: written once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, final
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+
+from ._frame import Companion
+from ._torch_compat import version_of
+
+# Kernels write some buffers behind the version's back (batch norm's statistics), and those are
+# small. A larger one is put back only where its version says that forward wrote to it.
+_SMALL_BYTES: Final = 1 << 16
+
+
+@final
+@define(eq=False)
+class OnceWritten(Companion):
+    """Puts buffers back after a recomputation, as forward has left them."""
+
+    _buffers: list[Tensor]
+    _written: list[Tensor] = field(factory=list, init=False)
+
+    @classmethod
+    def of(cls, function: Any) -> OnceWritten | None:
+        """For a module or its method; None if there is none to watch."""
+        module = (
+            function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+        )
+        if not isinstance(module, nn.Module):
+            return None
+        buffers = [
+            buffer
+            for part in module.modules()
+            if part.training
+            for buffer in part.buffers(recurse=False)
+        ]
+        return cls(buffers) if buffers else None
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        versions = [version_of(buffer) for buffer in self._buffers]
+        yield
+        self._written = [
+            buffer
+            for buffer, version in zip(self._buffers, versions, strict=True)
+            if version_of(buffer) != version or buffer.nbytes <= _SMALL_BYTES
+        ]
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """See which it writes to."""
+        return self._noting()
+
+    @contextmanager
+    def _putting_back(self) -> Iterator[None]:
+        before = [buffer.detach().clone() for buffer in self._written]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(self._written, before, strict=True):
+                    buffer.data.copy_(value)  # through .data: nobody saved what comes between
+
+    def recompute(self) -> AbstractContextManager[Any]:
+        """Undo what it writes."""
+        return self._putting_back() if self._written else nullcontext()

@@ -1,0 +1,17 @@
+"""What can go wrong when a function is run a second time, one type per remedy."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint was misused, or configured in contradiction."""
+
+
+class NondeterminismError(CheckpointError):
+    """The second run of a function did not do what the first one did."""
+
+
+class SeedInUseError(CheckpointError):
+    """A name or a seed of a tracker was given twice, which would give equal random numbers."""
+
+
+class UnknownRngError(CheckpointError):
+    """A tracker was asked for an rng that nobody added."""

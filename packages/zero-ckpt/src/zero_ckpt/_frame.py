@@ -1,0 +1,190 @@
+"""One call of a checkpointed function: what it saved is dropped, and computed again when asked."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from threading import RLock
+from typing import Any, Final, NamedTuple
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from ._ambient import Ambient
+from ._call import Call
+from ._errors import CheckpointError, NondeterminismError
+from ._rng import RngSnapshot
+from ._savers import AbstractKept
+from ._torch_compat import current_backward, version_of
+from ._tracker import RngTracker
+
+# NOTE(frame): autograd hands what it wants to save to `_pack`, which gives it a _Saved instead: a
+# number. When backward asks for one of them, the function runs again, under hooks that count in the
+# same order and keep what the numbers stand for. Nothing depends on which inputs require gradients,
+# hooks fire once, and autograd.grad() works: unlike in a backward of its own for each segment.
+
+
+class Companion:
+    """What goes along with both runs of one call: measures, compares, keeps more. One per call."""
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Around the function's first run."""
+        raise NotImplementedError
+
+    def recompute(self) -> AbstractContextManager[Any]:
+        """Around each later one; left by an exception of ours when nothing more is needed."""
+        raise NotImplementedError
+
+
+class _Stop(BaseException):
+    """Everything that backward needs has been computed. No `except Exception` stops it."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+
+
+class _Facts(NamedTuple):
+    """Of a tensor that autograd saves; both runs must agree on the first three."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    address: int
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Facts:
+        has_address = tensor.layout is torch.strided and not tensor.is_meta
+        address = tensor.data_ptr() if has_address else 0
+        return cls(tensor.shape, tensor.dtype, tensor.device, address, version_of(tensor))
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)} {self.dtype} on {self.device}"
+
+
+@define(eq=False)
+class _Saved:
+    """What stands in a node for a tensor that is not kept."""
+
+    frame: Frame
+    index: int
+
+
+@define(eq=False)
+class Frame:
+    """One call. Lives as long as anything that it saved may be asked for."""
+
+    layer: str  # for messages
+    call: Call
+    kept: AbstractKept
+    rng: RngSnapshot
+    ambient: Ambient
+    tracker: RngTracker
+    lock: RLock  # one recomputation at a time: generators are shared
+    companions: tuple[Companion, ...] = ()
+    stops_early: bool = True
+    _saved: list[weakref.ref[_Saved]] = field(factory=list, init=False)
+    _facts: list[_Facts] = field(factory=list, init=False)
+    _found: dict[int, Tensor] = field(factory=dict, init=False)  # computed again, not yet asked for
+    _backward: int = field(default=-1, init=False)  # for which that was
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around the first run."""
+        with ExitStack() as stack:
+            for companion in self.companions:
+                stack.enter_context(companion.forward())
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
+            yield
+
+    @property
+    def num_saved(self) -> int:
+        """Tensors that autograd wanted to save so far."""
+        return len(self._saved)
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(self, len(self._saved))
+        self._saved.append(weakref.ref(saved))
+        self._facts.append(_Facts.of(tensor))
+        return saved
+
+    def find(self, saved: _Saved) -> Tensor:
+        """The tensor that it stands for. Collective where the inputs were split over ranks."""
+        with self.lock:
+            backward = current_backward()
+            if backward == -1 or backward != self._backward:
+                self._found.clear()
+            self._backward = backward
+            if saved.index not in self._found:  # also where autograd asks twice
+                self._recompute()
+            return self._found.pop(saved.index)
+
+    def _recompute(self) -> None:
+        inputs = self.kept.restore()
+        count = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal count
+            self._compare(count, tensor)
+            saved = self._saved[count]() if count < len(self._saved) else None
+            if saved is not None:
+                self._found[saved.index] = tensor.detach()
+            count += 1
+            if self.stops_early and count == len(self._saved):
+                raise _Stop(self)
+            return tensor
+
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self.rng.drawn_again(self.tracker))
+                stack.enter_context(self.ambient.again())
+                for companion in self.companions:
+                    stack.enter_context(companion.recompute())
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is))
+                self.call.again(inputs)
+        except _Stop as stop:
+            if stop.frame is not self:
+                raise
+        except BaseException:
+            self._found.clear()
+            raise
+        if count != len(self._saved):
+            self._found.clear()
+            raise NondeterminismError(
+                f"{self.layer}: autograd saved {len(self._saved)} tensors in forward and {count} "
+                f"when it was computed again; {_WHY}"
+            )
+
+    def _compare(self, index: int, tensor: Tensor) -> None:
+        new = _Facts.of(tensor)
+        if index >= len(self._facts):
+            return  # counted at the end
+        old = self._facts[index]
+        if new[:3] != old[:3]:
+            raise NondeterminismError(
+                f"{self.layer}: saved tensor {index} of {len(self._saved)} was {old} in forward, "
+                f"and is {new} when it is computed again; {_WHY}"
+            )
+        if new.address == old.address and new.version != old.version and new.address:
+            raise CheckpointError(
+                f"{self.layer}: saved tensor {index} of {len(self._saved)} ({old}) was written in "
+                "place between forward and backward (a weight, by an optimizer's step?), so it "
+                "cannot be computed again; run backward first, or write to a clone"
+            )
+
+
+_WHY: Final = (
+    "what it computes must depend on its arguments, its modules and tracked randomness alone (a "
+    "counter, a cache, numpy's or Python's random?). Checkpointer(verifies=...) names the first "
+    "operator that differs"
+)
+
+
+def _unpack(saved: _Saved) -> Tensor:
+    return saved.frame.find(saved)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

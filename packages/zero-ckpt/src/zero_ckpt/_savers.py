@@ -1,0 +1,89 @@
+"""What is kept of a function's inputs until backward needs them: AbstractSaver, KeepSaver."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from ._errors import CheckpointError
+
+
+class AbstractKept(ABC):
+    """The inputs of one call, in whatever form; freed with the graph of its outputs."""
+
+    @abstractmethod
+    def restore(self) -> Sequence[Tensor]:
+        """All inputs, detached, with the values, shapes and order of strides that they had.
+
+        May be called several times (a graph that is retained). Collective where the saver says so.
+        """
+
+    def prefetch(self) -> None:  # noqa: B027
+        """`restore` is to come soon: begin what takes long. Local; waits for nothing."""
+
+
+class AbstractSaver(ABC):
+    """Where inputs rest between forward and backward."""
+
+    @abstractmethod
+    def save(self, inputs: Sequence[Tensor], layer: str) -> AbstractKept:
+        """Keep what `restore` needs. Local; the inputs themselves stay untouched.
+
+        Args:
+            inputs: Detached; of any shape, dtype, device and layout.
+            layer: Whose inputs, for messages.
+        """
+
+
+@final
+@frozen
+class KeepSaver(AbstractSaver):
+    """Keeps them as they are: memory that the caller has anyway, if the layer before made it.
+
+    Whatever `torch.autograd.graph.saved_tensors_hooks` surround the call apply to them, those of
+    an enclosing checkpoint too.
+    """
+
+    def save(self, inputs: Sequence[Tensor], layer: str) -> AbstractKept:
+        """By reference. A write in place before backward is noticed by `restore`."""
+        return _AsTheyAre.of(inputs, layer)
+
+
+class _Hold(torch.autograd.Function):
+    """A node whose only purpose is what it saves."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return anchor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing depends on it")
+
+
+@frozen(eq=False)
+class _AsTheyAre(AbstractKept):
+    _node: Any
+    _layer: str
+
+    @classmethod
+    def of(cls, inputs: Sequence[Tensor], layer: str) -> _AsTheyAre:
+        anchor = torch.empty(0, requires_grad=True)
+        return cls(_Hold.apply(anchor, *inputs).grad_fn, layer)
+
+    def restore(self) -> Sequence[Tensor]:
+        try:
+            return self._node.saved_tensors
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise CheckpointError(
+                f"{self._layer}: one of its inputs was written in place after it was called, so it "
+                "cannot be computed again; give it a clone, or write to a clone"
+            ) from error
