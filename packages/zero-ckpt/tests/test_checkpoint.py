@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from same_numbers import Block, Run, Stack, assert_equal, plainly, train
+from same_numbers import Run, Stack, assert_equal, plainly, train
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
