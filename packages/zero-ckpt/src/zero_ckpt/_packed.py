@@ -37,9 +37,9 @@ class PackedSaver(AbstractSaver):
 
     Args:
         group: Ranks that are called with the same inputs, as those of a model-parallel group are.
-            Each keeps 1/N of the elements of an input (even parts: they differ by one element at
-            most), and gathers it for the second run, one message per dtype and call. Inputs with
-            fewer elements than ranks stay whole. Every rank makes the same checkpointed calls.
+            Each keeps a shard of every input, 1/N of its elements (shards differ by one element
+            at most), and gathers it for the second run: one message per dtype and call. Inputs
+            with fewer elements than ranks stay whole. All ranks make the same checkpointed calls.
         on_host: Whether inputs on a device are copied to pinned host memory, on a stream of its
             own, and back while the layer after it (the one before it in backward) is computed.
         num_slots: How many layers keep inputs at a time. Memory is allocated once for so many, for
@@ -127,14 +127,14 @@ class PackedSaver(AbstractSaver):
         splits = None if self._split is None else self._split.splits(flat, form.numel, layer)
         if slots is None and host is None and splits is None:
             return None
-        part = flat if splits is None or self._split is None else self._split.own(flat, splits)
+        shard = flat if splits is None or self._split is None else self._split.own(flat, splits)
         version = version_of(tensor)
-        slot = None if slots is None else slots.take(index, part, layer, host)
+        slot = None if slots is None else slots.take(index, shard, layer, host)
         if host is None:
-            value = part.clone() if slot is None else slot.tensor.copy_(part)
+            value = shard.clone() if slot is None else slot.tensor.copy_(shard)
             return value, _Copied(form, splits, version, slot)
-        target = host.allocate(part.shape, part.dtype) if slot is None else slot.tensor
-        return target, _Copied(form, splits, version, slot, host, host.away(part, target))
+        target = host.allocate(shard.shape, shard.dtype) if slot is None else slot.tensor
+        return target, _Copied(form, splits, version, slot, host, host.away(shard, target))
 
     def _settle(self) -> None:
         """Let go of the inputs that were copied away last: their copies had a layer's time."""
@@ -153,7 +153,7 @@ class _Copied:
     """An input in another form."""
 
     form: Form
-    splits: tuple[int, ...] | None  # elements per rank, if this is a part
+    splits: tuple[int, ...] | None  # elements per rank, if this is a shard
     version: int  # of the input
     slot: Slot | None = None
     host: AbstractHost | None = None
@@ -171,7 +171,7 @@ class _Copied:
             self.arriving = self.host.back(self.leaving)
 
     def fetch(self, value: Tensor) -> Tensor:
-        """The flat tensor, or this rank's part of it, where it is needed: for good, if not split.
+        """The flat tensor, or this rank's shard of it, where it is needed: for good, if not split.
 
         Not the slot itself: a graph that is kept longer than this call may refer to it.
         """
@@ -236,7 +236,7 @@ class _Packed(AbstractKept):
         return {**self._storages, **_storages(on_device, {})}
 
     def _gather(self, values: list[Tensor]) -> None:
-        """In place of each part, all of it."""
+        """In place of each shard, all of it."""
         splits = {i: c.splits for i, c in self._copied.items() if c.splits is not None}
         if self._saver._split is None or not splits:
             return

@@ -1,4 +1,4 @@
-"""Flat tensors of which each rank of a group keeps a part."""
+"""Flat tensors of which each rank of a group keeps a shard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REMEDY: Final = (
 @final
 @frozen(eq=False)
 class Split:
-    """Even parts, in rank order: they differ by one element at most."""
+    """Even shards, in rank order: they differ by one element at most."""
 
     _group: Group
 
@@ -55,17 +55,17 @@ class Split:
         )
 
     def own(self, flat: Tensor, splits: Sequence[int]) -> Tensor:
-        """The part of this rank: a view. Local."""
+        """The shard of this rank: a view. Local."""
         rank = self._group.rank
         return flat.narrow(0, sum(splits[:rank]), splits[rank])
 
     def gather(
-        self, parts: Sequence[Tensor], splits: Sequence[Sequence[int]], *, number: int, layer: str
+        self, shards: Sequence[Tensor], splits: Sequence[Sequence[int]], *, number: int, layer: str
     ) -> list[Tensor]:
-        """The flat tensors whose parts these are. Collective: one message per dtype.
+        """The flat tensors whose shards these are. Collective: one message per dtype.
 
         Args:
-            parts: This rank's, on the group's device.
+            shards: This rank's, on the group's device.
             splits: Elements per rank, for each of them.
             number: Of the call that they belong to, the same on every rank.
             layer: Whose they are, for errors.
@@ -80,9 +80,9 @@ class Split:
             {tag: Purpose(f"gathering the inputs of the {layer} (call {number})", _REMEDY)}
         )
         launched = []
-        for dtype in dict.fromkeys(part.dtype for part in parts):
-            chosen = [i for i, part in enumerate(parts) if part.dtype == dtype]
-            sent = parts[chosen[0]] if len(chosen) == 1 else torch.cat([parts[i] for i in chosen])
+        for dtype in dict.fromkeys(shard.dtype for shard in shards):
+            chosen = [i for i, shard in enumerate(shards) if shard.dtype == dtype]
+            sent = shards[chosen[0]] if len(chosen) == 1 else torch.cat([shards[i] for i in chosen])
             totals = [sum(splits[i][rank] for i in chosen) for rank in range(group.world_size)]
             out = sent.new_empty(sum(totals))
             handle = all_gather_flat(out, splits=totals, group=group, shard=sent, tag=tag)
@@ -97,4 +97,4 @@ class Split:
             pieces = out.split(list(sizes))  # all of rank 0, then all of rank 1
             for position, i in enumerate(chosen):
                 found[i] = torch.cat(pieces[position :: len(chosen)])
-        return [found[i] for i in range(len(parts))]
+        return [found[i] for i in range(len(shards))]
