@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import RLock
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
 from ._ambient import Ambient
+from ._boundaries import Synchronized
 from ._buffers import OnceWritten
 from ._call import Call
+from ._configuration import Configuration, changed, configuration_of
 from ._errors import CheckpointError
 from ._frame import Companion, Frame
-from ._rng import RngSnapshot, devices_of
+from ._model_parallel import ModelParallel
+from ._rng import RngSnapshot, devices_of, seeded_state, set_state
 from ._savers import AbstractSaver, KeepSaver
-from ._tracker import RngTracker
+from ._tracker import MODEL_PARALLEL_RNG, RngTracker, seed_of
+
+# Of the model-parallel rng's seed from the default one's: Megatron's, so that runs can be compared.
+_MODEL_PARALLEL_OFFSET: Final = 2718
 
 
 @final
@@ -26,6 +32,7 @@ class Checkpointer:
         saver: What is kept of a function's inputs; the inputs as they are when None.
         tracker: Named rngs, restored for the second run too; one of its own when None.
         stops_early: Whether the second run ends as soon as backward has all it needs.
+        synchronizes: Whether the device is waited for at the edges of each run.
 
     Raises:
         CheckpointError: An argument is not of its type.
@@ -37,6 +44,7 @@ class Checkpointer:
         saver: AbstractSaver | None = None,
         tracker: RngTracker | None = None,
         stops_early: bool = True,
+        synchronizes: bool = False,
     ) -> None:
         for name, value, kind in (
             ("saver", saver, AbstractSaver),
@@ -50,6 +58,13 @@ class Checkpointer:
         self.tracker = RngTracker() if tracker is None else tracker
         self.stops_early = stops_early
         self._lock = RLock()
+        self._configuration = changed(
+            Configuration(), "synchronize", synchronizes, "Checkpointer(synchronizes=)"
+        )
+        self._model_parallel = ModelParallel.of(None)
+        self._other_saver: AbstractSaver | None = None  # for calls that say otherwise themselves
+        self._is_configured = False
+        self.profiles = False
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function and drop its activations; backward computes them again.
@@ -75,6 +90,42 @@ class Checkpointer:
                 backward: an input or weight was written in place meanwhile.
             NondeterminismError: In backward: the second run saved other tensors than the first.
         """
+        return self._checkpoint(self.saver, function, args, kwargs)
+
+    def checkpoint_distributed(
+        self,
+        function: Callable[..., Any],
+        distribute_saved_activations: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """`checkpoint` as Megatron calls it: each call says whether inputs are split over ranks.
+
+        Whatever else was configured holds. Collective over the model-parallel group if it splits.
+
+        Raises:
+            CheckpointError: `distribute_saved_activations` is no bool; and as `checkpoint` does.
+        """
+        asked = changed(
+            self._configuration,
+            "partition_activations",
+            distribute_saved_activations,
+            "distribute_saved_activations",
+        )
+        saver = self.saver
+        if asked != self._configuration:
+            if self._other_saver is None:
+                self._other_saver = asked.saver(self._model_parallel)
+            saver = self._other_saver
+        return self._checkpoint(saver, function, args, kwargs)
+
+    def _checkpoint(
+        self,
+        saver: AbstractSaver,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         call, inputs = Call.of(function, args, kwargs)
@@ -82,7 +133,7 @@ class Checkpointer:
         frame = Frame(
             layer=layer,
             call=call,
-            kept=self.saver.save([tensor.detach() for tensor in inputs], layer),
+            kept=saver.save([tensor.detach() for tensor in inputs], layer),
             rng=RngSnapshot.take(devices_of(inputs), self.tracker),
             ambient=Ambient.take(),
             tracker=self.tracker,
@@ -96,8 +147,144 @@ class Checkpointer:
         return outputs
 
     def _companions(self, function: Callable[..., Any]) -> tuple[Companion, ...]:
-        found = (OnceWritten.of(function),)
+        found = (
+            OnceWritten.of(function),
+            Synchronized() if self._configuration.synchronizes else None,
+        )
         return tuple(companion for companion in found if companion is not None)
+
+    def configure(
+        self,
+        mpu_: Any,
+        deepspeed_config: Any = None,
+        *,
+        partition_activations: bool | None = None,
+        contiguous_checkpointing: bool | None = None,
+        num_checkpoints: int | None = None,
+        checkpoint_in_cpu: bool | None = None,
+        synchronize: bool | None = None,
+        profile: bool | None = None,
+    ) -> None:
+        """Decide how calls from now on are checkpointed, with DeepSpeed's names for it.
+
+        An argument beats the file's section `activation_checkpointing`, which beats the default
+        (False). What an earlier call decided is forgotten, but for `mpu_` and the number of layers.
+        The saver that the constructor was given is replaced. Collective over the model-parallel
+        group if inputs are split over it, local otherwise.
+
+        Args:
+            mpu_: Says which ranks split single layers: an object with `get_*_rank`,
+                `get_*_world_size` and `get_*_group` for `tensor_model_parallel`, `slice_parallel`
+                or `model_parallel`, or a DeviceMesh of one dimension. None keeps the one before; at
+                first there is none, and this rank has its layers for itself.
+            deepspeed_config: A dict, the path of a JSON file, or an object with
+                `activation_checkpointing_config`.
+            partition_activations: Each rank keeps its part of each input, and all gather them
+                before they compute again.
+            contiguous_checkpointing: Inputs go to buffers that are made once.
+            num_checkpoints: For so many calls, that is checkpointed layers.
+            checkpoint_in_cpu: Inputs go to host memory.
+            synchronize: The device is waited for at the edges of each call.
+            profile: Times are measured.
+
+        Raises:
+            CheckpointError: `mpu_` is no mpu, an argument or key is of the wrong type, a key is
+                unknown, the file cannot be read, or contiguous buffers are asked for without a
+                number of layers. Nothing has changed then.
+        """
+        arguments = {
+            "partition_activations": partition_activations,
+            "contiguous_checkpointing": contiguous_checkpointing,
+            "num_checkpoints": num_checkpoints,
+            "checkpoint_in_cpu": checkpoint_in_cpu,
+            "synchronize": synchronize,
+            "profile": profile,
+        }
+        known = self._configuration.num_layers
+        configuration = configuration_of(deepspeed_config, arguments, known)
+        self._configure(
+            configuration, self._model_parallel if mpu_ is None else ModelParallel.of(mpu_)
+        )
+        self._is_configured = True
+
+    def _configure(self, configuration: Configuration, model_parallel: ModelParallel) -> None:
+        self.saver = configuration.saver(model_parallel)
+        self.profiles = configuration.profiles
+        self._other_saver = None
+        self._configuration, self._model_parallel = configuration, model_parallel
+
+    def is_configured(self) -> bool:
+        """Whether `configure` has been called."""
+        return self._is_configured
+
+    def set_num_layers(self, num_layers: int) -> None:
+        """Say how many layers are checkpointed, for contiguous buffers. Local.
+
+        Raises:
+            CheckpointError: It is no int of 1 or more.
+        """
+        configuration = changed(
+            self._configuration, "num_checkpoints", num_layers, "set_num_layers()"
+        )
+        if configuration.is_contiguous:
+            self._configure(configuration, self._model_parallel)
+        else:
+            self._configuration = configuration
+
+    def partition_activations_in_checkpoint(self, partition_activation: bool) -> None:
+        """Split the inputs of later calls over the model-parallel group, or stop doing so.
+
+        Collective over that group.
+
+        Raises:
+            CheckpointError: It is no bool.
+        """
+        configuration = changed(
+            self._configuration,
+            "partition_activations",
+            partition_activation,
+            "partition_activations_in_checkpoint()",
+        )
+        self._configure(configuration, self._model_parallel)
+
+    def reset(self) -> None:
+        """Have contiguous buffers made anew, all of them free. Local.
+
+        Graphs that exist keep theirs. Nobody needs to call it: a buffer is free when its graph is.
+        """
+        if self._configuration.is_contiguous:
+            self._configure(self._configuration, self._model_parallel)
+
+    def model_parallel_cuda_manual_seed(self, seed: int) -> None:
+        """Seed the default rng and that of the tracker; on the CPU where there is no accelerator.
+
+        The default rng of the tracker's device gets `seed`, on every rank of the model-parallel
+        group the same. The tracker forgets its rngs and gets "model-parallel-rng", seeded with
+        `seed` + 2718 + this rank's number in that group. Local.
+
+        Raises:
+            CheckpointError: The seed is no int of 64 bits, or this is inside a fork of the tracker.
+        """
+        where = "model_parallel_cuda_manual_seed()"
+        default, own = seed_of(where, seed), self._model_parallel_seed(where, seed)
+        self.tracker.reset()
+        self.tracker.add(MODEL_PARALLEL_RNG, own)
+        set_state(self.tracker.device, seeded_state(self.tracker.device, default))
+
+    def model_parallel_reconfigure_tp_seed(self, seed: int) -> None:
+        """Begin "model-parallel-rng" again, from `seed` + 2718 + this rank's number. Local.
+
+        Raises:
+            UnknownRngError: `model_parallel_cuda_manual_seed` has not been called.
+            CheckpointError: As there; or another rng has the seed.
+        """
+        where = "model_parallel_reconfigure_tp_seed()"
+        self.tracker.reseed(MODEL_PARALLEL_RNG, self._model_parallel_seed(where, seed))
+
+    def _model_parallel_seed(self, where: str, seed: int) -> int:
+        return seed_of(
+            where, seed_of(where, seed) + _MODEL_PARALLEL_OFFSET + self._model_parallel.rank()
+        )
 
 
 def _name_of(function: Callable[..., Any]) -> str:
