@@ -89,7 +89,7 @@ class RngTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Inside, draw from the rng of that name; afterwards from the one before, also if it raises.
+        """Inside, draw from the rng of that name; afterwards, raised or not, from the one before.
 
         Forks nest: an rng goes on where it was left, whichever fork that was in.
 
