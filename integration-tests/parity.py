@@ -349,11 +349,16 @@ def run_steps(
     losses = []
     for step in steps:
         loss = loss_of(model, batch(step, 0, rank))
-        loss.backward()
         losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+        finish_step(loss, optimizer)
     return losses
+
+
+def finish_step(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """What follows a forward in the plain loop of one micro-batch per step."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def build_with_optimizer(
@@ -372,10 +377,10 @@ def build_sharded(
     return zero_engine.shard(model, optimizer, config, group=group)
 
 
-def by_messages() -> Group:
+def by_messages(*, patience_s: float | None = None) -> Group:
     """All ranks of the run, which may not read each other's memory: proven. Collective."""
     with mock.patch.dict(os.environ, {"ZERO_COMM_PEER_MEMORY": "0"}):
-        group = Group.from_process_group(dist.new_group())
+        group = Group.from_process_group(dist.new_group(), patience_s=patience_s)
     assert group.peers is None
     assert group.transport.startswith("messages")
     return group

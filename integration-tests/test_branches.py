@@ -86,10 +86,8 @@ def _train_both(group: Group, stage: int, case: str) -> None:
         expected = CASES[case](plain, step, group.rank)
         loss = CASES[case](model, step, group.rank)
         torch.testing.assert_close(loss, expected, **exactly, msg=f"step {step}")
-        for each, its_optimizer in ((expected, plain_optimizer), (loss, optimizer)):
-            each.backward()
-            its_optimizer.step()
-            its_optimizer.zero_grad()
+        parity.finish_step(expected, plain_optimizer)
+        parity.finish_step(loss, optimizer)
 
     whole = zero_engine.full_state_dict(model)
     if group.rank == 0:

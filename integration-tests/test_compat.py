@@ -214,6 +214,12 @@ def test_init_names_a_dtype_that_is_none() -> None:
         deepspeed.zero.Init(dtype="fp16")
 
 
+def test_init_names_an_mpu_that_is_none() -> None:
+    """It is the tenth argument: another one in its place is soon passed."""
+    with pytest.raises(ConfigError, match=r"zero\.Init\(\): expected mpu to have .*, got 3"):
+        deepspeed.zero.Init(mpu=3)
+
+
 def test_a_process_without_a_launcher_is_rank_zero_of_one(monkeypatch) -> None:
     """A script is tried out alone first."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from unittest import mock
 
 import parity
 import pytest
 import torch
-import torch.distributed as dist
 import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
@@ -159,7 +156,7 @@ def _part(group: Group, way: str, message: str, reads: bool) -> None:
         assert group.peers is not None
         group = Group.from_process_group(group.process_group, patience_s=PATIENCE_S)
     else:
-        group = _by_messages()
+        group = parity.by_messages(patience_s=PATIENCE_S)
     began = time.monotonic()
 
     with pytest.raises(DivergenceError, match=rf"{message}.*seen on rank {group.rank};"):
@@ -186,17 +183,15 @@ def _choose_in_leaf(group: Group, how: str) -> None:
     config = ZeroConfig(3, units=()) if how == "whole-model" else ZeroConfig(3)
     if how == "leaf":
         set_leaf_modules(model, Mixture)
-    zero_engine.shard(model, optimizer, config, group=_by_messages())
+    zero_engine.shard(model, optimizer, config, group=parity.by_messages(patience_s=PATIENCE_S))
 
     for step in range(STEPS):
         chosen = (step + group.rank) % 4
         expected = _loss(ddp, step, group.rank, chosen=chosen)
         loss = _loss(model, step, group.rank, chosen=chosen)
         assert torch.equal(loss, expected), f"step {step}"
-        for each, its_optimizer in ((expected, plain_optimizer), (loss, optimizer)):
-            each.backward()
-            its_optimizer.step()
-            its_optimizer.zero_grad()
+        parity.finish_step(expected, plain_optimizer)
+        parity.finish_step(loss, optimizer)
 
     whole = zero_engine.full_state_dict(model)
     if group.rank == 0:
@@ -209,7 +204,7 @@ def test_a_rank_that_computes_for_long_is_waited_for(ranks) -> None:
 
 
 def _be_slow(group: Group) -> None:
-    alone, slow = (_build(_by_messages(), 3) for _ in range(2))
+    alone, slow = (_build(parity.by_messages(patience_s=PATIENCE_S), 3) for _ in range(2))
     losses: list[list[Tensor]] = [[], []]
     for kept, (model, optimizer), pause_s in zip(
         losses, (alone, slow), (0.0, 3 * PATIENCE_S), strict=True
@@ -225,12 +220,3 @@ def _be_slow(group: Group) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert losses[0] == losses[1]
-
-
-def _by_messages() -> Group:
-    """All ranks of the run, which may not read each other's memory: proven. Collective."""
-    with mock.patch.dict(os.environ, {"ZERO_COMM_PEER_MEMORY": "0"}):
-        group = Group.from_process_group(dist.new_group(), patience_s=PATIENCE_S)
-    assert group.peers is None
-    assert group.transport.startswith("messages")
-    return group

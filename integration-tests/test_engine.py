@@ -15,7 +15,7 @@ from engines import assert_weights, build_engine, engine_config, run_micro_batch
 from parity import Curve, Recipe, ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group, record_traffic
-from zero_engine import DynamicLossScale, StaticLossScale
+from zero_engine import ConfigError, DynamicLossScale, StaticLossScale
 from zero_partition import StateError
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -302,3 +302,32 @@ def test_an_engine_answers_what_scripts_ask(monkeypatch) -> None:
     ):
         scaled = build_engine(group, engine_config(group, 2, loss_scale=chosen))
         assert (scaled.loss_scale(), scaled.cur_scale) == (said, current)
+
+
+def test_a_scheduler_that_needs_a_metric_is_asked_for_before_anything_moves(ranks) -> None:
+    """Its TypeError after the optimizer's step would leave the two apart."""
+    ranks(1).run(_step_on_a_plateau)
+
+
+def _step_on_a_plateau(group: Group) -> None:
+    model, optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
+    engine, *_ = zero_engine.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5),
+        config=engine_config(group, 2),
+        group=group,
+    )
+    before, (rate,) = weights_of(engine), set(engine.get_lr())
+    loss = parity.loss_of(engine, parity.batch(0, 0, 0))
+    engine.backward(loss)
+    with pytest.raises(ConfigError, match=r"expected lr_kwargs .*'metrics'.*nothing was done"):
+        engine.step()
+    assert engine.global_steps == 0
+    assert_weights(engine, before)
+
+    engine.step(lr_kwargs={"metrics": 1.0})
+    assert set(engine.get_lr()) == {rate}
+    engine.backward(parity.loss_of(engine, parity.batch(0, 0, 0)))
+    engine.step(lr_kwargs={"metrics": 2.0})
+    assert set(engine.get_lr()) == {rate / 2}

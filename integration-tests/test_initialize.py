@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -144,6 +145,16 @@ class _Grid:
         return 2
 
 
+class _SplitWithoutGroup:
+    """Half of what Megatron's has."""
+
+    def get_data_parallel_group(self) -> Any:
+        return None
+
+    def get_model_parallel_world_size(self) -> int:
+        return 2
+
+
 def _train_in_a_grid(group: Group) -> None:
     parts = [torch.full((4,), value) for value in (1.0, 2.0)]
     model = nn.Linear(4, 1, bias=False)
@@ -175,10 +186,19 @@ def _train_in_a_grid(group: Group) -> None:
         ({"optimizer": lambda _: None}, r"or to return one when called with parameters, got None"),
         ({"optimizer": _adamw, "lr_scheduler": 3}, r"expected lr_scheduler to have step\(\)"),
         ({"optimizer": _adamw, "lr_scheduler": _of_another}, r"LambdaLR to be built from the opt"),
-        ({"mpu": 3}, r"expected mpu to have get_data_parallel_group\(\), got 3"),
+        ({"mpu": 3}, r"expected mpu to have get_data_parallel_group\(\), got 3; it is an object"),
+        ({"mpu": _SplitWithoutGroup()}, r"expected mpu to have get_model_parallel_group\(\), got"),
         ({"group": 3}, r"expected group to be a zero_comm\.Group, got 3"),
         ({"collate_fn": 3}, r"expected collate_fn to be a function, got 3"),
         ({"lr_scheduler": _warmup}, r"expected an optimizer for the scheduler, got none"),
+        (
+            {"model": nn.Linear(1, 1).requires_grad_(False), "optimizer": _adamw},
+            r"expected a model to train, .* a Linear of 2 parameters, none of which requires",
+        ),
+        (
+            {"model": nn.ReLU(), "config": SETTINGS | NAMED},
+            r"expected a model to train, .* a ReLU of 0 parameters, none of which requires",
+        ),
         (
             {"config": EngineConfig(train_batch_size=4, micro_batch_size=1)},
             r"EngineConfig\.train_batch_size: expected .* which is 1, got 4",
@@ -204,6 +224,45 @@ def test_what_is_refused_leaves_the_model_as_it_was(wrong: dict[str, Any]) -> No
     engine, *_ = zero_engine.initialize(**given)
 
     assert engine.module is model
+
+
+def test_an_mpu_of_no_groups_leaves_the_model_as_it_was(ranks) -> None:
+    """As above; what its getters return is seen in a job only."""
+    ranks(2).run(_pass_no_groups)
+
+
+def _pass_no_groups(group: Group) -> None:
+    model = nn.Linear(1, 1)
+    for getter, mpu in (
+        ("get_data_parallel_group", _Getters(data=3, model=group.process_group)),
+        ("get_model_parallel_group", _Getters(data=group.process_group, model=3)),
+    ):
+        with pytest.raises(ConfigError, match=rf"{getter}\(\): expected a process group .*got 3"):
+            zero_engine.initialize(model=model, optimizer=_adamw, mpu=mpu, config=SETTINGS)
+
+    engine, *_ = zero_engine.initialize(model=model, optimizer=_adamw, config=SETTINGS)
+
+    assert engine.module is model
+
+
+def test_one_rank_warns_of_what_changes_nothing(ranks) -> None:
+    """On a thousand ranks the same warning a thousand times buries the ones that differ."""
+    assert ranks(2).run(_count_warnings) == [1, 0]
+
+
+def _count_warnings(group: Group) -> int:
+    settings = SETTINGS | {"zero_allow_untested_optimizer": True}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zero_engine.initialize(model=nn.Linear(1, 1), config=settings)
+    return len([each for each in caught if "change nothing here" in str(each.message)])
+
+
+class _Getters:
+    def __init__(self, *, data: Any, model: Any) -> None:
+        self.get_data_parallel_group = lambda: data
+        self.get_model_parallel_group = lambda: model
+        self.get_model_parallel_world_size = lambda: 2
 
 
 def test_a_scheduler_may_be_given_as_its_class() -> None:

@@ -247,6 +247,16 @@ class _Remembers(parity.PerParameter):
         param.add_(sum(state["history"]), alpha=-group["lr"])
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_optimizer_with_nothing_to_train_is_refused(stage: int) -> None:
+    """Its steps would do nothing, and losses that do not fall say so too late."""
+    model = _blocks().requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    with pytest.raises(PartitionError, match=r"AdamW over \d+ parameters, none of which requires"):
+        zero_engine.shard(model, optimizer, ZeroConfig(stage), group=Group.solo())
+
+
 def test_state_that_hides_tensors_in_a_list_is_refused(ranks) -> None:
     """Half of it would be a whole tensor's, half a shard's."""
     ranks(2).run(_shard_remembering)

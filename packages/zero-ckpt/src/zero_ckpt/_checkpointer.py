@@ -7,6 +7,7 @@ from threading import RLock
 from typing import Any, Final, final
 
 import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ._ambient import Ambient
 from ._boundaries import Synchronized
@@ -18,6 +19,7 @@ from ._frame import Companion, Frame
 from ._model_parallel import ModelParallel
 from ._rng import RngSnapshot, devices_of, seeded_state, set_state
 from ._savers import AbstractSaver, KeepSaver
+from ._torch_compat import uncompiled
 from ._tracker import MODEL_PARALLEL_RNG, RngTracker, seed_of
 
 # Of the model-parallel rng's seed from the default one's: Megatron's, so that runs can be compared.
@@ -76,6 +78,10 @@ class Checkpointer:
         a module writes in training (batch norm's statistics) are written once. Where gradients
         are off, nothing is kept at all.
 
+        Inside torch.compile the compiler itself recomputes, as it does for torch's checkpoint. It
+        knows nothing of savers and rngs: where this checkpointer has any, the graph breaks here,
+        and the function runs as it is.
+
         Args:
             function: Takes and returns anything. It must compute the same when it is called again
                 with the same arguments.
@@ -128,6 +134,15 @@ class Checkpointer:
     ) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            if self._is_plain(saver):
+                return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+            return _record(self, saver, function, args, kwargs)
+        return self._record(saver, function, args, kwargs)
+
+    def _record(
+        self, saver: AbstractSaver, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         call, inputs = Call.of(function, args, kwargs)
         layer = _name_of(function)
         frame = Frame(
@@ -145,6 +160,14 @@ class Checkpointer:
             outputs = function(*args, **kwargs)
         call.check_unwritten(inputs, layer)
         return outputs
+
+    def _is_plain(self, saver: AbstractSaver) -> bool:
+        """Whether it does no more than torch's own checkpoint."""
+        return (
+            isinstance(saver, KeepSaver)
+            and not self.tracker.is_initialized()
+            and not self._configuration.synchronizes
+        )
 
     def _companions(self, function: Callable[..., Any]) -> tuple[Companion, ...]:
         found = (
@@ -285,6 +308,13 @@ class Checkpointer:
         return seed_of(
             where, seed_of(where, seed) + _MODEL_PARALLEL_OFFSET + self._model_parallel.rank()
         )
+
+
+@uncompiled
+def _record(
+    checkpointer: Checkpointer, saver: AbstractSaver, function: Any, args: Any, kwargs: Any
+) -> Any:
+    return checkpointer._record(saver, function, args, kwargs)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

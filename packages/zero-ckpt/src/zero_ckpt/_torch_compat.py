@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
+
+Func = TypeVar("Func", bound=Callable[..., Any])
 
 
 def current_backward() -> int:
@@ -14,3 +19,11 @@ def current_backward() -> int:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor's memory was written in place; -1 where nobody counts (inference mode)."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def uncompiled(function: Func) -> Func:
+    """`function` runs as it is where torch.compile meets it, with all that it calls.
+
+    Unlike `torch.compiler.disable` it does not import the compiler, which takes a second.
+    """
+    return torch._disable_dynamo(function)  # type: ignore[return-value]

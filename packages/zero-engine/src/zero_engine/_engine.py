@@ -16,6 +16,7 @@ from ._checks import check_flag, check_whole
 from ._engine_config import EngineConfig
 from ._engine_facts import EngineFacts
 from ._errors import ConfigError
+from ._schedulers import check_step
 from ._verdict import Verdict, can_undo, remember
 
 # NOTE(boundary): a micro-batch ends with step(). Where the stage keeps whole gradients anyway (0
@@ -139,7 +140,8 @@ class Engine(EngineFacts):
             lr_kwargs: What `lr_scheduler.step` is given.
 
         Raises:
-            ConfigError: The engine has no optimizer.
+            ConfigError: The engine has no optimizer, or `lr_scheduler.step` takes something else;
+                nothing was done.
             LossScaleError: As the loss scale is configured: it would have to get too small.
             zero_partition.StateError: Inside `no_sync` or `coalesce_grad_reduction`, after
                 `destroy`, or no loss was scaled though gradients are to be unscaled; nothing was
@@ -163,6 +165,8 @@ class Engine(EngineFacts):
             raise ConfigError(
                 "Engine.step(): the engine has no optimizer; pass one to initialize()"
             )
+        if is_boundary and self._lr_scheduler is not None:
+            check_step(self._lr_scheduler, lr_kwargs or {})
         self._was_applied = self._was_scaled = False
         if is_boundary and optimizer is not None:
             self._take_step(optimizer, lr_kwargs or {})

@@ -133,7 +133,8 @@ class EngineConfig:
         """Read a configuration written for DeepSpeed (deepspeed.ai/docs/config-json). Local.
 
         Every key is honoured or answered: an unknown one, one of the wrong type, or one whose
-        feature is not built is an error; those that cannot matter here are listed in one warning.
+        feature is not built is an error; those that cannot matter here are listed in one warning,
+        of rank 0 where there is a job.
         Of keys that are absent, those of the schedule of stage 3 keep the defaults of ZeroConfig,
         and `gradient_clipping` is 1.0, as it is in DeepSpeed.
 

@@ -21,6 +21,7 @@ from ._engine_config import EngineConfig, NamedSpec
 from ._errors import ConfigError
 from ._group import default_group
 from ._loader import Loader, make_loader
+from ._mpu import check_mpu, data_group_of, model_group_of
 from ._optimizers import make_optimizer
 from ._schedulers import make_scheduler
 from ._shard import shard
@@ -76,11 +77,15 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
         zero_comm.CommError: A rank did not take part in time.
     """
-    _check_kinds(model, mpu, collate_fn, group)
+    _check_kinds(model, collate_fn, group)
+    check_mpu(mpu, what="initialize()")
     assert model is not None, "its kind was checked"
     chosen = _choose_config(args, config)
     group = _join(mpu, dist_init_required) if group is None else group
+    across = model_group_of(mpu, what="initialize()")
     settings = _as_engine_config(chosen, model, group.world_size)
+    if optimizer is not None or settings.optimizer is not None:
+        _check_trains(model)
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if not devices <= {group.device, torch.device("meta")}:  # of the latter shard() says more
         model.to(group.device)
@@ -99,21 +104,28 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
             drop_last=settings.drop_last,
         )
     shard(model, made, settings.zero, group=group)  # last: what is wrong above leaves the model be
-    across = _join_across(mpu)
     engine = Engine(model, made, settings, group=group, lr_scheduler=scheduler, across=across)
     return engine, made, loader, scheduler
 
 
-def _check_kinds(model: Any, mpu: Any, collate_fn: Any, group: Any) -> None:
-    has_groups = mpu is None or callable(getattr(mpu, "get_data_parallel_group", None))
+def _check_kinds(model: Any, collate_fn: Any, group: Any) -> None:
     for name, value, fits, expected in (
         ("model", model, isinstance(model, nn.Module), "be a torch.nn.Module"),
-        ("mpu", mpu, has_groups, "have get_data_parallel_group()"),
         ("collate_fn", collate_fn, collate_fn is None or callable(collate_fn), "be a function"),
         ("group", group, isinstance(group, Group | None), "be a zero_comm.Group"),
     ):
         if not fits:
             raise ConfigError(f"initialize(): expected {name} to {expected}, got {value!r}")
+
+
+def _check_trains(model: nn.Module) -> None:
+    params = list(model.parameters())
+    if not any(param.requires_grad for param in params):
+        raise ConfigError(
+            "initialize(): expected a model to train, as there is an optimizer, got a "
+            f"{type(model).__name__} of {len(params)} parameters, none of which requires a "
+            "gradient; unfreeze what is to be trained, or leave the optimizer out for inference"
+        )
 
 
 def _choose_config(args: Any, config: AnyConfig | None) -> AnyConfig:
@@ -137,15 +149,7 @@ def _join(mpu: Any, dist_init_required: bool | None) -> Group:
     if dist_init_required is False:
         default_group()  # which raises where there should be a job
     group = zero_comm.init()
-    if mpu is None:
-        return group
-    return Group.from_process_group(mpu.get_data_parallel_group())
-
-
-def _join_across(mpu: Any) -> Group | None:
-    """The model-parallel group, where the model is split over one."""
-    count = getattr(mpu, "get_model_parallel_world_size", lambda: 1)()
-    return None if count == 1 else Group.from_process_group(mpu.get_model_parallel_group())
+    return group if mpu is None else data_group_of(mpu, what="initialize()")
 
 
 def _as_engine_config(chosen: AnyConfig, model: nn.Module, world_size: int) -> EngineConfig:

@@ -21,6 +21,19 @@ SCHEDULERS: Final[dict[str, type[Schedule]]] = {
 }
 
 
+def check_step(scheduler: Any, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless `scheduler.step(**given)` can be called: some need a metric."""
+    try:
+        signature(scheduler.step).bind(**given)
+    except TypeError as error:
+        name = type(scheduler).__name__
+        raise ConfigError(
+            f"Engine.step(): expected lr_kwargs to be what {name}.step() takes, got "
+            f"{dict(given)!r}: {error}; as in engine.step(lr_kwargs={{'metrics': loss}}) for "
+            "ReduceLROnPlateau; nothing was done"
+        ) from error
+
+
 def make_scheduler(optimizer: Optimizer, type: str, params: Mapping[str, Any]) -> LRScheduler:
     """The scheduler that the section `scheduler` of a configuration file asks for. Local.
 

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, Final, final
 
 import attrs
+import torch.distributed as dist
 from attrs import frozen
 from torch import nn
 
@@ -104,7 +105,7 @@ class Settings:
 def read_settings(
     source: Source, *, model: nn.Module | None, auto: Mapping[str, Any] | None
 ) -> Settings:
-    """Read a configuration; warn once of all its keys that cannot matter.
+    """Read a configuration; rank 0 warns once of all its keys that cannot matter.
 
     Args:
         source: A dict, or the path of a JSON file.
@@ -202,6 +203,8 @@ def _as_json(value: Any) -> str:
 
 
 def _warn_of_what_cannot_matter(settings: Settings) -> None:
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return  # rank 0 says it; before there are ranks, each does
     lines = [
         f"  {setting.written}: {setting.key.answer.reason}"
         for setting in settings.given()

@@ -16,6 +16,8 @@ from ._schedule import PerGroup, Schedule
 class _Warmup(Schedule):
     """What the three warmups share: how far along it is, from 0 to 1."""
 
+    total_num_steps: int  # of those that end
+
     def _set_warmup(self, num_steps: Any, kind: Any) -> None:
         # Below two steps there is nothing between the ends, and log(1) = 0 to divide by.
         self.warmup_num_steps = max(2, self.whole("warmup_num_steps", num_steps, 0))
@@ -25,8 +27,7 @@ class _Warmup(Schedule):
             )
         self.warmup_type = kind
 
-    def _set_total(self, num_steps: Any) -> None:
-        self.total_num_steps = self.whole("total_num_steps", num_steps, 0)
+    def _warn_of_a_short_total(self) -> None:
         if self.total_num_steps < self.warmup_num_steps:
             warnings.warn(
                 f"{self.name('total_num_steps')}: {self.total_num_steps} steps in total are "
@@ -124,8 +125,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._set_warmup(warmup_num_steps, warmup_type)
-        self._set_total(total_num_steps)
+        self.total_num_steps = self.whole("total_num_steps", total_num_steps, 0)
         super().__init__(
             optimizer,
             warmup_min_lr,
@@ -134,6 +134,7 @@ class WarmupDecayLR(WarmupLR):
             warmup_type,
             last_batch_iteration,
         )
+        self._warn_of_a_short_total()
 
     def _after(self) -> float:
         left = self.total_num_steps - self._iteration
@@ -172,10 +173,11 @@ class WarmupCosineLR(_Warmup):
         last_batch_iteration: int = -1,
     ) -> None:
         self._set_warmup(warmup_num_steps, warmup_type)
-        self._set_total(total_num_steps)
+        self.total_num_steps = self.whole("total_num_steps", total_num_steps, 0)
         self.warmup_min_ratio = self.number("warmup_min_ratio", warmup_min_ratio)
         self.cos_min_ratio = self.number("cos_min_ratio", cos_min_ratio)
         super().__init__(optimizer, last_batch_iteration)
+        self._warn_of_a_short_total()
 
     def get_lr(self) -> list[float | Tensor]:
         """One for each param group."""

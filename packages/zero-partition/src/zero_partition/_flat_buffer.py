@@ -29,8 +29,8 @@ class FlatBuffer:
     params: tuple[nn.Parameter, ...]
     shard: Tensor
     whole: Tensor | None  # replicated parameters only
-    master: Tensor | None = None  # what the optimizer updates, if not the shard; same layout
-    wire_dtype: torch.dtype = None  # type: ignore[assignment]  # of gradients; the plan's if None
+    master: Tensor | None  # what the optimizer updates, if not the shard; same layout
+    wire_dtype: torch.dtype  # of gradients as they travel
     stand_ins: tuple[Tensor, ...] = field(init=False)  # what sharded parameters view at rest
     guards: tuple[Tensor, ...] = field(init=False)  # what `param.grad` holds while it is sharded
     pieces: tuple[Piece, ...] = field(init=False)
@@ -45,7 +45,6 @@ class FlatBuffer:
     _addresses: list[int] | None = field(default=None, init=False)  # of these, once asked for
 
     def __attrs_post_init__(self) -> None:
-        self.wire_dtype = self.wire_dtype or self.plan.dtype
         self.stand_ins = tuple(
             placeholder(p.shape, p.dtype, self.shard.device) for p in self.plan.params
         )

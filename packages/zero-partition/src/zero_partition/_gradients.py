@@ -40,6 +40,10 @@ from ._unit import Unit
 # back and faulting its pages in again cost 5% of a step on the CPU; release_buffers() gives it
 # back.
 
+# NOTE(carrying): at stage 0 `param.grad` is where the next backward adds to, so that what was
+# reduced before is reduced again with what came since, as DDP does. A mean of equal numbers is
+# that number. A sum of them is not, so it is refused.
+
 # NOTE(lending): an optimizer that needs more than single elements may take norms, which gradient
 # shards refuse, and may divide by a size, which is zero for an empty shard. So while it steps, the
 # gradients of parameters with a cut of their own are plain tensors, and None where this rank keeps
@@ -71,6 +75,7 @@ class BufferGradients:
     from_outside: set[int] = field(factory=set, init=False)  # used outside the unit: no slot read
     launched: bool = False  # in this backward
     reduced: set[int] = field(factory=set, init=False)  # handed over in this backward
+    carried: set[int] = field(factory=set, init=False)  # equal on all ranks; see NOTE(carrying)
     shard: Tensor | None = None  # reduced; see NOTE(shards)
     parts: tuple[Tensor, ...] = ()  # of the shard: what shard_params have as gradients
     lent: dict[int, Tensor | None] = field(factory=dict, init=False)  # see NOTE(lending)
@@ -162,6 +167,7 @@ class BufferGradients:
         with torch.no_grad():  # create_graph=True makes gradients that have a graph
             if first:
                 torch._foreach_copy_([views[p] for p in first], [moved[p] for p in first])
+                self.carried.difference_update(first)
             if again:
                 torch._foreach_add_([views[p] for p in again], [moved[p] for p in again])
         for position in grads:
@@ -216,6 +222,7 @@ class BufferGradients:
         if not self.shards_state:
             self.views[position].copy_(value)
             param.grad = self.views[position]
+            self.carried.add(position)
             return
         piece = self.buffer.piece_of(position)
         if piece is not None:
@@ -253,6 +260,8 @@ class BufferGradients:
         values = self.parts if self.shards_state else self.views
         targets = self.targets
         self.reduced.update(positions)
+        if not self.shards_state:
+            self.carried.update(positions)
         for position in positions:
             targets[position].grad = values[position]
             if self.is_lending and position in self._structured:  # the backward of a closure
@@ -298,6 +307,21 @@ class BufferGradients:
             buffer.params[position].grad = buffer.guards[position]
             self.guarded[position] = True
 
+    def refuse_to_sum_again(self) -> None:
+        """Raise StateError where a reduction would sum what one has summed; see NOTE(carrying)."""
+        if self.precision.reduces_mean or self.buffer.group.world_size == 1:
+            return
+        again = [position for position in self.carried if self._accumulates_in_place(position)]
+        if again:
+            raise StateError(
+                f"parameter {self.buffer.plan.params[min(again)].name!r}: its gradient was summed "
+                "over the ranks by a backward before this one, and at stage 0 would be so again "
+                "with what has been added to it since, as often as there are ranks "
+                f"(rank {self.buffer.group.rank}). With Precision(reduces_mean=False), run all "
+                "micro-batches but the last inside no_sync(model), or use stage 1; to begin anew, "
+                "call optimizer.zero_grad()"
+            )
+
     def clear_guards(self) -> bool:
         """Take our stand-ins out of `param.grad`, so that autograd gives its gradients away.
 
@@ -328,6 +352,7 @@ class BufferGradients:
             part.is_unscaled = False  # type: ignore[attr-defined]
         self.guarded = [False] * len(self.guarded)
         self.reduced.clear()
+        self.carried.clear()
         self.lent.clear()
         for param in (*self.buffer.params, *self.buffer.shard_params):
             param.grad = None

@@ -111,6 +111,13 @@ def check_optimizer(
                     f"of shape {tuple(param.shape)} is not in the model; build the optimizer from "
                     "model.parameters() of the very model that is sharded, and shard once"
                 )
+    given = [param for group in optimizer.param_groups for param in group["params"]]
+    if not any(param.requires_grad for param in given):
+        raise PartitionError(
+            f"expected an optimizer with something to train, got {type(optimizer).__name__} over "
+            f"{len(given)} parameters, none of which requires a gradient; unfreeze before shard(), "
+            "as later is not followed, or shard(model) without an optimizer for inference"
+        )
     for member in members_of(optimizer) if shards_state else ():
         for name, value in vars(member).items():
             if isinstance(value, list | tuple) and any(id(item) in known for item in value):

@@ -8,10 +8,7 @@ from typing import Final
 import torch
 from attrs import asdict, evolve
 from torch import nn
-from zero_comm import (
-    Group,
-    check_agreement,
-)
+from zero_comm import Group, check_agreement
 
 from ._adopt import check_adoptable, describe_early, release_modules
 from ._content import check_content

@@ -48,7 +48,8 @@ class Precision:
             None.
         predivide_factor: Gradients are divided by it before ranks are added up, and multiplied by
             it afterwards: what keeps a sum over many ranks within fp16.
-        reduces_mean: Gradients are averaged over the ranks; added up when False.
+        reduces_mean: Gradients are averaged over the ranks; added up when False. Stage 0
+            does that once per step: all micro-batches but the last must be inside `no_sync`.
 
     Raises:
         PartitionError: Names the field, what was expected and what came.

@@ -149,6 +149,7 @@ class GradientReducer:
             return
         if g.in_flight is not None:  # again in one backward: a nested one, of a checkpoint
             self._finish(g)
+            g.refuse_to_sum_again()
         if g.accumulator is None:
             self._ensure_accumulator(g)
         self.has_collected = True
@@ -192,9 +193,15 @@ class GradientReducer:
                 "no_sync left gradients to reduce, but GradScaler has unscaled those reduced "
                 "before; run the last micro-batch outside no_sync"
             )
+        self.refuse_to_sum_again()
         sync, self.sync = self.sync, True
         self.end_backward()
         self.sync = sync
+
+    def refuse_to_sum_again(self) -> None:
+        """Raise StateError where gradients that were summed over the ranks would be so again."""
+        for g in self.gradients:
+            g.refuse_to_sum_again()
 
     def is_true_anywhere(self, mine: bool) -> bool:
         """Whether any rank says so. Collective."""
@@ -242,6 +249,7 @@ class GradientReducer:
         for g in self.gradients:
             if set_to_none:
                 g.drop()
+            g.carried.clear()
             g.forget_local()
             self._return_accumulator(g)
         self._has_earlier = False

@@ -193,6 +193,8 @@ class Schedule:
         self._generation += 1
 
     def _use(self, unit: Unit, phase: str) -> None:
+        if unit.index not in self.ahead.extents:  # rests whole: nothing to gather, now or ahead
+            return
         if unit.is_held:  # no gather, and no trace: how often ranks come here is their own affair
             unit.unshard(self.pool)
             return

@@ -139,6 +139,8 @@ class ShardedModel:
                     will_accumulate(p) for g in self.reducer.gradients for p in g.buffer.params
                 )
             call_after_backward(_EndOfBackward(ref(self)))
+            if self._accumulates:
+                self.reducer.refuse_to_sum_again()
 
     def backward_without_batch(self) -> None:
         """What a backward does between ranks, with no gradient of this one."""
@@ -148,6 +150,7 @@ class ShardedModel:
                 "call optimizer.zero_grad() first"
             )
         with plain_access():
+            self.reducer.refuse_to_sum_again()
             self.reducer.before_forward()
         self._accumulates, self._makes_graph = True, False
         self.close_backward()

@@ -21,6 +21,7 @@ from zero_engine import (
     ZeroConfig,
     unregister_external_parameter,
 )
+from zero_engine._mpu import check_mpu, data_group_of
 
 __all__ = [
     "GatheredParameters",
@@ -71,7 +72,8 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
 
     Raises:
         zero_engine.NotBuiltError: Names the argument.
-        zero_engine.ConfigError: `dtype` is no floating-point dtype, or as `zero_engine.Init`.
+        zero_engine.ConfigError: `dtype` is no floating-point dtype, `mpu` knows no group, or as
+            `zero_engine.Init`.
     """
     if not enabled:
         return nullcontext()
@@ -91,10 +93,13 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
             "deepspeed.zero.Init(): expected dtype to be a floating-point torch.dtype, got "
             f"{dtype!r}"
         )
-    process_group = data_parallel_group
-    if process_group is None and mpu is not None:
-        process_group = mpu.get_data_parallel_group()
-    group = zero_comm.init() if process_group is None else Group.from_process_group(process_group)
+    check_mpu(mpu, what="deepspeed.zero.Init()")
+    if data_parallel_group is not None:
+        group = Group.from_process_group(data_parallel_group)
+    elif mpu is not None:
+        group = data_group_of(mpu, what="deepspeed.zero.Init()")
+    else:
+        group = zero_comm.init()
     settings = config_dict_or_path if config is None else config
     if not isinstance(settings, ZeroConfig | None):
         settings = ZeroConfig.from_deepspeed(settings)

@@ -1,0 +1,90 @@
+"""Models with everything that recomputation gets wrong, and the law that they must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from zero_ckpt import RngTracker
+
+Run = Callable[..., Any]  # calls a function on arguments: directly, or checkpointed
+
+
+def plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The oracle: no checkpoint."""
+    return function(*args, **kwargs)
+
+
+class Block(nn.Module):
+    """A transformer block with dropout in three places, one of them in the tracker's rng."""
+
+    def __init__(self, dim: int, tracker: RngTracker | None = None) -> None:
+        super().__init__()
+        self.tracker = tracker
+        self.attention = nn.MultiheadAttention(dim, 2, dropout=0.2, batch_first=True)
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+        self.norm, self.drop = nn.LayerNorm(dim), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        """Of shape (batch, length, dim), as x is."""
+        x = x + self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
+        hidden = self.up(self.norm(x)).relu()
+        if self.tracker is None:
+            hidden = self.drop(hidden)
+        else:
+            with self.tracker.fork("model-parallel-rng"):
+                hidden = self.drop(hidden)
+        return x + scale * self.drop(self.down(hidden))
+
+
+class Stack(nn.Module):
+    """Blocks, each of them called by `run`."""
+
+    def __init__(self, depth: int = 3, dim: int = 8, tracker: RngTracker | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dim, tracker) for _ in range(depth))
+
+    def forward(self, x: Tensor, run: Run) -> Tensor:
+        """Likewise."""
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        for block in self.blocks:
+            x = run(block, x, mask, scale=0.5)
+        return x
+
+
+def train(
+    run: Run,
+    make: Callable[[], nn.Module],
+    *,
+    dtype: torch.dtype = torch.float32,
+    tracker: RngTracker | None = None,
+    steps: int = 2,
+) -> list[Tensor]:
+    """Every number of a short training: outputs, gradients, weights, buffers, generators."""
+    torch.manual_seed(0)
+    if tracker is not None:
+        tracker.reset()
+        tracker.add("model-parallel-rng", 7)
+    model = make().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(2, 4, 8, dtype=dtype, requires_grad=True)
+    numbers: list[Tensor] = []
+    for _ in range(steps):
+        output = model(x, run)
+        output.float().square().sum().backward()
+        assert x.grad is not None
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        numbers += [value.detach().clone() for value in (output, x.grad, *grads)]
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers += [torch.get_rng_state(), *(tracker.get_states().values() if tracker else ())]
+    return numbers + [value.detach().clone() for value in model.state_dict().values()]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    """To the bit."""
+    assert len(found) == len(expected)
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(one, other), index

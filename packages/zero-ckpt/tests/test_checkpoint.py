@@ -1,0 +1,583 @@
+"""A checkpointed call does what the call does, and keeps none of its activations."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from same_numbers import Block, Run, Stack, assert_equal, plainly, train
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from zero_ckpt import Checkpointer, CheckpointError, NondeterminismError, RngTracker
+
+checkpoint = Checkpointer().checkpoint
+
+
+def _nested(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(partial(checkpoint, function), *args, **kwargs)
+
+
+def _twice_nested(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(partial(_nested, function), *args, **kwargs)
+
+
+# ---- The law ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("run", [checkpoint, _nested, _twice_nested])
+def test_outputs_gradients_and_generators_are_those_without(run: Run, dtype: torch.dtype) -> None:
+    """Dropout masks drawn anew would make gradients of another function."""
+    expected = train(plainly, Stack, dtype=dtype)
+
+    assert_equal(train(run, Stack, dtype=dtype), expected)
+
+
+@pytest.mark.parametrize("stops_early", [True, False])
+def test_rngs_forked_inside_are_drawn_from_again(stops_early: bool) -> None:
+    """Tensor-parallel code draws its masks from an rng of its own."""
+    tracker = RngTracker("cpu")
+    run = Checkpointer(tracker=tracker, stops_early=stops_early).checkpoint
+    make = partial(Stack, tracker=tracker)
+    expected = train(plainly, make, tracker=tracker)
+
+    assert_equal(train(run, make, tracker=tracker), expected)
+
+
+def test_a_checkpoint_of_everything_holds_checkpoints_of_blocks() -> None:
+    """The outer one must not defeat the inner ones, nor they it."""
+
+    class Whole(Stack):
+        def forward(self, x: Tensor, run: Run) -> Tensor:
+            return run(super().forward, x, run)
+
+    assert_equal(train(checkpoint, Whole), train(plainly, Whole))
+
+
+class _Normed(nn.Module):
+    """Batch norm writes its statistics in forward, some behind the version's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(4, momentum=momentum), nn.Tanh())
+            for momentum in (0.1, None)
+        )
+        self.register_buffer("calls", torch.zeros(3, 10_000))
+
+    def forward(self, x: Tensor, run: Run) -> Tensor:
+        return run(self._layers, x, run)
+
+    def _layers(self, x: Tensor, run: Run) -> Tensor:
+        self.calls.add_(1)  # larger than what is put back without asking
+        for layer in self.layers:
+            x = run(layer, x)
+        return x
+
+
+def test_statistics_are_written_once() -> None:
+    """A batch that counts twice changes what the model is in evaluation."""
+    assert_equal(train(checkpoint, _Normed), train(plainly, _Normed))
+
+
+def test_autocast_is_as_it_was_in_forward() -> None:
+    """Backward runs outside of it, and fp32 would give other numbers."""
+
+    class Cast(Stack):
+        def forward(self, x: Tensor, run: Run) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x, run)
+
+    assert_equal(train(checkpoint, Cast), train(plainly, Cast))
+
+
+def test_autocast_of_backward_is_not_that_of_the_second_run() -> None:
+    """Who calls backward inside autocast has run forward outside of it, in fp32."""
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
+
+    def deeper(x: Tensor) -> Tensor:
+        return layer(layer(x).sin())
+
+    def numbers(run: Run) -> list[Tensor]:
+        loss = run(deeper, x).square().sum()
+        with torch.autocast("cpu", torch.bfloat16):
+            return list(torch.autograd.grad(loss, list(layer.parameters())))
+
+    assert_equal(numbers(checkpoint), numbers(plainly))
+
+
+# ---- Arguments and results ----
+
+
+class _Pair(NamedTuple):
+    left: Tensor
+    right: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bundle:
+    tensors: list[Tensor]
+    note: str
+
+
+class _Opaque:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _mix(x: Tensor, *rest: Any, **options: Any) -> Any:
+    bundle, pair, opaque = rest[0], options["pair"], options["opaque"]
+    total = (x * bundle.tensors[0]).sin() * pair.right["deep"][0].exp() + opaque.tensor.tanh()
+    total = torch.where(options["mask"], total, total.square())
+    index = total.argmax()
+    return OrderedDict(
+        loss=total.sum() * options["factor"],
+        index=index,
+        none=None,
+        rest=(total * pair.left, [index > 1, "text"], options["nothing"]),
+    )
+
+
+def _arguments() -> tuple[list[Tensor], tuple[Any, ...], dict[str, Any]]:
+    torch.manual_seed(3)
+    leaves = [torch.randn(5, requires_grad=index != 2) for index in range(5)]
+    a, b, c, d, e = (leaf * 1 for leaf in leaves)
+    options = {
+        "pair": _Pair(a, {"deep": (b, 3)}),
+        "opaque": _Opaque(c),
+        "mask": torch.tensor([True, False, True, False, True]),
+        "factor": 0.5,
+        "nothing": None,
+    }
+    return leaves, (d, _Bundle([e], "five"), None), options
+
+
+def _gradients(run: Run, function: Callable[..., Any]) -> tuple[Any, list[Any]]:
+    leaves, args, kwargs = _arguments()
+    out = run(function, *args, **kwargs)
+    (out["loss"] + out["rest"][0].sum()).backward()
+    return out, [leaf.grad for leaf in leaves]
+
+
+def test_tensors_anywhere_in_arguments_and_results_are_found() -> None:
+    """Existing code passes masks, None, dataclasses and keywords, and unpacks what it gets."""
+    expected, gradients = _gradients(plainly, _mix)
+
+    found, found_gradients = _gradients(checkpoint, _mix)
+
+    assert type(found) is OrderedDict and list(found) == list(expected)
+    assert torch.equal(found["loss"], expected["loss"])
+    assert torch.equal(found["index"], expected["index"])
+    assert not found["index"].requires_grad and not found["rest"][1][0].requires_grad
+    assert found["none"] is None and found["rest"][1][1] == "text" and found["rest"][2] is None
+    for one, other in zip(found_gradients, gradients, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+def test_arguments_arrive_as_the_very_objects_that_were_passed() -> None:
+    """A function may look at identity, and its caller at what it wrote into a dict."""
+    seen: list[Any] = []
+    options = {"x": torch.randn(2, requires_grad=True), "log": []}
+
+    def note(options: dict[str, Any]) -> Tensor:
+        seen.append(options)
+        return options["x"].sin().exp()
+
+    checkpoint(note, options).sum().backward()
+
+    assert seen[0] is options
+    assert seen[1] is not options and seen[1]["log"] is options["log"]
+
+
+def test_parameters_learn_where_no_input_requires_a_gradient() -> None:
+    """Token ids never do; a backward of its own for each segment loses these gradients."""
+    embedding = nn.Embedding(10, 4)
+    ids = torch.tensor([1, 2, 2])
+
+    checkpoint(lambda ids: embedding(ids).square(), ids).sum().backward()
+
+    assert embedding.weight.grad is not None
+    expected = torch.zeros(10, 4).index_add(0, ids, 2 * embedding.weight.detach()[ids])
+    assert torch.equal(embedding.weight.grad, expected)
+
+
+def test_gradients_can_be_asked_for_by_name() -> None:
+    """autograd.grad() runs no backward of parameters, and gradient penalties call it twice."""
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+
+    def penalty(run: Run) -> list[Tensor]:
+        y = run(lambda x: layer(x).tanh(), x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return [
+            slope,
+            *torch.autograd.grad(slope.square().sum(), layer.parameters(), allow_unused=True)[:1],
+        ]
+
+    assert_equal(penalty(checkpoint), penalty(plainly))
+
+
+def test_a_gradient_taken_inside_the_function_is_right() -> None:
+    """Forces are gradients of energies, taken in forward."""
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+
+    def force(x: Tensor) -> Tensor:
+        energy = layer(x).tanh().square().sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    def numbers(run: Run) -> list[Tensor]:
+        return list(torch.autograd.grad(run(force, x).square().sum(), [x, layer.weight]))
+
+    assert_equal(numbers(checkpoint), numbers(plainly))
+
+
+def test_frozen_weights_and_adapters_inside_are_as_without() -> None:
+    """LoRA trains a few tensors of a block whose input may need no gradient."""
+
+    class Adapted(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.requires_grad_(False)
+            self.down = nn.ParameterList(torch.randn(8, 2) for _ in self.blocks)
+            self.up = nn.ParameterList(torch.zeros(2, 8) for _ in self.blocks)
+
+        def forward(self, x: Tensor, run: Run) -> Tensor:
+            for block, down, up in zip(self.blocks, self.down, self.up, strict=True):
+                x = run(lambda x, block=block, down=down, up=up: block(x) + x @ down @ up, x)
+            return x
+
+    assert_equal(train(checkpoint, Adapted), train(plainly, Adapted))
+
+
+def test_views_of_one_another_stay_what_they_are() -> None:
+    """Heads are slices of one projection, transposed, and a bias is expanded."""
+
+    def attend(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+        return (q.flatten(1) @ k.flatten(1).mT + bias).softmax(-1)
+
+    def numbers(run: Run) -> list[Tensor]:
+        leaf = torch.arange(24.0).reshape(2, 3, 4).div(24).requires_grad_()
+        bias = torch.ones(1, requires_grad=True)
+        both = leaf * 2
+        out = run(attend, both[:, 0:2].mT, both[:, 1:3].mT, bias.expand(2, 2))
+        return list(torch.autograd.grad(out[0].square().sum(), [leaf, bias]))
+
+    assert_equal(numbers(checkpoint), numbers(plainly))
+
+
+# ---- What is kept ----
+
+
+def _watch_memory(run: Run) -> tuple[int, Tensor]:
+    """How many activations of a call are alive after it."""
+    alive: list[weakref.ref[Tensor]] = []
+
+    def deep(x: Tensor) -> Tensor:
+        for _ in range(5):
+            x = x.sin()
+            alive.append(weakref.ref(x))
+        return x
+
+    x = torch.randn(3, requires_grad=True)
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        y = run(deep, x)
+    return sum(ref() is not None for ref in alive), y
+
+
+def test_activations_are_dropped_until_backward() -> None:
+    """It is what a checkpoint is for."""
+    kept_without, _ = _watch_memory(plainly)
+    assert kept_without == 5
+
+    kept, y = _watch_memory(checkpoint)
+
+    assert kept == 1  # the output
+    y.sum().backward()
+
+
+def test_an_inner_checkpoint_hides_nothing_from_the_outer_one() -> None:
+    """Its input is an activation of the outer call, and has to go as the others do."""
+    alive: list[weakref.ref[Tensor]] = []
+
+    def inner(x: Tensor) -> Tensor:
+        return x.sin().cos()
+
+    def outer(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = checkpoint(inner, x.exp().sigmoid())
+            alive.append(weakref.ref(x.untyped_storage()))
+        return x.sum()
+
+    x = torch.randn(3, requires_grad=True)
+    y = checkpoint(outer, x)
+    gc.collect()
+
+    assert not any(ref() is not None for ref in alive)
+    y.backward()
+
+
+def test_a_graph_that_is_dropped_takes_everything_along() -> None:
+    """A cycle would keep inputs until the collector comes, which on a GPU is too late."""
+    block = Block(8)
+    gc.disable()
+    try:
+        for has_backward in (False, True):
+            x = torch.randn(2, 4, 8, requires_grad=True)
+            hidden = x * 1
+            ref, y = weakref.ref(hidden), checkpoint(block, hidden)
+            if has_backward:
+                y.sum().backward()
+            del hidden, y
+            assert ref() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_nothing_is_kept_where_gradients_are_off(off: Callable[[], Any]) -> None:
+    """Evaluation has no backward that would free it."""
+    x = torch.randn(3)
+    calls: list[int] = []
+    count = Checkpointer(saver=_Counting(calls))
+
+    with off():
+        y = count.checkpoint(torch.sin, x)
+
+    assert torch.equal(y, x.sin()) and not calls
+
+
+class _Counting:
+    def __new__(cls, calls: list[int]) -> Any:
+        from zero_ckpt import AbstractSaver, KeepSaver
+
+        class Saver(AbstractSaver):
+            def save(self, inputs: Any, layer: str) -> Any:
+                calls.append(len(inputs))
+                return KeepSaver().save(inputs, layer)
+
+        return Saver()
+
+
+# ---- How often it runs ----
+
+
+class _Count:
+    """A function that counts its operators."""
+
+    def __init__(self) -> None:
+        self.runs: list[int] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.runs.append(0)
+        for _ in range(4):
+            x = x.sin()
+            self.runs[-1] += 1
+        x = x + 1  # needs nothing for its gradient
+        self.runs[-1] += 1
+        return x
+
+
+@pytest.mark.parametrize(("stops_early", "operators"), [(True, 3), (False, 5)])
+def test_the_second_run_ends_with_the_last_tensor_that_is_needed(
+    stops_early: bool, operators: int
+) -> None:
+    """The last projection of a block is a third of its time."""
+    count = _Count()
+    x = torch.randn(3, requires_grad=True)
+
+    Checkpointer(stops_early=stops_early).checkpoint(count, x).sum().backward()
+
+    assert count.runs == [5, operators]
+
+
+def test_a_graph_that_is_retained_is_computed_once_per_backward() -> None:
+    """And gives the same gradient each time."""
+    count, x = _Count(), torch.randn(3, requires_grad=True)
+    y = checkpoint(count, x).sum()
+
+    first = torch.autograd.grad(y, x, retain_graph=True)
+    second = torch.autograd.grad(y, x)
+
+    assert torch.equal(first[0], second[0])
+    assert len(count.runs) == 3
+
+
+class _AskTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x, x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x, same), (again, _) = ctx.saved_tensors, ctx.saved_tensors
+        assert torch.equal(x, again) and torch.equal(x, same)
+        return 2 * x * grad
+
+
+def test_a_tensor_that_is_saved_or_asked_for_twice_is_there_twice() -> None:
+    """Custom functions unpack what they saved where they please."""
+    x = torch.randn(3, requires_grad=True)
+
+    checkpoint(lambda x: _AskTwice.apply(x.sin()), x).sum().backward()
+
+    expected = 2 * x.detach().sin() * x.detach().cos()
+    assert x.grad is not None and torch.equal(x.grad, expected)
+
+
+def test_what_nobody_asks_for_is_not_computed_again() -> None:
+    """A branch without a loss costs its forward only."""
+    count, x = _Count(), torch.randn(3, requires_grad=True)
+    unused = checkpoint(count, x)
+
+    x.square().sum().backward()
+
+    assert len(count.runs) == 1 and unused.requires_grad
+
+
+# ---- What goes wrong ----
+
+
+@pytest.mark.parametrize("fails_in", [0, 1])
+@pytest.mark.parametrize("run", [checkpoint, _nested])
+def test_an_exception_leaves_generators_as_they_are_without(run: Run, fails_in: int) -> None:
+    """Whoever catches it trains on with the numbers of a run in which it was caught as well."""
+    calls = 0
+
+    def fail(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        x = F.dropout(x.sin(), 0.5)
+        if calls > fails_in:
+            raise KeyError("batch 3")
+        return x.exp()
+
+    x = torch.randn(4, requires_grad=True)
+    if fails_in:
+        y = run(fail, x)
+        before = torch.get_rng_state()
+        with pytest.raises(KeyError, match="batch 3"):
+            y.sum().backward()
+    else:
+        before = torch.get_rng_state()
+        F.dropout(x, 0.5)
+        before, _ = torch.get_rng_state(), torch.set_rng_state(before)
+        with pytest.raises(KeyError, match="batch 3"):
+            run(fail, x)
+    assert torch.equal(torch.get_rng_state(), before)
+    z = checkpoint(torch.sin, x)  # no hook is left behind
+    assert torch.equal(torch.autograd.grad(z.sum(), x)[0], x.detach().cos())
+
+
+def test_a_backward_can_be_tried_again_after_an_exception() -> None:
+    """Out of memory, say: half of what it found must not be taken for all."""
+    is_failing = False
+
+    def moody(x: Tensor) -> Tensor:
+        x = x.sin().exp()
+        if is_failing:
+            raise MemoryError
+        return x.cos().sin()
+
+    x = torch.randn(3, requires_grad=True)
+    (expected,) = torch.autograd.grad(moody(x).sum(), x)
+    y = checkpoint(moody, x).sum()
+    is_failing = True
+    with pytest.raises(MemoryError):
+        torch.autograd.grad(y, x, retain_graph=True)
+    is_failing = False
+
+    assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+
+
+def test_the_stop_passes_through_code_that_catches_exceptions() -> None:
+    """Retry loops and loggers around a layer must not swallow it."""
+
+    def careful(x: Tensor) -> Tensor:
+        try:
+            return x.sin().exp() + 1
+        except Exception:
+            return x
+
+    x = torch.randn(3, requires_grad=True)
+    (expected,) = torch.autograd.grad(careful(x).sum(), x)
+
+    assert torch.equal(torch.autograd.grad(checkpoint(careful, x).sum(), x)[0], expected)
+
+
+def _writes(x: Tensor) -> Tensor:
+    return x.mul_(2).sin()
+
+
+def test_a_function_that_writes_to_its_argument_is_refused() -> None:
+    """The second run would begin with what the first one left."""
+    x = torch.randn(3, requires_grad=True)
+
+    with pytest.raises(
+        CheckpointError, match=r"_writes: it wrote in place to its input 0, .*clone"
+    ):
+        checkpoint(_writes, x * 1)
+
+
+def test_an_input_that_is_written_before_backward_is_noticed() -> None:
+    """Gradients would be those of other inputs, without a word."""
+    x = torch.randn(3, requires_grad=True)
+    hidden = x * 1
+    y = checkpoint(torch.sin, hidden)
+    with torch.no_grad():
+        hidden.add_(1)
+
+    with pytest.raises(CheckpointError, match=r"written in place after it was called.*clone"):
+        y.sum().backward()
+
+
+def test_a_weight_that_is_written_before_backward_is_noticed() -> None:
+    """As it is without a checkpoint."""
+    layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    y = checkpoint(layer, x)
+    with torch.no_grad():
+        layer.weight.add_(1)
+
+    with pytest.raises(CheckpointError, match=r"saved tensor .* was written in place between"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (lambda x: x.sin(), r"saved 2 tensors in forward and 1 .*numpy's or Python's random"),
+        (lambda x: x[:2].sin().exp(), r"saved tensor 0 of 2 was \(3,\) torch.float32 .* is \(2,\)"),
+        (lambda x: x.double().sin().exp(), r"float32 on cpu in forward, and is .*float64"),
+    ],
+)
+def test_a_second_run_that_saves_something_else_says_so(
+    second: Callable[[Tensor], Tensor], message: str
+) -> None:
+    """A gradient made of two different runs belongs to no function at all."""
+    functions = [lambda x: x.sin().exp(), second]
+    x = torch.randn(3, requires_grad=True)
+
+    def changing(x: Tensor) -> Tensor:
+        return functions.pop(0)(x)
+
+    y = checkpoint(changing, x)
+
+    with pytest.raises(NondeterminismError, match=message):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("wrong", [{"saver": "host"}, {"tracker": 3}])
+def test_arguments_of_another_type_are_refused(wrong: dict[str, Any]) -> None:
+    """Not in the middle of the first forward."""
+    (name,) = wrong
+    with pytest.raises(
+        CheckpointError, match=rf"Checkpointer\({name}=\): expected .* or None, got"
+    ):
+        Checkpointer(**wrong)

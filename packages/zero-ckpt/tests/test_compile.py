@@ -1,0 +1,88 @@
+"""Checkpoints inside compiled code, and compiled code inside checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from same_numbers import Run, assert_equal, plainly
+from torch import Tensor, nn
+from zero_ckpt import Checkpointer, RngTracker
+
+# Dynamo looks at .grad of whatever it meets.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def _model() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8))
+    return layers, torch.randn(4, 8, requires_grad=True)
+
+
+def _numbers(layers: nn.Module, x: Tensor, step: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    loss = step(x)
+    return [loss, *torch.autograd.grad(loss, [x, *layers.parameters()])]
+
+
+def _twice(layers: nn.Module, run: Run) -> Callable[[Tensor], Tensor]:
+    def step(x: Tensor) -> Tensor:
+        return run(layers, run(layers, x).sin()).square().sum()
+
+    return step
+
+
+def test_a_compiled_caller_is_one_graph() -> None:
+    """The compiler recomputes by itself; a break at each block would lose what it fuses."""
+    layers, x = _model()
+    step = torch.compile(
+        _twice(layers, Checkpointer().checkpoint), backend="aot_eager", fullgraph=True
+    )
+
+    expected = _numbers(layers, x, _twice(layers, plainly))
+
+    torch.testing.assert_close(_numbers(layers, x, step), expected)
+
+
+def test_rngs_of_a_tracker_break_the_graph_and_nothing_else() -> None:
+    """The compiler knows no named rngs: masks must come from the right one all the same."""
+    layers, x = _model()
+    tracker = RngTracker("cpu")
+
+    def dropped(x: Tensor) -> Tensor:
+        with tracker.fork():
+            return nn.functional.dropout(layers(x), 0.5)
+
+    def numbers(run: Run, *, is_compiled: bool) -> list[Tensor]:
+        tracker.reset()
+        tracker.add("model-parallel-rng", 5)
+
+        def step(x: Tensor) -> Tensor:
+            return run(dropped, run(dropped, x.sin())).square().sum()
+
+        found = _numbers(layers, x, torch.compile(step, backend="eager") if is_compiled else step)
+        return found + list(tracker.get_states().values())
+
+    expected = numbers(plainly, is_compiled=False)
+
+    found = numbers(Checkpointer(tracker=tracker).checkpoint, is_compiled=True)
+
+    assert_equal(found, expected)
+
+
+def test_a_compiled_block_is_checkpointed_as_any_function() -> None:
+    """What it saves for its backward are tensors like others."""
+    layers, x = _model()
+    compiled = torch.compile(layers, backend="aot_eager")
+
+    def numbers(run: Run) -> list[Tensor]:
+        return _numbers(layers, x, _twice(compiled, run))
+
+    assert_equal(numbers(Checkpointer().checkpoint), numbers(plainly))
