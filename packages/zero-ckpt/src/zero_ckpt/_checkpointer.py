@@ -7,6 +7,7 @@ from threading import RLock
 from typing import Any, Final, final
 
 import torch
+from attrs import evolve
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ._ambient import Ambient
@@ -112,18 +113,17 @@ class Checkpointer:
         Raises:
             CheckpointError: `distribute_saved_activations` is no bool; and as `checkpoint` does.
         """
-        asked = changed(
-            self._configuration,
-            "partition_activations",
-            distribute_saved_activations,
-            "distribute_saved_activations",
-        )
-        saver = self.saver
-        if asked != self._configuration:
-            if self._other_saver is None:
-                self._other_saver = asked.saver(self._model_parallel)
-            saver = self._other_saver
-        return self._checkpoint(saver, function, args, kwargs)
+        if not isinstance(distribute_saved_activations, bool):
+            raise CheckpointError(
+                "checkpoint_distributed(distribute_saved_activations=): expected True or False, "
+                f"got {distribute_saved_activations!r}"
+            )
+        if distribute_saved_activations is self._configuration.partitions:
+            return self._checkpoint(self.saver, function, args, kwargs)
+        if self._other_saver is None:
+            other = evolve(self._configuration, partitions=distribute_saved_activations)
+            self._other_saver = other.saver(self._model_parallel)
+        return self._checkpoint(self._other_saver, function, args, kwargs)
 
     def _checkpoint(
         self,
