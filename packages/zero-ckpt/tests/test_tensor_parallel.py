@@ -13,6 +13,7 @@ from same_numbers import Run, assert_equal, plainly
 from tensor_parallel import ParallelLayer, Whole
 from torch import Tensor, nn
 from zero_ckpt import (
+    Checkpointer,
     CheckpointFunction,
     checkpoint,
     configure,
@@ -127,6 +128,32 @@ def _compare(group: Group, name: str, dtype: torch.dtype) -> None:
         found = _train(group, run, dtype=dtype, chunk=chunk, steps=3)
 
         assert_equal(found, expected)
+
+
+@packed
+@pytest.mark.parametrize("is_configured", [False, True])
+@pytest.mark.parametrize("choice", [False, True])
+def test_a_call_that_says_how_inputs_are_kept_is_heard(
+    ranks, choice: bool, is_configured: bool
+) -> None:
+    """Megatron's flag is the call's, DeepSpeed's is the process's; code may have both."""
+    ranks(2).run(_choose, choice=choice, is_configured=is_configured)
+
+
+def _choose(group: Group, choice: bool, is_configured: bool) -> None:
+    from zero_ckpt import PackedSaver
+
+    checkpointer = Checkpointer()
+    checkpointer.configure(_mpu(group), partition_activations=is_configured)
+    x = torch.ones(10, requires_grad=True)
+
+    output = checkpointer.checkpoint_distributed(torch.sin, choice, 2 * x)
+
+    savers = checkpointer.saver, checkpointer._other_saver
+    kept = [saver.kept_bytes() for saver in savers if isinstance(saver, PackedSaver)]
+    assert sum(sum(one.values()) for one in kept) == (5 * 4 if choice else 0)
+    output.sum().backward()
+    assert torch.equal(x.grad, 2 * torch.cos(2 * torch.ones(10)))
 
 
 @packed
