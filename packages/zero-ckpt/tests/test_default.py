@@ -507,3 +507,21 @@ def _configure_with_a_plane(group: Group) -> None:
     with pytest.raises(CheckpointError, match=r"of one dimension, .* as in mesh\['tp'\]"):
         configure(mesh)
     configure(mesh["tp"])
+
+
+def test_a_group_that_is_not_the_mpus_is_refused(ranks) -> None:
+    """None is the default group for torch, which is every rank of the job."""
+    ranks(2).run(_split_over_wrong_groups)
+
+
+def _split_over_wrong_groups(group: Group) -> None:
+    for process_group, message in (
+        (None, "as many ranks as its world size says, 4, got 2"),
+        ("tp", "process group of torch.distributed, got 'tp'"),
+    ):
+        mpu = _mpu("model_parallel", group.rank)
+        mpu.get_model_parallel_group = lambda found=process_group: found
+        checkpointer = Checkpointer()
+        with pytest.raises(CheckpointError, match=message):
+            checkpointer.configure(mpu, partition_activations=True)
+        assert not checkpointer.is_configured()

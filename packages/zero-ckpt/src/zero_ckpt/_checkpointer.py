@@ -212,8 +212,8 @@ class Checkpointer:
 
         Raises:
             CheckpointError: `mpu_` is no mpu, an argument or key is of the wrong type, a key is
-                unknown, the file cannot be read, or contiguous buffers are asked for without a
-                number of layers. Nothing has changed then.
+                unknown, the file cannot be read, contiguous buffers are asked for without a number
+                of layers, or inputs cannot be split over `mpu_`'s group. Nothing has changed then.
         """
         arguments = {
             "partition_activations": partition_activations,

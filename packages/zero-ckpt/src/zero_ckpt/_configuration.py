@@ -45,15 +45,11 @@ class Configuration:
 
     def saver(self, model_parallel: ModelParallel) -> AbstractSaver:
         """What keeps inputs so. Collective over the model-parallel group if it splits them."""
-        group = None
-        if self.partitions and model_parallel.world_size() > 1:
-            from zero_comm import Group  # noqa: PLC0415  (only those who split need it)
-
-            group = Group.from_process_group(model_parallel.process_group())
+        group = model_parallel.group() if self.partitions else None
         num_slots = self.num_layers if self.is_contiguous else None
         if group is None and num_slots is None and not self.on_host:
             return KeepSaver()
-        from ._packed import PackedSaver  # noqa: PLC0415  (likewise)
+        from ._packed import PackedSaver  # noqa: PLC0415  (for those who need it)
 
         return PackedSaver(group=group, on_host=self.on_host, num_slots=num_slots)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from attrs import frozen
 
 from ._errors import CheckpointError
+
+if TYPE_CHECKING:
+    from zero_comm import Group
 
 # The words in an mpu's getters, those of ranks that split single layers first: Megatron's now,
 # DeepSpeed's grid of pipelines, Megatron's before there were pipelines.
@@ -49,6 +52,32 @@ class ModelParallel:
             f"configure(mpu_=): expected None, a DeviceMesh of one dimension or an object with "
             f"the getters {wanted} (each of rank, world_size and group), got {mpu!r}"
         )
+
+    def group(self) -> Group | None:
+        """The ranks that inputs are split over; None for one. Collective among them.
+
+        Raises:
+            CheckpointError: The process group is none of torch's, or has another number of ranks.
+        """
+        world_size = self.world_size()
+        if world_size == 1:
+            return None
+        from zero_comm import Group  # noqa: PLC0415  (for those who split)
+
+        process_group = self.process_group()
+        try:
+            group = Group.from_process_group(process_group)
+        except (TypeError, ValueError) as error:  # what torch says of a group it does not know
+            raise CheckpointError(
+                "configure(mpu_=): expected its group to be a process group of torch.distributed, "
+                f"got {process_group!r}"
+            ) from error
+        if group.world_size != world_size:
+            raise CheckpointError(
+                f"configure(mpu_=): expected a group of as many ranks as its world size says, "
+                f"{world_size}, got {group.world_size} ({process_group!r}, rank {group.rank})"
+            )
+        return group
 
 
 def _is_mesh(value: Any) -> bool:
