@@ -424,12 +424,11 @@ def test_the_device_is_waited_for_at_both_edges_of_both_runs(monkeypatch) -> Non
 
 
 def test_a_saver_that_was_given_stays_until_configure_is_called() -> None:
-    """The number of layers and reset() concern contiguous buffers alone."""
+    """The number of layers concerns those alone that configure makes."""
     saver = KeepSaver()
     checkpointer = Checkpointer(saver=saver)
 
     checkpointer.set_num_layers(3)
-    checkpointer.reset()
     assert checkpointer.saver is saver
 
     checkpointer.configure(None)

@@ -271,12 +271,14 @@ class Checkpointer:
         self._configure(configuration, self._model_parallel)
 
     def reset(self) -> None:
-        """Have contiguous buffers made anew, all of them free. Local.
+        """Have contiguous buffers made anew, all of them free and of any size. Local.
 
-        Graphs that exist keep theirs. Nobody needs to call it: a buffer is free when its graph is.
+        Graphs that exist keep theirs. Nobody needs to call it after an evaluation, as DeepSpeed's
+        users do: a buffer is free when its graph is.
         """
-        if self._configuration.is_contiguous:
-            self._configure(self._configuration, self._model_parallel)
+        for saver in (self.saver, self._other_saver):
+            if saver is not None:
+                saver.reset()
 
     def model_parallel_cuda_manual_seed(self, seed: int) -> None:
         """Seed the default rng and that of the tracker; on the CPU where there is no accelerator.

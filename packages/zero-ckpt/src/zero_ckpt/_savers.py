@@ -39,6 +39,9 @@ class AbstractSaver(ABC):
             layer: Whose inputs, for messages.
         """
 
+    def reset(self) -> None:  # noqa: B027
+        """Let memory that is kept between calls go, and be of another size next time. Local."""
+
 
 @final
 @frozen
