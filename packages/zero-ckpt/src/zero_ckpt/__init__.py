@@ -16,6 +16,7 @@ from ._default import (
     set_num_layers,
 )
 from ._errors import CheckpointError, NondeterminismError, SeedInUseError, UnknownRngError
+from ._packed import PackedSaver
 from ._savers import AbstractKept, AbstractSaver, KeepSaver
 from ._tracker import RngTracker
 
@@ -27,6 +28,7 @@ __all__ = [
     "Checkpointer",
     "KeepSaver",
     "NondeterminismError",
+    "PackedSaver",
     "RngTracker",
     "SeedInUseError",
     "UnknownRngError",

@@ -19,7 +19,7 @@ from ._errors import CheckpointError
 from ._frame import Companion, Frame
 from ._model_parallel import ModelParallel
 from ._rng import RngSnapshot, devices_of, seeded_state, set_state
-from ._savers import AbstractSaver, KeepSaver
+from ._savers import AbstractSaver, KeepSaver, detached
 from ._torch_compat import uncompiled
 from ._tracker import MODEL_PARALLEL_RNG, RngTracker, seed_of
 
@@ -148,7 +148,7 @@ class Checkpointer:
         frame = Frame(
             layer=layer,
             call=call,
-            kept=saver.save([tensor.detach() for tensor in inputs], layer),
+            kept=saver.save(detached(inputs), layer),
             rng=RngSnapshot.take(devices_of(inputs), self.tracker),
             ambient=Ambient.take(),
             tracker=self.tracker,

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 from attrs import frozen
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._errors import CheckpointError
 
@@ -35,12 +35,27 @@ class AbstractSaver(ABC):
         """Keep what `restore` needs. Local; the inputs themselves stay untouched.
 
         Args:
-            inputs: Detached; of any shape, dtype, device and layout.
+            inputs: As `detached` gives them; of any shape, dtype, device and layout.
             layer: Whose inputs, for messages.
         """
 
     def reset(self) -> None:  # noqa: B027
         """Let memory that is kept between calls go, and be of another size next time. Local."""
+
+
+def detached(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Without their graphs. Those that a saver is not to pack say so by `stays_as_it_is`."""
+    found = [tensor.detach() for tensor in inputs]
+    for tensor, plain in zip(inputs, found, strict=True):
+        # a parameter is there anyway: a copy would come on top of it
+        if isinstance(tensor, nn.Parameter) or stays_as_it_is(tensor):
+            plain.no_checkpointing = True  # type: ignore[attr-defined]
+    return found
+
+
+def stays_as_it_is(tensor: Tensor) -> bool:
+    """Whether somebody set DeepSpeed's attribute that says so."""
+    return getattr(tensor, "no_checkpointing", False)
 
 
 @final
@@ -54,7 +69,7 @@ class KeepSaver(AbstractSaver):
 
     def save(self, inputs: Sequence[Tensor], layer: str) -> AbstractKept:
         """By reference. A write in place before backward is noticed by `restore`."""
-        return _AsTheyAre.of(inputs, layer)
+        return AsTheyAre.of(inputs, layer)
 
 
 class _Hold(torch.autograd.Function):
@@ -70,17 +85,22 @@ class _Hold(torch.autograd.Function):
         raise AssertionError("nothing depends on it")
 
 
+@final
 @frozen(eq=False)
-class _AsTheyAre(AbstractKept):
+class AsTheyAre(AbstractKept):
+    """Held by a node: writes in place are noticed, and saved-tensor hooks apply."""
+
     _node: Any
     _layer: str
 
     @classmethod
-    def of(cls, inputs: Sequence[Tensor], layer: str) -> _AsTheyAre:
+    def of(cls, inputs: Sequence[Tensor], layer: str) -> AsTheyAre:
+        """Keep them. Local."""
         anchor = torch.empty(0, requires_grad=True)
         return cls(_Hold.apply(anchor, *inputs).grad_fn, layer)
 
     def restore(self) -> Sequence[Tensor]:
+        """The tensors themselves, or what saved-tensor hooks made of them."""
         try:
             return self._node.saved_tensors
         except RuntimeError as error:

@@ -21,6 +21,17 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def set_version(tensor: Tensor, version: int) -> None:
+    """Say that a tensor was written so often; -1 says nothing."""
+    if version != -1:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def hooks_save_tensors() -> bool:
+    """Whether saved-tensor hooks surround this: an enclosing checkpoint's, or anybody's."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def uncompiled(function: Func) -> Func:
     """`function` runs as it is where torch.compile meets it, with all that it calls.
 

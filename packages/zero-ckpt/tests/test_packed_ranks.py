@@ -1,0 +1,247 @@
+"""Inputs split over ranks: each keeps a shard, and all compute what they would without."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from late_host import late
+from same_numbers import Stack, assert_equal, plainly, train
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from zero_ckpt import Checkpointer, PackedSaver, RngTracker
+from zero_comm import DivergenceError, Group, even_splits, record_traffic
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+CPU = torch.device("cpu")
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"moves": True},
+    {"num_slots": 3},
+    {"moves": True, "num_slots": 3},
+]
+
+
+def _saver(group: Group, *, moves: bool = False, num_slots: int | None = None) -> PackedSaver:
+    saver = PackedSaver(group=group, on_host=moves, num_slots=num_slots)
+    if moves:
+        late(saver)
+    return saver
+
+
+# ---- The law ----
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_numbers_are_those_without(ranks: Any, world_size: int) -> None:
+    """A gather moves values; it must not change one, nor a generator."""
+    ranks(world_size).run(_all_as_without)
+
+
+def _all_as_without(group: Group) -> None:
+    tracker = RngTracker("cpu")
+    make = partial(Stack, tracker=tracker)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = train(plainly, make, dtype=dtype, tracker=tracker)
+        for options in OPTIONS:
+            checkpointer = Checkpointer(saver=_saver(group, **options), tracker=tracker)
+            found = train(checkpointer.checkpoint, make, dtype=dtype, tracker=tracker)
+            assert_equal(found, expected)
+
+
+def test_numbers_of_nested_checkpoints_are_those_without(ranks: Any) -> None:
+    """Inner calls gather as well, while the outer one is computed again: alike on all ranks."""
+    ranks(2).run(_nested_as_without)
+
+
+def _nested_as_without(group: Group) -> None:
+    expected = train(plainly, Stack)
+    for options in OPTIONS:
+        run = Checkpointer(saver=_saver(group, **options)).checkpoint
+
+        def nested(function: Callable[..., Any], *args: Any, run: Any = run, **kwargs: Any) -> Any:
+            return run(partial(run, partial(run, function)), *args, **kwargs)
+
+        assert_equal(train(nested, Stack), expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_inputs_come_back_as_they_were(ranks: Any, world_size: int) -> None:
+    """Odd sizes, other dtypes, strides: nothing that a model may pass is refused."""
+    ranks(world_size).run(_come_back)
+
+
+def _come_back(group: Group) -> None:
+    whole = torch.randn(7, 9)
+    inputs = [
+        whole.t(),
+        whole[:, 2:9:2],
+        torch.randn(6, 1).expand(6, 10),
+        torch.randn(31).unfold(0, 5, 2),
+        torch.randn(11),
+        torch.randn(13, dtype=torch.float64),
+        torch.randn(world_size_minus_one := group.world_size - 1),
+        torch.tensor(1.5),
+        torch.empty(0, 3),
+        torch.arange(40),
+        torch.randn(5, 5, dtype=torch.complex64),
+    ]
+    before = [tensor.clone() for tensor in inputs]
+    for options in OPTIONS:
+        saver = _saver(group, **options)
+        kept = saver.save(inputs, "it")
+        for _ in range(2):
+            with record_traffic(group) as traffic:
+                restored = kept.restore()
+
+            assert traffic.operations["all_gather"].calls == 2  # float32 and float64
+            for found, tensor, old in zip(restored, inputs, before, strict=True):
+                assert found.dtype == tensor.dtype
+                assert torch.equal(found, old)
+                assert torch.equal(tensor, old)
+                assert found.stride() == tensor.stride() or tensor is inputs[1]
+    assert restored[6].shape == (world_size_minus_one,)
+
+
+# ---- What is kept ----
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("numel", [64, 37, 3], ids=lambda numel: f"{numel} elements")
+def test_each_rank_keeps_its_shard(ranks: Any, world_size: int, numel: int) -> None:
+    """One over N is what the option is for; odd sizes cost an element at most."""
+    found = ranks(world_size).run(_bytes_of_layers, numel=numel)
+
+    splits = even_splits(numel, world_size) if numel >= world_size else (numel,) * world_size
+    assert found == [3 * 4 * split for split in splits]
+
+
+def _bytes_of_layers(group: Group, numel: int) -> int:
+    for options in reversed(OPTIONS):
+        saver = _saver(group, **options)
+        run = Checkpointer(saver=saver).checkpoint
+        storages = []
+        x = torch.randn(numel) * torch.ones(1, requires_grad=True)
+        for _ in range(3):
+            storages.append(StorageWeakRef(x.untyped_storage()))
+            x = run(torch.tanh, x)
+        saver._settle()
+        kept_bytes = saver.kept_bytes()[CPU]
+        is_whole = not options and numel < group.world_size
+
+        assert [storage.expired() for storage in storages] == [not is_whole] * 3
+        x.sum().backward()
+        del x
+        assert saver.kept_bytes() == {}
+    return kept_bytes
+
+
+def test_an_enclosing_checkpoint_drops_what_inner_ones_keep(ranks: Any) -> None:
+    """Shards of inner inputs would pile up until backward: one for each layer of every segment."""
+    ranks(2).run(_nested_bytes)
+
+
+def _nested_bytes(group: Group) -> None:
+    saver = _saver(group)
+    run = Checkpointer(saver=saver).checkpoint
+    shards: list[StorageWeakRef] = []
+    own = saver._split.own  # type: ignore[union-attr]
+
+    class Watched:
+        """Which shards were made, and whether they are still there."""
+
+        def own(self, flat: Tensor, splits: Any) -> Tensor:
+            shard = own(flat, splits)
+            clone, shard.clone = shard.clone, None  # type: ignore[method-assign,assignment]
+
+            def watched() -> Tensor:
+                copy = clone()
+                shards.append(StorageWeakRef(copy.untyped_storage()))
+                return copy
+
+            shard.clone = watched  # type: ignore[method-assign]
+            return shard
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(split, name)
+
+    split, saver._split = saver._split, Watched()  # type: ignore[assignment]
+
+    def deep(y: Tensor) -> Tensor:
+        for _ in range(4):
+            y = run(torch.tanh, y * 2)
+        return y
+
+    x = torch.randn(10, requires_grad=True)
+    output = run(deep, run(deep, x))
+
+    assert len(shards) == 10
+    assert [shard.expired() for shard in shards] == [False, *[True] * 4] * 2
+    assert saver.kept_bytes() == {CPU: 2 * 5 * 4}
+    output.sum().backward()
+    assert all(shard.expired() for shard in shards)
+
+
+def test_one_message_carries_all_inputs_of_a_call(ranks: Any) -> None:
+    """A message per tensor costs its latency each."""
+    assert ranks(2).run(_messages) == [(1, 13 + 10), (1, 12 + 10)]
+
+
+def _messages(group: Group) -> tuple[int, int]:
+    saver = _saver(group)
+    kept = saver.save([torch.randn(5, 5), torch.randn(20), torch.arange(9)], "it")
+    with record_traffic(group) as traffic:
+        kept.restore()
+    return traffic.operations["all_gather"].calls, traffic.payload_numel()
+
+
+# ---- Ranks that differ, exceptions ----
+
+
+def test_ranks_that_go_backward_through_other_calls_are_told(ranks: Any) -> None:
+    """Values of one layer taken for those of another would be gradients of nothing."""
+    ranks(2).run(_other_calls)
+
+
+def _other_calls(group: Group) -> None:
+    group = Group.from_process_group(group.process_group, patience_s=0.4)
+    run = Checkpointer(saver=_saver(group)).checkpoint
+    x = torch.randn(8, requires_grad=True)
+    outputs = [run(torch.sin, x), run(torch.cos, x)]
+
+    with pytest.raises(
+        DivergenceError, match=r"gathering the inputs of the checkpoint of .*(sin|cos)"
+    ):
+        outputs[group.rank].sum().backward()
+
+
+def test_an_exception_in_the_second_run_leaves_the_ranks_in_step(ranks: Any) -> None:
+    """Who catches it on every rank goes on."""
+    ranks(2).run(_exception_and_on)
+
+
+def _exception_and_on(group: Group) -> None:
+    for options in OPTIONS:
+        saver = _saver(group, **options)
+        run = Checkpointer(saver=saver).checkpoint
+        runs = [0]
+
+        def fails(x: Tensor, runs: list[int] = runs) -> Tensor:
+            runs[0] += 1
+            if runs[0] == 2:
+                raise KeyError("a bad batch")
+            return x.sin()
+
+        x = torch.randn(9, requires_grad=True)
+        output = run(fails, x)
+        with pytest.raises(KeyError):
+            output.sum().backward()
+        output.sum().backward()
+        assert torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
+        assert saver.kept_bytes() == {}
+    assert threading.active_count() < 20
