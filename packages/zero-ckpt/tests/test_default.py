@@ -9,7 +9,6 @@ import json
 import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,10 +38,6 @@ from zero_ckpt import (
 )
 from zero_ckpt._configuration import Configuration, configuration_of
 from zero_comm import Group
-
-packed = pytest.mark.skipif(
-    find_spec("zero_ckpt._packed") is None, reason="inputs are kept as they are only"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -435,7 +430,6 @@ def test_a_saver_that_was_given_stays_until_configure_is_called() -> None:
     assert checkpointer.saver is not saver
 
 
-@packed
 @pytest.mark.parametrize("is_early", [True, False])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_contiguous_buffers_need_no_partitioning(on_host: bool, is_early: bool) -> None:
@@ -454,7 +448,6 @@ def test_contiguous_buffers_need_no_partitioning(on_host: bool, is_early: bool) 
     assert_equal(numbers, train(plainly, Stack))
 
 
-@packed
 def test_buffers_are_free_after_a_reset() -> None:
     """Evaluation that forgot no_grad() leaves graphs behind that nobody runs backward on."""
     configure(None, contiguous_checkpointing=True, num_checkpoints=2)
@@ -470,7 +463,6 @@ def test_buffers_are_free_after_a_reset() -> None:
     assert torch.equal(x.grad, 2 * x.cos())
 
 
-@packed
 def test_buffers_follow_the_number_of_layers() -> None:
     """A model that grows says so."""
     configure(None, contiguous_checkpointing=True, num_checkpoints=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from zero_ckpt import (
     Checkpointer,
     CheckpointFunction,
+    PackedSaver,
     checkpoint,
     configure,
     get_cuda_rng_tracker,
@@ -24,9 +24,6 @@ from zero_ckpt import (
 from zero_comm import Group
 
 pytestmark = pytest.mark.xdist_group("ranks")
-packed = pytest.mark.skipif(
-    find_spec("zero_ckpt._packed") is None, reason="inputs are kept as they are only"
-)
 
 DEPTH: Final = 4
 DIM: Final = 8
@@ -108,10 +105,7 @@ CASES: Final = {  # how it is configured, and how it is called
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=packed if name.startswith("partitioned") else ()) for name in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_a_model_split_over_ranks_trains_as_it_does_without_checkpoints(
     ranks, name: str, dtype: torch.dtype
 ) -> None:
@@ -130,7 +124,6 @@ def _compare(group: Group, name: str, dtype: torch.dtype) -> None:
         assert_equal(found, expected)
 
 
-@packed
 @pytest.mark.parametrize("is_configured", [False, True])
 @pytest.mark.parametrize("choice", [False, True])
 def test_a_call_that_says_how_inputs_are_kept_is_heard(
@@ -141,8 +134,6 @@ def test_a_call_that_says_how_inputs_are_kept_is_heard(
 
 
 def _choose(group: Group, choice: bool, is_configured: bool) -> None:
-    from zero_ckpt import PackedSaver
-
     checkpointer = Checkpointer()
     checkpointer.configure(_mpu(group), partition_activations=is_configured)
     x = torch.ones(10, requires_grad=True)
@@ -156,7 +147,6 @@ def _choose(group: Group, choice: bool, is_configured: bool) -> None:
     assert torch.equal(x.grad, 2 * torch.cos(2 * torch.ones(10)))
 
 
-@packed
 def test_partitioning_is_turned_off_and_on_between_steps(ranks) -> None:
     """Megatron-style code does so around layers that it must not split."""
     ranks(2).run(_turn_off_and_on)

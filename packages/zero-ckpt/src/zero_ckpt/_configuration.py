@@ -13,6 +13,7 @@ from attrs import frozen
 
 from ._errors import CheckpointError
 from ._model_parallel import ModelParallel
+from ._packed import PackedSaver
 from ._savers import AbstractSaver, KeepSaver
 
 _SECTION: Final = "activation_checkpointing"
@@ -49,8 +50,6 @@ class Configuration:
         num_slots = self.num_layers if self.is_contiguous else None
         if group is None and num_slots is None and not self.on_host:
             return KeepSaver()
-        from ._packed import PackedSaver  # noqa: PLC0415  (for those who need it)
-
         return PackedSaver(group=group, on_host=self.on_host, num_slots=num_slots)
 
 
