@@ -27,6 +27,7 @@ from zero_ckpt import (
     UnknownRngError,
     checkpoint,
     configure,
+    default_checkpointer,
     get_cuda_rng_tracker,
     is_configured,
     model_parallel_cuda_manual_seed,
@@ -416,6 +417,28 @@ def test_the_device_is_waited_for_at_both_edges_of_both_runs(monkeypatch) -> Non
     checkpoint(function, x).sum().backward()
 
     assert waits == ["wait", "run", "wait"] * 2
+
+
+def test_times_are_measured_when_that_is_configured() -> None:
+    """And are found where the functions' own Checkpointer is."""
+    configure(None, profile=True)
+    x = torch.ones(2, requires_grad=True)
+
+    checkpoint(torch.sin, x).sum().backward()
+
+    (timing,) = default_checkpointer().timings()
+    assert (timing.num_calls, timing.num_recomputations) == (1, 1)
+    configure(None)
+    with pytest.raises(CheckpointError, match=r"or configure\(profile=True\)"):
+        default_checkpointer().timings()
+
+
+@pytest.mark.parametrize("name", ["stops_early", "synchronizes", "profiles"])
+def test_a_flag_is_true_or_false(name: str) -> None:
+    """None is no choice here, and "no" is true."""
+    for value in (None, 1, "no"):
+        with pytest.raises(CheckpointError, match=rf"{name}=\): expected True or False"):
+            Checkpointer(**{name: value})
 
 
 def test_a_saver_that_was_given_stays_until_configure_is_called() -> None:

@@ -6,6 +6,7 @@ from ._default import (
     CheckpointFunction,
     checkpoint,
     configure,
+    default_checkpointer,
     get_cuda_rng_tracker,
     is_configured,
     model_parallel_cuda_manual_seed,
@@ -17,8 +18,10 @@ from ._default import (
 )
 from ._errors import CheckpointError, NondeterminismError, SeedInUseError, UnknownRngError
 from ._packed import PackedSaver
+from ._profile import Timing
 from ._savers import AbstractKept, AbstractSaver, KeepSaver
 from ._tracker import RngTracker
+from ._verify import Verification
 
 __all__ = [
     "AbstractKept",
@@ -31,10 +34,13 @@ __all__ = [
     "PackedSaver",
     "RngTracker",
     "SeedInUseError",
+    "Timing",
     "UnknownRngError",
+    "Verification",
     "__version__",
     "checkpoint",
     "configure",
+    "default_checkpointer",
     "get_cuda_rng_tracker",
     "is_configured",
     "model_parallel_cuda_manual_seed",

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from threading import RLock
-from typing import Any, Final, final
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, final
 
 import torch
 from attrs import evolve
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ._ambient import Ambient
 from ._boundaries import Synchronized
 from ._buffers import OnceWritten
 from ._call import Call
+from ._checksums import Checksums
 from ._configuration import Configuration, changed, configuration_of
 from ._errors import CheckpointError
 from ._frame import Companion, Frame
+from ._layers import Layer, Layers
 from ._model_parallel import ModelParallel
-from ._rng import RngSnapshot, devices_of, seeded_state, set_state
-from ._savers import AbstractSaver, KeepSaver, detached
+from ._profile import Profile, Timed, TimedKept, Timing, table_of
+from ._rng import RngSnapshot, devices_of
+from ._savers import AbstractKept, AbstractSaver, KeepSaver, detached
+from ._seeds import reseed_own, seed_both
 from ._torch_compat import uncompiled
-from ._tracker import MODEL_PARALLEL_RNG, RngTracker, seed_of
-
-# Of the model-parallel rng's seed from the default one's: Megatron's, so that runs can be compared.
-_MODEL_PARALLEL_OFFSET: Final = 2718
+from ._tracker import RngTracker
+from ._turn import Turn
+from ._verify import Verification, Witness
 
 
 @final
@@ -36,6 +40,9 @@ class Checkpointer:
         tracker: Named rngs, restored for the second run too; one of its own when None.
         stops_early: Whether the second run ends as soon as backward has all it needs.
         synchronizes: Whether the device is waited for at the edges of each run.
+        verifies: Of which calls to verify that the second run did what the first one did; none
+            when None.
+        profiles: Whether to measure calls, for `timings` and `profile_table`.
 
     Raises:
         CheckpointError: An argument is not of its type.
@@ -48,26 +55,39 @@ class Checkpointer:
         tracker: RngTracker | None = None,
         stops_early: bool = True,
         synchronizes: bool = False,
+        verifies: Verification | None = None,
+        profiles: bool = False,
     ) -> None:
         for name, value, kind in (
             ("saver", saver, AbstractSaver),
             ("tracker", tracker, RngTracker),
+            ("verifies", verifies, Verification),
         ):
             if value is not None and not isinstance(value, kind):
                 raise CheckpointError(
                     f"Checkpointer({name}=): expected {kind.__name__} or None, got {value!r}"
                 )
+        for name, value in (
+            ("stops_early", stops_early),
+            ("synchronizes", synchronizes),
+            ("profiles", profiles),
+        ):
+            if not isinstance(value, bool):
+                raise CheckpointError(
+                    f"Checkpointer({name}=): expected True or False, got {value!r}"
+                )
         self.saver = KeepSaver() if saver is None else saver
         self.tracker = RngTracker() if tracker is None else tracker
         self.stops_early = stops_early
-        self._lock = RLock()
-        self._configuration = changed(
-            Configuration(), "synchronize", synchronizes, "Checkpointer(synchronizes=)"
-        )
+        self.verifies = verifies
+        self._checksums = Checksums()
+        self._layers = Layers()
+        self._profile = Profile() if profiles else None
+        self._turn = Turn()
+        self._configuration = Configuration(synchronizes=synchronizes, profiles=profiles)
         self._model_parallel = ModelParallel.of(None)
         self._other_saver: AbstractSaver | None = None  # for calls that say otherwise themselves
         self._is_configured = False
-        self.profiles = False
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function and drop its activations; backward computes them again.
@@ -95,7 +115,8 @@ class Checkpointer:
         Raises:
             CheckpointError: The function wrote in place to a tensor that it was given. In
                 backward: an input or weight was written in place meanwhile.
-            NondeterminismError: In backward: the second run saved other tensors than the first.
+            NondeterminismError: In backward: the second run saved other tensors than the first,
+                or, of a call that is verified, other values.
         """
         return self._checkpoint(self.saver, function, args, kwargs)
 
@@ -144,36 +165,88 @@ class Checkpointer:
         self, saver: AbstractSaver, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         call, inputs = Call.of(function, args, kwargs)
-        layer = _name_of(function)
+        layer = self._layers.of(function)
+        name = f"checkpoint of {layer.name}"
+        timed = self._timed(layer, inputs)
         frame = Frame(
-            layer=layer,
+            layer=name,
             call=call,
-            kept=saver.save(detached(inputs), layer),
+            kept=self._keep(saver, inputs, name, timed),
             rng=RngSnapshot.take(devices_of(inputs), self.tracker),
             ambient=Ambient.take(),
             tracker=self.tracker,
-            lock=self._lock,
-            companions=self._companions(function),
+            turn=self._turn,
+            companions=self._companions(function, timed),
+            witness=self._witness(function, layer, name),
             stops_early=self.stops_early,
         )
         with frame.recording():
             outputs = function(*args, **kwargs)
-        call.check_unwritten(inputs, layer)
+        call.check_unwritten(inputs, name)
         return outputs
+
+    def name_layer(self, module: nn.Module, name: str) -> None:
+        """What to call a module in messages and timings, before its first call.
+
+        Otherwise the name of its class, with a number from the second one on.
+        """
+        self._layers.name(module, name)
+
+    def timings(self) -> list[Timing]:
+        """Where the time of each layer's calls went, in the order of first calls. Local.
+
+        Measured on the host, or where inputs are on an accelerator by events on its current stream,
+        for which nobody waits before this is called.
+
+        Raises:
+            CheckpointError: Nothing is measured.
+        """
+        if self._profile is None:
+            raise CheckpointError(
+                "Checkpointer.timings(): expected one that measures its calls, which this one does "
+                "not; make it with Checkpointer(profiles=True), or configure(profile=True)"
+            )
+        return self._profile.timings()
+
+    def profile_table(self) -> str:
+        """The timings as text, one line per layer. Needs tabulate: `zero-ckpt[table]`.
+
+        Raises:
+            CheckpointError: Nothing is measured, or tabulate is not installed.
+        """
+        return table_of(self.timings())
 
     def _is_plain(self, saver: AbstractSaver) -> bool:
         """Whether it does no more than torch's own checkpoint."""
-        return (
-            isinstance(saver, KeepSaver)
-            and not self.tracker.is_initialized()
-            and not self._configuration.synchronizes
-        )
+        watches = self.verifies is not None or self._profile is not None
+        has_more = watches or self.tracker.is_initialized() or self._configuration.synchronizes
+        return isinstance(saver, KeepSaver) and not has_more
 
-    def _companions(self, function: Callable[..., Any]) -> tuple[Companion, ...]:
-        found = (
-            OnceWritten.of(function),
-            Synchronized() if self._configuration.synchronizes else None,
-        )
+    def _keep(
+        self, saver: AbstractSaver, inputs: Sequence[Tensor], name: str, timed: Timed | None
+    ) -> AbstractKept:
+        with nullcontext() if timed is None else timed.copying():
+            kept = saver.save(detached(inputs), name)
+        return kept if timed is None else TimedKept.of(kept, timed)
+
+    def _timed(self, layer: Layer, inputs: Sequence[Tensor]) -> Timed | None:
+        if self._profile is None or self._turn.depth:
+            return None
+        return Timed.of(self._profile, layer.name, inputs)
+
+    def _witness(self, function: Callable[..., Any], layer: Layer, name: str) -> Witness | None:
+        # A call made while an outer one is computed again is not the one that backward asks.
+        if self.verifies is None or self._turn.depth:
+            return None
+        if not self.verifies.picks(layer.index, layer.count()):
+            return None
+        return Witness(name, function, self._checksums, self._turn)
+
+    def _companions(
+        self, function: Callable[..., Any], timed: Timed | None
+    ) -> tuple[Companion, ...]:
+        waits = Synchronized() if self._configuration.synchronizes else None
+        found = (OnceWritten.of(function), waits, timed)
         return tuple(companion for companion in found if companion is not None)
 
     def configure(
@@ -232,7 +305,8 @@ class Checkpointer:
 
     def _configure(self, configuration: Configuration, model_parallel: ModelParallel) -> None:
         self.saver = configuration.saver(model_parallel)
-        self.profiles = configuration.profiles
+        if configuration.profiles is not (self._profile is not None):
+            self._profile = Profile() if configuration.profiles else None
         self._other_saver = None
         self._configuration, self._model_parallel = configuration, model_parallel
 
@@ -290,11 +364,7 @@ class Checkpointer:
         Raises:
             CheckpointError: The seed is no int of 64 bits, or this is inside a fork of the tracker.
         """
-        where = "model_parallel_cuda_manual_seed()"
-        default, own = seed_of(where, seed), self._model_parallel_seed(where, seed)
-        self.tracker.reset()
-        self.tracker.add(MODEL_PARALLEL_RNG, own)
-        set_state(self.tracker.device, seeded_state(self.tracker.device, default))
+        seed_both(self.tracker, seed, self._model_parallel.rank())
 
     def model_parallel_reconfigure_tp_seed(self, seed: int) -> None:
         """Begin "model-parallel-rng" again, from `seed` + 2718 + this rank's number. Local.
@@ -303,13 +373,7 @@ class Checkpointer:
             UnknownRngError: `model_parallel_cuda_manual_seed` has not been called.
             CheckpointError: As there; or another rng has the seed.
         """
-        where = "model_parallel_reconfigure_tp_seed()"
-        self.tracker.reseed(MODEL_PARALLEL_RNG, self._model_parallel_seed(where, seed))
-
-    def _model_parallel_seed(self, where: str, seed: int) -> int:
-        return seed_of(
-            where, seed_of(where, seed) + _MODEL_PARALLEL_OFFSET + self._model_parallel.rank()
-        )
+        reseed_own(self.tracker, seed, self._model_parallel.rank())
 
 
 @uncompiled
@@ -317,10 +381,3 @@ def _record(
     checkpointer: Checkpointer, saver: AbstractSaver, function: Any, args: Any, kwargs: Any
 ) -> Any:
     return checkpointer._record(saver, function, args, kwargs)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    module = getattr(function, "__self__", function)
-    if isinstance(module, torch.nn.Module):
-        return f"checkpoint of a {type(module).__name__}"
-    return f"checkpoint of {getattr(function, '__qualname__', repr(function))}"

@@ -15,6 +15,11 @@ from ._tracker import RngTracker
 _DEFAULT: Final = Checkpointer()
 
 
+def default_checkpointer() -> Checkpointer:
+    """Whose methods these functions are: it has the timings of `configure(profile=True)`, too."""
+    return _DEFAULT
+
+
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function and drop its activations; see `Checkpointer.checkpoint`."""
     return _DEFAULT.checkpoint(function, *args, **kwargs)
