@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import threading
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from late_host import late
 from same_numbers import Stack, assert_equal, plainly, train
 from torch import Tensor
@@ -220,6 +222,23 @@ def _other_calls(group: Group) -> None:
         outputs[group.rank].sum().backward()
 
 
+@pytest.mark.parametrize("reads", [True, False], ids=["reads", "messages"])
+def test_ranks_that_were_called_with_other_sizes_are_told(ranks: Any, reads: bool) -> None:
+    """Split inputs are the same on all ranks: a batch of its own on each is a mistake."""
+    ranks(2).run(_other_sizes, reads=reads)
+
+
+def _other_sizes(group: Group, reads: bool) -> None:
+    with mock.patch.dict(os.environ, {} if reads else {"ZERO_COMM_PEER_MEMORY": "0"}):
+        group = Group.from_process_group(dist.new_group(), patience_s=0.4)
+    assert (group.peers is not None) == reads
+    x = torch.randn(8 + 2 * group.rank, requires_grad=True)
+    output = Checkpointer(saver=_saver(group)).checkpoint(torch.sin, x)
+
+    with pytest.raises(DivergenceError, match=r"elements: 8 of .*elements: 10 of .*same inputs"):
+        output.sum().backward()
+
+
 def test_an_exception_in_the_second_run_leaves_the_ranks_in_step(ranks: Any) -> None:
     """Who catches it on every rank goes on."""
     ranks(2).run(_exception_and_on)
@@ -244,4 +263,3 @@ def _exception_and_on(group: Group) -> None:
         output.sum().backward()
         assert torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
         assert saver.kept_bytes() == {}
-    assert threading.active_count() < 20

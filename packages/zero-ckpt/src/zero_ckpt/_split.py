@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Final, final
+from zlib import crc32
 
 import torch
 from attrs import frozen
@@ -15,14 +16,16 @@ from ._errors import CheckpointError
 if TYPE_CHECKING:
     from zero_comm import Group
 
-# Ranks that come to gather inputs of different calls meet in no message, and are told so. Tags of
-# parameters, on a group that does both, lie below.
+# Ranks that come for inputs of different calls, or of different sizes, meet in no message, and are
+# told so (gloo would end the process). Tags of parameters, on a group that does both, lie below;
+# all of them are few, because the group remembers each.
 _FIRST_TAG: Final = 1 << 20
-_NUM_TAGS: Final = 1 << 10
+_NUM_CALLS: Final = 512  # told apart, counted round
+_NUM_SIZES: Final = 64  # likewise, by a checksum
 
 _REMEDY: Final = (
-    "every rank of the group must make the same checkpointed calls, and run backward through the "
-    "same ones, in one order"
+    "every rank of the group must make the same checkpointed calls on the same inputs, and run "
+    "backward through the same ones, in one order"
 )
 
 
@@ -75,10 +78,13 @@ class Split:
         """
         from zero_comm import Purpose, all_gather_flat  # noqa: PLC0415
 
-        group, tag = self._group, _FIRST_TAG + number % _NUM_TAGS
-        group.explain(
-            {tag: Purpose(f"gathering the inputs of the {layer} (call {number})", _REMEDY)}
+        group = self._group
+        sizes = ", ".join(
+            f"{sum(each)} of {shard.dtype}" for shard, each in zip(shards, splits, strict=True)
         )
+        tag = _FIRST_TAG + number % _NUM_CALLS * _NUM_SIZES + crc32(sizes.encode()) % _NUM_SIZES
+        what = f"gathering the inputs of the {layer} (call {number}; elements: {sizes})"
+        group.explain({tag: Purpose(what, _REMEDY)})
         launched = []
         for dtype in dict.fromkeys(shard.dtype for shard in shards):
             chosen = [i for i, shard in enumerate(shards) if shard.dtype == dtype]
@@ -93,8 +99,8 @@ class Split:
             if len(chosen) == 1:
                 found[chosen[0]] = out
                 continue
-            sizes = chain.from_iterable(zip(*(splits[i] for i in chosen), strict=True))
-            pieces = out.split(list(sizes))  # all of rank 0, then all of rank 1
+            numels = chain.from_iterable(zip(*(splits[i] for i in chosen), strict=True))
+            pieces = out.split(list(numels))  # all of rank 0, then all of rank 1
             for position, i in enumerate(chosen):
                 found[i] = torch.cat(pieces[position :: len(chosen)])
         return [found[i] for i in range(len(shards))]
