@@ -147,6 +147,23 @@ def _choose(group: Group, choice: bool, is_configured: bool) -> None:
     assert torch.equal(x.grad, 2 * torch.cos(2 * torch.ones(10)))
 
 
+def test_messages_between_ranks_are_measured_apart_from_copies(ranks) -> None:
+    """Which of them is slow decides between splitting inputs and moving them to the host."""
+    ranks(2).run(_measure)
+
+
+def _measure(group: Group) -> None:
+    for is_split in (False, True):
+        checkpointer = Checkpointer()
+        checkpointer.configure(_mpu(group), partition_activations=is_split, profile=True)
+        x = torch.ones(10, requires_grad=True)
+
+        checkpointer.checkpoint(torch.sin, 2 * x).sum().backward()
+
+        (timing,) = checkpointer.timings()
+        assert (timing.gather_s > 0) == is_split
+
+
 def test_partitioning_is_turned_off_and_on_between_steps(ranks) -> None:
     """Megatron-style code does so around layers that it must not split."""
     ranks(2).run(_turn_off_and_on)
