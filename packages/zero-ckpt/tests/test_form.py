@@ -89,3 +89,12 @@ def test_what_has_no_gaps_is_not_copied(tensor: Tensor) -> None:
 
     assert flat.data_ptr() == tensor.data_ptr()
     assert form.over(flat).stride() == tensor.stride()
+
+
+def test_what_is_repeated_and_has_gaps_is_copied_once() -> None:
+    """A column of a matrix, expanded to a mask, is a column."""
+    column = torch.randn(4, 1000)[:, :1]
+    flat, form = flatten(column.expand(4, 10))
+
+    assert torch.equal(flat, column.flatten())
+    assert form.strides == (1, 0)

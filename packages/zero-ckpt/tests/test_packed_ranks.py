@@ -42,15 +42,15 @@ def _saver(group: Group, *, moves: bool = False, num_slots: int | None = None) -
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_numbers_are_those_without(ranks: Any, world_size: int) -> None:
     """A gather moves values; it must not change one, nor a generator."""
-    ranks(world_size).run(_all_as_without)
+    ranks(world_size).run(_all_as_without, chosen=OPTIONS[:: 3 if world_size == 4 else 1])
 
 
-def _all_as_without(group: Group) -> None:
+def _all_as_without(group: Group, chosen: list[dict[str, Any]]) -> None:
     tracker = RngTracker("cpu")
     make = partial(Stack, tracker=tracker)
     for dtype in (torch.float32, torch.bfloat16):
         expected = train(plainly, make, dtype=dtype, tracker=tracker)
-        for options in OPTIONS:
+        for options in chosen:
             checkpointer = Checkpointer(saver=_saver(group, **options), tracker=tracker)
             found = train(checkpointer.checkpoint, make, dtype=dtype, tracker=tracker)
             assert_equal(found, expected)
