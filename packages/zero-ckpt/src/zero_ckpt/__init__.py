@@ -2,21 +2,51 @@
 
 from .__about__ import __version__
 from ._checkpointer import Checkpointer
+from ._default import (
+    CheckpointFunction,
+    checkpoint,
+    configure,
+    default_checkpointer,
+    get_cuda_rng_tracker,
+    is_configured,
+    model_parallel_cuda_manual_seed,
+    model_parallel_reconfigure_tp_seed,
+    non_reentrant_checkpoint,
+    partition_activations_in_checkpoint,
+    reset,
+    set_num_layers,
+)
 from ._errors import CheckpointError, NondeterminismError, SeedInUseError, UnknownRngError
 from ._packed import PackedSaver
+from ._profile import Timing
 from ._savers import AbstractKept, AbstractSaver, KeepSaver
 from ._tracker import RngTracker
+from ._verify import Verification
 
 __all__ = [
     "AbstractKept",
     "AbstractSaver",
     "CheckpointError",
+    "CheckpointFunction",
     "Checkpointer",
     "KeepSaver",
     "NondeterminismError",
     "PackedSaver",
     "RngTracker",
     "SeedInUseError",
+    "Timing",
     "UnknownRngError",
+    "Verification",
     "__version__",
+    "checkpoint",
+    "configure",
+    "default_checkpointer",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
+    "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "set_num_layers",
 ]

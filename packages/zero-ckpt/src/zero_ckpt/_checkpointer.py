@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from threading import RLock
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
+from attrs import evolve
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ._ambient import Ambient
+from ._boundaries import Synchronized
 from ._buffers import OnceWritten
 from ._call import Call
+from ._checksums import Checksums
+from ._configuration import Configuration, changed, configuration_of
 from ._errors import CheckpointError
 from ._frame import Companion, Frame
+from ._layers import Layer, Layers
+from ._model_parallel import ModelParallel
+from ._profile import Profile, Timed, TimedKept, Timing, table_of
 from ._rng import RngSnapshot, devices_of
-from ._savers import AbstractSaver, KeepSaver, detached
+from ._savers import AbstractKept, AbstractSaver, KeepSaver, detached
+from ._seeds import reseed_own, seed_both
 from ._torch_compat import uncompiled
 from ._tracker import RngTracker
+from ._turn import Turn
+from ._verify import Verification, Witness
 
 
 @final
@@ -28,6 +39,10 @@ class Checkpointer:
         saver: What is kept of a function's inputs; the inputs as they are when None.
         tracker: Named rngs, restored for the second run too; one of its own when None.
         stops_early: Whether the second run ends as soon as backward has all it needs.
+        synchronizes: Whether the device is waited for at the edges of each run.
+        verifies: Of which calls to verify that the second run did what the first one did; none
+            when None.
+        profiles: Whether to measure calls, for `timings` and `profile_table`.
 
     Raises:
         CheckpointError: An argument is not of its type.
@@ -39,19 +54,40 @@ class Checkpointer:
         saver: AbstractSaver | None = None,
         tracker: RngTracker | None = None,
         stops_early: bool = True,
+        synchronizes: bool = False,
+        verifies: Verification | None = None,
+        profiles: bool = False,
     ) -> None:
         for name, value, kind in (
             ("saver", saver, AbstractSaver),
             ("tracker", tracker, RngTracker),
+            ("verifies", verifies, Verification),
         ):
             if value is not None and not isinstance(value, kind):
                 raise CheckpointError(
                     f"Checkpointer({name}=): expected {kind.__name__} or None, got {value!r}"
                 )
+        for name, value in (
+            ("stops_early", stops_early),
+            ("synchronizes", synchronizes),
+            ("profiles", profiles),
+        ):
+            if not isinstance(value, bool):
+                raise CheckpointError(
+                    f"Checkpointer({name}=): expected True or False, got {value!r}"
+                )
         self.saver = KeepSaver() if saver is None else saver
         self.tracker = RngTracker() if tracker is None else tracker
         self.stops_early = stops_early
-        self._lock = RLock()
+        self.verifies = verifies
+        self._checksums = Checksums()
+        self._layers = Layers()
+        self._profile = Profile() if profiles else None
+        self._turn = Turn()
+        self._configuration = Configuration(synchronizes=synchronizes, profiles=profiles)
+        self._model_parallel = ModelParallel.of(None)
+        self._other_saver: AbstractSaver | None = None  # for calls that say otherwise themselves
+        self._is_configured = False
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function and drop its activations; backward computes them again.
@@ -79,51 +115,269 @@ class Checkpointer:
         Raises:
             CheckpointError: The function wrote in place to a tensor that it was given. In
                 backward: an input or weight was written in place meanwhile.
-            NondeterminismError: In backward: the second run saved other tensors than the first.
+            NondeterminismError: In backward: the second run saved other tensors than the first,
+                or, of a call that is verified, other values.
         """
+        return self._checkpoint(self.saver, function, args, kwargs)
+
+    def checkpoint_distributed(
+        self,
+        function: Callable[..., Any],
+        distribute_saved_activations: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """`checkpoint` as Megatron calls it: each call says whether inputs are split over ranks.
+
+        Whatever else was configured holds. Collective over the model-parallel group if it splits.
+
+        Raises:
+            CheckpointError: `distribute_saved_activations` is no bool; and as `checkpoint` does.
+        """
+        if not isinstance(distribute_saved_activations, bool):
+            raise CheckpointError(
+                "checkpoint_distributed(distribute_saved_activations=): expected True or False, "
+                f"got {distribute_saved_activations!r}"
+            )
+        if distribute_saved_activations is self._configuration.partitions:
+            return self._checkpoint(self.saver, function, args, kwargs)
+        if self._other_saver is None:
+            other = evolve(self._configuration, partitions=distribute_saved_activations)
+            self._other_saver = other.saver(self._model_parallel)
+        return self._checkpoint(self._other_saver, function, args, kwargs)
+
+    def _checkpoint(
+        self,
+        saver: AbstractSaver,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():
-            if self._is_plain():
+            if self._is_plain(saver):
                 return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
-            return _record(self, function, args, kwargs)
-        return self._record(function, args, kwargs)
+            return _record(self, saver, function, args, kwargs)
+        return self._record(saver, function, args, kwargs)
 
-    def _record(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _record(
+        self, saver: AbstractSaver, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         call, inputs = Call.of(function, args, kwargs)
-        layer = _name_of(function)
+        layer = self._layers.of(function)
+        name = f"checkpoint of {layer.name}"
+        timed = self._timed(layer, inputs)
         frame = Frame(
-            layer=layer,
+            layer=name,
             call=call,
-            kept=self.saver.save(detached(inputs), layer),
+            kept=self._keep(saver, inputs, name, timed),
             rng=RngSnapshot.take(devices_of(inputs), self.tracker),
             ambient=Ambient.take(),
             tracker=self.tracker,
-            lock=self._lock,
-            companions=self._companions(function),
+            turn=self._turn,
+            companions=self._companions(function, timed),
+            witness=self._witness(function, layer, name),
             stops_early=self.stops_early,
         )
         with frame.recording():
             outputs = function(*args, **kwargs)
-        call.check_unwritten(inputs, layer)
+        call.check_unwritten(inputs, name)
         return outputs
 
-    def _is_plain(self) -> bool:
-        """Whether it does no more than torch's own checkpoint."""
-        return isinstance(self.saver, KeepSaver) and not self.tracker.get_states()
+    def name_layer(self, module: nn.Module, name: str) -> None:
+        """What to call a module in messages and timings, before its first call.
 
-    def _companions(self, function: Callable[..., Any]) -> tuple[Companion, ...]:
-        found = (OnceWritten.of(function),)
+        Otherwise the name of its class, with a number from the second one on.
+        """
+        self._layers.name(module, name)
+
+    def timings(self) -> list[Timing]:
+        """Where the time of each layer's calls went, in the order of first calls. Local.
+
+        Measured on the host, or where inputs are on an accelerator by events on its current stream,
+        for which nobody waits before this is called.
+
+        Raises:
+            CheckpointError: Nothing is measured.
+        """
+        if self._profile is None:
+            raise CheckpointError(
+                "Checkpointer.timings(): expected one that measures its calls, which this one does "
+                "not; make it with Checkpointer(profiles=True), or configure(profile=True)"
+            )
+        return self._profile.timings()
+
+    def profile_table(self) -> str:
+        """The timings as text, one line per layer. Needs tabulate: `zero-ckpt[table]`.
+
+        Raises:
+            CheckpointError: Nothing is measured, or tabulate is not installed.
+        """
+        return table_of(self.timings())
+
+    def _is_plain(self, saver: AbstractSaver) -> bool:
+        """Whether it does no more than torch's own checkpoint."""
+        watches = self.verifies is not None or self._profile is not None
+        has_more = watches or self.tracker.is_initialized() or self._configuration.synchronizes
+        return isinstance(saver, KeepSaver) and not has_more
+
+    def _keep(
+        self, saver: AbstractSaver, inputs: Sequence[Tensor], name: str, timed: Timed | None
+    ) -> AbstractKept:
+        with nullcontext() if timed is None else timed.copying():
+            kept = saver.save(detached(inputs), name)
+        return kept if timed is None else TimedKept.of(kept, timed)
+
+    def _timed(self, layer: Layer, inputs: Sequence[Tensor]) -> Timed | None:
+        if self._profile is None or self._turn.depth:
+            return None
+        return Timed.of(self._profile, layer.name, inputs)
+
+    def _witness(self, function: Callable[..., Any], layer: Layer, name: str) -> Witness | None:
+        # A call made while an outer one is computed again is not the one that backward asks.
+        if self.verifies is None or self._turn.depth:
+            return None
+        if not self.verifies.picks(layer.index, layer.count()):
+            return None
+        return Witness(name, function, self._checksums, self._turn)
+
+    def _companions(
+        self, function: Callable[..., Any], timed: Timed | None
+    ) -> tuple[Companion, ...]:
+        waits = Synchronized() if self._configuration.synchronizes else None
+        found = (OnceWritten.of(function), waits, timed)
         return tuple(companion for companion in found if companion is not None)
+
+    def configure(
+        self,
+        mpu_: Any,
+        deepspeed_config: Any = None,
+        *,
+        partition_activations: bool | None = None,
+        contiguous_checkpointing: bool | None = None,
+        num_checkpoints: int | None = None,
+        checkpoint_in_cpu: bool | None = None,
+        synchronize: bool | None = None,
+        profile: bool | None = None,
+    ) -> None:
+        """Decide how calls from now on are checkpointed, with DeepSpeed's names for it.
+
+        An argument beats the file's section `activation_checkpointing`, which beats the default
+        (False). What an earlier call decided is forgotten, but for `mpu_` and the number of layers.
+        The saver that the constructor was given is replaced. Collective over the model-parallel
+        group if inputs are split over it, local otherwise.
+
+        Args:
+            mpu_: Says which ranks split single layers: an object with `get_*_rank`,
+                `get_*_world_size` and `get_*_group` for `tensor_model_parallel`, `slice_parallel`
+                or `model_parallel`, or a DeviceMesh of one dimension. None keeps the one before; at
+                first there is none, and this rank has its layers for itself.
+            deepspeed_config: A dict, the path of a JSON file, or an object with
+                `activation_checkpointing_config`.
+            partition_activations: Each rank keeps its part of each input, and all gather them
+                before they compute again.
+            contiguous_checkpointing: Inputs go to buffers that are made once.
+            num_checkpoints: For so many calls, that is checkpointed layers.
+            checkpoint_in_cpu: Inputs go to host memory.
+            synchronize: The device is waited for at the edges of each call.
+            profile: Times are measured.
+
+        Raises:
+            CheckpointError: `mpu_` is no mpu, an argument or key is of the wrong type, a key is
+                unknown, the file cannot be read, contiguous buffers are asked for without a number
+                of layers, or inputs cannot be split over `mpu_`'s group. Nothing has changed then.
+        """
+        arguments = {
+            "partition_activations": partition_activations,
+            "contiguous_checkpointing": contiguous_checkpointing,
+            "num_checkpoints": num_checkpoints,
+            "checkpoint_in_cpu": checkpoint_in_cpu,
+            "synchronize": synchronize,
+            "profile": profile,
+        }
+        known = self._configuration.num_layers
+        configuration = configuration_of(deepspeed_config, arguments, known)
+        self._configure(
+            configuration, self._model_parallel if mpu_ is None else ModelParallel.of(mpu_)
+        )
+        self._is_configured = True
+
+    def _configure(self, configuration: Configuration, model_parallel: ModelParallel) -> None:
+        self.saver = configuration.saver(model_parallel)
+        if configuration.profiles is not (self._profile is not None):
+            self._profile = Profile() if configuration.profiles else None
+        self._other_saver = None
+        self._configuration, self._model_parallel = configuration, model_parallel
+
+    def is_configured(self) -> bool:
+        """Whether `configure` has been called."""
+        return self._is_configured
+
+    def set_num_layers(self, num_layers: int) -> None:
+        """Say how many layers are checkpointed, for contiguous buffers. Local.
+
+        Raises:
+            CheckpointError: It is no int of 1 or more.
+        """
+        configuration = changed(
+            self._configuration, "num_checkpoints", num_layers, "set_num_layers()"
+        )
+        if configuration.is_contiguous:
+            self._configure(configuration, self._model_parallel)
+        else:
+            self._configuration = configuration
+
+    def partition_activations_in_checkpoint(self, partition_activation: bool) -> None:
+        """Split the inputs of later calls over the model-parallel group, or stop doing so.
+
+        Collective over that group.
+
+        Raises:
+            CheckpointError: It is no bool.
+        """
+        configuration = changed(
+            self._configuration,
+            "partition_activations",
+            partition_activation,
+            "partition_activations_in_checkpoint()",
+        )
+        self._configure(configuration, self._model_parallel)
+
+    def reset(self) -> None:
+        """Have contiguous buffers made anew, all of them free and of any size. Local.
+
+        Graphs that exist keep theirs. Nobody needs to call it after an evaluation, as DeepSpeed's
+        users do: a buffer is free when its graph is.
+        """
+        for saver in (self.saver, self._other_saver):
+            if saver is not None:
+                saver.reset()
+
+    def model_parallel_cuda_manual_seed(self, seed: int) -> None:
+        """Seed the default rng and that of the tracker; on the CPU where there is no accelerator.
+
+        The default rng of the tracker's device gets `seed`, on every rank of the model-parallel
+        group the same. The tracker forgets its rngs and gets "model-parallel-rng", seeded with
+        `seed` + 2718 + this rank's number in that group. Local.
+
+        Raises:
+            CheckpointError: The seed is no int of 64 bits, or this is inside a fork of the tracker.
+        """
+        seed_both(self.tracker, seed, self._model_parallel.rank())
+
+    def model_parallel_reconfigure_tp_seed(self, seed: int) -> None:
+        """Begin "model-parallel-rng" again, from `seed` + 2718 + this rank's number. Local.
+
+        Raises:
+            UnknownRngError: `model_parallel_cuda_manual_seed` has not been called.
+            CheckpointError: As there; or another rng has the seed.
+        """
+        reseed_own(self.tracker, seed, self._model_parallel.rank())
 
 
 @uncompiled
-def _record(checkpointer: Checkpointer, function: Any, args: Any, kwargs: Any) -> Any:
-    return checkpointer._record(function, args, kwargs)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    module = getattr(function, "__self__", function)
-    if isinstance(module, torch.nn.Module):
-        return f"checkpoint of a {type(module).__name__}"
-    return f"checkpoint of {getattr(function, '__qualname__', repr(function))}"
+def _record(
+    checkpointer: Checkpointer, saver: AbstractSaver, function: Any, args: Any, kwargs: Any
+) -> Any:
+    return checkpointer._record(saver, function, args, kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from threading import RLock
 from typing import TYPE_CHECKING, Any, final
 from weakref import WeakValueDictionary
@@ -15,7 +16,7 @@ from torch import Tensor
 from ._errors import CheckpointError
 from ._form import Form, flatten
 from ._host import AbstractHost, Copy, PinnedHost
-from ._savers import AbstractKept, AbstractSaver, AsTheyAre, stays_as_it_is
+from ._savers import AbstractKept, AbstractSaver, AsTheyAre, Measuring, stays_as_it_is
 from ._slots import Slot, Slots
 from ._split import Split
 from ._torch_compat import hooks_save_tensors, set_version, version_of
@@ -201,6 +202,7 @@ class _Packed(AbstractKept):
     _copied: Mapping[int, _Copied]
     _storages: _Storages
     _is_hooked: bool
+    _measuring: Measuring = field(default=nullcontext, init=False)
 
     def restore(self) -> Sequence[Tensor]:
         self._saver._settle()
@@ -227,6 +229,9 @@ class _Packed(AbstractKept):
         for copied in self._copied.values():
             copied.prefetch()
 
+    def measures_gathers(self, measuring: Measuring) -> None:
+        self._measuring = measuring
+
     def settle(self) -> None:
         for copied in self._copied.values():
             copied.settle()
@@ -240,12 +245,13 @@ class _Packed(AbstractKept):
         splits = {i: c.splits for i, c in self._copied.items() if c.splits is not None}
         if self._saver._split is None or not splits:
             return
-        whole = self._saver._split.gather(
-            [values[i] for i in splits],
-            list(splits.values()),
-            number=self._number,
-            layer=self._layer,
-        )
+        with self._measuring():
+            whole = self._saver._split.gather(
+                [values[i] for i in splits],
+                list(splits.values()),
+                number=self._number,
+                layer=self._layer,
+            )
         for index, flat in zip(splits, whole, strict=True):
             values[index] = flat
 

@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ._tracker import RngTracker
+    from ._tracker import Lent, RngTracker
 
 
 @frozen
@@ -21,12 +21,13 @@ class RngSnapshot:
     cpu: Tensor
     devices: Mapping[torch.device, Tensor]
     tracked: Mapping[str, Tensor]
+    lent: Lent | None  # which of them stood in for the default one, if one did
 
     @classmethod
     def take(cls, devices: Iterable[torch.device], tracker: RngTracker) -> RngSnapshot:
         """As they are now. Local; waits for no device."""
         states = {device: get_state(device) for device in devices if device.type != "cpu"}
-        return cls(torch.get_rng_state(), states, tracker.get_states())
+        return cls(torch.get_rng_state(), states, *tracker.capture())
 
     @contextmanager
     def drawn_again(self, tracker: RngTracker) -> Iterator[None]:
@@ -43,7 +44,7 @@ class RngSnapshot:
         torch.set_rng_state(self.cpu)
         for device, state in self.devices.items():
             set_state(device, state)
-        tracker.set_states(self.tracked)
+        tracker.restore(self.tracked, self.lent)
 
 
 def get_state(device: torch.device) -> Tensor:
@@ -59,6 +60,11 @@ def set_state(device: torch.device, state: Tensor) -> None:
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+def seeded_state(device: torch.device, seed: int) -> Tensor:
+    """The state that `manual_seed` would put the device's default generator in. Local."""
+    return torch.Generator(device).manual_seed(seed).get_state()
 
 
 def devices_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -11,6 +12,8 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from ._errors import CheckpointError
+
+Measuring = Callable[[], AbstractContextManager[Any]]
 
 
 class AbstractKept(ABC):
@@ -26,6 +29,9 @@ class AbstractKept(ABC):
     def prefetch(self) -> None:  # noqa: B027
         """`restore` is to come soon: begin what takes long. Local; waits for nothing."""
 
+    def measures_gathers(self, measuring: Measuring) -> None:  # noqa: B027
+        """Calls are profiled: from now on be inside `measuring()` while ranks exchange inputs."""
+
 
 class AbstractSaver(ABC):
     """Where inputs rest between forward and backward."""
@@ -38,6 +44,9 @@ class AbstractSaver(ABC):
             inputs: As `detached` gives them; of any shape, dtype, device and layout.
             layer: Whose inputs, for messages.
         """
+
+    def reset(self) -> None:  # noqa: B027
+        """Let memory that is kept between calls go, and be of another size next time. Local."""
 
 
 def detached(inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from ._errors import SeedInUseError, UnknownRngError
-from ._rng import get_state, set_state
+from ._errors import CheckpointError, SeedInUseError, UnknownRngError
+from ._rng import get_state, seeded_state, set_state
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
+
+
+class Lent(NamedTuple):
+    """The rng that `fork` has put in place of a device's default one."""
+
+    name: str
+    device: torch.device
 
 
 @final
@@ -30,79 +38,231 @@ class RngTracker:
     def __init__(self, device: torch.device | str | None = None) -> None:
         self._device = None if device is None else torch.device(device)
         self._states: dict[str, Tensor] = {}
-        self._seeds: set[int] = set()
+        self._seeds: dict[str, int] = {}
+        self._lent: Lent | None = None
 
     @property
     def device(self) -> torch.device:
         """Whose default generator `fork` lends out."""
         if self._device is not None:
             return self._device
-        accelerator = torch.accelerator.current_accelerator()
+        # A torch built for CUDA names that accelerator also where there is no GPU.
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
             return torch.device("cpu")
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
+    def is_initialized(self) -> bool:
+        """Whether there is any rng."""
+        return bool(self._states)
+
     def add(self, name: str, seed: int) -> None:
         """Make an rng. Local; the default one stays where it is.
 
+        Args:
+            name: For `fork`.
+            seed: What `torch.manual_seed` takes. The numbers are those that it would give.
+
         Raises:
             SeedInUseError: The name or the seed has been added before.
+            CheckpointError: The name is no str, or the seed no int of 64 bits.
         """
-        if seed in self._seeds:
-            raise SeedInUseError(
-                f"RngTracker.add({name!r}): seed {seed} is in use, and would give the numbers of "
-                f"another rng ({', '.join(map(repr, self._states))}) once more; choose another, or "
-                "reset() first"
-            )
+        _check_name("add", name)
         if name in self._states:
             raise SeedInUseError(
                 f"RngTracker.add(): there is an rng {name!r} already; choose another name, or "
                 "reset() first"
             )
-        before = get_state(self.device)
-        try:
-            self._seed_default(seed)
-            self._states[name] = get_state(self.device)
-        finally:
-            set_state(self.device, before)
-        self._seeds.add(seed)
+        self._seed("add", name, seed)
+
+    def reseed(self, name: str, seed: int) -> None:
+        """Begin an rng again, from another seed. Local.
+
+        Raises:
+            UnknownRngError: Nobody added it.
+            SeedInUseError: Another rng has the seed.
+            CheckpointError: The seed is no int of 64 bits, or this is inside a `fork`.
+        """
+        self._check_not_lent("reseed")
+        self._known("reseed", name)
+        self._seed("reseed", name, seed)
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Inside, draw from the rng of that name; afterwards from the default one again.
+        """Inside, draw from the rng of that name; afterwards, raised or not, from the one before.
+
+        Forks nest: an rng goes on where it was left, whichever fork that was in.
 
         Raises:
             UnknownRngError: Nobody added it.
         """
-        if name not in self._states:
-            known = ", ".join(map(repr, self._states)) or "none"
-            raise UnknownRngError(
-                f"RngTracker.fork(): expected an rng that was added ({known}), got {name!r}; call "
-                "model_parallel_cuda_manual_seed(seed), or add(name, seed), once at the start"
-            )
-        device = self.device
-        before = get_state(device)
-        set_state(device, self._states[name])
+        self._known("fork", name)
+        outer, lent = self._lent, Lent(name, self.device)
+        before = get_state(lent.device)
+        if outer is not None:
+            self._states[outer.name] = get_state(outer.device)
+        set_state(lent.device, self._states[name])
+        self._lent = lent
         try:
             yield
         finally:
-            self._states[name] = get_state(device)
-            set_state(device, before)
+            self._states[name] = get_state(lent.device)
+            self._lent = outer
+            set_state(lent.device, before)
+            if outer is not None:  # it may be the one inside too, and have moved on there
+                set_state(outer.device, self._states[outer.name])
 
     def get_states(self) -> dict[str, Tensor]:
         """Where every rng is: uint8 tensors on the CPU, by name; for `set_states`, and to save."""
-        return dict(self._states)
+        states = dict(self._states)
+        if self._lent is not None:
+            states[self._lent.name] = get_state(self._lent.device)
+        return states
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
-        """Go on where `get_states` was called."""
-        self._states = dict(states)
+        """Have these rngs and no others, where they were when `get_states` was called. Local.
+
+        Raises:
+            CheckpointError: This is inside a `fork`; a name is no str; or a state is not that of a
+                generator of `device`. Nothing has been set then.
+        """
+        self._check_not_lent("set_states")
+        self._states = self._checked_states("set_states", states)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a training checkpoint: `states` as `get_states` gives them, and `seeds` by name.
+
+        Local; each rank of a model-parallel group has its own. Nothing but dicts, tensors and ints:
+        `torch.load(weights_only=True)` reads it.
+        """
+        return {"states": self.get_states(), "seeds": dict(self._seeds)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called, in place of all that there is; its seeds are in use.
+
+        Raises:
+            CheckpointError: This is inside a `fork`; `state` is not of the form that `state_dict`
+                gives; or it is that of another type of device. Nothing has been loaded then.
+        """
+        self._check_not_lent("load_state_dict")
+        where = "load_state_dict"
+        if not isinstance(state, Mapping) or set(state) != {"states", "seeds"}:
+            raise CheckpointError(
+                f"RngTracker.{where}(): expected what state_dict() gives, a dict of 'states' and "
+                f"'seeds', got {_shown(state)}"
+            )
+        states, seeds = self._checked_states(where, state["states"]), state["seeds"]
+        if not isinstance(seeds, Mapping):
+            raise CheckpointError(
+                f"RngTracker.{where}(): expected 'seeds' to be a dict of ints by name, got "
+                f"{_shown(seeds)}"
+            )
+        checked = {
+            _check_name(where, name): seed_of(f"RngTracker.{where}()", seed)
+            for name, seed in seeds.items()
+        }
+        if len(set(checked.values())) < len(checked):
+            raise CheckpointError(
+                f"RngTracker.{where}(): expected a seed of its own for each rng, got {checked}"
+            )
+        self._states = {name: value.clone() for name, value in states.items()}
+        self._seeds = checked
 
     def reset(self) -> None:
-        """Forget all rngs and seeds. Local."""
-        self._states, self._seeds = {}, set()
+        """Forget all rngs and seeds. Local.
 
-    def _seed_default(self, seed: int) -> None:
-        if self.device.type == "cpu":
-            torch.default_generator.manual_seed(seed)
-        else:
-            torch.get_device_module(self.device).manual_seed(seed)
+        Raises:
+            CheckpointError: This is inside a `fork`.
+        """
+        self._check_not_lent("reset")
+        self._states, self._seeds = {}, {}
+
+    def capture(self) -> tuple[dict[str, Tensor], Lent | None]:
+        """All that `restore` puts back, inside a `fork` as well. Local."""
+        return self.get_states(), self._lent
+
+    def restore(self, states: Mapping[str, Tensor], lent: Lent | None) -> None:
+        """Put back what `capture` gave, and the default generator too if it was lent out then."""
+        self._states, self._lent = dict(states), lent
+        if lent is not None:
+            set_state(lent.device, self._states[lent.name])
+
+    def _seed(self, where: str, name: str, seed: Any) -> None:
+        checked = seed_of(f"RngTracker.{where}({name!r})", seed)
+        others = [other for other, used in self._seeds.items() if used == checked and other != name]
+        # A name without a state had its rng taken away by set_states: its numbers may be in use.
+        if others or (name not in self._states and self._seeds.get(name) == checked):
+            raise SeedInUseError(
+                f"RngTracker.{where}({name!r}): seed {checked} is in use, and would give the "
+                f"numbers of rng {(others or [name])[0]!r} once more; choose another, or reset() "
+                "first"
+            )
+        self._states[name] = seeded_state(self.device, checked)
+        self._seeds[name] = checked
+
+    def _known(self, where: str, name: Any) -> None:
+        _check_name(where, name)
+        if name not in self._states:
+            raise UnknownRngError(
+                f"RngTracker.{where}(): expected an rng that was added ({_listed(self._states)}), "
+                f"got {name!r}; call model_parallel_cuda_manual_seed(seed), or add(name, seed), "
+                "once at the start"
+            )
+
+    def _check_not_lent(self, where: str) -> None:
+        if self._lent is not None:
+            raise CheckpointError(
+                f"RngTracker.{where}(): expected to be outside of fork(), but "
+                f"fork({self._lent.name!r}) has not ended; call it after that"
+            )
+
+    def _checked_states(self, where: str, states: Any) -> dict[str, Tensor]:
+        if not isinstance(states, Mapping):
+            raise CheckpointError(
+                f"RngTracker.{where}(): expected a dict of uint8 tensors by name, as get_states() "
+                f"gives, got {_shown(states)}"
+            )
+        found = {}
+        for name, state in states.items():
+            _check_name(where, name)
+            try:
+                found[name] = state.cpu()
+                torch.Generator(self.device).set_state(found[name])
+            except (RuntimeError, TypeError, AttributeError) as error:
+                raise CheckpointError(
+                    f"RngTracker.{where}(): expected the state of a generator of {self.device} for "
+                    f"rng {name!r}, got {_shown(state)}; states from another type of device, or "
+                    "another version of torch, cannot be gone on from: seed anew"
+                ) from error
+        return found
+
+
+def seed_of(where: str, seed: Any) -> int:
+    """The seed as an int; CheckpointError if `torch.manual_seed` would not take it."""
+    try:
+        value = operator.index(seed)  # numpy's integers too
+    except TypeError:
+        value = None
+    if value is None or isinstance(seed, bool) or not -(2**63) <= value < 2**64:
+        raise CheckpointError(
+            f"{where}: expected an int from -2**63 to 2**64 - 1 as seed, got {seed!r}"
+        )
+    return value
+
+
+def _check_name(where: str, name: Any) -> str:
+    if not isinstance(name, str):
+        raise CheckpointError(
+            f"RngTracker.{where}(): expected a str as name of an rng, got {name!r}"
+        )
+    return name
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
+    return f"{value!r:.80}"

@@ -1,0 +1,125 @@
+"""The functions that Megatron-style and DeepSpeed-style code calls, over one default Checkpointer.
+
+They are functions, not its bound methods: a model that holds one can be copied and pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, final
+
+from ._checkpointer import Checkpointer
+from ._errors import CheckpointError
+from ._tracker import RngTracker
+
+_DEFAULT: Final = Checkpointer()
+
+
+def default_checkpointer() -> Checkpointer:
+    """Whose methods these functions are: it has the timings of `configure(profile=True)`, too."""
+    return _DEFAULT
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function and drop its activations; see `Checkpointer.checkpoint`."""
+    return _DEFAULT.checkpoint(function, *args, **kwargs)
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`checkpoint`: there is one mechanism, and it is not reentrant."""
+    return _DEFAULT.checkpoint(function, *args, **kwargs)
+
+
+@final
+class CheckpointFunction:
+    """The name that some code calls in place of `checkpoint`; no `torch.autograd.Function`."""
+
+    @staticmethod
+    def apply(
+        function: Callable[..., Any], choice: bool | list[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a function and drop its activations; see `Checkpointer.checkpoint`.
+
+        Args:
+            function: What to call.
+            choice: As Megatron gives it, whether inputs are split over the model-parallel group for
+                this call; see `Checkpointer.checkpoint_distributed`. Or, as DeepSpeed gives it, a
+                list that is extended by all outputs.
+            *args: For the function.
+            **kwargs: Likewise.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            CheckpointError: `choice` is neither a bool nor a list; and as `checkpoint` does.
+        """
+        if isinstance(choice, bool):
+            return _DEFAULT.checkpoint_distributed(function, choice, *args, **kwargs)
+        if not isinstance(choice, list):
+            raise CheckpointError(
+                "CheckpointFunction.apply(function, choice, *args): expected a bool (Megatron's "
+                "distribute_saved_activations) or a list (DeepSpeed's all_outputs) as second "
+                f"argument, got a {type(choice).__name__}; to give none, call checkpoint()"
+            )
+        outputs = _DEFAULT.checkpoint(function, *args, **kwargs)
+        choice.extend(outputs if isinstance(outputs, tuple | list) else (outputs,))
+        return outputs
+
+
+def configure(  # noqa: PLR0917  (as code that exists calls it)
+    mpu_: Any,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Decide how `checkpoint` keeps inputs; see `Checkpointer.configure`."""
+    _DEFAULT.configure(
+        mpu_,
+        deepspeed_config=deepspeed_config,
+        partition_activations=partition_activations,
+        contiguous_checkpointing=contiguous_checkpointing,
+        num_checkpoints=num_checkpoints,
+        checkpoint_in_cpu=checkpoint_in_cpu,
+        synchronize=synchronize,
+        profile=profile,
+    )
+
+
+def is_configured() -> bool:
+    """Whether `configure` has been called."""
+    return _DEFAULT.is_configured()
+
+
+def set_num_layers(num_layers: int) -> None:
+    """Say how many layers are checkpointed; see `Checkpointer.set_num_layers`."""
+    _DEFAULT.set_num_layers(num_layers)
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Split inputs or stop it; see `Checkpointer.partition_activations_in_checkpoint`."""
+    _DEFAULT.partition_activations_in_checkpoint(partition_activation)
+
+
+def reset() -> None:
+    """Have contiguous buffers made anew; see `Checkpointer.reset`."""
+    _DEFAULT.reset()
+
+
+def get_cuda_rng_tracker() -> RngTracker:
+    """The tracker whose rngs `checkpoint` restores; of the CPU where there is no accelerator."""
+    return _DEFAULT.tracker
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the default and the model-parallel rng; see the method of `Checkpointer`."""
+    _DEFAULT.model_parallel_cuda_manual_seed(seed)
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Begin the model-parallel rng again; see the method of `Checkpointer`."""
+    _DEFAULT.model_parallel_reconfigure_tp_seed(seed)

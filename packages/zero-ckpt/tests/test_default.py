@@ -1,0 +1,541 @@
+"""The functions of the default Checkpointer, and how they configure it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from same_numbers import Run, Stack, assert_equal, plainly, train
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from zero_ckpt import (
+    Checkpointer,
+    CheckpointError,
+    CheckpointFunction,
+    KeepSaver,
+    SeedInUseError,
+    UnknownRngError,
+    checkpoint,
+    configure,
+    default_checkpointer,
+    get_cuda_rng_tracker,
+    is_configured,
+    model_parallel_cuda_manual_seed,
+    model_parallel_reconfigure_tp_seed,
+    non_reentrant_checkpoint,
+    partition_activations_in_checkpoint,
+    reset,
+    set_num_layers,
+)
+from zero_ckpt._configuration import Configuration, configuration_of
+from zero_comm import Group
+
+
+@pytest.fixture(autouse=True)
+def default(monkeypatch) -> Iterator[Checkpointer]:
+    """A new one for each test."""
+    checkpointer = Checkpointer()
+    monkeypatch.setattr("zero_ckpt._default._DEFAULT", checkpointer)
+    return checkpointer
+
+
+def _as_megatron(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return CheckpointFunction.apply(function, False, *args, **kwargs)
+
+
+def _as_deepspeed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    outputs: list[Any] = []
+    CheckpointFunction.apply(function, outputs, *args, **kwargs)
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+@pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint, _as_megatron, _as_deepspeed])
+def test_every_name_recomputes_with_the_rngs_of_the_default_tracker(run: Run) -> None:
+    """A model takes its tracker from one function and its checkpoint from another."""
+    tracker = get_cuda_rng_tracker()
+
+    def numbers(run: Run) -> list[Tensor]:
+        return train(run, lambda: Stack(tracker=tracker), tracker=tracker)
+
+    assert_equal(numbers(run), numbers(plainly))
+
+
+def test_the_list_gets_every_output_in_order() -> None:
+    """DeepSpeed's callers read outputs off it, those that are no tensors too."""
+    x = torch.ones(2, requires_grad=True)
+    outputs: list[Any] = ["before"]
+
+    CheckpointFunction.apply(lambda x: (x + 1, None, "text", x.sin()), outputs, x)
+    outputs[-1].sum().backward()
+
+    assert outputs[2:4] == [None, "text"]
+    assert torch.equal(outputs[1], x + 1)
+    assert torch.equal(x.grad, x.cos())
+
+
+@pytest.mark.parametrize("choice", [None, 1, torch.ones(2)])
+def test_a_call_that_is_neither_megatrons_nor_deepspeeds_is_refused(choice: Any) -> None:
+    """The first tensor is taken for the choice where that was forgotten."""
+    with pytest.raises(CheckpointError, match=r"bool.*list.*call checkpoint\(\)"):
+        CheckpointFunction.apply(torch.sin, choice, torch.ones(2))
+
+
+@pytest.mark.parametrize("choice", [None, 1])
+def test_a_choice_that_is_no_bool_is_refused_by_the_method_too(choice: Any) -> None:
+    """1 may be a tensor's size that has slipped by one argument."""
+    with pytest.raises(CheckpointError, match="expected True or False"):
+        Checkpointer().checkpoint_distributed(torch.sin, choice, torch.ones(2))
+
+
+def test_configure_takes_its_arguments_in_deepspeeds_order() -> None:
+    """Some code gives them by position."""
+    names = "mpu_ deepspeed_config partition_activations contiguous_checkpointing num_checkpoints"
+    names += " checkpoint_in_cpu synchronize profile"
+
+    assert list(inspect.signature(configure).parameters) == names.split()
+
+
+def test_a_model_that_holds_the_functions_can_be_copied_and_pickled() -> None:
+    """An average of weights copies the model; transformers puts a partial of `checkpoint` in it."""
+    held = [partial(checkpoint), partial(get_cuda_rng_tracker), partial(CheckpointFunction.apply)]
+
+    for copied in (copy.deepcopy(held), pickle.loads(pickle.dumps(held))):
+        assert [one.func for one in copied] == [one.func for one in held]
+
+
+# Seeds.
+
+
+def _mpu(axis: str, rank: int) -> Any:
+    return SimpleNamespace(
+        **{
+            f"get_{axis}_rank": lambda: rank,
+            f"get_{axis}_world_size": lambda: 4,
+            f"get_{axis}_group": lambda: None,
+        }
+    )
+
+
+def _numbers_of(seed: int) -> Tensor:
+    device = get_cuda_rng_tracker().device
+    return torch.rand(3, device=device, generator=torch.Generator(device).manual_seed(seed))
+
+
+def _drawn() -> Tensor:
+    return torch.rand(3, device=get_cuda_rng_tracker().device)
+
+
+def _drawn_in_fork() -> Tensor:
+    with get_cuda_rng_tracker().fork():
+        return _drawn()
+
+
+@pytest.mark.parametrize("axis", ["tensor_model_parallel", "slice_parallel", "model_parallel"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_ranks_share_the_default_seed_and_have_one_each_besides(axis: str, rank: int) -> None:
+    """Where they hold the same activation they must drop the same, where parts of one, not."""
+    configure(_mpu(axis, rank))
+
+    model_parallel_cuda_manual_seed(1000)
+
+    assert torch.equal(_drawn(), _numbers_of(1000))
+    assert torch.equal(_drawn_in_fork(), _numbers_of(1000 + 2718 + rank))
+
+
+def test_ranks_that_split_layers_are_told_from_those_that_split_the_stack() -> None:
+    """Megatron's model-parallel group has the pipeline's stages in it, its tensor-parallel not."""
+    both = vars(_mpu("tensor_model_parallel", 1)) | vars(_mpu("model_parallel", 3))
+    configure(SimpleNamespace(**both))
+
+    model_parallel_cuda_manual_seed(1000)
+
+    assert torch.equal(_drawn_in_fork(), _numbers_of(1000 + 2718 + 1))
+
+
+def test_without_an_mpu_this_rank_is_the_first_of_one() -> None:
+    """A model that is not split runs the same code."""
+    model_parallel_cuda_manual_seed(1000)
+
+    assert torch.equal(_drawn_in_fork(), _numbers_of(1000 + 2718))
+
+
+def test_seeding_again_begins_again() -> None:
+    """As Megatron's does, which resets the tracker: the same seed may come twice."""
+    for _ in range(2):
+        model_parallel_cuda_manual_seed(1000)
+        assert torch.equal(_drawn_in_fork(), _numbers_of(1000 + 2718))
+
+
+def test_the_model_parallel_rng_is_seeded_anew_alone() -> None:
+    """Layers that are split get new masks; the default rng goes on."""
+    configure(_mpu("model_parallel", 2))
+    model_parallel_cuda_manual_seed(1000)
+    expected = torch.random.get_rng_state()
+
+    model_parallel_reconfigure_tp_seed(2000)
+
+    assert torch.equal(torch.random.get_rng_state(), expected)
+    assert torch.equal(_drawn_in_fork(), _numbers_of(2000 + 2718 + 2))
+
+
+def test_seeding_anew_needs_a_seeded_rng_and_a_free_seed() -> None:
+    """The first is a call that was forgotten, the second equal masks."""
+    with pytest.raises(UnknownRngError, match="call model_parallel_cuda_manual_seed"):
+        model_parallel_reconfigure_tp_seed(2000)
+    model_parallel_cuda_manual_seed(1000)
+    get_cuda_rng_tracker().add("another", 2000 + 2718)
+    with pytest.raises(SeedInUseError, match="rng 'another'"):
+        model_parallel_reconfigure_tp_seed(2000)
+
+
+@pytest.mark.parametrize("seed", ["1", 1.5, None, True, 2**64 - 1])
+def test_a_seed_that_is_refused_changes_nothing(seed: Any) -> None:
+    """The last is one itself, but not with an offset."""
+    model_parallel_cuda_manual_seed(1000)
+
+    for call in (model_parallel_cuda_manual_seed, model_parallel_reconfigure_tp_seed):
+        with pytest.raises(CheckpointError, match=f"{call.__name__}.*expected an int"):
+            call(seed)
+
+    assert torch.equal(_drawn(), _numbers_of(1000))
+    assert torch.equal(_drawn_in_fork(), _numbers_of(1000 + 2718))
+
+
+# What configure is told.
+
+KEYS = {  # by argument: the file's key, the field, and two values that are not the default
+    "partition_activations": ("partition_activations", "partitions", (False, True)),
+    "contiguous_checkpointing": ("contiguous_memory_optimization", "is_contiguous", (False, True)),
+    "num_checkpoints": ("number_checkpoints", "num_layers", (3, 5)),
+    "checkpoint_in_cpu": ("cpu_checkpointing", "on_host", (False, True)),
+    "synchronize": ("synchronize_checkpoint_boundary", "synchronizes", (False, True)),
+    "profile": ("profile", "profiles", (False, True)),
+}
+
+
+def _configuration_of(section: Any, num_layers: int | None = 9, **arguments: Any) -> Configuration:
+    source = {"activation_checkpointing": section, "train_batch_size": 8}
+    return configuration_of(source, dict.fromkeys(KEYS) | arguments, num_layers)
+
+
+@pytest.mark.parametrize("argument", KEYS)
+def test_an_argument_beats_the_file_which_beats_the_default(argument: str) -> None:
+    """A script's flags correct the file that it is started with."""
+    key, field, values = KEYS[argument]
+    unset = getattr(_configuration_of({}), field)
+
+    for given, written in itertools.product((None, *values), repeat=2):
+        found = _configuration_of({key: written}, **{argument: given})
+
+        expected = next((one for one in (given, written) if one is not None), unset)
+        assert getattr(found, field) == expected, (given, written)
+
+
+def test_a_later_configure_starts_from_the_defaults(default: Checkpointer) -> None:
+    """As DeepSpeed's: what one model asked for is not asked for by the next."""
+    configure(None, profile=True, synchronize=True)
+
+    configure(None)
+
+    assert default._configuration == Configuration()
+
+
+SECTION = {"synchronize_checkpoint_boundary": True, "number_checkpoints": 4}
+
+
+def _written(folder: Path) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({"activation_checkpointing": SECTION}))
+    return path
+
+
+SOURCES = {
+    "a dict": lambda folder: {"activation_checkpointing": SECTION},
+    "a path": _written,
+    "a path as a str": lambda folder: str(_written(folder)),
+    "an object with a dict": lambda folder: SimpleNamespace(
+        activation_checkpointing_config=SECTION
+    ),
+    "DeepSpeed's object": lambda folder: SimpleNamespace(
+        activation_checkpointing_config=SimpleNamespace(
+            **SECTION, profile=False, partition_activations=False, cpu_checkpointing=False
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_the_file_comes_in_every_form_that_scripts_have_it_in(
+    source: Callable[[Path], Any], tmp_path: Path, default: Checkpointer
+) -> None:
+    """Some pass args.deepspeed_config, a path; some the dict; some what was parsed from it."""
+    configure(None, deepspeed_config=source(tmp_path))
+
+    assert default._configuration == Configuration(synchronizes=True, num_layers=4)
+
+
+@pytest.mark.parametrize("source", [{}, {"activation_checkpointing": None}])
+def test_a_file_without_the_section_asks_for_nothing(source: Any, default: Checkpointer) -> None:
+    """Most files have none."""
+    configure(None, deepspeed_config=source)
+
+    assert default._configuration == Configuration()
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown key": (
+        {"deepspeed_config": {"activation_checkpointing": {"partition": True}}},
+        r"activation_checkpointing\.partition: expected one of partition_activations, ",
+    ),
+    "a value of the wrong type in the file": (
+        {"deepspeed_config": {"activation_checkpointing": {"cpu_checkpointing": "true"}}},
+        r"activation_checkpointing\.cpu_checkpointing: expected True or False, got 'true'",
+    ),
+    "a wrong value that an argument beats": (
+        {"deepspeed_config": {"activation_checkpointing": {"profile": 1}}, "profile": True},
+        r"activation_checkpointing\.profile: expected True or False, got 1",
+    ),
+    "an argument of the wrong type": (
+        {"partition_activations": 1},
+        r"configure\(partition_activations=\): expected True or False, got 1",
+    ),
+    "no layers": ({"num_checkpoints": 0}, r"configure\(num_checkpoints=\): expected an int of 1"),
+    "a flag as number": ({"num_checkpoints": True}, "expected an int of 1 or more, got True"),
+    "a section that is none": (
+        {"deepspeed_config": {"activation_checkpointing": 3}},
+        "expected 'activation_checkpointing' to be a section",
+    ),
+    "no file": ({"deepspeed_config": "/no/such.json"}, "path of a JSON file, got '/no/such.json'"),
+    "no configuration": ({"deepspeed_config": 3}, "expected a dict, the path of a JSON file"),
+    "contiguous buffers of nobody knows how many layers": (
+        {"contiguous_checkpointing": True},
+        r"number of checkpointed layers, got none; give configure\(num_checkpoints=\)",
+    ),
+    "no mpu": ({"mpu_": object()}, "expected None, a DeviceMesh of one dimension or an object"),
+    "an mpu that lacks a getter": (
+        {"mpu_": SimpleNamespace(get_model_parallel_rank=lambda: 0)},
+        "each of rank, world_size and group",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+def test_what_makes_no_sense_is_refused_and_changes_nothing(
+    arguments: dict[str, Any], message: str, default: Checkpointer
+) -> None:
+    """DeepSpeed's takes most of these, and falls back to the defaults in silence."""
+    before = vars(default).copy()
+
+    with pytest.raises(CheckpointError, match=message):
+        configure(**{"mpu_": None, **arguments})
+
+    assert vars(default) == before
+    assert not is_configured()
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\udcff"])
+def test_a_file_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
+    """The path may be that of another file."""
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        configure(None, deepspeed_config=path)
+
+
+@pytest.mark.parametrize("num_layers", [0, -1, 1.0, "2", None, True])
+def test_a_number_of_layers_is_one_or_more(num_layers: Any) -> None:
+    """It sizes memory."""
+    with pytest.raises(CheckpointError, match=r"set_num_layers\(\): expected an int of 1 or more"):
+        set_num_layers(num_layers)
+
+
+def test_partitioning_is_on_or_off() -> None:
+    """A string from a command line would be true."""
+    with pytest.raises(CheckpointError, match=r"in_checkpoint\(\): expected True or False"):
+        partition_activations_in_checkpoint("no")
+
+
+# What configure does.
+
+
+def test_two_checkpointers_differ(default: Checkpointer) -> None:
+    """Two models in one process have each their own: there is no other state."""
+    other = Checkpointer()
+
+    other.configure(_mpu("model_parallel", 1), profile=True, num_checkpoints=3)
+    other.model_parallel_cuda_manual_seed(5)
+
+    assert other.is_configured()
+    assert not is_configured()
+    assert default._configuration == Configuration()
+    assert not get_cuda_rng_tracker().is_initialized()
+
+
+def test_it_is_known_whether_it_was_called() -> None:
+    """Megatron-style code asks, and raises if nobody did."""
+    assert not is_configured()
+
+    configure(None)
+
+    assert is_configured()
+
+
+def test_a_group_of_one_keeps_all_of_its_inputs(default: Checkpointer) -> None:
+    """Files that ask for partitioning are used without model parallelism too."""
+    configure(None, partition_activations=True)
+    assert isinstance(default.saver, KeepSaver)
+
+    numbers = train(checkpoint, Stack)
+
+    assert_equal(numbers, train(plainly, Stack))
+
+
+def test_the_device_is_waited_for_at_both_edges_of_both_runs(monkeypatch) -> None:
+    """So that a time that is measured there is that of the layer."""
+    waits: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append("wait"))
+    configure(None, synchronize=True)
+    x = torch.ones(2, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        waits.append("run")
+        return x.sin()
+
+    checkpoint(function, x).sum().backward()
+
+    assert waits == ["wait", "run", "wait"] * 2
+
+
+def test_times_are_measured_when_that_is_configured() -> None:
+    """And are found where the functions' own Checkpointer is."""
+    configure(None, profile=True)
+    x = torch.ones(2, requires_grad=True)
+
+    checkpoint(torch.sin, x).sum().backward()
+
+    (timing,) = default_checkpointer().timings()
+    assert (timing.num_calls, timing.num_recomputations) == (1, 1)
+    configure(None)
+    with pytest.raises(CheckpointError, match=r"or configure\(profile=True\)"):
+        default_checkpointer().timings()
+
+
+@pytest.mark.parametrize("name", ["stops_early", "synchronizes", "profiles"])
+def test_a_flag_is_true_or_false(name: str) -> None:
+    """None is no choice here, and "no" is true."""
+    for value in (None, 1, "no"):
+        with pytest.raises(CheckpointError, match=rf"{name}=\): expected True or False"):
+            Checkpointer(**{name: value})
+
+
+def test_a_saver_that_was_given_stays_until_configure_is_called() -> None:
+    """The number of layers concerns those alone that configure makes."""
+    saver = KeepSaver()
+    checkpointer = Checkpointer(saver=saver)
+
+    checkpointer.set_num_layers(3)
+    assert checkpointer.saver is saver
+
+    checkpointer.configure(None)
+    assert checkpointer.saver is not saver
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_contiguous_buffers_need_no_partitioning(on_host: bool, is_early: bool) -> None:
+    """DeepSpeed requires both; nothing about a buffer does."""
+    if is_early:
+        set_num_layers(3)
+    configure(
+        None,
+        contiguous_checkpointing=True,
+        num_checkpoints=None if is_early else 3,
+        checkpoint_in_cpu=on_host,
+    )
+
+    numbers = train(checkpoint, Stack)
+
+    assert_equal(numbers, train(plainly, Stack))
+
+
+def test_buffers_are_free_after_a_reset() -> None:
+    """Evaluation that forgot no_grad() leaves graphs behind that nobody runs backward on."""
+    configure(None, contiguous_checkpointing=True, num_checkpoints=2)
+    x = torch.ones(4, requires_grad=True)
+    left = [checkpoint(torch.sin, x) for _ in range(2)]
+
+    reset()
+
+    y = checkpoint(torch.sin, x)
+    y.sum().backward()
+    assert torch.equal(x.grad, x.cos())
+    left[0].sum().backward()
+    assert torch.equal(x.grad, 2 * x.cos())
+
+
+def test_buffers_follow_the_number_of_layers() -> None:
+    """A model that grows says so."""
+    configure(None, contiguous_checkpointing=True, num_checkpoints=1)
+
+    set_num_layers(3)
+
+    assert_equal(train(checkpoint, Stack), train(plainly, Stack))
+
+
+def test_a_mesh_of_one_dimension_will_do_for_an_mpu(ranks) -> None:
+    """Code that came after Megatron has a DeviceMesh."""
+    ranks(2).run(_seed_by_mesh)
+
+
+def _seed_by_mesh(group: Group) -> None:
+    checkpointer = Checkpointer()
+    checkpointer.configure(DeviceMesh("cpu", [0, 1]))
+    checkpointer.model_parallel_cuda_manual_seed(10)
+
+    with checkpointer.tracker.fork():
+        drawn = torch.rand(3, device=checkpointer.tracker.device)
+
+    assert torch.equal(drawn, _numbers_of(10 + 2718 + group.rank))
+
+
+def test_a_mesh_of_two_dimensions_will_not(ranks) -> None:
+    """Nobody knows which of them splits layers."""
+    ranks(2).run(_configure_with_a_plane)
+
+
+def _configure_with_a_plane(group: Group) -> None:
+    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+    with pytest.raises(CheckpointError, match=r"of one dimension, .* as in mesh\['tp'\]"):
+        configure(mesh)
+    configure(mesh["tp"])
+
+
+def test_a_group_that_is_not_the_mpus_is_refused(ranks) -> None:
+    """None is the default group for torch, which is every rank of the job."""
+    ranks(2).run(_split_over_wrong_groups)
+
+
+def _split_over_wrong_groups(group: Group) -> None:
+    for process_group, message in (
+        (None, "as many ranks as its world size says, 4, got 2"),
+        ("tp", "process group of torch.distributed, got 'tp'"),
+    ):
+        mpu = _mpu("model_parallel", group.rank)
+        mpu.get_model_parallel_group = lambda found=process_group: found
+        checkpointer = Checkpointer()
+        with pytest.raises(CheckpointError, match=message):
+            checkpointer.configure(mpu, partition_activations=True)
+        assert not checkpointer.is_configured()

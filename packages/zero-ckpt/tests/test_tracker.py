@@ -1,0 +1,333 @@
+"""Named rngs: whose numbers they give, and that no block of code can mix them up."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from zero_ckpt import Checkpointer, CheckpointError, RngTracker, SeedInUseError, UnknownRngError
+
+SEEDS = {"a": 11, "b": 22}
+
+
+def _tracker(seeds: dict[str, int] = SEEDS) -> RngTracker:
+    tracker = RngTracker("cpu")
+    for name, seed in seeds.items():
+        tracker.add(name, seed)
+    return tracker
+
+
+def _draw(tracker: RngTracker, name: str) -> Tensor:
+    with tracker.fork(name):
+        return torch.rand(3)
+
+
+def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_an_rng_gives_the_numbers_of_its_seed() -> None:
+    """Runs are compared with others' by seed: with Megatron's, whose tracker seeds so."""
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(11))
+
+    assert torch.equal(_draw(_tracker(), "a"), expected)
+
+
+def test_adding_draws_nothing_from_the_default_rng() -> None:
+    """Else a model with a tracker would start from other weights than one without."""
+    before = torch.get_rng_state()
+
+    _tracker()
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_forks_nested_and_left_by_exceptions_keep_every_rng_apart(seed: int) -> None:
+    """Two rngs that overlap give equal dropout masks, which nobody notices."""
+    choices = random.Random(seed)
+    tracker = _tracker()
+    torch.manual_seed(seed)
+    oracle = {name: torch.Generator().manual_seed(value) for name, value in SEEDS.items()}
+    oracle["the default one"] = torch.Generator().manual_seed(seed)
+
+    def act(name: str, depth: int) -> None:
+        for _ in range(choices.randrange(1, 4)):
+            assert torch.equal(torch.rand(2), torch.rand(2, generator=oracle[name]))
+            if depth < 4 and choices.random() < 0.7:
+                inner = choices.choice(["a", "b"])
+                with suppress(ZeroDivisionError), tracker.fork(inner):
+                    act(inner, depth + 1)
+                    if choices.random() < 0.3:
+                        raise ZeroDivisionError
+
+    act("the default one", 0)
+
+    assert torch.equal(torch.get_rng_state(), oracle.pop("the default one").get_state())
+    assert _equal(tracker.get_states(), {name: rng.get_state() for name, rng in oracle.items()})
+
+
+@pytest.mark.parametrize("inner", ["a", "b"])
+def test_a_checkpoint_inside_a_fork_that_forks_again_is_recomputed_alike(inner: str) -> None:
+    """Backward runs outside of the fork, where the same numbers must come from the same rngs."""
+    outcomes = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(0)
+        checkpointer = Checkpointer(tracker=_tracker())
+        x = torch.randn(8, 8, requires_grad=True)
+
+        def function(x: Tensor, tracker: RngTracker) -> Tensor:
+            with tracker.fork(inner):
+                x = functional.dropout(x).sin()
+            return functional.dropout(x).sin()
+
+        with checkpointer.tracker.fork("a"):
+            torch.rand(1)  # the rng that is lent out has moved since
+            call = checkpointer.checkpoint if is_checkpointed else _just_call
+            y = call(function, x, checkpointer.tracker)
+        y.sum().backward()
+        with checkpointer.tracker.fork("a"):
+            after = torch.rand(1)
+        outcomes.append((y, x.grad, torch.rand(1), after))
+
+    for plain, checkpointed in zip(*outcomes, strict=True):
+        assert torch.equal(plain, checkpointed)
+
+
+def _just_call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def test_a_backward_inside_a_fork_leaves_it_where_it_was() -> None:
+    """A gradient penalty may be taken in the middle of a block."""
+    checkpointer = Checkpointer(tracker=_tracker())
+    tracker = checkpointer.tracker
+    x = torch.randn(4, requires_grad=True)
+    y = checkpointer.checkpoint(lambda x: functional.dropout(x).sin(), x).sum()
+
+    with tracker.fork("a"):
+        y.backward()
+        drawn = torch.rand(3)
+
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(11)))
+    assert torch.equal(_draw(tracker, "b"), _draw(_tracker(), "b"))
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "message"), [("c", 11, "seed 11 is in use"), ("a", 33, "an rng 'a' already")]
+)
+def test_a_name_or_seed_given_twice_is_refused(name: str, seed: int, message: str) -> None:
+    """Two rngs of one seed give the same masks where the author wanted different ones."""
+    tracker = _tracker()
+    before = tracker.state_dict()
+
+    with pytest.raises(SeedInUseError, match=message):
+        tracker.add(name, seed)
+
+    assert _equal(tracker.get_states(), before["states"])
+    assert tracker.state_dict()["seeds"] == before["seeds"]
+
+
+def test_an_unknown_rng_is_named_with_those_that_exist() -> None:
+    """The usual cause is that seeding was forgotten; the message says which call is missing."""
+    with pytest.raises(UnknownRngError, match=r"\('a', 'b'\), got 'model-parallel-rng'"):
+        _tracker().fork().__enter__()
+    with pytest.raises(UnknownRngError, match=r"\(none\).*call model_parallel_cuda_manual_seed"):
+        RngTracker("cpu").fork().__enter__()
+
+
+@pytest.mark.parametrize("seed", [1.5, "7", None, True, 2**64, -(2**63) - 1])
+def test_a_seed_that_is_none_is_refused(seed: Any) -> None:
+    """True is 1, and a float may come from a division by mistake."""
+    tracker = _tracker()
+
+    with pytest.raises(CheckpointError, match="expected an int from"):
+        tracker.add("c", seed)
+
+    assert tracker.state_dict()["seeds"] == SEEDS
+
+
+def test_a_name_that_is_no_str_is_refused() -> None:
+    """It could not be saved under it."""
+    for act in (lambda t: t.add(3, 3), lambda t: t.fork(None).__enter__()):
+        with pytest.raises(CheckpointError, match="expected a str as name"):
+            act(_tracker())
+
+
+def test_a_state_goes_on_after_being_saved_and_loaded() -> None:
+    """A run that was resumed draws the masks of the one that was not; seeds stay in use."""
+    tracker = _tracker()
+    _draw(tracker, "a")
+    file = io.BytesIO()
+    torch.save(tracker.state_dict(), file)
+    expected = [_draw(tracker, name) for name in "aab"]
+
+    file.seek(0)
+    resumed = RngTracker("cpu")
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+
+    for name, numbers in zip("aab", expected, strict=True):
+        assert torch.equal(_draw(resumed, name), numbers)
+    with pytest.raises(SeedInUseError, match="seed 22 is in use"):
+        resumed.add("c", 22)
+
+
+def test_a_state_saved_inside_a_fork_is_that_of_now() -> None:
+    """A checkpoint may be written anywhere."""
+    tracker, resumed = _tracker(), RngTracker("cpu")
+    with tracker.fork("a"):
+        torch.rand(3)
+        resumed.load_state_dict(tracker.state_dict())
+        expected = torch.rand(3)
+
+    assert torch.equal(_draw(resumed, "a"), expected)
+
+
+def test_a_loaded_state_is_a_copy() -> None:
+    """Else an rng would move when whoever owns the file's tensors reuses them."""
+    tracker = _tracker()
+    state = tracker.state_dict()
+    state["states"] = {name: value.clone() for name, value in state["states"].items()}
+    tracker.load_state_dict(state)
+
+    state["states"]["a"].zero_()
+
+    assert torch.equal(_draw(tracker, "a"), _draw(_tracker(), "a"))
+
+
+GOOD = _tracker().get_states()
+BAD_STATES: dict[str, Any] = {
+    "no dict": [GOOD["a"]],
+    "a name that is no str": {0: GOOD["a"]},
+    "no tensor": {"a": GOOD["a"].tolist()},
+    "another dtype": {"a": GOOD["a"].long()},
+    "of another device's generator": {"a": torch.zeros(16, dtype=torch.uint8)},
+    "no state at all": {"a": torch.zeros_like(GOOD["a"])},
+}
+
+
+@pytest.mark.parametrize("states", BAD_STATES.values(), ids=BAD_STATES)
+def test_states_that_no_generator_can_be_in_are_refused_when_they_are_set(states: Any) -> None:
+    """Later, in the middle of a forward, nobody would know where they came from."""
+    for load in (
+        lambda t: t.set_states(states),
+        lambda t: t.load_state_dict({"states": states, "seeds": {"a": 1}}),
+    ):
+        tracker = _tracker()
+
+        with pytest.raises(CheckpointError, match=r"RngTracker\.(set_states|load_state_dict)\(\)"):
+            load(tracker)
+
+        assert _equal(tracker.get_states(), GOOD)
+        assert tracker.state_dict()["seeds"] == SEEDS
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        GOOD,
+        None,
+        {"states": GOOD},
+        {"states": GOOD, "seeds": {}, "more": 1},
+        {"states": GOOD, "seeds": [1, 2]},
+        {"states": GOOD, "seeds": {"a": 1.0}},
+        {"states": GOOD, "seeds": {"a": 1, "b": 1}},
+    ],
+)
+def test_what_state_dict_did_not_give_is_not_loaded(state: Any) -> None:
+    """Half a state would let a seed be used twice."""
+    tracker = _tracker()
+
+    with pytest.raises(CheckpointError, match=r"load_state_dict\(\).*: expected"):
+        tracker.load_state_dict(state)
+
+    assert tracker.state_dict()["seeds"] == SEEDS
+
+
+def test_states_are_put_back_by_set_states() -> None:
+    """Other checkpointing code captures and restores a tracker by these two calls."""
+    tracker = _tracker()
+    states = tracker.get_states()
+    first = _draw(tracker, "a")
+
+    tracker.set_states(states)
+
+    assert torch.equal(_draw(tracker, "a"), first)
+
+
+def test_what_would_be_overwritten_when_a_fork_ends_is_refused_inside_it() -> None:
+    """The fork stores its rng when it ends, so the change would be lost in silence."""
+    tracker = _tracker()
+    for act in (
+        tracker.reset,
+        lambda: tracker.set_states(GOOD),
+        lambda: tracker.load_state_dict({"states": GOOD, "seeds": SEEDS}),
+        lambda: tracker.reseed("a", 3),
+    ):
+        with (
+            tracker.fork("b"),
+            pytest.raises(CheckpointError, match=r"outside of fork\(\), but fork\('b'\)"),
+        ):
+            act()
+
+    assert _equal(tracker.get_states(), GOOD)
+
+
+def test_a_reset_forgets_names_and_seeds() -> None:
+    """An evaluation script seeds again, with the same seeds."""
+    tracker = _tracker()
+    assert tracker.is_initialized()
+
+    tracker.reset()
+
+    assert not tracker.is_initialized()
+    tracker.add("a", 11)
+
+
+def test_an_rng_begins_again_from_another_seed() -> None:
+    """And its old seed is free, while those of others are not."""
+    tracker = _tracker()
+
+    tracker.reseed("a", 33)
+
+    assert torch.equal(_draw(tracker, "a"), _draw(_tracker({"a": 33}), "a"))
+    with pytest.raises(SeedInUseError, match=r"seed 22 is in use.* rng 'b'"):
+        tracker.reseed("a", 22)
+    with pytest.raises(UnknownRngError, match="got 'c'"):
+        tracker.reseed("c", 44)
+    tracker.add("c", 11)
+
+
+def test_a_torch_built_for_an_accelerator_that_is_not_there_uses_the_cpu(monkeypatch) -> None:
+    """What pip installs on a laptop is built for CUDA."""
+
+    def built_for(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", built_for)
+
+    assert RngTracker().device == torch.device("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_too_an_rng_gives_the_numbers_of_its_seed() -> None:
+    """The state of a new generator must be that of the default one after manual_seed()."""
+    tracker = RngTracker("cuda")
+    tracker.add("a", 11)
+    torch.cuda.manual_seed(11)
+    expected = torch.rand(3, device="cuda")
+    before = torch.cuda.get_rng_state()
+
+    with tracker.fork("a"):
+        drawn = torch.rand(3, device="cuda")
+
+    assert torch.equal(drawn, expected)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
