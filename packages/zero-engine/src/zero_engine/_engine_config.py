@@ -103,6 +103,8 @@ class EngineConfig:
         checks_overflow: Whether a step whose gradients hold inf or nan on any rank is skipped.
         autocast_dtype: What torch.autocast computes in during forward; off when None.
         drop_last: Whether the data loader drops a last, incomplete batch.
+        activation_checkpointing: How `zero_ckpt.checkpoint` keeps inputs: that section of a file.
+            Where `zero_ckpt.configure` was called before `initialize`, that stays.
         sources: Where every value came from, if it came from a file; no part of what is compared.
 
     Raises:
@@ -124,6 +126,7 @@ class EngineConfig:
     checks_overflow: bool = field(default=False, validator=_is(bool))
     autocast_dtype: torch.dtype | None = field(default=None, validator=_is(torch.dtype, None))
     drop_last: bool = field(default=False, validator=_is(bool))
+    activation_checkpointing: dict[str, Any] = field(factory=dict, converter=dict, hash=False)
     sources: tuple[SourceRow, ...] = field(default=(), repr=False, eq=False)
 
     @classmethod
@@ -178,6 +181,7 @@ class EngineConfig:
             checks_overflow=checks_overflow_of(settings),
             autocast_dtype=autocast_dtype_of(settings),
             drop_last=value("dataloader_drop_last"),
+            activation_checkpointing=_section(settings, "activation_checkpointing"),
         )
         return attrs.evolve(config, sources=_rows(settings))
 
@@ -213,6 +217,15 @@ def _named(settings: Settings, name: str) -> NamedSpec | None:
             f"{name}.type: expected a name beside {name}.params, got none; say which {name}"
         )
     return None if kind is None else NamedSpec(kind, params)
+
+
+def _section(settings: Settings, name: str) -> dict[str, Any]:
+    """What the file asks for there: the keys that are not neutral."""
+    return {
+        setting.key.path.removeprefix(f"{name}."): setting.value
+        for setting in settings.given()
+        if setting.key.path.startswith(f"{name}.") and not setting.key.is_neutral(setting.value)
+    }
 
 
 def _rows(settings: Settings) -> tuple[SourceRow, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import torch
+import zero_ckpt
 import zero_comm
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,7 +22,7 @@ from ._engine_config import EngineConfig, NamedSpec
 from ._errors import ConfigError
 from ._group import default_group
 from ._loader import Loader, make_loader
-from ._mpu import check_mpu, data_group_of, model_group_of
+from ._mpu import check_mpu, data_group_of, model_group_of, model_part_of
 from ._optimizers import make_optimizer
 from ._schedulers import make_scheduler
 from ._shard import shard
@@ -78,6 +79,7 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         zero_partition.PartitionError: The model or the optimizer cannot be distributed as it is.
         zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
         zero_comm.CommError: A rank did not take part in time.
+        zero_ckpt.CheckpointError: The file's section `activation_checkpointing` cannot be.
     """
     _check_kinds(model, collate_fn, group)
     check_mpu(mpu, what="initialize()")
@@ -105,6 +107,9 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
             collate_fn=collate_fn,
             drop_last=settings.drop_last,
         )
+    if settings.activation_checkpointing and not zero_ckpt.is_configured():
+        section = {"activation_checkpointing": settings.activation_checkpointing}
+        zero_ckpt.configure(model_part_of(mpu, what="initialize()"), section)
     shard(model, made, settings.zero, group=group)  # last: what is wrong above leaves the model be
     engine = Engine(model, made, settings, group=group, lr_scheduler=scheduler, across=across)
     return engine, made, loader, scheduler

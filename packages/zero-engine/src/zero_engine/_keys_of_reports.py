@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from ._file_key import CannotMatter, FileKey, NotBuilt, not_built, section
+from ._file_key import Becomes, CannotMatter, FileKey, NotBuilt, not_built, section
 from ._value_kinds import (
     COUNT,
     FLAG,
@@ -20,7 +20,7 @@ from ._value_kinds import (
 )
 
 _CHECKPOINTS: Final = NotBuilt("saving and loading an engine's state")
-_ACTIVATIONS: Final = NotBuilt("activation checkpointing; call torch.utils.checkpoint in the model")
+_ACTIVATIONS: Final = Becomes("activation_checkpointing")
 _OUTSIDE: Final = "it is outside of ZeRO"
 
 
@@ -91,12 +91,7 @@ _ACTIVATION_CHECKPOINTING: Final = section(
     FileKey("cpu_checkpointing", FLAG, False, _ACTIVATIONS),
     FileKey("synchronize_checkpoint_boundary", FLAG, False, _ACTIVATIONS),
     FileKey("profile", FLAG, False, _ACTIVATIONS),
-    FileKey(
-        "number_checkpoints",
-        POSITIVE,
-        None,
-        CannotMatter("it is read with contiguous_memory_optimization only"),
-    ),
+    FileKey("number_checkpoints", POSITIVE, None, _ACTIVATIONS),
 )
 
 _OTHER_FEATURES: Final = (

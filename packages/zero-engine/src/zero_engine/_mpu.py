@@ -64,6 +64,14 @@ def model_group_of(mpu: Any, *, what: str) -> Group | None:
     return _wrap(mpu.get_model_parallel_group(), f"{what}: mpu.get_model_parallel_group()")
 
 
+def model_part_of(mpu: Any, *, what: str) -> Any:
+    """What says so to `zero_ckpt.configure`; None where the model is not split. Local."""
+    if isinstance(mpu, DeviceMesh):
+        _, axis = _axes_of(mpu, what=what)
+        return None if axis is None else mpu[(mpu.mesh_dim_names or ())[axis]]
+    return None if getattr(mpu, "get_model_parallel_world_size", lambda: 1)() == 1 else mpu
+
+
 def _wrap(process_group: Any, where: str) -> Group:
     try:
         return Group.from_process_group(process_group)

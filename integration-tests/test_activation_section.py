@@ -1,0 +1,109 @@
+"""The section `activation_checkpointing` of a configuration file, through `initialize`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import zero_ckpt
+import zero_engine
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from zero_ckpt import CheckpointError, KeepSaver, PackedSaver
+from zero_comm import Group
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+_FILE = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+
+
+class _Net(nn.Module):
+    """Megatron-style code: it imports the function and knows no engine."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.run = run
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return x.square().mean()
+
+
+@contextmanager
+def _fresh_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks are processes that go on living: leave the default checkpointer as it was."""
+    from zero_ckpt import _default
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_default, "_DEFAULT", zero_ckpt.Checkpointer())
+        yield
+
+
+def _train(group: Group, run: Callable[..., Any], section: dict[str, Any] | None) -> list[float]:
+    torch.manual_seed(0)
+    model = _Net(run)
+    config = _FILE | ({} if section is None else {"activation_checkpointing": section})
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    engine, *_ = zero_engine.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), 0.5), mpu=mesh, config=config
+    )
+    losses = []
+    for step in range(3):
+        x = torch.randn(2, 6, generator=torch.Generator().manual_seed(step))
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_section_decides_how_checkpoints_keep_their_inputs(ranks) -> None:
+    """Scripts say it in the file, and call `checkpoint` in the model."""
+    ranks(2).run(_follow_the_section)
+
+
+def _follow_the_section(group: Group) -> None:
+    with pytest.MonkeyPatch.context() as patch, _fresh_default(patch):
+        expected = _train(group, lambda layer, x: layer(x), None)
+        assert not zero_ckpt.is_configured()
+        section = {
+            "partition_activations": True,
+            "contiguous_memory_optimization": True,
+            "number_checkpoints": 3,
+        }
+
+        assert _train(group, zero_ckpt.checkpoint, section) == expected
+
+        saver = zero_ckpt.default_checkpointer().saver
+        assert isinstance(saver, PackedSaver)
+        # Three slots for half of an input each: 2 x 6 floats.
+        assert saver.reserved_bytes() == {torch.device("cpu"): 3 * 6 * 4}
+
+
+def test_what_was_configured_before_stays(ranks) -> None:
+    """An explicit call beats the file, as in DeepSpeed."""
+    ranks(2).run(_configure_before)
+
+
+def _configure_before(group: Group) -> None:
+    with pytest.MonkeyPatch.context() as patch, _fresh_default(patch):
+        zero_ckpt.configure(None)
+        _train(group, zero_ckpt.checkpoint, {"partition_activations": True})
+        assert isinstance(zero_ckpt.default_checkpointer().saver, KeepSaver)
+
+
+def test_contiguous_buffers_without_a_number_are_refused_before_anything_is_sharded(ranks) -> None:
+    """By the file's own key, with the model as it was."""
+    ranks(2).run(_leave_the_number_out)
+
+
+def _leave_the_number_out(group: Group) -> None:
+    with pytest.MonkeyPatch.context() as patch, _fresh_default(patch):
+        with pytest.raises(CheckpointError, match="number_checkpoints in the section"):
+            _train(group, zero_ckpt.checkpoint, {"contiguous_memory_optimization": True})
+        _train(group, zero_ckpt.checkpoint, None)
