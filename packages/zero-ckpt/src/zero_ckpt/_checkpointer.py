@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from threading import RLock
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ._ambient import Ambient
 from ._buffers import OnceWritten
 from ._call import Call
+from ._checksums import Checksums
 from ._errors import CheckpointError
 from ._frame import Companion, Frame
+from ._layers import Layer, Layers
+from ._profile import Profile, Timed, TimedKept, Timing, table_of
 from ._rng import RngSnapshot, devices_of
-from ._savers import AbstractSaver, KeepSaver
+from ._savers import AbstractKept, AbstractSaver, KeepSaver
 from ._torch_compat import uncompiled
 from ._tracker import RngTracker
+from ._turn import Turn
+from ._verify import Verification, Witness
 
 
 @final
@@ -28,6 +34,9 @@ class Checkpointer:
         saver: What is kept of a function's inputs; the inputs as they are when None.
         tracker: Named rngs, restored for the second run too; one of its own when None.
         stops_early: Whether the second run ends as soon as backward has all it needs.
+        verifies: Of which calls to verify that the second run did what the first one did; none
+            when None.
+        profiles: Whether to measure calls, for `timings` and `profile_table`.
 
     Raises:
         CheckpointError: An argument is not of its type.
@@ -39,10 +48,13 @@ class Checkpointer:
         saver: AbstractSaver | None = None,
         tracker: RngTracker | None = None,
         stops_early: bool = True,
+        verifies: Verification | None = None,
+        profiles: bool = False,
     ) -> None:
         for name, value, kind in (
             ("saver", saver, AbstractSaver),
             ("tracker", tracker, RngTracker),
+            ("verifies", verifies, Verification),
         ):
             if value is not None and not isinstance(value, kind):
                 raise CheckpointError(
@@ -51,7 +63,11 @@ class Checkpointer:
         self.saver = KeepSaver() if saver is None else saver
         self.tracker = RngTracker() if tracker is None else tracker
         self.stops_early = stops_early
-        self._lock = RLock()
+        self.verifies = verifies
+        self._checksums = Checksums()
+        self._layers = Layers()
+        self._profile = Profile() if profiles else None
+        self._turn = Turn()
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function and drop its activations; backward computes them again.
@@ -79,7 +95,8 @@ class Checkpointer:
         Raises:
             CheckpointError: The function wrote in place to a tensor that it was given. In
                 backward: an input or weight was written in place meanwhile.
-            NondeterminismError: In backward: the second run saved other tensors than the first.
+            NondeterminismError: In backward: the second run saved other tensors than the first,
+                or, of a call that is verified, other values.
         """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -91,39 +108,87 @@ class Checkpointer:
 
     def _record(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         call, inputs = Call.of(function, args, kwargs)
-        layer = _name_of(function)
+        layer = self._layers.of(function)
+        name = f"checkpoint of {layer.name}"
+        timed = self._timed(layer, inputs)
         frame = Frame(
-            layer=layer,
+            layer=name,
             call=call,
-            kept=self.saver.save([tensor.detach() for tensor in inputs], layer),
+            kept=self._keep(inputs, name, timed),
             rng=RngSnapshot.take(devices_of(inputs), self.tracker),
             ambient=Ambient.take(),
             tracker=self.tracker,
-            lock=self._lock,
-            companions=self._companions(function),
+            turn=self._turn,
+            companions=self._companions(function, timed),
+            witness=self._witness(function, layer, name),
             stops_early=self.stops_early,
         )
         with frame.recording():
             outputs = function(*args, **kwargs)
-        call.check_unwritten(inputs, layer)
+        call.check_unwritten(inputs, name)
         return outputs
+
+    def name_layer(self, module: nn.Module, name: str) -> None:
+        """What to call a module in messages and timings, before its first call.
+
+        Otherwise the name of its class, with a number from the second one on.
+        """
+        self._layers.name(module, name)
+
+    def timings(self) -> list[Timing]:
+        """Where the time of each layer's calls went, in the order of first calls. Local.
+
+        Measured on the host, or where inputs are on an accelerator by events on its current stream,
+        for which nobody waits before this is called.
+
+        Raises:
+            CheckpointError: Nothing is measured.
+        """
+        if self._profile is None:
+            raise CheckpointError(
+                "Checkpointer.timings(): expected one that measures its calls, which this one does "
+                "not; make it with Checkpointer(profiles=True)"
+            )
+        return self._profile.timings()
+
+    def profile_table(self) -> str:
+        """The timings as text, one line per layer. Needs tabulate: `zero-ckpt[table]`.
+
+        Raises:
+            CheckpointError: Nothing is measured, or tabulate is not installed.
+        """
+        return table_of(self.timings())
 
     def _is_plain(self) -> bool:
         """Whether it does no more than torch's own checkpoint."""
-        return isinstance(self.saver, KeepSaver) and not self.tracker.get_states()
+        watches = self.verifies is not None or self._profile is not None
+        return isinstance(self.saver, KeepSaver) and not self.tracker.get_states() and not watches
 
-    def _companions(self, function: Callable[..., Any]) -> tuple[Companion, ...]:
-        found = (OnceWritten.of(function),)
+    def _keep(self, inputs: Sequence[Tensor], name: str, timed: Timed | None) -> AbstractKept:
+        with nullcontext() if timed is None else timed.copying():
+            kept = self.saver.save([tensor.detach() for tensor in inputs], name)
+        return kept if timed is None else TimedKept.of(kept, timed)
+
+    def _timed(self, layer: Layer, inputs: Sequence[Tensor]) -> Timed | None:
+        if self._profile is None or self._turn.depth:
+            return None
+        return Timed.of(self._profile, layer.name, inputs)
+
+    def _witness(self, function: Callable[..., Any], layer: Layer, name: str) -> Witness | None:
+        # A call made while an outer one is computed again is not the one that backward asks.
+        if self.verifies is None or self._turn.depth:
+            return None
+        if not self.verifies.picks(layer.index, layer.count()):
+            return None
+        return Witness(name, function, self._checksums, self._turn)
+
+    def _companions(
+        self, function: Callable[..., Any], timed: Timed | None
+    ) -> tuple[Companion, ...]:
+        found = (OnceWritten.of(function), timed)
         return tuple(companion for companion in found if companion is not None)
 
 
 @uncompiled
 def _record(checkpointer: Checkpointer, function: Any, args: Any, kwargs: Any) -> Any:
     return checkpointer._record(function, args, kwargs)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    module = getattr(function, "__self__", function)
-    if isinstance(module, torch.nn.Module):
-        return f"checkpoint of a {type(module).__name__}"
-    return f"checkpoint of {getattr(function, '__qualname__', repr(function))}"

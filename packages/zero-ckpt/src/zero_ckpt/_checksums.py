@@ -112,7 +112,8 @@ def _dense(tensor: Tensor, order: Sequence[int]) -> Tensor:
     rest = [i for i in range(tensor.dim()) if i not in order]
     for dim in rest:  # of size 1, or all along it is the same memory
         tensor = tensor.narrow(dim, 0, 1)
-    return tensor.permute((*rest, *order)).contiguous().view(-1)
+    tensor = tensor.permute((*rest, *order)).contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,))  # a lone element may have any stride
 
 
 def _words(flat: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from threading import RLock
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -19,6 +18,8 @@ from ._rng import RngSnapshot
 from ._savers import AbstractKept
 from ._torch_compat import current_backward, version_of
 from ._tracker import RngTracker
+from ._turn import Turn
+from ._verify import Witness
 
 # NOTE(frame): autograd hands what it wants to save to `_pack`, which gives it a _Saved instead: a
 # number. When backward asks for one of them, the function runs again, under hooks that count in the
@@ -82,8 +83,9 @@ class Frame:
     rng: RngSnapshot
     ambient: Ambient
     tracker: RngTracker
-    lock: RLock  # one recomputation at a time: generators are shared
+    turn: Turn
     companions: tuple[Companion, ...] = ()
+    witness: Witness | None = None
     stops_early: bool = True
     _saved: list[weakref.ref[_Saved]] = field(factory=list, init=False)
     _facts: list[_Facts] = field(factory=list, init=False)
@@ -96,6 +98,8 @@ class Frame:
         with ExitStack() as stack:
             for companion in self.companions:
                 stack.enter_context(companion.forward())
+            if self.witness is not None:  # the innermost: it sees what the function does
+                stack.enter_context(self.witness.forward())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
             yield
 
@@ -108,11 +112,13 @@ class Frame:
         saved = _Saved(self, len(self._saved))
         self._saved.append(weakref.ref(saved))
         self._facts.append(_Facts.of(tensor))
+        if self.witness is not None:
+            self.witness.note(tensor)
         return saved
 
     def find(self, saved: _Saved) -> Tensor:
         """The tensor that it stands for. Collective where the inputs were split over ranks."""
-        with self.lock:
+        with self.turn:
             backward = current_backward()
             if backward == -1 or backward != self._backward:
                 self._found.clear()
@@ -131,6 +137,7 @@ class Frame:
             tensor = tensor.detach()  # an output would hold its node, and its node the output
             saved = self._saved[count]() if count < len(self._saved) else None
             if saved is not None:
+                self._verify(count, tensor)
                 self._found[saved.index] = tensor
             count += 1
             if self.stops_early and count == len(self._saved):
@@ -143,6 +150,8 @@ class Frame:
                 stack.enter_context(self.ambient.again())
                 for companion in self.companions:
                     stack.enter_context(companion.recompute())
+                if self.witness is not None:
+                    stack.enter_context(self.witness.recompute(inputs))
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is))
                 self.call.again(inputs)
         except _Stop as stop:
@@ -155,7 +164,7 @@ class Frame:
             self._found.clear()
             raise NondeterminismError(
                 f"{self.layer}: autograd saved {len(self._saved)} tensors in forward and {count} "
-                f"when it was computed again; {_WHY}"
+                f"when it was computed again. {self._why()}"
             )
 
     def _compare(self, index: int, tensor: Tensor) -> None:
@@ -166,7 +175,7 @@ class Frame:
         if new[:3] != old[:3]:
             raise NondeterminismError(
                 f"{self.layer}: saved tensor {index} of {len(self._saved)} was {old} in forward, "
-                f"and is {new} when it is computed again; {_WHY}"
+                f"and is {new} when it is computed again. {self._why(index, tensor)}"
             )
         if new.address == old.address and new.version != old.version and new.address:
             raise CheckpointError(
@@ -175,11 +184,20 @@ class Frame:
                 "cannot be computed again; run backward first, or write to a clone"
             )
 
+    def _verify(self, index: int, tensor: Tensor) -> None:
+        if self.witness is not None:
+            address = _Facts.of(tensor).address
+            is_same_memory = address == self._facts[index].address != 0
+            self.witness.compare(index, tensor, is_same_memory)
+
+    def _why(self, index: int | None = None, tensor: Tensor | None = None) -> str:
+        return _WHY if self.witness is None else self.witness.why(index, tensor)
+
 
 _WHY: Final = (
-    "what it computes must depend on its arguments, its modules and tracked randomness alone (a "
-    "counter, a cache, numpy's or Python's random?). Checkpointer(verifies=...) names the first "
-    "operator that differs"
+    "What it computes must depend on its arguments, its modules and tracked randomness alone (a "
+    "counter, a cache, numpy's or Python's random?). Checkpointer(verifies=Verification()) names "
+    "the first operator that differs"
 )
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, final
+from typing import Any, Final, final
 from weakref import WeakKeyDictionary
 
 from attrs import define, field
 from torch import nn
 
+# A module's own call; also of a forward that is a function put in the place of its own.
+_FORWARD: Final = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "<lambda>")
+
 
 @define(eq=False)
 class Layer:
-    """A module, or all functions of one name."""
+    """A module, another method of one, or all functions of one name."""
 
     name: str
     index: int  # in the order of first calls
@@ -30,7 +33,9 @@ class Layer:
 class Layers:
     """All that were called. Modules of one class are numbered in the order of their first calls."""
 
-    _modules: WeakKeyDictionary[nn.Module, Layer] = field(factory=WeakKeyDictionary, init=False)
+    _modules: WeakKeyDictionary[nn.Module, dict[str, Layer]] = field(
+        factory=WeakKeyDictionary, init=False
+    )
     _names: WeakKeyDictionary[nn.Module, str] = field(factory=WeakKeyDictionary, init=False)
     _functions: dict[str, Layer] = field(factory=dict, init=False)
     _num_of_class: dict[str, int] = field(factory=dict, init=False)
@@ -42,29 +47,38 @@ class Layers:
 
     def of(self, function: Callable[..., Any]) -> Layer:
         """The layer of a function that is called."""
-        module = module_of(function)
+        module, function = module_of(function), _inside(function)
         if module is None:
-            name = getattr(function, "__qualname__", None) or repr(function)
-            if name not in self._functions:
-                self._functions[name] = self._new(name)
-            return self._functions[name]
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            return self._among(self._functions, name, name)
         if module not in self._modules:
-            self._modules[module] = self._new(self._names.get(module) or self._numbered(module))
-        return self._modules[module]
+            self._modules[module] = {}
+            self._names.setdefault(module, self._numbered(module))
+        method = getattr(function, "__name__", _FORWARD[0])
+        if method in _FORWARD:
+            return self._among(self._modules[module], "", self._names[module])
+        return self._among(self._modules[module], method, f"{self._names[module]}.{method}")
+
+    def _among(self, layers: dict[str, Layer], key: str, name: str) -> Layer:
+        if key not in layers:
+            layers[key] = Layer(name, self._count)
+            self._count += 1
+        return layers[key]
 
     def _numbered(self, module: nn.Module) -> str:
         kind = type(module).__name__
         number = self._num_of_class[kind] = self._num_of_class.get(kind, 0) + 1
-        return f"a {kind}" if number == 1 else f"a {kind} (number {number})"
-
-    def _new(self, name: str) -> Layer:
-        self._count += 1
-        return Layer(name, self._count - 1)
+        return kind if number == 1 else f"{kind} {number}"
 
 
 def module_of(function: Callable[..., Any]) -> nn.Module | None:
     """The module that is called, or whose method is, also through functools.partial."""
-    while isinstance(function, partial):
-        function = function.func
+    function = _inside(function)
     module = getattr(function, "__self__", function)
     return module if isinstance(module, nn.Module) else None
+
+
+def _inside(function: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(function, partial):
+        function = function.func
+    return function

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 from attrs import frozen
-from torch import Tensor, nn
+from torch import Tensor
 
 from ._layers import module_of
 from ._torch_compat import storage_of
@@ -48,7 +48,7 @@ def line_of_now() -> Line | None:
 
 
 def name_in_module(function: Callable[..., Any], tensor: Tensor) -> str | None:
-    """Such as "weight 'fc.weight'", if it is of the module that is called, or lies in its memory."""
+    """Such as "weight 'fc.weight'", if it lies in the memory of one of the module's tensors."""
     module, key = module_of(function), storage_of(tensor)
     if module is None or key is None:
         return None

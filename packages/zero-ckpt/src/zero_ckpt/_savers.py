@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -11,6 +12,8 @@ from attrs import frozen
 from torch import Tensor
 
 from ._errors import CheckpointError
+
+Measuring = Callable[[], AbstractContextManager[Any]]
 
 
 class AbstractKept(ABC):
@@ -25,6 +28,9 @@ class AbstractKept(ABC):
 
     def prefetch(self) -> None:  # noqa: B027
         """`restore` is to come soon: begin what takes long. Local; waits for nothing."""
+
+    def measures_gathers(self, measuring: Measuring) -> None:  # noqa: B027
+        """Calls are profiled: from now on be inside `measuring()` while ranks exchange inputs."""
 
 
 class AbstractSaver(ABC):

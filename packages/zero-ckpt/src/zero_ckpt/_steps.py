@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._checksums import Checksums, Seen, order_of
+from ._checksums import Checksums, Seen, order_of, read
 from ._rng import get_state
 from ._torch_compat import storage_of
+from ._turn import Turn
 
 _COMPUTE_NOTHING: Final = {"aten::detach", "aten::lift_fresh", "aten::alias"}
 _LEAVE_BLANK: Final = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::_empty")
@@ -44,7 +46,8 @@ class Run:
     """What one run of a function did so far. Keeps sums and keys; no tensor of the function."""
 
     _checksums: Checksums
-    sums: list[Tensor] = field(factory=list, init=False)
+    values: list[int] = field(factory=list, init=False)  # of sums, by number; see settle()
+    _sums: list[Tensor] = field(factory=list, init=False)
     made: dict[int, StorageWeakRef] = field(factory=dict, init=False)
     _opaque: dict[int, StorageWeakRef] = field(factory=dict, init=False)
 
@@ -58,9 +61,14 @@ class Run:
         total = None if is_blank else self._checksums.of(tensor, order)
         number = None
         if total is not None:
-            number = len(self.sums)
-            self.sums.append(total)
+            number = len(self.values) + len(self._sums)
+            self._sums.append(total)
         return Seen(tensor.shape, tensor.dtype, tensor.device, order, number)
+
+    def settle(self) -> None:
+        """Let `values` hold every sum so far. Waits for the devices."""
+        self.values += read(self._sums)
+        self._sums.clear()
 
     def is_made(self, tensor: Tensor) -> bool:
         """Whether an operator of this run has made it."""
@@ -73,7 +81,7 @@ class Run:
 
     def step(self, func: Any, args: Any, kwargs: Any, like: Step | None) -> tuple[Any, Step, Any]:
         """Call an operator. Returns its result, what was seen, and what it touched."""
-        name: str = func._schema.name
+        name = name_of(func)
         inputs = list(_tensors_in((args, tuple(kwargs.values()))))
         drawn, source = self._seeds(func, inputs, (args, tuple(kwargs.values())))
         outside = {
@@ -105,7 +113,7 @@ class Run:
         return result, step, Touched(inputs, results, not written)
 
     def _seeds(self, func: Any, inputs: list[Tensor], args: Any) -> tuple[Seen | None, str | None]:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return None, None
         own = next(_of_kind(args, torch.Generator), None)
         if own is not None:
@@ -119,22 +127,42 @@ class Run:
 
 @final
 class Watch(TorchDispatchMode):
-    """Sees every operator below autograd, and hands it to `take(func, args, kwargs)`."""
+    """Hands every operator, below autograd, to `take(func, args, kwargs)`.
 
-    def __init__(self, take: Any) -> None:
+    Not those of a recomputation inside: a function may take a gradient, in forward, of what is to
+    be computed again for it. The other run need not do so.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, take: Any, turn: Turn) -> None:
         super().__init__()
-        self._take = take
+        self._take, self._turn, self._depth = take, turn, turn.depth
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled stays compiled."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each operator."""
         kwargs = kwargs or {}
-        if func._schema.name in _COMPUTE_NOTHING:
+        if self._turn.depth != self._depth or name_of(func) in _COMPUTE_NOTHING:
             return func(*args, **kwargs)
         return self._take(func, args, kwargs)
 
 
+def name_of(func: Any) -> str:
+    """Of an operator, without its overload; or of one that takes functions, which has no schema."""
+    return func._schema.name if isinstance(func, OpOverload) else str(func)
+
+
+def _schema_arguments(func: Any) -> Sequence[Any]:
+    return func._schema.arguments if isinstance(func, OpOverload) else ()
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(_schema_arguments(func)):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             yield from _of_kind(value, Tensor)
