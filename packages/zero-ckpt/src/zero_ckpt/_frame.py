@@ -181,7 +181,8 @@ class Frame:
             raise CheckpointError(
                 f"{self.layer}: saved tensor {index} of {len(self._saved)} ({old}) was written in "
                 "place between forward and backward (a weight, by an optimizer's step?), so it "
-                "cannot be computed again; run backward first, or write to a clone"
+                "cannot be computed again; run backward first, or write to a clone."
+                + ("" if self.witness is None else f" {self._why(index, tensor)}")
             )
 
     def _verify(self, index: int, tensor: Tensor) -> None:

@@ -121,8 +121,8 @@ class SecondRun:
     def _cause(self, old: Step, new: Step, touched: Touched) -> str:
         if old.plain != new.plain:
             return (
-                f"its arguments were {_cut(old.plain)} in forward and are {_cut(new.plain)} now: a "
-                "number made in Python (a counter? numpy's or Python's random?)"
+                f"its arguments were ({_cut(old.plain)}) in forward and are ({_cut(new.plain)}) "
+                "now: a number made in Python (a counter? numpy's or Python's random?)"
             )
         (old_rng, _), (new_rng, source) = old.seeds, new.seeds
         if old_rng and new_rng and not self._is_equal(old_rng, new_rng):

@@ -108,7 +108,9 @@ class Run:
                 seen.append(self.see(tensor, old if isinstance(old, Seen) else None))
         if not results:
             seen.append(repr(result))
-        plain = _in_words((args, kwargs))
+        plain = ", ".join(
+            [*map(_in_words, args), *(f"{k}={_in_words(v)}" for k, v in kwargs.items())]
+        )
         step = Step(name, plain, (drawn, source), outside, tuple(seen))
         return result, step, Touched(inputs, results, not written)
 
@@ -199,6 +201,4 @@ def _in_words(value: Any) -> str:
         return "generator"
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_in_words, value))})"
-    if isinstance(value, dict):
-        return ", ".join(f"{key}={_in_words(item)}" for key, item in value.items())
     return repr(value)

@@ -1,0 +1,501 @@
+"""Verified recomputation raises where gradients would be wrong, and names the operator."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from same_numbers import Run, Stack, assert_equal, plainly, train
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from zero_ckpt import (
+    AbstractKept,
+    AbstractSaver,
+    Checkpointer,
+    CheckpointError,
+    NondeterminismError,
+    RngTracker,
+    Verification,
+)
+
+
+def _verified(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return Checkpointer(verifies=Verification()).checkpoint(function, *args, **kwargs)
+
+
+def _x() -> Tensor:
+    return torch.arange(1.0, 7.0).reshape(2, 3).requires_grad_()
+
+
+# ---- Each cause, as someone would write it ----
+
+
+def test_a_counter_in_python_is_told_from_its_number() -> None:
+    """A schedule that counts its own calls counts the second run too."""
+    calls = []
+
+    def warmed_up(x: Tensor) -> Tensor:
+        calls.append(1)
+        return (x.exp() * (0.1 * len(calls))).sin()
+
+    with pytest.raises(
+        NondeterminismError,
+        match=r"warmed_up: saved tensor 1 of 2, \(2, 3\) torch.float32 on cpu, has other values "
+        r".* number 1 \(aten.mul, test_verify.py:\d+ in .*warmed_up\): .*tensor, 0.1\).*"
+        r"tensor, 0.2\).*a counter",
+    ):
+        _verified(warmed_up, _x()).sum().backward()
+
+
+def test_a_number_of_pythons_random_is_shown() -> None:
+    """Nobody restores Python's generator."""
+
+    def jittered(x: Tensor) -> Tensor:
+        return (x * random.random()).sin()
+
+    with pytest.raises(NondeterminismError, match=r"number 0 \(aten.mul.* Python's random"):
+        _verified(jittered, _x()).sum().backward()
+
+
+def test_noise_of_numpy_is_an_input_that_nobody_made() -> None:
+    """Nor numpy's, whose numbers come in without an operator."""
+
+    def noisy(x: Tensor) -> Tensor:
+        noise = torch.from_numpy(np.random.default_rng().normal(size=(2, 3)))
+        return x.exp().add(noise).sin()
+
+    with pytest.raises(
+        NondeterminismError, match=r"number 1 \(aten.add.*a tensor \(2, 3\), .* numpy's"
+    ):
+        _verified(noisy, _x()).sum().backward()
+
+
+def test_a_generator_given_by_hand_is_told_from_other_inputs() -> None:
+    """A mask drawn from it is another one in the second run: the values are but a consequence."""
+    generator = torch.Generator().manual_seed(3)
+
+    def masked(x: Tensor) -> Tensor:
+        return (x * torch.rand(x.shape, generator=generator)).sin()
+
+    with pytest.raises(NondeterminismError, match=r"number 0 \(aten.rand.*\(generator=\)"):
+        _verified(masked, _x()).sum().backward()
+
+
+def test_a_seed_set_inside_is_told_from_other_inputs() -> None:
+    """The generator is restored before the function, which then throws that away."""
+    seeds = iter(range(9))
+
+    def seeded(x: Tensor) -> Tensor:
+        torch.manual_seed(next(seeds))
+        return nn.functional.dropout(x, 0.5).sin()
+
+    with pytest.raises(
+        NondeterminismError, match=r"\(aten.bernoulli_.*: the default generator of cpu stands"
+    ):
+        _verified(seeded, _x()).sum().backward()
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_a_weight_that_an_optimizer_stepped_is_named(is_counted: bool) -> None:
+    """Some optimizers write behind the version's back, where torch itself notices nothing."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Tanh())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = _x()
+    output = _verified(net, x)
+    net(x).sum().backward()
+    if is_counted:
+        optimizer.step()
+    else:
+        for param in net.parameters():
+            param.data.sub_(0.1 * param.grad)
+
+    with pytest.raises(
+        CheckpointError,
+        match=r"checkpoint of Sequential: .*number 1 \(aten.addmm, in a Linear, .*weight '0",
+    ):
+        output.sum().backward()
+
+
+class _Keeping(AbstractSaver):
+    """Keeps `change(input)` of each, and asks nothing later."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.change = change
+
+    def save(self, inputs: Sequence[Tensor], layer: str) -> AbstractKept:
+        kept = [self.change(tensor) for tensor in inputs]
+
+        class Kept(AbstractKept):
+            def restore(self) -> Sequence[Tensor]:
+                return kept
+
+        return Kept()
+
+
+def _square_of_sine(x: Tensor) -> Tensor:
+    return x.sin().square()
+
+
+def test_an_input_that_a_saver_lost_digits_of_is_named() -> None:
+    """A saver that packs into fewer bits gives gradients of another function."""
+    x = torch.rand(3).requires_grad_()
+    run = Checkpointer(saver=_Keeping(lambda t: t.bfloat16().float()), verifies=Verification())
+
+    with pytest.raises(
+        NondeterminismError, match=r"number 0 \(aten.sin.*input 0 of the function .* its saver"
+    ):
+        run.checkpoint(_square_of_sine, x).sum().backward()
+
+
+def test_an_input_written_in_place_is_named_where_its_saver_did_not_copy() -> None:
+    """A write through .data bumps no version."""
+    x = torch.rand(3).requires_grad_()
+    run = Checkpointer(saver=_Keeping(lambda t: t), verifies=Verification())
+    y = run.checkpoint(_square_of_sine, x)
+    x.data.add_(1)
+
+    with pytest.raises(
+        NondeterminismError, match=r"number 0 \(aten.sin.*input 0 of the function .* in place"
+    ):
+        y.sum().backward()
+
+
+def test_an_input_written_in_place_does_no_harm_where_its_saver_copied() -> None:
+    """Buffers that data loaders reuse are written before backward, and that is their right."""
+    x = torch.rand(3).requires_grad_()
+    (expected,) = torch.autograd.grad(_square_of_sine(x).sum(), x)
+    run = Checkpointer(saver=_Keeping(torch.clone), verifies=Verification())
+    y = run.checkpoint(_square_of_sine, x)
+    x.data.add_(1)
+
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+class _Router(nn.Module):
+    """Sends each row to one of two experts, and corrects its bias for balance as it goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(3, 2)
+        self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.register_buffer("bias", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        choice = (self.gate(x).softmax(-1) + self.bias).argmax(-1)
+        self.bias[choice[0]] -= 2.0
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows = (choice == i).nonzero().flatten()
+            if len(rows):
+                y = y.index_add(0, rows, expert(x[rows]).tanh())
+        return y
+
+
+def test_routing_that_a_changed_buffer_flips_leads_back_to_the_buffer() -> None:
+    """Shapes and experts differ much later; the cause is the sum with the bias."""
+    torch.manual_seed(0)
+
+    with pytest.raises(
+        NondeterminismError,
+        match=r"number 3 \(aten.add, test_verify.py:\d+ in _Router.forward\): buffer 'bias'",
+    ):
+        _verified(_Router(), _x()).sum().backward()
+
+
+def test_a_global_cache_that_grows_is_found() -> None:
+    """A running value that the second run finds already there is another value."""
+    cache: dict[str, Tensor] = {}
+
+    def normalised(x: Tensor) -> Tensor:
+        if "mean" not in cache:
+            cache["mean"] = x.detach().mean()
+        else:
+            cache["mean"] = 0.9 * cache["mean"] + 0.1 * x.detach().max()
+        return (x - cache["mean"]).sin()
+
+    with pytest.raises(
+        NondeterminismError, match=r"number 0 \(aten.mul.*: forward called aten.mean there: .*cache"
+    ):
+        _verified(normalised, _x()).sum().backward()
+
+
+def test_a_kernel_that_is_not_deterministic_is_what_is_left() -> None:
+    """Atomic additions come in any order; no user's code is to blame then."""
+    results = iter((1.0, 2.0))
+    with torch.library._scoped_library("zero_ckpt_test", "FRAGMENT") as library:
+        library.define("flaky(Tensor x) -> Tensor")
+        library.impl("flaky", lambda x: x + next(results), "CompositeExplicitAutograd")
+
+        def uneven(x: Tensor) -> Tensor:
+            return x.sin() * torch.ops.zero_ckpt_test.flaky(x.detach())
+
+        with pytest.raises(
+            NondeterminismError,
+            match=r"number 1 \(zero_ckpt_test.flaky.*kernel .*use_deterministic_algorithms",
+        ):
+            _verified(uneven, _x()).sum().backward()
+
+
+def test_other_numbers_of_saved_tensors_are_explained_too() -> None:
+    """The core sees that shapes or counts differ; which operator it was, only a verified call."""
+    runs = iter((True, False))
+
+    def shortened(x: Tensor) -> Tensor:
+        return x.sin().exp() if next(runs) else x.sin()
+
+    with pytest.raises(
+        NondeterminismError, match=r"saved 2 .* and 1 .*went on with operator 1 \(aten.exp\)"
+    ):
+        _verified(shortened, _x()).sum().backward()
+
+
+def test_without_verification_the_message_says_how_to_turn_it_on() -> None:
+    """Whoever sees the error for the first time does not know the option."""
+    shapes = iter((3, 2))
+
+    def shrinking(x: Tensor) -> Tensor:
+        return x[:, : next(shapes)].sin()
+
+    with pytest.raises(NondeterminismError, match=r"Checkpointer\(verifies=Verification\(\)\)"):
+        Checkpointer().checkpoint(shrinking, _x()).sum().backward()
+
+
+# ---- No false alarm ----
+
+
+def _nested(run: Run, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return run(partial(run, function), *args, **kwargs)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("stops_early", [True, False])
+@pytest.mark.parametrize("is_nested", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_with_dropout_and_forks_is_the_same_to_the_bit(
+    dtype: torch.dtype, is_nested: bool, stops_early: bool, every: int
+) -> None:
+    """Looking must not change numbers or generators, nor blame what is right."""
+    tracker = RngTracker("cpu")
+    run = Checkpointer(
+        tracker=tracker, stops_early=stops_early, verifies=Verification(every=every)
+    ).checkpoint
+    make = partial(Stack, tracker=tracker)
+    expected = train(plainly, make, dtype=dtype, tracker=tracker)
+
+    found = train(partial(_nested, run) if is_nested else run, make, dtype=dtype, tracker=tracker)
+
+    assert_equal(found, expected)
+
+
+def test_autocast_is_the_same_to_the_bit() -> None:
+    """Casts of weights are cached in one run and made in another."""
+
+    def numbers(run: Run) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return train(run, Stack)
+
+    assert_equal(numbers(_verified), numbers(plainly))
+
+
+class _Stateful(nn.Module):
+    """Statistics that forward writes and that no gradient depends on; and a table made once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mean = nn.BatchNorm1d(4), nn.BatchNorm1d(4, momentum=None)
+        self.register_buffer("seen", torch.zeros(()))
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor, run: Run) -> Tensor:
+        return run(self._inside, x)
+
+    def _inside(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(8.0).cos()
+        self.seen.copy_(self.seen + x.detach().mean())  # the sum is no buffer, and differs
+        return self.mean(self.norm(x) * self.table).tanh()
+
+
+def test_state_that_gradients_do_not_depend_on_raises_no_alarm() -> None:
+    """Batch norm's counters differ in every second run, as they have been counted up."""
+    assert_equal(train(_verified, _Stateful), train(plainly, _Stateful))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.log(),  # NaN and infinity
+        lambda x: x[:0].exp().sum() + x.sum(),
+        lambda x: x.expand(5, 2, 3).exp().transpose(0, 2)[1:].sin(),
+        lambda x: torch.view_as_complex(x.repeat(1, 2).view(2, 3, 2)).conj().exp().abs(),
+        lambda x: x.mul(2).sin_().mul_(x).exp(),
+        lambda x: torch.where(x > 0, x, x.half().float()).sin(),
+        lambda x: torch.sparse.mm(torch.eye(2).to_sparse(), x).sin(),
+        lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]).sin(),
+    ],
+    ids=["nan", "empty", "views", "complex", "in-place", "half", "sparse", "attention"],
+)
+def test_values_of_every_kind_are_compared_by_their_bits(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    """A NaN equals no NaN, but its bits do."""
+    x = _x().detach().sub(3).requires_grad_()
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+
+    (found,) = torch.autograd.grad(_verified(function, x).sum(), x)
+
+    assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+
+
+def test_a_recurrent_layer_raises_no_alarm() -> None:
+    """Its kernels save workspaces that are blank in part."""
+    layer, x = nn.LSTM(3, 4, batch_first=True, dropout=0.3, num_layers=2), torch.randn(2, 5, 3)
+    _verified(layer, x)[0].sum().backward()
+
+
+def test_tensors_on_meta_are_compared_by_shape() -> None:
+    """Shapes are planned on meta, with checkpoints in place."""
+    layer, x = nn.Linear(3, 3, device="meta"), torch.empty(2, 3, device="meta", requires_grad=True)
+    _verified(layer, x).sum().backward()
+    assert x.grad is not None
+
+
+def test_a_retained_graph_is_verified_each_time() -> None:
+    """The fingerprints outlive the first backward, and a later difference is found too."""
+    scale = [2.0]
+
+    def scaled(x: Tensor) -> Tensor:
+        return (x * scale[0]).sin()
+
+    x = _x()
+    y = _verified(scaled, x).sum()
+    first, second = (torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    scale[0] = 3.0
+
+    with pytest.raises(NondeterminismError, match=r"number 0 \(aten.mul"):
+        y.backward()
+
+
+def test_a_gradient_taken_inside_does_not_mix_two_runs() -> None:
+    """In forward it makes the function run again within itself; in the second run it need not."""
+    layer, x = nn.Linear(3, 3), _x()
+
+    def force(x: Tensor) -> Tensor:
+        return torch.autograd.grad(layer(x).tanh().square().sum(), x, create_graph=True)[0]
+
+    def numbers(run: Run) -> list[Tensor]:
+        return list(torch.autograd.grad(run(force, x).square().sum(), [x, layer.weight]))
+
+    assert_equal(numbers(_verified), numbers(plainly))
+
+
+def test_a_difference_in_an_inner_checkpoint_is_the_inner_ones() -> None:
+    """The outer one's run is right up to its stop: it must not be blamed, nor hide the inner."""
+    calls = []
+
+    def inner(x: Tensor) -> Tensor:
+        calls.append(1)
+        return (x * len(calls)).sin()
+
+    run = Checkpointer(verifies=Verification()).checkpoint
+
+    def outer(x: Tensor) -> Tensor:
+        return run(inner, x.exp())
+
+    with pytest.raises(NondeterminismError, match=r"checkpoint of .*\.inner: .*number 0 \(aten.mu"):
+        run(outer, _x()).sum().backward()
+
+
+# ---- What is left behind, and what it costs ----
+
+
+def test_after_an_error_generators_and_buffers_are_as_before() -> None:
+    """A loop that skips a bad batch goes on with the numbers that it would have had."""
+
+    class Flipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.calls = nn.BatchNorm1d(3), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return (nn.functional.dropout(self.norm(x)) * self.calls).sin()
+
+    module = Flipping()
+    y = _verified(module, _x())
+    before = [t.clone() for t in (torch.get_rng_state(), *module.state_dict().values())]
+
+    with pytest.raises(NondeterminismError, match=r"aten.mul"):
+        y.sum().backward()
+
+    assert_equal([torch.get_rng_state(), *module.state_dict().values()], before)
+    assert _get_current_dispatch_mode() is None
+
+
+def test_only_sums_are_kept_of_activations() -> None:
+    """A debugging aid that needs the memory that checkpoints save cannot be turned on."""
+    refs: list[weakref.ref[Any]] = []
+
+    def function(x: Tensor) -> Tensor:
+        hidden = x.exp()
+        refs.append(weakref.ref(hidden.untyped_storage()))
+        return hidden.sin().exp()
+
+    y = _verified(function, _x())
+    gc.collect()
+
+    assert refs[0]() is None
+    y.sum().backward()
+
+
+def test_layers_take_turns_and_no_other_call_is_looked_at() -> None:
+    """With as many layers as calls between, always the same one would be verified."""
+    seen: list[bool] = []
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(_get_current_dispatch_mode() is not None)
+            return x.sin()
+
+    layers = [Layer() for _ in range(4)]
+    run = Checkpointer(verifies=Verification(every=2)).checkpoint
+    for _ in range(4):
+        x = _x()
+        for layer in layers:
+            x = run(layer, x)
+
+    assert seen == [(layer + step) % 2 == 0 for step in range(4) for layer in range(4)]
+
+
+def test_by_default_no_operator_is_looked_at() -> None:
+    """It is off, and costs nothing."""
+    modes: list[Any] = []
+
+    def function(x: Tensor) -> Tensor:
+        modes.append(_get_current_dispatch_mode())
+        return x.sin().sin()
+
+    Checkpointer().checkpoint(function, _x()).sum().backward()
+
+    assert modes == [None, None]
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
+def test_every_is_a_whole_number_above_zero(every: Any) -> None:
+    """0 looks like off, and would divide."""
+    with pytest.raises(CheckpointError, match=r"Verification\(every=\): .* got .*verifies=None"):
+        Verification(every=every)
+
+
+def test_what_verifies_is_a_verification() -> None:
+    """True looks as if it were enough."""
+    with pytest.raises(CheckpointError, match=r"Checkpointer\(verifies=\): .* got True"):
+        Checkpointer(verifies=True)  # type: ignore[arg-type]
