@@ -8,9 +8,10 @@ from typing import Any, Final, final
 
 import torch
 from attrs import define, field
-from torch import Tensor, nn
+from torch import Tensor
 
 from ._frame import Companion
+from ._layers import module_of
 from ._torch_compat import version_of
 
 # Kernels write some buffers behind the version's back (batch norm's statistics), and those are
@@ -29,10 +30,8 @@ class OnceWritten(Companion):
     @classmethod
     def of(cls, function: Any) -> OnceWritten | None:
         """For a module or its method; None if there is none to watch."""
-        module = (
-            function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-        )
-        if not isinstance(module, nn.Module):
+        module = module_of(function)
+        if module is None:
             return None
         buffers = [
             buffer

@@ -72,10 +72,16 @@ class Layers:
 
 
 def module_of(function: Callable[..., Any]) -> nn.Module | None:
-    """The module that is called, or whose method is, also through functools.partial."""
+    """The module that is called, or whose method is; also through functools.partial.
+
+    Libraries write both partial(block, ...) and partial(Block.forward, block, ...).
+    """
+    given = function.args[:1] if isinstance(function, partial) else ()
     function = _inside(function)
-    module = getattr(function, "__self__", function)
-    return module if isinstance(module, nn.Module) else None
+    for found in (getattr(function, "__self__", function), *given):
+        if isinstance(found, nn.Module):
+            return found
+    return None
 
 
 def _inside(function: Callable[..., Any]) -> Callable[..., Any]:
