@@ -524,6 +524,30 @@ def test_only_sums_are_kept_of_activations() -> None:
     y.sum().backward()
 
 
+def test_restored_inputs_are_freed_after_the_second_run() -> None:
+    """What a saver put on the host would come back to the device for good."""
+    refs: list[weakref.ref[Any]] = []
+
+    class Fresh(AbstractSaver):
+        def save(self, inputs: Sequence[Tensor], layer: str) -> AbstractKept:
+            kept = [tensor.clone() for tensor in inputs]
+
+            class Kept(AbstractKept):
+                def restore(self) -> Sequence[Tensor]:
+                    fresh = [tensor.clone() for tensor in kept]
+                    refs.extend(weakref.ref(tensor) for tensor in fresh)
+                    return fresh
+
+            return Kept()
+
+    run = Checkpointer(saver=Fresh(), verifies=Verification())
+    y = run.checkpoint(lambda x: (x * 2).sin(), _x())
+    y.sum().backward(retain_graph=True)
+    gc.collect()
+
+    assert [ref() for ref in refs] == [None]
+
+
 def test_layers_take_turns_and_no_other_call_is_looked_at() -> None:
     """With as many layers as calls between, always the same one would be verified."""
     seen: list[bool] = []
