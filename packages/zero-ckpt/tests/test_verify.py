@@ -14,7 +14,10 @@ import pytest
 import torch
 from same_numbers import Run, Stack, assert_equal, plainly, train
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+)
 from zero_ckpt import (
     AbstractKept,
     AbstractSaver,
@@ -226,6 +229,28 @@ def test_a_global_cache_that_grows_is_found() -> None:
         _verified(normalised, _x()).sum().backward()
 
 
+def _by_branch(x: Tensor, noisy: Tensor) -> Tensor:
+    return (x.sin() if noisy.sum().item() < 30 else x.cos()).exp()
+
+
+def _by_size(x: Tensor, noisy: Tensor) -> Tensor:
+    return (x * torch.linspace(0, 1, int(noisy.sum().item()))[-3:]).sin()
+
+
+@pytest.mark.parametrize("follow", [_by_branch, _by_size])
+def test_what_python_read_leads_back_to_the_operator_it_read_from(
+    follow: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Operators after a branch differ in number and name; that is not their doing."""
+    scales = iter((1.0, 5.0))
+
+    def branching(x: Tensor) -> Tensor:
+        return follow(x.exp(), x.detach() * next(scales))
+
+    with pytest.raises(NondeterminismError, match=r"number 1 \(aten.mul, .*tensor, 5.0\)"):
+        _verified(branching, _x()).sum().backward()
+
+
 def test_a_kernel_that_is_not_deterministic_is_what_is_left() -> None:
     """Atomic additions come in any order; no user's code is to blame then."""
     results = iter((1.0, 2.0))
@@ -397,6 +422,28 @@ def test_a_gradient_taken_inside_does_not_mix_two_runs() -> None:
     assert_equal(numbers(_verified), numbers(plainly))
 
 
+def test_a_difference_behind_such_a_gradient_is_named_by_its_place() -> None:
+    """The operators of a recomputation within the first run are not steps of that run."""
+    scales = iter((1.0, 1.0, 2.0))  # forward, the recomputation within it, and the later one
+
+    def force(x: Tensor) -> Tensor:
+        y = x.exp()
+        scale = next(scales)
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return (grad * scale).sin()
+
+    with pytest.raises(NondeterminismError, match=r"\(aten.mul, .*tensor, 1.0\).*tensor, 2.0\)"):
+        _verified(force, _x()).sum().backward()
+
+
+def test_an_input_restored_in_another_order_of_memory_is_the_same() -> None:
+    """It is values that gradients depend on."""
+    x = torch.rand(3, 4).t().requires_grad_()
+    run = Checkpointer(saver=_Keeping(lambda t: t.contiguous()), verifies=Verification())
+
+    run.checkpoint(_square_of_sine, x).sum().backward()
+
+
 def test_a_difference_in_an_inner_checkpoint_is_the_inner_ones() -> None:
     """The outer one's run is right up to its stop: it must not be blamed, nor hide the inner."""
     calls = []
@@ -412,6 +459,27 @@ def test_a_difference_in_an_inner_checkpoint_is_the_inner_ones() -> None:
 
     with pytest.raises(NondeterminismError, match=r"checkpoint of .*\.inner: .*number 0 \(aten.mu"):
         run(outer, _x()).sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_a_gpu_raise_no_alarm(dtype: torch.dtype, dropout_p: float) -> None:
+    """Without dropout some attention kernels leave the seed that they save blank."""
+    x = torch.randn(2, 2, 48, 16, device="cuda", dtype=dtype, requires_grad=True)
+    layer = nn.LSTM(16, 16, num_layers=2, dropout=dropout_p, device="cuda")
+
+    def function(x: Tensor) -> Tensor:
+        y = nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=dropout_p)
+        return layer(y.float().flatten(0, 1))[0]
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        output = _verified(function, x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    output.sum().backward()
 
 
 # ---- What is left behind, and what it costs ----
@@ -456,6 +524,30 @@ def test_only_sums_are_kept_of_activations() -> None:
     y.sum().backward()
 
 
+def test_restored_inputs_are_freed_after_the_second_run() -> None:
+    """What a saver put on the host would come back to the device for good."""
+    refs: list[weakref.ref[Any]] = []
+
+    class Fresh(AbstractSaver):
+        def save(self, inputs: Sequence[Tensor], layer: str) -> AbstractKept:
+            kept = [tensor.clone() for tensor in inputs]
+
+            class Kept(AbstractKept):
+                def restore(self) -> Sequence[Tensor]:
+                    fresh = [tensor.clone() for tensor in kept]
+                    refs.extend(weakref.ref(tensor) for tensor in fresh)
+                    return fresh
+
+            return Kept()
+
+    run = Checkpointer(saver=Fresh(), verifies=Verification())
+    y = run.checkpoint(lambda x: (x * 2).sin(), _x())
+    y.sum().backward(retain_graph=True)
+    gc.collect()
+
+    assert [ref() for ref in refs] == [None]
+
+
 def test_layers_take_turns_and_no_other_call_is_looked_at() -> None:
     """With as many layers as calls between, always the same one would be verified."""
     seen: list[bool] = []
@@ -473,6 +565,24 @@ def test_layers_take_turns_and_no_other_call_is_looked_at() -> None:
             x = run(layer, x)
 
     assert seen == [(layer + step) % 2 == 0 for step in range(4) for layer in range(4)]
+
+
+def test_calls_made_while_another_is_computed_again_do_not_count() -> None:
+    """Backward never asks for them, and an inner layer would miss its turns."""
+    seen: list[int] = []
+    run = Checkpointer(verifies=Verification(every=3)).checkpoint
+
+    def inner(x: Tensor) -> Tensor:
+        seen.append(len(_get_current_dispatch_mode_stack()))
+        return x.sin()
+
+    def outer(x: Tensor) -> Tensor:
+        return run(inner, x.exp()).cos()
+
+    for step in range(6):
+        y = run(outer, _x())
+        assert seen[-1] == (step % 3 == 0) + ((1 + step) % 3 == 0)
+        y.sum().backward()
 
 
 def test_by_default_no_operator_is_looked_at() -> None:

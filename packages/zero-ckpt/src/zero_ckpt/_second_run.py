@@ -30,7 +30,7 @@ class SecondRun:
     steps: list[Step]
     values: list[int]
     run: Run
-    inputs: Sequence[Tensor]
+    given: Sequence[StorageWeakRef | None]  # where the function's inputs lie
     position: int = field(default=0, init=False)
     _roots: dict[int, tuple[StorageWeakRef, _Root]] = field(factory=dict, init=False)
     _steering: _Root | None = field(default=None, init=False)  # of a number or a shape that differs
@@ -146,8 +146,7 @@ class SecondRun:
 
     def _outside(self, tensor: Tensor) -> str:
         key = storage_of(tensor)
-        for i, given in enumerate(self.inputs):
-            other = storage_of(given)
+        for i, other in enumerate(self.given):
             if key is not None and other is not None and other.cdata == key.cdata:
                 return (
                     f"input {i} of the function has other values than in forward: it was written "

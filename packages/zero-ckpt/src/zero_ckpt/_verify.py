@@ -13,6 +13,7 @@ from ._checksums import Checksums, Seen
 from ._errors import CheckpointError, NondeterminismError
 from ._second_run import SecondRun
 from ._steps import Run, Step, Watch
+from ._torch_compat import storage_of
 from ._turn import Turn
 
 # NOTE(verify): gradients depend on the second run through saved tensors and nothing else, so an
@@ -96,8 +97,9 @@ class Witness:
     def recompute(self, inputs: Sequence[Tensor]) -> Iterator[None]:
         """Around each later run, of the function with these inputs."""
         self._first.settle()
+        given = [storage_of(tensor) for tensor in inputs]
         self._again = again = SecondRun(
-            self._function, self._steps, self._first.values, Run(self._checksums), inputs
+            self._function, self._steps, self._first.values, Run(self._checksums), given
         )
         with Watch(again.take, self._turn):
             yield
