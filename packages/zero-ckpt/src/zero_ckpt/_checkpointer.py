@@ -14,6 +14,8 @@ from ._buffers import OnceWritten
 from ._call import Call
 from ._errors import CheckpointError
 from ._frame import Companion, Frame
+from ._keep import Keeping, Ledger
+from ._policy import OperatorPolicy, check_operator_policy
 from ._rng import RngSnapshot, devices_of
 from ._savers import AbstractSaver, KeepSaver
 from ._torch_compat import uncompiled
@@ -28,6 +30,10 @@ class Checkpointer:
         saver: What is kept of a function's inputs; the inputs as they are when None.
         tracker: Named rngs, restored for the second run too; one of its own when None.
         stops_early: Whether the second run ends as soon as backward has all it needs.
+        keeps: Decides, for each call of an operator in a function's first run, whether its output
+            is kept, so that the operator need not run again: `MATMULS`, or any function of an
+            `OperatorCall`. Kept are new tensors in memory of their own that nobody writes to before
+            backward; other calls run again whatever it says. None keeps nothing.
 
     Raises:
         CheckpointError: An argument is not of its type.
@@ -39,6 +45,7 @@ class Checkpointer:
         saver: AbstractSaver | None = None,
         tracker: RngTracker | None = None,
         stops_early: bool = True,
+        keeps: OperatorPolicy | None = None,
     ) -> None:
         for name, value, kind in (
             ("saver", saver, AbstractSaver),
@@ -51,6 +58,10 @@ class Checkpointer:
         self.saver = KeepSaver() if saver is None else saver
         self.tracker = RngTracker() if tracker is None else tracker
         self.stops_early = stops_early
+        if keeps is not None:
+            check_operator_policy(keeps, "Checkpointer(keeps=)")
+        self.keeps = keeps
+        self._ledger = Ledger()
         self._lock = RLock()
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -64,8 +75,8 @@ class Checkpointer:
         are off, nothing is kept at all.
 
         Inside torch.compile the compiler itself recomputes, as it does for torch's checkpoint. It
-        knows nothing of savers and rngs: where this checkpointer has any, the graph breaks here,
-        and the function runs as it is.
+        knows nothing of savers, rngs and `keeps`: where this checkpointer has any, the graph breaks
+        here, and the function runs as it is.
 
         Args:
             function: Takes and returns anything. It must compute the same when it is called again
@@ -110,11 +121,22 @@ class Checkpointer:
 
     def _is_plain(self) -> bool:
         """Whether it does no more than torch's own checkpoint."""
-        return isinstance(self.saver, KeepSaver) and not self.tracker.get_states()
+        has_rngs = bool(self.tracker.get_states())
+        return isinstance(self.saver, KeepSaver) and not has_rngs and self.keeps is None
 
     def _companions(self, function: Callable[..., Any]) -> tuple[Companion, ...]:
-        found = (OnceWritten.of(function),)
+        found = (OnceWritten.of(function), self._keeping(function))
         return tuple(companion for companion in found if companion is not None)
+
+    def _keeping(self, function: Callable[..., Any]) -> Keeping | None:
+        if self.keeps is None:
+            return None
+        return Keeping(_name_of(function), self.keeps, self._ledger)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of outputs of operators that `keeps` keeps now, on all devices together."""
+        return self._ledger.num_bytes
 
 
 @uncompiled

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._ops import OpOverload
 
 Func = TypeVar("Func", bound=Callable[..., Any])
 
@@ -27,3 +30,69 @@ def uncompiled(function: Func) -> Func:
     Unlike `torch.compiler.disable` it does not import the compiler, which takes a second.
     """
     return torch._disable_dynamo(function)  # type: ignore[return-value]
+
+
+def modules_being_called() -> Iterator[nn.Module]:
+    """The modules whose calls this thread is inside of, the innermost first. Needs no hook."""
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            yield frame.f_locals["self"]
+
+
+@functools.cache
+def can_be_kept(operator: Any) -> bool:
+    """Whether an operator makes new tensors and does nothing else, by what it says of itself.
+
+    Not a cast: autocast remembers those of weights, and the second run may make more of them than
+    the first.
+    """
+    if not isinstance(operator, OpOverload) or operator._schema.name == "aten::_to_copy":
+        return False
+    returns = operator._schema.returns
+    is_new = all(value.alias_info is None for value in returns)
+    return bool(returns) and is_new and not operator._schema.is_mutable
+
+
+@functools.cache
+def is_made_of_others(operator: OpOverload) -> bool:
+    """Whether it is never called as such, below autograd: it calls other operators."""
+    key = "CompositeImplicitAutograd"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+
+
+@functools.cache
+def may_draw(operator: OpOverload) -> bool:
+    """Whether it may draw random numbers. Torch's own say so; of others nobody knows."""
+    return operator.namespace != "aten" or torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """The same memory, made below autograd, and counting writes together with `tensor`."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs on this thread was told to retain its graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def storages_of(tensor: Tensor) -> dict[int, int] | None:
+    """Sizes of its memory in bytes, by address; None where there is no saying."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        if tensor.layout is not torch.strided:
+            return None
+        if tensor.is_meta:
+            return {}
+        storage = tensor.untyped_storage()
+        return {storage.data_ptr(): storage.nbytes()} if storage.nbytes() else {}
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    found: dict[int, int] = {}
+    for name in tensor.__tensor_flatten__()[0]:
+        part = storages_of(getattr(tensor, name))
+        if part is None:
+            return None
+        found |= part
+    return found
