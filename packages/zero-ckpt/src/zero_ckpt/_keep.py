@@ -26,6 +26,7 @@ from ._torch_compat import (
     keeps_graph,
     may_draw,
     storages_of,
+    untraced,
     version_of,
 )
 
@@ -188,8 +189,13 @@ class _Mode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True  # compiled code stays compiled
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's way is to put a function around, which imports the compiler
+
 
 class _First(_Mode):
+    @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
@@ -205,6 +211,7 @@ class _Again(_Mode):
         self.steps = iter(keeping.steps)
         self.operators = {step.operator for step in keeping.steps}
 
+    @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in self.operators:

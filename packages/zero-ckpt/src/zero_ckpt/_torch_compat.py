@@ -32,6 +32,15 @@ def uncompiled(function: Func) -> Func:
     return torch._disable_dynamo(function)  # type: ignore[return-value]
 
 
+def untraced(function: Func) -> Func:
+    """Likewise, by a mark on the code: where code calls it that is not traced itself. Costs nothing."""
+    dynamo = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP  # type: ignore[attr-defined]
+    strategy = dynamo._FrameExecStrategy(skip, skip)  # type: ignore[attr-defined]
+    dynamo.set_code_exec_strategy(function.__code__, strategy)  # type: ignore[attr-defined]
+    return function
+
+
 def modules_being_called() -> Iterator[nn.Module]:
     """The modules whose calls this thread is inside of, the innermost first. Needs no hook."""
     frame = sys._getframe()
