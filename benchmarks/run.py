@@ -11,6 +11,7 @@ SUITES: Final = {
     "step": "bench_step",  # one training step: ours, DDP, FSDP, DeepSpeed
     "autograd": "bench_autograd",  # what hooks cost, and the ways of collecting gradients
     "hooks": "bench_hooks",  # forward and backward on one rank, against the plain model
+    "checkpoint": "bench_checkpoint",  # recomputation, against torch's and against none
     "collectives": "bench_collectives",  # compositions of collectives against the built-in ones
 }
 

@@ -208,6 +208,29 @@ def test_a_disabled_init_builds_plainly() -> None:
     assert not layer.weight.isnan().any()
 
 
+def test_a_model_is_built_before_anybody_knows_what_auto_is(ranks) -> None:
+    """Sizes that follow from the model are in the same file as the stage it is built for."""
+    ranks(2).run(_build_with_auto)
+
+
+def _build_with_auto(group: Group) -> None:
+    settings = {
+        "train_batch_size": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"},
+    }
+    with deepspeed.zero.Init(config_dict_or_path=settings):
+        layer = nn.Linear(4, 4)
+    assert layer.weight.untyped_storage().nbytes() == layer.weight.element_size(), "it rests whole"
+
+    settings["zero_optimization"]["stage"] = "auto"
+    with pytest.raises(ConfigError, match=r"^zero_optimization\.stage: expected a value for"):
+        deepspeed.zero.Init(config_dict_or_path=settings)
+    settings["zero_optimization"]["stages"] = 3
+    with pytest.raises(ConfigError, match=r"mean zero_optimization\.stage\?"):
+        deepspeed.zero.Init(config_dict_or_path=settings)
+
+
 def test_init_names_a_dtype_that_is_none() -> None:
     """DeepSpeed's own files say "fp16", so that it is tried here, too."""
     with pytest.raises(ConfigError, match=r"floating-point torch\.dtype, got 'fp16'"):

@@ -59,6 +59,9 @@ CASES = {
     "fp16-scaled": _Case(Precision(params=FP16), scale=2.0**8),
     "fp32-reduced-in-bf16": _Case(Precision(reduce=BF16)),
     "fp16-predivided": _Case(Precision(params=FP16, predivide_factor=2.0), scale=2.0**8),
+    "fp16-prescaled": _Case(Precision(params=FP16, predivide_factor=None), scale=2.0**8),
+    "predivided-by-three": _Case(Precision(predivide_factor=3.0)),
+    "summed-and-predivided": _Case(Precision(reduces_mean=False, predivide_factor=3.0)),
     "summed": _Case(Precision(reduces_mean=False)),
     "fp64-masters": _Case(Precision(masters=torch.float64)),
 }
@@ -92,7 +95,7 @@ def _reference(case: _Case, *, rank: int, world_size: int, num_steps: int) -> _C
         for param in given.parameters()
         if param.requires_grad
     ]
-    factor = case.precision.predivide_factor
+    factor = case.precision.predivide_factor or world_size
     optimizer, curve = _adamw(masters), _Curve()
     for step in range(num_steps):
         total: list[Tensor | None] = [None] * len(trained)
@@ -109,10 +112,8 @@ def _reference(case: _Case, *, rank: int, world_size: int, num_steps: int) -> _C
             if case.reduces_once and micro + 1 < case.num_micro_batches:
                 continue
             sent = [[_to(grad, wire) for grad in grads] for grads in local]
-            sent = [[_scaled(grad, 1 / factor) for grad in grads] for grads in sent]
-            is_mean = case.precision.reduces_mean
-            over_ranks = parity.mean(sent) if is_mean else reduce(parity.add, sent)
-            reduced = [_to(_scaled(grad, factor), masters_dtype) for grad in over_ranks]
+            over_ranks = _combine(sent, factor, is_mean=case.precision.reduces_mean)
+            reduced = [_to(grad, masters_dtype) for grad in over_ranks]
             total = parity.add(total, reduced)
             local = [[None] * len(trained) for _ in range(world_size)]
         for master, grad in zip(masters, total, strict=True):
@@ -129,8 +130,16 @@ def _to(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if grad is None else grad.detach().to(dtype)
 
 
-def _scaled(grad: Tensor | None, factor: float) -> Tensor | None:
-    return None if grad is None else grad * factor
+def _combine(
+    sent: list[list[Tensor | None]], factor: float, *, is_mean: bool
+) -> list[Tensor | None]:
+    """What the ranks' gradients become, as `Precision.predivide_factor` says."""
+    if factor == 1.0 and is_mean:
+        return parity.mean(sent)
+    divided = [[None if grad is None else grad / factor for grad in grads] for grads in sent]
+    after = factor / len(sent) if is_mean else factor
+    total = reduce(parity.add, divided)
+    return total if after == 1.0 else [None if grad is None else grad * after for grad in total]
 
 
 def _sharded(case: _Case, stage: int, group: Group, *, num_steps: int) -> _Curve:

@@ -57,7 +57,8 @@ def test_without_a_hidden_size_auto_is_an_error(path: str, model: nn.Module | No
     assert f'auto={{"{path}": ...}}' in str(caught.value)
 
 
-def test_keys_that_are_not_read_may_stay_auto() -> None:
+@pytest.mark.parametrize("model", [None, _model(hidden_size=768)], ids=["no-model", "model"])
+def test_keys_that_are_not_read_may_stay_auto(model: nn.Module | None) -> None:
     """Trainers ship one file for all stages, with both 16-bit sections in it."""
     raw = {
         **BATCH,
@@ -66,7 +67,7 @@ def test_keys_that_are_not_read_may_stay_auto() -> None:
         "bf16": {"enabled": True},
     }
 
-    config = EngineConfig.from_deepspeed(raw)
+    config = EngineConfig.from_deepspeed(raw, model=model)
 
     assert config.zero.stage == 2
     assert config.zero.small_param_numel == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import pickle
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +44,18 @@ def test_a_file_says_what_its_dict_says(tmp_path: Path) -> None:
 
     assert EngineConfig.from_deepspeed(path) == EngineConfig.from_deepspeed(raw)
     assert EngineConfig.from_deepspeed(str(path)).sources == _read(raw).sources
+
+
+@pytest.mark.parametrize("encode", [base64.b64encode, base64.urlsafe_b64encode])
+def test_base64_says_what_its_dict_says(encode: Callable[[bytes], bytes]) -> None:
+    """Launchers put a configuration on the command line, where a dict cannot stand."""
+    # Question marks and angles give "/" and "+", or "_" and "-" in the other alphabet.
+    raw = {"train_batch_size": 8, "optimizer": {"type": "Adam"}, "wandb": {"team": "a??>>>"}}
+    encoded = encode(json.dumps(raw).encode()).decode()
+    assert ("-" in encoded) == (encode is base64.urlsafe_b64encode)
+
+    assert EngineConfig.from_deepspeed(encoded) == EngineConfig.from_deepspeed(raw)
+    assert ZeroConfig.from_deepspeed(encoded) == ZeroConfig.from_deepspeed(raw)
 
 
 def test_the_schedule_of_stage_3_is_that_of_the_file() -> None:
@@ -160,6 +174,7 @@ def test_bounds_that_bound_nothing_are_none() -> None:
             None,
             False,
         ),
+        ({"prescale_gradients": True}, Precision(masters=None, predivide_factor=None), None, False),
         # A section that is off means nothing, whatever stands in it.
         ({"fp16": {"enabled": False, "loss_scale": 128}}, None, None, False),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 import warnings
@@ -115,6 +116,16 @@ WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
         f"{Z}.offload_param.device",
         "at stage 2",
     ),
+    (
+        {"prescale_gradients": True, "gradient_predivide_factor": 4},
+        "gradient_predivide_factor",
+        "with prescale_gradients",
+    ),
+    (
+        {"prescale_gradients": True, "gradient_allreduce_op": "sum"},
+        "prescale_gradients",
+        'with gradient_allreduce_op "mean"',
+    ),
     # Features.
     (
         {Z: {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
@@ -124,7 +135,6 @@ WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
     ({Z: {"stage": 3, "zero_quantized_weights": True}}, f"{Z}.zero_quantized_weights", "ZeRO++"),
     ({"tensorboard": {"enabled": True}}, "tensorboard.enabled", "expected false"),
     ({"amp": {"enabled": True}}, "amp.enabled", "torch_autocast"),
-    ({"prescale_gradients": True}, "prescale_gradients", "gradient_predivide_factor"),
 ]
 
 
@@ -166,6 +176,16 @@ def test_what_is_no_json_object_is_a_file_error(tmp_path: Path, text: str, part:
     assert "ds.json" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("{", "base64 'ew==': expected JSON"), ('{"a": \xff}', "base64 .*: expected JSON")],
+)
+def test_base64_of_no_json_object_is_a_file_error(text: str, part: str) -> None:
+    """A launcher made it, so that nobody has seen the text."""
+    with pytest.raises(FileError, match=part):
+        EngineConfig.from_deepspeed(base64.b64encode(text.encode("latin-1")).decode())
+
+
 def test_a_missing_file_is_a_file_error(tmp_path: Path) -> None:
     """With the path that was looked for."""
     with pytest.raises(FileError, match=r"none\.json.*No such file"):
@@ -184,7 +204,7 @@ def test_a_name_given_twice_in_a_file_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("source", [None, 3, b"{}", [("stage", 1)]], ids=repr)
 def test_other_sources_are_refused(source: Any) -> None:
     """So that a mixed-up argument is found where it was given."""
-    with pytest.raises(ConfigError, match="expected a dict or the path"):
+    with pytest.raises(ConfigError, match="expected a dict, the path"):
         EngineConfig.from_deepspeed(source)
 
 

@@ -128,9 +128,10 @@ class Frame:
         def pack(tensor: Tensor) -> Tensor:
             nonlocal count
             self._compare(count, tensor)
+            tensor = tensor.detach()  # an output would hold its node, and its node the output
             saved = self._saved[count]() if count < len(self._saved) else None
             if saved is not None:
-                self._found[saved.index] = tensor.detach()
+                self._found[saved.index] = tensor
             count += 1
             if self.stops_early and count == len(self._saved):
                 raise _Stop(self)

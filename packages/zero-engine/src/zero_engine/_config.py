@@ -163,7 +163,7 @@ class ZeroConfig:
         whole file is checked all the same; `EngineConfig.from_deepspeed` says how.
 
         Args:
-            source: A dict, or the path of a JSON file.
+            source: A dict, the path of a JSON file, or its base64.
             model: Resolves "auto" where it depends on `model.config.hidden_size`.
             auto: Values for further keys that are "auto" in the file, by path.
 

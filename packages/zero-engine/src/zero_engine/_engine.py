@@ -205,10 +205,17 @@ class Engine(EngineFacts):
         """Decide it by hand, before backward, on every rank alike, until None is passed. Local.
 
         Raises:
-            ConfigError: `is_boundary` is neither a bool nor None.
+            ConfigError: `is_boundary` is neither a bool nor None; or the configuration says that
+                every `step` is a boundary.
         """
+        where = "Engine.set_gradient_accumulation_boundary()"
         if is_boundary is not None:
-            check_flag("Engine.set_gradient_accumulation_boundary()", is_boundary)
+            check_flag(where, is_boundary)
+        if not self.config.manages_accumulation:
+            raise ConfigError(
+                f"{where}: expected managed_gradient_accumulation, got {is_boundary} where it is "
+                "false and every step() is a boundary; leave out step() instead"
+            )
         self._accumulation.chosen = is_boundary
         self._wait_or_not()
 
@@ -269,14 +276,49 @@ class Engine(EngineFacts):
                 f"{where}: expected a multiple of {each}, which is the "
                 f"micro-batch size times the world size, got {train_batch_size}"
             )
+        self._set_num_micro_batches(where, train_batch_size // each)
+
+    def set_gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        """The same by the number of micro-batches itself: `train_batch_size()` follows. Local.
+
+        Raises:
+            ConfigError: No whole number of at least 1.
+            zero_partition.StateError: Gradients of some micro-batches are there.
+        """
+        where = "Engine.set_gradient_accumulation_steps()"
+        count = check_whole(where, gradient_accumulation_steps, minimum=1)
+        self._set_num_micro_batches(where, count)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Tell how many samples a rank has in a micro-batch, on every rank alike. Local.
+
+        The number of micro-batches stays, and `train_batch_size()` follows. Right after a boundary
+        only. What is trained does not change by it: the loader that `initialize` has made goes on
+        with batches of the size that it was made with, as DeepSpeed's does, and others are yours.
+
+        Raises:
+            ConfigError: No whole number of at least 1.
+            zero_partition.StateError: Gradients of some micro-batches are there.
+        """
+        where = "Engine.set_train_micro_batch_size()"
+        micro_batch_size = check_whole(where, micro_batch_size, minimum=1)
+        self._check_at_boundary(where)
+        self._micro_batch_size = micro_batch_size
+
+    def _set_num_micro_batches(self, where: str, count: int) -> None:
+        self._check_at_boundary(where)
+        self._accumulation.num_micro_batches = count
+        self._wait_or_not()
+
+    def _check_at_boundary(self, where: str) -> None:
+        self._check_alive(where)
         pending = self._accumulation.num_pending
         if pending:
             raise StateError(
                 f"{where}: expected to be called right after a boundary, but "
-                f"{pending} micro-batches have been accumulated"
+                f"{pending} micro-batches have been accumulated (rank {self.group.rank}); call it "
+                "after the step() of a boundary"
             )
-        self._accumulation.num_micro_batches = train_batch_size // each
-        self._wait_or_not()
 
     # ---- The end ----
 

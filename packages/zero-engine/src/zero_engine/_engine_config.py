@@ -93,6 +93,10 @@ class EngineConfig:
         train_batch_size: Samples of all ranks for one step of the optimizer.
         micro_batch_size: Samples of one rank in one forward.
         accumulation_steps: Micro-batches for one step of the optimizer.
+        manages_accumulation: Whether the engine counts them. When False every `Engine.step` is a
+            boundary, and you call it once per `accumulation_steps` backwards: their number divides
+            losses as ever. Each backward reduces; inside `Engine.no_sync` those before the last
+            one need not.
         optimizer: Made by the engine where the caller gives none.
         scheduler: Likewise.
         steps_per_print: Steps between two lines of progress; none when None.
@@ -113,6 +117,7 @@ class EngineConfig:
     train_batch_size: int = field(validator=_is_count)
     micro_batch_size: int = field(validator=_is_count)
     accumulation_steps: int = field(default=1, validator=_is_count)
+    manages_accumulation: bool = field(default=True, validator=_is(bool))
     optimizer: NamedSpec | None = field(default=None, validator=_is(NamedSpec, None))
     scheduler: NamedSpec | None = field(default=None, validator=_is(NamedSpec, None))
     steps_per_print: int | None = field(default=None, validator=_is_count)
@@ -139,7 +144,7 @@ class EngineConfig:
         and `gradient_clipping` is 1.0, as it is in DeepSpeed.
 
         Args:
-            source: A dict, or the path of a JSON file.
+            source: A dict, the path of a JSON file, or its base64, as launchers hand it on.
             world_size: Ranks over which the batch is divided.
             model: Resolves "auto" where it depends on `model.config.hidden_size`.
             auto: Values for further keys that are "auto" in the file, by path, as in
@@ -166,6 +171,7 @@ class EngineConfig:
             train_batch_size=value("train_batch_size"),
             micro_batch_size=value("train_micro_batch_size_per_gpu"),
             accumulation_steps=value("gradient_accumulation_steps"),
+            manages_accumulation=value("managed_gradient_accumulation"),
             optimizer=_named(settings, "optimizer"),
             scheduler=_named(settings, "scheduler"),
             steps_per_print=value("steps_per_print"),

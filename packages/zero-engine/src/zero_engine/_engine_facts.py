@@ -46,7 +46,10 @@ class EngineFacts(nn.Module):
         self._loss_scaler = None if scale is None else LossScaler(scale)
         self.global_steps = self.micro_steps = self.global_samples = 0
         self._skipped_steps = 0
-        self._accumulation = Accumulation(config.accumulation_steps)
+        self._accumulation = Accumulation(
+            config.accumulation_steps, chosen=None if config.manages_accumulation else True
+        )
+        self._micro_batch_size = config.micro_batch_size
         self._norm: Tensor | None = None
         self._was_applied = False
         self._verdict: Verdict | None = None  # of the last step; None if it is known
@@ -114,12 +117,12 @@ class EngineFacts(nn.Module):
 
     def train_batch_size(self) -> int:
         """Samples of one global step, over all ranks."""
-        micro_batch = self.config.micro_batch_size * self.group.world_size
+        micro_batch = self._micro_batch_size * self.group.world_size
         return micro_batch * self._accumulation.num_micro_batches
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one rank in one micro-batch."""
-        return self.config.micro_batch_size
+        return self._micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one global step."""

@@ -62,9 +62,10 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         dist_init_required: False: raise where torch.distributed is needed and not initialised.
             Otherwise the job that torchrun describes is joined if need be.
         collate_fn: Makes a batch from a list of samples of `training_data`.
-        config: DeepSpeed's dict, or the path of such a JSON file; an EngineConfig; or a ZeroConfig,
-            for one micro-batch per step. With fp16 or bf16 in such a file and stage 0, it is stage
-            1 that trains: fp32 masters are sharded, which gives the same numbers in less memory.
+        config: DeepSpeed's dict, the path of such a JSON file, or its base64; an EngineConfig; or a
+            ZeroConfig, for one micro-batch per step. With fp16 or bf16 in such a file and stage 0,
+            it is stage 1 that trains: fp32 masters are sharded, which gives the same numbers in
+            less memory.
         group: The ranks to shard over, instead of `mpu`.
 
     Returns:

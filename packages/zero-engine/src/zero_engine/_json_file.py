@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 from attrs import frozen
 
 from ._errors import ConfigError, FileError
 from ._key_table import SECTIONS, WRITTEN, unknown_key
+
+_PLAIN_ALPHABET: Final = str.maketrans("-_", "+/")
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
 
@@ -38,31 +41,47 @@ def _as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def load(source: Source) -> Mapping[str, Any]:
-    """The top object of a configuration. Local.
+    """The top object of a configuration: a mapping, a file, or base64 of such a file. Local.
 
     Raises:
-        ConfigError: `source` is neither a mapping nor a path.
+        ConfigError: `source` is neither a mapping nor a string nor a path.
         FileError: There is no such file, or it is not JSON, or no object.
     """
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(
-            "from_deepspeed(): expected a dict or the path of a JSON file, got "
+            "from_deepspeed(): expected a dict, the path of a JSON file or its base64, got "
             f"{shown(source)} of type {type(source).__name__}"
         )
-    path = Path(source)
+    decoded = _decode(source)
+    where = repr(str(source)) if decoded is None else f"base64 {shown(source)}"
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_as_dict)
+        content = Path(source).read_bytes() if decoded is None else decoded
+        loaded = json.loads(content.decode(), object_pairs_hook=_as_dict)
     except OSError as error:
         raise FileError(
-            f"{str(path)!r}: expected a readable JSON file, got {error.strerror or error}"
+            f"{where}: expected a readable JSON file, got {error.strerror or error}"
         ) from error
     except (ValueError, RecursionError) as error:  # ValueError: also of undecodable bytes
-        raise FileError(f"{str(path)!r}: expected JSON, got {error}") from error
+        raise FileError(f"{where}: expected JSON, got {error}") from error
     if not isinstance(loaded, dict):
-        raise FileError(f"{str(path)!r}: expected an object ({{...}}), got {shown(loaded)}")
+        raise FileError(f"{where}: expected an object ({{...}}), got {shown(loaded)}")
     return loaded
+
+
+def _decode(source: str | os.PathLike[str]) -> bytes | None:
+    """What a base64 string says, in either alphabet; None for what is a path.
+
+    No path decodes to a text that begins with a brace, but one made for it.
+    """
+    if not isinstance(source, str):
+        return None
+    try:
+        content = base64.b64decode(source.translate(_PLAIN_ALPHABET), validate=True)
+    except ValueError:
+        return None
+    return content if content.lstrip().startswith(b"{") else None
 
 
 def leaves(raw: Mapping[Any, Any], *, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -37,7 +37,7 @@ def precision_of(settings: Settings) -> Precision | None:
         params=params or asked,
         masters=masters,
         reduce=value("communication_data_type"),
-        predivide_factor=float(value("gradient_predivide_factor")),
+        predivide_factor=_predivide_factor(settings),
         reduces_mean=value("gradient_allreduce_op") == "mean",
     )
     return None if precision == AS_IT_IS else precision
@@ -82,6 +82,23 @@ def _mode(settings: Settings) -> torch.dtype | None:
     if settings.value("fp16.enabled"):
         return torch.float16
     return torch.bfloat16 if settings.value("bf16.enabled") else None
+
+
+def _predivide_factor(settings: Settings) -> float | None:
+    factor = settings.value("gradient_predivide_factor")
+    if not settings.value("prescale_gradients"):
+        return float(factor)
+    if factor != 1.0:
+        raise ConfigError(
+            "gradient_predivide_factor: expected 1.0 with prescale_gradients, which divides by the "
+            f"world size itself, got {factor}; leave one of them out"
+        )
+    if settings.value("gradient_allreduce_op") != "mean":
+        raise ConfigError(
+            'prescale_gradients: expected it with gradient_allreduce_op "mean", whose division it '
+            'does first, got "sum"; leave one of them out'
+        )
+    return None
 
 
 def _has_16_bit_masters(settings: Settings) -> bool:

@@ -103,14 +103,19 @@ class Settings:
 
 
 def read_settings(
-    source: Source, *, model: nn.Module | None, auto: Mapping[str, Any] | None
+    source: Source,
+    *,
+    model: nn.Module | None,
+    auto: Mapping[str, Any] | None,
+    warns: bool = True,
 ) -> Settings:
     """Read a configuration; rank 0 warns once of all its keys that cannot matter.
 
     Args:
-        source: A dict, or the path of a JSON file.
+        source: A dict, the path of a JSON file, or its base64.
         model: Resolves what DeepSpeed's users let Hugging Face derive from its hidden size.
         auto: Values by path for what the file leaves "auto". They must not contradict it.
+        warns: False where the same configuration will be read again.
 
     Raises:
         ConfigError: Starts with the path of a key that is unknown, of a wrong type or value, not
@@ -120,14 +125,19 @@ def read_settings(
     defaults = {path: Setting(key, key.default, Origin.DEFAULT, path) for path, key in KEYS.items()}
     settings = Settings({**defaults, **_read_leaves(load(source))})
     settings = settings.replaced(_answers(settings, auto or {}), Origin.AUTO)
-    open_paths = [item.key.path for item in settings.given() if item.value is UNRESOLVED]
+    open_paths = [
+        item.key.path
+        for item in settings.given()
+        if item.value is UNRESOLVED and not settings.is_below_stage_3(item.key)
+    ]
     lr = settings.by_path["optimizer.params.lr"].value
     derived = derived_values(model, lr=None if lr is UNRESOLVED else lr)
     settings = settings.replaced(
         {path: derived[path] for path in open_paths if path in derived}, Origin.AUTO
     )
     _refuse_what_is_not_built(settings)
-    _warn_of_what_cannot_matter(settings)
+    if warns:
+        _warn_of_what_cannot_matter(settings)
     return settings
 
 

@@ -35,7 +35,12 @@ def refuse_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 def _first_early(module: nn.Module) -> str | None:
     """A parameter of its own that Init sharded; None inside Init, where that is as it should be."""
     own = module._parameters.items() if CURRENT.get() is None else ()
-    return next((n for n, p in own if p is not None and find_early(p) is not None), None)
+    return next((name for name, param in own if param is not None and _is_stand_in(param)), None)
+
+
+def _is_stand_in(param: nn.Parameter) -> bool:
+    early = find_early(param)
+    return early is not None and not early.is_gathered
 
 
 def guard_module(module: nn.Module) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any, Final, NoReturn
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from zero_comm import Group, all_gather_flat, broadcast_coalesced, broadcast_flat
@@ -42,6 +43,15 @@ class EarlyShard:
     stand_in: Tensor  # what the parameter views
     version: int  # in-place writes autograd has seen
     is_blank: bool  # allocated and never written
+    is_gathered: bool = field(default=False, init=False)  # whole for now, by GatheredParameters
+    serial: int = field(factory=count().__next__, init=False)  # rises alike on every rank
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """Whose part it is."""
+        param = self.param()
+        assert param is not None, "its shard hangs on it"
+        return param
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -69,6 +79,13 @@ class EarlyShard:
             ).wait(timeout_s=timeout_s)
         return flat[self.layout.spans[0].as_slice()].view(self.stand_in.shape)
 
+    def keep_part_of(self, whole: Tensor) -> None:
+        """Let the values be those of a whole tensor, the same on every rank. Local."""
+        for piece in self.pieces:
+            part = whole.reshape(-1)[piece.in_tensor.as_slice()]
+            self.shard[piece.in_shard.as_slice()].copy_(part)
+        self.is_blank = False
+
     def is_replaced(self, param: nn.Parameter) -> bool:
         """Whether the parameter was given other memory than its stand-in's."""
         return bool(param.numel()) and param.data_ptr() != self.stand_in.data_ptr()
@@ -85,8 +102,7 @@ class EarlyShard:
 
     def __call__(self, memo: dict[int, Any]) -> nn.Parameter:
         """What `copy.deepcopy` of the parameter calls: a copy that is sharded too. Local."""
-        original = self.param()
-        assert original is not None, "it is the parameter that is asked for its copy"
+        original = self.parameter
         with plainly():
             copied = type(original)(original.data, original.requires_grad)
             self.install_copy(copied)
@@ -160,7 +176,7 @@ def install_early(
     group: Group,
     layout: FlatLayout,
     is_blank: bool = False,
-) -> None:
+) -> EarlyShard:
     """Let the parameter view a stand-in, and hang its shard on it. Local."""
     param.data = placeholder(param.shape, param.dtype, shard.device)
     early = EarlyShard(
@@ -169,6 +185,7 @@ def install_early(
     param.__deepcopy__ = early  # type: ignore[attr-defined]
     if param.numel():
         _BY_ADDRESS[param.data_ptr()] = early
+    return early
 
 
 def shard_early(params: Sequence[tuple[str, nn.Parameter]], *, group: Group) -> None:
@@ -186,7 +203,5 @@ def shard_early(params: Sequence[tuple[str, nn.Parameter]], *, group: Group) -> 
     for label, param in params:
         layout = plan_early(param.numel(), group)
         shard = torch.zeros(layout.splits[group.rank], dtype=param.dtype, device=group.device)
-        for piece in layout.pieces(group.rank):
-            part = param.detach().view(-1)[piece.in_tensor.as_slice()]
-            shard[piece.in_shard.as_slice()].copy_(part)
-        install_early(param, shard, label=label, group=group, layout=layout)
+        whole = param.detach()
+        install_early(param, shard, label=label, group=group, layout=layout).keep_part_of(whole)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from attrs import define, field
@@ -13,6 +13,15 @@ from torch import Tensor
 from ._errors import LostEditError, StateError
 from ._places import Place
 from ._torch_compat import plain_access
+
+
+class Shaped(Protocol):
+    """What a parameter must be like again."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 class Verdict(IntEnum):
@@ -37,7 +46,7 @@ class Watch:
         for place in places:
             self._versions[place.key] = _version_of(place)
             if self.compares_bytes:
-                self._sums[place.key] = _sum_of(data_of(place))
+                self._sums[place.key] = sum_of(data_of(place))
 
     def judge(self, place: Place, *, may_edit: bool) -> Verdict:
         """What has become of a parameter."""
@@ -49,13 +58,22 @@ class Watch:
         is_same = data.data_ptr() == value.data_ptr() and data.is_contiguous()
         is_same = is_same and _version_of(place) == self._versions[place.key]
         if is_same and self.compares_bytes:
-            is_same = _sum_of(data) == self._sums[place.key]
+            is_same = sum_of(data) == self._sums[place.key]
         return Verdict.FINE if is_same else Verdict.EDITED
 
 
-def raise_on(verdict: Verdict, place: Place, *, rank: int, modifier: int | None, what: str) -> None:
+def raise_on(
+    verdict: Verdict,
+    name: str,
+    expected: Shaped,
+    *,
+    seen_on: int,
+    rank: int,
+    modifier: int | None,
+    what: str,
+) -> None:
     """Raise what a verdict of `rank` means for everyone, if anything."""
-    mine = f"(seen on rank {place.group.rank})"
+    mine = f"(seen on rank {seen_on})"
     if verdict is Verdict.RAISED:
         raise StateError(
             f"{what}: rank {rank} left the context with an exception {mine}, so all changes are "
@@ -63,14 +81,13 @@ def raise_on(verdict: Verdict, place: Place, *, rank: int, modifier: int | None,
         )
     if verdict is Verdict.EDITED:
         raise LostEditError(
-            f"{what}: rank {rank} changed parameter {place.name!r} {mine}; without modifier_rank "
+            f"{what}: rank {rank} changed parameter {name!r} {mine}; without modifier_rank "
             "changes are dropped. Pass modifier_rank=... to keep those of one rank, or change a "
             "copy"
         )
     if verdict is Verdict.MISSHAPEN and modifier in (None, rank):
-        expected = place.buffer.plan.params[place.position]
         raise StateError(
-            f"{what}: rank {rank} left parameter {place.name!r} with another shape, dtype or "
+            f"{what}: rank {rank} left parameter {name!r} with another shape, dtype or "
             f"device {mine}; expected shape {tuple(expected.shape)}, {expected.dtype}. A sharded "
             "model keeps its shapes: change them before shard()"
         )
@@ -96,7 +113,7 @@ def _version_of(place: Place) -> int:
         return place.buffer.params[place.position]._version
 
 
-def _sum_of(data: Tensor) -> int:
+def sum_of(data: Tensor) -> int:
     """Over the bits, so that NaN is a value like others."""
     data = torch.view_as_real(data) if data.is_complex() else data
     return int(data.contiguous().view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64))

@@ -106,7 +106,9 @@ class Gather:
             for place, verdict in zip(self.places, said, strict=True):
                 raise_on(
                     Verdict(verdict),
-                    place,
+                    place.name,
+                    place.buffer.plan.params[place.position],
+                    seen_on=group.rank,
                     rank=rank,
                     modifier=self.modifier_rank,
                     what=self.what,

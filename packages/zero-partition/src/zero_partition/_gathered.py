@@ -8,6 +8,9 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from ._construction import CURRENT
+from ._early_gather import EarlyGather
+from ._early_shard import EarlyShard, find_early
 from ._external import register_external_parameter
 from ._gather import Gather
 from ._placement import Placement
@@ -21,8 +24,9 @@ class GatheredParameters:
     """A context in which parameters are whole, in their own Parameter objects. Collective.
 
     Every rank enters and leaves it, with the same parameters. `param.data` is then the whole value,
-    in memory of its own; modules run as usual. Parameters that belong to no sharded model, or rest
-    whole, are left as they are.
+    in memory of its own; modules run as usual. Those that `Init` sharded may be gathered before
+    their model is sharded; but inside `Init`, which gathers what is touched, they are left as they
+    are. So are other parameters of no sharded model, and those that rest whole.
 
     - Without `modifier_rank` the values are for reading. A write that autograd counts (any in-place
       function on the parameter), or a new `param.data`, raises LostEditError on every rank at the
@@ -62,7 +66,7 @@ class GatheredParameters:
         *,
         sanity_checks: bool = False,
     ) -> None:
-        self._gathers: list[Gather] = []
+        self._gathers: list[Gather | EarlyGather] = []
         if not enabled:
             return
         chosen = _as_list(params)
@@ -74,12 +78,16 @@ class GatheredParameters:
                 self._gathers.append(
                     Gather(sharded, mine, "GatheredParameters", modifier_rank, sanity_checks)
                 )
+        for early in _group_early(chosen):
+            self._gathers.append(
+                EarlyGather(early, "GatheredParameters", modifier_rank, sanity_checks)
+            )
         for param in chosen:
             if fwd_module is not None and find_place(param) is not None:
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> GatheredParameters:
-        opened: list[Gather] = []
+        opened: list[Gather | EarlyGather] = []
         try:
             for gather in self._gathers:
                 gather.check()
@@ -106,6 +114,18 @@ class GatheredParameters:
         finally:
             for gather in reversed(self._gathers):
                 gather.close()
+
+
+def _group_early(params: Iterable[nn.Parameter]) -> list[list[EarlyShard]]:
+    """Of parameters that Init sharded, each once, in one order on every rank; by group.
+
+    None inside Init, which gathers whatever is touched.
+    """
+    found = {} if CURRENT.get() is not None else {id(e): e for p in params if (e := find_early(p))}
+    by_group: dict[int, list[EarlyShard]] = {}
+    for early in sorted(found.values(), key=lambda early: early.serial):
+        by_group.setdefault(id(early.group), []).append(early)
+    return list(by_group.values())
 
 
 def _as_list(params: Any) -> list[Any]:

@@ -13,7 +13,6 @@ from zero_comm import (
     DivergenceError,
     Group,
     Handle,
-    Reduction,
     all_reduce_flat,
     reduce_scatter_flat,
 )
@@ -81,6 +80,7 @@ class BufferGradients:
     lent: dict[int, Tensor | None] = field(factory=dict, init=False)  # see NOTE(lending)
     is_lending: bool = field(default=False, init=False)
     in_flight: Handle[Tensor] | None = None
+    factor_after: float = field(default=1.0, init=False)  # of the reduction in flight
     received: Tensor | None = None  # where the reduction in flight ends, if not in the shard
     _structured: tuple[int, ...] = field(init=False)  # parameters with a cut of their own
 
@@ -187,12 +187,18 @@ class BufferGradients:
         self._forget_arrivals()
         layout, tag = self.buffer.plan.layout, self.buffer.reduce_tag
         splits, payload = layout.splits, layout.payload_splits
-        op = Reduction.MEAN if self.precision.reduces_mean else Reduction.SUM
-        if self.precision.predivide_factor != 1.0:
-            self.accumulator.div_(self.precision.predivide_factor)
+        scaling = self.precision.scaling_of(group.world_size)
+        self.factor_after = scaling.after
+        if scaling.divisor_before != 1.0:
+            self.accumulator.div_(scaling.divisor_before)
         if not self.shards_state:
             self.in_flight = all_reduce_flat(
-                self.accumulator, group=group, op=op, splits=splits, payload=payload, tag=tag
+                self.accumulator,
+                group=group,
+                op=scaling.op,
+                splits=splits,
+                payload=payload,
+                tag=tag,
             )
             return
         self.ensure_shard()
@@ -202,7 +208,7 @@ class BufferGradients:
         self.in_flight = reduce_scatter_flat(
             self.accumulator.to(wire_dtype),
             group=group,
-            op=op,
+            op=scaling.op,
             splits=splits,
             payload=payload,
             out=self.shard if self.received is None else self.received,
@@ -244,11 +250,11 @@ class BufferGradients:
                 f"reducing the gradients of unit {self.unit.name!r}: {error}"
             ) from error
         self.in_flight = None
-        if self.precision.predivide_factor != 1.0:
+        if self.factor_after != 1.0:
             ours = self.shard if self.shards_state else self.accumulator
             reduced = ours if self.received is None else self.received
             assert reduced is not None, "the reduction ended in one of them"
-            reduced.mul_(self.precision.predivide_factor)
+            reduced.mul_(self.factor_after)
         if self.received is not None:
             self._add(self.buffer.parts_of(self.received))
             self.received = None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from attrs import Attribute, field, frozen
 from torch import Tensor
+from zero_comm import Reduction
 
 from ._errors import PartitionError
 
@@ -21,16 +22,29 @@ def _is_floating(_: Precision, attribute: Attribute, value: Any) -> None:
 
 
 def _is_factor(_: Precision, attribute: Attribute, value: Any) -> None:
+    if value is None:
+        return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value < float("inf"):
         raise PartitionError(
-            f"Precision.{attribute.name}: expected a finite number above 0, got {value!r}"
+            f"Precision.{attribute.name}: expected a finite number above 0, or None for the number "
+            f"of ranks, got {value!r}"
         )
 
 
 def _is_bool(_: Precision, attribute: Attribute, value: Any) -> None:
     if not isinstance(value, bool):
         raise PartitionError(f"Precision.{attribute.name}: expected a bool, got {value!r}")
+
+
+@final
+@frozen
+class Scaling:
+    """One reduction of gradients: divide, combine the ranks' by `op`, multiply."""
+
+    divisor_before: float
+    op: Reduction
+    after: float
 
 
 @frozen(kw_only=True)
@@ -46,8 +60,9 @@ class Precision:
             when None.
         outputs: Floating-point tensors that the model returns are converted to it; as they are when
             None.
-        predivide_factor: Gradients are divided by it before ranks are added up, and multiplied by
-            it afterwards: what keeps a sum over many ranks within fp16.
+        predivide_factor: Gradients are divided by it before ranks are added up: what keeps a sum
+            over many ranks within fp16. The sum is multiplied by it over the number of ranks for a
+            mean. The number of ranks itself when None: a mean is not rounded again afterwards.
         reduces_mean: Gradients are averaged over the ranks; added up when False. Stage 0
             does that once per step: all micro-batches but the last must be inside `no_sync`.
 
@@ -59,7 +74,7 @@ class Precision:
     masters: torch.dtype | None = field(default=torch.float32, validator=_is_floating)
     reduce: torch.dtype | None = field(default=None, validator=_is_floating)
     outputs: torch.dtype | None = field(default=None, validator=_is_floating)
-    predivide_factor: float = field(default=1.0, validator=_is_factor)
+    predivide_factor: float | None = field(default=1.0, validator=_is_factor)
     reduces_mean: bool = field(default=True, validator=_is_bool)
 
     def dtype_of(self, param: Tensor) -> torch.dtype:
@@ -73,6 +88,14 @@ class Precision:
     def wire_of(self, dtype: torch.dtype) -> torch.dtype:
         """In which gradients of parameters of this dtype travel."""
         return self.reduce if self.reduce and dtype.is_floating_point else dtype
+
+    def scaling_of(self, world_size: int) -> Scaling:
+        """What is done to gradients around their reduction over so many ranks. Arithmetic only."""
+        divisor = float(world_size) if self.predivide_factor is None else self.predivide_factor
+        if divisor == 1.0:
+            return Scaling(1.0, Reduction.MEAN if self.reduces_mean else Reduction.SUM, 1.0)
+        after = divisor / world_size if self.reduces_mean else divisor
+        return Scaling(divisor, Reduction.SUM, after)
 
 
 AS_IT_IS: Final = Precision(masters=None)

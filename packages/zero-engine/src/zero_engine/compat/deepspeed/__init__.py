@@ -104,7 +104,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument(
         "--deepspeed", action="store_true", help="for scripts that ask whether to use it"
     )
-    group.add_argument("--deepspeed_config", type=str, default=None, help="path of a JSON file")
+    group.add_argument(
+        "--deepspeed_config", type=str, default=None, help="path of a JSON file, or its base64"
+    )
     return parser
 
 

@@ -22,6 +22,7 @@ from zero_engine import (
     unregister_external_parameter,
 )
 from zero_engine._mpu import check_mpu, data_group_of
+from zero_engine._zero_settings import stage_of
 
 __all__ = [
     "GatheredParameters",
@@ -57,7 +58,8 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
         mem_efficient_linear: Only for DeepSpeed's signature: `torch.nn.Linear` is left as it is.
         remote_device: "cpu" and "nvme" come with zero-offload, as `pin_memory` and `param_swapper`.
         pin_memory: See above.
-        config_dict_or_path: Below stage 3 parameters rest whole, and this does nothing.
+        config_dict_or_path: Read for its stage: below 3 parameters rest whole, and this does
+            nothing. Whatever else is "auto" may stay so.
         config: Another name of `config_dict_or_path`.
         enabled: Do nothing at all when False.
         dtype: What floating-point tensors are made in, where no dtype is asked for. As they are
@@ -102,7 +104,7 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
         group = zero_comm.init()
     settings = config_dict_or_path if config is None else config
     if not isinstance(settings, ZeroConfig | None):
-        settings = ZeroConfig.from_deepspeed(settings)
+        settings = ZeroConfig(stage_of(settings))
     sharding = zero_engine.Init(module, group=group, config=settings)
     return sharding if dtype is None else _both(sharding, dtype)
 
