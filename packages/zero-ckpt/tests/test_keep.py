@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from same_numbers import Block, Run, Stack, assert_equal, plainly, train
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,6 +32,9 @@ from zero_ckpt import (
     inside,
     within_bytes,
 )
+from zero_comm import Group
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def everything(call: OperatorCall) -> bool:
@@ -224,16 +228,22 @@ def test_calls_inside_a_module_are_kept_whatever_they_are() -> None:
             model(torch.randn(2, 4, 8), run).sum().backward()
         return calls
 
-    expected = train(plainly, Stack)
-    torch.manual_seed(0)
-    model = Stack()
-    policy = inside(model, by_type(nn.MultiheadAttention))
+    runs: list[Run] = []
 
-    calls = attend(model)
+    def make() -> Stack:
+        model = Stack()
+        runs.append(Checkpointer(keeps=inside(model, by_type(nn.MultiheadAttention))).checkpoint)
+        return model
 
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return runs[-1](function, *args, **kwargs)  # of the model that was made last
+
+    found = train(run, make)
+    calls = attend(Stack())
+
+    assert_equal(found, train(plainly, Stack))
     assert calls["_safe_softmax"] == 3
     assert calls["native_layer_norm"] == 6
-    assert_equal(train(Checkpointer(keeps=policy).checkpoint, lambda: model), expected)
 
 
 class _Twice(nn.Module):
@@ -419,6 +429,38 @@ def test_memory_that_was_written_is_not_held() -> None:
     with counted() as calls:
         y.sum().backward()
     assert calls["addmm"] <= 1
+
+
+def test_collectives_write_without_saying_so(ranks) -> None:
+    """A row-parallel linear reduces what a matmul returned in place; twice would be wrong."""
+    ranks(2).run(_reduce_in_place)
+
+
+def _reduce_in_place(group: Group) -> None:
+    class Reduce(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            dist.all_reduce(x, group=group.process_group)
+            return x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    torch.manual_seed(group.rank)
+    up, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        return Reduce.apply(up(up(x))).sin()
+
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+    for policy in (MATMULS, everything):
+        checkpointer = Checkpointer(keeps=policy)
+        loss = checkpointer.checkpoint(function, x).sum()
+        if policy is MATMULS:
+            assert checkpointer.kept_bytes == BYTES  # of the first, which nobody wrote to
+        (found,) = torch.autograd.grad(loss, x)
+        assert torch.equal(found, expected)
 
 
 def test_views_of_what_is_there_are_never_kept() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 from typing import Any, Final
@@ -28,6 +28,7 @@ from ._torch_compat import (
     storages_of,
     untraced,
     version_of,
+    writes_unseen,
 )
 
 # NOTE(keep): both runs pass through a dispatch mode, which sees operators below autograd: nodes are
@@ -97,6 +98,10 @@ class _Kept:
         """Whether it is no longer what the operator returned."""
         return [version_of(tensor) for tensor in _tensors_in(self._output)] != self._versions
 
+    def lies_in(self, addresses: Set[int]) -> bool:
+        """Whether any of its memory is among these."""
+        return any(address in addresses for address in self._storages)
+
     def stand_in(self) -> Any:
         """What the operator would return, and do to generators."""
         for device, state in self._generators.items():
@@ -154,6 +159,14 @@ class Keeping(Companion):
             if current_backward() != -1 and not keeps_graph():
                 self.steps = []
 
+    def give_up(self, tensors: Sequence[Tensor]) -> None:
+        """These have been written to, perhaps."""
+        written = {address for tensor in tensors for address in storages_of(tensor) or ()}
+        self.steps = [
+            _Step(step.operator, None) if step.kept and step.kept.lies_in(written) else step
+            for step in self.steps
+        ]
+
     def keep(self, operator: OpOverload, args: Any, kwargs: Any, output: Any) -> _Kept | None:
         """If it can be kept, and the policy says so."""
         tensors = _tensors_in(output)
@@ -199,6 +212,8 @@ class _First(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
+        if writes_unseen(func):
+            self.keeping.give_up(_tensors_in((args, kwargs)))
         if can_be_kept(func):
             kept = self.keeping.keep(func, args, kwargs, output)
             self.keeping.steps.append(_Step(func, kept))

@@ -33,7 +33,7 @@ def uncompiled(function: Func) -> Func:
 
 
 def untraced(function: Func) -> Func:
-    """Likewise, by a mark on the code: where code calls it that is not traced itself. Costs nothing."""
+    """Likewise, where nothing that is traced calls it: a mark on the code, which costs nothing."""
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP  # type: ignore[attr-defined]
     strategy = dynamo._FrameExecStrategy(skip, skip)  # type: ignore[attr-defined]
@@ -60,7 +60,19 @@ def can_be_kept(operator: Any) -> bool:
         return False
     returns = operator._schema.returns
     is_new = all(value.alias_info is None for value in returns)
-    return bool(returns) and is_new and not operator._schema.is_mutable
+    writes = operator._schema.is_mutable or writes_unseen(operator)
+    return bool(returns) and is_new and not writes
+
+
+@functools.cache
+def writes_unseen(operator: Any) -> bool:
+    """Whether it writes to its arguments, and neither its schema nor a version says so.
+
+    As those of torch.distributed do, whose names alone tell.
+    """
+    if not isinstance(operator, OpOverload) or operator._schema.is_mutable:
+        return False
+    return operator._schema.name.endswith("_") and not operator._schema.name.endswith("__")
 
 
 @functools.cache
