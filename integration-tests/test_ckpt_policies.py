@@ -85,6 +85,8 @@ CASES = {
     "every second, matmuls": _Case(every_nth(2, BLOCKS), MATMULS),
     "budget": _Case(BLOCKS, within_bytes(2000, MATMULS)),
     "everything": _Case(BLOCKS, _everything),
+    "model": _Case(by_name(""), _everything),
+    "model and blocks": _Case(by_name("", "blocks.*"), _everything),
     "attention": _Case(BLOCKS, inside=by_name("blocks.*.attention")),
 }
 
