@@ -132,8 +132,8 @@ def test_selected_modules_of_a_sharded_model_train_the_same(
 
 def _compare(group: Group, config: ZeroConfig, is_lora: bool) -> None:
     losses, state, weights = _train(group, config, None, "before", is_lora=is_lora)
-    for name, case in CASES.items():
-        for order in ("before", "after"):
+    for index, (name, case) in enumerate(CASES.items()):
+        for order in ("before", "after") if index == 0 else (("before", "after")[index % 2],):
             found_losses, found_state, found = _train(group, config, case, order, is_lora=is_lora)
 
             assert found_losses == losses, (name, order)

@@ -24,8 +24,11 @@ aten = torch.ops.aten
 LAYERS = [f"layers.{i}" for i in range(5)]
 
 
-def _call(operator: torch._ops.OpOverload, **sizes: int) -> OperatorCall:
-    return OperatorCall(operator, (), {}, None, **({"output_bytes": 0, "kept_bytes": 0} | sizes))
+def _call(
+    operator: torch._ops.OpOverload, *, output_bytes: int = 0, kept_bytes: int = 0
+) -> OperatorCall:
+    output = torch.empty(output_bytes, dtype=torch.uint8)
+    return OperatorCall(operator, (), {}, output, kept_bytes)
 
 
 class _Layer(nn.Module):

@@ -14,7 +14,8 @@ from ._buffers import OnceWritten
 from ._call import Call
 from ._errors import CheckpointError
 from ._frame import Companion, Frame
-from ._keep import Keeping, Ledger
+from ._keep import Keeping
+from ._memory import Ledger
 from ._policy import OperatorPolicy, check_operator_policy
 from ._rng import RngSnapshot, devices_of
 from ._savers import AbstractSaver, KeepSaver

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
-from threading import Lock
 from typing import Any, Final
 
 import torch
@@ -16,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._errors import NondeterminismError
 from ._frame import Companion
+from ._memory import Ledger, is_known, storages_in, tensors_in
 from ._nested import replace_in
 from ._policy import OperatorCall, OperatorPolicy
 from ._rng import devices_of, get_state, set_state
@@ -25,7 +24,6 @@ from ._torch_compat import (
     current_backward,
     keeps_graph,
     may_draw,
-    storages_of,
     untraced,
     version_of,
     writes_unseen,
@@ -35,45 +33,6 @@ from ._torch_compat import (
 # recorded as ever, only kernels need not run. To run an operator after all is always right, as its
 # arguments are there; so whatever is in doubt (memory that was written to since, a second backward
 # over a graph that was not retained) is not kept, or not used.
-
-
-@define(eq=False)
-class Ledger:
-    """How many bytes a checkpointer keeps: each piece of memory once, however many keep it."""
-
-    _lock: Lock = field(factory=Lock, init=False)
-    _holders: dict[int, int] = field(factory=dict, init=False)  # by address
-    _num_bytes: int = field(default=0, init=False)
-    # Memory is given up in finalizers, which may run anywhere, also inside our lock.
-    _given_up: deque[Mapping[int, int]] = field(factory=deque, init=False)
-
-    @property
-    def num_bytes(self) -> int:
-        """Now."""
-        with self._lock:
-            self._settle()
-            return self._num_bytes
-
-    def enter(self, storages: Mapping[int, int]) -> None:
-        """Someone keeps these: sizes in bytes, by address."""
-        with self._lock:
-            self._settle()
-            for address, num_bytes in storages.items():
-                holders = self._holders.get(address, 0)
-                self._holders[address] = holders + 1
-                self._num_bytes += 0 if holders else num_bytes
-
-    def give_up(self, storages: Mapping[int, int]) -> None:
-        """He keeps them no more. Takes no lock."""
-        self._given_up.append(storages)
-
-    def _settle(self) -> None:
-        while self._given_up:
-            for address, num_bytes in self._given_up.popleft().items():
-                self._holders[address] -= 1
-                if not self._holders[address]:
-                    del self._holders[address]
-                    self._num_bytes -= num_bytes
 
 
 @define(eq=False)
@@ -96,11 +55,11 @@ class _Kept:
     @property
     def is_written(self) -> bool:
         """Whether it is no longer what the operator returned."""
-        return [version_of(tensor) for tensor in _tensors_in(self._output)] != self._versions
+        return [version_of(tensor) for tensor in tensors_in(self._output)] != self._versions
 
     def lies_in(self, addresses: Set[int]) -> bool:
         """Whether any of its memory is among these."""
-        return any(address in addresses for address in self._storages)
+        return not self._storages.keys().isdisjoint(addresses)
 
     def stand_in(self) -> Any:
         """What the operator would return, and do to generators."""
@@ -159,27 +118,23 @@ class Keeping(Companion):
             if current_backward() != -1 and not keeps_graph():
                 self.steps = []
 
-    def give_up(self, tensors: Sequence[Tensor]) -> None:
-        """These have been written to, perhaps."""
-        written = {address for tensor in tensors for address in storages_of(tensor) or ()}
+    def give_up(self, written: Set[int]) -> None:
+        """These addresses have been written to, perhaps."""
         self.steps = [
             _Step(step.operator, None) if step.kept and step.kept.lies_in(written) else step
             for step in self.steps
         ]
 
     def keep(self, operator: OpOverload, args: Any, kwargs: Any, output: Any) -> _Kept | None:
-        """If it can be kept, and the policy says so."""
-        tensors = _tensors_in(output)
-        storages = _storages_of(tensors)
-        if not tensors or storages is None or any(tensor.is_inference() for tensor in tensors):
+        """If the policy says so, and it can be kept."""
+        if not self.policy(OperatorCall(operator, args, kwargs, output, self.ledger.num_bytes)):
             return None
-        given = [storages_of(tensor) or {} for tensor in _tensors_in((args, kwargs))]
-        if any(address in theirs for theirs in given for address in storages):
+        tensors = tensors_in(output)
+        if not tensors or not all(map(is_known, tensors)):
+            return None
+        storages = storages_in(output)
+        if not storages.keys().isdisjoint(storages_in((args, kwargs))):
             return None  # an alias that does not say so
-        num_bytes = sum(storages.values())
-        call = OperatorCall(operator, args, kwargs, output, num_bytes, self.ledger.num_bytes)
-        if not self.policy(call):
-            return None
         devices = (_CPU, *devices_of(tensors)) if may_draw(operator) else ()
         return _Kept(
             _facts_of(args, kwargs),
@@ -213,7 +168,7 @@ class _First(_Mode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if writes_unseen(func):
-            self.keeping.give_up(_tensors_in((args, kwargs)))
+            self.keeping.give_up(storages_in((args, kwargs)).keys())
         if can_be_kept(func):
             kept = self.keeping.keep(func, args, kwargs, output)
             self.keeping.steps.append(_Step(func, kept))
@@ -257,29 +212,8 @@ _WHY: Final = (
 )
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def find(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    replace_in(value, Tensor, find)
-    return found
-
-
-def _storages_of(tensors: Sequence[Tensor]) -> dict[int, int] | None:
-    found: dict[int, int] = {}
-    for tensor in tensors:
-        storages = storages_of(tensor)
-        if storages is None:
-            return None
-        found |= storages
-    return found
-
-
 def _facts_of(args: Any, kwargs: Any) -> tuple[Any, ...]:
-    return tuple((tensor.shape, tensor.dtype) for tensor in _tensors_in((args, kwargs)))
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors_in((args, kwargs)))
 
 
 def _shown(facts: tuple[Any, ...]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -14,6 +15,7 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from ._errors import CheckpointError
+from ._memory import storages_in
 from ._torch_compat import can_be_kept, is_made_of_others, modules_being_called
 
 
@@ -25,13 +27,17 @@ class OperatorCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     output: Any
-    output_bytes: int  # of memory that would be kept
     kept_bytes: int  # that the checkpointer keeps already, over all functions
 
     @property
     def name(self) -> str:
         """Such as "aten::mm"; without the overload."""
-        return self.operator._schema.name
+        return _names_of(self.operator)[0]
+
+    @property
+    def output_bytes(self) -> int:
+        """Of the memory that would be kept."""
+        return sum(storages_in(self.output).values())
 
 
 OperatorPolicy = Callable[[OperatorCall], bool]
@@ -48,7 +54,8 @@ class _ByOperator:
     names: frozenset[str]
 
     def __call__(self, call: OperatorCall) -> bool:
-        return call.name in self.names or _full_name(call.operator) in self.names
+        name, full_name = _names_of(call.operator)
+        return name in self.names or full_name in self.names
 
 
 @frozen
@@ -57,8 +64,7 @@ class _WithinBytes:
     policy: OperatorPolicy
 
     def __call__(self, call: OperatorCall) -> bool:
-        fits = call.kept_bytes + call.output_bytes <= self.limit_bytes
-        return fits and self.policy(call)
+        return self.policy(call) and call.kept_bytes + call.output_bytes <= self.limit_bytes
 
 
 @frozen
@@ -149,13 +155,16 @@ def check_operator_policy(policy: Any, what: str) -> None:
         )
 
 
-def _full_name(operator: OpOverload) -> str:
-    return f"{operator._schema.name}.{operator._overloadname}"
+@functools.cache
+def _names_of(operator: OpOverload) -> tuple[str, str]:
+    """Without the overload, and with it."""
+    name = operator._schema.name
+    return name, f"{name}.{operator._overloadname}"
 
 
 def _checked_name(operator: Any) -> str:
     if isinstance(operator, OpOverload):
-        overloads, name = [operator], _full_name(operator)
+        overloads, name = [operator], _names_of(operator)[1]
     elif isinstance(operator, OpOverloadPacket | str):
         packet = _packet_of(operator) if isinstance(operator, str) else operator
         overloads = [getattr(packet, overload) for overload in packet.overloads()]

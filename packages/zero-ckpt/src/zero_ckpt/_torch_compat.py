@@ -97,23 +97,3 @@ def alias_of(tensor: Tensor) -> Tensor:
 def keeps_graph() -> bool:
     """Whether the backward that runs on this thread was told to retain its graph."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def storages_of(tensor: Tensor) -> dict[int, int] | None:
-    """Sizes of its memory in bytes, by address; None where there is no saying."""
-    if type(tensor) in (Tensor, nn.Parameter):
-        if tensor.layout is not torch.strided:
-            return None
-        if tensor.is_meta:
-            return {}
-        storage = tensor.untyped_storage()
-        return {storage.data_ptr(): storage.nbytes()} if storage.nbytes() else {}
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return None
-    found: dict[int, int] = {}
-    for name in tensor.__tensor_flatten__()[0]:
-        part = storages_of(getattr(tensor, name))
-        if part is None:
-            return None
-        found |= part
-    return found
