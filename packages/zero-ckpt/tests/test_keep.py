@@ -157,7 +157,8 @@ def test_autocast_may_cast_a_weight_again(policy: OperatorPolicy) -> None:
     def run(run: Run) -> list[Tensor]:
         model, x = _linears(), torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
         with torch.autocast("cpu", torch.bfloat16):
-            loss = run(lambda x: model(model(x)), run(model, x)).float().square().sum()
+            y = run(model, x).float()  # whose casts of weights the next call need not make
+            loss = run(lambda x: model(model(x).float() + 1), y).float().square().sum()
         loss.backward()
         return [loss, *(param.grad for param in model.parameters())]  # type: ignore[misc]
 
@@ -380,6 +381,31 @@ def test_a_graph_that_is_retained_keeps_them_for_each_backward() -> None:
     assert calls["addmm"] == 2
 
 
+def test_what_stands_in_does_not_hold_the_second_run() -> None:
+    """Its graph would stay for as long as the first one is retained, with all activations."""
+    memory: list[weakref.ref[Any]] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            output = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.gelu.default:
+                memory.append(weakref.ref(output.untyped_storage()))
+            return output
+
+    run = Checkpointer(keeps=MATMULS).checkpoint
+    loss = run(lambda x: _linears(3)(x).sin(), torch.randn(4, 8)).sum()
+    gc.disable()
+    try:
+        with Watching():
+            loss.backward(retain_graph=True)
+        assert len(memory) == 3
+        assert [storage() for storage in memory] == [None] * 3
+    finally:
+        gc.enable()
+
+
 def test_looking_at_saved_tensors_gives_nothing_back() -> None:
     """Debuggers do it, outside of any backward."""
     model, x = _linears(1), torch.randn(4, 8)
@@ -415,6 +441,23 @@ def test_what_is_written_afterwards_is_computed_again(policy: OperatorPolicy) ->
 
     checkpointer = Checkpointer(keeps=policy)
     assert_equal(train(checkpointer.checkpoint, InPlace), train(plainly, InPlace))
+
+
+def test_what_the_caller_writes_to_is_computed_again() -> None:
+    """He may do so long after the function has returned."""
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+
+    def numbers(run: Run) -> list[Tensor]:
+        def function(x: Tensor) -> tuple[Tensor, Tensor]:
+            y = layer(x)
+            return y, (y + 1).sin()
+
+        y, z = run(function, x)
+        y.mul_(2)
+        return list(torch.autograd.grad((y + z).sum(), x))
+
+    checkpointer = Checkpointer(keeps=MATMULS)
+    assert_equal(numbers(checkpointer.checkpoint), numbers(plainly))
 
 
 def test_memory_that_was_written_is_not_held() -> None:
