@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import zero_engine
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import TensorDataset
 from zero_comm import Group
 from zero_engine import ConfigError, Engine, EngineConfig, WarmupLR, ZeroConfig
@@ -124,7 +125,12 @@ def _load(group: Group) -> list[int]:
 
 def test_the_ranks_are_those_of_mpu(ranks) -> None:
     """With tensor parallelism, replicas are a part of the job, and a norm is of the whole of it."""
-    ranks(4).run(_train_in_a_grid)
+    ranks(4).run(_train_in_a_grid, is_mesh=False)
+
+
+def test_the_ranks_are_those_of_a_mesh(ranks) -> None:
+    """The same, as torch says it."""
+    ranks(4).run(_train_in_a_grid, is_mesh=True)
 
 
 class _Grid:
@@ -145,6 +151,10 @@ class _Grid:
         return 2
 
 
+def _mesh(*shape: int, names: tuple[str, ...] | None) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
 class _SplitWithoutGroup:
     """Half of what Megatron's has."""
 
@@ -155,16 +165,15 @@ class _SplitWithoutGroup:
         return 2
 
 
-def _train_in_a_grid(group: Group) -> None:
+def _train_in_a_grid(group: Group, is_mesh: bool) -> None:
+    mpu = _mesh(2, 2, names=("dp", "tp")) if is_mesh else _Grid(group.rank)
     parts = [torch.full((4,), value) for value in (1.0, 2.0)]
     model = nn.Linear(4, 1, bias=False)
     model.weight.data[0] = parts[group.rank % 2]
     model.weight.model_parallel = True
     settings = SETTINGS | {"zero_optimization": {"stage": 2}}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine, *_ = zero_engine.initialize(
-        model=model, optimizer=optimizer, mpu=_Grid(group.rank), config=settings
-    )
+    engine, *_ = zero_engine.initialize(model=model, optimizer=optimizer, mpu=mpu, config=settings)
 
     loss = (model.weight**2).sum() / 2  # its gradient is the weight itself
     engine.backward(loss)
@@ -186,7 +195,7 @@ def _train_in_a_grid(group: Group) -> None:
         ({"optimizer": lambda _: None}, r"or to return one when called with parameters, got None"),
         ({"optimizer": _adamw, "lr_scheduler": 3}, r"expected lr_scheduler to have step\(\)"),
         ({"optimizer": _adamw, "lr_scheduler": _of_another}, r"LambdaLR to be built from the opt"),
-        ({"mpu": 3}, r"expected mpu to have get_data_parallel_group\(\), got 3; it is an object"),
+        ({"mpu": 3}, r"expected mpu to have get_data_parallel_group\(\), got 3; it is a device"),
         ({"mpu": _SplitWithoutGroup()}, r"expected mpu to have get_model_parallel_group\(\), got"),
         ({"group": 3}, r"expected group to be a zero_comm\.Group, got 3"),
         ({"collate_fn": 3}, r"expected collate_fn to be a function, got 3"),
@@ -243,6 +252,18 @@ def _pass_no_groups(group: Group) -> None:
     engine, *_ = zero_engine.initialize(model=model, optimizer=_adamw, config=SETTINGS)
 
     assert engine.module is model
+
+
+@pytest.mark.parametrize("names", [None, ("tp", "pp"), ("dp", "data")])
+def test_a_mesh_must_say_which_axis_has_the_data(ranks, names: Any) -> None:
+    """Sharding along the other one would mix parts of different parameters."""
+    ranks(2).run(_pass_a_mesh, names=names)
+
+
+def _pass_a_mesh(group: Group, names: Any) -> None:
+    mesh = _mesh(1, 2, names=names)
+    with pytest.raises(ConfigError, match="of two with one named 'dp' or 'data' or 'data_par"):
+        zero_engine.initialize(model=nn.Linear(1, 1), optimizer=_adamw, mpu=mesh, config=SETTINGS)
 
 
 def test_one_rank_warns_of_what_changes_nothing(ranks) -> None:

@@ -58,7 +58,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         lr_scheduler: An instance, or what makes one from the optimizer. The configuration's
             otherwise.
         mpu: Its `get_data_parallel_group()` is the process group to shard over; norms and overflow
-            are those of its `get_model_parallel_group()` as well, where that has several ranks.
+            are those of its `get_model_parallel_group()` as well, where that has several ranks. Or
+            a DeviceMesh: of one axis, or of two with one named "dp", "data" or "data_parallel".
         dist_init_required: False: raise where torch.distributed is needed and not initialised.
             Otherwise the job that torchrun describes is joined if need be.
         collate_fn: Makes a batch from a list of samples of `training_data`.
