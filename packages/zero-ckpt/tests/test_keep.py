@@ -151,6 +151,19 @@ def test_nested_checkpoints_keep_each_for_itself(policy: OperatorPolicy) -> None
 
 
 @pytest.mark.parametrize("policy", [MATMULS, everything])
+def test_a_gradient_of_gradients_is_the_same(policy: OperatorPolicy) -> None:
+    """What stands in has to be differentiated twice, as what it stands for."""
+    model = _linears()
+
+    def numbers(run: Run) -> list[Tensor]:
+        x = torch.ones(4, 8, requires_grad=True)
+        (grad,) = torch.autograd.grad(run(model, x).sum(), x, create_graph=True)
+        return list(torch.autograd.grad(grad.square().sum(), [x, *model.parameters()][:-1]))
+
+    assert_equal(numbers(Checkpointer(keeps=policy).checkpoint), numbers(plainly))
+
+
+@pytest.mark.parametrize("policy", [MATMULS, everything])
 def test_autocast_may_cast_a_weight_again(policy: OperatorPolicy) -> None:
     """It remembers casts while it lasts, and backward comes after: other operators run."""
 
@@ -199,6 +212,28 @@ def test_what_is_kept_runs_once_and_the_rest_twice() -> None:
             run(model, x).sum().backward()
         gelu = 3 if addmm == 6 and keeps is not None else 6
         assert {name: calls[name] for name in expected} == {"addmm": addmm, "gelu": gelu}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"])
+def test_fused_attention_draws_once_and_its_output_is_kept(backend: str) -> None:
+    """Its masks are numbers of the device's generator, which the next dropout goes on from."""
+
+    def function(x: Tensor) -> Tensor:
+        x = F.scaled_dot_product_attention(x.relu(), x, x, dropout_p=0.3)
+        return F.dropout(x, 0.2).sin() * torch.rand_like(x)
+
+    def numbers(run: Run) -> list[Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(2, 2, 64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        with nn.attention.sdpa_kernel(getattr(nn.attention.SDPBackend, backend)):
+            y = run(function, x)
+            (grad,) = torch.autograd.grad(y.float().square().sum(), x)
+        return [y.detach(), grad, torch.cuda.get_rng_state(), torch.rand(3, device="cuda")]
+
+    for policy in (MATMULS, everything):
+        assert_equal(numbers(Checkpointer(keeps=policy).checkpoint), numbers(plainly))
 
 
 def test_convolutions_and_attention_are_kept() -> None:
