@@ -2,9 +2,11 @@
 
 import copy
 import weakref
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from zero_partition import _torch_compat
 
 
@@ -167,6 +169,33 @@ def test_functional_transforms_are_seen_and_left() -> None:
     torch.func.grad(func)(torch.ones(2))
     made[0].data_ptr()  # raises for what belongs to a transform
     assert not _torch_compat.is_in_functional_transform()
+
+
+def test_dispatch_modes_are_hidden_from_and_come_back() -> None:
+    """The three private functions of torch.utils._python_dispatch that push and pop modes."""
+    seen: list[str] = []
+
+    class Mode(TorchDispatchMode):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(self.name)
+            return func(*args, **(kwargs or {}))
+
+    assert not _torch_compat.has_dispatch_modes()
+    with Mode("outer"), Mode("inner"):
+        assert _torch_compat.has_dispatch_modes()
+        with pytest.raises(KeyError), _torch_compat.unseen_by_dispatch_modes():
+            torch.ones(1)
+            raise KeyError
+        assert not seen
+        torch.ones(1)
+    assert seen == ["inner", "outer"]
+    assert not _torch_compat.has_dispatch_modes()
 
 
 def test_what_is_untraced_runs_as_it_is_under_compile() -> None:

@@ -1,6 +1,7 @@
 """Activation checkpointing with tracked randomness."""
 
 from .__about__ import __version__
+from ._apply import CheckpointedModules, checkpoint_modules
 from ._checkpointer import Checkpointer
 from ._default import (
     CheckpointFunction,
@@ -18,19 +19,36 @@ from ._default import (
 )
 from ._errors import CheckpointError, NondeterminismError, SeedInUseError, UnknownRngError
 from ._packed import PackedSaver
+from ._policy import (
+    MATMULS,
+    ModulePolicy,
+    OperatorCall,
+    OperatorPolicy,
+    by_name,
+    by_operator,
+    by_type,
+    every_nth,
+    inside,
+    within_bytes,
+)
 from ._profile import Timing
 from ._savers import AbstractKept, AbstractSaver, KeepSaver
 from ._tracker import RngTracker
 from ._verify import Verification
 
 __all__ = [
+    "MATMULS",
     "AbstractKept",
     "AbstractSaver",
     "CheckpointError",
     "CheckpointFunction",
+    "CheckpointedModules",
     "Checkpointer",
     "KeepSaver",
+    "ModulePolicy",
     "NondeterminismError",
+    "OperatorCall",
+    "OperatorPolicy",
     "PackedSaver",
     "RngTracker",
     "SeedInUseError",
@@ -38,10 +56,16 @@ __all__ = [
     "UnknownRngError",
     "Verification",
     "__version__",
+    "by_name",
+    "by_operator",
+    "by_type",
     "checkpoint",
+    "checkpoint_modules",
     "configure",
     "default_checkpointer",
+    "every_nth",
     "get_cuda_rng_tracker",
+    "inside",
     "is_configured",
     "model_parallel_cuda_manual_seed",
     "model_parallel_reconfigure_tp_seed",
@@ -49,4 +73,5 @@ __all__ = [
     "partition_activations_in_checkpoint",
     "reset",
     "set_num_layers",
+    "within_bytes",
 ]

@@ -19,8 +19,11 @@ from ._checksums import Checksums
 from ._configuration import Configuration, changed, configuration_of
 from ._errors import CheckpointError
 from ._frame import Companion, Frame
+from ._keep import Keeping
 from ._layers import Layer, Layers
+from ._memory import Ledger
 from ._model_parallel import ModelParallel
+from ._policy import OperatorPolicy, check_operator_policy
 from ._profile import Profile, Timed, TimedKept, Timing, table_of
 from ._rng import RngSnapshot, devices_of
 from ._savers import AbstractKept, AbstractSaver, KeepSaver, detached
@@ -43,6 +46,10 @@ class Checkpointer:
         verifies: Of which calls to verify that the second run did what the first one did; none
             when None.
         profiles: Whether to measure calls, for `timings` and `profile_table`.
+        keeps: Decides, for each call of an operator in a function's first run, whether its output
+            is kept, so that the operator need not run again: `MATMULS`, or any function of an
+            `OperatorCall`. Kept are new tensors in memory of their own that nobody writes to before
+            backward; other calls run again whatever it says. None keeps nothing.
 
     Raises:
         CheckpointError: An argument is not of its type.
@@ -57,6 +64,7 @@ class Checkpointer:
         synchronizes: bool = False,
         verifies: Verification | None = None,
         profiles: bool = False,
+        keeps: OperatorPolicy | None = None,
     ) -> None:
         for name, value, kind in (
             ("saver", saver, AbstractSaver),
@@ -88,6 +96,10 @@ class Checkpointer:
         self._model_parallel = ModelParallel.of(None)
         self._other_saver: AbstractSaver | None = None  # for calls that say otherwise themselves
         self._is_configured = False
+        if keeps is not None:
+            check_operator_policy(keeps, "Checkpointer(keeps=)")
+        self.keeps = keeps
+        self._ledger = Ledger()
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function and drop its activations; backward computes them again.
@@ -100,8 +112,8 @@ class Checkpointer:
         are off, nothing is kept at all.
 
         Inside torch.compile the compiler itself recomputes, as it does for torch's checkpoint. It
-        knows nothing of savers and rngs: where this checkpointer has any, the graph breaks here,
-        and the function runs as it is.
+        knows nothing of savers, rngs and `keeps`: where this checkpointer has any, the graph breaks
+        here, and the function runs as it is.
 
         Args:
             function: Takes and returns anything. It must compute the same when it is called again
@@ -176,7 +188,7 @@ class Checkpointer:
             ambient=Ambient.take(),
             tracker=self.tracker,
             turn=self._turn,
-            companions=self._companions(function, timed),
+            companions=self._companions(function, name, timed),
             witness=self._witness(function, layer, name),
             stops_early=self.stops_early,
         )
@@ -220,7 +232,7 @@ class Checkpointer:
         """Whether it does no more than torch's own checkpoint."""
         watches = self.verifies is not None or self._profile is not None
         has_more = watches or self.tracker.is_initialized() or self._configuration.synchronizes
-        return isinstance(saver, KeepSaver) and not has_more
+        return isinstance(saver, KeepSaver) and self.keeps is None and not has_more
 
     def _keep(
         self, saver: AbstractSaver, inputs: Sequence[Tensor], name: str, timed: Timed | None
@@ -243,10 +255,11 @@ class Checkpointer:
         return Witness(name, function, self._checksums, self._turn)
 
     def _companions(
-        self, function: Callable[..., Any], timed: Timed | None
+        self, function: Callable[..., Any], name: str, timed: Timed | None
     ) -> tuple[Companion, ...]:
         waits = Synchronized() if self._configuration.synchronizes else None
-        found = (OnceWritten.of(function), waits, timed)
+        keeping = None if self.keeps is None else Keeping(name, self.keeps, self._ledger)
+        found = (OnceWritten.of(function), waits, timed, keeping)
         return tuple(companion for companion in found if companion is not None)
 
     def configure(
@@ -374,6 +387,11 @@ class Checkpointer:
             CheckpointError: As there; or another rng has the seed.
         """
         reseed_own(self.tracker, seed, self._model_parallel.rank())
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of outputs of operators that `keeps` keeps now, on all devices together."""
+        return self._ledger.num_bytes
 
 
 @uncompiled

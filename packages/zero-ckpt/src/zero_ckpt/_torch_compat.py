@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
@@ -71,3 +74,70 @@ def storage_of(tensor: Tensor) -> StorageWeakRef | None:
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
         return None
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def untraced(function: Func) -> Func:
+    """Likewise, where nothing that is traced calls it: a mark on the code, which costs nothing."""
+    dynamo = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP  # type: ignore[attr-defined]
+    strategy = dynamo._FrameExecStrategy(skip, skip)  # type: ignore[attr-defined]
+    dynamo.set_code_exec_strategy(function.__code__, strategy)  # type: ignore[attr-defined]
+    return function
+
+
+def modules_being_called() -> Iterator[nn.Module]:
+    """The modules whose calls this thread is inside of, the innermost first. Needs no hook."""
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            yield frame.f_locals["self"]
+
+
+@functools.cache
+def can_be_kept(operator: Any) -> bool:
+    """Whether an operator makes new tensors and does nothing else, by what it says of itself.
+
+    Not a cast: autocast remembers those of weights, and the second run may make more of them than
+    the first.
+    """
+    if not isinstance(operator, OpOverload) or operator._schema.name == "aten::_to_copy":
+        return False
+    returns = operator._schema.returns
+    is_new = all(value.alias_info is None for value in returns)
+    writes = operator._schema.is_mutable or writes_unseen(operator)
+    return bool(returns) and is_new and not writes
+
+
+@functools.cache
+def writes_unseen(operator: Any) -> bool:
+    """Whether it writes to its arguments, and neither its schema nor a version says so.
+
+    As those of torch.distributed do, whose names alone tell.
+    """
+    if not isinstance(operator, OpOverload) or operator._schema.is_mutable:
+        return False
+    return operator._schema.name.endswith("_") and not operator._schema.name.endswith("__")
+
+
+@functools.cache
+def is_made_of_others(operator: OpOverload) -> bool:
+    """Whether it is never called as such, below autograd: it calls other operators."""
+    key = "CompositeImplicitAutograd"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+
+
+@functools.cache
+def may_draw(operator: OpOverload) -> bool:
+    """Whether it may draw random numbers. Torch's own say so; of others nobody knows."""
+    return operator.namespace != "aten" or torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """The same memory, made below autograd, and counting writes together with `tensor`."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs on this thread was told to retain its graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -19,11 +19,13 @@ from ._placement import Placement
 from ._schedule import Call
 from ._torch_compat import (
     call_of,
+    has_dispatch_modes,
     is_in_functional_transform,
     next_sequence_number,
     outside_functional_transforms,
     set_call_of,
     skip_frame,
+    unseen_by_dispatch_modes,
     untraced,
 )
 from ._unit import Unit
@@ -125,11 +127,13 @@ class AroundCall(Bound):
 
 
 def _undisturbed(action: Callable[[], Result]) -> Result:
-    """Do what makes memory that outlives this call, and so must be as if made outside of it."""
+    """Do what is none of the call's business, in memory that outlives it: as if outside of it."""
     is_inference = torch.is_inference_mode_enabled()
-    if not is_inference and not is_in_functional_transform():
+    if not is_inference and not is_in_functional_transform() and not has_dispatch_modes():
         return action()
     with ExitStack() as stack:
+        # Such as one that keeps operators' outputs until they are called again: ours may not be.
+        stack.enter_context(unseen_by_dispatch_modes())
         stack.enter_context(outside_functional_transforms())
         if is_inference:
             stack.enter_context(torch.inference_mode(False))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 Func = TypeVar("Func", bound=Callable[..., Any])
 
@@ -50,6 +51,24 @@ def is_in_functional_transform() -> bool:
 def outside_functional_transforms() -> AbstractContextManager[None]:
     """Inside, tensors are made and moved as if no transform of torch.func were being taken."""
     return torch._C._DisableFuncTorch()  # type: ignore[attr-defined]
+
+
+def has_dispatch_modes() -> bool:
+    """Whether someone watches what operators this thread calls."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+@contextmanager
+def unseen_by_dispatch_modes() -> Iterator[None]:
+    """Inside, modes of the user's see no operator; those of the compiler's tracers still do."""
+    hidden = []
+    while (mode := _get_current_dispatch_mode()) is not None and not mode.is_infra_mode():
+        hidden.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(hidden):
+            _push_mode(mode)
 
 
 def as_subclass_sharing_memory(cls: type[Tensor], tensor: Tensor) -> Tensor:

@@ -1,0 +1,158 @@
+"""Checkpointing of an existing model's modules, without editing them: checkpoint_modules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from types import MethodType
+from typing import Any, final
+from weakref import ref
+
+import torch
+from attrs import define, field
+from torch import nn
+
+from ._checkpointer import Checkpointer
+from ._errors import CheckpointError
+from ._policy import ModulePolicy, select
+from ._torch_compat import modules_being_called
+
+
+@define(eq=False)
+class _CheckpointedForward:
+    """Stands where `module(...)` looks for `forward`; the module's own hooks are around it."""
+
+    _module: ref[nn.Module]  # which owns it; weak, as there would be a cycle through parameters
+    _own: Callable[..., Any] | None  # a forward that the instance had before, not of its class
+    checkpointer: Checkpointer
+    is_active: bool = field(default=True, init=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inside = self._inside(self._caller())
+        if self.is_active:
+            return self.checkpointer.checkpoint(inside, *args, **kwargs)
+        return inside(*args, **kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "it is in the module's own dict"
+        return module
+
+    @property
+    def __signature__(self) -> inspect.Signature:  # libraries look which arguments there are
+        return inspect.signature(self._inside(self.module))
+
+    def _caller(self) -> nn.Module:
+        """The module that is called: ours, or one that shares its dict (a replica of it)."""
+        if not torch.compiler.is_compiling():
+            for module in modules_being_called():
+                if vars(module).get("forward") is self:
+                    return module
+                break
+        return self.module
+
+    def _inside(self, module: nn.Module) -> Callable[..., Any]:
+        """As a method of the module, from which the checkpointer knows names and buffers."""
+        own = self._own
+        if own is None:
+            return MethodType(type(module).forward, module)
+        if getattr(own, "__self__", None) is module:
+            return own
+        return MethodType(lambda _, *args, **kwargs: own(*args, **kwargs), module)
+
+    def remove(self) -> None:
+        """Let the module be as before; inside of what others have put around since, do nothing."""
+        self.is_active = False
+        if vars(self.module).get("forward") is self:
+            if self._own is None:
+                del self.module.__dict__["forward"]
+            else:
+                self.module.__dict__["forward"] = self._own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """For the copy of its module, which copies its dict after itself."""
+        copied = deepcopy(self.module, memo)
+        other = _CheckpointedForward(ref(copied), deepcopy(self._own, memo), self.checkpointer)
+        other.is_active = self.is_active
+        return other
+
+    def __reduce__(self) -> Any:
+        """A pickled model is the plain one: how it is checkpointed belongs to the run."""
+        if self._own is None:
+            return getattr, (self.module, "forward")
+        return _same, (self._own,)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@final
+@define(eq=False)
+class CheckpointedModules:
+    """What `checkpoint_modules` did to a model, for undoing it."""
+
+    _forwards: Mapping[str, _CheckpointedForward]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the modules that are checkpointed, in the order of `named_modules()`."""
+        return tuple(self._forwards)
+
+    def remove(self) -> None:
+        """Checkpoint their calls no longer. Graphs that exist are computed again as before."""
+        for forward in self._forwards.values():
+            forward.remove()
+
+
+def checkpoint_modules(
+    model: nn.Module, policy: ModulePolicy, *, checkpointer: Checkpointer | None = None
+) -> CheckpointedModules:
+    """Checkpoint every call of some modules of a model, in place. Local.
+
+    Each gets a `forward` of its own, inside its hooks: these run once a call. Names, classes,
+    `state_dict` and hooks stay; deep copies are checkpointed too, pickles are plain. A module may
+    be selected inside another, and is then computed again up to twice. What is kept inside of them
+    the checkpointer decides: `Checkpointer(keeps=inside(model, by_name("layers.*.attention")))`.
+
+    It may come before or after `zero_engine.shard`. Models of transformers must not hand a cache
+    from layer to layer: `use_cache=False`.
+
+    Args:
+        model: Whose modules; the model itself has the name "".
+        policy: Which: `by_type(Block)`, `by_name("layers.*")`, `every_nth(2, ...)`, or any function
+            from a dict of modules by name to the names selected.
+        checkpointer: How; one of its own when None.
+
+    Raises:
+        CheckpointError: The policy selects none, or what is not there, or what is checkpointed
+            already, or what is never called. Nothing has changed then.
+    """
+    checkpointer = Checkpointer() if checkpointer is None else checkpointer
+    selected = select(model, policy, "checkpoint_modules()")
+    for name, module in selected.items():
+        _check(name, module)
+    forwards = {}
+    for name, module in selected.items():
+        checkpointer.name_layer(module, name or type(module).__name__)
+        own = vars(module).get("forward")
+        forwards[name] = module.__dict__["forward"] = _CheckpointedForward(
+            ref(module), own, checkpointer
+        )
+    return CheckpointedModules(forwards)
+
+
+def _check(name: str, module: nn.Module) -> None:
+    forward = vars(module).get("forward")
+    if isinstance(forward, _CheckpointedForward):
+        raise CheckpointError(
+            f"checkpoint_modules(): {name!r} is checkpointed already; remove() what did it first, "
+            "or select it once"
+        )
+    if forward is None and type(module).forward is nn.Module.forward:
+        raise CheckpointError(
+            f"checkpoint_modules(): {name!r} is a {type(module).__name__}, which is never called, "
+            f"so that nothing would be checkpointed; select its items ({name + '.*'!r})"
+        )

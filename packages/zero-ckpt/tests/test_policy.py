@@ -1,0 +1,203 @@
+"""Policies: what they choose, and how they say that there is nothing to choose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from zero_ckpt import (
+    MATMULS,
+    Checkpointer,
+    CheckpointError,
+    ModulePolicy,
+    OperatorCall,
+    OperatorPolicy,
+    by_name,
+    by_operator,
+    by_type,
+    every_nth,
+    inside,
+    within_bytes,
+)
+
+aten = torch.ops.aten
+LAYERS = [f"layers.{i}" for i in range(5)]
+
+
+def _call(
+    operator: torch._ops.OpOverload, *, output_bytes: int = 0, kept_bytes: int = 0
+) -> OperatorCall:
+    output = torch.empty(output_bytes, dtype=torch.uint8)
+    return OperatorCall(operator, (), {}, output, kept_bytes)
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer() for _ in range(5))
+        self.head = nn.Linear(2, 2)
+
+
+def _selected(policy: ModulePolicy) -> list[str]:
+    return list(policy(dict(_Model().named_modules())))
+
+
+# ---- Over operators ----
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        by_operator("mm"),
+        by_operator("aten.mm"),
+        by_operator("aten::mm"),
+        by_operator(aten.mm),
+        by_operator(aten.mm.default),
+        by_operator("bmm", aten.mm),
+        MATMULS,
+    ],
+)
+def test_an_operator_has_many_names(policy: OperatorPolicy) -> None:
+    """Profiles, schemas and code each write it in another way."""
+    assert policy(_call(aten.mm.default))
+    assert not policy(_call(aten.add.Tensor))
+
+
+def test_an_overload_is_itself_alone() -> None:
+    """Else nobody could keep one and not the other."""
+    assert not by_operator(aten.mm.default)(_call(aten.mm.dtype))
+
+
+def test_every_kind_of_attention_that_torch_has_is_a_matmul() -> None:
+    """Which of them runs depends on the device, and the policy must not."""
+    starts = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward")
+    fused = {
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith(tuple(f"aten::{start}" for start in starts))
+        and "backward" not in name
+        and "." not in name
+    }
+    composite = {"_scaled_dot_product_attention_math"}
+
+    for name in {*fused, "convolution", "addmm", "bmm", "baddbmm"} - composite:
+        operator = getattr(aten, name).default
+        assert MATMULS(_call(operator)) != operator._schema.is_mutable, name
+
+
+@pytest.mark.parametrize(
+    ("operator", "message"),
+    [
+        ("mmm", "there is no such operator.*close: .*mm"),
+        ("nowhere::mm", "there is no such operator"),
+        ("relu_", "writes to its arguments"),
+        ("view", "views"),
+        ("_to_copy", "casts"),
+        ("linear", "made of other operators.*MATMULS"),
+        (aten.matmul, "made of other operators"),
+        (3, "expected names or operators"),
+    ],
+)
+def test_what_would_keep_nothing_is_said_at_once(operator: object, message: str) -> None:
+    """A name that never matches is a setting that is silently ignored."""
+    with pytest.raises(CheckpointError, match=message):
+        by_operator(operator)  # type: ignore[arg-type]
+
+
+def test_a_budget_counts_what_is_kept_already() -> None:
+    """To the byte."""
+    policy = within_bytes(100, MATMULS)
+
+    assert policy(_call(aten.mm.default, output_bytes=40, kept_bytes=60))
+    assert not policy(_call(aten.mm.default, output_bytes=41, kept_bytes=60))
+    assert not policy(_call(aten.add.Tensor, output_bytes=1))
+
+
+def test_policies_are_values() -> None:
+    """So that configurations can be compared, hashed and printed."""
+    assert by_operator("mm", "bmm") == by_operator("bmm", "mm")
+    assert hash(within_bytes(5, MATMULS)) == hash(within_bytes(5, MATMULS))
+    assert every_nth(2, by_name("a", "b")) == every_nth(2, by_name("a", "b"))
+    assert by_type(nn.Linear) != by_type(nn.Conv2d)
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5, None])
+def test_a_budget_is_a_number_of_bytes(limit: object) -> None:
+    """A gigabyte is not 1.0."""
+    with pytest.raises(CheckpointError, match="0 or more bytes"):
+        within_bytes(limit, MATMULS)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", [by_name("*"), "mm", every_nth(2, by_type(nn.Linear))])
+def test_a_policy_over_modules_is_none_over_operators(policy: object) -> None:
+    """Both are callable, and taken for each other would fail in the middle of forward."""
+    with pytest.raises(CheckpointError, match=r"keeps=.*expected a policy over operators"):
+        Checkpointer(keeps=policy)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"within_bytes.*expected a policy over operators"):
+        within_bytes(5, policy)  # type: ignore[arg-type]
+
+
+# ---- Over modules ----
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (by_name("layers.*"), LAYERS),
+        (by_name("layers.[02]"), ["layers.0", "layers.2"]),
+        (by_name("head", "layers.1.att*"), ["layers.1.attention", "head"]),
+        (by_name("**.0"), ["layers.0", *(f"layers.{i}.mlp.0" for i in range(5))]),
+        (by_name("layers.0.**.0"), ["layers.0.mlp.0"]),
+        (by_name(""), [""]),
+        (by_type(_Layer), LAYERS),
+        (by_type(nn.ModuleList, _Model), ["", "layers"]),
+        (every_nth(2, by_type(_Layer)), ["layers.0", "layers.2", "layers.4"]),
+        (every_nth(3, by_type(_Layer)), ["layers.0", "layers.3"]),
+        (every_nth(2, every_nth(2, by_type(_Layer))), ["layers.0", "layers.4"]),
+        (every_nth(3, lambda modules: list(modules)[2:6]), ["layers.0", "layers.0.mlp.0"]),
+    ],
+)  # fmt: skip
+def test_modules_are_selected_in_the_models_order(
+    policy: ModulePolicy, expected: list[str]
+) -> None:
+    """A star stays between two dots: "layers.*" are the layers, not all that is in them."""
+    assert _selected(policy) == expected
+
+
+def test_selecting_nothing_lists_what_there_is() -> None:
+    """A renamed layer must not end in a training run that checkpoints nothing."""
+    with pytest.raises(CheckpointError, match=r"'layers.0' \(_Layer\).*and 3 more") as caught:
+        inside(_Model(), by_name("blocks.*"))
+    assert "blocks.*" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (lambda modules: ["layers.9"], "selects 'layers.9', which has"),
+        (MATMULS, "expected a policy over modules"),
+        ("layers.*", "expected a policy over modules"),
+        (lambda modules: True, "returned True"),
+        (lambda modules: "head", "returned 'head'"),
+    ],
+)
+def test_a_selection_is_names_of_modules(policy: object, message: str) -> None:
+    """Of the many callables somebody may pass."""
+    with pytest.raises(CheckpointError, match=message):
+        inside(_Model(), policy)  # type: ignore[arg-type]
+
+
+def test_types_and_counts_are_checked() -> None:
+    """Where they are written, not where they are used."""
+    with pytest.raises(CheckpointError, match="classes of modules"):
+        by_type(int)  # type: ignore[type-var]
+    with pytest.raises(CheckpointError, match="classes of modules"):
+        by_type(nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="1 or more"):
+        every_nth(0, by_name("*"))
