@@ -1,0 +1,165 @@
+/* What every instruction set computes, over a vector type V that says how.
+
+   V has `width` and, over V::F (that many floats): set, add, sub, mul, div, root, max, load and
+   store of each dtype, and `take`, the sum of squares. The scalar one is the specification. */
+
+#ifndef ZERO_KERNELS_H
+#define ZERO_KERNELS_H
+
+#include "zero_offload.h"
+
+namespace {
+
+template <class V>
+inline typename V::F read(const void *from, int64_t i, int32_t dtype) {
+  switch (dtype) {
+    case ZERO_F32: return V::load((const float *)from + i);
+    case ZERO_BF16: return V::load_bf16((const uint16_t *)from + i);
+    default: return V::load_f16((const uint16_t *)from + i);
+  }
+}
+
+template <class V>
+inline void write(void *to, int64_t i, int32_t dtype, typename V::F value) {
+  switch (dtype) {
+    case ZERO_F32: V::store((float *)to + i, value); break;
+    case ZERO_BF16: V::store_bf16((uint16_t *)to + i, value); break;
+    default: V::store_f16((uint16_t *)to + i, value);
+  }
+}
+
+template <class V>
+inline void write_out(const zero_tensor &t, const zero_rule &r, int64_t i, typename V::F value) {
+  if (!t.out) return;
+  if (r.stochastic && r.out_dtype == ZERO_BF16)
+    V::store_bf16_stochastic((uint16_t *)t.out + i, value, (uint32_t)(t.index + i), r.seed);
+  else
+    write<V>(t.out, i, r.out_dtype, value);
+}
+
+template <class V>
+inline typename V::F gradient(const zero_tensor &t, const zero_rule &r, int64_t i,
+                              typename V::F param) {
+  auto grad = V::mul(read<V>(t.grad, i, r.grad_dtype), V::set(r.maximize ? -r.factor : r.factor));
+  if (!r.decoupled && r.weight_decay != 0.0f)
+    grad = V::add(grad, V::mul(param, V::set(r.weight_decay)));
+  return grad;
+}
+
+/* from + (to - from) * weight, as torch's lerp: from the nearer end */
+template <class V>
+inline typename V::F lerp(typename V::F from, typename V::F to, float weight, float rest) {
+  const auto way = V::sub(to, from);
+  return weight < 0.5f ? V::add(from, V::mul(V::set(weight), way))
+                       : V::sub(to, V::mul(way, V::set(rest)));
+}
+
+struct Adam {
+  template <class V>
+  static inline void step(const zero_tensor &t, const zero_rule &r, int64_t i) {
+    auto param = V::load(t.param + i);
+    const auto grad = gradient<V>(t, r, i, param);
+    if (r.decoupled) param = V::mul(param, V::set(r.shrink));
+    const auto mean =
+        lerp<V>(read<V>(t.first, i, r.state_dtype), grad, r.one_minus_beta1, r.beta1);
+    const auto square = V::add(V::mul(read<V>(t.second, i, r.state_dtype), V::set(r.beta2)),
+                               V::mul(V::mul(V::set(r.one_minus_beta2), grad), grad));
+    write<V>(t.first, i, r.state_dtype, mean);
+    write<V>(t.second, i, r.state_dtype, square);
+    auto spread = square;
+    if (t.largest) {
+      spread = V::max(read<V>(t.largest, i, r.state_dtype), square);
+      write<V>(t.largest, i, r.state_dtype, spread);
+    }
+    const auto below = V::add(V::div(V::root(spread), V::set(r.correction)), V::set(r.eps));
+    param = V::add(param, V::div(V::mul(V::set(r.rate), mean), below));
+    V::store(t.param + i, param);
+    write_out<V>(t, r, i, param);
+  }
+};
+
+struct Adagrad {
+  template <class V>
+  static inline void step(const zero_tensor &t, const zero_rule &r, int64_t i) {
+    auto param = V::load(t.param + i);
+    const auto grad = gradient<V>(t, r, i, param);
+    const auto sum = V::add(read<V>(t.first, i, r.state_dtype), V::mul(grad, grad));
+    write<V>(t.first, i, r.state_dtype, sum);
+    const auto below = V::add(V::root(sum), V::set(r.eps));
+    param = V::add(param, V::div(V::mul(V::set(r.rate), grad), below));
+    V::store(t.param + i, param);
+    write_out<V>(t, r, i, param);
+  }
+};
+
+struct Lion {
+  template <class V>
+  static inline void step(const zero_tensor &t, const zero_rule &r, int64_t i) {
+    auto param = V::load(t.param + i);
+    const auto grad = gradient<V>(t, r, i, param);
+    if (r.decoupled) param = V::mul(param, V::set(r.shrink));
+    const auto mean = read<V>(t.first, i, r.state_dtype);
+    const auto way = lerp<V>(mean, grad, r.one_minus_beta1, r.beta1);
+    write<V>(t.first, i, r.state_dtype, lerp<V>(mean, grad, r.one_minus_beta2, r.beta2));
+    param = V::add(param, V::mul(V::sign(way), V::set(r.rate)));
+    V::store(t.param + i, param);
+    write_out<V>(t, r, i, param);
+  }
+};
+
+/* Elements [first, last) of the list; whole vectors, then one by one, which rounds the same. */
+template <class Rule, class V, class One>
+void run(const zero_tensor *tensors, int64_t count, const zero_rule *rule, int64_t first,
+         int64_t last) {
+  int64_t before = 0;
+  for (int64_t k = 0; k < count && before < last; before += tensors[k++].numel) {
+    const zero_tensor t = tensors[k];
+    const zero_rule r = *rule;
+    const int64_t stop = last - before < t.numel ? last - before : t.numel;
+    int64_t i = first > before ? first - before : 0;
+    for (; i + V::width <= stop; i += V::width) Rule::template step<V>(t, r, i);
+    for (; i < stop; ++i) Rule::template step<One>(t, r, i);
+  }
+}
+
+/* Sixteen sums, whatever the width, so that the result does not depend on it. */
+constexpr int kSums = 16;
+
+template <class V, class One>
+void take(const void *from, int32_t dtype, float *to, int32_t adds, int64_t numel, double *sum,
+          int64_t *num_not_finite) {
+  double sums[kSums] = {};
+  int64_t bad = 0, i = 0;
+  auto move = [&](auto kind, int64_t at) {
+    using W = decltype(kind);
+    auto value = read<W>(from, at, dtype);
+    if (to) W::store(to + at, adds ? W::add(W::load(to + at), value) : value);
+    bad += W::add_squares(sums, (int)(at % kSums), value);
+  };
+  for (; i + V::width <= numel; i += V::width) move(V(), i);
+  for (; i < numel; ++i) move(One(), i);
+  double total = 0;
+  for (double part : sums) total += part;
+  *sum = total;
+  *num_not_finite = bad;
+}
+
+}  // namespace
+
+#define ZERO_KERNELS(V, One, suffix)                                                              \
+  void adam_##suffix(const zero_tensor *t, int64_t n, const zero_rule *r, int64_t a, int64_t b) { \
+    run<Adam, V, One>(t, n, r, a, b);                                                             \
+  }                                                                                               \
+  void adagrad_##suffix(const zero_tensor *t, int64_t n, const zero_rule *r, int64_t a,           \
+                        int64_t b) {                                                              \
+    run<Adagrad, V, One>(t, n, r, a, b);                                                          \
+  }                                                                                               \
+  void lion_##suffix(const zero_tensor *t, int64_t n, const zero_rule *r, int64_t a, int64_t b) { \
+    run<Lion, V, One>(t, n, r, a, b);                                                             \
+  }                                                                                               \
+  void take_##suffix(const void *from, int32_t dtype, float *to, int32_t adds, int64_t numel,     \
+                     double *sum, int64_t *bad) {                                                 \
+    take<V, One>(from, dtype, to, adds, numel, sum, bad);                                         \
+  }
+
+#endif

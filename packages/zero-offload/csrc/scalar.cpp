@@ -1,0 +1,4 @@
+#include "kernels.h"
+#include "scalar.h"
+
+ZERO_KERNELS(Scalar, Scalar, scalar)
