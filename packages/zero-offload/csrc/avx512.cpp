@@ -48,7 +48,20 @@ struct Avx512 {
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
   }
   static inline void store_bf16_stochastic(uint16_t *to, F a, uint32_t index, uint32_t seed) {
-    for (int j = 0; j < width; ++j) to[j] = to_bf16_stochastic(a[j], index + j, seed);
+    const __m512i iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    __m512i x = _mm512_add_epi32(_mm512_set1_epi32((int)index), iota);
+    x = _mm512_add_epi32(_mm512_mullo_epi32(x, _mm512_set1_epi32((int)kSpread)),
+                         _mm512_set1_epi32((int)seed));
+    x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)),
+                           _mm512_set1_epi32((int)kMix));
+    x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 13)),
+                           _mm512_set1_epi32((int)kMixAgain));
+    const __m512i noise = _mm512_srli_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), 16);
+    const __m512i bits = _mm512_castps_si512(a);
+    const __mmask16 finite = _mm512_cmp_ps_mask(sub(a, a), _mm512_setzero_ps(), _CMP_EQ_OQ);
+    const __m512i quiet = _mm512_mask_or_epi32(bits, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), bits,
+                                               _mm512_set1_epi32(0x400000));
+    store_upper(to, _mm512_mask_add_epi32(quiet, finite, bits, noise));
   }
   static inline int add_squares(double *sums, int at, F a) {
     (void)at; /* a whole row of sums */

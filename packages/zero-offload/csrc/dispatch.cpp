@@ -1,5 +1,9 @@
 /* Which kernel runs: the caller says, this file knows which there are. */
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
 #include "zero_offload.h"
 
 #define ZERO_DECLARE(suffix)                                                                      \
@@ -9,25 +13,47 @@
   void take_##suffix(const void *, int32_t, float *, int32_t, int64_t, double *, int64_t *);
 
 ZERO_DECLARE(scalar)
+ZERO_DECLARE(vector)
 #ifdef __x86_64__
 ZERO_DECLARE(avx2)
 ZERO_DECLARE(avx512)
-#define ZERO_PICK(name, ...)                        \
-  switch (isa) {                                    \
-    case ZERO_AVX512: return name##_avx512(__VA_ARGS__); \
-    case ZERO_AVX2: return name##_avx2(__VA_ARGS__);     \
-    default: return name##_scalar(__VA_ARGS__);     \
-  }
+#define ZERO_PICK_X86(name, ...)                         \
+  case ZERO_AVX512: return name##_avx512(__VA_ARGS__);   \
+  case ZERO_AVX2: return name##_avx2(__VA_ARGS__);
 #else
-#define ZERO_PICK(name, ...) (void)isa; return name##_scalar(__VA_ARGS__);
+#define ZERO_PICK_X86(name, ...)
 #endif
+
+#define ZERO_PICK(name, ...)                             \
+  const Rounding rounding;                               \
+  switch (isa) {                                         \
+    ZERO_PICK_X86(name, __VA_ARGS__)                     \
+    case ZERO_VECTOR: return name##_vector(__VA_ARGS__); \
+    default: return name##_scalar(__VA_ARGS__);          \
+  }
+
+namespace {
+
+/* To nearest, with subnormal numbers, for as long as it lives: threads differ in their settings
+   (torch.set_flush_denormal holds for the thread that calls it), results must not. */
+struct Rounding {
+#ifdef __x86_64__
+  const unsigned before = _mm_getcsr();
+  Rounding() { _mm_setcsr(0x1f80); }
+  ~Rounding() { _mm_setcsr(before); }
+#else
+  Rounding() {}
+#endif
+};
+
+}  // namespace
 
 extern "C" {
 
 int zero_abi(void) { return ZERO_ABI; }
 
 int zero_has(int isa) {
-  if (isa == ZERO_SCALAR) return 1;
+  if (isa == ZERO_SCALAR || isa == ZERO_VECTOR) return 1;
 #ifdef __x86_64__
   __builtin_cpu_init();
   if (isa == ZERO_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");

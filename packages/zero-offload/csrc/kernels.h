@@ -29,12 +29,18 @@ inline void write(void *to, int64_t i, int32_t dtype, typename V::F value) {
 }
 
 template <class V>
-inline void write_out(const zero_tensor &t, const zero_rule &r, int64_t i, typename V::F value) {
-  if (!t.out) return;
-  if (r.stochastic && r.out_dtype == ZERO_BF16)
-    V::store_bf16_stochastic((uint16_t *)t.out + i, value, (uint32_t)(t.index + i), r.seed);
+inline void write_rounded(void *to, const zero_tensor &t, const zero_rule &r, int64_t i,
+                          int32_t dtype, typename V::F value) {
+  if (r.stochastic && dtype == ZERO_BF16)
+    V::store_bf16_stochastic((uint16_t *)to + i, value, (uint32_t)(t.index + i), r.seed);
   else
-    write<V>(t.out, i, r.out_dtype, value);
+    write<V>(to, i, dtype, value);
+}
+
+template <class V>
+inline void write_param(const zero_tensor &t, const zero_rule &r, int64_t i, typename V::F value) {
+  write_rounded<V>(t.param, t, r, i, r.param_dtype, value);
+  if (t.out) write_rounded<V>(t.out, t, r, i, r.out_dtype, value);
 }
 
 template <class V>
@@ -57,7 +63,7 @@ inline typename V::F lerp(typename V::F from, typename V::F to, float weight, fl
 struct Adam {
   template <class V>
   static inline void step(const zero_tensor &t, const zero_rule &r, int64_t i) {
-    auto param = V::load(t.param + i);
+    auto param = read<V>(t.param, i, r.param_dtype);
     const auto grad = gradient<V>(t, r, i, param);
     if (r.decoupled) param = V::mul(param, V::set(r.shrink));
     const auto mean =
@@ -73,37 +79,34 @@ struct Adam {
     }
     const auto below = V::add(V::div(V::root(spread), V::set(r.correction)), V::set(r.eps));
     param = V::add(param, V::div(V::mul(V::set(r.rate), mean), below));
-    V::store(t.param + i, param);
-    write_out<V>(t, r, i, param);
+    write_param<V>(t, r, i, param);
   }
 };
 
 struct Adagrad {
   template <class V>
   static inline void step(const zero_tensor &t, const zero_rule &r, int64_t i) {
-    auto param = V::load(t.param + i);
+    auto param = read<V>(t.param, i, r.param_dtype);
     const auto grad = gradient<V>(t, r, i, param);
     const auto sum = V::add(read<V>(t.first, i, r.state_dtype), V::mul(grad, grad));
     write<V>(t.first, i, r.state_dtype, sum);
     const auto below = V::add(V::root(sum), V::set(r.eps));
     param = V::add(param, V::div(V::mul(V::set(r.rate), grad), below));
-    V::store(t.param + i, param);
-    write_out<V>(t, r, i, param);
+    write_param<V>(t, r, i, param);
   }
 };
 
 struct Lion {
   template <class V>
   static inline void step(const zero_tensor &t, const zero_rule &r, int64_t i) {
-    auto param = V::load(t.param + i);
+    auto param = read<V>(t.param, i, r.param_dtype);
     const auto grad = gradient<V>(t, r, i, param);
     if (r.decoupled) param = V::mul(param, V::set(r.shrink));
     const auto mean = read<V>(t.first, i, r.state_dtype);
     const auto way = lerp<V>(mean, grad, r.one_minus_beta1, r.beta1);
     write<V>(t.first, i, r.state_dtype, lerp<V>(mean, grad, r.one_minus_beta2, r.beta2));
     param = V::add(param, V::mul(V::sign(way), V::set(r.rate)));
-    V::store(t.param + i, param);
-    write_out<V>(t, r, i, param);
+    write_param<V>(t, r, i, param);
   }
 };
 

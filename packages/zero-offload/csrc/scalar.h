@@ -26,6 +26,8 @@ inline uint16_t to_bf16(float value) { /* to nearest, ties to even; a nan stays 
   return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+inline float from_bf16(uint16_t half) { return float_of((uint32_t)half << 16); }
+
 inline float from_f16(uint16_t half) {
   const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, rest = half & 0x7fffu;
   if (rest >= 0x7c00u) /* inf, nan: quiet, as the processor's own conversion makes it */
@@ -48,17 +50,21 @@ inline uint16_t to_f16(float value) { /* to nearest, ties to even */
   return (uint16_t)(sign | ((rest - 0x38000000u) >> 13));
 }
 
-inline uint32_t scramble(uint32_t index, uint32_t seed) { /* a finalizer of MurmurHash3's kind */
-  uint32_t x = index * 0x9e3779b9u + seed;
-  x = (x ^ (x >> 16)) * 0x85ebca6bu;
-  x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+/* Random bits of an element: a finalizer of MurmurHash3's kind. */
+constexpr uint32_t kSpread = 0x9e3779b9u, kMix = 0x85ebca6bu, kMixAgain = 0xc2b2ae35u;
+
+inline uint32_t scramble(uint32_t index, uint32_t seed) {
+  uint32_t x = index * kSpread + seed;
+  x = (x ^ (x >> 16)) * kMix;
+  x = (x ^ (x >> 13)) * kMixAgain;
   return x ^ (x >> 16);
 }
 
+/* Up with a probability of what is cut off, over the distance of the neighbours. */
 inline uint16_t to_bf16_stochastic(float value, uint32_t index, uint32_t seed) {
   const uint32_t bits = bits_of(value);
   if ((bits & 0x7f800000u) == 0x7f800000u) return to_bf16(value);
-  return (uint16_t)((bits + (scramble(index, seed) & 0xffffu)) >> 16);
+  return (uint16_t)((bits + (scramble(index, seed) >> 16)) >> 16);
 }
 
 inline bool is_finite(float value) { return (bits_of(value) & 0x7f800000u) != 0x7f800000u; }
@@ -75,7 +81,7 @@ struct Scalar {
   static inline F max(F a, F b) { return (a != a || a > b) ? a : b; } /* a nan wins, as in torch */
   static inline F sign(F a) { return (float)((a > 0) - (a < 0)); }
   static inline F load(const float *from) { return *from; }
-  static inline F load_bf16(const uint16_t *from) { return float_of((uint32_t)*from << 16); }
+  static inline F load_bf16(const uint16_t *from) { return from_bf16(*from); }
   static inline F load_f16(const uint16_t *from) { return from_f16(*from); }
   static inline void store(float *to, F a) { *to = a; }
   static inline void store_bf16(uint16_t *to, F a) { *to = to_bf16(a); }

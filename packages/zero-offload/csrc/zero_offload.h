@@ -16,25 +16,25 @@ extern "C" {
 
 #define ZERO_API __attribute__((visibility("default")))
 
-#define ZERO_ABI 1 /* of the structs below; Python compares */
+#define ZERO_ABI 2 /* of the structs below; Python compares */
 
 enum { ZERO_F32 = 0, ZERO_BF16 = 1, ZERO_F16 = 2, ZERO_NONE = 3 };     /* dtypes */
-enum { ZERO_SCALAR = 0, ZERO_AVX2 = 1, ZERO_AVX512 = 2 };              /* instruction sets */
+enum { ZERO_SCALAR = 0, ZERO_VECTOR = 1, ZERO_AVX2 = 2, ZERO_AVX512 = 3 }; /* instruction sets */
 
 typedef struct {
   int64_t numel;
-  float *param;     /* the master, updated in place */
+  void *param;      /* of param_dtype, updated in place: the master, where there is one */
   const void *grad; /* of grad_dtype */
   void *first;      /* Adam: exp_avg; Lion: exp_avg; Adagrad: sum of squares; of state_dtype */
   void *second;     /* Adam: exp_avg_sq, of state_dtype; else unused */
   void *largest;    /* Adam with amsgrad: max_exp_avg_sq, of state_dtype; else null */
-  void *out;        /* the parameter once more, of out_dtype; null without */
+  void *out;        /* the new parameter once more, of out_dtype; null without */
   int64_t index;    /* of the first element, for stochastic rounding */
 } zero_tensor;
 
 typedef struct {
-  int32_t grad_dtype, state_dtype, out_dtype;
-  int32_t maximize, decoupled, stochastic; /* flags; stochastic: rounding of a bf16 out */
+  int32_t param_dtype, grad_dtype, state_dtype, out_dtype;
+  int32_t maximize, decoupled, stochastic; /* flags; stochastic: rounding of bf16 param and out */
   float factor;       /* what gradients are multiplied by first: unscaling and clipping */
   float weight_decay; /* added to the gradient times the parameter, unless decoupled */
   float shrink;       /* what the parameter is multiplied by, if decoupled: 1 - lr * weight_decay */
@@ -47,7 +47,8 @@ typedef struct {
 
 ZERO_API int zero_abi(void);
 
-/* Whether this processor has an instruction set, and the library a kernel for it. */
+/* Whether this processor has an instruction set, and the library a kernel for it. VECTOR is what
+   the compiler makes of vectors of four floats: SSE2, NEON. */
 ZERO_API int zero_has(int isa);
 
 ZERO_API void zero_adam(int isa, const zero_tensor *tensors, int64_t count, const zero_rule *rule,

@@ -1,0 +1,133 @@
+"""The compiled kernels, loaded once, or the reason why there are none. Nothing compiles here."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from attrs import field, frozen
+
+from zero_offload._errors import NativeUnavailableError
+
+from ._abi import ISAS, AbiError, open_library
+from ._compile import LIBRARY
+
+HERE: Final = Path(__file__).parent
+BUILD_HINT: Final = "`python -m zero_offload.build` compiles it"
+SWITCHES: Final = ("auto", "require", "off")
+
+
+@frozen(eq=False)
+class Kernels:
+    """The library, and the instruction set that is called in it."""
+
+    library: ctypes.CDLL
+    isa: str
+
+    def with_isa(self, isa: str) -> Kernels:
+        """The same with another instruction set.
+
+        Raises:
+            NativeUnavailableError: This processor or build has none of that name.
+        """
+        if isa not in ISAS or not self.library.zero_has(ISAS[isa]):
+            has = [name for name, number in ISAS.items() if self.library.zero_has(number)]
+            raise NativeUnavailableError(
+                f"no kernels for instruction set {isa!r} here; there are {', '.join(has)}"
+            )
+        return Kernels(self.library, isa)
+
+
+@frozen
+class NativeStatus:
+    """Which kernels step tensors on the CPU, and why not the others.
+
+    Attributes:
+        isa: The instruction set in use: "avx512", "avx2", "vector" or "scalar"; empty without
+            compiled kernels, when plain torch does the work.
+        reason: Why there are no compiled kernels; empty if there are.
+        others: For each instruction set that is not in use, why.
+    """
+
+    isa: str
+    reason: str = ""
+    others: Mapping[str, str] = field(factory=dict)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether compiled kernels are in use."""
+        return bool(self.isa)
+
+    def __str__(self) -> str:
+        lines = [f"CPU kernels: {self.isa or 'none, plain torch steps'}"]
+        if self.reason:
+            lines.append(f"  because {self.reason}")
+        return "\n".join(lines + [f"  not {name}: {why}" for name, why in self.others.items()])
+
+
+def native_status() -> NativeStatus:
+    """Which kernels run and why not the others. Local; loads the library if nothing did before.
+
+    Raises:
+        NativeUnavailableError: ZERO_OFFLOAD_NATIVE=require, and there are none.
+    """
+    return _loaded()[1]
+
+
+def kernels() -> Kernels | None:
+    """The kernels in use, loaded at the first call; None where plain torch does the work.
+
+    Raises:
+        NativeUnavailableError: ZERO_OFFLOAD_NATIVE=require, and there are none.
+    """
+    return _loaded()[0]
+
+
+@cache
+def _loaded() -> tuple[Kernels | None, NativeStatus]:
+    return load(HERE / LIBRARY, os.environ)
+
+
+def load(path: Path, environment: Mapping[str, str]) -> tuple[Kernels | None, NativeStatus]:
+    """Load the library at `path` as `environment` asks; see `ZERO_OFFLOAD_NATIVE` in the README.
+
+    Raises:
+        NativeUnavailableError: Kernels are required, all or one instruction set, and missing; or
+            a switch has a value it does not know.
+    """
+    switch = environment.get("ZERO_OFFLOAD_NATIVE") or "auto"
+    isa = environment.get("ZERO_OFFLOAD_ISA", "")
+    if switch not in SWITCHES:
+        raise NativeUnavailableError(
+            f"ZERO_OFFLOAD_NATIVE={switch!r}: expected one of {', '.join(SWITCHES)}"
+        )
+    if switch == "off":
+        reason = "ZERO_OFFLOAD_NATIVE=off"
+    elif not path.exists():
+        reason = f"{path} does not exist: it was not compiled when this was installed; {BUILD_HINT}"
+    else:
+        try:
+            return _choose(Kernels(open_library(path), "scalar"), isa)
+        except AbiError as error:
+            reason = f"{error}; {BUILD_HINT} anew"
+    if switch == "require" or isa:
+        asked = "ZERO_OFFLOAD_NATIVE=require" if switch == "require" else f"ZERO_OFFLOAD_ISA={isa}"
+        raise NativeUnavailableError(f"{asked}, but {reason}")
+    return None, NativeStatus("", reason)
+
+
+def _choose(found: Kernels, isa: str) -> tuple[Kernels, NativeStatus]:
+    """The instruction set asked for, else the best."""
+    has = [name for name, number in ISAS.items() if found.library.zero_has(number)]
+    chosen = found.with_isa(isa or has[-1])
+    slower = f"ZERO_OFFLOAD_ISA={isa}" if isa else f"{chosen.isa} is faster"
+    others = {
+        name: slower if name in has else "this processor has it not"
+        for name in reversed(ISAS)
+        if name != chosen.isa
+    }
+    return chosen, NativeStatus(chosen.isa, others=others)

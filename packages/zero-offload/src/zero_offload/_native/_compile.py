@@ -1,0 +1,109 @@
+"""The recipe: from csrc/ to one plain C-ABI library.
+
+Standard library only, functions and one exception: the build hook runs this file by its path, where
+neither torch nor this package can be imported.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+LIBRARY = "libzero_offload.so"
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-ffp-contract=off",  # equal results on every instruction set
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-Wno-maybe-uninitialized",  # false alarms inside the compiler's own intrinsics
+)
+EVERYWHERE = {"dispatch.cpp": (), "scalar.cpp": (), "vector.cpp": ()}
+ON_X86 = {
+    "avx2.cpp": ("-mavx2", "-mf16c"),
+    "avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c"),
+}
+
+
+class CompileError(Exception):
+    """There is no compiler, or it refused; the text says which command and what it wrote."""
+
+
+def remove_libraries(out_dir: Path) -> None:
+    """Delete what an earlier build left in `out_dir`."""
+    (out_dir / LIBRARY).unlink(missing_ok=True)
+
+
+def compile_all(csrc: Path, out_dir: Path) -> list[Path]:
+    """Compile everything this machine can; returns the libraries' paths, all in `out_dir`.
+
+    Raises:
+        CompileError: There is no C++ compiler, or it failed.
+    """
+    return [compile_cpu(csrc, out_dir)]
+
+
+def compile_cpu(csrc: Path, out_dir: Path) -> Path:
+    """Compile the CPU kernels, every instruction set of this kind of machine, into one library."""
+    compiler = find_compiler(os.environ)
+    sources = EVERYWHERE | (ON_X86 if platform.machine() in ("x86_64", "AMD64") else {})
+    out = out_dir / LIBRARY
+    with tempfile.TemporaryDirectory(prefix="zero-offload-") as folder:
+        objects = [str(Path(folder, name).with_suffix(".o")) for name in sources]
+        _run_all(
+            [*compiler, *FLAGS, *flags, "-c", str(csrc / name), "-o", into]
+            for (name, flags), into in zip(sources.items(), objects, strict=True)
+        )
+        # Loaded by others at any moment: it appears whole, or not at all.
+        unfinished = out_dir / f".{LIBRARY}.{os.getpid()}"
+        try:
+            _run_all([[*compiler, "-shared", *objects, "-o", str(unfinished)]])
+            unfinished.replace(out)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return out
+
+
+def find_compiler(environment: Mapping[str, str]) -> list[str]:
+    """The C++ compiler's command: what CXX says, else the first of the usual ones.
+
+    Raises:
+        CompileError: There is none.
+    """
+    asked = shlex.split(environment.get("CXX", ""))
+    for command in [asked] if asked else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(command[0], path=environment.get("PATH")):
+            return command
+    looked_for = f"CXX={shlex.join(asked)!r}" if asked else "c++, g++ or clang++"
+    raise CompileError(
+        f"no C++ compiler: {looked_for} is not on PATH. Install one (Debian: apt install g++), or "
+        f"name it in CXX"
+    )
+
+
+def _run_all(commands: Iterable[list[str]]) -> None:
+    """Run them side by side; raises for the first that fails."""
+    running = [(command, _start(command)) for command in commands]
+    failures = []
+    for command, process in running:
+        said, _ = process.communicate()
+        if process.returncode:
+            failures.append(f"{shlex.join(command)} ended with {process.returncode}:\n{said}")
+    if failures:
+        raise CompileError(failures[0])
+
+
+def _start(command: list[str]) -> subprocess.Popen[str]:
+    try:
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+    except OSError as error:
+        raise CompileError(f"{shlex.join(command)}: {error}") from error

@@ -1,0 +1,48 @@
+"""Threads that share the elements of one native call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, final
+
+import torch
+from attrs import define, field
+
+ALONE_NUMEL: Final = 2**16  # below, waking a thread costs more than it does
+CUT_NUMEL: Final = 64  # cuts fall on these, so that no two threads write one cache line
+
+
+@final
+@define(eq=False)
+class Team:
+    """As many threads as torch uses, the caller among them; made when first needed."""
+
+    _pool: ThreadPoolExecutor | None = field(default=None, init=False)
+    _key: tuple[int, int] = field(default=(0, 0), init=False)  # process and threads of `_pool`
+
+    def share(self, numel: int, work: Callable[[int, int], None]) -> None:
+        """Call `work(start, stop)` on contiguous parts of [0, numel), side by side. Blocking.
+
+        The work must release the GIL, and may not depend on how it is divided.
+        """
+        num_threads = min(torch.get_num_threads(), 1 + numel // ALONE_NUMEL)
+        if num_threads == 1:
+            work(0, numel)
+            return
+        cuts = [numel * k // num_threads // CUT_NUMEL * CUT_NUMEL for k in range(num_threads)]
+        parts = list(zip(cuts, [*cuts[1:], numel], strict=True))
+        others = [self._threads().submit(work, *part) for part in parts[1:]]
+        try:
+            work(*parts[0])
+        finally:
+            for other in others:
+                other.result()
+
+    def _threads(self) -> ThreadPoolExecutor:
+        key = (os.getpid(), torch.get_num_threads())  # threads do not survive a fork
+        if self._pool is None or self._key != key:
+            self._pool = ThreadPoolExecutor(key[1] - 1, thread_name_prefix="zero_offload")
+            self._key = key
+        return self._pool
