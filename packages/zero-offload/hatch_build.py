@@ -10,7 +10,9 @@ from typing import Any, Final
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-RECIPE: Final = "src/zero_offload/_native/_compile.py"  # also what `python -m zero_offload.build` runs
+RECIPE: Final = (
+    "src/zero_offload/_native/_compile.py"  # also what `python -m zero_offload.build` runs
+)
 
 
 class NativeBuildHook(BuildHookInterface):
@@ -27,7 +29,9 @@ class NativeBuildHook(BuildHookInterface):
         if switch == "off":
             return
         try:
-            libraries = recipe["compile_all"](csrc=root / "csrc", out_dir=out_dir)
+            libraries = recipe["compile_all"](
+                csrc=root / "csrc", out_dir=out_dir, tell=self.app.display_info
+            )
         except recipe["CompileError"] as error:
             if switch == "require":
                 raise

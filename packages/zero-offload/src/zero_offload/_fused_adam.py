@@ -120,7 +120,7 @@ class FusedAdam(torch.optim.Optimizer):
         master = state.get("master")
         return _Work(
             param=param if master is None else master,
-            grad=grad,
+            grad=grad.contiguous(),
             first=state["exp_avg"],
             second=state["exp_avg_sq"],
             largest=state.get("max_exp_avg_sq") if group["amsgrad"] else None,

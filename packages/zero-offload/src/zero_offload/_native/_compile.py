@@ -12,10 +12,13 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 LIBRARY = "libzero_offload.so"
+CUDA_LIBRARY = "libzero_offload_cuda.so"  # there where nvcc was
+CUDA_FLAGS = ("-std=c++17", "-O3", "-shared", "-cudart", "static", "-Xcompiler", "-fPIC")
+CUDA_ARCHITECTURES = ("80", "90", "100")  # A100, H100, B100; PTX of the last for what comes after
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -38,16 +41,60 @@ class CompileError(Exception):
 
 def remove_libraries(out_dir: Path) -> None:
     """Delete what an earlier build left in `out_dir`."""
-    (out_dir / LIBRARY).unlink(missing_ok=True)
+    for library in (LIBRARY, CUDA_LIBRARY):
+        (out_dir / library).unlink(missing_ok=True)
 
 
-def compile_all(csrc: Path, out_dir: Path) -> list[Path]:
+def compile_all(csrc: Path, out_dir: Path, tell: Callable[[str], None] = print) -> list[Path]:
     """Compile everything this machine can; returns the libraries' paths, all in `out_dir`.
+
+    The CPU's comes first. That for CUDA is optional: where it is left out, `tell` hears why.
 
     Raises:
         CompileError: There is no C++ compiler, or it failed.
     """
-    return [compile_cpu(csrc, out_dir)]
+    libraries = [compile_cpu(csrc, out_dir)]
+    try:
+        libraries.append(compile_cuda(csrc, out_dir))
+    except CompileError as error:
+        tell(f"FusedAdam left out: {error}")
+    return libraries
+
+
+def compile_cuda(csrc: Path, out_dir: Path) -> Path:
+    """Compile the CUDA kernels, for every architecture that this nvcc knows of ours.
+
+    Raises:
+        CompileError: There is no nvcc, or it failed.
+    """
+    nvcc = find_nvcc(os.environ)
+    known = _ask([nvcc, "--list-gpu-arch"]).replace("compute_", "").split()
+    chosen = [name for name in CUDA_ARCHITECTURES if name in known]
+    if not chosen:
+        raise CompileError(f"{nvcc} knows none of sm_{', sm_'.join(CUDA_ARCHITECTURES)}")
+    codes = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in chosen]
+    codes.append(f"-gencode=arch=compute_{chosen[-1]},code=compute_{chosen[-1]}")
+    out = out_dir / CUDA_LIBRARY
+    unfinished = out_dir / f".{CUDA_LIBRARY}.{os.getpid()}"
+    try:
+        _run_all([[nvcc, *CUDA_FLAGS, *codes, str(csrc / "zero_cuda.cu"), "-o", str(unfinished)]])
+        unfinished.replace(out)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return out
+
+
+def find_nvcc(environment: Mapping[str, str]) -> str:
+    """The CUDA compiler: what NVCC says, else on PATH, else in CUDA_HOME.
+
+    Raises:
+        CompileError: There is none.
+    """
+    home = environment.get("CUDA_HOME", "/usr/local/cuda")
+    for command in (environment.get("NVCC"), "nvcc", f"{home}/bin/nvcc"):
+        if command and shutil.which(command, path=environment.get("PATH")):
+            return command
+    raise CompileError("no nvcc on PATH, in NVCC or in CUDA_HOME")
 
 
 def compile_cpu(csrc: Path, out_dir: Path) -> Path:
@@ -98,6 +145,13 @@ def _run_all(commands: Iterable[list[str]]) -> None:
             failures.append(f"{shlex.join(command)} ended with {process.returncode}:\n{said}")
     if failures:
         raise CompileError(failures[0])
+
+
+def _ask(command: list[str]) -> str:
+    said, _ = (process := _start(command)).communicate()
+    if process.returncode:
+        raise CompileError(f"{shlex.join(command)} ended with {process.returncode}:\n{said}")
+    return said
 
 
 def _start(command: list[str]) -> subprocess.Popen[str]:
