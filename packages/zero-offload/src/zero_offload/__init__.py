@@ -11,12 +11,14 @@ from ._errors import (
     StepOrderError,
     UnsupportedTensorError,
 )
+from ._fused_adam import FusedAdam
 from ._native import NativeStatus, native_status
 
 __all__ = [
     "CPUAdagrad",
     "CPUAdam",
     "CPULion",
+    "FusedAdam",
     "NativeStatus",
     "NativeUnavailableError",
     "OffloadError",

@@ -209,11 +209,11 @@ class _Table:
     def of(cls, works: Sequence[_Work], piece_numel: int) -> _Table:
         """Made where the works are; copied there once."""
         pieces = [piece for work in works for piece in pieces_of(work, piece_numel)]
-        array = (Piece * len(pieces))(*pieces)
+        array = bytearray((Piece * (len(pieces) + 1))(*pieces))  # one more: torch wants some memory
         device = works[0].param.device
         return cls(
             tuple(work.addresses for work in works),
-            torch.frombuffer(bytearray(array), dtype=torch.uint8).to(device),
+            torch.frombuffer(array, dtype=torch.uint8).to(device),
             len(pieces),
             torch.tensor([work.step.data_ptr() for work in works], device=device),
         )
@@ -245,7 +245,7 @@ def _check_param(param: Tensor, index: int) -> None:
     is_dense = param.layout is torch.strided and param.is_contiguous()
     if param.device.type != "cuda" or param.dtype not in _CODES or not is_dense:
         raise OffloadError(
-            "FusedAdam: expected contiguous parameters of float32, bfloat16 or float16 on CUDA, got "
-            f"{param.dtype} on {param.device}, strides {tuple(param.stride())}, for parameter "
+            "FusedAdam: expected contiguous parameters of float32, bfloat16 or float16 on CUDA, "
+            f"got {param.dtype} on {param.device}, strides {tuple(param.stride())}, for parameter "
             f"{index} of shape {tuple(param.shape)}; CPUAdam is for those on the CPU"
         )

@@ -155,7 +155,9 @@ class Plan:
         grads = [param.grad for param in params]
         is_current = (
             _ids(state[param] for param in params) == _ids(entries)
-            and all(_ids(entry.get(name) for entry in entries) == _ids(column) for name, column in kept)
+            and all(
+                _ids(entry.get(name) for entry in entries) == _ids(column) for name, column in kept
+            )
             and [_addresses(column) for column in batch.written()] == part.addresses
             and _are_plain(params, dtypes.out or dtypes.param, numels)
             and _are_plain(grads, dtypes.grad, numels)
