@@ -155,7 +155,9 @@ class Plan:
         grads = [param.grad for param in params]
         is_current = (
             _ids(state[param] for param in params) == _ids(entries)
-            and all(_ids(entry.get(name) for entry in entries) == _ids(column) for name, column in kept)
+            and all(
+                _ids(entry.get(name) for entry in entries) == _ids(column) for name, column in kept
+            )
             and [_addresses(column) for column in batch.written()] == part.addresses
             and _are_plain(params, dtypes.out or dtypes.param, numels)
             and _are_plain(grads, dtypes.grad, numels)
@@ -214,6 +216,6 @@ def _checked_grad(param: Tensor, numel: int) -> Tensor:
         )
     if grad.numel() != numel:  # possible after `param.data` was set; the kernel would run past it
         raise UnsupportedTensorError(
-            f"gradient of a parameter of shape {tuple(param.shape)} has shape {tuple(grad.shape)}"
+            f"gradient of a parameter of shape {tuple(param.shape)} has {grad.numel()} elements"
         )
     return grad if grad.is_contiguous() else grad.contiguous()
