@@ -307,7 +307,7 @@ def test_what_cannot_be_stepped_is_refused_by_name() -> None:
     weight = nn.Parameter(torch.zeros(3, 2))
     with pytest.raises(UnsupportedTensorError, match=r"got one of shape \(3,\) on meta"):
         CPUAdam([weight, nn.Parameter(torch.zeros(3, device="meta"))])
-    with pytest.raises(UnsupportedTensorError, match="torch.float64"):
+    with pytest.raises(UnsupportedTensorError, match="float64"):
         CPUAdam([nn.Parameter(torch.zeros(3, dtype=torch.float64))])
     optimizer = CPUAdam([weight])
     with pytest.raises(UnsupportedTensorError, match="complex64"):

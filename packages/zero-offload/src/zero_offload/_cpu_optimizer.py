@@ -274,5 +274,5 @@ def _warn_once(reason: str) -> None:
     warnings.warn(
         f"zero_offload steps with plain torch, about ten times slower than its kernels: {reason}",
         RuntimeWarning,
-        stacklevel=5,
+        stacklevel=4,
     )
