@@ -86,11 +86,14 @@ def _measure(
                 seconds[name].append(time.perf_counter() - started)
     numel = MANY * SMALL_NUMEL if work == "small" else args.numel
     limit = min(seconds["limit"]) if "limit" in seconds else None
-    return [_row(work, threads, name, numel, all_s, limit) for name, all_s in seconds.items()]
+    return [
+        _row(work, threads, name, numel=numel, each_s=all_s, limit_s=limit)
+        for name, all_s in seconds.items()
+    ]
 
 
 def _row(
-    work: str, threads: int, way: str, numel: int, each_s: list[float], limit_s: float | None
+    work: str, threads: int, way: str, *, numel: int, each_s: list[float], limit_s: float | None
 ) -> dict[str, Any]:
     best = min(each_s)
     share = None if limit_s is None else limit_s / best
@@ -261,8 +264,9 @@ def _deepspeed(args: argparse.Namespace) -> list[dict[str, Any]]:
                 check=True,
             )
             each_s = json.loads(ran.stdout.splitlines()[-1])
+            name = "deepspeed.DeepSpeedCPUAdam"
             rows.append(
-                _row(work, threads, "deepspeed.DeepSpeedCPUAdam", args.numel, each_s, min(best))
+                _row(work, threads, name, numel=args.numel, each_s=each_s, limit_s=min(best))
             )
     return rows
 
