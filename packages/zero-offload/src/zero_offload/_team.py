@@ -25,14 +25,21 @@ class Team:
     def share(self, numel: int, work: Callable[[int, int], None]) -> None:
         """Call `work(start, stop)` on contiguous parts of [0, numel), side by side. Blocking.
 
-        The work must release the GIL, and may not depend on how it is divided.
+        The work must release the GIL, and may not depend on how it is divided. Few elements are
+        not divided at all.
         """
-        num_threads = min(torch.get_num_threads(), 1 + numel // ALONE_NUMEL)
-        if num_threads == 1:
-            work(0, numel)
+        num_parts = min(torch.get_num_threads(), 1 + numel // ALONE_NUMEL)
+        self.divide(numel, num_parts, work, multiple=CUT_NUMEL)
+
+    def divide(
+        self, count: int, num_parts: int, work: Callable[[int, int], None], *, multiple: int = 1
+    ) -> None:
+        """The same in as many parts as asked for, at most torch's threads, cut at multiples."""
+        if num_parts <= 1:
+            work(0, count)
             return
-        cuts = [numel * k // num_threads // CUT_NUMEL * CUT_NUMEL for k in range(num_threads)]
-        parts = list(zip(cuts, [*cuts[1:], numel], strict=True))
+        cuts = [count * k // num_parts // multiple * multiple for k in range(num_parts)]
+        parts = list(zip(cuts, [*cuts[1:], count], strict=True))
         others = [self._threads().submit(work, *part) for part in parts[1:]]
         try:
             work(*parts[0])

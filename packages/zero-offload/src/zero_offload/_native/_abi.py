@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import Final
 
@@ -69,7 +69,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.zero_count.restype = None
     library.zero_take.argtypes = (
         *(c_int, c_void_p, c_int32, c_void_p, c_int32, c_int64),
-        *(POINTER(c_double), POINTER(c_int64)),
+        *(c_void_p, c_void_p),
     )
     library.zero_take.restype = None
     return library
