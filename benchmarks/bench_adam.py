@@ -159,6 +159,12 @@ def _bf16(numel: int) -> dict[str, Way]:
     _set_state(ours, param, exp_avg=first, exp_avg_sq=second, master=master)
     ours.grad_scale = divisor
 
+    bare = nn.Parameter(param.detach())
+    bare.grad = grad
+    without = CPUAdam.from_deepspeed([bare])
+    _set_state(without, bare, exp_avg=first, exp_avg_sq=second)
+    without.grad_scale = divisor
+
     wide = nn.Parameter(master)
     fused = torch.optim.AdamW([wide], fused=True)
     _set_state(fused, wide, exp_avg=first, exp_avg_sq=second)
@@ -173,6 +179,7 @@ def _bf16(numel: int) -> dict[str, Way]:
     return {
         "limit": limit,
         "zero_offload.CPUAdam": ours.step,
+        "zero_offload, no master": without.step,  # 22 bytes an element, as DeepSpeed's
         "torch fused, unscale, clip and cast": separately,
     }
 

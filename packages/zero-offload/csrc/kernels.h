@@ -136,15 +136,18 @@ void run_as(const zero_tensor *tensors, int64_t count, const zero_rule *rule, in
 template <class Rule, class V, class One>
 void run(const zero_tensor *tensors, int64_t count, const zero_rule *rule, int64_t first,
          int64_t last) {
-  const bool is_wide = rule->param_dtype == ZERO_F32 && rule->state_dtype == ZERO_F32;
-  const int grad = rule->grad_dtype, out = rule->out_dtype;
+  const int param = rule->param_dtype, grad = rule->grad_dtype, out = rule->out_dtype;
   auto as = run_as<Rule, V, One, kAny, kAny, kAny, kAny>;
-  if (is_wide && grad == ZERO_F32 && out == ZERO_NONE)
-    as = run_as<Rule, V, One, ZERO_F32, ZERO_F32, ZERO_F32, ZERO_NONE>;
-  if (is_wide && grad == ZERO_BF16 && out == ZERO_BF16)
-    as = run_as<Rule, V, One, ZERO_F32, ZERO_BF16, ZERO_F32, ZERO_BF16>;
-  if (is_wide && grad == ZERO_F16 && out == ZERO_F16)
-    as = run_as<Rule, V, One, ZERO_F32, ZERO_F16, ZERO_F32, ZERO_F16>;
+  if (rule->state_dtype == ZERO_F32) {
+    if (param == ZERO_F32 && grad == ZERO_F32 && out == ZERO_NONE)
+      as = run_as<Rule, V, One, ZERO_F32, ZERO_F32, ZERO_F32, ZERO_NONE>;
+    if (param == ZERO_F32 && grad == ZERO_BF16 && out == ZERO_BF16)
+      as = run_as<Rule, V, One, ZERO_F32, ZERO_BF16, ZERO_F32, ZERO_BF16>;
+    if (param == ZERO_F32 && grad == ZERO_F16 && out == ZERO_F16)
+      as = run_as<Rule, V, One, ZERO_F32, ZERO_F16, ZERO_F32, ZERO_F16>;
+    if (param == ZERO_BF16 && grad == ZERO_BF16 && out == ZERO_NONE)
+      as = run_as<Rule, V, One, ZERO_BF16, ZERO_BF16, ZERO_F32, ZERO_NONE>;
+  }
   as(tensors, count, rule, first, last);
 }
 

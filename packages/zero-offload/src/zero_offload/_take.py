@@ -6,7 +6,6 @@ import ctypes
 import math
 from typing import Final
 
-import torch
 from attrs import frozen
 from torch import Tensor
 
@@ -55,7 +54,6 @@ def take(
     sums, bad = (ctypes.c_double * len(cuts))(), (ctypes.c_int64 * len(cuts))()
     isa, dtype, itemsize = ISAS[kernels.isa], DTYPES[source.dtype], source.element_size()
     sources, targets = source.data_ptr(), None if to is None else to.data_ptr()
-    num_parts = min(torch.get_num_threads(), len(cuts))
 
     def measure(first: int, last: int) -> None:
         for k in range(first, last):
@@ -70,5 +68,5 @@ def take(
                 ctypes.byref(bad, k * 8),
             )
 
-    team.divide(len(cuts), num_parts, measure)
+    team.divide(len(cuts), len(cuts), measure)
     return Taken(math.fsum(sums), sum(bad))
