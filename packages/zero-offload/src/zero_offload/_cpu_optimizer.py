@@ -34,6 +34,9 @@ class AbstractCPUOptimizer(Optimizer, ABC):
     optimizers; `torch.amp.GradScaler` uses them.
     """
 
+    grad_scale: Tensor | float | None  # set by others, or missing
+    found_inf: Tensor | float | None
+
     def __init__(
         self, params: Any, defaults: dict[str, Any], policy: StatePolicy, *, keeps_last_step: bool
     ) -> None:
