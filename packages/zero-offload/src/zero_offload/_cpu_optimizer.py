@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from . import _native, _native_step, _reference
 from ._errors import RollbackError, StepOrderError, UnsupportedTensorError
 from ._host_state import MASTER, StatePolicy, check_param
-from ._journal import Journal
+from ._last_step import LastStep
 from ._plan import Plan
 from ._round import Round
 from ._rule import Rule, seed_of_step
@@ -34,8 +34,8 @@ class AbstractCPUOptimizer(Optimizer, ABC):
     optimizers; `torch.amp.GradScaler` uses them.
     """
 
-    grad_scale: Tensor | float | None = None
-    found_inf: Tensor | float | None = None
+    grad_scale: Tensor | float | None  # set by others, or missing
+    found_inf: Tensor | float | None
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], policy: StatePolicy, *, keeps_last_step: bool
@@ -133,7 +133,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
                 "there is no step to roll back: none was made since construction, loading or the "
                 "last rollback"
             )
-        self._journal.restore()
+        self._last_step.restore()
         self._has_last_step, self._round = False, None
 
     @torch.no_grad()
@@ -145,14 +145,15 @@ class AbstractCPUOptimizer(Optimizer, ABC):
 
     def _begin(self) -> None:
         if self._keeps_last_step:
-            self._journal.clear()
+            self._last_step.clear()
             self._has_last_step = True
 
     def _step_span(self, start: int, stop: int, advanced: set[Tensor]) -> None:
         """Step elements [start, stop); `advanced` are parameters whose count this step raised."""
-        if self.found_inf is not None and float(self.found_inf) != 0:
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and float(found_inf) != 0:
             return
-        factor = 1.0 if self.grad_scale is None else 1.0 / float(self.grad_scale)
+        factor = 1.0 if scale is None else 1.0 / float(scale)
         plan = self._whole if stop == END and self._whole is not None else None
         self._whole = None
         if plan is None or not plan.renew(self.param_groups, self.state):
@@ -179,11 +180,11 @@ class AbstractCPUOptimizer(Optimizer, ABC):
 
     def _keep(self, plan: Plan) -> None:
         for step in plan.steps:
-            self._journal.keep_step(step)
+            self._last_step.keep_step(step)
         for part in plan.parts.values():
-            self._journal.keep(part.batch)
+            self._last_step.keep(part.batch)
         for param, _ in plan.copies:
-            self._journal.keep_param(param)
+            self._last_step.keep_param(param)
 
     def _plan(self, start: int, stop: int, advanced: set[Tensor]) -> Plan:
         """Check and collect the tensors of a span; nothing is stepped yet."""
@@ -265,7 +266,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
     def _reset(self) -> None:
         """Forget what no state dict and no copy carries."""
         self._team = Team()
-        self._journal = Journal()
+        self._last_step = LastStep()
         self._has_last_step = False
         self._round: Round | None = None
         self._whole: Plan | None = None  # of the last `step()`
@@ -276,5 +277,5 @@ def _warn_once(reason: str) -> None:
     warnings.warn(
         f"zero_offload steps with plain torch, about ten times slower than its kernels: {reason}",
         RuntimeWarning,
-        stacklevel=5,
+        stacklevel=4,
     )
