@@ -92,15 +92,19 @@ class Frame:
     _found: dict[int, Tensor] = field(factory=dict, init=False)  # computed again, not yet asked for
     _backward: int = field(default=-1, init=False)  # for which that was
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[Any]:
         """Around the first run."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        return self._recording_beside(hooks) if self.companions or self.witness else hooks
+
+    @contextmanager
+    def _recording_beside(self, hooks: AbstractContextManager[Any]) -> Iterator[None]:
         with ExitStack() as stack:
             for companion in self.companions:
                 stack.enter_context(companion.forward())
             if self.witness is not None:  # the innermost: it sees what the function does
                 stack.enter_context(self.witness.forward())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
+            stack.enter_context(hooks)
             yield
 
     @property

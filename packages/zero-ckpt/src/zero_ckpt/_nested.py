@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from copy import copy
-from typing import Any
+from operator import is_
+from typing import Any, Final
+
+
+_PLAIN: Final = (type(None), bool, int, float, str)  # hold nothing
 
 
 def replace_in(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
@@ -16,9 +20,11 @@ def replace_in(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
     """
     if isinstance(value, kind):
         return replace(value)
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, tuple | list):
         items = [replace_in(item, kind, replace) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        if all(map(is_, items, value)):
             return value
         return _like(value, items)
     if isinstance(value, MutableMapping):
@@ -46,6 +52,8 @@ def _changed(
     replace: Callable[[Any], Any],
     put: Callable[[Any, Any, Any], None],
 ) -> Any:
+    if not items:
+        return value
     new = {key: replace_in(item, kind, replace) for key, item in items.items()}
     changes = {key: item for key, item in new.items() if item is not items[key]}
     other = copy(value) if changes else value
