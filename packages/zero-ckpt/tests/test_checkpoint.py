@@ -597,3 +597,21 @@ def test_arguments_of_another_type_are_refused(wrong: dict[str, Any]) -> None:
         CheckpointError, match=rf"Checkpointer\({name}=\): expected .* or None, got"
     ):
         Checkpointer(**wrong)
+
+
+@pytest.mark.parametrize("stops_early", [True, False])
+def test_what_a_function_writes_over_is_no_gradient(stops_early: bool) -> None:
+    """Autograd notices a write to what it saved; hooks get the tensor before, and must as well."""
+
+    def careless(x: Tensor) -> Tensor:
+        hidden = x.sigmoid()
+        hidden.add_(1)
+        return hidden.exp()
+
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        careless(x).sum().backward()
+    y = Checkpointer(stops_early=stops_early).checkpoint(careless, x)
+
+    with pytest.raises(CheckpointError, match=r"saved tensor 0 of 2 .* by the function itself"):
+        y.sum().backward()

@@ -73,6 +73,13 @@ class _Saved:
     index: int
 
 
+class _Found(NamedTuple):
+    """A tensor that was computed again, and how often its memory had been written to then."""
+
+    tensor: Tensor
+    version: int
+
+
 @define(eq=False)
 class Frame:
     """One call. Lives as long as anything that it saved may be asked for."""
@@ -89,7 +96,7 @@ class Frame:
     stops_early: bool = True
     _saved: list[weakref.ref[_Saved]] = field(factory=list, init=False)
     _facts: list[_Facts] = field(factory=list, init=False)
-    _found: dict[int, Tensor] = field(factory=dict, init=False)  # computed again, not yet asked for
+    _found: dict[int, _Found] = field(factory=dict, init=False)  # not yet asked for
     _backward: int = field(default=-1, init=False)  # for which that was
 
     def recording(self) -> AbstractContextManager[Any]:
@@ -129,7 +136,15 @@ class Frame:
             self._backward = backward
             if saved.index not in self._found:  # also where autograd asks twice
                 self._recompute()
-            return self._found.pop(saved.index)
+            tensor, version = self._found.pop(saved.index)
+            if version_of(tensor) != version:
+                raise CheckpointError(
+                    f"{self.layer}: saved tensor {saved.index} of {len(self._saved)} "
+                    f"({self._facts[saved.index]}) was written in place by the function itself, "
+                    "after autograd had saved it, so that no gradient can be computed from it, "
+                    "with or without a checkpoint; write to a clone"
+                )
+            return tensor
 
     def _recompute(self) -> None:
         inputs = self.kept.restore()
@@ -142,7 +157,7 @@ class Frame:
             saved = self._saved[count]() if count < len(self._saved) else None
             if saved is not None:
                 self._verify(count, tensor)
-                self._found[saved.index] = tensor
+                self._found[saved.index] = _Found(tensor, version_of(tensor))
             count += 1
             if self.stops_early and count == len(self._saved):
                 raise _Stop(self)

@@ -8,7 +8,6 @@ from copy import copy
 from operator import is_
 from typing import Any, Final
 
-
 _PLAIN: Final = (type(None), bool, int, float, str)  # hold nothing
 
 
@@ -24,9 +23,7 @@ def replace_in(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
         return value
     if isinstance(value, tuple | list):
         items = [replace_in(item, kind, replace) for item in value]
-        if all(map(is_, items, value)):
-            return value
-        return _like(value, items)
+        return value if all(map(is_, items, value)) else _like(value, items)
     if isinstance(value, MutableMapping):
         return _changed(value, value, kind, replace, _set_item)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
