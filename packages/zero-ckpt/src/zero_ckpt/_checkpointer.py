@@ -197,6 +197,10 @@ class Checkpointer:
         call.check_unwritten(inputs, name)
         return outputs
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Checkpointer:
+        """Itself: a copy of a model that holds it is checkpointed as the model is."""
+        return self
+
     def name_layer(self, module: nn.Module, name: str) -> None:
         """What to call a module in messages and timings, before its first call.
 

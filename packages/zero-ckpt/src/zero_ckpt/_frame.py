@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -99,19 +99,22 @@ class Frame:
     _found: dict[int, _Found] = field(factory=dict, init=False)  # not yet asked for
     _backward: int = field(default=-1, init=False)  # for which that was
 
-    def recording(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def recording(self) -> Iterator[None]:
         """Around the first run."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        return self._recording_beside(hooks) if self.companions or self.witness else hooks
+        is_alone = not self.companions and self.witness is None
+        beside = nullcontext() if is_alone else self._accompanied()
+        with self.tracker.restored(), beside, hooks:
+            yield
 
     @contextmanager
-    def _recording_beside(self, hooks: AbstractContextManager[Any]) -> Iterator[None]:
+    def _accompanied(self) -> Iterator[None]:
         with ExitStack() as stack:
             for companion in self.companions:
                 stack.enter_context(companion.forward())
             if self.witness is not None:  # the innermost: it sees what the function does
                 stack.enter_context(self.witness.forward())
-            stack.enter_context(hooks)
             yield
 
     @property
