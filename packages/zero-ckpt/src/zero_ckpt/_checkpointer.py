@@ -28,7 +28,7 @@ from ._profile import Profile, Timed, TimedKept, Timing, table_of
 from ._rng import RngSnapshot, devices_of
 from ._savers import AbstractKept, AbstractSaver, KeepSaver, detached
 from ._seeds import reseed_own, seed_both
-from ._torch_compat import uncompiled
+from ._torch_compat import is_transformed, uncompiled
 from ._tracker import RngTracker
 from ._turn import Turn
 from ._verify import Verification, Witness
@@ -125,7 +125,8 @@ class Checkpointer:
             What the function returns.
 
         Raises:
-            CheckpointError: The function wrote in place to a tensor that it was given. In
+            CheckpointError: The function wrote in place to a tensor that it was given, or forked
+                another tracker than this one's; or this is inside a transform of torch.func. In
                 backward: an input or weight was written in place meanwhile.
             NondeterminismError: In backward: the second run saved other tensors than the first,
                 or, of a call that is verified, other values.
@@ -171,6 +172,12 @@ class Checkpointer:
             if self._is_plain(saver):
                 return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
             return _record(self, saver, function, args, kwargs)
+        if is_transformed():
+            raise CheckpointError(
+                f"checkpoint(): expected to be outside of torch.func's transforms (vmap, grad, "
+                f"jvp, ...), which keep no graph to compute again for, got {function!r:.80} inside "
+                "of one; call the function itself there"
+            )
         return self._record(saver, function, args, kwargs)
 
     def _record(

@@ -16,7 +16,7 @@ from ._call import Call
 from ._errors import CheckpointError, NondeterminismError
 from ._rng import RngSnapshot
 from ._savers import AbstractKept
-from ._torch_compat import current_backward, version_of
+from ._torch_compat import current_backward, is_plain, version_of
 from ._tracker import RngTracker
 from ._turn import Turn
 from ._verify import Witness
@@ -57,8 +57,7 @@ class _Facts(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Facts:
-        has_address = tensor.layout is torch.strided and not tensor.is_meta
-        address = tensor.data_ptr() if has_address else 0
+        address = tensor.data_ptr() if is_plain(tensor) else 0
         return cls(tensor.shape, tensor.dtype, tensor.device, address, version_of(tensor))
 
     def __str__(self) -> str:
@@ -219,8 +218,8 @@ class Frame:
 
 _WHY: Final = (
     "What it computes must depend on its arguments, its modules and tracked randomness alone (a "
-    "counter, a cache, numpy's or Python's random?). Checkpointer(verifies=Verification()) names "
-    "the first operator that differs"
+    "counter, a cache, numpy's or Python's random?), and training mode and requires_grad be as in "
+    "forward. Checkpointer(verifies=Verification()) names the first operator that differs"
 )
 
 

@@ -8,6 +8,8 @@ from copy import copy
 from operator import is_
 from typing import Any, Final
 
+_SEQUENCES: Final = (tuple, list)
+_MAPPINGS: Final = (dict, MutableMapping)  # a dict is one too, but that takes longer to find out
 _PLAIN: Final = (type(None), bool, int, float, str)  # hold nothing
 
 
@@ -21,10 +23,10 @@ def replace_in(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
         return replace(value)
     if type(value) in _PLAIN:
         return value
-    if isinstance(value, tuple | list):
+    if isinstance(value, _SEQUENCES):
         items = [replace_in(item, kind, replace) for item in value]
         return value if all(map(is_, items, value)) else _like(value, items)
-    if isinstance(value, MutableMapping):
+    if isinstance(value, _MAPPINGS):
         return _changed(value, value, kind, replace, _set_item)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar, Token
 from typing import Any, Final, NamedTuple, final
 
 import torch
+from attrs import define, field
 from torch import Tensor
 
 from ._errors import CheckpointError, SeedInUseError, UnknownRngError
@@ -19,6 +20,18 @@ MODEL_PARALLEL_RNG = "model-parallel-rng"
 
 # Of the checkpoints that this code runs inside of, by thread: whose rngs their second runs restore.
 _restored: Final[ContextVar[tuple[RngTracker, ...]]] = ContextVar("restored", default=())
+
+
+@define(eq=False)
+class _Restored(AbstractContextManager[None]):
+    _tracker: RngTracker
+    _token: Token[tuple[RngTracker, ...]] = field(init=False)
+
+    def __enter__(self) -> None:
+        self._token = _restored.set((*_restored.get(), self._tracker))
+
+    def __exit__(self, *exception: object) -> None:
+        _restored.reset(self._token)
 
 
 class Lent(NamedTuple):
@@ -215,14 +228,9 @@ class RngTracker:
                 "once at the start"
             )
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> AbstractContextManager[None]:
         """Around both runs of a checkpointed function, for the second of which it is restored."""
-        token = _restored.set((*_restored.get(), self))
-        try:
-            yield
-        finally:
-            _restored.reset(token)
+        return _Restored(self)
 
     def _check_restored(self) -> None:
         if any(other is not self for other in _restored.get()):
