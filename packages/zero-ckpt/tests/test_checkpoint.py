@@ -88,6 +88,21 @@ def test_statistics_are_written_once() -> None:
     assert_equal(train(checkpoint, _Normed), train(plainly, _Normed))
 
 
+def _in_closure(function: Callable[..., Any], *args: Any) -> Any:
+    """As Megatron calls a chunk of layers, and torchvision's DenseNet its norms."""
+    layers = [function]
+
+    def forward(*inputs: Any) -> Any:
+        return layers[0](*inputs)
+
+    return Checkpointer(stops_early=False).checkpoint(partial(forward), *args)
+
+
+def test_statistics_of_modules_in_a_closure_are_written_once() -> None:
+    """A function that calls modules is no less usual than a module."""
+    assert_equal(train(_in_closure, _Normed), train(plainly, _Normed))
+
+
 def test_autocast_is_as_it_was_in_forward() -> None:
     """Backward runs outside of it, and fp32 would give other numbers."""
 
