@@ -26,7 +26,7 @@ from ._policy import OperatorPolicy, check_operator_policy
 from ._profile import Timed, TimedKept, Timing, table_of
 from ._rng import RngSnapshot, devices_of
 from ._savers import AbstractKept, AbstractSaver, KeepSaver, detached
-from ._torch_compat import uncompiled
+from ._torch_compat import is_transformed, uncompiled
 from ._tracker import RngTracker
 from ._turn import Turn
 from ._verify import Verification, Witness
@@ -121,7 +121,8 @@ class Checkpointer(Configurable):
             What the function returns.
 
         Raises:
-            CheckpointError: The function wrote in place to a tensor that it was given. In
+            CheckpointError: The function wrote in place to a tensor that it was given, or forked
+                another tracker than this one's; or this is inside a transform of torch.func. In
                 backward: an input or weight was written in place meanwhile.
             NondeterminismError: In backward: the second run saved other tensors than the first,
                 or, of a call that is verified, other values.
@@ -164,6 +165,12 @@ class Checkpointer(Configurable):
             if self._is_plain(saver):
                 return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
             return _record(self, saver, function, args, kwargs)
+        if is_transformed():
+            raise CheckpointError(
+                f"checkpoint(): expected to be outside of torch.func's transforms (vmap, grad, "
+                f"jvp, ...), which keep no graph to compute again for, got {function!r:.80} inside "
+                "of one; call the function itself there"
+            )
         return self._record(saver, function, args, kwargs)
 
     def _record(
@@ -189,6 +196,10 @@ class Checkpointer(Configurable):
             outputs = function(*args, **kwargs)
         call.check_unwritten(inputs, name)
         return outputs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Checkpointer:
+        """Itself: a copy of a model that holds it is checkpointed as the model is."""
+        return self
 
     def name_layer(self, module: nn.Module, name: str) -> None:
         """What to call a module in messages and timings, before its first call.

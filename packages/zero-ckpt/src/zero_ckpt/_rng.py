@@ -35,7 +35,8 @@ class RngSnapshot:
         before = RngSnapshot.take(self.devices, tracker)
         try:
             self.put_back(tracker)
-            yield
+            with tracker.restored():
+                yield
         finally:
             before.put_back(tracker)
 
