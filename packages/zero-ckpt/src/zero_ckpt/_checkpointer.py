@@ -19,12 +19,13 @@ from ._configurable import Configurable
 from ._configuration import Configuration
 from ._errors import CheckpointError
 from ._frame import Companion, Frame
+from ._generators import devices_of
 from ._keep import Keeping
 from ._layers import Layer, Layers
 from ._memory import Ledger
 from ._policy import OperatorPolicy, check_operator_policy
 from ._profile import Timed, TimedKept, Timing, table_of
-from ._rng import RngSnapshot, devices_of
+from ._rng import RngSnapshot
 from ._savers import AbstractKept, AbstractSaver, KeepSaver, detached
 from ._torch_compat import is_transformed, uncompiled
 from ._tracker import RngTracker

@@ -219,8 +219,8 @@ class Frame:
 _WHY: Final = (
     "What it computes must depend on its arguments, its modules and tracked randomness alone (a "
     "counter, a cache, an iterator that is used up, numpy's or Python's random?), and training "
-    "mode and requires_grad be as in forward. Checkpointer(verifies=Verification()) names the first "
-    "operator that differs"
+    "mode and requires_grad be as in forward. Checkpointer(verifies=Verification()) names the "
+    "first operator that differs"
 )
 
 

@@ -13,7 +13,7 @@ from attrs import define, field
 from torch import Tensor
 
 from ._errors import CheckpointError, SeedInUseError, UnknownRngError
-from ._rng import get_state, seeded_state, set_state
+from ._generators import get_state, seeded_state, set_state
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 
