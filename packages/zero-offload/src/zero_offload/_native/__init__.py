@@ -42,6 +42,12 @@ class Kernels:
         return Kernels(self.library, isa)
 
 
+def missing_cuda() -> str:
+    """Why there is no library for CUDA; empty if there is."""
+    path = HERE / CUDA_LIBRARY
+    return "" if path.exists() else f"{path} does not exist: no nvcc when this was built"
+
+
 @frozen
 class NativeStatus:
     """Which kernels step tensors on the CPU, and why not the others.
@@ -57,7 +63,7 @@ class NativeStatus:
     isa: str
     reason: str = ""
     others: Mapping[str, str] = field(factory=dict)
-    cuda_reason: str = field(factory=lambda: missing_cuda())
+    cuda_reason: str = field(factory=missing_cuda)
 
     @property
     def loaded(self) -> bool:
@@ -73,12 +79,6 @@ class NativeStatus:
         if self.cuda_reason:
             lines.append(f"  because {self.cuda_reason}")
         return "\n".join(lines)
-
-
-def missing_cuda() -> str:
-    """Why there is no library for CUDA; empty if there is."""
-    path = HERE / CUDA_LIBRARY
-    return "" if path.exists() else f"{path} does not exist: no nvcc when this was built"
 
 
 def native_status() -> NativeStatus:
