@@ -26,14 +26,15 @@ int zero_io_abi(void) { return ZERO_IO_ABI; }
 
 namespace {
 
-constexpr int kMostRetries = 2000; /* of a request, 1 ms apart, without any progress */
+constexpr int kMostRetries = 2000; /* of a request that the kernel is too busy for, 1 ms apart */
+constexpr int kMostStalls = 3;     /* of a request that moves less than one unit */
 
 struct Request { /* one block under way */
   int64_t start, nbytes; /* within the transfer; without padding */
   int64_t padded, done;
   char *address; /* where the kernel reads or writes: the memory itself, or a bounce block */
   bool bounced;
-  int retries;
+  int retries, stalls;
 };
 
 int64_t align_up(int64_t nbytes, int64_t align) { return (nbytes + align - 1) / align * align; }
@@ -155,7 +156,7 @@ void begin(Request *request, int32_t index, const zero_transfer *t, int64_t star
     memcpy(block, address, nbytes);
     memset(block + nbytes, 0, padded - nbytes);
   }
-  *request = {start, nbytes, padded, 0, bounced ? block : address, bounced, 0};
+  *request = {start, nbytes, padded, 0, bounced ? block : address, bounced, 0, 0};
 }
 
 void push(zero_ring *ring, int32_t index, const zero_transfer *t) {
@@ -195,13 +196,17 @@ int settle(Request *r, const zero_transfer *t, int32_t result, bool *ends) {
     *ends = true; /* of the file */
     return 1;
   }
-  const int64_t before = r->done;
-  r->done += result;
-  if (r->done >= r->padded) return 1;
-  if (r->done >= r->nbytes && !t->writes) return 1; /* the file is not padded */
-  r->done -= r->done % t->align;                    /* O_DIRECT goes on from where it may */
-  r->retries = r->done > before ? 0 : r->retries + 1;
-  return r->retries > kMostRetries ? -EIO : 0;
+  const int64_t before = r->done, reached = before + result;
+  r->done = reached;
+  if (reached >= r->padded) return 1;
+  if (reached >= r->nbytes && !t->writes) return 1; /* the file is not padded */
+  r->done -= reached % t->align;                    /* O_DIRECT goes on from where it may */
+  r->stalls = r->done > before ? 0 : r->stalls + 1;
+  if (r->stalls < kMostStalls) return 0;
+  if (t->writes) return -EIO;
+  r->done = reached; /* a short read that does not grow: an end that is not a multiple of align */
+  *ends = true;
+  return 1;
 }
 
 }  // namespace

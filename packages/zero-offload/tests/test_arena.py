@@ -25,7 +25,7 @@ def _resident_bytes() -> int:
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4097, 1_000_001, 2**25 + 2**24 + 1])
 def test_memory_has_its_exact_size_and_is_resident(nbytes: int) -> None:
-    """torch's pinned allocator doubles what is above a power of two; and late pages kill a job."""
+    """Torch's pinned allocator doubles what is above a power of two; and late pages kill a job."""
     budget = HostBudget(available=lambda: PLENTY)
     before = _resident_bytes()
 
@@ -109,9 +109,12 @@ def test_memory_promised_to_another_thread_is_not_promised_again() -> None:
     """Pages are free until touched; two threads must not both be told that they are theirs."""
     budget = HostBudget(available=lambda: Available(300 * 2**20, "m"))
 
-    with budget.taking("first", 100 * 2**20):
-        with pytest.raises(BudgetError), budget.taking("second", 100 * 2**20):
-            pass
+    with (
+        budget.taking("first", 100 * 2**20),
+        pytest.raises(BudgetError),
+        budget.taking("second", 100 * 2**20),
+    ):
+        pass
     with budget.taking("second", 100 * 2**20):
         pass
 
@@ -182,7 +185,11 @@ def test_memory_spreads_over_the_nodes_of_this_process(tmp_path: Path) -> None:
     import os
 
     core = min(os.sched_getaffinity(0))
-    for node, cores in {"node0": f"{core}", "node1": f"{core}-{core + 1},9999", "node2": ""}.items():
+    for node, cores in {
+        "node0": f"{core}",
+        "node1": f"{core}-{core + 1},9999",
+        "node2": "",
+    }.items():
         folder = tmp_path / "sys/devices/system/node" / node
         folder.mkdir(parents=True)
         (folder / "cpulist").write_text(cores + "\n")

@@ -146,11 +146,11 @@ def test_a_key_never_written_is_named(store: AbstractStore) -> None:
     """The reader's mistake, or a swap that failed: either way the key is what to look for."""
     store.allocate({"reserved": 64})
 
-    with pytest.raises(StoreError, match="'nowhere'.*never written"):
+    with pytest.raises(StoreError, match=r"'nowhere'.*never written"):
         store.read("nowhere", torch.empty(4)).result()
-    with pytest.raises(StoreError, match="'reserved'.*never written"):
+    with pytest.raises(StoreError, match=r"'reserved'.*never written"):
         store.read("reserved", torch.empty(16)).result()
-    with pytest.raises(StoreError, match="'nowhere'.*never written"):
+    with pytest.raises(StoreError, match=r"'nowhere'.*never written"):
         store.delete("nowhere")
     with pytest.raises(StoreError, match="'reserved' is allocated already"):
         store.allocate({"other": 1, "reserved": 64})
@@ -162,7 +162,7 @@ def test_a_wrong_tensor_is_refused(store: AbstractStore) -> None:
     """Half a value, or one read as another dtype, would train on with noise."""
     store.write("x", torch.zeros(8)).result()
 
-    with pytest.raises(StoreError, match="'x' holds 8 elements of torch.float32.*read into 4"):
+    with pytest.raises(StoreError, match=r"'x' holds 8 elements of torch.float32.*read into 4"):
         store.read("x", torch.empty(4)).result()
     with pytest.raises(StoreError, match=r"8 elements of torch.float32.*torch\.int32"):
         store.read("x", torch.empty(8, dtype=torch.int32)).result()

@@ -80,8 +80,8 @@ class HostBudget:
         held = self.held()
         lines = "".join(f"\n  {_bytes(each)}  {holder}" for holder, each in held.items())
         return BudgetError(
-            f"{name!r} asks for {_bytes(nbytes)} of host memory, and {who} has {_bytes(rest)} left. "
-            f"Held by this process: {_bytes(sum(held.values()))}{lines}\nRest more on disk "
+            f"{name!r} asks for {_bytes(nbytes)} of host memory, and {who} has {_bytes(rest)} "
+            f"left. Held by this process: {_bytes(sum(held.values()))}{lines}\nRest more on disk "
             "(DiskStore), hold fewer or smaller buffers, or raise it with set_host_budget().",
             nbytes=nbytes,
             held=held,
@@ -97,7 +97,9 @@ def set_host_budget(limit_bytes: int | None) -> None:
     What is held already stays, even if it is more.
     """
     if limit_bytes is not None and limit_bytes < 0:
-        raise ValueError(f"a budget is a number of bytes >= 0, or None for no limit; got {limit_bytes}")
+        raise ValueError(
+            f"a budget is a number of bytes >= 0, or None for no limit; got {limit_bytes}"
+        )
     PROCESS_BUDGET.limit_bytes = limit_bytes
 
 

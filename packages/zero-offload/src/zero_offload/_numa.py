@@ -13,7 +13,7 @@ _MBIND: Final = {"x86_64": 237, "aarch64": 235}
 
 
 def nodes_of_process(root: Path = Path("/")) -> list[int]:
-    """The nodes with a core that this process may run on, in order; empty where none are told of."""
+    """The nodes with a core that this process may run on, in order; none where nothing is told."""
     cores = os.sched_getaffinity(0)
     return sorted(
         int(folder.name.removeprefix("node"))

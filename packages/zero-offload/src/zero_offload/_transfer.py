@@ -21,7 +21,8 @@ from torch import Tensor
 from ._disk_settings import DiskSettings
 from ._system import SYSTEM, System
 
-MOST_RETRIES: Final = 2000  # of a request that makes no progress, 1 ms apart
+_MOST_RETRIES: Final = 2000  # of a request that the kernel is too busy for, 1 ms apart
+_MOST_STALLS: Final = 3  # of a request that moves less than one unit
 
 
 @frozen
@@ -42,7 +43,7 @@ class Transfer:
 
 @frozen
 class Block:
-    """A run of bytes within a transfer, moved by one request; bounced through aligned memory or not."""
+    """A run of bytes within a transfer, moved by one request, in place or through a bounce."""
 
     start: int
     nbytes: int
@@ -74,9 +75,7 @@ class AbstractTransport(ABC):
         """Wait for what is under way and let go of everything."""
 
 
-def plan_blocks(
-    address: int, nbytes: int, *, block_bytes: int, align: int
-) -> Iterator[Block]:
+def plan_blocks(address: int, nbytes: int, *, block_bytes: int, align: int) -> Iterator[Block]:
     """Whole blocks of aligned memory in place; an odd end, or any other memory, bounced.
 
     `zero_io.cpp` cuts by the same rule.
@@ -189,7 +188,7 @@ class ThreadTransport(AbstractTransport):
     def _complete(self, transfer: Transfer, block: Block, memory: memoryview) -> int:
         """Move all of `memory`, however little a call moves; stops early at the file's end only."""
         call = self.system.pwritev if transfer.writes else self.system.preadv
-        done = retries = 0
+        done = retries = stalls = 0
         while done < len(memory):
             try:
                 count = call(transfer.fd, [memory[done:]], transfer.offset + block.start + done)
@@ -197,20 +196,21 @@ class ThreadTransport(AbstractTransport):
                 continue
             except BlockingIOError:
                 retries += 1
-                if retries > MOST_RETRIES:
+                if retries > _MOST_RETRIES:
                     raise
                 time.sleep(0.001)
                 continue
-            if count == 0 and transfer.writes:
+            reached = done + count
+            if not transfer.writes and (count == 0 or reached >= block.nbytes):
+                return reached  # the file's end; it need not be padded
+            before, done = done, reached
+            if reached < len(memory):
+                done -= reached % transfer.align  # O_DIRECT goes on from where it may
+            stalls = 0 if done > before else stalls + 1
+            if stalls == _MOST_STALLS and transfer.writes:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
-            if count == 0 or (not transfer.writes and done + count >= block.nbytes):
-                return done + count  # the file's end; it need not be padded
-            before, done = done, done + count
-            if done < len(memory):
-                done -= done % transfer.align  # O_DIRECT goes on from where it may
-            retries = 0 if done > before else retries + 1
-            if retries > MOST_RETRIES:
-                raise OSError(errno.EIO, "requests end without progress")
+            if stalls == _MOST_STALLS:
+                return reached  # does not grow: an end that is not a multiple of align
         return done
 
 

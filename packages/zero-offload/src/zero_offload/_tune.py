@@ -44,10 +44,10 @@ class _Candidate:
 def tune(path: str | os.PathLike[str], *, seconds: float = 8.0) -> DiskSettings:
     """Measure ways of using the disk under `path`, print them, and return the best.
 
-    Writes and reads one file of up to 256 MiB in a private folder there, which is removed; holds as
-    much host memory. The best has the least time to write and read once. Block size, queue depth and
-    io_uring or threads are tried, in turns, so that a disturbance hits all alike; each at least once,
-    also where that takes longer. Blocks.
+    Writes and reads one file of up to 256 MiB in a private folder there, which is removed; holds
+    as much host memory. The best has the least time to write and read once. Block size, queue depth
+    and io_uring or threads are tried, in turns, so that a disturbance hits all alike; each at least
+    once, also where that takes longer. Blocks.
 
     Args:
         path: An existing folder on the disk to use.
@@ -102,9 +102,7 @@ def _candidates(direct: Direct) -> list[_Candidate]:
         asked = DiskSettings(block_bytes=block_bytes, queue_depth=depth, num_workers=1)
         for uses_uring in (True, False):
             settings = evolve(asked, uses_uring=uses_uring)
-            transport, why = choose_transport(
-                settings, direct.align_bytes, library, reason, SYSTEM
-            )
+            transport, why = choose_transport(settings, direct.align_bytes, library, reason, SYSTEM)
             if uses_uring and why:  # then it would be the threads twice
                 transport.close()
                 continue
@@ -112,9 +110,7 @@ def _candidates(direct: Direct) -> list[_Candidate]:
     return found
 
 
-def _time(
-    candidate: _Candidate, fd: int, memory: Tensor, direct: Direct, *, writes: bool
-) -> float:
+def _time(candidate: _Candidate, fd: int, memory: Tensor, direct: Direct, *, writes: bool) -> float:
     if direct.align_bytes == 1 and not writes:  # else the page cache would be measured
         os.posix_fadvise(fd, 0, memory.nbytes, os.POSIX_FADV_DONTNEED)
     start = time.perf_counter()
