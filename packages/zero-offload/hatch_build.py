@@ -10,7 +10,9 @@ from typing import Any, Final
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-RECIPE: Final = "src/zero_offload/_native/_compile.py"  # also what `python -m zero_offload.build` runs
+RECIPE: Final = (
+    "src/zero_offload/_native/_compile.py"  # also what `python -m zero_offload.build` runs
+)
 
 
 class NativeBuildHook(BuildHookInterface):

@@ -79,6 +79,10 @@ void zero_lion(int isa, const zero_tensor *tensors, int64_t count, const zero_ru
   ZERO_PICK(lion, tensors, count, rule, first, last)
 }
 
+void zero_count(float *const *numbers, int64_t count) {
+  for (int64_t k = 0; k < count; ++k) *numbers[k] += 1.0f;
+}
+
 void zero_take(int isa, const void *from, int32_t dtype, float *to, int32_t adds, int64_t numel,
                double *sum, int64_t *num_not_finite) {
   ZERO_PICK(take, from, dtype, to, adds, numel, sum, num_not_finite)

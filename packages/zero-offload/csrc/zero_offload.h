@@ -58,6 +58,9 @@ ZERO_API void zero_adagrad(int isa, const zero_tensor *tensors, int64_t count,
 ZERO_API void zero_lion(int isa, const zero_tensor *tensors, int64_t count, const zero_rule *rule,
                         int64_t first, int64_t last);
 
+/* Add 1 to each of many numbers: step counts, of which every parameter has its own. */
+ZERO_API void zero_count(float *const *numbers, int64_t count);
+
 /* Read a gradient where it arrives: `to` becomes it, or has it added, as float32 (null: neither),
    and `sum` its sum of squares, in double, of which inf and nan are left out and counted. */
 ZERO_API void zero_take(int isa, const void *from, int32_t dtype, float *to, int32_t adds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
@@ -26,6 +27,8 @@ class Batch:
     the result once more in their own dtype. `indices` number the first element of each *tensor*
     among all that the optimizer has, for stochastic rounding.
 
+    A batch that is used again has the same tensors but for `grads`.
+
     `seconds`, `largests` and `outs` are empty where the formula or the dtypes need none.
     """
 
@@ -39,6 +42,7 @@ class Batch:
     starts: list[int] = field(factory=list)
     stops: list[int] = field(factory=list)
     indices: list[int] = field(factory=list)
+    table: np.ndarray | None = field(default=None, init=False)  # of addresses, once there is one
 
     def written(self) -> list[list[Tensor]]:
         """The columns that a step writes."""

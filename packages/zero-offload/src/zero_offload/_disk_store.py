@@ -413,7 +413,8 @@ def _reported(file: _File, verb: str) -> Iterator[None]:
 def _changed(file: _File, how: str) -> StoreError:
     return StoreError(
         f"{file.path}, which holds {file.key!r} ({file.nbytes} bytes), was changed behind our "
-        f"back: {how}. Its value is lost; resume from a checkpoint, and keep others out of that folder",
+        f"back: {how}. Its value is lost; resume from a checkpoint, and keep others out of "
+        "that folder",
         key=file.key,
         path=file.path,
         nbytes=file.nbytes,

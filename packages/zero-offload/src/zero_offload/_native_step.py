@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
+from torch import Tensor
 
 from ._batch import Batch
 from ._native import Kernels
@@ -26,22 +27,34 @@ def step_batch(batch: Batch, rule: Rule, *, kernels: Kernels, team: Team) -> Non
     team.share(int(table["numel"].sum()), work)
 
 
+def advance(steps: list[Tensor], kernels: Kernels | None) -> None:
+    """Add 1 to each step count: fp32 tensors of one element on the CPU. Local, blocking."""
+    if kernels is None:
+        for step in steps:
+            step.add_(1)
+    else:
+        addresses = np.array([step.data_ptr() for step in steps], np.uintp)
+        kernels.library.zero_count(addresses.ctypes.data, len(steps))
+
+
 def _table(batch: Batch) -> np.ndarray:
-    """An array of `zero_tensor`."""
-    table = np.zeros(len(batch.params), TENSOR)
-    starts = np.array(batch.starts, np.int64)
-    table["numel"] = np.array(batch.stops, np.int64) - starts
-    table["index"] = np.array(batch.indices, np.int64) + starts
-    dtypes = batch.dtypes
-    for name, tensors, dtype in (
-        ("param", batch.params, dtypes.param),
-        ("grad", batch.grads, dtypes.grad),
-        ("first", batch.firsts, dtypes.state),
-        ("second", batch.seconds, dtypes.state),
-        ("largest", batch.largests, dtypes.state),
-        ("out", batch.outs, dtypes.out),
-    ):
-        if tensors and dtype is not None:
+    """An array of `zero_tensor`; of a batch used again, gradients' addresses are renewed."""
+    dtypes, starts = batch.dtypes, np.array(batch.starts, np.int64)
+    columns = [("grad", batch.grads, dtypes.grad)]
+    table = batch.table
+    if table is None:
+        table = batch.table = np.zeros(len(batch.params), TENSOR)
+        table["numel"] = np.array(batch.stops, np.int64) - starts
+        table["index"] = np.array(batch.indices, np.int64) + starts
+        columns += [
+            ("param", batch.params, dtypes.param),
+            ("first", batch.firsts, dtypes.state),
+            ("second", batch.seconds, dtypes.state),
+            ("largest", batch.largests, dtypes.state),
+            ("out", batch.outs, dtypes.out or dtypes.param),
+        ]
+    for name, tensors, dtype in columns:
+        if tensors:
             addresses = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
             table[name] = addresses + starts * dtype.itemsize
     return table

@@ -65,6 +65,8 @@ def open_library(path: Path) -> ctypes.CDLL:
         step = getattr(library, name)
         step.argtypes = (c_int, c_void_p, c_int64, POINTER(NativeRule), c_int64, c_int64)
         step.restype = None
+    library.zero_count.argtypes = (c_void_p, c_int64)
+    library.zero_count.restype = None
     library.zero_take.argtypes = (
         *(c_int, c_void_p, c_int32, c_void_p, c_int32, c_int64),
         *(POINTER(c_double), POINTER(c_int64)),
