@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from zero_offload import _cpu_optimizer, _native
 
-# Under --import-mode=importlib a test's folder is not importable, and neighbours of tests are there.
+# Under --import-mode=importlib a test's folder is not importable; its neighbours are there.
 sys.path.insert(0, str(Path(__file__).parent))
 
 
