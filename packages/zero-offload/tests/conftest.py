@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 from zero_offload import _cpu_optimizer, _native
+
+# Under --import-mode=importlib a test's folder is not importable; its neighbours are there.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
