@@ -24,6 +24,7 @@ from ._errors import (
     RankFailedError,
 )
 from ._exposure import Exposure, expose
+from ._gather_to import gather_flat
 from ._group import Group, init
 from ._handle import Handle
 from ._reduction import Reduction
@@ -56,6 +57,7 @@ __all__ = [
     "check_agreement",
     "even_splits",
     "expose",
+    "gather_flat",
     "init",
     "record_traffic",
     "reduce_scatter_coalesced",
