@@ -87,7 +87,7 @@ def _exchange(
     mine = iter(own)
     for index, one in enumerate(sent):
         if one.owner == group.rank:
-            values[index] = next(mine).detach()
+            values[index] = next(mine)
     travels = [i for i, one in enumerate(sent) if one.owner != to and one.num_bytes]
     small = [index for index in travels if sent[index].num_bytes <= _PACKED_BYTES]
     for parcel in plan_parcels(

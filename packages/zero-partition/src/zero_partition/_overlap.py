@@ -32,7 +32,13 @@ class StepInBackward:
     _sending: deque[Callable[[], None]] = field(factory=deque, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._positions = {param: at for at, param in enumerate(self.publication.params)}
+        self.follow(self.publication)
+
+    def follow(self, publication: Publication) -> None:
+        """Go on with other parameters. Local."""
+        self.publication = publication
+        self._positions = {param: at for at, param in enumerate(publication.params)}
+        self._parcels.clear()
 
     def take(self, state: Any, bucket: Any) -> torch.futures.Future:
         """Reduce a bucket, and update what the one before has. Collective."""

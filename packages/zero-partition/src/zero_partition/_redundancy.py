@@ -375,6 +375,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def _plan_again(self) -> None:
         before, self._publication = self._publication, self._plan()
         before.release()
+        if self._in_backward is not None:
+            self._in_backward.follow(self._publication)
 
     def _consolidated(self) -> dict[Tensor, dict[str, Any]]:
         if self._whole is None:
