@@ -12,6 +12,7 @@ SUITES: Final = {
     "autograd": "bench_autograd",  # what hooks cost, and the ways of collecting gradients
     "hooks": "bench_hooks",  # forward and backward on one rank, against the plain model
     "checkpoint": "bench_checkpoint",  # recomputation, against torch's and against none
+    "redundancy": "bench_redundancy",  # ZeroRedundancyOptimizer against torch's
     "collectives": "bench_collectives",  # compositions of collectives against the built-in ones
 }
 

@@ -60,7 +60,7 @@ class Nested(torch.optim.Optimizer):
                 state = self.state[param]
                 if not state:
                     state["factors"] = [torch.zeros_like(param), {"count": torch.tensor(0)}]
-                    state["pair"] = (torch.zeros((), dtype=torch.float64), "mean")
+                    state["pair"] = (torch.zeros((), dtype=torch.float64), 7)
                     state["calls"] = 0
                 momentum, counted = state["factors"]
                 momentum.lerp_(param.grad, 0.1)

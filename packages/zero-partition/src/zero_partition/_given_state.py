@@ -10,12 +10,16 @@ from torch import Tensor, nn
 
 from ._errors import LoadError
 from ._nested_state import map_tensors
+from ._ownership import options_of
 
 Expected = dict[str, tuple[int, ...] | None]  # by entry: a tensor's shape, or that it is none
 
 
 def check_state(
-    given: Mapping[str, Any], optimizer: torch.optim.Optimizer, make: type[torch.optim.Optimizer]
+    given: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+    make: type[torch.optim.Optimizer],
+    defaults: Mapping[str, Any],
 ) -> None:
     """Raise LoadError unless the optimizer can go on from this state. Local, and the same anywhere.
 
@@ -26,8 +30,9 @@ def check_state(
         given: What `torch.optim.Optimizer.state_dict()` returns.
         optimizer: Has the parameters and param groups.
         make: The class that makes the state.
+        defaults: What it is constructed with, beside param groups.
     """
-    kind = make.__name__
+    kind = getattr(make, "__name__", repr(make))
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         raise LoadError(
             f"expected a state dict of a {kind} with 'state' and 'param_groups', got "
@@ -54,17 +59,14 @@ def check_state(
                 continue  # no step has had a gradient for it: it begins anew, as in plain torch
             key = (index, param.shape, param.dtype, param.device)
             if key not in known:
-                options = {k: v for k, v in given_group.items() if k not in NOT_OPTIONS}
-                known[key] = _try(param, {**group, **options}, optimizer.defaults, make)
+                options = {**options_of(group), **options_of(given_group)}
+                known[key] = _try(param, options, defaults, make)
             problems += _compare(name, state, known[key])
     extra = [number for number in given["state"] if number not in seen]
     if extra:
         problems.append(f"state of parameters {extra}, which are in no param group")
     if problems:
         raise LoadError(f"cannot load, and nothing was written: {'; '.join(problems)}")
-
-
-NOT_OPTIONS = frozenset({"params", "param_names"})  # what is in a param group beside its options
 
 
 def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -97,18 +99,17 @@ def _compare(name: str, state: Any, expected: Expected | None) -> list[str]:
 
 def _try(
     param: Tensor,
-    group: Mapping[str, Any],
+    options: Mapping[str, Any],
     defaults: Mapping[str, Any],
     make: type[torch.optim.Optimizer],
 ) -> Expected | None:
     """Entries after a step on zeros; None where that cannot be tried, and nothing is known."""
     twin = nn.Parameter(torch.zeros_like(param, requires_grad=False))
     twin.grad = torch.zeros_like(twin)
-    options = {k: map_tensors(v, torch.clone) for k, v in group.items() if k not in NOT_OPTIONS}
     devices = [param.device.index] if param.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         try:
-            other = make([{**options, "params": [twin]}], **defaults)
+            other = make([{**map_tensors(options, torch.clone), "params": [twin]}], **defaults)
             other.step()
         except Exception:  # it needs a closure, sparse gradients, a warmed-up model
             return None

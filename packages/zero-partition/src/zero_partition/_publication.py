@@ -14,11 +14,18 @@ from zero_comm import Group, Purpose, all_gather_flat
 from ._parcel import Parcel, plan_parcels, seen_as, size_of
 
 TAG: Final = 2**22  # above those of any sharded model on the same group
+AGREE_TAG: Final = TAG + 1
 _IN_FLIGHT: Final = 2  # wire buffers at a time
-_PURPOSE: Final = Purpose(
-    "exchanging the parameters that ZeroRedundancyOptimizer has updated",
-    "call its step() on every rank",
-)
+PURPOSES: Final = {
+    TAG: Purpose(
+        "exchanging the parameters, or the state, of a ZeroRedundancyOptimizer",
+        "call its step() and consolidate_state_dict() on every rank",
+    ),
+    AGREE_TAG: Purpose(
+        "comparing the parameters of a ZeroRedundancyOptimizer between ranks",
+        "make it, add param groups, freeze and unfreeze parameters alike on every rank",
+    ),
+}
 
 
 class Facts(NamedTuple):
@@ -51,7 +58,6 @@ class Publication:
     _packed: tuple[Parcel, ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.group.explain({TAG: _PURPOSE})
         placed = set(self.in_place.positions) if self.in_place is not None else set()
         rest = [
             position

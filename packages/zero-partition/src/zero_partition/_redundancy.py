@@ -10,14 +10,14 @@ from torch import Tensor
 from zero_comm import AgreementError, Group, check_agreement
 
 from ._balance import Balance
+from ._consolidated import Consolidated
 from ._consolidation import consolidate
-from ._errors import PartitionError, StateError
-from ._given_state import NOT_OPTIONS, check_state, names_of, own_state
+from ._errors import StateError
+from ._given_state import check_state, names_of, own_state
 from ._independence import check_independence, check_params
-from ._nested_state import map_tensors
 from ._overlap import StepInBackward, only
-from ._parcel import size_of
-from ._publication import TAG, Facts, Publication
+from ._ownership import Ownership, copy_options, options_of
+from ._publication import AGREE_TAG, PURPOSES, Facts, Publication
 
 _TIMEOUT_S: Final = 60.0
 
@@ -85,27 +85,29 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             raise TypeError("expected group or process_group, which are one, got both")
         group = process_group if group is None else group
         self.group = group if isinstance(group, Group) else Group.from_process_group(group)
-        self._optimizer_class = optimizer_class
+        self._optimizer_class, self._options = optimizer_class, defaults
+        self._kind = getattr(optimizer_class, "__name__", repr(optimizer_class))
         self._in_place = parameters_as_bucket_view
-        self._balance = Balance.of(self.group.world_size)
-        self._owners: dict[Tensor, int] = {}
-        self._whole: dict[Tensor, dict[str, Any]] | None = None  # consolidated state
+        self._ownership = Ownership(self.group.rank, Balance.of(self.group.world_size))
+        self._whole: Consolidated | None = None
         self._in_backward: StepInBackward | None = None
-        self._live: set[Tensor] = set()  # whose state there is the optimizer's own memory
-        super().__init__(params, defaults)
-        self._deal(self._all_params())
-        self._make(defaults)
-        _copy_options(self.optim.param_groups, self.param_groups)
+        self._is_made = False
+        self.group.explain(PURPOSES)
+        super().__init__(params, dict(defaults))
+        self._ownership.deal(self._all_params())
+        self._make()
+        copy_options(self.optim.param_groups, self.param_groups)
         self.defaults = dict(self.optim.defaults)
         self.state = self.optim.state
         self._publication = self._plan()
+        self._is_made = True
 
     # ---- Parameters ----
 
     @property
     def bytes_per_rank(self) -> tuple[int, ...]:
         """Bytes of the parameters that each rank updates, in rank order: how even they are."""
-        return tuple(self._balance.bytes_per_rank)
+        return tuple(self._ownership.balance.bytes_per_rank)
 
     def owner_of(self, param: Tensor) -> int:
         """The rank that updates a parameter and has its state. Local.
@@ -113,12 +115,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         Raises:
             PartitionError: It is in no param group.
         """
-        if param not in self._owners:
-            raise PartitionError(
-                f"expected a parameter of this optimizer, got a tensor of shape "
-                f"{tuple(param.shape)} that is in none of its {len(self.param_groups)} param groups"
-            )
-        return self._owners[param]
+        return self._ownership.owner_of(param)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Deal the parameters of one more group. Collective; the dict is not changed.
@@ -130,12 +127,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """
         is_dict = isinstance(param_group, dict)
         super().add_param_group(dict(param_group) if is_dict else param_group)
-        if not hasattr(self, "optim"):
+        if not self._is_made:
             return  # called by torch's constructor
         group = self.param_groups[-1]
-        self._deal(group["params"])
-        self.optim.add_param_group(self._own_part(group))
-        _copy_options(self.optim.param_groups, self.param_groups)
+        self._ownership.deal(group["params"])
+        self.optim.add_param_group(self._ownership.own_part(group))
+        copy_options(self.optim.param_groups, self.param_groups)
         self._agree()
         self._plan_again()
 
@@ -206,11 +203,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def _update(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step this rank's optimizer. Local, but for a closure."""
-        self._detach_whole()
-        _copy_options(self.param_groups, self.optim.param_groups)
+        if self._whole is not None:
+            self._whole.detach()
+        copy_options(self.param_groups, self.optim.param_groups)
         given = () if closure is None else (closure,)
         loss = self.optim.step(*given, **options)
-        _copy_options(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
         return loss
 
     def _follow(self) -> None:
@@ -239,7 +237,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 f"consolidate_state_dict(): expected a rank below {self.group.world_size}, or None "
                 f"for all, got {to}"
             )
-        self._whole, self._live = None, set()
+        self._whole = None
         params = self._all_params()
         mine = {
             number: self.optim.state[param]
@@ -248,8 +246,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         }
         whole = consolidate(mine, to=to, group=self.group)
         if whole is not None:
-            self._whole = {params[number]: state for number, state in whole.items()}
-            self._live = {params[number] for number in mine}
+            self._whole = Consolidated.of(params, whole, mine)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all parameters as of the last consolidation, and the options as of now.
@@ -261,7 +258,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             StateError: It was not consolidated on this rank.
         """
         mine = self.state
-        self.state = self._consolidated()  # type: ignore[assignment]
+        self.state = self._consolidated().state  # type: ignore[assignment]
         try:
             return super().state_dict()
         finally:
@@ -269,7 +266,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def local_state_dict(self) -> dict[str, Any]:
         """The state of this rank's own parameters, numbered among themselves. Local."""
-        _copy_options(self.param_groups, self.optim.param_groups)
+        copy_options(self.param_groups, self.optim.param_groups)
         return self.optim.state_dict()
 
     def rank_local_state_dict(self, rank: int) -> dict[str, Any]:
@@ -278,18 +275,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         Raises:
             StateError: It was not consolidated on this rank, or there is no such rank.
         """
-        whole = self._consolidated()
+        whole = self._consolidated().state
         if not 0 <= rank < self.group.world_size:
             raise StateError(f"expected a rank below {self.group.world_size}, got {rank}")
         state: dict[int, Any] = {}
         groups, count = [], 0
         for group in self.param_groups:
-            own = [param for param in group["params"] if self._owners[param] == rank]
+            own = self._ownership.own(group["params"], rank)
             numbers = range(count, count + len(own))
             count += len(own)
             state.update({n: whole[p] for n, p in zip(numbers, own, strict=True) if p in whole})
-            options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-            groups.append({**options, "params": list(numbers)})
+            groups.append({**options_of(group), "params": list(numbers)})
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -303,16 +299,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             LoadError: Names each parameter with entries that are missing, unexpected or of another
                 shape, or param groups of other sizes; the same on every rank. Nothing was written.
         """
-        check_state(state_dict, self, self._optimizer_class)
-        self._detach_whole()
+        check_state(state_dict, self, self._optimizer_class, self._options)
+        if self._whole is not None:
+            self._whole.detach()
         params = self._all_params()
-        is_own = [self._owners[param] == self.group.rank for param in params]
+        is_own = [self.owner_of(param) == self.group.rank for param in params]
         state, groups = own_state(state_dict, is_own)
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
-        numbers = {param: n for n, param in enumerate(self._own_params())}
+        own = [param for group in self.optim.param_groups for param in group["params"]]
+        numbers = {param: number for number, param in enumerate(own)}
         state = {numbers[param]: of_param for param, of_param in self.state.items()}
         groups = self.optim.state_dict()["param_groups"]
-        _copy_options(self.param_groups, groups)
+        copy_options(self.param_groups, groups)
         self.optim.load_state_dict({"state": state, "param_groups": groups})
         self.state = self.optim.state
 
@@ -321,34 +319,19 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def _all_params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _own_params(self) -> list[Tensor]:
-        return [param for group in self.optim.param_groups for param in group["params"]]
-
-    def _own_part(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        rank = self.group.rank
-        return {**options, "params": [p for p in group["params"] if self._owners[p] == rank]}
-
-    def _deal(self, params: Iterable[Tensor]) -> None:
-        """Give each parameter an owner; those that train first, to be even by themselves."""
-        for trains in (True, False):
-            chosen = [param for param in params if param.requires_grad is trains]
-            ranks = self._balance.give_whole([size_of(param) for param in chosen])
-            self._owners.update(zip(chosen, ranks, strict=True))
-
-    def _make(self, defaults: Mapping[str, Any]) -> None:
-        """Make this rank's optimizer; if one rank cannot, all say so."""
+    def _make(self) -> None:
+        """Make this rank's optimizer; if one rank cannot, all say so. Collective."""
         problem: Exception | None = None
         try:
             check_params(self)
-            groups = [self._own_part(group) for group in self.param_groups]
-            self.optim = self._optimizer_class(groups, **defaults)  # type: ignore[arg-type]
+            groups = [self._ownership.own_part(group) for group in self.param_groups]
+            self.optim = self._optimizer_class(groups, **self._options)  # type: ignore[arg-type]
             check_independence(self.optim, self)
         except Exception as error:
             problem = error
         said = "" if problem is None else f"{type(problem).__name__}: {problem}"
         try:
-            self._agree({f"what speaks against {self._optimizer_class.__name__}": said})
+            self._agree({f"what speaks against {self._kind}": said})
         except AgreementError:
             if problem is None:
                 raise
@@ -358,18 +341,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def _agree(self, facts: Mapping[str, str] | None = None) -> None:
         """Raise unless all ranks have the same parameters in the same groups. Collective."""
         facts = dict(facts or {})
-        facts["optimizer"] = self._optimizer_class.__name__
+        facts["optimizer"] = self._kind
         sizes = [len(group["params"]) for group in self.param_groups]
         facts["parameters in param groups"] = str(sizes)
         for name, param in zip(names_of(self), self._all_params(), strict=True):
             of = Facts.of(param)
             how = "trains" if of.travels else "is frozen"
             facts[name] = f"{how}, {tuple(of.shape)} with strides {of.stride}, {of.dtype}"
-        check_agreement(facts, group=self.group, tag=TAG, timeout_s=_TIMEOUT_S)
+        check_agreement(facts, group=self.group, tag=AGREE_TAG, timeout_s=_TIMEOUT_S)
 
     def _plan(self) -> Publication:
         params = self._all_params()
-        owners = [self._owners[param] for param in params]
+        owners = [self._ownership.owners[param] for param in params]
         return Publication.plan(self.group, params, owners, in_place=self._in_place)
 
     def _plan_again(self) -> None:
@@ -378,7 +361,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None:
             self._in_backward.follow(self._publication)
 
-    def _consolidated(self) -> dict[Tensor, dict[str, Any]]:
+    def _consolidated(self) -> Consolidated:
         if self._whole is None:
             rank = self.group.rank
             raise StateError(
@@ -387,16 +370,3 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 "`local_state_dict()` for what this rank has"
             )
         return self._whole
-
-    def _detach_whole(self) -> None:
-        """Give consolidated state memory of its own, before the optimizer writes to its own."""
-        for param in self._live:
-            if self._whole is not None:
-                state = self._whole[param]
-                state.update(map_tensors(state, torch.clone))
-        self._live = set()
-
-
-def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    for mine, theirs in zip(source, target, strict=True):
-        theirs.update({key: value for key, value in mine.items() if key not in NOT_OPTIONS})
