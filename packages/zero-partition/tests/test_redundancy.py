@@ -381,6 +381,27 @@ def test_param_groups_go_both_ways() -> None:
     assert "betas" in one_cycle.optimizer.defaults  # which it asks for
 
 
+def test_scaled_gradients_step_as_with_the_plain_optimizer() -> None:
+    """Mixed precision unscales through param_groups, and leaves a step out after an overflow."""
+    found = []
+    for make in (torch.optim.Adam, None):
+        params = make_params((4, 3), (5,))
+        optimizer: Any = ZeroRedundancyOptimizer(params, torch.optim.Adam, Group.solo(), lr=0.1)
+        if make is not None:
+            optimizer = make(params, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(3):
+            scaler.scale(torch.ones(()))
+            give_grads(params, step)
+            if step == 1:
+                params[0].grad[0, 0] = float("inf")  # type: ignore[index]
+            scaler.step(optimizer)
+            scaler.update()
+        found.append([param.detach() for param in params])
+
+    assert same(*found)
+
+
 # ---- What is refused ----
 
 
@@ -412,6 +433,17 @@ def _couple(group: Group) -> None:
         ZeroRedundancyOptimizer(params, CommonNorm, group, lr=0.1)
 
 
+class Picky(torch.optim.SGD):
+    """Looks at parameters when they are added."""
+
+    needs_cut = "tensor"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: D102
+        super().add_param_group(param_group)
+        if any(param.dim() != 2 for param in self.param_groups[-1]["params"]):
+            raise ValueError("matrices only")
+
+
 def test_what_one_rank_alone_cannot_do_ends_all(ranks) -> None:
     """Its peers would wait for it."""
     ranks(2).run(_one_rank_fails)
@@ -423,6 +455,15 @@ def _one_rank_fails(group: Group) -> None:
     with pytest.raises((ValueError, AgreementError), match="Muon only supports 2D") as caught:
         ZeroRedundancyOptimizer(params, torch.optim.Muon, group, lr=0.1)
     assert isinstance(caught.value, ValueError if group.rank == 1 else AgreementError)
+    matrices = make_params((9, 9), (3, 3))
+    optimizer = ZeroRedundancyOptimizer(matrices, Picky, group, lr=0.1)
+    even = optimizer.bytes_per_rank
+    with pytest.raises((ValueError, AgreementError), match="matrices only"):
+        optimizer.add_param_group({"params": make_params((4,))})
+    assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 1
+    assert optimizer.bytes_per_rank == even
+    give_grads(matrices, 0)
+    optimizer.step()
     with pytest.raises(AgreementError, match=r"parameter 1 .*trains.*is frozen"):
         params[1].requires_grad_(group.rank == 0)
         ZeroRedundancyOptimizer(params, torch.optim.SGD, group, lr=0.1)

@@ -365,7 +365,7 @@ class PeerMemory:
             expected = ours if transfer.num_bytes is None else transfer.num_bytes[rank]
             if buffer.num_bytes != expected:
                 raise GroupMismatchError(
-                    f"ranks disagree on a buffer: {expected} bytes expected on rank {self.rank}, "
+                    f"ranks disagree on a buffer: {expected} bytes on rank {self.rank}, "
                     f"{buffer.num_bytes} bytes on rank {rank}; every rank must pass "
                     "the same size and dtype"
                 )

@@ -30,6 +30,11 @@ class Ownership:
             ranks = self.balance.give_whole([size_of(param) for param in chosen])
             self.owners.update(zip(chosen, ranks, strict=True))
 
+    def forget(self, params: Iterable[Tensor]) -> None:
+        """Take back what was dealt."""
+        for param in params:
+            self.balance.bytes_per_rank[self.owners.pop(param)] -= size_of(param)
+
     def owner_of(self, param: Tensor) -> int:
         """Its rank; PartitionError if it was not dealt."""
         if param not in self.owners:

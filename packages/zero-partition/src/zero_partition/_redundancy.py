@@ -95,7 +95,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self.group.explain(PURPOSES)
         super().__init__(params, dict(defaults))
         self._ownership.deal(self._all_params())
-        self._make()
+        self._together(self._make)
         copy_options(self.optim.param_groups, self.param_groups)
         self.defaults = dict(self.optim.defaults)
         self.state = self.optim.state
@@ -123,7 +123,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         Those that were dealt before stay with their rank.
 
         Raises:
-            zero_comm.AgreementError: Ranks add different parameters.
+            zero_comm.AgreementError: Ranks add different parameters, or the optimizer of one cannot
+                take them; that one raises what its optimizer raised. Nothing was added.
         """
         is_dict = isinstance(param_group, dict)
         super().add_param_group(dict(param_group) if is_dict else param_group)
@@ -131,9 +132,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             return  # called by torch's constructor
         group = self.param_groups[-1]
         self._ownership.deal(group["params"])
-        self.optim.add_param_group(self._ownership.own_part(group))
+        try:
+            self._together(self._extend)
+        except BaseException:
+            self._ownership.forget(group["params"])
+            del self.param_groups[-1], self.optim.param_groups[len(self.param_groups) - 1 :]
+            raise
         copy_options(self.optim.param_groups, self.param_groups)
-        self._agree()
         self._plan_again()
 
     # ---- The step ----
@@ -192,7 +197,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._in_backward = StepInBackward(self._publication, self._update_some, reduce)
         take = self._in_backward.take
 
-        def hook(state, bucket):
+        def hook(state, bucket):  # no annotations: DDP compares them with types, and they are text
             return take(state, bucket)
 
         model.register_comm_hook(state, hook)
@@ -300,8 +305,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 shape, or param groups of other sizes; the same on every rank. Nothing was written.
         """
         check_state(state_dict, self, self._optimizer_class, self._options)
-        if self._whole is not None:
-            self._whole.detach()
         params = self._all_params()
         is_own = [self.owner_of(param) == self.group.rank for param in params]
         state, groups = own_state(state_dict, is_own)
@@ -320,13 +323,22 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def _make(self) -> None:
-        """Make this rank's optimizer; if one rank cannot, all say so. Collective."""
+        """Make this rank's optimizer. Local."""
+        check_params(self)
+        groups = [self._ownership.own_part(group) for group in self.param_groups]
+        self.optim = self._optimizer_class(groups, **self._options)  # type: ignore[arg-type]
+        check_independence(self.optim, self)
+
+    def _extend(self) -> None:
+        """Give this rank's optimizer its part of the last param group. Local."""
+        check_params(self)
+        self.optim.add_param_group(self._ownership.own_part(self.param_groups[-1]))
+
+    def _together(self, attempt: Callable[[], None]) -> None:
+        """Do what may fail on some ranks alone; if it does, all raise. Collective."""
         problem: Exception | None = None
         try:
-            check_params(self)
-            groups = [self._ownership.own_part(group) for group in self.param_groups]
-            self.optim = self._optimizer_class(groups, **self._options)  # type: ignore[arg-type]
-            check_independence(self.optim, self)
+            attempt()
         except Exception as error:
             problem = error
         said = "" if problem is None else f"{type(problem).__name__}: {problem}"
