@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from redundancy import (
     ELEMENTWISE,
     WHOLE,
@@ -212,6 +215,40 @@ def _few(group: Group) -> None:
         assert same(oracle.state_dict(), optimizer.state_dict())
 
 
+def test_between_hosts_values_travel_by_messages(ranks) -> None:
+    """Ranks of one host read each other's memory, which hides what else there is."""
+    ranks(3).run(_by_messages)
+
+
+def _by_messages(group: Group) -> None:
+    with mock.patch.dict(os.environ, {"ZERO_COMM_PEER_MEMORY": "0"}):
+        process_group = dist.new_group()
+        group = Group.from_process_group(process_group)
+    assert group.peers is None
+    for in_place in (False, True):
+        params = make_params((600, 700), (7,), (5, 3), ())
+        expected = copies(params)
+        oracle = torch.optim.AdamW(expected, lr=0.1)
+        optimizer = ZeroRedundancyOptimizer(
+            params,
+            torch.optim.AdamW,
+            parameters_as_bucket_view=in_place,
+            process_group=process_group,
+            lr=0.1,
+        )
+        assert optimizer.group.peers is None
+        for step in range(3):
+            give_grads(params, step)
+            give_grads(expected, step)
+            oracle.step()
+            optimizer.step()
+        for to in (2, None):
+            optimizer.consolidate_state_dict(to=to)
+            if to in {None, group.rank}:
+                assert same(oracle.state_dict(), optimizer.state_dict())
+        assert same([p.detach() for p in params], [p.detach() for p in expected])
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_several_dtypes_and_strides_travel_together(ranks, in_place: bool) -> None:
     """Torch's refuses the one, and makes a model that lies channels last contiguous."""
@@ -267,7 +304,7 @@ def test_no_rank_has_more_state_than_its_part_and_one_parameter(
 
 def _count_state(group: Group, shapes: list[tuple[int, ...]]) -> tuple[int, tuple[int, ...]]:
     params = make_params(*shapes)
-    params += [p.requires_grad_(False) for p in make_params((5000,), (1,))]  # weigh nothing
+    params += [p.requires_grad_(False) for p in make_params((200_000,), (1,))]  # weigh nothing
     optimizer = ZeroRedundancyOptimizer(params, torch.optim.Adam, group, lr=0.1)
     give_grads(params, 0)
     optimizer.step()
