@@ -144,7 +144,8 @@ def _send_alone(
     nothing = torch.empty(0, dtype=torch.uint8, device=group.device)
     _gather(nothing, splits, out, to=to, group=group)
     if out is not None:
-        values[index] = seen_as(out, Span(0, one.num_bytes), one.dtype, one.shape)
+        # To the host at once, or a device would have all of it in the end.
+        values[index] = seen_as(out, Span(0, one.num_bytes), one.dtype, one.shape).cpu()
 
 
 def _gather(

@@ -152,7 +152,7 @@ class Publication:
     def launch(self, parcel: Parcel) -> Callable[[], None]:
         """Send what this rank owns of a parcel. Collective; the result waits, and unpacks."""
         rank = self.group.rank
-        wire = torch.zeros(parcel.layout.numel, dtype=torch.uint8, device=self.group.device)
+        wire = torch.empty(parcel.layout.numel, dtype=torch.uint8, device=self.group.device)
         for position, owner, span in parcel.places():
             if owner == rank:
                 param = self.params[position]
