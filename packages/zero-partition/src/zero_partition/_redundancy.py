@@ -136,7 +136,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self._together(self._extend)
         except BaseException:
             self._ownership.forget(group["params"])
-            del self.param_groups[-1], self.optim.param_groups[len(self.param_groups) - 1 :]
+            del self.param_groups[-1]
+            del self.optim.param_groups[len(self.param_groups) :]  # where it took them
             raise
         copy_options(self.optim.param_groups, self.param_groups)
         self._plan_again()
