@@ -30,7 +30,7 @@ from model import SHAPES, build_model
 from results import write_results
 
 LIBRARIES: Final = {"torch": "torch.distributed.optim", "ours": "zero_partition"}
-STEP_SYSTEMS: Final = "ddp,torch_zro,zro,torch_zro_packed,zro_packed,zro_overlap"
+STEP_SYSTEMS: Final = "ddp,torch_zro,zro,torch_zro_packed,zro_packed,zro_overlap,zro_hook"
 
 
 def main(argv: list[str] | None = None) -> int:

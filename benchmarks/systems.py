@@ -103,6 +103,27 @@ for _name, _library, _title in (
     )
 
 
+@system("DDP + ours, with our reduction", imports=("zero_partition",), is_variant=True)
+def zro_hook(model: GPT, setting: Setting) -> Step:
+    """The same, and gradients are reduced by zero_comm too."""
+    from torch.nn.parallel import DistributedDataParallel
+    from zero_comm import Group, ddp_hook
+    from zero_partition import ZeroRedundancyOptimizer
+
+    group = Group.from_process_group()
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    replica.register_comm_hook(None, ddp_hook(group))
+    optimizer = ZeroRedundancyOptimizer(
+        replica.parameters(),
+        AdamW,
+        group,
+        parameters_as_bucket_view=True,
+        lr=setting.lr,
+        fused=True,
+    )
+    return _plain_step(replica, optimizer)
+
+
 @system("DDP + ours, within backward", imports=("zero_partition",), is_variant=True)
 def zro_overlap(model: GPT, setting: Setting) -> Step:
     """Each bucket is updated and sent while DDP reduces the next."""

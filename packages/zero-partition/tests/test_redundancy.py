@@ -32,7 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_hook,
 )
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
-from zero_comm import AgreementError, Group, RankFailedError, record_traffic
+from zero_comm import AgreementError, Group, RankFailedError, ddp_hook, record_traffic
 from zero_partition import PartitionError, ZeroRedundancyOptimizer
 
 _IMPORT_S = 120.0  # the first step of some optimizers imports torch's compiler, on each rank
@@ -131,7 +131,7 @@ def test_steps_within_backward_are_those_after_it(ranks, world_size: int) -> Non
 
 def _overlap(group: Group) -> None:
     for in_place in (False, True):
-        for reduce in (allreduce_hook, fp16_compress_hook):
+        for reduce in (allreduce_hook, fp16_compress_hook, ddp_hook(group)):
             plain, sharded = (
                 under_ddp(
                     model_for(""),

@@ -16,6 +16,7 @@ from ._compositions import (
     even_splits,
     reduce_scatter_flat,
 )
+from ._ddp_hook import ddp_hook
 from ._errors import (
     AgreementError,
     CommError,
@@ -55,6 +56,7 @@ __all__ = [
     "broadcast_coalesced",
     "broadcast_flat",
     "check_agreement",
+    "ddp_hook",
     "even_splits",
     "expose",
     "gather_flat",
