@@ -77,16 +77,63 @@ def ddp(model: GPT, setting: Setting) -> Step:
     return _plain_step(DistributedDataParallel(model), optimizer)
 
 
-@system("DDP + torch ZeroRedundancyOptimizer", imports=("torch.distributed.optim",))
-def torch_zro(model: GPT, setting: Setting) -> Step:
-    """Stage 1 as torch ships it, with its two options that save copies."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+def _zro(model: GPT, setting: Setting, *, library: str, in_place: bool) -> Step:
+    """Stage 1 under DDP, by whole parameters."""
+    import importlib
+
     from torch.nn.parallel import DistributedDataParallel
 
+    kind = importlib.import_module(library).ZeroRedundancyOptimizer
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(
-        replica.parameters(), AdamW, parameters_as_bucket_view=True, lr=setting.lr, fused=True
+    optimizer = kind(
+        replica.parameters(), AdamW, parameters_as_bucket_view=in_place, lr=setting.lr, fused=True
     )
+    return _plain_step(replica, optimizer)
+
+
+for _name, _library, _title in (
+    ("torch_zro", "torch.distributed.optim", "DDP + torch ZeroRedundancyOptimizer"),
+    ("zro", "zero_partition", "DDP + our ZeroRedundancyOptimizer"),
+):
+    system(_title, name=_name, imports=(_library,), is_variant=_name == "zro")(
+        partial(_zro, library=_library, in_place=True)
+    )
+    system(f"{_title}, no views", name=f"{_name}_packed", imports=(_library,), is_variant=True)(
+        partial(_zro, library=_library, in_place=False)
+    )
+
+
+@system("DDP + ours, with our reduction", imports=("zero_partition",), is_variant=True)
+def zro_hook(model: GPT, setting: Setting) -> Step:
+    """The same, and gradients are reduced by zero_comm too."""
+    from torch.nn.parallel import DistributedDataParallel
+    from zero_comm import Group, ddp_hook
+    from zero_partition import ZeroRedundancyOptimizer
+
+    group = Group.from_process_group()
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    replica.register_comm_hook(None, ddp_hook(group))
+    optimizer = ZeroRedundancyOptimizer(
+        replica.parameters(),
+        AdamW,
+        group,
+        parameters_as_bucket_view=True,
+        lr=setting.lr,
+        fused=True,
+    )
+    return _plain_step(replica, optimizer)
+
+
+@system("DDP + ours, within backward", imports=("zero_partition",), is_variant=True)
+def zro_overlap(model: GPT, setting: Setting) -> Step:
+    """Each bucket is updated and sent while DDP reduces the next."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.nn.parallel import DistributedDataParallel
+    from zero_partition import ZeroRedundancyOptimizer
+
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(replica.parameters(), AdamW, lr=setting.lr, fused=True)
+    optimizer.overlap_with_ddp(replica, allreduce_hook)
     return _plain_step(replica, optimizer)
 
 

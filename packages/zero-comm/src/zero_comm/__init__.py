@@ -16,6 +16,7 @@ from ._compositions import (
     even_splits,
     reduce_scatter_flat,
 )
+from ._ddp_hook import ddp_hook
 from ._errors import (
     AgreementError,
     CommError,
@@ -24,6 +25,7 @@ from ._errors import (
     RankFailedError,
 )
 from ._exposure import Exposure, expose
+from ._gather_to import gather_flat
 from ._group import Group, init
 from ._handle import Handle
 from ._reduction import Reduction
@@ -54,8 +56,10 @@ __all__ = [
     "broadcast_coalesced",
     "broadcast_flat",
     "check_agreement",
+    "ddp_hook",
     "even_splits",
     "expose",
+    "gather_flat",
     "init",
     "record_traffic",
     "reduce_scatter_coalesced",

@@ -89,23 +89,43 @@ def reduce_scatter_by_messages(
     return Handle(finish, (), (buffer, out, scratch), (*received, *sends))
 
 
-def _send(tensor: Tensor, peer: int, group: Group, launch: Launch) -> Message:
+def gather_to_by_messages(
+    shard: Tensor,
+    chunks: Sequence[Tensor],
+    *,
+    to: int,
+    group: Group,
+    launch: Launch | None,
+) -> list[Message]:
+    """Send to rank `to`, which has the chunks to receive in; empty ones do not travel."""
+    if group.rank != to:
+        return [_send(shard, to, group, launch)] if shard.numel() else []
+    peers = [(to + distance) % group.world_size for distance in range(1, group.world_size)]
+    return [_receive(chunks[peer], peer, group, launch) for peer in peers if chunks[peer].numel()]
+
+
+def _send(tensor: Tensor, peer: int, group: Group, launch: Launch | None) -> Message:
     what = f"sending to rank {peer}"
     try:
         work = dist.isend(
-            tensor, group.global_rank(peer), group=group.process_group, tag=launch.key
+            tensor, group.global_rank(peer), group=group.process_group, tag=_key(launch)
         )
     except RuntimeError as error:  # the connection is broken
         raise failure(f"{what} did not begin", error, launch) from error
     return Message(work, what, launch, peer)
 
 
-def _receive(tensor: Tensor, peer: int, group: Group, launch: Launch) -> Message:
+def _receive(tensor: Tensor, peer: int, group: Group, launch: Launch | None) -> Message:
     what = f"receiving from rank {peer}"
     try:
         work = dist.irecv(
-            tensor, group.global_rank(peer), group=group.process_group, tag=launch.key
+            tensor, group.global_rank(peer), group=group.process_group, tag=_key(launch)
         )
     except RuntimeError as error:
         raise failure(f"{what} did not begin", error, launch) from error
     return Message(work, what, launch, peer)
+
+
+def _key(launch: Launch | None) -> int:
+    """What a message carries; backends without a watch meet in the order of launches."""
+    return 0 if launch is None else launch.key

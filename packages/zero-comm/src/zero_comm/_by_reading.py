@@ -33,6 +33,35 @@ def gather_by_reading(
     return Handle(partial(_finish, transfer, buffer, peers, launch.operation))
 
 
+def gather_to_by_reading(
+    shard: Tensor,
+    out: Tensor | None,
+    chunks: Sequence[Tensor],
+    *,
+    splits: Sequence[int],
+    peers: PeerMemory,
+    launch: Launch,
+) -> Handle[Tensor | None]:
+    """Fill the peers' chunks of `out`, where there is one, from their shards."""
+
+    def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
+        if out is None:
+            return
+        for distance in range(1, peers.world_size):
+            rank = (peers.rank + distance) % peers.world_size
+            if chunks[rank].numel():
+                buffers[rank].read_into(chunks[rank], offset=0)
+
+    num_bytes = tuple(split * shard.element_size() for split in splits)
+    transfer = peers.launch(launch.key, shard, carry_out, launch=launch, num_bytes=num_bytes)
+
+    def finish(timeout_s: float | None) -> Tensor | None:
+        peers.wait(transfer, launch.operation, timeout_s=timeout_s)
+        return out
+
+    return Handle(finish)
+
+
 def reduce_scatter_by_reading(
     buffer: Tensor,
     chunks: Sequence[Tensor],

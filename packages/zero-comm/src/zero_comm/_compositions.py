@@ -83,7 +83,7 @@ def all_gather_flat(
     if len(set(splits)) == 1:
         work = all_gather_single(out, own, group=group.process_group, async_op=True)
     else:
-        chunks = _chunks(out, splits)
+        chunks = chunks_of(out, splits)
         work = dist.all_gather(chunks, own, group=group.process_group, async_op=True)
     return Handle(lambda _: out, (Message(work, "all_gather"),), (out,))
 
@@ -229,14 +229,14 @@ def even_splits(numel: int, world_size: int) -> tuple[int, ...]:
 def _reduce_scatter(
     buffer: Tensor, *, splits: Sequence[int], group: Group, op: Reduction, out: Tensor, tag: int
 ) -> Handle[Tensor]:
-    own = _chunks(buffer, splits)[group.rank]
+    own = chunks_of(buffer, splits)[group.rank]
     if group.world_size == 1:
         if out.data_ptr() != own.data_ptr():
             out.copy_(own)
         return Handle(lambda _: out)
     if group.backend.composes_from_peers:
-        chunks, peers = _chunks(buffer, splits), group.peers
-        launch = _watch(group).launch("reduce_scatter", _key(tag), tag=tag)
+        chunks, peers = chunks_of(buffer, splits), group.peers
+        launch = watch_of(group).launch("reduce_scatter", key_of(tag), tag=tag)
         if peers is None:
             return reduce_scatter_by_messages(
                 buffer, chunks, group=group, op=op, out=out, launch=launch
@@ -249,7 +249,7 @@ def _reduce_scatter(
     else:
         work = dist.reduce_scatter(
             out,
-            list(_chunks(buffer, splits)),
+            list(chunks_of(buffer, splits)),
             _torch_op(group, op),
             group=group.process_group,
             async_op=True,
@@ -268,19 +268,20 @@ def _gather(
     version: int | None = None,
     is_late: bool = False,
 ) -> Handle[Tensor]:
-    chunks, key = _chunks(buffer, splits), _key(tag, version=version, is_late=is_late)
-    launch = _watch(group).launch(name, key, tag=tag, version=version)
+    chunks, key = chunks_of(buffer, splits), key_of(tag, version=version, is_late=is_late)
+    launch = watch_of(group).launch(name, key, tag=tag, version=version)
     if peers is None:
         return gather_by_messages(buffer, chunks, group=group, launch=launch)
     return gather_by_reading(buffer, chunks, peers=peers, launch=launch)
 
 
-def _watch(group: Group) -> Watch:
+def watch_of(group: Group) -> Watch:
+    """What waits for messages of a backend that composes."""
     assert group.watch is not None, "where a backend composes, the group has a watch"
     return group.watch
 
 
-def _key(tag: int, *, version: int | None = None, is_late: bool = False) -> int:
+def key_of(tag: int, *, version: int | None = None, is_late: bool = False) -> int:
     """What messages carry, so that only those of one collective meet.
 
     What is launched in `wait` is late: ranks may wait before or after they launch something else.
@@ -294,7 +295,8 @@ def _torch_op(group: Group, op: Reduction) -> Any:
     return dist.ReduceOp.AVG if op is Reduction.MEAN else dist.ReduceOp.SUM
 
 
-def _chunks(buffer: Tensor, splits: Sequence[int]) -> list[Tensor]:
+def chunks_of(buffer: Tensor, splits: Sequence[int]) -> list[Tensor]:
+    """A flat buffer, cut as the splits say."""
     return [buffer[start:stop] for start, stop in pairwise(accumulate(splits, initial=0))]
 
 

@@ -88,6 +88,7 @@ class Transfer:
     error: Exception | None = None
     launch: Launch | None = None  # where the group's watch counts it
     done_entry: int = 0  # how many entries the journal has when it says that this rank is done
+    num_bytes: tuple[int, ...] | None = None  # of each rank's buffer; all are as ours when None
 
 
 @define(eq=False)
@@ -139,9 +140,10 @@ class PeerMemory:
         carry_out: Callable[[dict[int, RemoteBuffer]], None],
         *,
         launch: Launch | None = None,
+        num_bytes: tuple[int, ...] | None = None,
     ) -> Transfer:
         """Offer `buffer` to the peers; `carry_out` is called once, when all have offered theirs."""
-        transfer = Transfer(tag, buffer, carry_out, launch=launch)
+        transfer = Transfer(tag, buffer, carry_out, launch=launch, num_bytes=num_bytes)
         with self._lock:
             self._check_whole()
             self._waiting.setdefault(tag, deque()).append(transfer)
@@ -358,11 +360,13 @@ class PeerMemory:
             self._lent.pop(tag, None)
 
     def _check_sizes(self, transfer: Transfer, buffers: dict[int, RemoteBuffer]) -> None:
+        ours = transfer.buffer.nbytes
         for rank, buffer in buffers.items():
-            if buffer.num_bytes != transfer.buffer.nbytes:
+            expected = ours if transfer.num_bytes is None else transfer.num_bytes[rank]
+            if buffer.num_bytes != expected:
                 raise GroupMismatchError(
-                    f"ranks disagree on a buffer: {transfer.buffer.nbytes} bytes on rank "
-                    f"{self.rank}, {buffer.num_bytes} bytes on rank {rank}; every rank must pass "
+                    f"ranks disagree on a buffer: {expected} bytes on rank {self.rank}, "
+                    f"{buffer.num_bytes} bytes on rank {rank}; every rank must pass "
                     "the same size and dtype"
                 )
 

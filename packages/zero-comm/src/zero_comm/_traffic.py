@@ -24,7 +24,7 @@ class OperationTraffic:
 
 @define(eq=False)
 class Traffic:
-    """Per operation (`all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, `agree`)."""
+    """Per operation: all_gather, gather, reduce_scatter, all_reduce, broadcast, agree."""
 
     operations: dict[str, OperationTraffic] = Factory(dict)
 

@@ -57,6 +57,7 @@ from ._public import (
     unscale_and_clip_,
 )
 from ._range_reader import AbstractRangeReader
+from ._redundancy import ZeroRedundancyOptimizer
 from ._schedule_report import ScheduleReport, ScheduleRow
 from ._sharded_model import ShardedModel
 from ._span import Span
@@ -102,6 +103,7 @@ __all__ = [
     "Stage",
     "StateError",
     "UnitPlan",
+    "ZeroRedundancyOptimizer",
     "__version__",
     "backward_without_batch",
     "choose_units",

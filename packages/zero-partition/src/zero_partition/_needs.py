@@ -70,7 +70,7 @@ def _choose_for(
     for index, group in enumerate(optimizer.param_groups):
         where = f"'cut' in param group {index} of the {kind}"
         said = _parse(group["cut"], where) if group.get("cut") is not None else None
-        need = _need_of(optimizer, group)
+        need = need_of(optimizer, group)
         samples.append([])
         for param in group["params"]:
             cut = cuts.setdefault(id(param), said or need or Cut.FLAT)
@@ -115,8 +115,8 @@ def _said_by_user(model: nn.Module, choice: CutChoice) -> dict[int, Cut]:
     return cuts
 
 
-def _need_of(optimizer: Any, group: dict[str, Any]) -> Cut | None:
-    """See NOTE(needs)."""
+def need_of(optimizer: Any, group: dict[str, Any]) -> Cut | None:
+    """Which cut the optimizer needs for a param group, None if nobody says; see NOTE(needs)."""
     kind = type(optimizer)
     need = getattr(optimizer, "needs_cut", None)
     if callable(need):

@@ -43,13 +43,17 @@ class Sample:
 
 
 def find_dependence(
-    optimizer: torch.optim.Optimizer, samples: Sequence[Sequence[Sample]]
+    optimizer: torch.optim.Optimizer,
+    samples: Sequence[Sequence[Sample]],
+    *,
+    must_be_tried: bool = True,
 ) -> str | None:
     """Why the optimizer would train differently on shards, None if it would not. Local.
 
     Args:
         optimizer: Is not changed, nor are its parameters.
         samples: Per param group, its parameters with the cuts they would get.
+        must_be_tried: Whether one that cannot step on whole tensors is taken for dependent.
     """
     chosen = [_choose(group) for group in samples]
     values = [[_values(s, i, step=-1) for i, s in enumerate(group)] for group in chosen]
@@ -65,8 +69,10 @@ def find_dependence(
         try:
             whole = _updates(optimizer, values, grads)
         except Exception as error:
+            if not must_be_tried:
+                return None
             return f"a trial step on small tensors failed with {type(error).__name__}: {error}"
-        if not any(update.any() for group in whole for update in group):
+        if must_be_tried and not any(update.any() for group in whole for update in group):
             return "a trial step on small tensors changed nothing, so nothing can be said of it"
         for rank in range(2):
             mine = [_parts(group, whole_values, rank) for group, whole_values in pairs(values)]
