@@ -1,30 +1,50 @@
-"""Optimizers that step where tensors rest: on the host, at the speed of its memory."""
+"""Tensors that rest on host or disk, and optimizers that step where they rest."""
 
 from .__about__ import __version__
+from ._arena import HostArena
 from ._cpu_adagrad import CPUAdagrad
 from ._cpu_adam import CPUAdam
 from ._cpu_lion import CPULion
+from ._disk_settings import DiskSettings, DiskStatus
+from ._disk_store import DiskStore
 from ._errors import (
+    BudgetError,
     NativeUnavailableError,
     OffloadError,
     RollbackError,
     StepOrderError,
+    StoreError,
     UnsupportedTensorError,
 )
 from ._fused_adam import FusedAdam
+from ._host_budget import host_memory, set_host_budget
+from ._host_store import HostStore
 from ._native import NativeStatus, native_status
+from ._store import AbstractStore
+from ._tune import tune
 
 __all__ = [
+    "AbstractStore",
+    "BudgetError",
     "CPUAdagrad",
     "CPUAdam",
     "CPULion",
+    "DiskSettings",
+    "DiskStatus",
+    "DiskStore",
     "FusedAdam",
+    "HostArena",
+    "HostStore",
     "NativeStatus",
     "NativeUnavailableError",
     "OffloadError",
     "RollbackError",
     "StepOrderError",
+    "StoreError",
     "UnsupportedTensorError",
     "__version__",
+    "host_memory",
     "native_status",
+    "set_host_budget",
+    "tune",
 ]

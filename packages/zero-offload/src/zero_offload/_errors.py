@@ -19,3 +19,45 @@ class StepOrderError(OffloadError):
 
 class RollbackError(OffloadError):
     """There is no step to roll back, or it was not kept."""
+
+
+class BudgetError(OffloadError, MemoryError):
+    """Host memory was asked for that the budget, or the machine, does not have.
+
+    Attributes:
+        nbytes: What was asked for.
+        held: What each name holds already, in bytes.
+    """
+
+    def __init__(
+        self, message: str, *, nbytes: int = 0, held: dict[str, int] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.nbytes = nbytes
+        self.held = dict(held or {})
+
+
+class StoreError(OffloadError, OSError):
+    """A store cannot keep a value, or cannot give it back.
+
+    Attributes:
+        key: Of the value; empty where it is not about one.
+        path: Of the file or folder; empty in memory.
+        nbytes: That were to be kept or given back.
+        errno: What the system said, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str = "",
+        path: str = "",
+        nbytes: int = 0,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.key = key
+        self.path = path
+        self.nbytes = nbytes
+        self.errno = errno

@@ -28,7 +28,7 @@ FLAGS = (
     "-fvisibility=hidden",
     "-Wno-maybe-uninitialized",  # false alarms inside the compiler's own intrinsics
 )
-EVERYWHERE = {"dispatch.cpp": (), "scalar.cpp": (), "vector.cpp": ()}
+EVERYWHERE = {"dispatch.cpp": (), "scalar.cpp": (), "vector.cpp": (), "zero_io.cpp": ()}
 ON_X86 = {
     "avx2.cpp": ("-mavx2", "-mf16c"),
     "avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c"),

@@ -1,0 +1,55 @@
+"""How a disk is used: a value to choose, and a value that says what came of it."""
+
+from __future__ import annotations
+
+from attrs import field, frozen
+from attrs.validators import ge, instance_of
+
+_ALIGN_BYTES = 4096
+
+
+def _whole_pages(_: object, attribute: object, block_bytes: int) -> None:
+    if block_bytes < _ALIGN_BYTES or block_bytes % _ALIGN_BYTES or block_bytes > 2**30:
+        raise ValueError(
+            f"block_bytes must be a multiple of {_ALIGN_BYTES} up to 2**30, got {block_bytes}"
+        )
+
+
+@frozen(kw_only=True)
+class DiskSettings:
+    """How a `DiskStore` moves bytes. `tune(path)` finds good ones for a device.
+
+    Args:
+        block_bytes: Of one request to the device; a multiple of 4096.
+        queue_depth: Requests in flight for one value that is read or written.
+        num_workers: Values read or written at the same time.
+        uses_uring: io_uring where it can be had; else threads with pread and pwrite.
+        is_direct: O_DIRECT where the file system has it: no copy in the page cache.
+        has_checksums: Record a checksum of what is written, and compare it with what is read.
+    """
+
+    block_bytes: int = field(default=4 * 2**20, validator=[instance_of(int), _whole_pages])
+    queue_depth: int = field(default=8, validator=[instance_of(int), ge(1)])
+    num_workers: int = field(default=2, validator=[instance_of(int), ge(1)])
+    uses_uring: bool = True
+    is_direct: bool = True
+    has_checksums: bool = False
+
+
+@frozen(kw_only=True)
+class DiskStatus:
+    """What a `DiskStore` does, and for each thing it does not do, why. Empty reason: it does."""
+
+    transport: str
+    """"io_uring" or "threads"."""
+    uring_reason: str
+    direct_bytes: int
+    """What O_DIRECT transfers are aligned to; 1 where they go through the page cache."""
+    direct_reason: str
+    registered_bytes: int
+    """Of buffers that the kernel keeps mapped; see `DiskStore.register`."""
+    register_reason: str
+    lock_reason: str
+    """Why a later job cannot tell that this one is dead, and leaves its files alone."""
+    checksum: str
+    """"crc32c" (native), "crc32" (zlib) or ""."""

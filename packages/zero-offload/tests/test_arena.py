@@ -1,0 +1,231 @@
+"""Host memory: as much as was asked for, there when it is given, gone when nobody looks."""
+
+from __future__ import annotations
+
+import mmap
+import re
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from zero_offload import BudgetError, HostArena, host_memory, set_host_budget
+from zero_offload._available import Available, available_memory
+from zero_offload._host_budget import HostBudget
+from zero_offload._numa import interleave, nodes_of_process, spread
+
+PLENTY = Available(1 << 50, "a large machine")
+
+
+def _resident_bytes() -> int:
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 4097, 1_000_001, 2**25 + 2**24 + 1])
+def test_memory_has_its_exact_size_and_is_resident(nbytes: int) -> None:
+    """Torch's pinned allocator doubles what is above a power of two; and late pages kill a job."""
+    budget = HostBudget(available=lambda: PLENTY)
+    before = _resident_bytes()
+
+    memory = HostArena("x", is_pinned=False, budget=budget).allocate(nbytes)
+
+    assert budget.held()["x"] <= nbytes * 1.001 + mmap.PAGESIZE
+    if nbytes > 2**25:
+        assert abs(_resident_bytes() - before - nbytes) < 0.05 * nbytes
+    assert memory.data_ptr() % mmap.PAGESIZE == 0
+    assert memory.nbytes == nbytes
+    assert not memory.any()
+
+
+def test_memory_lives_until_its_last_view_dies() -> None:
+    """A view in a parameter or a future outlives whoever asked for the memory."""
+    budget = HostBudget(available=lambda: PLENTY)
+    arena = HostArena("x", budget=budget)
+    memory = arena.allocate(100_000, dtype=torch.float32)
+    view = memory[10:20].view(2, 5)
+    del memory, arena
+
+    view.fill_(3)
+
+    assert view.sum() == 30
+    assert budget.held()
+    del view
+    assert budget.held() == {}
+
+
+def test_nothing_is_held_for_no_elements() -> None:
+    """A rank's shard may be empty."""
+    budget = HostBudget(limit_bytes=0, available=lambda: PLENTY)
+
+    memory = HostArena("x", budget=budget).allocate(0, dtype=torch.bfloat16)
+
+    assert (memory.numel(), memory.dtype, budget.held()) == (0, torch.bfloat16, {})
+
+
+def test_a_refusal_says_who_holds_what() -> None:
+    """Out of memory at step 1 of 100,000 is settled by knowing what to make smaller."""
+    budget = HostBudget(limit_bytes=10 * 4096, available=lambda: PLENTY)
+    kept = HostArena("moments", budget=budget).allocate(6 * 4096)
+
+    with pytest.raises(BudgetError, match=r"'grads' asks for .*\(20480 bytes\)") as caught:
+        HostArena("grads", budget=budget).allocate(5 * 4096)
+
+    assert re.search(r"has .*\(16384 bytes\) left", str(caught.value))
+    assert re.search(r"24576 bytes\)  moments", str(caught.value))
+    assert caught.value.held == {"moments": kept.nbytes} == budget.held()
+    assert caught.value.nbytes == 5 * 4096
+
+
+def test_one_budget_serves_the_process() -> None:
+    """Two libraries that each keep to their own limit still end the process together."""
+    memory = HostArena("one").allocate(4096)
+    try:
+        set_host_budget(sum(host_memory().values()))
+        with pytest.raises(BudgetError, match="'two'"):
+            HostArena("two").allocate(1)
+    finally:
+        set_host_budget(None)
+
+    assert host_memory()["one"] == memory.nbytes
+    with pytest.raises(ValueError, match="-1"):
+        set_host_budget(-1)
+
+
+def test_what_the_machine_lacks_is_refused_before_it_is_touched() -> None:
+    """The kernel's answer would be a signal that no one can catch."""
+    budget = HostBudget(available=lambda: Available(200 * 2**20, "control group limit y"))
+
+    with pytest.raises(BudgetError, match=r"this machine \(control group limit y\)"):
+        HostArena("x", budget=budget).allocate(100 * 2**20)
+    with pytest.raises(BudgetError, match="this machine"):
+        HostArena("x").allocate(available_memory().nbytes)
+
+    assert budget.held() == {}
+
+
+def test_memory_promised_to_another_thread_is_not_promised_again() -> None:
+    """Pages are free until touched; two threads must not both be told that they are theirs."""
+    budget = HostBudget(available=lambda: Available(300 * 2**20, "m"))
+
+    with (
+        budget.taking("first", 100 * 2**20),
+        pytest.raises(BudgetError),
+        budget.taking("second", 100 * 2**20),
+    ):
+        pass
+    with budget.taking("second", 100 * 2**20):
+        pass
+
+    assert budget.held() == {"first": 100 * 2**20, "second": 100 * 2**20}
+
+
+def test_a_refusal_of_the_system_is_typed_and_holds_nothing() -> None:
+    """`ulimit -v` is set on many clusters."""
+    budget = HostBudget(available=lambda: PLENTY)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (size + 2**26, limits[1]))
+    try:
+        with pytest.raises(BudgetError, match="refuses to map"):
+            HostArena("x", budget=budget).allocate(2**30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+    assert budget.held() == {}
+
+
+@pytest.mark.parametrize(
+    ("files", "nbytes", "source"),
+    [
+        ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 5 kB\n"}, 5 * 1024, "MemAvailable"),
+        (
+            {
+                "proc/meminfo": "MemAvailable: 5000 kB\n",
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/memory.max": "max\n",
+                "sys/fs/cgroup/a/b/memory.current": "10\n",
+                "sys/fs/cgroup/a/memory.max": "1000\n",
+                "sys/fs/cgroup/a/memory.current": "400\n",
+                "sys/fs/cgroup/a/memory.stat": "active_file 7\ninactive_file 100\n",
+            },
+            700,
+            "a/memory.max",
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,memory:/docker/x\n1:name=systemd:/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "900\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "1000\n",
+            },
+            0,
+            "memory.limit_in_bytes",
+        ),
+        ({"proc/self/cgroup": "4:memory:/\n"}, 1 << 60, "unknown"),
+    ],
+    ids=["machine", "v2, an outer group", "v1 in a container, over", "nothing to read"],
+)
+def test_the_strictest_limit_counts(
+    tmp_path: Path, files: dict[str, str], nbytes: int, source: str
+) -> None:
+    """A container's limit is invisible in the machine's own figures."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    found = available_memory(tmp_path)
+
+    assert found.nbytes == nbytes
+    assert found.source.endswith(source)
+
+
+def test_memory_spreads_over_the_nodes_of_this_process(tmp_path: Path) -> None:
+    """Else all of it lies with the thread that touched it, at half the machine's bandwidth."""
+    import os
+
+    core = min(os.sched_getaffinity(0))
+    for node, cores in {
+        "node0": f"{core}",
+        "node1": f"{core}-{core + 1},9999",
+        "node2": "",
+    }.items():
+        folder = tmp_path / "sys/devices/system/node" / node
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cores + "\n")
+    memory = HostArena("x").allocate(8192)
+
+    assert nodes_of_process(tmp_path) == [0, 1]
+    assert nodes_of_process(tmp_path / "elsewhere") == []
+    assert spread(memory.data_ptr(), 8192, [0]) == ""
+    # One node suffices to see the call accepted, or refused with its own words (seccomp).
+    assert interleave(memory.data_ptr(), 8192, [0]) in ("", "mbind: Operation not permitted")
+    assert interleave(memory.data_ptr() + 1, 8192, [0]).startswith("mbind: ")
+
+
+def test_without_a_device_memory_is_plain_and_says_why() -> None:
+    """A copy that is slow on a machine with GPUs must be explainable."""
+    arena = HostArena("x", is_pinned=False)
+    arena.allocate(1)
+    other = HostArena("x")
+    other.allocate(1)
+
+    assert arena.reason == "is_pinned is False"
+    if not torch.cuda.is_available():
+        assert other.reason == "torch sees no CUDA device"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_is_page_locked_for_the_device() -> None:
+    """Copies from other memory wait for the CPU, and overlap with nothing."""
+    arena = HostArena("x")
+    memory = arena.allocate(1_000_003, dtype=torch.float32)
+
+    assert arena.reason == ""
+    assert memory.is_pinned()
+    assert memory[5:].is_pinned()
+    memory.normal_()
+    assert torch.equal(memory.to("cuda", non_blocking=True).cpu(), memory)
+    del memory
+    assert arena.allocate(3).is_pinned()  # the last was let go of, or this would be refused

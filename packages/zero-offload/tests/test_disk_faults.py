@@ -1,0 +1,222 @@
+"""A disk that fails ends in correct data or in an error with the key, the path and the bytes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import faults
+import pytest
+import torch
+from zero_offload import DiskSettings, DiskStore, StoreError
+from zero_offload._system import System
+
+THREADS = DiskSettings(uses_uring=False)
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "remedy"),
+    [
+        ("pwritev", errno.EIO, "device fails"),
+        ("pwritev", errno.ENOSPC, "free some of the disk"),
+        ("open", errno.EACCES, "permissions"),
+        ("open", errno.EROFS, "read-only"),
+        ("open", errno.EMFILE, "ulimit -n"),
+        ("fallocate", errno.EDQUOT, "quota"),
+    ],
+)
+def test_a_refused_write_is_told_with_key_path_and_bytes(
+    tmp_path: Path, call: str, number: int, remedy: str
+) -> None:
+    """The message comes out of a worker thread, an hour into a job: it must stand by itself."""
+    # The store's own start makes a lock file, probes O_DIRECT and locks: those are granted.
+    system = faults.refusing(call, number, after={"open": 2, "pwritev": 1, "fallocate": 0}[call])
+    with DiskStore(tmp_path, THREADS, system=system) as store:
+        with pytest.raises(StoreError, match=remedy) as caught:
+            store.write("moments", torch.zeros(1000)).result()
+
+        error = caught.value
+        assert (error.key, error.nbytes, error.errno) == ("moments", 4000, number)
+        assert error.path.startswith(str(store.folder))
+        assert "'moments' (4000 bytes)" in str(error)
+        with pytest.raises(StoreError, match=r"'moments'.*(never written|last write failed)"):
+            store.read("moments", torch.zeros(1000)).result()
+
+
+def test_a_refused_read_is_told(tmp_path: Path) -> None:
+    """A bad sector, say."""
+    system = faults.refusing("preadv", errno.EIO, after=1)
+    with DiskStore(tmp_path, THREADS, system=system) as store:
+        store.write("x", torch.zeros(1000)).result()
+
+        with pytest.raises(StoreError, match=r"cannot read 'x'.*device fails"):
+            store.read("x", torch.zeros(1000)).result()
+
+
+def test_a_parent_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:
+    """Before the first hour of training, not after it."""
+    for system in (faults.refusing("open", errno.EROFS), faults.refusing("open", errno.EACCES)):
+        with pytest.raises(StoreError, match="cannot make a folder"):
+            DiskStore(tmp_path, system=system)
+    full = faults.refusing("pwritev", errno.ENOSPC)
+    with DiskStore(tmp_path, THREADS, system=full) as store:
+        assert "No space" in store.status.direct_reason
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_fails_at_the_start_with_the_bytes_needed(tmp_path: Path) -> None:
+    """Else it fails in the night, when the last sub-group is swapped for the first time."""
+    with DiskStore(tmp_path) as store:
+        free = shutil.disk_usage(tmp_path).free
+        with pytest.raises(
+            StoreError, match=f"2 values need {free + 4096 + free % 4096 * 0}"
+        ) as caught:
+            store.allocate({"a": 4096, "b": free - free % 4096})
+        assert caught.value.errno == errno.ENOSPC
+    system = faults.refusing("fallocate", errno.ENOSPC, after=2)
+    with DiskStore(tmp_path, system=system) as store:
+        with pytest.raises(StoreError, match=r"3 values need 24576 bytes.*'c'"):
+            store.allocate({"a": 4096, "b": 8192, "c": 12000})
+
+        assert store.sizes() == {}
+        assert list(store.folder.iterdir()) == []
+
+
+def test_a_limit_on_file_sizes_is_an_error(tmp_path: Path) -> None:
+    """By default the system answers it with a signal."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with DiskStore(tmp_path) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+        try:
+            with pytest.raises(StoreError, match="ulimit -f"):
+                store.write("x", torch.zeros(2**20)).result()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        store.write("x", torch.zeros(2**20)).result()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 4 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    mounted = shutil.which("mount") and subprocess.run(command, capture_output=True, check=False)
+    if not mounted or mounted.returncode:
+        pytest.skip("mounting needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("uses_uring", [True, False])
+def test_a_really_full_disk_is_an_error_and_what_was_written_stays(
+    small_disk: Path, uses_uring: bool
+) -> None:
+    """The injected fault is our idea of a full disk; this is the kernel's."""
+    kept, found = torch.rand(2**19), torch.empty(2**19)  # 2 MiB
+    with DiskStore(small_disk, DiskSettings(uses_uring=uses_uring)) as store:
+        store.write("kept", kept).result()
+        with pytest.raises(StoreError, match="free some of the disk") as caught:
+            store.write("more", torch.zeros(2**20)).result()
+        with pytest.raises(StoreError, match="need 4194304 bytes"):
+            store.allocate({"more": 2**22})
+        store.write("little", torch.zeros(1000)).result()
+
+        assert caught.value.errno == errno.ENOSPC
+        assert torch.equal(store.read("kept", found).result(), kept)
+
+    assert list(small_disk.iterdir()) == []
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, 4096)
+
+
+def _replace(path: Path) -> None:
+    copy = path.with_name("copy")
+    shutil.copy2(path, copy)
+    copy.replace(path)
+
+
+def _scribble(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"?")
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # clocks may tick slower than this test
+
+
+def _link(path: Path) -> None:
+    other = path.with_name("other")
+    path.rename(other)
+    path.symlink_to(other)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (_truncate, "it had 40960 bytes and now has 4096"),
+        (_replace, "another file has been put in its place"),
+        (_scribble, "something else has written to it"),
+        (Path.unlink, "it has been removed"),
+        (_link, "Too many levels of symbolic links"),
+    ],
+)
+def test_a_file_changed_behind_our_back_is_named(
+    tmp_path: Path, change: Callable[[Path], None], text: str
+) -> None:
+    """A cleaning script in /tmp must end the job, not its accuracy."""
+    with DiskStore(tmp_path) as store:
+        store.write("x", torch.zeros(10_000)).result()
+        (path,) = store.folder.iterdir()
+        change(path)
+
+        for operation in (store.read, store.write):
+            with pytest.raises(StoreError, match=text) as caught:
+                operation("x", torch.zeros(10_000)).result()
+
+        assert caught.value.path == str(path)
+        assert caught.value.key == "x"
+
+
+@pytest.mark.parametrize("uses_uring", [True, False])
+def test_a_checksum_sees_what_no_date_tells(tmp_path: Path, uses_uring: bool) -> None:
+    """A device that returns other bytes changes no date."""
+    settings = DiskSettings(has_checksums=True, uses_uring=uses_uring)
+    with DiskStore(tmp_path, settings) as store:
+        store.write("x", torch.zeros(10_000)).result()
+        (path,) = store.folder.iterdir()
+        date = path.stat().st_mtime_ns
+        with path.open("r+b") as file:
+            file.seek(20_000)
+            file.write(b"?")
+        os.utime(path, ns=(date, date))
+
+        with pytest.raises(StoreError, match=f"its {store.status.checksum} is not that"):
+            store.read("x", torch.zeros(10_000)).result()
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    """A leak of one file a step ends a job after a thousand of them."""
+
+    def num_open() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def use(system: System) -> None:
+        with DiskStore(tmp_path, DiskSettings(num_workers=1), system=system) as store:
+            for _ in range(3):
+                future = store.write("x", torch.zeros(1000))
+                assert future.exception() is None or isinstance(future.exception(), StoreError)
+                store.read("x", torch.zeros(1000)).exception()
+
+    granted = System()
+    use(granted)
+    before = num_open()
+    for system in (granted, faults.refusing("fstat", errno.EIO, after=2), faults.no_direct_open()):
+        use(system)
+
+        assert num_open() == before

@@ -1,0 +1,201 @@
+"""Whatever store holds it, a value comes back as it was written last."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import faults
+import numpy as np
+import pytest
+import torch
+from zero_offload import AbstractStore, DiskSettings, DiskStore, HostArena, HostStore, StoreError
+from zero_offload._ring import io_library
+
+SMALL: Final = {"block_bytes": 8192, "queue_depth": 3, "num_workers": 3}  # many blocks in a test
+Make = Callable[[Path], AbstractStore]
+
+
+def _threads(**settings: object) -> DiskSettings:
+    return DiskSettings(**SMALL, uses_uring=False, **settings)
+
+
+STORES: Final[dict[str, Make]] = {
+    "host": lambda folder: HostStore(),
+    "io_uring": lambda folder: DiskStore(folder, DiskSettings(**SMALL)),
+    "io_uring, page cache": lambda folder: DiskStore(
+        folder, DiskSettings(**SMALL, is_direct=False)
+    ),
+    "io_uring, checksums": lambda folder: DiskStore(
+        folder, DiskSettings(**SMALL, has_checksums=True)
+    ),
+    "threads": lambda folder: DiskStore(folder, _threads()),
+    "threads, page cache": lambda folder: DiskStore(folder, _threads(is_direct=False)),
+    "cut short": lambda folder: DiskStore(folder, _threads(), system=faults.cut_short(5000)),
+    "cut short, page cache": lambda folder: DiskStore(
+        folder, _threads(is_direct=False), system=faults.cut_short(1000)
+    ),
+    "interrupted": lambda folder: DiskStore(
+        folder, _threads(), system=faults.now_and_then(errno.EINTR, 3)
+    ),
+    "busy": lambda folder: DiskStore(
+        folder, _threads(), system=faults.now_and_then(errno.EAGAIN, 5)
+    ),
+    "4 KiB only": lambda folder: DiskStore(folder, _threads(), system=faults.only_units_of(4096)),
+    "16 KiB only": lambda folder: DiskStore(
+        folder,
+        DiskSettings(block_bytes=32768, uses_uring=False),
+        system=faults.only_units_of(16384),
+    ),
+    "no O_DIRECT": lambda folder: DiskStore(folder, system=faults.no_direct_open()),
+    "no fallocate": lambda folder: DiskStore(
+        folder, system=faults.refusing("fallocate", errno.EOPNOTSUPP)
+    ),
+    "no locks": lambda folder: DiskStore(folder, system=faults.refusing("flock", errno.ENOLCK)),
+}
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest, tmp_path: Path):
+    if request.param.startswith("io_uring"):
+        _needs_native()
+    with STORES[request.param](tmp_path) as made:
+        yield made
+
+
+def _needs_native() -> None:
+    library, reason = io_library()
+    if library is None:
+        pytest.skip(f"no native disk I/O: {reason}")
+
+
+def _random_tensor(rng: np.random.Generator) -> torch.Tensor:
+    """Of odd sizes around the units of disks, and at odd addresses."""
+    around = int(rng.choice([0, 1, 511, 4096, 8192, 16384, 65536]))
+    nbytes = max(0, around + int(rng.integers(-9, 10)))
+    start = int(rng.choice([0, 1, 512, 4096]))
+    make = HostArena("test").allocate if rng.random() < 0.5 else torch.empty
+    memory = make(start + nbytes, dtype=torch.uint8)
+    memory.copy_(torch.from_numpy(rng.integers(0, 256, start + nbytes, dtype=np.uint8)))
+    return memory[start:]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_operations_equal_a_dictionary(store: AbstractStore, seed: int) -> None:
+    """Many values under way at once, replaced, deleted, of any size: none may touch another."""
+    rng = np.random.default_rng(seed)
+    oracle: dict[str, torch.Tensor] = {}
+    under_way = []
+    for _ in range(60):
+        key = str(rng.choice(["a", "b/c", "ü", "d" * 300]))
+        what = rng.choice(["write", "read", "delete"], p=[0.5, 0.45, 0.05])
+        if what == "write":
+            oracle[key] = _random_tensor(rng)
+            under_way.append((store.write(key, oracle[key]), None))
+        elif key in oracle and what == "read":
+            into = HostArena("test").allocate(oracle[key].numel() + 1)[int(rng.integers(2)) :]
+            into = into[: oracle[key].numel()].fill_(7)
+            under_way.append((store.read(key, into), oracle[key]))
+        elif key in oracle:
+            store.delete(key)
+            del oracle[key]
+
+    for future, expected in under_way:
+        result = future.result(timeout=30)
+
+        assert (result is None) if expected is None else torch.equal(result, expected)
+
+    assert store.sizes() == {key: value.nbytes for key, value in oracle.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5, 7), (40_001,)], ids=str)
+def test_any_shape_and_dtype_comes_back(
+    tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """A store moves bytes; what they mean is the caller's."""
+    source = (torch.rand(shape) * 100).to(dtype)
+    for name in ("host", "no O_DIRECT"):
+        with STORES[name](tmp_path) as store:
+            store.write("x", source).result()
+
+            found = store.read("x", torch.empty_like(source)).result()
+
+            assert torch.equal(found, source)
+
+
+def test_threads_share_a_store(store: AbstractStore) -> None:
+    """Hooks run in autograd's threads, the optimizer in the main one."""
+
+    def work(index: int) -> bool:
+        source = torch.full((5000 + index,), float(index))
+        into = torch.empty_like(source)
+        for _ in range(5):
+            store.write(f"key {index}", source)
+            store.read(f"key {index}", into).result(timeout=30)
+        return torch.equal(into, source)
+
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(work, range(6)))
+
+
+def test_a_key_never_written_is_named(store: AbstractStore) -> None:
+    """The reader's mistake, or a swap that failed: either way the key is what to look for."""
+    store.allocate({"reserved": 64})
+
+    with pytest.raises(StoreError, match=r"'nowhere'.*never written"):
+        store.read("nowhere", torch.empty(4)).result()
+    with pytest.raises(StoreError, match=r"'reserved'.*never written"):
+        store.read("reserved", torch.empty(16)).result()
+    with pytest.raises(StoreError, match=r"'nowhere'.*never written"):
+        store.delete("nowhere")
+    with pytest.raises(StoreError, match="'reserved' is allocated already"):
+        store.allocate({"other": 1, "reserved": 64})
+
+    assert store.sizes() == {"reserved": 64}
+
+
+def test_a_wrong_tensor_is_refused(store: AbstractStore) -> None:
+    """Half a value, or one read as another dtype, would train on with noise."""
+    store.write("x", torch.zeros(8)).result()
+
+    with pytest.raises(StoreError, match=r"'x' holds 8 elements of torch.float32.*read into 4"):
+        store.read("x", torch.empty(4)).result()
+    with pytest.raises(StoreError, match=r"8 elements of torch.float32.*torch\.int32"):
+        store.read("x", torch.empty(8, dtype=torch.int32)).result()
+    with pytest.raises(StoreError, match="contiguous"):
+        store.write("x", torch.zeros(4, 4).t()).result()
+    with pytest.raises(StoreError, match="empty"):
+        store.write("", torch.zeros(1)).result()
+
+
+def test_a_closed_store_says_so(store: AbstractStore) -> None:
+    """Else a late hook writes where nothing is kept any more."""
+    future = store.write("x", torch.zeros(100_000))
+    store.close()
+    store.close()
+
+    assert future.done()
+    with pytest.raises(StoreError, match="is closed"):
+        store.write("x", torch.zeros(4)).result()
+    with pytest.raises(StoreError, match="is closed"):
+        store.allocate({"y": 4})
+
+
+def test_a_done_future_holds_nothing(store: AbstractStore) -> None:
+    """A buffer that a store still refers to is memory nobody accounts for."""
+    import gc
+    import weakref
+
+    source = HostArena("borrowed").allocate(4096)
+    storage = weakref.ref(source)
+    store.write("x", source).result()
+    store.write("y", torch.zeros(1)).result()
+
+    del source
+    gc.collect()
+
+    assert storage() is None
