@@ -14,12 +14,16 @@ from ._errors import (
     RollbackError,
     StepOrderError,
     StoreError,
+    TornStepError,
+    UnsupportedOptimizerError,
     UnsupportedTensorError,
 )
+from ._footprint import Footprint
 from ._fused_adam import FusedAdam
 from ._host_budget import host_memory, set_host_budget
 from ._host_store import HostStore
 from ._native import NativeStatus, native_status
+from ._offloaded import OffloadedOptimizer
 from ._store import AbstractStore
 from ._tune import tune
 
@@ -32,15 +36,19 @@ __all__ = [
     "DiskSettings",
     "DiskStatus",
     "DiskStore",
+    "Footprint",
     "FusedAdam",
     "HostArena",
     "HostStore",
     "NativeStatus",
     "NativeUnavailableError",
     "OffloadError",
+    "OffloadedOptimizer",
     "RollbackError",
     "StepOrderError",
     "StoreError",
+    "TornStepError",
+    "UnsupportedOptimizerError",
     "UnsupportedTensorError",
     "__version__",
     "host_memory",

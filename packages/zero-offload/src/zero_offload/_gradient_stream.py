@@ -1,0 +1,154 @@
+"""Gradients that leave the device while backward goes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor, nn
+
+from ._arena import HostArena
+from ._errors import UnsupportedTensorError
+from ._subgroups import align_up
+
+
+@frozen(eq=False)
+class _Arrival:
+    """A copy under way. `adds_to` is where it is to be added once it is here."""
+
+    event: Any
+    source: Tensor
+    copy: Tensor
+    adds_to: Tensor | None
+
+
+@final
+@define(eq=False)
+class GradientStream:
+    """Copies each gradient to the host when backward has made it, and drops it on the device.
+
+    Further backwards are added on the host, in the gradient's dtype and order, as autograd would
+    have. What has arrived serves one step. Parameters that are on the host are left alone: their
+    gradients are there.
+
+    Args:
+        arena: Whose memory gradients lie in.
+        leaves: Whether gradients of a parameter leave its device.
+    """
+
+    arena: HostArena
+    leaves: Callable[[Tensor], bool]
+    _grads: dict[Tensor, Tensor] = field(factory=dict, init=False)  # by parameter, on the host
+    _present: set[Tensor] = field(factory=set, init=False)
+    _under_way: deque[_Arrival] = field(factory=deque, init=False)
+    _staging: list[Tensor] = field(factory=list, init=False)  # for what is to be added
+    _num_staged: int = field(default=0, init=False)
+    _hooks: list[Any] = field(factory=list, init=False)
+    _streams: dict[torch.device, Any] = field(factory=dict, init=False)
+
+    def add(self, params: Iterable[nn.Parameter]) -> None:
+        """Take memory for their gradients, and install hooks.
+
+        Raises:
+            BudgetError: The host has not so much.
+        """
+        leaving = [param for param in params if self.leaves(param)]
+        memory = self.arena.allocate(bytes_of(leaving), name="gradients")
+        start = 0
+        for param in leaving:
+            stop = start + param.numel() * param.element_size()
+            self._grads[param] = memory[start:stop].view(param.dtype).view(param.shape)
+            self._hooks.append(param.register_post_accumulate_grad_hook(self._take))
+            start = align_up(stop)
+
+    def grad_of(self, param: Tensor) -> Tensor | None:
+        """What the next step uses: what has left and is here, else `param.grad`."""
+        return self._grads[param] if param in self._present else param.grad
+
+    @property
+    def num_left(self) -> int:
+        """How many gradients are here and not on their devices."""
+        return len(self._present)
+
+    def clear(self) -> None:
+        """Forget what has arrived."""
+        self.finish()
+        self._present.clear()
+
+    def finish(self) -> None:
+        """Block until all that is under way is here and added."""
+        while self._under_way:
+            self._land()
+
+    def close(self) -> None:
+        """Remove the hooks and release the memory."""
+        self.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._grads, self._staging = [], {}, []
+
+    def _take(self, param: Tensor) -> None:
+        grad = param.grad
+        if grad is None:
+            return
+        check_dense(param, grad)
+        host = self._grads[param]
+        adds = param in self._present
+        copy = self._staged(host) if adds else host
+        event = self._copy(copy, grad.detach())
+        self._under_way.append(_Arrival(event, grad, copy, host if adds else None))
+        self._present.add(param)
+        param.grad = None
+
+    def _staged(self, like: Tensor) -> Tensor:
+        """One of two buffers, free again."""
+        while sum(each.adds_to is not None for each in self._under_way) > 1:
+            self._land()
+        nbytes, at = like.nbytes, self._num_staged % 2
+        if not self._staging:
+            largest = max(grad.nbytes for grad in self._grads.values())
+            self._staging = [self.arena.allocate(largest, name="accumulation") for _ in range(2)]
+        self._num_staged += 1
+        return self._staging[at][:nbytes].view(like.dtype).view(like.shape)
+
+    def _copy(self, copy: Tensor, grad: Tensor) -> Any:
+        if grad.is_cpu:
+            copy.copy_(grad)
+            return None
+        stream = self._streams.setdefault(grad.device, None) or torch.cuda.Stream(grad.device)
+        self._streams[grad.device] = stream
+        stream.wait_stream(torch.cuda.current_stream(grad.device))
+        with torch.cuda.stream(stream):
+            copy.copy_(grad, non_blocking=True)
+            grad.record_stream(stream)  # its memory is not used again before the copy is done
+            event = torch.cuda.Event()
+            event.record(stream)
+        return event
+
+    def _land(self) -> None:
+        arrival = self._under_way.popleft()
+        if arrival.event is not None:
+            arrival.event.synchronize()
+        if arrival.adds_to is not None:
+            arrival.adds_to.add_(arrival.copy)
+
+
+def bytes_of(params: Iterable[Tensor]) -> int:
+    """Of gradients that lie end to end, each starting on a cache line."""
+    return sum(align_up(param.numel() * param.element_size()) for param in params)
+
+
+def check_dense(param: Tensor, grad: Tensor) -> None:
+    """Raise for a gradient that has no plain memory.
+
+    Raises:
+        UnsupportedTensorError: It is sparse.
+    """
+    if grad.layout is not torch.strided:
+        raise UnsupportedTensorError(
+            f"gradient of a parameter of shape {tuple(param.shape)}: expected a dense tensor, got "
+            f"{grad.layout}; use sparse=False in the embedding"
+        )
