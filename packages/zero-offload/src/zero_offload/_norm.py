@@ -14,7 +14,7 @@ from ._native._abi import DTYPES, ISAS
 
 
 def total_norm(grads: Sequence[Tensor], norm_type: float) -> float:
-    """The norm of all gradients as one vector; inf or nan where torch's would be. Local, blocking."""
+    """The norm of all gradients as one vector; inf or nan where torch's is. Local, blocking."""
     if norm_type == 2.0:
         return math.sqrt(math.fsum(_sum_of_squares(grad) for grad in grads))
     norms = [float(torch.linalg.vector_norm(grad.float(), norm_type)) for grad in grads]

@@ -68,9 +68,6 @@ class OffloadedOptimizer(Optimizer):
         ValueError: An argument makes no sense.
     """
 
-    grad_scale: Tensor | float | None = None
-    found_inf: Tensor | float | None = None
-
     def __init__(
         self,
         params: Any,
@@ -151,7 +148,8 @@ class OffloadedOptimizer(Optimizer):
         if self._is_skipped():
             parts.gradients.clear()
             return loss
-        factor = clip if self.grad_scale is None else clip / float(self.grad_scale)
+        scale = getattr(self, "grad_scale", None)  # set by GradScaler for the time of a step
+        factor = clip if scale is None else clip / float(scale)
         grads = self._grads()
         self._plan(param for param in grads if not parts.is_planned(param))
 
@@ -252,7 +250,7 @@ class OffloadedOptimizer(Optimizer):
         self._visit("refresh_masters()", parts.all_subgroups(), parts.refresh)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's of that class; tensors are copies on the CPU, all of them in memory at once."""
+        """As torch's of that class; tensors are copies on the CPU, all in memory at once."""
         self._usable("state_dict()")
         return super().state_dict()
 
@@ -319,14 +317,15 @@ class OffloadedOptimizer(Optimizer):
         return self._parts
 
     def _is_skipped(self) -> bool:
-        if self.found_inf is None:
+        found_inf = getattr(self, "found_inf", None)  # as `grad_scale`
+        if found_inf is None:
             return False
-        if not isinstance(self.found_inf, Tensor) and self._parts.gradients.num_left:
+        if not isinstance(found_inf, Tensor) and self._parts.gradients.num_left:
             raise OffloadError(
                 "GradScaler.step() found no gradients to look at: they have left for the host. "
                 "Pass grads='device' to OffloadedOptimizer"
             )
-        return float(self.found_inf) != 0
+        return float(found_inf) != 0
 
     def _grads(self) -> dict[Tensor, Tensor]:
         """By parameter, of those that have one; checked."""

@@ -1,4 +1,4 @@
-"""Which pieces of which parameters are stepped together, and where their state rests. Arithmetic."""
+"""Which pieces of parameters are stepped together, and where their state rests. Arithmetic."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Swapper:
         return self._slots[turn.slot][: self._sizes[turn.subgroup]]
 
     def swap_in(self, turn: Turn) -> Future[Any]:
-        """Begin to fill the slot. Of a sub-group that was never swapped out, what is there stays."""
+        """Begin to fill the slot; with nothing, if the sub-group was never swapped out."""
         if turn.subgroup not in self._written:
             done: Future[Any] = Future()
             done.set_result(None)
