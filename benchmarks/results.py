@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-OUR_PACKAGES: Final = ("zero-comm", "zero-partition", "zero-ckpt", "zero-engine")
+OUR_PACKAGES: Final = ("zero-comm", "zero-partition", "zero-ckpt", "zero-offload", "zero-engine")
 
 
 def write_results(

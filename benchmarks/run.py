@@ -12,6 +12,8 @@ SUITES: Final = {
     "autograd": "bench_autograd",  # what hooks cost, and the ways of collecting gradients
     "hooks": "bench_hooks",  # forward and backward on one rank, against the plain model
     "checkpoint": "bench_checkpoint",  # recomputation, against torch's and against none
+    "adam": "bench_adam",  # the optimizer's step on the CPU, against the memory's limit
+    "disk": "bench_disk",  # swapping a large tensor to disk, against what the disk can do
     "collectives": "bench_collectives",  # compositions of collectives against the built-in ones
 }
 

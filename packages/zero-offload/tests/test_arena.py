@@ -210,9 +210,9 @@ def test_without_a_device_memory_is_plain_and_says_why() -> None:
     other = HostArena("x")
     other.allocate(1)
 
-    assert arena.reason == "is_pinned is False"
+    assert arena.pin_reason == "is_pinned is False"
     if not torch.cuda.is_available():
-        assert other.reason == "torch sees no CUDA device"
+        assert other.pin_reason == "torch sees no CUDA device"
 
 
 @pytest.mark.gpu
@@ -222,7 +222,7 @@ def test_memory_is_page_locked_for_the_device() -> None:
     arena = HostArena("x")
     memory = arena.allocate(1_000_003, dtype=torch.float32)
 
-    assert arena.reason == ""
+    assert arena.pin_reason == ""
     assert memory.is_pinned()
     assert memory[5:].is_pinned()
     memory.normal_()

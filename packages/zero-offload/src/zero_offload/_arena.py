@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import weakref
@@ -50,8 +52,10 @@ class HostArena:
     name: str = "arena"
     is_pinned: bool = True
     budget: HostBudget = field(default=PROCESS_BUDGET, repr=False)
-    reason: str = field(default="", init=False)
+    pin_reason: str = field(default="", init=False)
     """Why memory is not page-locked; empty where it is, or nothing has been allocated yet."""
+    spread_reason: str = field(default="", init=False)
+    """Why pages do not alternate between several nodes; empty where they do, or there is one."""
 
     def allocate(
         self, numel: int, *, dtype: torch.dtype = torch.uint8, name: str | None = None
@@ -74,7 +78,7 @@ class HostArena:
         holder = self.name if name is None else name
         mapped_bytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         with self.budget.taking(holder, mapped_bytes):
-            address = _map(mapped_bytes, holder)
+            address, self.spread_reason = _map(mapped_bytes, holder)
         unpin = self._pin(address, mapped_bytes)
         owner = (ctypes.c_char * nbytes).from_address(address)
         # The tensor's storage holds the owner; the process's end frees everything anyway, and doing
@@ -85,19 +89,23 @@ class HostArena:
         return torch.frombuffer(owner, dtype=dtype)
 
     def _pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
-        """Page-lock; returns what undoes it, or None and the reason in `reason`."""
+        """Page-lock; returns what undoes it, or None and the reason in `pin_reason`."""
         if not self.is_pinned:
-            self.reason = "is_pinned is False"
+            self.pin_reason = "is_pinned is False"
             return None
         if not torch.cuda.is_available():
-            self.reason = "torch sees no CUDA device"
+            self.pin_reason = "torch sees no CUDA device"
             return None
         cudart = torch.cuda.cudart()
         status = cudart.cudaHostRegister(address, nbytes, _PORTABLE)
         if int(status) != 0:
-            self.reason = f"cudaHostRegister of {nbytes} bytes: {cudart.cudaGetErrorString(status)}"
+            text = cudart.cudaGetErrorString(status)
+            self.pin_reason = f"cudaHostRegister of {nbytes} bytes: {text}"
+            # CUDA keeps the error until someone asks, and then blames the next kernel for it.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
             return None
-        self.reason = ""
+        self.pin_reason = ""
 
         def unpin() -> None:
             torch.cuda.synchronize()  # a copy may still be under way
@@ -106,8 +114,8 @@ class HostArena:
         return unpin
 
 
-def _map(nbytes: int, holder: str) -> int:
-    """Anonymous memory with every page touched."""
+def _map(nbytes: int, holder: str) -> tuple[int, str]:
+    """Anonymous memory with every page touched, and why it is not spread over nodes."""
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     address = _libc.mmap(None, nbytes, protection, kind, -1, 0)
@@ -118,11 +126,11 @@ def _map(nbytes: int, holder: str) -> int:
             f"them: {why}. Look at `ulimit -v` and vm.overcommit_memory.",
             nbytes=nbytes,
         )
-    spread(address, nbytes, nodes_of_process())
+    reason = spread(address, nbytes, nodes_of_process())
     if nbytes >= _HUGE_BYTES:
         _libc.madvise(address, nbytes, _MADV_HUGEPAGE)  # advice: refused, all still works
     if _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE):
-        if ctypes.get_errno() != 22:  # EINVAL: a kernel before 5.14
+        if ctypes.get_errno() != errno.EINVAL:  # that: a kernel before 5.14
             why = os.strerror(ctypes.get_errno())
             _libc.munmap(address, nbytes)
             raise BudgetError(
@@ -131,7 +139,7 @@ def _map(nbytes: int, holder: str) -> int:
                 nbytes=nbytes,
             )
         ctypes.memset(address, 0, nbytes)
-    return address
+    return address, reason
 
 
 def _release(

@@ -36,7 +36,7 @@ class CPUAdagrad(AbstractCPUOptimizer):
         ValueError: A number is out of range.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - the order is torch's
         self,
         params: Any,
         lr: float | Tensor = 1e-2,
@@ -66,7 +66,7 @@ class CPUAdagrad(AbstractCPUOptimizer):
         super().__init__(params, defaults, policy, keeps_last_step=keeps_last_step)
 
     @classmethod
-    def from_deepspeed(
+    def from_deepspeed(  # noqa: PLR0917 - the order is DeepSpeed's
         cls,
         model_params: Any,
         lr: float = 1e-2,

@@ -48,7 +48,7 @@ class CPUAdam(AbstractCPUOptimizer):
         ValueError: A number is out of range.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - the order is torch's
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
@@ -82,7 +82,7 @@ class CPUAdam(AbstractCPUOptimizer):
         super().__init__(params, defaults, policy, keeps_last_step=keeps_last_step)
 
     @classmethod
-    def from_deepspeed(
+    def from_deepspeed(  # noqa: PLR0917 - the order is DeepSpeed's
         cls,
         model_params: Any,
         lr: float = 1e-3,

@@ -34,9 +34,6 @@ class AbstractCPUOptimizer(Optimizer, ABC):
     optimizers; `torch.amp.GradScaler` uses them.
     """
 
-    grad_scale: Tensor | float | None = None
-    found_inf: Tensor | float | None = None
-
     def __init__(
         self, params: Any, defaults: dict[str, Any], policy: StatePolicy, *, keeps_last_step: bool
     ) -> None:
@@ -150,9 +147,10 @@ class AbstractCPUOptimizer(Optimizer, ABC):
 
     def _step_span(self, start: int, stop: int, advanced: set[Tensor]) -> None:
         """Step elements [start, stop); `advanced` are parameters whose count this step raised."""
-        if self.found_inf is not None and float(self.found_inf) != 0:
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and float(found_inf) != 0:
             return
-        factor = 1.0 if self.grad_scale is None else 1.0 / float(self.grad_scale)
+        factor = 1.0 if scale is None else 1.0 / float(scale)
         plan = self._whole if stop == END and self._whole is not None else None
         self._whole = None
         if plan is None or not plan.renew(self.param_groups, self.state):
@@ -276,5 +274,5 @@ def _warn_once(reason: str) -> None:
     warnings.warn(
         f"zero_offload steps with plain torch, about ten times slower than its kernels: {reason}",
         RuntimeWarning,
-        stacklevel=5,
+        stacklevel=4,
     )

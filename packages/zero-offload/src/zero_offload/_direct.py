@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 from typing import Final
@@ -40,7 +41,7 @@ def probe_direct(folder: Path, system: System) -> Direct:
     except OSError as error:
         with contextlib.suppress(OSError):
             system.unlink(path)  # some file systems make it, and refuse then
-        if error.errno != 22:  # EINVAL
+        if error.errno != errno.EINVAL:
             raise
         return Direct(1, f"the file system refuses O_DIRECT at open: {error.strerror}")
     reason = ""

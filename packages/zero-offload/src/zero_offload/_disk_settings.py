@@ -38,18 +38,24 @@ class DiskSettings:
 
 @frozen(kw_only=True)
 class DiskStatus:
-    """What a `DiskStore` does, and for each thing it does not do, why. Empty reason: it does."""
+    """What a `DiskStore` does, and for each thing it does not do, why. An empty reason: it does.
+
+    Attributes:
+        transport: "io_uring" or "threads".
+        uring_reason: Why not io_uring.
+        direct_bytes: What O_DIRECT transfers are aligned to; 1 through the page cache.
+        direct_reason: Why not O_DIRECT.
+        registered_bytes: Of buffers that the kernel keeps mapped; see `DiskStore.register`.
+        register_reason: Why it keeps none.
+        lock_reason: Why a later job cannot tell that this one is dead, and leaves its files alone.
+        checksum: "crc32c" (native), "crc32" (zlib) or "".
+    """
 
     transport: str
-    """"io_uring" or "threads"."""
     uring_reason: str
     direct_bytes: int
-    """What O_DIRECT transfers are aligned to; 1 where they go through the page cache."""
     direct_reason: str
     registered_bytes: int
-    """Of buffers that the kernel keeps mapped; see `DiskStore.register`."""
     register_reason: str
     lock_reason: str
-    """Why a later job cannot tell that this one is dead, and leaves its files alone."""
     checksum: str
-    """"crc32c" (native), "crc32" (zlib) or ""."""

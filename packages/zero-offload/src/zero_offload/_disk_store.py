@@ -75,7 +75,8 @@ class DiskStore(AbstractStore):
 
     Also removed at exit; and what a killed job left is removed by the next store in that place.
     Tensors are on the CPU. Memory of a `HostArena` is read and written in place; any other goes
-    through blocks of aligned memory, which costs a copy. `status` says what is in use and why not
+    through blocks of aligned memory, which costs a copy and up to `block_bytes * queue_depth *
+    num_workers` of memory. `status` says what is in use and why not
     more. Values do not survive the job.
 
     Args:
@@ -413,7 +414,8 @@ def _reported(file: _File, verb: str) -> Iterator[None]:
 def _changed(file: _File, how: str) -> StoreError:
     return StoreError(
         f"{file.path}, which holds {file.key!r} ({file.nbytes} bytes), was changed behind our "
-        f"back: {how}. Its value is lost; resume from a checkpoint, and keep others out of that folder",
+        f"back: {how}. Its value is lost; resume from a checkpoint, and keep others out of "
+        "that folder",
         key=file.key,
         path=file.path,
         nbytes=file.nbytes,

@@ -211,11 +211,12 @@ def _checked_grad(param: Tensor, numel: int) -> Tensor:
     if grad.layout is not torch.strided or not grad.is_cpu or grad.dtype not in SUPPORTED:
         raise UnsupportedTensorError(
             f"gradient of a parameter of shape {tuple(param.shape)}: expected a dense CPU tensor "
-            f"of {', '.join(map(str, SUPPORTED))}, got {grad.dtype}, {grad.layout}, on {grad.device}"
+            f"of {', '.join(map(str, SUPPORTED))}, got {grad.dtype}, {grad.layout}, on "
+            f"{grad.device}"
             + ("; use sparse=False in the embedding" if grad.layout is torch.sparse_coo else "")
         )
     if grad.numel() != numel:  # possible after `param.data` was set; the kernel would run past it
         raise UnsupportedTensorError(
-            f"gradient of a parameter of shape {tuple(param.shape)} has shape {tuple(grad.shape)}"
+            f"gradient of a parameter of shape {tuple(param.shape)} has {grad.numel()} elements"
         )
     return grad if grad.is_contiguous() else grad.contiguous()

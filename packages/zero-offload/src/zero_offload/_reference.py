@@ -52,7 +52,7 @@ def _adam(param: Tensor, grad: Tensor, state: list[Tensor | None], rule: Rule) -
     if largest is not None:
         square = torch.maximum(largest.float(), square)
         largest.copy_(square)
-    below = square.sqrt() / rule.correction + rule.eps
+    below = _root(square) / rule.correction + rule.eps
     return param + mean * rule.rate / below
 
 
@@ -62,7 +62,7 @@ def _adagrad(param: Tensor, grad: Tensor, state: list[Tensor | None], rule: Rule
     grad = _gradient(param, grad, rule)
     sum_of_squares = total.float() + grad * grad
     total.copy_(sum_of_squares)
-    return param + grad * rule.rate / (sum_of_squares.sqrt() + rule.eps)
+    return param + grad * rule.rate / (_root(sum_of_squares) + rule.eps)
 
 
 def _lion(param: Tensor, grad: Tensor, state: list[Tensor | None], rule: Rule) -> Tensor:
@@ -96,6 +96,12 @@ def _lerp(start: Tensor, end: Tensor, beta: float) -> Tensor:
     weight = 1 - beta
     way = end - start
     return start + way * weight if np.float32(weight) < 0.5 else end - way * beta
+
+
+def _root(square: Tensor) -> Tensor:
+    """Correctly rounded, which torch's own is not on every processor."""
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.sqrt(square.numpy()))
 
 
 def _rounded(value: Tensor, dtype: torch.dtype, rule: Rule, index: int) -> Tensor:

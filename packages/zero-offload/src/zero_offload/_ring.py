@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from queue import SimpleQueue
@@ -104,6 +105,7 @@ class RingTransport(AbstractTransport):
     _rings: SimpleQueue[_Ring] = field(factory=SimpleQueue, init=False)
     _kept: tuple[Tensor, ...] = field(default=(), init=False)  # alive while registered
     _finalizer: weakref.finalize = field(init=False)
+    _registers: threading.Lock = field(factory=threading.Lock, init=False)  # who takes all rings
 
     def __attrs_post_init__(self) -> None:
         self._finalizer = weakref.finalize(self, _close, self.library, self._rings)
@@ -147,7 +149,8 @@ class RingTransport(AbstractTransport):
         ]
         starts = (ctypes.c_void_p * len(regions))(*(start for start, _ in regions))
         sizes = (ctypes.c_int64 * len(regions))(*(size for _, size in regions))
-        rings = [self._rings.get() for _ in range(self.settings.num_workers)]
+        with self._registers:
+            rings = [self._rings.get() for _ in range(self.settings.num_workers)]
         try:
             self._kept = tuple(buffers)
             for ring in rings:

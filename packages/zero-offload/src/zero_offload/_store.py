@@ -49,7 +49,8 @@ class AbstractStore(ABC):
 
         Args:
             key: Written before; the future raises StoreError if it was not.
-            into: Contiguous, of the numel and dtype of what was written.
+            into: Contiguous, of the numel and dtype of what was written. After an error its
+                contents are undefined.
         """
 
     @abstractmethod

@@ -1,0 +1,213 @@
+"""The recipe, the loading and what is said where there are no kernels."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+from typing import Final
+
+import pytest
+from zero_offload import NativeUnavailableError, _native
+from zero_offload._native import Kernels, _abi, _compile
+
+PACKAGE: Final = Path(__file__).parents[1]
+COMPILER: Final = shutil.which("c++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no c++ on PATH")
+
+
+@needs_compiler
+def test_the_recipe_makes_a_library_that_loads(tmp_path: Path) -> None:
+    """The build hook and `python -m zero_offload.build` run this file and nothing else."""
+    (library,) = _compile.compile_all(PACKAGE / "csrc", tmp_path)
+    found, status = _native.load(library, {})
+
+    assert found is not None
+    assert status.loaded
+    assert {status.isa, *status.others} == set(_abi.ISAS)
+    assert [path.name for path in tmp_path.iterdir()] == [_compile.LIBRARY]
+
+
+def test_the_recipe_needs_the_standard_library_only() -> None:
+    """The build environment is isolated: it has neither torch nor attrs."""
+    program = f"import runpy, sys; runpy.run_path({_compile.__file__!r}); print(*sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert {"torch", "attrs", "numpy", "zero_offload"}.isdisjoint(ran.stdout.split())
+
+
+def test_a_missing_compiler_is_named() -> None:
+    """The remedy is to install one, or to say where it is."""
+    with pytest.raises(_compile.CompileError, match=r"c\+\+, g\+\+ or clang\+\+ is not on PATH"):
+        _compile.find_compiler({"PATH": "/nowhere"})
+    with pytest.raises(_compile.CompileError, match="CXX='strange --flag' is not on PATH"):
+        _compile.find_compiler({"PATH": "/nowhere", "CXX": "strange --flag"})
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the user sees a missing library and not why."""
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho this compiler is ill; exit 3\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CXX", str(broken))
+    out_dir = tmp_path / "out"
+    out_dir.mkdir()
+
+    with pytest.raises(_compile.CompileError, match=r"ended with 3:\nthis compiler is ill"):
+        _compile.compile_all(PACKAGE / "csrc", out_dir)
+    assert not list(out_dir.iterdir())
+
+
+def test_the_structs_have_the_headers_fields() -> None:
+    """A field more or less on one side shifts all that follow."""
+    header = (PACKAGE / "csrc" / "zero_offload.h").read_text()
+    assert f"#define ZERO_ABI {_abi.ABI} " in header
+    for struct, names in (
+        ("zero_tensor", _abi.TENSOR.names),
+        ("zero_rule", [field[0] for field in _abi.NativeRule._fields_]),
+    ):
+        body = header[: header.index(f"}} {struct};")].rpartition("typedef struct {")[2]
+        lines = [line.partition("/*")[0] for line in body.splitlines()]
+        declared = " ".join(lines).replace(";", ",").split(",")
+
+        assert [each.split()[-1].lstrip("*") for each in declared if each.strip()] == list(names)
+
+
+def test_there_is_a_reason_where_there_are_no_kernels(tmp_path: Path) -> None:
+    """A slow run whose cause nobody can ask for is the complaint this package starts from."""
+    missing = tmp_path / "libmissing.so"
+    damaged = tmp_path / "libdamaged.so"
+    damaged.write_text("not a library")
+
+    for path, environment, reason in (
+        (missing, {}, "python -m zero_offload.build"),
+        (damaged, {}, "cannot be loaded"),
+        (damaged, {"ZERO_OFFLOAD_NATIVE": "off"}, "ZERO_OFFLOAD_NATIVE=off"),
+    ):
+        found, status = _native.load(path, environment)
+        assert found is None
+        assert reason in status.reason
+        assert "plain torch" in str(status)
+
+
+def test_kernels_that_are_required_and_missing_raise(tmp_path: Path) -> None:
+    """A cluster job should end at start, not run ten times slower."""
+    missing = tmp_path / "libmissing.so"
+    for environment in ({"ZERO_OFFLOAD_NATIVE": "require"}, {"ZERO_OFFLOAD_ISA": "avx2"}):
+        with pytest.raises(NativeUnavailableError, match=r"but .*libmissing\.so does not exist"):
+            _native.load(missing, environment)
+    with pytest.raises(NativeUnavailableError, match="auto, require, off"):
+        _native.load(missing, {"ZERO_OFFLOAD_NATIVE": "maybe"})
+
+
+def test_an_instruction_set_is_chosen_by_name(kernels: Kernels) -> None:
+    """To compare, and to look for a fault."""
+    path = _native.HERE / _native.LIBRARY
+    found, status = _native.load(path, {"ZERO_OFFLOAD_ISA": "scalar"})
+
+    assert found is not None
+    assert found.isa == status.isa == "scalar"
+    assert set(status.others.values()) <= {"ZERO_OFFLOAD_ISA=scalar", "this processor has it not"}
+    with pytest.raises(NativeUnavailableError, match="'sse9' here; there are scalar, vector"):
+        kernels.with_isa("sse9")
+
+
+@needs_compiler
+def test_a_library_of_another_abi_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Structs would be read with shifted fields, which corrupts and does not crash."""
+    (library,) = _compile.compile_all(PACKAGE / "csrc", tmp_path)
+    monkeypatch.setattr(_abi, "ABI", _abi.ABI + 1)
+    found, status = _native.load(library, {})
+
+    assert found is None
+    assert f"built for ABI {_abi.ABI - 1}, this package calls ABI {_abi.ABI}" in status.reason
+
+
+def test_plain_torch_says_so_once() -> None:
+    """Once is enough, and never is too little."""
+    program = (
+        "import torch, warnings, zero_offload as z\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    z.CPUAdam([torch.zeros(1)]); z.CPULion([torch.zeros(1)])\n"
+        "print(len(caught), caught[0].message, caught[0].filename)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"ZERO_OFFLOAD_NATIVE": "off"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert ran.stdout.startswith("1 zero_offload steps with plain torch")
+    assert ran.stdout.rstrip().endswith("<string>"), "it points at the caller's line"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["wheel", "sdist"])
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_an_installation_works(tmp_path: Path, form: str, has_compiler: bool) -> None:
+    """With a compiler it steps natively, without one it installs all the same and says why not."""
+    pytest.importorskip("hatchling")
+    if has_compiler and COMPILER is None:
+        pytest.skip("there is no c++ on PATH")
+    source = tmp_path / "source"
+    shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("*.so", "dist", "__pycache__"))
+    environment = os.environ | ({} if has_compiler else {"CXX": "/nowhere/c++"})
+    environment.pop("PYTHONPATH", None)
+    build = [sys.executable, "-m", "hatchling", "build", "-t", form, "-d", str(tmp_path / "dist")]
+    subprocess.run(build, cwd=source, env=environment, check=True, capture_output=True)
+    (made,) = (tmp_path / "dist").iterdir()
+    if form == "wheel":
+        assert made.name.endswith("-py3-none-any.whl") != has_compiler
+        names = zipfile.ZipFile(made).namelist()
+        assert any(name.endswith(_compile.LIBRARY) for name in names) == has_compiler
+
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=False)
+    python = home / "bin" / "python"
+    (site,) = home.glob("lib/python*/site-packages")
+    # What it depends on is borrowed from this environment: only the package itself is fresh.
+    borrowed = sorted({str(Path(p)) for p in sys.path if p.endswith("site-packages")})
+    (site / "borrowed.pth").write_text("\n".join(borrowed))
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation"]
+    subprocess.run(
+        [*install, "--quiet", "--target", str(site), str(made)], env=environment, check=True
+    )
+    program = "import zero_offload as z; print(z.__file__); print(z.native_status())"
+    ran = subprocess.run(
+        [python, "-W", "ignore", "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert ran.stdout.startswith(str(site))
+    assert ("plain torch steps" in ran.stdout) != has_compiler
+    if COMPILER is None or has_compiler:
+        return
+    environment.pop("CXX")  # a compiler comes later: the sources are there to build from
+    later = subprocess.run(
+        [python, "-m", "zero_offload.build"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "compiled in" in later.stdout
+    assert "plain torch" not in later.stdout

@@ -1,0 +1,464 @@
+"""CPUAdam, CPUAdagrad and CPULion against torch's optimizers, over the same gradients."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from zero_offload import (
+    CPUAdagrad,
+    CPUAdam,
+    CPULion,
+    RollbackError,
+    StepOrderError,
+    UnsupportedTensorError,
+    _native,
+)
+
+SHAPES: Final = ((7, 9), (1,), (), (0,), (1003,), (8, 8))
+Make = Callable[[Any], Optimizer]
+
+# Ours, and torch's with the same meaning.
+PAIRS: Final[dict[str, tuple[Make, Make]]] = {
+    "adamw": (
+        lambda params: CPUAdam(params, weight_decay=0.1),
+        lambda params: torch.optim.AdamW(params, weight_decay=0.1),
+    ),
+    "adam": (
+        lambda params: CPUAdam(params, 1e-2, (0.8, 0.95), 1e-6, 0.1, decoupled_weight_decay=False),
+        lambda params: torch.optim.Adam(params, 1e-2, (0.8, 0.95), 1e-6, 0.1),
+    ),
+    "amsgrad": (
+        lambda params: CPUAdam(params, amsgrad=True, maximize=True),
+        lambda params: torch.optim.AdamW(params, weight_decay=0, amsgrad=True, maximize=True),
+    ),
+    "adagrad": (
+        lambda params: CPUAdagrad(params, 1e-2, 0.01, 0.1, 0.5),
+        lambda params: torch.optim.Adagrad(params, 1e-2, 0.01, 0.1, 0.5),
+    ),
+}
+
+
+@pytest.fixture(params=["native", "torch"])
+def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once with compiled kernels and once as where there is no compiler."""
+    if request.param == "torch":
+        status = _native.NativeStatus("", "a test leaves them out")
+        monkeypatch.setattr(_native, "_loaded", lambda: (None, status))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            CPUAdam([torch.zeros(1)])  # who is told once is not told again
+    else:
+        request.getfixturevalue("kernels")
+
+
+@pytest.mark.usefixtures("_path")
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_hundred_steps_are_torchs(pair: str) -> None:
+    """Who changes the optimizer must not change the training."""
+    make_ours, make_torchs = PAIRS[pair]
+    ours, torchs = _params(), _params()
+    mine, theirs = make_ours(ours), make_torchs(torchs)
+    for turn in range(100):
+        _set_grads(ours, turn)
+        _set_grads(torchs, turn)
+        mine.step()
+        theirs.step()
+
+    torch.testing.assert_close(ours, torchs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("_path")
+def test_lion_is_its_formula() -> None:
+    """There is none in torch to compare with: sign of a mix, then the mean (arXiv 2302.06675)."""
+    ours, plain = _params(), _params()
+    optimizer = CPULion(ours, 1e-3, (0.9, 0.95), 0.1)
+    means = [torch.zeros_like(p) for p in plain]
+    for turn in range(100):
+        _set_grads(ours, turn)
+        _set_grads(plain, turn)
+        optimizer.step()
+        with torch.no_grad():
+            for p, mean in zip(plain, means, strict=True):
+                way = (0.9 * mean + 0.1 * p.grad).sign()
+                p.sub_(1e-3 * (way + 0.1 * p))
+                mean.mul_(0.95).add_(p.grad, alpha=0.05)
+
+    # where the mix is within a rounding of 0, the sign may differ: not so with these seeds
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_state_dicts_are_torchs_both_ways(pair: str) -> None:
+    """A run started with torch's optimizer goes on with ours, and the other way round."""
+    make_ours, make_torchs = PAIRS[pair]
+    for first, second in ((make_ours, make_torchs), (make_torchs, make_ours)):
+        params, expected = _params(), _params()
+        before, all_along = first(params), first(expected)
+        _train(before, params, range(3))
+        _train(all_along, expected, range(6))
+        after = second(params)
+        after.load_state_dict(copy.deepcopy(before.state_dict()))
+        _train(after, params, range(3, 6))
+
+        torch.testing.assert_close(params, expected, rtol=1e-6, atol=1e-6)
+        saved, theirs = after.state_dict(), all_along.state_dict()
+        assert saved["state"].keys() == theirs["state"].keys()
+        assert saved["state"][0].keys() == theirs["state"][0].keys()
+
+
+def test_loading_keeps_masters_and_moments_in_their_dtype() -> None:
+    """Loading in torch casts state to the parameter's dtype, which would round masters away."""
+    params = _params(torch.bfloat16)
+    optimizer = CPUAdam(params)
+    _train(optimizer, params, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = CPUAdam([p.detach().clone().requires_grad_() for p in params])
+    other.load_state_dict(saved)
+
+    for number, entries in other.state_dict()["state"].items():
+        for name, value in entries.items():
+            assert value.dtype is torch.float32
+            assert torch.equal(value, saved["state"][number][name])
+
+
+def test_torchs_16_bit_moments_load_into_fp32() -> None:
+    """They have the parameter's dtype there; the kernels would read them as another."""
+    params = _params(torch.bfloat16)
+    theirs = torch.optim.AdamW(params)
+    _train(theirs, params, range(2))
+    ours = CPUAdam(params)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    _train(ours, params, range(2, 4))
+
+    entries = ours.state[params[0]]
+    assert {name: value.dtype for name, value in entries.items()} == dict.fromkeys(
+        ("step", "exp_avg", "exp_avg_sq", "master"), torch.float32
+    )
+    assert entries["step"].item() == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_16_bit_parameter_is_its_rounded_master(dtype: torch.dtype) -> None:
+    """The master is what an fp32 parameter with the same gradients would be."""
+    params, masters = _params(dtype), [p.detach().float() for p in _params(dtype)]
+    optimizer, plain = CPUAdam(params), CPUAdam(masters)
+    for turn in range(20):
+        _set_grads(params, turn)
+        for p, master in zip(params, masters, strict=True):
+            master.grad = p.grad.float()
+        optimizer.step()
+        plain.step()
+
+    for p, master in zip(params, masters, strict=True):
+        assert torch.equal(optimizer.state[p]["master"], master)
+        assert torch.equal(p.detach(), master.to(dtype))
+
+
+def test_without_masters_stochastic_rounding_keeps_small_steps() -> None:
+    """A step below half the distance of neighbours is lost by rounding to nearest, always."""
+    moved = {}
+    for rounding in ("nearest", "stochastic"):
+        param = nn.Parameter(torch.ones(10_000, dtype=torch.bfloat16))
+        optimizer = CPUAdam([param], lr=1e-4, masters=False, rounding=rounding)
+        for _ in range(20):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        assert "master" not in optimizer.state[param]
+        moved[rounding] = 1 - param.detach().double().mean().item()
+
+    assert moved["nearest"] == 0
+    assert moved["stochastic"] == pytest.approx(20 * 1e-4, rel=0.1)
+
+
+@pytest.mark.usefixtures("_path")
+def test_ranges_make_the_same_step() -> None:
+    """Sub-groups of a shard step as they arrive from disk; the result must not tell."""
+    for dtype, rounding in ((torch.float32, "nearest"), (torch.bfloat16, "stochastic")):
+        whole, parts = _params(dtype), _params(dtype)
+        at_once = CPUAdam(whole, rounding=rounding)
+        in_ranges = CPUAdam(parts, rounding=rounding)
+        numel = sum(p.numel() for p in parts)
+        for turn in range(3):
+            _train(at_once, whole, [turn])
+            _set_grads(parts, turn)
+            cuts = [0, 5, 5, 63, 64, 70, 600, numel]
+            for start, stop in reversed(list(pairwise(cuts))):
+                in_ranges.step_range(start, stop)
+
+        for p, q in zip(whole, parts, strict=True):
+            assert torch.equal(p, q)
+            if p.numel():
+                assert in_ranges.state[q]["step"].item() == 3
+
+
+def test_a_range_that_would_step_twice_is_refused() -> None:
+    """An element stepped twice trains wrongly in silence."""
+    params = _params()
+    optimizer = CPUAdam(params)
+    numel = sum(p.numel() for p in params)
+    _set_grads(params, 0)
+    optimizer.step_range(0, 10)
+
+    with pytest.raises(StepOrderError, match=r"\[0, 10\) was already stepped"):
+        optimizer.step_range(9, 12)
+    with pytest.raises(StepOrderError, match=f"10 of {numel} elements are done"):
+        optimizer.step()
+    with pytest.raises(StepOrderError, match=f"stop <= {numel}"):
+        optimizer.step_range(10, numel + 1)
+    optimizer.step_range(10, numel)
+    optimizer.step()
+
+
+@pytest.mark.usefixtures("_path")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rollback_is_exact(dtype: torch.dtype) -> None:
+    """A speculative step that turns out to have overflowed must leave no trace."""
+    params = [*_params(dtype), nn.Parameter(torch.randn(6, 4).to(dtype).t())]
+    optimizer = CPUAdam(params, amsgrad=True, keeps_last_step=True)
+    for turn in range(3):
+        before = copy.deepcopy((params, optimizer.state_dict()["state"]))
+        _train(optimizer, params, [turn])
+        optimizer.rollback()
+        if turn:  # before the first step there was no state
+            torch.testing.assert_close(optimizer.state_dict()["state"], before[1], rtol=0, atol=0)
+        torch.testing.assert_close(params, before[0], rtol=0, atol=0)
+        _train(optimizer, params, [turn])
+    _set_grads(params, 9)
+    before = copy.deepcopy(params)
+    optimizer.step_range(3, 70)
+    optimizer.rollback()
+
+    torch.testing.assert_close(params, before, rtol=0, atol=0)
+    assert {optimizer.state[p]["step"].item() for p in params} == {3}
+
+
+def test_a_rollback_without_a_step_says_so() -> None:
+    """Doing nothing would be taken for success."""
+    params = _params()
+    with pytest.raises(RollbackError, match="keeps_last_step=True"):
+        CPUAdam(params).rollback()
+    optimizer = CPUAdam(params, keeps_last_step=True)
+    with pytest.raises(RollbackError, match="no step to roll back"):
+        optimizer.rollback()
+    _train(optimizer, params, [0])
+    optimizer.rollback()
+    with pytest.raises(RollbackError, match="no step to roll back"):
+        optimizer.rollback()
+
+
+@pytest.mark.parametrize("keeps", ["grads", "params", "state"])
+def test_a_kept_plan_notices_what_changed(keeps: str) -> None:
+    """Steps reuse what the last one found; a stale address would be silent corruption."""
+    ours, torchs = _params(), _params()
+    mine, theirs = CPUAdam(ours), torch.optim.AdamW(torchs, weight_decay=0)
+    for turn in range(8):
+        for params, optimizer in ((ours, mine), (torchs, theirs)):
+            _set_grads(params, turn)
+            if keeps == "grads":
+                params[turn % 6].grad = None
+            elif keeps == "params":
+                params[0].data = params[0].data.clone()
+                params[4].data = params[4].data.flip(0).contiguous()
+            elif turn:
+                entries = optimizer.state[params[0]]
+                entries["exp_avg"] = torch.zeros_like(entries["exp_avg"])
+                optimizer.state[params[4]] = {
+                    name: value.clone() for name, value in optimizer.state[params[4]].items()
+                }
+                optimizer.state[params[5]]["step"].fill_(turn % 3)
+            optimizer.step()
+
+    torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_strides_change_nothing(dtype: torch.dtype) -> None:
+    """Kernels see memory as a row; a transposed gradient must still meet its own weight."""
+    plain = nn.Parameter(torch.arange(24.0).reshape(4, 6).to(dtype))
+    base = torch.zeros(12, 8, dtype=dtype)
+    strided = nn.Parameter(base.t()[::2, ::2][:, :6].detach()[:4])
+    strided.data.copy_(plain.data)
+    last = nn.Parameter(torch.empty(1, 4, 3, 2, dtype=dtype).to(memory_format=torch.channels_last))
+    last.data.copy_(plain.data.view(1, 4, 3, 2))
+    optimizer = CPUAdam([plain, strided, last])
+    for turn in range(3):
+        grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(turn)).to(dtype)
+        plain.grad = grad
+        strided.grad = grad.t().contiguous().t()
+        last.grad = grad.view(1, 4, 3, 2).contiguous(memory_format=torch.channels_last)
+        optimizer.step()
+
+    assert not strided.is_contiguous()
+    assert not last.is_contiguous()
+    assert torch.equal(strided, plain)
+    assert torch.equal(last.view(4, 6) if last.is_contiguous() else last.reshape(4, 6), plain)
+
+
+def test_what_cannot_be_stepped_is_refused_by_name() -> None:
+    """A kernel given a device pointer would end the process."""
+    weight = nn.Parameter(torch.zeros(3, 2))
+    with pytest.raises(UnsupportedTensorError, match=r"got one of shape \(3,\) on meta"):
+        CPUAdam([weight, nn.Parameter(torch.zeros(3, device="meta"))])
+    with pytest.raises(UnsupportedTensorError, match="float64"):
+        CPUAdam([nn.Parameter(torch.zeros(3, dtype=torch.float64))])
+    optimizer = CPUAdam([weight])
+    with pytest.raises(UnsupportedTensorError, match="complex64"):
+        optimizer.add_param_group({"params": torch.zeros(3, dtype=torch.complex64)})
+    assert len(optimizer.param_groups) == 1
+    weight.grad = torch.zeros(3, 2).to_sparse()
+    with pytest.raises(UnsupportedTensorError, match="sparse=False"):
+        optimizer.step()
+    with pytest.raises(UnsupportedTensorError, match="stochastic rounding"):
+        CPUAdam([torch.zeros(2, dtype=torch.float16)], rounding="stochastic")
+    with pytest.raises(ValueError, match="betas"):
+        CPUAdam([weight], betas=(0.9, 1.0))
+    with pytest.raises(ValueError, match="lr=-1"):
+        CPULion([weight], lr=-1)
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_unscaling_in_the_step_is_unscaling_before_it(overflow: bool) -> None:
+    """GradScaler and zero_partition's clipping leave it to the step; a skipped one is no step."""
+    ours, plain = _params(), _params()
+    mine, theirs = CPUAdam(ours), CPUAdam(plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for turn in range(4):
+        is_skipped = overflow and turn == 2
+        for p, q in zip(ours, plain, strict=True):
+            noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(turn))
+            p.grad = None
+            scaler.scale((p * noise).sum()).backward()
+            q.grad = noise.clone()
+        if is_skipped:
+            ours[0].grad[0, 0] = float("inf")
+        else:
+            theirs.step()
+        scale = scaler.get_scale()
+        scaler.step(mine)
+        scaler.update()
+        assert scaler.get_scale() == (scale / 2 if is_skipped else scale)
+
+    for p, q in zip(ours, plain, strict=True):
+        assert torch.equal(p, q)
+        assert mine.state[p]["step"].item() == (3 if overflow else 4)
+
+
+def test_groups_schedulers_and_closures_work_as_with_torch() -> None:
+    """They are why this is a torch.optim.Optimizer."""
+    results = []
+    for make in (CPUAdam, torch.optim.AdamW):
+        params = _params()
+        groups = [
+            {"params": params[:2], "lr": 1e-2, "weight_decay": 0.1},
+            {"params": params[2:], "betas": (0.5, 0.9), "weight_decay": 0.0},
+        ]
+        optimizer = make(groups)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
+
+        def closure(optimizer: Optimizer = optimizer, params: list[Tensor] = params) -> Tensor:
+            optimizer.zero_grad()
+            loss = sum((p**2).sum() + p.sum() for p in params)
+            loss.backward()
+            return loss
+
+        losses = []
+        for _ in range(10):
+            losses.append(optimizer.step(closure).item())
+            scheduler.step()
+        results.append((losses, params))
+
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_copy_steps_like_the_original() -> None:
+    """Optimizers are deep-copied with models; threads and plans must not be."""
+    params = _params(torch.bfloat16)
+    optimizer = CPUAdam(params, state_dtype=torch.bfloat16)
+    _train(optimizer, params, range(2))
+    other, copies = copy.deepcopy((optimizer, params))
+    _train(optimizer, params, [2])
+    _train(other, copies, [2])
+
+    torch.testing.assert_close(copies, params, rtol=0, atol=0)
+    assert other.state[copies[0]]["exp_avg"].dtype is torch.bfloat16
+
+
+def test_gradients_are_let_go() -> None:
+    """A kept plan that held them would double the memory of gradients between steps."""
+    import weakref
+
+    params = _params()
+    optimizer = CPUAdam(params)
+    _train(optimizer, params, [0])
+    grads = [weakref.ref(p.grad) for p in params]
+    optimizer.zero_grad()
+
+    assert not any(grad() is not None for grad in grads)
+
+
+def test_autograd_notices_a_step() -> None:
+    """Kernels write behind its back; a backward through the old value must raise, not lie."""
+    param = nn.Parameter(torch.ones(3))
+    optimizer = CPUAdam([param])
+    loss = (param * param).sum()
+    param.grad = torch.ones(3)
+    optimizer.step()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_deepspeeds_arguments_mean_the_same() -> None:
+    """Its AdamW mode is a default, its 16-bit parameters have no masters."""
+    params = _params(torch.bfloat16)
+    adam = CPUAdam.from_deepspeed(
+        params, 1e-2, False, (0.8, 0.9), 1e-6, 0.1, adamw_mode=False, fp32_optimizer_states=False
+    )
+    _train(adam, params, [0])
+
+    group = adam.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"]) == (1e-2, (0.8, 0.9), 1e-6)
+    assert not group["decoupled_weight_decay"]
+    assert not group["bias_correction"]
+    assert {v.dtype for n, v in adam.state[params[0]].items() if n != "step"} == {torch.bfloat16}
+    for made in (CPUAdagrad.from_deepspeed(params), CPULion.from_deepspeed(params)):
+        _train(made, params, [0])
+        assert "master" not in made.state[params[0]]
+
+
+def test_masters_follow_parameters_when_asked() -> None:
+    """Weights loaded after the first step would be overwritten by the next one otherwise."""
+    params = _params(torch.bfloat16)
+    optimizer = CPUAdam(params, lr=0.0)
+    _train(optimizer, params, [0])
+    with torch.no_grad():
+        params[0].fill_(3.0)
+    optimizer.refresh_masters()
+    _train(optimizer, params, [1])
+
+    assert params[0].unique().tolist() == [3.0]
+
+
+def _params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
+
+
+def _set_grads(params: list[Any], turn: int) -> None:
+    generator = torch.Generator().manual_seed(turn + 1)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def _train(optimizer: Optimizer, params: list[Any], turns: Any) -> None:
+    for turn in turns:
+        _set_grads(params, turn)
+        optimizer.step()

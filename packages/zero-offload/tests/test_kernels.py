@@ -1,0 +1,273 @@
+"""Every kernel gives the scalar kernel's bits, which are those of the formula in plain torch."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from typing import Final
+
+import pytest
+import torch
+from attrs import evolve
+from torch import Tensor
+from zero_offload import _native_step, _reference
+from zero_offload._batch import Batch, Dtypes
+from zero_offload._native import Kernels
+from zero_offload._rule import Formula, Rule
+from zero_offload._team import Team
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+FAST: Final = ("vector", "avx2", "avx512")
+NUMELS: Final = (0, 1, 7, 8, 9, 15, 16, 17, 33, 1003)
+RULES: Final = {
+    "adamw": Rule(
+        formula=Formula.ADAM,
+        rate=-1e-2,
+        factor=0.37,
+        decoupled=True,
+        shrink=1 - 1e-3,
+        beta1=0.9,
+        beta2=0.999,
+        correction=0.0447,
+        eps=1e-8,
+    ),
+    "adam_uphill": Rule(
+        formula=Formula.ADAM,
+        rate=-1e-2,
+        maximize=True,
+        weight_decay=0.1,
+        beta1=0.3,
+        beta2=0.99,
+        eps=1e-3,
+    ),
+    "adagrad": Rule(formula=Formula.ADAGRAD, rate=-1e-2, weight_decay=0.01, eps=1e-10),
+    "lion": Rule(
+        formula=Formula.LION, rate=-1e-3, decoupled=True, shrink=0.99, beta1=0.9, beta2=0.99
+    ),
+}
+# param, grad, state, out: every mix that an optimizer can ask for
+MIXES: Final = [
+    Dtypes(param, grad, state, out)
+    for param, grad, state, out in itertools.product(
+        (F32, BF16, F16), (F32, BF16, F16), (F32, BF16, F16), (None, BF16, F16)
+    )
+    if param is F32 or out is None
+]
+
+
+def _ident(mix: Dtypes) -> str:
+    dtypes = (mix.param, mix.grad, mix.state, mix.out)
+    return "-".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+@pytest.mark.parametrize("isa", FAST)
+@pytest.mark.parametrize("rule", RULES)
+def test_an_instruction_set_changes_no_bit(kernels: Kernels, rule: str, isa: str) -> None:
+    """Ranks on different machines must step alike; whole vectors and their ends as well."""
+    fast, scalar = _kernels(kernels, isa), kernels.with_isa("scalar")
+    for mix, amsgrad in itertools.product(MIXES, (False, True)):
+        for offset in (0, 1, 3):
+            mine, theirs = (_batch(mix, rule, NUMELS, offset, amsgrad) for _ in range(2))
+            _native_step.step_batch(mine, RULES[rule], kernels=fast, team=Team())
+            _native_step.step_batch(theirs, RULES[rule], kernels=scalar, team=Team())
+
+            _assert_same_bits(mine, theirs, f"{_ident(mix)}, amsgrad={amsgrad}, from {offset}")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_scalar_kernel_is_the_formula(kernels: Kernels, rule: str) -> None:
+    """Without a compiler plain torch steps, and a run may move to a machine that has one."""
+    for mix, amsgrad in itertools.product(MIXES, (False, True)):
+        mine, theirs = (_batch(mix, rule, NUMELS, 1, amsgrad) for _ in range(2))
+        scalar = kernels.with_isa("scalar")
+        _native_step.step_batch(mine, RULES[rule], kernels=scalar, team=Team())
+        _reference.step_batch(theirs, RULES[rule])
+
+        _assert_same_bits(mine, theirs, f"{_ident(mix)}, amsgrad={amsgrad}")
+
+
+@pytest.mark.parametrize("isa", ["scalar", *FAST])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_million_elements_in_threads_are_the_formula(
+    kernels: Kernels, rule: str, isa: str
+) -> None:
+    """Threads take parts that begin anywhere in a list of tensors."""
+    mix = Dtypes(F32, BF16, F32, BF16)
+    numels = (70_001, 1_000_003, 5)
+    mine, theirs = (_batch(mix, rule, numels, 1, amsgrad=False) for _ in range(2))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        _native_step.step_batch(mine, RULES[rule], kernels=_kernels(kernels, isa), team=Team())
+    finally:
+        torch.set_num_threads(threads)
+    _reference.step_batch(theirs, RULES[rule])
+
+    _assert_same_bits(mine, theirs, isa)
+
+
+@pytest.mark.parametrize("isa", ["scalar", *FAST])
+def test_only_the_span_asked_for_is_written(kernels: Kernels, isa: str) -> None:
+    """A range of a step touches its elements; its neighbours may be on their way from disk."""
+    mix = Dtypes(F32, BF16, F32, BF16)
+    whole, part, before = (_batch(mix, "adamw", (1003,), 0, amsgrad=True) for _ in range(3))
+    part.starts, part.stops = [13], [801]
+    for batch in (whole, part):
+        _native_step.step_batch(batch, RULES["adamw"], kernels=_kernels(kernels, isa), team=Team())
+
+    columns = zip(whole.written(), part.written(), before.written(), strict=True)
+    for (stepped,), (mixed,), (old,) in columns:
+        assert torch.equal(mixed, torch.cat([old[:13], stepped[13:801], old[801:]]))
+
+
+@pytest.mark.parametrize("isa", ["scalar", *FAST])
+def test_every_16_bit_number_is_read_as_torch_reads_it(kernels: Kernels, isa: str) -> None:
+    """A conversion that is wrong for subnormals alone would pass every test on random numbers."""
+    zero = Rule(formula=Formula.ADAGRAD, rate=0.0)
+    for dtype in (BF16, F16):
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+        batch = Batch(Dtypes(F32, dtype, F32))
+        _fill(batch, torch.zeros(2**16), every, torch.zeros(2**16))
+        _native_step.step_batch(batch, zero, kernels=_kernels(kernels, isa), team=Team())
+
+        torch.testing.assert_close(
+            batch.firsts[0], every.float() * every.float(), rtol=0, atol=0, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("isa", ["scalar", *FAST])
+def test_hard_numbers_are_rounded_as_torch_rounds_them(kernels: Kernels, isa: str) -> None:
+    """Ties, overflow, subnormals and infinities: to nearest, ties to even."""
+    stay = Rule(formula=Formula.LION, rate=-0.0)  # -0.0 stays as well
+    hard = _hard_numbers()
+    for dtype in (BF16, F16):
+        batch = Batch(Dtypes(F32, F32, F32, dtype))
+        _fill(batch, hard.clone(), torch.zeros_like(hard), torch.zeros_like(hard))
+        batch.outs.append(torch.zeros_like(hard, dtype=dtype))
+        _native_step.step_batch(batch, stay, kernels=_kernels(kernels, isa), team=Team())
+
+        assert torch.equal(batch.outs[0].isnan(), hard.isnan())
+        finite = ~hard.isnan()
+        mine, torchs = batch.outs[0][finite], hard.to(dtype)[finite]
+        assert torch.equal(mine.view(torch.int16), torchs.view(torch.int16))
+
+
+@pytest.mark.parametrize("isa", ["scalar", *FAST])
+def test_a_largest_moment_that_is_nan_stays_nan(kernels: Kernels, isa: str) -> None:
+    """Else amsgrad would hide a broken gradient that torch shows."""
+    nan, inf = float("nan"), float("inf")
+    batch = _batch(Dtypes(F32, F32, F32), "adamw", (4 * 16,), 0, amsgrad=True)
+    batch.largests[0][:] = torch.tensor([nan, 1.0, inf, 0.0]).repeat(16)
+    batch.grads[0][:] = torch.tensor([1.0, nan, 1.0, -0.0]).repeat(16)
+    _native_step.step_batch(batch, RULES["adamw"], kernels=_kernels(kernels, isa), team=Team())
+
+    expected = torch.tensor([True, True, False, False]).repeat(16)
+    assert torch.equal(batch.largests[0].isnan(), expected)
+
+
+@pytest.mark.parametrize("isa", ["scalar", *FAST])
+def test_the_callers_floating_point_settings_change_no_bit(kernels: Kernels, isa: str) -> None:
+    """Threads differ in whether they flush subnormals, and who steps what must not matter."""
+    mine, theirs = (_batch(Dtypes(F32, F32, F32), "adamw", (99,), 0, False) for _ in range(2))
+    for batch in (mine, theirs):
+        batch.firsts[0].mul_(1e-39)
+        batch.grads[0].zero_()
+    fast = _kernels(kernels, isa)
+    try:
+        torch.set_flush_denormal(True)
+        _native_step.step_batch(mine, RULES["adamw"], kernels=fast, team=Team())
+    finally:
+        torch.set_flush_denormal(False)
+    _native_step.step_batch(theirs, RULES["adamw"], kernels=fast, team=Team())
+
+    assert mine.firsts[0].any()
+    _assert_same_bits(mine, theirs, isa)
+
+
+@pytest.mark.parametrize("isa", ["scalar", *FAST])
+def test_stochastic_rounding_is_the_references_and_right_on_average(
+    kernels: Kernels, isa: str
+) -> None:
+    """It may go up or down, with the probability that makes the mean exact."""
+    numel = 2**16
+    values = torch.tensor([1.0 + 2.0**-9, -3.0 - 3 * 2.0**-9, 1.0, float("inf")])
+    values = values.repeat_interleave(numel // 4)
+    stay = evolve(Rule(formula=Formula.LION, rate=0.0), seed=77)
+    batches = []
+    for _ in range(2):
+        batch = Batch(Dtypes(F32, F32, F32, BF16))
+        _fill(batch, values.clone(), torch.zeros(numel), torch.zeros(numel))
+        batch.outs.append(torch.zeros(numel, dtype=BF16))
+        batch.indices[0] = 2**32 - numel // 2  # where 32 bits wrap
+        batches.append(batch)
+    _native_step.step_batch(batches[0], stay, kernels=_kernels(kernels, isa), team=Team())
+    _reference.step_batch(batches[1], stay)
+
+    _assert_same_bits(*batches, isa)
+    rounded = batches[0].outs[0].double().view(4, -1)
+    up = 2.0**-7  # the distance of bf16 neighbours above 1; 2^-6 above 2
+    # three standard deviations of the mean of 16384 draws are 0.012 of that distance
+    assert rounded[0].mean().item() == pytest.approx(1 + 2.0**-9, abs=0.012 * up)
+    assert rounded[1].mean().item() == pytest.approx(-3 - 3 * 2.0**-9, abs=0.012 * 2 * up)
+    assert rounded[2].unique().tolist() == [1.0]
+    assert rounded[3].unique().tolist() == [float("inf")]
+
+
+def _kernels(kernels: Kernels, isa: str) -> Kernels:
+    from zero_offload import NativeUnavailableError
+
+    try:
+        return kernels.with_isa(isa)
+    except NativeUnavailableError as error:
+        pytest.skip(str(error))
+
+
+def _fill(batch: Batch, param: Tensor, grad: Tensor, first: Tensor) -> None:
+    batch.params.append(param)
+    batch.grads.append(grad)
+    batch.firsts.append(first)
+    batch.starts.append(0)
+    batch.stops.append(param.numel())
+    batch.indices.append(0)
+
+
+def _batch(mix: Dtypes, rule: str, numels: tuple[int, ...], offset: int, amsgrad: bool) -> Batch:
+    """The same numbers for the same arguments, `offset` elements into their storage."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr((mix, rule, numels)).encode()))
+
+    def made(numel: int, dtype: torch.dtype) -> Tensor:
+        storage = torch.zeros(numel + offset, dtype=dtype)
+        storage[offset:] = torch.randn(numel, generator=generator) * 0.1
+        return storage[offset:]
+
+    batch = Batch(mix)
+    for numel in numels:
+        _fill(batch, made(numel, mix.param), made(numel, mix.grad), made(numel, mix.state))
+        if RULES[rule].formula is Formula.ADAM:
+            batch.seconds.append(made(numel, mix.state).abs_())
+            if amsgrad:
+                batch.largests.append(made(numel, mix.state).abs_())
+        if RULES[rule].formula is Formula.ADAGRAD:
+            batch.firsts[-1].abs_()
+        if mix.out is not None:
+            batch.outs.append(made(numel, mix.out))
+    return batch
+
+
+def _assert_same_bits(mine: Batch, theirs: Batch, which: str) -> None:
+    for column, other in zip(mine.written(), theirs.written(), strict=True):
+        for got, expected in zip(column, other, strict=True):
+            kind = torch.int32 if got.dtype is F32 else torch.int16
+            assert torch.equal(got.view(kind), expected.view(kind)), which
+
+
+def _hard_numbers() -> Tensor:
+    """Around every 16-bit number: itself, its ties with the neighbours, and next to those."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    around = []
+    for dtype, spare_bits in ((BF16, 16), (F16, 13)):
+        bits = every.view(dtype).float().view(torch.int32)
+        tie = 1 << (spare_bits - 1)
+        around += [(bits + d).view(F32) for d in (0, 1, -1, tie, tie + 1, tie - 1)]
+    tiny = torch.arange(1, 5000).float() * 2.0**-26  # between fp16's subnormals
+    return torch.cat([*around, tiny, -tiny, tiny * 2.0**-123])
