@@ -10,6 +10,8 @@
 
 namespace {
 
+constexpr int kAny = -1; /* a dtype that is known when it runs */
+
 template <class V>
 inline typename V::F read(const void *from, int64_t i, int32_t dtype) {
   switch (dtype) {
@@ -77,7 +79,7 @@ struct Adam {
       spread = V::max(read<V>(t.largest, i, r.state_dtype), square);
       write<V>(t.largest, i, r.state_dtype, spread);
     }
-    const auto below = V::add(V::div(V::root(spread), V::set(r.correction)), V::set(r.eps));
+    const auto below = V::add(V::mul(V::root(spread), V::set(r.unbias)), V::set(r.eps));
     param = V::add(param, V::div(V::mul(V::set(r.rate), mean), below));
     write_param<V>(t, r, i, param);
   }
@@ -110,19 +112,43 @@ struct Lion {
   }
 };
 
-/* Elements [first, last) of the list; whole vectors, then one by one, which rounds the same. */
-template <class Rule, class V, class One>
-void run(const zero_tensor *tensors, int64_t count, const zero_rule *rule, int64_t first,
-         int64_t last) {
+/* Elements [first, last) of the list; whole vectors, then one by one, which rounds the same.
+   Dtypes that are known when this is compiled cost no branch for each vector. */
+template <class Rule, class V, class One, int kParam, int kGrad, int kState, int kOut>
+void run_as(const zero_tensor *tensors, int64_t count, const zero_rule *rule, int64_t first,
+            int64_t last) {
   int64_t before = 0;
+  zero_rule r = *rule;
+  if (kParam != kAny) r.param_dtype = kParam;
+  if (kGrad != kAny) r.grad_dtype = kGrad;
+  if (kState != kAny) r.state_dtype = kState;
+  if (kOut != kAny) r.out_dtype = kOut;
   for (int64_t k = 0; k < count && before < last; before += tensors[k++].numel) {
-    const zero_tensor t = tensors[k];
-    const zero_rule r = *rule;
+    zero_tensor t = tensors[k];
+    if (kOut == ZERO_NONE) t.out = nullptr;
     const int64_t stop = last - before < t.numel ? last - before : t.numel;
     int64_t i = first > before ? first - before : 0;
     for (; i + V::width <= stop; i += V::width) Rule::template step<V>(t, r, i);
     for (; i < stop; ++i) Rule::template step<One>(t, r, i);
   }
+}
+
+template <class Rule, class V, class One>
+void run(const zero_tensor *tensors, int64_t count, const zero_rule *rule, int64_t first,
+         int64_t last) {
+  const int param = rule->param_dtype, grad = rule->grad_dtype, out = rule->out_dtype;
+  auto as = run_as<Rule, V, One, kAny, kAny, kAny, kAny>;
+  if (rule->state_dtype == ZERO_F32) {
+    if (param == ZERO_F32 && grad == ZERO_F32 && out == ZERO_NONE)
+      as = run_as<Rule, V, One, ZERO_F32, ZERO_F32, ZERO_F32, ZERO_NONE>;
+    if (param == ZERO_F32 && grad == ZERO_BF16 && out == ZERO_BF16)
+      as = run_as<Rule, V, One, ZERO_F32, ZERO_BF16, ZERO_F32, ZERO_BF16>;
+    if (param == ZERO_F32 && grad == ZERO_F16 && out == ZERO_F16)
+      as = run_as<Rule, V, One, ZERO_F32, ZERO_F16, ZERO_F32, ZERO_F16>;
+    if (param == ZERO_BF16 && grad == ZERO_BF16 && out == ZERO_NONE)
+      as = run_as<Rule, V, One, ZERO_BF16, ZERO_BF16, ZERO_F32, ZERO_NONE>;
+  }
+  as(tensors, count, rule, first, last);
 }
 
 /* Sixteen sums, whatever the width, so that the result does not depend on it. */

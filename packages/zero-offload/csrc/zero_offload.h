@@ -16,7 +16,7 @@ extern "C" {
 
 #define ZERO_API __attribute__((visibility("default")))
 
-#define ZERO_ABI 2 /* of the structs below; Python compares */
+#define ZERO_ABI 3 /* of the structs below; Python compares */
 
 enum { ZERO_F32 = 0, ZERO_BF16 = 1, ZERO_F16 = 2, ZERO_NONE = 3 };     /* dtypes */
 enum { ZERO_SCALAR = 0, ZERO_VECTOR = 1, ZERO_AVX2 = 2, ZERO_AVX512 = 3 }; /* instruction sets */
@@ -39,7 +39,7 @@ typedef struct {
   float weight_decay; /* added to the gradient times the parameter, unless decoupled */
   float shrink;       /* what the parameter is multiplied by, if decoupled: 1 - lr * weight_decay */
   float beta1, beta2, one_minus_beta1, one_minus_beta2;
-  float correction;   /* Adam: sqrt(1 - beta2^t) */
+  float unbias;       /* Adam: 1 / sqrt(1 - beta2^t), what the root is multiplied by */
   float eps;
   float rate;         /* minus the step size: Adam -lr / (1 - beta1^t), Adagrad, Lion -lr */
   uint32_t seed;      /* of stochastic rounding */

@@ -28,7 +28,7 @@ RULES: Final = {
         shrink=1 - 1e-3,
         beta1=0.9,
         beta2=0.999,
-        correction=0.0447,
+        unbias=22.37,
         eps=1e-8,
     ),
     "adam_uphill": Rule(

@@ -128,6 +128,6 @@ class CPUAdam(AbstractCPUOptimizer):
             shrink=1 - lr * group["weight_decay"] if is_decoupled else 1.0,
             beta1=beta1,
             beta2=beta2,
-            correction=math.sqrt(1 - beta2**step) if is_corrected else 1.0,
+            unbias=1 / math.sqrt(1 - beta2**step) if is_corrected else 1.0,
             eps=group["eps"],
         )

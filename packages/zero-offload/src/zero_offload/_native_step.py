@@ -77,7 +77,7 @@ def _numbers(batch: Batch, rule: Rule) -> NativeRule:
         beta2=rule.beta2,
         one_minus_beta1=1 - rule.beta1,
         one_minus_beta2=1 - rule.beta2,
-        correction=rule.correction,
+        unbias=rule.unbias,
         eps=rule.eps,
         rate=rule.rate,
         seed=rule.seed or 0,

@@ -52,7 +52,7 @@ def _adam(param: Tensor, grad: Tensor, state: list[Tensor | None], rule: Rule) -
     if largest is not None:
         square = torch.maximum(largest.float(), square)
         largest.copy_(square)
-    below = _root(square) / rule.correction + rule.eps
+    below = _root(square) * rule.unbias + rule.eps
     return param + mean * rule.rate / below
 
 

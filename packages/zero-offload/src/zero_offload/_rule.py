@@ -23,7 +23,7 @@ class Rule:
         factor: What gradients are multiplied by first: unscaling and clipping.
         weight_decay: Added to the gradient times the parameter, unless decoupled.
         shrink: What the parameter is multiplied by, if decoupled.
-        correction: Adam's sqrt(1 - beta2^t).
+        unbias: Adam's 1 / sqrt(1 - beta2^t), what the root of the second moment is multiplied by.
         rate: Minus the step size, Adam's bias correction in it.
         seed: Of stochastic rounding, another for each step; None rounds to nearest.
     """
@@ -37,7 +37,7 @@ class Rule:
     shrink: float = 1.0
     beta1: float = 0.0
     beta2: float = 0.0
-    correction: float = 1.0
+    unbias: float = 1.0
     eps: float = 0.0
     seed: int | None = None
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
 
-ABI: Final = 2
+ABI: Final = 3
 ISAS: Final = {"scalar": 0, "vector": 1, "avx2": 2, "avx512": 3}  # the best one last
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NO_DTYPE: Final = 3
@@ -38,7 +38,7 @@ class NativeRule(ctypes.Structure):
         *((name, c_int32) for name in ("maximize", "decoupled", "stochastic")),
         *((name, c_float) for name in ("factor", "weight_decay", "shrink")),
         *((name, c_float) for name in ("beta1", "beta2", "one_minus_beta1", "one_minus_beta2")),
-        *((name, c_float) for name in ("correction", "eps", "rate")),
+        *((name, c_float) for name in ("unbias", "eps", "rate")),
         ("seed", c_uint32),
     )
 
@@ -69,7 +69,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.zero_count.restype = None
     library.zero_take.argtypes = (
         *(c_int, c_void_p, c_int32, c_void_p, c_int32, c_int64),
-        *(POINTER(c_double), POINTER(c_int64)),
+        *(c_void_p, c_void_p),
     )
     library.zero_take.restype = None
     return library
