@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 
@@ -10,35 +9,26 @@ import torch
 from torch import Tensor
 
 from . import _native
-from ._native._abi import DTYPES, ISAS
+from ._native._abi import DTYPES
+from ._take import take
+from ._team import Team
 
 
-def total_norm(grads: Sequence[Tensor], norm_type: float) -> float:
+def total_norm(grads: Sequence[Tensor], norm_type: float, team: Team) -> float:
     """The norm of all gradients as one vector; inf or nan where torch's is. Local, blocking."""
     if norm_type == 2.0:
-        return math.sqrt(math.fsum(_sum_of_squares(grad) for grad in grads))
+        return math.sqrt(math.fsum(_sum_of_squares(grad, team) for grad in grads))
     norms = [float(torch.linalg.vector_norm(grad.float(), norm_type)) for grad in grads]
     return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), norm_type))
 
 
-def _sum_of_squares(grad: Tensor) -> float:
-    kernels = _native.kernels()
-    if kernels is None or not grad.is_cpu or grad.dtype not in DTYPES or not grad.is_contiguous():
-        return float(torch.linalg.vector_norm(grad, dtype=_wide(grad))) ** 2
-    total, num_not_finite = ctypes.c_double(), ctypes.c_int64()
-    kernels.library.zero_take(
-        ISAS[kernels.isa],
-        grad.data_ptr(),
-        DTYPES[grad.dtype],
-        None,
-        0,
-        grad.numel(),
-        ctypes.byref(total),
-        ctypes.byref(num_not_finite),
-    )
-    if num_not_finite.value:  # left out of the sum: torch says which of the two
-        return float(torch.linalg.vector_norm(grad.float()))
-    return total.value
+def _sum_of_squares(grad: Tensor, team: Team) -> float:
+    if grad.is_cpu and grad.dtype in DTYPES and grad.is_contiguous():
+        taken = take(grad, None, adds=False, kernels=_native.kernels(), team=team)
+        if not taken.num_not_finite:
+            return taken.sum_of_squares
+    # On a device; or not finite, where torch's norm says which of inf and nan it is.
+    return float(torch.linalg.vector_norm(grad, dtype=_wide(grad))) ** 2
 
 
 def _wide(grad: Tensor) -> torch.dtype:

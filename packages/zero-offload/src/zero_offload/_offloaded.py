@@ -22,6 +22,7 @@ from ._state_view import StateView
 from ._stepper import Stepper
 from ._store import AbstractStore
 from ._subgroups import Shares, check_sizes
+from ._team import Team
 
 
 @final
@@ -96,6 +97,7 @@ class OffloadedOptimizer(Optimizer):
         self._residents: Residents | None = None
         self._clip = 1.0
         self._unusable = ""
+        self._team = Team()
         super().__init__(params, stepper.defaults)
         self.state = StateView(self)
         self._step_supports_amp_scaling = True
@@ -176,7 +178,7 @@ class OffloadedOptimizer(Optimizer):
         """
         parts = self._usable("clip_grad_norm_()")
         parts.gradients.finish()
-        norm = total_norm(list(self._grads().values()), float(norm_type))
+        norm = total_norm(list(self._grads().values()), float(norm_type), self._team)
         if error_if_nonfinite and not -float("inf") < norm < float("inf"):
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is {norm}, so they cannot "
