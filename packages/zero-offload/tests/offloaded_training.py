@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from zero_offload import OffloadedOptimizer
 
 # Many sub-groups of a small model, none of which is too small for the disk.
-CUT: Final[dict[str, Any]] = {"subgroup_bytes": 20_000, "small_bytes": 0}
+CUT: Final[dict[str, Any]] = {"subgroup_bytes": 8_000, "small_bytes": 0}
 HOMES: Final[dict[str, Callable[[Path], dict[str, Any]]]] = {
     "host": lambda folder: {"state": "host", **CUT},
     "disk": lambda folder: {"state": "disk", "path": folder, **CUT},

@@ -116,15 +116,18 @@ def test_bf16_parameters_are_stepped_as_fp32_masters(
         model.parameters(), optimizer, lr=1e-5, weight_decay=0.0, **HOMES["disk"](tmp_path)
     )
 
-    for _ in range(1000):
-        model.weight.grad = torch.ones_like(model.weight)
-        offloaded.step()
+    plain = nn.Parameter(torch.ones(2, 3))
+    expected = optimizer([plain], lr=1e-5, weight_decay=0.0)
 
-    torch.testing.assert_close(model.weight.float(), torch.full((2, 3), 0.99), atol=4e-3, rtol=0)
-    assert offloaded.state[model.weight]["master"].dtype is torch.float32
-    torch.testing.assert_close(
-        offloaded.state[model.weight]["master"], torch.full((2, 3), 0.99), atol=1e-5, rtol=0
-    )
+    for _ in range(800):
+        model.weight.grad, plain.grad = torch.ones_like(model.weight), torch.ones_like(plain)
+        offloaded.step()
+        expected.step()
+
+    assert (model.weight < 1).all()
+    torch.testing.assert_close(model.weight.data, plain.data.bfloat16(), rtol=0, atol=4e-3)
+    master = offloaded.state[model.weight]["master"]
+    torch.testing.assert_close(master, plain.data, rtol=0, atol=1e-6)
 
 
 def test_clipping_within_the_step_is_that_of_torch(tmp_path: Path) -> None:
@@ -229,7 +232,7 @@ def test_parameters_without_gradient_cost_nothing_and_may_get_one_later(tmp_path
         model[2].requires_grad_(False)
         optimizer = make(model.parameters())
         if isinstance(optimizer, OffloadedOptimizer):
-            assert optimizer.footprint.disk_bytes < 8 * (33 * 65 + 65 + 64 * 7 + 7) + 64 * 16
+            assert optimizer.footprint.disk_bytes < 8 * (33 * 65 + 65 + 64 * 7 + 7) + 4096 * 8
         losses = train(model, optimizer, steps=range(2)).losses
         model[2].requires_grad_(True)
         model[0].requires_grad_(False)
@@ -256,7 +259,7 @@ def test_parameters_in_transit_are_stepped_as_those_that_are_here(
         return copies[-1]
 
     monkeypatch.setattr(_residents.Transit, "fetch", lambda self, tensor: clone(tensor))
-    monkeypatch.setattr(_residents.Residents, "_leaves", lambda self, param: True)
+    monkeypatch.setattr(_residents, "_leaves", lambda param: True)
     actual = _train(torch.float32, lambda p: OffloadedOptimizer(p, torch.optim.AdamW, **arguments))
 
     assert copies

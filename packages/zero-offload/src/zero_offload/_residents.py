@@ -55,7 +55,7 @@ class Residents:
     _where: dict[Tensor, list[int]] = field(factory=dict, init=False)  # sub-groups of a parameter
 
     def __attrs_post_init__(self) -> None:
-        self.gradients = GradientStream(self._arena, self._leaves)
+        self.gradients = GradientStream(self._arena, _leaves if self.grads_leave else _stays)
         self._swapper = None if self.store is None else Swapper(self.store, self._arena)
         self._transit = Transit(self._arena)
 
@@ -94,7 +94,7 @@ class Residents:
         states = [self._state(plan, params, positions) for plan in plans]
         all_plans = [*self._plans, *plans]
         room = max(self._room(state) for state in [*self._states, *states])
-        leaving = [p for p in (*self._where, *params) if self._leaves(p)]
+        leaving = [p for p in (*self._where, *params) if self.gradients.leaves(p)]
         footprint = Footprint.of(
             all_plans, gradient_bytes=bytes_of(leaving), transit_bytes=2 * room
         )
@@ -135,9 +135,6 @@ class Residents:
             assert self._swapper is not None, "the constructor asked for a store"
             self._swapper.add({k: s.plan.nbytes for k, s in swapped.items()})
         self._memories |= memories
-
-    def _leaves(self, param: Tensor) -> bool:
-        return self.grads_leave and not param.is_cpu
 
     def _room(self, state: SubGroupState) -> int:
         """In transit, while it is stepped."""
@@ -254,14 +251,23 @@ class Residents:
     def close(self, *, keeps_store: bool) -> None:
         """Release everything; the store's values too where it lives on."""
         self.gradients.close()
-        if keeps_store and self._swapper is not None:
-            self._swapper.close()
+        if self._swapper is not None:
+            self._swapper.close(deletes=keeps_store)
         self._states, self._memories, self._where, self._plans = [], {}, {}, []
 
 
 def _carve(memory: Tensor, sizes: Mapping[int, int]) -> dict[int, Tensor]:
     parts = memory.split(list(sizes.values())) if sizes else ()
     return dict(zip(sizes, parts, strict=True))
+
+
+def _leaves(param: Tensor) -> bool:
+    return not param.is_cpu
+
+
+def _stays(param: Tensor) -> bool:
+    del param
+    return False
 
 
 def _same(tensor: Tensor) -> Tensor:

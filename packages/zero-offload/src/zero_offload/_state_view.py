@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import ItemsView, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -17,12 +18,20 @@ if TYPE_CHECKING:
 class StateView(Mapping[Tensor, dict[str, Any]]):
     """`optimizer.state`: copies on the CPU, made at each access. To write: `write_state`."""
 
-    optimizer: OffloadedOptimizer
+    _reference: weakref.ref[OffloadedOptimizer] = field(converter=weakref.ref)
+
+    @property
+    def optimizer(self) -> OffloadedOptimizer:
+        """Whose state it is; held weakly, or its memory would wait for the garbage collector."""
+        optimizer = self._reference()
+        if optimizer is None:
+            raise ReferenceError("the optimizer of this state is gone; keep the optimizer")
+        return optimizer
 
     def __getitem__(self, param: Tensor) -> dict[str, Any]:
         """A copy of a parameter's state."""
-        if param not in self.optimizer.started():
-            raise KeyError(param)
+        if not any(param is each for each in self.optimizer.started()):
+            raise KeyError(f"a parameter of shape {tuple(param.shape)} without state")
         return self.optimizer.read_state([param])[param]
 
     def __iter__(self) -> Iterator[Tensor]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Final
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 ALIGN_BYTES: Final = 64  # of each column: a cache line, and a vector of the widest kernels
+PAGE_BYTES: Final = 4096  # what a disk moves without a copy
 CUT_NUMEL: Final = 64  # parameters are cut at multiples of it, so that columns need no padding
 SHARES: Final = ("device", "host")
 
@@ -133,7 +134,7 @@ def plan_subgroups(
         items: One a parameter.
         shares: Of the bytes of state; exact to `CUT_NUMEL` elements where parameters are divisible,
             and to a parameter where not.
-        subgroup_bytes: Most that a sub-group holds. A parameter that is not divisible and larger
+        subgroup_bytes: Most that a sub-group holds, up to a page on disk. A parameter that is not divisible and larger
             has a sub-group to itself.
         small_bytes: A sub-group with fewer stays on the host instead of the disk.
 
@@ -172,14 +173,9 @@ def plan_subgroups(
     return tuple(groups)
 
 
-def align_up(nbytes: int) -> int:
-    """The next multiple of `ALIGN_BYTES`."""
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def largest_bytes(groups: Iterable[SubGroup], residence: Residence) -> int:
-    """Of the largest sub-group that rests there."""
-    return max((group.nbytes for group in groups if group.residence is residence), default=0)
+def align_up(nbytes: int, align: int = ALIGN_BYTES) -> int:
+    """The next multiple of `align`."""
+    return -(-nbytes // align) * align
 
 
 def _dealt(items: Sequence[Item], shares: Shares) -> Iterator[tuple[Residence, Piece]]:
@@ -225,10 +221,10 @@ def _lay_out(
         for entry in items[piece.item].entries:
             columns.append(Column(index, entry.name, entry.dtype, offset, piece.numel))
             offset += align_up(piece.numel * entry.dtype.itemsize)
-    group = SubGroup(tuple(pieces), tuple(columns), offset, residence)
     if residence is Residence.DISK and offset < max(1, small_bytes):
-        return evolve(group, residence=Residence.HOST)
-    return group
+        residence = Residence.HOST
+    nbytes = align_up(offset, PAGE_BYTES) if residence is Residence.DISK else offset
+    return SubGroup(tuple(pieces), tuple(columns), nbytes, residence)
 
 
 def check_sizes(subgroup_bytes: int, small_bytes: int) -> None:

@@ -74,9 +74,9 @@ class Swapper:
         self._written.add(turn.subgroup)
         return self.store.write(self._key(turn.subgroup), self.memory(turn))
 
-    def close(self) -> None:
-        """Forget all sub-groups."""
-        for index in self._sizes:
+    def close(self, *, deletes: bool) -> None:
+        """Forget all sub-groups, and delete them from a store that lives on."""
+        for index in self._sizes if deletes else ():
             self.store.delete(self._key(index))
         self._sizes, self._slots = {}, []
         self._written = set()
