@@ -14,6 +14,7 @@ SUITES: Final = {
     "checkpoint": "bench_checkpoint",  # recomputation, against torch's and against none
     "adam": "bench_adam",  # the optimizer's step on the CPU, against the memory's limit
     "disk": "bench_disk",  # swapping a large tensor to disk, against what the disk can do
+    "swap": "bench_swap",  # a pipelined step from disk, against the disk and the step alone
     "collectives": "bench_collectives",  # compositions of collectives against the built-in ones
 }
 
