@@ -2,8 +2,8 @@
 
 `python benchmarks/run.py swap --path /on/the/disk [--numel 1e8] [--rounds 7]`
 
-The limit of a pipelined step is the larger of two times: reading and writing the state by itself, at
-the rate at which the same store moves the same values through the same slots, and the step by
+The limit of a pipelined step is the larger of two times: reading and writing the state by itself,
+at the rate at which the same store moves the same values through as many slots, and the step by
 itself, with the state in memory. All four take turns; each ratio is of one round's turns, and the
 median counts.
 """
@@ -59,8 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                     seconds[way].append(time.perf_counter() - start)
         rows = _rows(seconds, on_disk.footprint.disk_bytes)
     settings = {
-        **{"numel": int(args.numel), "threads": args.threads, "rounds": args.rounds},
-        **{"subgroup_mib": args.subgroup_mib, "load_before": load_before},
+        "numel": int(args.numel),
+        "threads": args.threads,
+        "rounds": args.rounds,
+        "subgroup_mib": args.subgroup_mib,
+        "load_before": load_before,
     }
     print(f"written to {write_results('swap', rows, folder=args.folder, settings=settings)}")
     return 0

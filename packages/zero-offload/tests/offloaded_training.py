@@ -20,7 +20,9 @@ HOMES: Final[dict[str, Callable[[Path], dict[str, Any]]]] = {
     "disk": lambda folder: {"state": "disk", "path": folder, **CUT},
     "lazy store": lambda folder: {"state": "disk", "store": RecordingStore(), **CUT},
     "shared": lambda folder: {
-        **{"state": "disk", "path": folder, **CUT},
+        "state": "disk",
+        "path": folder,
+        **CUT,
         "fraction": {"device": 0.2, "host": 0.3},
     },
 }

@@ -15,7 +15,7 @@ from zero_offload import AbstractStore, HostStore, StoreError
 @final
 @define(eq=False)
 class RecordingStore(AbstractStore):
-    """Forwards to a store in memory. Notes every operation when it begins and when it is waited for.
+    """Forwards to a store in memory. Notes each operation when it begins and when it is made.
 
     With `is_lazy`, a transfer is made only when its result is asked for: whoever reads a slot
     before that, or writes it too early, finds wrong bytes.
@@ -29,21 +29,27 @@ class RecordingStore(AbstractStore):
     counts: dict[str, int] = field(factory=lambda: {"read": 0, "write": 0}, init=False)
 
     def allocate(self, sizes: Mapping[str, int]) -> None:
+        """See `AbstractStore.allocate`."""
         self.inner.allocate(sizes)
 
     def write(self, key: str, source: Tensor) -> Future[None]:
+        """See `AbstractStore.write`."""
         return self._begin("write", key, lambda: self.inner.write(key, source).result())
 
     def read(self, key: str, into: Tensor) -> Future[Tensor]:
+        """See `AbstractStore.read`."""
         return self._begin("read", key, lambda: self.inner.read(key, into).result())
 
     def delete(self, key: str) -> None:
+        """See `AbstractStore.delete`."""
         self.inner.delete(key)
 
     def sizes(self) -> dict[str, int]:
+        """See `AbstractStore.sizes`."""
         return self.inner.sizes()
 
     def close(self) -> None:
+        """See `AbstractStore.close`."""
         self.inner.close()
 
     def _begin(self, verb: str, key: str, run: Any) -> Future[Any]:

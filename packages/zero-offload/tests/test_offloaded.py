@@ -61,7 +61,7 @@ PLAIN: Final[dict[str, tuple[type[Optimizer], dict[str, Any]]]] = {
 def test_residence_changes_no_bit_of_a_native_step(
     name: str, dtype: torch.dtype, home: str, tmp_path: Path
 ) -> None:
-    """Offloading is for memory; a training that diverges by it cannot be compared with any other."""
+    """Offloading is for memory; a training that diverges by it compares with no other."""
     optimizer, arguments, in_memory = NATIVE[name]
     expected = _train(dtype, in_memory)
 
@@ -293,6 +293,7 @@ def test_a_sparse_gradient_is_refused_before_anything_is_stepped() -> None:
         ({"state": "host", "path": "."}, "state='host' none"),
         ({"grads": "disk"}, "grads='disk'"),
         ({"subgroup_bytes": 0}, "subgroup_bytes=0"),
+        ({"subgroup_bytes": 2**20, "small_bytes": 2**20}, "of at most half"),
         ({"lr": -1.0}, "Invalid learning rate"),
         ({"capturable": True}, "capturable=True"),
     ],

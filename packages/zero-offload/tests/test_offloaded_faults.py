@@ -101,7 +101,7 @@ def test_an_error_of_the_optimizer_midway_is_a_torn_step_too(tmp_path: Path) -> 
     loss_of(model, 1).backward()
     offloaded.param_groups[0]["momentum"] = "much"
 
-    with pytest.raises(TornStepError, match="different steps.*ended with TypeError"):
+    with pytest.raises(TornStepError, match=r"different steps.*ended with TypeError"):
         offloaded.step()
 
 

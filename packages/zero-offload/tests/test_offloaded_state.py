@@ -32,7 +32,7 @@ def test_a_training_goes_on_in_the_plain_optimizer_and_back(
     plain = optimizer(plain_model.parameters(), **arguments)
     expected = train(plain_model, plain, steps=range(9))
 
-    model = make_model()
+    model, saved = make_model(), {}
     for steps, is_offloaded in ((range(3), True), (range(3, 6), False), (range(6, 9), True)):
         stepped: Optimizer = (
             OffloadedOptimizer(model.parameters(), optimizer, **HOMES[home](tmp_path), **arguments)

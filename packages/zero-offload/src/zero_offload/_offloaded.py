@@ -44,8 +44,8 @@ class OffloadedOptimizer(Optimizer):
     view that reads. Local; not thread-safe.
 
     Gradients of parameters on a device go to the host during backward, so that `param.grad` is None
-    after it: clip with `clip_grad_norm_` below. They serve one step. With `grads="device"` they stay
-    in `param.grad` until the step, as GradScaler needs.
+    after it: clip with `clip_grad_norm_` below. They serve one step. With `grads="device"` they
+    stay in `param.grad` until the step, as GradScaler needs.
 
     Args:
         params: Parameters or groups, as torch takes them.

@@ -134,8 +134,8 @@ def plan_subgroups(
         items: One a parameter.
         shares: Of the bytes of state; exact to `CUT_NUMEL` elements where parameters are divisible,
             and to a parameter where not.
-        subgroup_bytes: Most that a sub-group holds, up to a page on disk. A parameter that is not divisible and larger
-            has a sub-group to itself.
+        subgroup_bytes: Most that a sub-group holds, up to a page on disk. A parameter that is not
+            divisible and larger has a sub-group to itself.
         small_bytes: A sub-group with fewer stays on the host instead of the disk.
 
     Returns:
@@ -228,8 +228,9 @@ def _lay_out(
 
 
 def check_sizes(subgroup_bytes: int, small_bytes: int) -> None:
-    """Raise ValueError for sizes that mean nothing."""
-    if subgroup_bytes < 1 or small_bytes < 0:
+    """Raise ValueError for sizes with which nothing, or next to nothing, would rest on disk."""
+    if not 0 <= 2 * small_bytes <= subgroup_bytes or subgroup_bytes < 1:
         raise ValueError(
-            f"subgroup_bytes={subgroup_bytes}, small_bytes={small_bytes}: expected at least 1 and 0"
+            f"subgroup_bytes={subgroup_bytes}, small_bytes={small_bytes}: expected at least 1, and "
+            f"for small ones, which stay in memory, of at most half"
         )
