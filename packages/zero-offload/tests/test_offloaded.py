@@ -242,27 +242,38 @@ def test_parameters_without_gradient_cost_nothing_and_may_get_one_later(tmp_path
     assert_equal(outcomes[1], outcomes[0])
 
 
+@pytest.mark.parametrize("grads", ["host", "device"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_parameters_in_transit_are_stepped_as_those_that_are_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    optimizer: type[Optimizer],
+    dtype: torch.dtype,
+    grads: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A device's parameters go through host memory; here every tensor is taken to be on one."""
-    from zero_offload import _residents
+    """A device's parameters pass through host memory; here those of the model count as such."""
+    from zero_offload import _residents, _transit
 
-    arguments = {"lr": 1e-2, **HOMES["disk"](tmp_path)}
-    expected = _train(
-        torch.float32, lambda p: OffloadedOptimizer(p, torch.optim.AdamW, **arguments)
-    )
-    copies: list[torch.Tensor] = []
+    arguments = {"lr": 1e-2, "grads": grads, **HOMES["disk"](tmp_path)}
+    expected = _train(dtype, lambda p: OffloadedOptimizer(p, optimizer, **arguments))
+    spans: list[tuple[int, int]] = []
 
-    def clone(tensor: torch.Tensor) -> torch.Tensor:
-        copies.append(tensor.clone())
-        return copies[-1]
+    def make(params: Iterable[nn.Parameter]) -> OffloadedOptimizer:
+        params = list(params)
+        spans.extend((p.data_ptr(), p.data_ptr() + p.nbytes) for p in params)
+        offloaded = OffloadedOptimizer(params, optimizer, **arguments)
+        assert offloaded.footprint.transit_bytes > 0
+        assert (offloaded.footprint.gradient_bytes > 0) == (grads == "host")
+        return offloaded
 
-    monkeypatch.setattr(_residents.Transit, "fetch", lambda self, tensor: clone(tensor))
-    monkeypatch.setattr(_residents, "_leaves", lambda param: True)
-    actual = _train(torch.float32, lambda p: OffloadedOptimizer(p, torch.optim.AdamW, **arguments))
+    def is_here(tensor: torch.Tensor) -> bool:
+        return not any(start <= tensor.data_ptr() < stop for start, stop in spans)
 
-    assert copies
+    for module in (_residents, _transit):
+        monkeypatch.setattr(module, "is_here", is_here)
+    actual = _train(dtype, make)
+
     assert_equal(actual, expected)
 
 

@@ -19,7 +19,7 @@ from ._store import AbstractStore
 from ._subgroup_state import SubGroupState
 from ._subgroups import Item, Residence, Shares, SubGroup, plan_subgroups
 from ._swapper import Swapper
-from ._transit import Transit, room_of
+from ._transit import Transit, is_here, room_of
 
 
 @final
@@ -138,7 +138,7 @@ class Residents:
 
     def _room(self, state: SubGroupState) -> int:
         """In transit, while it is stepped."""
-        if not state.on_host or state.params[0].is_cpu:
+        if not state.on_host or is_here(state.params[0]):
             return 0
         return sum(
             room_of(
@@ -262,7 +262,7 @@ def _carve(memory: Tensor, sizes: Mapping[int, int]) -> dict[int, Tensor]:
 
 
 def _leaves(param: Tensor) -> bool:
-    return not param.is_cpu
+    return not is_here(param)
 
 
 def _stays(param: Tensor) -> bool:

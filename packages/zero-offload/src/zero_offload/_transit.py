@@ -56,11 +56,11 @@ class Transit:
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """Begin to copy a tensor to the host; one that is there already is given back itself."""
-        if tensor.is_cpu:
+        if is_here(tensor):
             return tensor
         copy = self._room(tensor).view(tensor.shape)
         copy.copy_(tensor, non_blocking=True)
-        self._devices.add(tensor.device)
+        self._note(tensor.device)
         return copy
 
     def wait(self) -> None:
@@ -71,13 +71,13 @@ class Transit:
 
     def send(self, source: Tensor, target: Tensor) -> None:
         """Begin to copy `source`, which is on the host, to `target`."""
-        if target.is_cpu:
+        if is_here(target):
             target.copy_(source)
             return
         if source.dtype is not target.dtype:  # converted here, half as much travels
             source = self._room(target).view(target.shape).copy_(source)
         target.copy_(source, non_blocking=True)
-        self._devices.add(target.device)
+        self._note(target.device)
 
     def end(self) -> None:
         """The sub-group is stepped; what was sent may still be under way."""
@@ -88,12 +88,21 @@ class Transit:
             events.append(event)
         self._events[self._turn], self._devices = events, set()
 
+    def _note(self, device: torch.device) -> None:
+        if device.type != "cpu":  # whose copies are done when they return
+            self._devices.add(device)
+
     def _room(self, tensor: Tensor) -> Tensor:
         start, nbytes = self._cursor, tensor.numel() * tensor.element_size()
         self._cursor += align_up(nbytes)
         buffer = self._buffers[self._turn]
         assert self._cursor <= buffer.nbytes, f"{self._cursor} of {buffer.nbytes} bytes of transit"
         return buffer[start : start + nbytes].view(tensor.dtype)
+
+
+def is_here(tensor: Tensor) -> bool:
+    """Whether the host's kernels can step it."""
+    return tensor.is_cpu
 
 
 def room_of(numel: int, param_bytes: int, grad_bytes: int) -> int:
