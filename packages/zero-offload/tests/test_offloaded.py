@@ -307,13 +307,17 @@ def test_a_sparse_gradient_is_refused_before_anything_is_stepped() -> None:
         ({"subgroup_bytes": 2**20, "small_bytes": 2**20}, "of at most half"),
         ({"lr": -1.0}, "Invalid learning rate"),
         ({"capturable": True}, "capturable=True"),
+        ({"optimizer": CPUAdam, "rounding": "stochastic"}, "depend on how sub-groups are cut"),
+        ({"optimizer": CPUAdam, "keeps_last_step": True}, "keep all of the state in memory"),
     ],
     ids=lambda each: str(each) if isinstance(each, dict) else "",
 )
 def test_arguments_without_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
     """None is ignored: what is asked for is done or answered."""
     with pytest.raises((ValueError, UnsupportedOptimizerError), match=message):
-        OffloadedOptimizer(make_model().parameters(), torch.optim.AdamW, **arguments)
+        OffloadedOptimizer(
+            make_model().parameters(), **{"optimizer": torch.optim.AdamW, **arguments}
+        )
 
 
 def test_a_copy_and_a_closed_optimizer_say_what_to_do() -> None:

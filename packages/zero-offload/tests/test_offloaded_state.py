@@ -73,13 +73,16 @@ def test_resumed_is_as_never_stopped_to_the_bit(
     assert_equal(actual, expected)
 
 
-def test_a_16_bit_checkpoint_of_torch_gets_masters_from_its_parameters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adamax])
+def test_a_16_bit_checkpoint_of_torch_gets_masters_from_its_parameters(
+    optimizer: type[Optimizer], tmp_path: Path
+) -> None:
     """Torch keeps none; the values to go on from are those of the model."""
     model = make_model(torch.bfloat16)
-    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plain = optimizer(model.parameters(), lr=1e-2)
     train(model, plain, steps=range(2))
     offloaded = OffloadedOptimizer(
-        model.parameters(), torch.optim.AdamW, lr=1e-2, **HOMES["disk"](tmp_path)
+        model.parameters(), optimizer, lr=1e-2, **HOMES["disk"](tmp_path)
     )
 
     offloaded.load_state_dict(plain.state_dict())

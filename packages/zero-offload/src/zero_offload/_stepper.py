@@ -23,7 +23,12 @@ NATIVE: Final[Mapping[type[Optimizer], type[AbstractCPUOptimizer]]] = {
     torch.optim.AdamW: CPUAdam,
     torch.optim.Adagrad: CPUAdagrad,
 }
-_ON_DEVICE_ONLY: Final = ("capturable", "differentiable")
+_REFUSED: Final = {
+    ("capturable", True): "a graph of the device cannot hold a step on the host",
+    ("differentiable", True): "autograd does not see a step on the host",
+    ("keeps_last_step", True): "it would keep all of the state in memory",
+    ("rounding", "stochastic"): "its random bits would depend on how sub-groups are cut",
+}
 _TENSORS: Final = ("params", "param_names")
 _SIDES: Final = (3, 5, 7, 2, 2, 2, 2, 2)  # of the parameters that are tried
 
@@ -49,8 +54,8 @@ class Stepper:
         """Look at the class.
 
         Raises:
-            UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group, or an argument
-                asks for what only a device can do.
+            UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group, or not with one
+                of the arguments.
             ValueError: The class refuses an argument.
         """
         closure = inspect.signature(asked.step).parameters.get("closure")
@@ -60,10 +65,11 @@ class Stepper:
                 f"all parameters at once, so it cannot be stepped by sub-groups. Use it without "
                 f"OffloadedOptimizer, or one that steps each parameter by itself"
             )
-        for name in _ON_DEVICE_ONLY:
-            if arguments.get(name):
+        for (name, value), reason in _REFUSED.items():
+            if name in arguments and arguments[name] == value:
                 raise UnsupportedOptimizerError(
-                    f"{asked.__name__}({name}=True): a step on the host cannot be; leave it out"
+                    f"{asked.__name__}({name}={value!r}) cannot be offloaded, as {reason}; "
+                    f"leave it out"
                 )
         template = asked([_blank((1, 1), torch.float32)], **arguments)
         return cls(asked, arguments, NATIVE.get(asked, asked), dict(template.defaults))

@@ -125,7 +125,7 @@ class SubGroupState:
         self._pieces[k].data = self._master(k) if self._has_own_master(k) else fetch(self._span(k))
 
     def _begin(self, k: int) -> None:
-        """Of a piece's first step: fill the master."""
+        """Before a first step, or one after loading a state without masters: fill the master."""
         if self._has_own_master(k) and MASTER not in self._entries(k):
             self._pieces[k].detach().copy_(self._span(k))
 
@@ -190,8 +190,6 @@ class SubGroupState:
                 mine[name] = value.detach().to(device, copy=True)
             else:
                 mine[name] = copy.deepcopy(value)
-        if mine and self._has_own_master(piece) and MASTER not in mine:
-            mine[MASTER] = self._master(piece).copy_(self._span(piece))
 
     def refresh(self, piece: int) -> None:
         """Set a master, if there is one, from the parameter."""
