@@ -16,6 +16,8 @@ import argparse
 import multiprocessing
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -88,9 +90,21 @@ def main(argv: list[str] | None = None) -> int:
             | {"ratio_to_none": statistics.median(to_none), "peak_ratio_to_torch": peak_ratio}
             | {"ms_of_rounds": [sample * 1e3 for sample in seconds]}
         )
+    import_ms = min(_import_ms() for _ in range(5))
+    print(f"import zero_ckpt after import torch: {import_ms:.0f} ms")
+    rows.append({"system": "import zero_ckpt", "median_ms": import_ms})
     settings = {key: value for key, value in vars(options).items() if key != "folder"}
     print(write_results("checkpoint", rows, folder=options.folder, settings=settings))
     return 0
+
+
+def _import_ms() -> float:
+    program = (
+        "import time, torch; start = time.perf_counter(); import zero_ckpt; "
+        "print(1e3 * (time.perf_counter() - start))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    return float(ran.stdout)
 
 
 def _ratios(seconds: list[float], others: list[float]) -> list[float]:
@@ -135,7 +149,8 @@ def _work(system: str, options: Any, orders: Connection) -> None:
     for param in blocks.parameters():
         param.grad = torch.zeros_like(param)
     run = SYSTEMS[system]
-    run(nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)).sum().backward()
+    tiny = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    run(tiny, torch.ones(1, 2, requires_grad=True)).sum().backward()
     built = resident_bytes()
     while orders.recv():
         reset_peak()

@@ -98,6 +98,15 @@ def test_selected_modules_run_twice_and_no_others() -> None:
     assert calls == ["blocks.0.norm", "blocks.1.norm", "blocks.2.norm", *again]
 
 
+def test_layers_of_a_pipeline_are_chosen_by_type() -> None:
+    """A stage is a list of layers of which some (an embedding, the loss) gain nothing from it."""
+    stage = nn.Sequential(nn.Embedding(5, 4), Block(4), Block(4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+    applied = checkpoint_modules(stage, by_type(Block))
+
+    assert applied.names == ("1", "2")
+
+
 def test_a_part_of_a_block_is_kept_by_name() -> None:
     """Its operators are not run again, while those around it are."""
     model = _stack()

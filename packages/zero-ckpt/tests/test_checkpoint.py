@@ -88,6 +88,21 @@ def test_statistics_are_written_once() -> None:
     assert_equal(train(checkpoint, _Normed), train(plainly, _Normed))
 
 
+def _in_closure(function: Callable[..., Any], *args: Any) -> Any:
+    """As Megatron calls a chunk of layers, and torchvision's DenseNet its norms."""
+    layers = [function]
+
+    def forward(*inputs: Any) -> Any:
+        return layers[0](*inputs)
+
+    return Checkpointer(stops_early=False).checkpoint(partial(forward), *args)
+
+
+def test_statistics_of_modules_in_a_closure_are_written_once() -> None:
+    """A function that calls modules is no less usual than a module."""
+    assert_equal(train(_in_closure, _Normed), train(plainly, _Normed))
+
+
 def test_autocast_is_as_it_was_in_forward() -> None:
     """Backward runs outside of it, and fp32 would give other numbers."""
 
@@ -597,3 +612,21 @@ def test_arguments_of_another_type_are_refused(wrong: dict[str, Any]) -> None:
         CheckpointError, match=rf"Checkpointer\({name}=\): expected .* or None, got"
     ):
         Checkpointer(**wrong)
+
+
+@pytest.mark.parametrize("stops_early", [True, False])
+def test_what_a_function_writes_over_is_no_gradient(stops_early: bool) -> None:
+    """Autograd notices a write to what it saved; hooks get the tensor before, and must as well."""
+
+    def careless(x: Tensor) -> Tensor:
+        hidden = x.sigmoid()
+        hidden.add_(1)
+        return hidden.exp()
+
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        careless(x).sum().backward()
+    y = Checkpointer(stops_early=stops_early).checkpoint(careless, x)
+
+    with pytest.raises(CheckpointError, match=r"saved tensor 0 of 2 .* by the function itself"):
+        y.sum().backward()

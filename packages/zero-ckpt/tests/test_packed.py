@@ -71,6 +71,23 @@ def test_numbers_of_nested_checkpoints_are_those_without(options: dict[str, Any]
     assert_equal(train(nested, Stack), expected)
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_callers_tensors_stay_as_they_are(options: dict[str, Any]) -> None:
+    """Elsewhere their memory is taken from them, or pointed at other memory, for good."""
+    saver = _saver(**_with_one_slot(options))
+    x, weight = torch.randn(4, 6, requires_grad=True), torch.randn(6, requires_grad=True)
+    hidden, mask = x * 1, torch.ones(4, 6, dtype=torch.bool)
+    given = (hidden, weight, mask)
+    facts = [(t.data_ptr(), t._version, t.shape, t.stride(), t.grad_fn) for t in given]
+    values = [t.detach().clone() for t in given]
+
+    out = Checkpointer(saver=saver).checkpoint(lambda h, w, m: (h * w).sin() * m, *given)
+    out.sum().backward()
+
+    assert [(t.data_ptr(), t._version, t.shape, t.stride(), t.grad_fn) for t in given] == facts
+    assert_equal([t.detach() for t in given], values)
+
+
 def test_a_host_without_devices_has_nothing_to_take() -> None:
     """A model on the CPU is where it is to be moved to already."""
     expected = train(plainly, Stack)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import random
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from zero_ckpt import Checkpointer, CheckpointError, RngTracker, SeedInUseError, UnknownRngError
 
@@ -331,3 +332,51 @@ def test_on_a_gpu_too_an_rng_gives_the_numbers_of_its_seed() -> None:
 
     assert torch.equal(drawn, expected)
     assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_a_fork_that_no_checkpoint_restores_is_refused() -> None:
+    """The second run would draw other numbers, and gradients be of another dropout mask."""
+    own, others = _tracker(), _tracker()
+
+    def function(x: Tensor) -> Tensor:
+        with own.fork("a"):
+            return functional.dropout(x, 0.5).sin()
+
+    def nested(x: Tensor) -> Tensor:
+        return Checkpointer(tracker=own).checkpoint(function, x)
+
+    x = torch.ones(3, requires_grad=True)
+    for checkpointed in (function, nested):
+        before = torch.get_rng_state(), own.get_states()
+        with pytest.raises(CheckpointError, match=r"fork\(\).*another one.*tracker="):
+            Checkpointer(tracker=others).checkpoint(checkpointed, x)
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert _equal(own.get_states(), before[1])
+
+    function(x)  # outside, and where gradients are off, nothing is drawn twice
+    with torch.no_grad():
+        Checkpointer(tracker=others).checkpoint(function, x)
+
+
+def test_a_copy_of_a_model_draws_from_the_rngs_that_its_checkpoints_restore() -> None:
+    """An average of weights is a deep copy, of all that a module holds."""
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tracker = _tracker()
+            self.checkpointer = Checkpointer(tracker=self.tracker)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.checkpointer.checkpoint(self.inner, x)
+
+        def inner(self, x: Tensor) -> Tensor:
+            with self.tracker.fork("a"):
+                return functional.dropout(x, 0.5).sin()
+
+    x = torch.ones(64, requires_grad=True)
+    y = copy.deepcopy(Holder())(x)
+    y.sum().backward()
+
+    assert x.grad is not None
+    assert torch.equal(x.grad != 0, y != 0)

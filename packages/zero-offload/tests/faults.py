@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from attrs import evolve
@@ -85,6 +86,11 @@ def refusing(call: str, number: int, *, after: int = 0) -> System:
         return granted(*arguments)
 
     return evolve(SYSTEM, **{call: refuse})
+
+
+def free_bytes(nbytes: int) -> System:
+    """A disk that says it has so much left."""
+    return evolve(SYSTEM, statvfs=lambda path: SimpleNamespace(f_bavail=nbytes, f_frsize=1))
 
 
 def _is_direct(fd: int) -> bool:

@@ -48,6 +48,44 @@ def test_a_refused_write_is_told_with_key_path_and_bytes(
             store.read("moments", torch.zeros(1000)).result()
 
 
+def test_a_value_half_replaced_is_not_given_back(tmp_path: Path) -> None:
+    """Neither the old nor the new, it would train on as both."""
+    system = faults.refusing("pwritev", errno.EIO, after=2)  # the probe's, and one
+    with DiskStore(tmp_path, THREADS, system=system) as store:
+        store.write("x", torch.zeros(1024)).result()
+        with pytest.raises(StoreError, match="cannot write"):
+            store.write("x", torch.ones(1024)).result()
+
+        with pytest.raises(StoreError, match="'x' cannot be read: its last write failed"):
+            store.read("x", torch.zeros(1024)).result()
+
+
+@pytest.mark.parametrize("uses_uring", [True, False])
+def test_what_fills_the_last_unit_is_zero(tmp_path: Path, uses_uring: bool) -> None:
+    """The blocks that odd ends go through hold bytes of other values."""
+    with DiskStore(tmp_path, DiskSettings(uses_uring=uses_uring, num_workers=1)) as store:
+        if store.status.direct_bytes == 1:
+            pytest.skip(store.status.direct_reason)
+        for nbytes in (4000, 100):
+            store.write(str(nbytes), torch.full((nbytes,), 7, dtype=torch.uint8)).result()
+
+        found = [path.read_bytes() for path in sorted(store.folder.iterdir())]
+
+    assert found == [b"\7" * 4000 + bytes(96), b"\7" * 100 + bytes(3996)]
+
+
+def test_the_unit_of_a_file_system_is_found(tmp_path: Path) -> None:
+    """Devices with large blocks refuse 4096 bytes; the page cache would halve their speed."""
+    for system, unit in (
+        (faults.only_units_of(16384), 16384),
+        (faults.only_units_of(4096), 4096),
+        (faults.no_direct_open(), 1),
+    ):
+        with DiskStore(tmp_path, system=system) as store:
+            assert store.status.direct_bytes == unit
+            assert bool(store.status.direct_reason) == (unit == 1)
+
+
 def test_a_refused_read_is_told(tmp_path: Path) -> None:
     """A bad sector, say."""
     system = faults.refusing("preadv", errno.EIO, after=1)
@@ -72,13 +110,13 @@ def test_a_parent_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) ->
 
 def test_a_full_disk_fails_at_the_start_with_the_bytes_needed(tmp_path: Path) -> None:
     """Else it fails in the night, when the last sub-group is swapped for the first time."""
-    with DiskStore(tmp_path) as store:
-        free = shutil.disk_usage(tmp_path).free
-        with pytest.raises(
-            StoreError, match=f"2 values need {free + 4096 + free % 4096 * 0}"
-        ) as caught:
-            store.allocate({"a": 4096, "b": free - free % 4096})
-        assert caught.value.errno == errno.ENOSPC
+    with DiskStore(tmp_path, system=faults.free_bytes(10 * 4096)) as store:
+        with pytest.raises(StoreError, match=r"2 values need 45056 bytes.* 40960 bytes are") as no:
+            store.allocate({"a": 1, "b": 40_000})
+
+        assert (no.value.errno, no.value.nbytes) == (errno.ENOSPC, 45056)
+        assert list(store.folder.iterdir()) == []
+        store.allocate({"a": 1, "b": 36_000})
     system = faults.refusing("fallocate", errno.ENOSPC, after=2)
     with DiskStore(tmp_path, system=system) as store:
         with pytest.raises(StoreError, match=r"3 values need 24576 bytes.*'c'"):

@@ -18,11 +18,11 @@ JOB = """
 import sys, torch
 from zero_offload import DiskStore
 store = DiskStore(sys.argv[1])
-store.write("x", torch.zeros(2**20)).result()
+store.write("x", torch.zeros(2**22)).result()
 print(store.folder, flush=True)
 if sys.argv[2] == "writes on":
     while True:
-        store.write("x", torch.zeros(2**22))
+        store.write("x", torch.zeros(2**22)).result()
 """
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from zero_offload import DiskSettings, DiskStore, HostArena, StoreError
+from zero_offload import DiskSettings, DiskStore, HostArena, StoreError, host_memory
 from zero_offload._native._compile import CompileError, find_compiler
 from zero_offload._ring import RingTransport, choose_transport, declare_io, io_library
 from zero_offload._system import SYSTEM
@@ -192,6 +192,18 @@ def test_registered_buffers_move_the_same_bytes(tmp_path: Path) -> None:
             (0, status.register_reason),
         )
         assert store.status.registered_bytes == 0
+
+
+def test_registered_memory_lives_while_the_kernel_knows_it(tmp_path: Path) -> None:
+    """Its addresses, given to another tensor, would be read and written through old pages."""
+    with DiskStore(tmp_path) as store:
+        store.register([HostArena("registered").allocate(4096)])
+        if not store.status.registered_bytes:
+            pytest.skip(store.status.register_reason)
+
+        assert host_memory()["registered"] == 4096
+        store.register([])
+        assert "registered" not in host_memory()
 
 
 def test_refused_registration_says_why_and_all_still_works(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from attrs import field, frozen
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._errors import CheckpointError
 from ._nested import replace_in
 from ._torch_compat import version_of
+
+_NO_DISPATCH: Final = Tensor.__torch_dispatch__
 
 
 @frozen
@@ -21,6 +23,30 @@ class _Place:
 
 
 @frozen(eq=False)
+class _Subclass:
+    """What Python alone knows of a tensor, which autograd does not save: its class, attributes."""
+
+    kind: type[Tensor]
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Subclass | None:
+        """None for what has none, or puts it on itself as a wrapper of other tensors does."""
+        kind = type(tensor)
+        if kind in (Tensor, nn.Parameter) or kind.__torch_dispatch__ is not _NO_DISPATCH:
+            return None
+        return cls(kind, dict(vars(tensor)))
+
+
+def _as(tensor: Tensor, subclass: _Subclass | None) -> Tensor:
+    if subclass is None:
+        return tensor
+    other = tensor.as_subclass(subclass.kind)
+    vars(other).update(subclass.attributes)
+    return other
+
+
+@frozen(eq=False)
 class Call:
     """A function and its arguments, with numbers in place of tensors."""
 
@@ -28,6 +54,7 @@ class Call:
     _arguments: tuple[tuple[Any, ...], Mapping[str, Any]]
     _requires_grad: tuple[bool, ...]
     _versions: tuple[int, ...] = field(repr=False)
+    _subclasses: tuple[_Subclass | None, ...]
 
     @classmethod
     def of(cls, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, list[Tensor]]:
@@ -43,13 +70,16 @@ class Call:
 
         arguments = replace_in((args, kwargs), Tensor, number)
         flags = tuple(tensor.requires_grad for tensor in inputs)
-        return cls(function, arguments, flags, tuple(map(version_of, inputs))), inputs
+        versions, subclasses = tuple(map(version_of, inputs)), tuple(map(_Subclass.of, inputs))
+        return cls(function, arguments, flags, versions, subclasses), inputs
 
     def again(self, inputs: Sequence[Tensor]) -> Any:
         """Call it with these inputs, detached ones."""
         fresh = [
-            tensor.detach().requires_grad_(flag)
-            for tensor, flag in zip(inputs, self._requires_grad, strict=True)
+            _as(tensor.detach(), subclass).requires_grad_(flag)
+            for tensor, flag, subclass in zip(
+                inputs, self._requires_grad, self._subclasses, strict=True
+            )
         ]
         args, kwargs = replace_in(self._arguments, _Place, lambda place: fresh[place.index])
         return self.function(*args, **kwargs)

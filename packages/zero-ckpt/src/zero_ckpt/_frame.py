@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from ._call import Call
 from ._errors import CheckpointError, NondeterminismError
 from ._rng import RngSnapshot
 from ._savers import AbstractKept
-from ._torch_compat import current_backward, version_of
+from ._torch_compat import current_backward, is_plain, version_of
 from ._tracker import RngTracker
 from ._turn import Turn
 from ._verify import Witness
@@ -57,8 +57,7 @@ class _Facts(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Facts:
-        has_address = tensor.layout is torch.strided and not tensor.is_meta
-        address = tensor.data_ptr() if has_address else 0
+        address = tensor.data_ptr() if is_plain(tensor) else 0
         return cls(tensor.shape, tensor.dtype, tensor.device, address, version_of(tensor))
 
     def __str__(self) -> str:
@@ -71,6 +70,13 @@ class _Saved:
 
     frame: Frame
     index: int
+
+
+class _Found(NamedTuple):
+    """A tensor that was computed again, and how often its memory had been written to then."""
+
+    tensor: Tensor
+    version: int
 
 
 @define(eq=False)
@@ -89,18 +95,25 @@ class Frame:
     stops_early: bool = True
     _saved: list[weakref.ref[_Saved]] = field(factory=list, init=False)
     _facts: list[_Facts] = field(factory=list, init=False)
-    _found: dict[int, Tensor] = field(factory=dict, init=False)  # computed again, not yet asked for
+    _found: dict[int, _Found] = field(factory=dict, init=False)  # not yet asked for
     _backward: int = field(default=-1, init=False)  # for which that was
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Around the first run."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        is_alone = not self.companions and self.witness is None
+        beside = nullcontext() if is_alone else self._accompanied()
+        with self.tracker.restored(), beside, hooks:
+            yield
+
+    @contextmanager
+    def _accompanied(self) -> Iterator[None]:
         with ExitStack() as stack:
             for companion in self.companions:
                 stack.enter_context(companion.forward())
             if self.witness is not None:  # the innermost: it sees what the function does
                 stack.enter_context(self.witness.forward())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
             yield
 
     @property
@@ -125,7 +138,15 @@ class Frame:
             self._backward = backward
             if saved.index not in self._found:  # also where autograd asks twice
                 self._recompute()
-            return self._found.pop(saved.index)
+            tensor, version = self._found.pop(saved.index)
+            if version_of(tensor) != version:
+                raise CheckpointError(
+                    f"{self.layer}: saved tensor {saved.index} of {len(self._saved)} "
+                    f"({self._facts[saved.index]}) was written in place by the function itself, "
+                    "after autograd had saved it, so that no gradient can be computed from it, "
+                    "with or without a checkpoint; write to a clone"
+                )
+            return tensor
 
     def _recompute(self) -> None:
         inputs = self.kept.restore()
@@ -138,7 +159,7 @@ class Frame:
             saved = self._saved[count]() if count < len(self._saved) else None
             if saved is not None:
                 self._verify(count, tensor)
-                self._found[saved.index] = tensor
+                self._found[saved.index] = _Found(tensor, version_of(tensor))
             count += 1
             if self.stops_early and count == len(self._saved):
                 raise _Stop(self)
@@ -197,8 +218,9 @@ class Frame:
 
 _WHY: Final = (
     "What it computes must depend on its arguments, its modules and tracked randomness alone (a "
-    "counter, a cache, numpy's or Python's random?). Checkpointer(verifies=Verification()) names "
-    "the first operator that differs"
+    "counter, a cache, an iterator that is used up, numpy's or Python's random?), and training "
+    "mode and requires_grad be as in forward. Checkpointer(verifies=Verification()) names the "
+    "first operator that differs"
 )
 
 

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._errors import NondeterminismError
 from ._frame import Companion
+from ._generators import devices_of, get_state, set_state
 from ._memory import Ledger, is_known, storages_in, tensors_in
 from ._nested import replace_in
 from ._policy import OperatorCall, OperatorPolicy
-from ._rng import devices_of, get_state, set_state
 from ._torch_compat import (
     alias_of,
     can_be_kept,

@@ -51,13 +51,15 @@ class Layers:
         if module is None:
             name = getattr(function, "__qualname__", type(function).__qualname__)
             return self._among(self._functions, name, name)
-        if module not in self._modules:
-            self._modules[module] = {}
+        layers = self._modules.get(module)
+        if layers is None:
+            layers = self._modules[module] = {}
             self._names.setdefault(module, self._numbered(module))
         method = getattr(function, "__name__", _FORWARD[0])
-        if method in _FORWARD:
-            return self._among(self._modules[module], "", self._names[module])
-        return self._among(self._modules[module], method, f"{self._names[module]}.{method}")
+        key = "" if method in _FORWARD else method
+        if key in layers:  # nearly always: names are looked up once
+            return layers[key]
+        return self._among(layers, key, ".".join(filter(None, (self._names[module], key))))
 
     def _among(self, layers: dict[str, Layer], key: str, name: str) -> Layer:
         if key not in layers:

@@ -44,7 +44,7 @@ class ModelParallel:
                 )
             return cls(mpu.get_local_rank, mpu.size, mpu.get_group)
         for axis in _AXES:
-            getters = [getattr(mpu, name.format(axis), None) for name in _GETTERS]
+            getters: list[Any] = [getattr(mpu, name.format(axis), None) for name in _GETTERS]
             if all(map(callable, getters)):
                 return cls(*getters)
         wanted = " or ".join(f"get_{axis}_*" for axis in _AXES)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from copy import copy
-from typing import Any
+from operator import is_
+from typing import Any, Final
+
+_SEQUENCES: Final = (tuple, list)
+_MAPPINGS: Final = (dict, MutableMapping)  # a dict is one too, but that takes longer to find out
+_PLAIN: Final = (type(None), bool, int, float, str)  # hold nothing
 
 
 def replace_in(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
@@ -16,12 +21,12 @@ def replace_in(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
     """
     if isinstance(value, kind):
         return replace(value)
-    if isinstance(value, tuple | list):
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, _SEQUENCES):
         items = [replace_in(item, kind, replace) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return _like(value, items)
-    if isinstance(value, MutableMapping):
+        return value if all(map(is_, items, value)) else _like(value, items)
+    if isinstance(value, _MAPPINGS):
         return _changed(value, value, kind, replace, _set_item)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
@@ -46,6 +51,8 @@ def _changed(
     replace: Callable[[Any], Any],
     put: Callable[[Any, Any, Any], None],
 ) -> Any:
+    if not items:
+        return value
     new = {key: replace_in(item, kind, replace) for key, item in items.items()}
     changes = {key: item for key, item in new.items() if item is not items[key]}
     other = copy(value) if changes else value

@@ -261,6 +261,7 @@ def _can_be_copied(tensor: Tensor) -> bool:
         tensor.is_floating_point()
         and _is_dense(tensor)
         and tensor.numel() > 0
+        and not tensor.is_neg()  # a copy is not: operators would be called on it otherwise
         and not stays_as_it_is(tensor)
     )
 

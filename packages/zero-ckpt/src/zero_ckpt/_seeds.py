@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ._rng import seeded_state, set_state
+from ._generators import seeded_state, set_state
 from ._tracker import MODEL_PARALLEL_RNG, RngTracker, seed_of
 
 _OFFSET: Final = 2718

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._checksums import Checksums, Seen, order_of, read
-from ._rng import get_state
+from ._generators import get_state
 from ._torch_compat import storage_of
 from ._turn import Turn
 

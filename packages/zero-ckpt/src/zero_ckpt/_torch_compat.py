@@ -38,6 +38,11 @@ def hooks_save_tensors() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+def is_transformed() -> bool:
+    """Whether this is inside a transform of torch.func, of this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def uncompiled(function: Func) -> Func:
     """`function` runs as it is where torch.compile meets it, with all that it calls.
 

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar, Token
+from typing import Any, Final, NamedTuple, final
 
 import torch
+from attrs import define, field
 from torch import Tensor
 
 from ._errors import CheckpointError, SeedInUseError, UnknownRngError
-from ._rng import get_state, seeded_state, set_state
+from ._generators import get_state, seeded_state, set_state
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
+
+
+# Of the checkpoints that this code runs inside of, by thread: whose rngs their second runs restore.
+_restored: Final[ContextVar[tuple[RngTracker, ...]]] = ContextVar("restored", default=())
+
+
+@define(eq=False)
+class _Restored(AbstractContextManager[None]):
+    _tracker: RngTracker
+    _token: Token[tuple[RngTracker, ...]] = field(init=False)
+
+    def __enter__(self) -> None:
+        self._token = _restored.set((*_restored.get(), self._tracker))
+
+    def __exit__(self, *exception: object) -> None:
+        _restored.reset(self._token)
 
 
 class Lent(NamedTuple):
@@ -97,6 +115,7 @@ class RngTracker:
             UnknownRngError: Nobody added it.
         """
         self._known("fork", name)
+        self._check_restored()
         outer, lent = self._lent, Lent(name, self.device)
         before = get_state(lent.device)
         if outer is not None:
@@ -208,6 +227,23 @@ class RngTracker:
                 f"got {name!r}; call model_parallel_cuda_manual_seed(seed), or add(name, seed), "
                 "once at the start"
             )
+
+    def restored(self) -> AbstractContextManager[None]:
+        """Around both runs of a checkpointed function, for the second of which it is restored."""
+        return _Restored(self)
+
+    def _check_restored(self) -> None:
+        if any(other is not self for other in _restored.get()):
+            raise CheckpointError(
+                "RngTracker.fork(): expected the tracker that the checkpoint around restores, got "
+                "another one, whose numbers the second run could not draw again; give the "
+                "checkpointer this one, as in Checkpointer(tracker=get_cuda_rng_tracker()), or "
+                "fork default_checkpointer().tracker where checkpoint() is called"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RngTracker:
+        """Itself: copies of a model draw from the same rngs, as they do from the default one."""
+        return self
 
     def _check_not_lent(self, where: str) -> None:
         if self._lent is not None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from . import _native, _native_step, _reference
 from ._errors import RollbackError, StepOrderError, UnsupportedTensorError
 from ._host_state import MASTER, StatePolicy, check_param
-from ._journal import Journal
+from ._last_step import LastStep
 from ._plan import Plan
 from ._round import Round
 from ._rule import Rule, seed_of_step
@@ -33,6 +33,9 @@ class AbstractCPUOptimizer(Optimizer, ABC):
     numbers that the next step divides gradients by, and skips for if not 0, as in torch's fused
     optimizers; `torch.amp.GradScaler` uses them.
     """
+
+    grad_scale: Tensor | float | None  # set by others, or missing
+    found_inf: Tensor | float | None
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], policy: StatePolicy, *, keeps_last_step: bool
@@ -130,7 +133,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
                 "there is no step to roll back: none was made since construction, loading or the "
                 "last rollback"
             )
-        self._journal.restore()
+        self._last_step.restore()
         self._has_last_step, self._round = False, None
 
     @torch.no_grad()
@@ -142,7 +145,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
 
     def _begin(self) -> None:
         if self._keeps_last_step:
-            self._journal.clear()
+            self._last_step.clear()
             self._has_last_step = True
 
     def _step_span(self, start: int, stop: int, advanced: set[Tensor]) -> None:
@@ -177,11 +180,11 @@ class AbstractCPUOptimizer(Optimizer, ABC):
 
     def _keep(self, plan: Plan) -> None:
         for step in plan.steps:
-            self._journal.keep_step(step)
+            self._last_step.keep_step(step)
         for part in plan.parts.values():
-            self._journal.keep(part.batch)
+            self._last_step.keep(part.batch)
         for param, _ in plan.copies:
-            self._journal.keep_param(param)
+            self._last_step.keep_param(param)
 
     def _plan(self, start: int, stop: int, advanced: set[Tensor]) -> Plan:
         """Check and collect the tensors of a span; nothing is stepped yet."""
@@ -263,7 +266,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
     def _reset(self) -> None:
         """Forget what no state dict and no copy carries."""
         self._team = Team()
-        self._journal = Journal()
+        self._last_step = LastStep()
         self._has_last_step = False
         self._round: Round | None = None
         self._whole: Plan | None = None  # of the last `step()`

@@ -87,7 +87,7 @@ class AfterStep(Bound):
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Publish the new values."""
-        take_back(optimizer)
+        take_back(self.sharded, optimizer)
         self.sharded.after_step()
 
 
@@ -120,7 +120,7 @@ def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedMo
 
     @functools.wraps(plain_zero_grad)
     def zero_grad(set_to_none: bool = True) -> None:
-        take_back(optimizer)
+        take_back(sharded, optimizer)
         sharded.drop_gradients(set_to_none=set_to_none)
         plain_zero_grad(set_to_none=set_to_none)
 

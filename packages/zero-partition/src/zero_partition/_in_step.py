@@ -20,13 +20,18 @@ def can_clip_in_step(sharded: ShardedModel) -> bool:
     return sharded.has_stepped and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def leave_to_step(optimizer: Any, finite: Tensor, *, divisor: Tensor | None) -> None:
+def leave_to_step(sharded: ShardedModel, finite: Tensor, *, divisor: Tensor | None) -> None:
     """Have the next step divide gradients, or leave everything as it is if not `finite`. Local."""
+    optimizer: Any = sharded.optimizer
     optimizer.grad_scale = None if divisor is None else divisor.to(torch.float32)
-    optimizer.found_inf = finite.logical_not().to(torch.float32)
+    optimizer.found_inf = sharded.left_to_step = finite.logical_not().to(torch.float32)
 
 
-def take_back(optimizer: torch.optim.Optimizer) -> None:
-    """What was left to the next step is done, or dropped with its gradients. Local."""
-    vars(optimizer).pop("grad_scale", None)
-    vars(optimizer).pop("found_inf", None)
+def take_back(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """What was left to the next step is done, or dropped with its gradients. Local.
+
+    What somebody else has left, as GradScaler does, is theirs to take back.
+    """
+    left, sharded.left_to_step = sharded.left_to_step, None
+    if left is not None and getattr(optimizer, "found_inf", None) is left:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]

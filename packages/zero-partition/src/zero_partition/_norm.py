@@ -63,7 +63,7 @@ def unscale_and_clip_(
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     is_scaled = scale != 1.0 or max_norm is not None
     if in_step and can_clip_in_step(sharded):
-        leave_to_step(sharded.optimizer, finite, divisor=scale / factor if is_scaled else None)
+        leave_to_step(sharded, finite, divisor=scale / factor if is_scaled else None)
         return GradientReport(norm.to(torch.float32), finite, is_in_step=True)
     if is_scaled:  # no branch on `finite`: the host waits for nothing
         _scale_(grads, torch.where(finite, factor / scale, 1.0))

@@ -68,6 +68,7 @@ class ShardedModel:
     _tree: ModuleTree = field(init=False)
     removers: list[Callable[[], None]] = field(factory=list, init=False)  # of all our hooks
     has_stepped: bool = field(default=False, init=False)  # the optimizer, so it has its state
+    left_to_step: Tensor | None = field(default=None, init=False)  # see NOTE(in_step)
     _published: list[tuple[int, int]] = field(factory=list, init=False)  # see `_has_written`
     _backward_is_open: bool = field(default=False, init=False)
     _had_guards: bool = field(default=False, init=False)  # when this forward began

@@ -14,7 +14,7 @@ from attrs import field, frozen
 from zero_offload._errors import NativeUnavailableError
 
 from ._abi import ISAS, AbiError, open_library
-from ._compile import LIBRARY
+from ._compile import CUDA_LIBRARY, LIBRARY
 
 HERE: Final = Path(__file__).parent
 BUILD_HINT: Final = "`python -m zero_offload.build` compiles it"
@@ -42,6 +42,12 @@ class Kernels:
         return Kernels(self.library, isa)
 
 
+def missing_cuda() -> str:
+    """Why there is no library for CUDA; empty if there is."""
+    path = HERE / CUDA_LIBRARY
+    return "" if path.exists() else f"{path} does not exist: no nvcc when this was built"
+
+
 @frozen
 class NativeStatus:
     """Which kernels step tensors on the CPU, and why not the others.
@@ -51,11 +57,13 @@ class NativeStatus:
             compiled kernels, when plain torch does the work.
         reason: Why there are no compiled kernels; empty if there are.
         others: For each instruction set that is not in use, why.
+        cuda_reason: Why there is no library for FusedAdam; empty if there is.
     """
 
     isa: str
     reason: str = ""
     others: Mapping[str, str] = field(factory=dict)
+    cuda_reason: str = field(factory=missing_cuda)
 
     @property
     def loaded(self) -> bool:
@@ -66,7 +74,11 @@ class NativeStatus:
         lines = [f"CPU kernels: {self.isa or 'none, plain torch steps'}"]
         if self.reason:
             lines.append(f"  because {self.reason}")
-        return "\n".join(lines + [f"  not {name}: {why}" for name, why in self.others.items()])
+        lines += [f"  not {name}: {why}" for name, why in self.others.items()]
+        lines.append(f"CUDA kernels: {'none' if self.cuda_reason else 'built'}")
+        if self.cuda_reason:
+            lines.append(f"  because {self.cuda_reason}")
+        return "\n".join(lines)
 
 
 def native_status() -> NativeStatus:

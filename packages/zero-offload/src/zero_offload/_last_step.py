@@ -12,7 +12,7 @@ from ._batch import Batch
 
 @final
 @define(eq=False)
-class Journal:
+class LastStep:
     """Copies of one step's outputs as they were before. Their memory is used again by the next."""
 
     _spans: list[tuple[Tensor, Tensor]] = field(factory=list)  # flat view, copy
