@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from zero_offload import HostArena, host_memory
+from zero_offload import DepartedGradientError, HostArena, host_memory
+from zero_offload._departed import DepartedGradient
 from zero_offload._gradient_stream import GradientStream, bytes_of
 
 
@@ -31,7 +32,7 @@ def test_accumulation_on_the_host_is_that_of_autograd_to_the_bit(
     stream.finish()
 
     for expected, param in zip(plain.parameters(), streamed.parameters(), strict=True):
-        assert param.grad is None
+        assert isinstance(param.grad, DepartedGradient)
         torch.testing.assert_close(stream.grad_of(param), expected.grad, rtol=0, atol=0)
 
 
@@ -51,17 +52,54 @@ def test_memory_is_taken_once_at_the_planned_size_and_given_back() -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
-def test_what_is_cleared_is_not_added_to() -> None:
-    """Else the next step's gradients include the last's."""
+@pytest.mark.parametrize("drop", ["clear", "zero_grad of the model", "param.grad = None"])
+def test_what_is_dropped_is_not_added_to(drop: str) -> None:
+    """Else the next step's gradients include the last's: scripts drop them in all these ways."""
     model = _model(torch.float32)
     stream = GradientStream(HostArena("test"), lambda param: True)
     stream.add(model.parameters())
 
     for _ in range(2):
-        stream.clear()
         model(torch.ones(1, 5)).sum().backward()
+        stream.finish()
+        if drop == "clear":
+            stream.clear()
+        elif drop == "zero_grad of the model":
+            model.zero_grad()
+        else:
+            for param in model.parameters():
+                param.grad = None
+        assert all(stream.grad_of(param) is None for param in model.parameters())
+    model(torch.ones(1, 5)).sum().backward()
+    stream.finish()
 
     plain = _model(torch.float32)
     plain(torch.ones(1, 5)).sum().backward()
     for expected, param in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(stream.grad_of(param), expected.grad, rtol=0, atol=0)
+
+
+def test_whoever_reads_a_gradient_that_has_left_is_told() -> None:
+    """Torch's clipping would find no gradients, and the training would go on unclipped."""
+    model = _model(torch.float32)
+    stream = GradientStream(HostArena("test"), lambda param: True)
+    stream.add(model.parameters())
+    model(torch.ones(1, 5)).sum().backward()
+    guard = model[0].weight.grad
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+
+    assert (guard.shape, guard.dtype, guard.device) == (
+        (model[0].weight.shape, model[0].weight.dtype, model[0].weight.device)
+    )
+    for use in (
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        lambda: torch.optim.SGD(model.parameters()).step(),
+        lambda: scaler.unscale_(torch.optim.SGD(model.parameters())),
+        lambda: guard + 1,
+        lambda: guard.data,
+        guard.item,
+    ):
+        with pytest.raises(DepartedGradientError, match="has left its device"):
+            use()

@@ -9,6 +9,7 @@ from ._disk_settings import DiskSettings, DiskStatus
 from ._disk_store import DiskStore
 from ._errors import (
     BudgetError,
+    DepartedGradientError,
     NativeUnavailableError,
     OffloadError,
     RollbackError,
@@ -33,6 +34,7 @@ __all__ = [
     "CPUAdagrad",
     "CPUAdam",
     "CPULion",
+    "DepartedGradientError",
     "DiskSettings",
     "DiskStatus",
     "DiskStore",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -11,6 +13,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 
 from ._arena import HostArena
+from ._departed import DepartedGradient
 from ._errors import UnsupportedTensorError
 from ._subgroups import align_up
 
@@ -30,9 +33,10 @@ class _Arrival:
 class GradientStream:
     """Copies each gradient to the host when backward has made it, and drops it on the device.
 
-    Further backwards are added on the host, in the gradient's dtype and order, as autograd would
-    have. What has arrived serves one step. Parameters that are on the host are left alone: their
-    gradients are there.
+    A guard takes its place in `param.grad`, and says that it is there: whoever sets that to None
+    drops the gradient. Further backwards are added on the host, in the gradient's dtype and order,
+    as autograd would have. Parameters that are on the host are left alone: their gradients are
+    there.
 
     Args:
         arena: Whose memory gradients lie in.
@@ -42,7 +46,7 @@ class GradientStream:
     arena: HostArena
     leaves: Callable[[Tensor], bool]
     _grads: dict[Tensor, Tensor] = field(factory=dict, init=False)  # by parameter, on the host
-    _present: set[Tensor] = field(factory=set, init=False)
+    _adding: set[Tensor] = field(factory=set, init=False)  # while autograd accumulates
     _under_way: deque[_Arrival] = field(factory=deque, init=False)
     _staging: list[Tensor] = field(factory=list, init=False)  # for what is to be added
     _num_staged: int = field(default=0, init=False)
@@ -61,22 +65,20 @@ class GradientStream:
         for param in leaving:
             stop = start + param.numel() * param.element_size()
             self._grads[param] = memory[start:stop].view(param.dtype).view(param.shape)
+            self._hooks.append(param.register_hook(partial(self._make_room, weakref.ref(param))))
             self._hooks.append(param.register_post_accumulate_grad_hook(self._take))
             start = align_up(stop)
 
     def grad_of(self, param: Tensor) -> Tensor | None:
         """What the next step uses: what has left and is here, else `param.grad`."""
-        return self._grads[param] if param in self._present else param.grad
-
-    @property
-    def num_left(self) -> int:
-        """How many gradients are here and not on their devices."""
-        return len(self._present)
+        return self._grads[param] if isinstance(param.grad, DepartedGradient) else param.grad
 
     def clear(self) -> None:
-        """Forget what has arrived."""
+        """Drop what has arrived."""
         self.finish()
-        self._present.clear()
+        for param in self._grads:
+            if isinstance(param.grad, DepartedGradient):
+                param.grad = None
 
     def finish(self) -> None:
         """Block until all that is under way is here and added."""
@@ -90,18 +92,29 @@ class GradientStream:
             hook.remove()
         self._hooks, self._grads, self._staging = [], {}, []
 
+    def _make_room(self, reference: weakref.ref[Tensor], grad: Tensor) -> None:
+        """Before autograd accumulates: it would add to the guard."""
+        del grad
+        param = reference()
+        assert param is not None, "its gradient has just been computed"
+        if isinstance(param.grad, DepartedGradient):
+            param.grad = None
+            self._adding.add(param)
+        else:
+            self._adding.discard(param)
+
     def _take(self, param: Tensor) -> None:
         grad = param.grad
         if grad is None:
             return
         check_dense(param, grad)
         host = self._grads[param]
-        adds = param in self._present
+        adds = param in self._adding
         copy = self._staged(host) if adds else host
         event = self._copy(copy, grad.detach())
         self._under_way.append(_Arrival(event, grad, copy, host if adds else None))
-        self._present.add(param)
-        param.grad = None
+        self._adding.discard(param)
+        param.grad = DepartedGradient.of(param)
 
     def _staged(self, like: Tensor) -> Tensor:
         """One of two buffers, free again."""

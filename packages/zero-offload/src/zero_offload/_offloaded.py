@@ -43,9 +43,9 @@ class OffloadedOptimizer(Optimizer):
     any optimizer of torch. State dicts are torch's of that class, in both directions; `state` is a
     view that reads. Local; not thread-safe.
 
-    Gradients of parameters on a device go to the host during backward, so that `param.grad` is None
-    after it: clip with `clip_grad_norm_` below. They serve one step. With `grads="device"` they
-    stay in `param.grad` until the step, as GradScaler needs.
+    Gradients of parameters on a device go to the host during backward. What `param.grad` has then
+    raises when it is used: clip with `clip_grad_norm_` below. With `grads="device"` they stay in
+    `param.grad` until the step, as GradScaler needs.
 
     Args:
         params: Parameters or groups, as torch takes them.
@@ -147,10 +147,10 @@ class OffloadedOptimizer(Optimizer):
         parts = self._usable("step()")
         parts.gradients.finish()
         clip, self._clip = self._clip, 1.0
-        if self._is_skipped():
-            parts.gradients.clear()
+        found_inf = getattr(self, "found_inf", None)  # GradScaler sets both for the time of a step
+        if found_inf is not None and float(found_inf) != 0:
             return loss
-        scale = getattr(self, "grad_scale", None)  # set by GradScaler for the time of a step
+        scale = getattr(self, "grad_scale", None)
         factor = clip if scale is None else clip / float(scale)
         grads = self._grads()
         self._plan(param for param in grads if not parts.is_planned(param))
@@ -159,7 +159,6 @@ class OffloadedOptimizer(Optimizer):
             parts.step(turn, self.param_groups, grads, factor)
 
         self._visit("step()", parts.subgroups_of(grads), act)
-        parts.gradients.clear()
         return loss
 
     @torch.no_grad()
@@ -189,11 +188,11 @@ class OffloadedOptimizer(Optimizer):
         return torch.tensor(norm, dtype=torch.float32)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients that have left their device are forgotten."""
-        super().zero_grad(set_to_none)
+        """As torch's; gradients that have left their device are dropped in either case."""
         self._clip = 1.0
         if self._residents is not None:
             self._residents.gradients.clear()
+        super().zero_grad(set_to_none)
 
     # ---- State ----
 
@@ -317,17 +316,6 @@ class OffloadedOptimizer(Optimizer):
         if self._unusable:
             raise TornStepError(f"{what}: {self._unusable}")
         return self._parts
-
-    def _is_skipped(self) -> bool:
-        found_inf = getattr(self, "found_inf", None)  # as `grad_scale`
-        if found_inf is None:
-            return False
-        if not isinstance(found_inf, Tensor) and self._parts.gradients.num_left:
-            raise OffloadError(
-                "GradScaler.step() found no gradients to look at: they have left for the host. "
-                "Pass grads='device' to OffloadedOptimizer"
-            )
-        return float(found_inf) != 0
 
     def _grads(self) -> dict[Tensor, Tensor]:
         """By parameter, of those that have one; checked."""
