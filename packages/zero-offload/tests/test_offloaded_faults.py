@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,7 @@ def test_an_error_of_the_optimizer_midway_is_a_torn_step_too(tmp_path: Path) -> 
 def test_a_budget_too_small_is_refused_with_what_asks_for_how_much(tmp_path: Path) -> None:
     """Before the first step, and with numbers to act on."""
     params = list(make_model().parameters())
+    gc.collect()  # of other tests
     held = host_memory()
     home = HOMES["disk"](tmp_path) | {"fraction": {"host": 0.5}}
 

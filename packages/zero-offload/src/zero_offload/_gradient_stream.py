@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, final
 
 import torch
 from attrs import define, field, frozen
-from torch import Tensor, nn
+from torch import Tensor
 
 from ._arena import HostArena
 from ._departed import DepartedGradient
@@ -35,16 +35,13 @@ class GradientStream:
 
     A guard takes its place in `param.grad`, and says that it is there: whoever sets that to None
     drops the gradient. Further backwards are added on the host, in the gradient's dtype and order,
-    as autograd would have. Parameters that are on the host are left alone: their gradients are
-    there.
+    as autograd would have.
 
     Args:
         arena: Whose memory gradients lie in.
-        leaves: Whether gradients of a parameter leave its device.
     """
 
     arena: HostArena
-    leaves: Callable[[Tensor], bool]
     _grads: dict[Tensor, Tensor] = field(factory=dict, init=False)  # by parameter, on the host
     _adding: set[Tensor] = field(factory=set, init=False)  # while autograd accumulates
     _under_way: deque[_Arrival] = field(factory=deque, init=False)
@@ -53,13 +50,12 @@ class GradientStream:
     _hooks: list[Any] = field(factory=list, init=False)
     _streams: dict[torch.device, Any] = field(factory=dict, init=False)
 
-    def add(self, params: Iterable[nn.Parameter]) -> None:
-        """Take memory for their gradients, and install hooks.
+    def add(self, leaving: Sequence[Tensor]) -> None:
+        """Take memory for gradients of parameters, and install hooks that bring them here.
 
         Raises:
             BudgetError: The host has not so much.
         """
-        leaving = [param for param in params if self.leaves(param)]
         memory = self.arena.allocate(bytes_of(leaving), name="gradients")
         start = 0
         for param in leaving:

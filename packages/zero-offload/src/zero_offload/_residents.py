@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 from attrs import define, field
-from torch import Tensor, nn
+from torch import Tensor
 
 from ._arena import HostArena
 from ._footprint import Footprint
@@ -55,7 +55,7 @@ class Residents:
     _where: dict[Tensor, list[int]] = field(factory=dict, init=False)  # sub-groups of a parameter
 
     def __attrs_post_init__(self) -> None:
-        self.gradients = GradientStream(self._arena, _leaves if self.grads_leave else _stays)
+        self.gradients = GradientStream(self._arena)
         self._swapper = None if self.store is None else Swapper(self.store, self._arena)
         self._transit = Transit(self._arena)
 
@@ -93,14 +93,18 @@ class Residents:
         )
         states = [self._state(plan, params, positions) for plan in plans]
         all_plans = [*self._plans, *plans]
-        room = max(self._room(state) for state in [*self._states, *states])
-        leaving = [p for p in (*self._where, *params) if self.gradients.leaves(p)]
+        on_device = {param for state in states if not state.on_host for param in state.params}
+        leaving = [p for p in params if self.grads_leave and not is_here(p) and p not in on_device]
+        room = max(_room(state, set(leaving)) for state in states)
+        room = max(room, self.footprint.transit_bytes // 2)
         footprint = Footprint.of(
-            all_plans, gradient_bytes=bytes_of(leaving), transit_bytes=2 * room
+            all_plans,
+            gradient_bytes=self.footprint.gradient_bytes + bytes_of(leaving),
+            transit_bytes=2 * room,
         )
         footprint.check(self.budget_bytes)
         self._take_room(states, room)
-        self.gradients.add(param for param in params if isinstance(param, nn.Parameter))
+        self.gradients.add(leaving)
         for state in states:
             for param in state.params:
                 at = self._where.setdefault(param, [])
@@ -135,19 +139,6 @@ class Residents:
             assert self._swapper is not None, "the constructor asked for a store"
             self._swapper.add({k: s.plan.nbytes for k, s in swapped.items()})
         self._memories |= memories
-
-    def _room(self, state: SubGroupState) -> int:
-        """In transit, while it is stepped."""
-        if not state.on_host or is_here(state.params[0]):
-            return 0
-        return sum(
-            room_of(
-                piece.numel,
-                param.element_size(),
-                0 if self.grads_leave else max(4, param.element_size()),
-            )
-            for piece, param in zip(state.plan.pieces, state.params, strict=True)
-        )
 
     # ---- Visiting ----
 
@@ -261,13 +252,18 @@ def _carve(memory: Tensor, sizes: Mapping[int, int]) -> dict[int, Tensor]:
     return dict(zip(sizes, parts, strict=True))
 
 
-def _leaves(param: Tensor) -> bool:
-    return not is_here(param)
-
-
-def _stays(param: Tensor) -> bool:
-    del param
-    return False
+def _room(state: SubGroupState, leaving: Collection[Tensor]) -> int:
+    """In transit, while it is stepped; gradients that have left their device are here already."""
+    if not state.on_host or is_here(state.params[0]):
+        return 0
+    return sum(
+        room_of(
+            piece.numel,
+            param.element_size(),
+            0 if param in leaving else max(4, param.element_size()),  # masters take fp32
+        )
+        for piece, param in zip(state.plan.pieces, state.params, strict=True)
+    )
 
 
 def _same(tensor: Tensor) -> Tensor:

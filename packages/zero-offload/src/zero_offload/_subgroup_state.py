@@ -15,6 +15,7 @@ from ._cpu_optimizer import AbstractCPUOptimizer
 from ._host_state import MASTER
 from ._stepper import Stepper, set_numbers
 from ._subgroups import Column, Piece, Residence, SubGroup
+from ._transit import is_here
 
 Fetch = Callable[[Tensor], Tensor]
 Send = Callable[[Tensor, Tensor], None]
@@ -47,7 +48,7 @@ class SubGroupState:
     _views: list[tuple[Column, Tensor]] = field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.on_host = self.plan.residence is not Residence.DEVICE or self.params[0].is_cpu
+        self.on_host = self.plan.residence is not Residence.DEVICE or is_here(self.params[0])
         self._pieces = [
             nn.Parameter(torch.empty((), dtype=self._dtype(k)).expand(self._shape(k)))
             for k in range(len(self.params))
@@ -213,9 +214,7 @@ class SubGroupState:
         return self.stepper.has_own_master(self.params[k].dtype, on_host=self.on_host)
 
     def _dtype(self, k: int) -> torch.dtype:
-        on_host = self.plan.residence is not Residence.DEVICE or self.params[k].is_cpu
-        own = self.stepper.has_own_master(self.params[k].dtype, on_host=on_host)
-        return torch.float32 if own else self.params[k].dtype
+        return torch.float32 if self._has_own_master(k) else self.params[k].dtype
 
     def _view(self, column: Column, memory: Tensor) -> Tensor:
         stop = column.offset_bytes + column.numel * column.dtype.itemsize
