@@ -15,6 +15,7 @@ SUITES: Final = {
     "adam": "bench_adam",  # the optimizer's step on the CPU, against the memory's limit
     "disk": "bench_disk",  # swapping a large tensor to disk, against what the disk can do
     "redundancy": "bench_redundancy",  # ZeroRedundancyOptimizer against torch's
+    "swap": "bench_swap",  # a pipelined step from disk, against the disk and the step alone
     "collectives": "bench_collectives",  # compositions of collectives against the built-in ones
 }
 

@@ -9,17 +9,22 @@ from ._disk_settings import DiskSettings, DiskStatus
 from ._disk_store import DiskStore
 from ._errors import (
     BudgetError,
+    DepartedGradientError,
     NativeUnavailableError,
     OffloadError,
     RollbackError,
     StepOrderError,
     StoreError,
+    TornStepError,
+    UnsupportedOptimizerError,
     UnsupportedTensorError,
 )
+from ._footprint import Footprint
 from ._fused_adam import FusedAdam
 from ._host_budget import host_memory, set_host_budget
 from ._host_store import HostStore
 from ._native import NativeStatus, native_status
+from ._offloaded import OffloadedOptimizer
 from ._store import AbstractStore
 from ._tune import tune
 
@@ -29,18 +34,23 @@ __all__ = [
     "CPUAdagrad",
     "CPUAdam",
     "CPULion",
+    "DepartedGradientError",
     "DiskSettings",
     "DiskStatus",
     "DiskStore",
+    "Footprint",
     "FusedAdam",
     "HostArena",
     "HostStore",
     "NativeStatus",
     "NativeUnavailableError",
     "OffloadError",
+    "OffloadedOptimizer",
     "RollbackError",
     "StepOrderError",
     "StoreError",
+    "TornStepError",
+    "UnsupportedOptimizerError",
     "UnsupportedTensorError",
     "__version__",
     "host_memory",

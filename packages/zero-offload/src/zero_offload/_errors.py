@@ -61,3 +61,15 @@ class StoreError(OffloadError, OSError):
         self.path = path
         self.nbytes = nbytes
         self.errno = errno
+
+
+class UnsupportedOptimizerError(OffloadError, TypeError):
+    """An optimizer that cannot be stepped sub-group by sub-group, or not on the host."""
+
+
+class DepartedGradientError(OffloadError):
+    """Something read a gradient that has left its device for the host."""
+
+
+class TornStepError(OffloadError):
+    """A step ended midway: some sub-groups are stepped, others not. Load a state dict to go on."""

@@ -1,0 +1,77 @@
+"""What an offloaded optimizer holds, and where: the formula that its memory equals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from attrs import field, frozen
+
+from ._errors import BudgetError
+from ._subgroups import Residence, SubGroup
+from ._swapper import slots_of
+
+
+@frozen(kw_only=True)
+class Footprint:
+    """Bytes by purpose and place. What is small is not counted: step counts, Python's objects.
+
+    Attributes:
+        resident_bytes: Of state that rests on the host.
+        slot_bytes: Of host memory through which state passes on its way from and to the disk.
+        gradient_bytes: Of gradients that have left their device.
+        transit_bytes: Of host memory through which parameters pass during a step.
+        device_bytes: Of state that rests beside the parameters.
+        disk_bytes: Of state that rests on the disk.
+    """
+
+    resident_bytes: int = field(default=0)
+    slot_bytes: int = field(default=0)
+    gradient_bytes: int = field(default=0)
+    transit_bytes: int = field(default=0)
+    device_bytes: int = field(default=0)
+    disk_bytes: int = field(default=0)
+
+    @classmethod
+    def of(
+        cls, groups: Iterable[SubGroup], *, gradient_bytes: int, transit_bytes: int
+    ) -> Footprint:
+        """That of these sub-groups."""
+        sizes = {where: [] for where in Residence}
+        for group in groups:
+            sizes[group.residence].append(group.nbytes)
+        return cls(
+            resident_bytes=sum(sizes[Residence.HOST]),
+            slot_bytes=sum(slots_of(sizes[Residence.DISK])),
+            gradient_bytes=gradient_bytes,
+            transit_bytes=transit_bytes,
+            device_bytes=sum(sizes[Residence.DEVICE]),
+            disk_bytes=sum(sizes[Residence.DISK]),
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory, all together."""
+        return self.resident_bytes + self.slot_bytes + self.gradient_bytes + self.transit_bytes
+
+    def check(self, budget_bytes: int | None) -> None:
+        """Raise if it is more than the optimizer may hold of the host's memory.
+
+        Raises:
+            BudgetError: With what asks for how much, and what would need less.
+        """
+        if budget_bytes is None or self.host_bytes <= budget_bytes:
+            return
+        held = {
+            "state that rests on the host": self.resident_bytes,
+            "slots for state on its way from and to the disk": self.slot_bytes,
+            "gradients": self.gradient_bytes,
+            "parameters in transit": self.transit_bytes,
+        }
+        lines = "".join(f"\n  {nbytes:>15,}  {name}" for name, nbytes in held.items() if nbytes)
+        raise BudgetError(
+            f"OffloadedOptimizer may hold budget_bytes={budget_bytes:,} of host memory and needs "
+            f"{self.host_bytes:,}:{lines}\nRest more on disk (state='disk', a smaller "
+            f"fraction['host']), pass smaller subgroup_bytes, or grads='device'.",
+            nbytes=self.host_bytes,
+            held=held,
+        )

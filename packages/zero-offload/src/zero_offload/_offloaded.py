@@ -1,0 +1,359 @@
+"""Any optimizer of torch, with its state on the host or on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, NoReturn, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ._disk_store import DiskStore
+from ._errors import OffloadError, TornStepError
+from ._footprint import Footprint
+from ._gradient_stream import check_dense
+from ._norm import total_norm
+from ._pipeline import Turn
+from ._residents import Residents
+from ._state_view import StateView
+from ._stepper import Stepper
+from ._store import AbstractStore
+from ._subgroups import Shares, check_sizes
+from ._team import Team
+
+
+@final
+class OffloadedOptimizer(Optimizer):
+    """An optimizer whose state rests on the host or on disk, and which is stepped there.
+
+        optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4,
+                                       state="disk", path="/local/nvme")
+
+    Everything else of the training loop stays as it is. Parameters stay where they are, on the
+    host or on a device; sub-groups of them are stepped one after the other while the state of the
+    next is read and that of the last is written. Adam, AdamW and Adagrad of torch are stepped by
+    `CPUAdam` and `CPUAdagrad`; other optimizers as they are, on the host, each sub-group by an
+    instance of its own: one whose parameters depend on each other's is not for this. 16-bit
+    parameters have fp32 masters in the state. Results do not depend on where the state rests.
+
+    `step()`, `zero_grad()`, param groups, schedulers, hooks and `torch.amp.GradScaler` are as for
+    any optimizer of torch. State dicts are torch's of that class, in both directions; `state` is a
+    view that reads. Local; not thread-safe.
+
+    Gradients of parameters on a device go to the host during backward. What `param.grad` has then
+    raises when it is used: clip with `clip_grad_norm_` below. With `grads="device"` they stay in
+    `param.grad` until the step, as GradScaler needs.
+
+    Args:
+        params: Parameters or groups, as torch takes them.
+        optimizer: A class of torch.optim, or like one, that steps each parameter by itself.
+        state: Where state rests: "host" or "disk".
+        grads: Where gradients of parameters on a device wait for the step: "host" or "device".
+        fraction: Shares of the state's bytes that rest elsewhere: {"device": 0.2, "host": 0.3}
+            leaves half for `state`. Dealt in the order of parameters.
+        path: With state="disk", a folder on the disk to use.
+        store: In place of `path`: any store, which stays the caller's to close.
+        subgroup_bytes: Most state that is read, stepped and written together. With the disk, three
+            times this is held in memory.
+        small_bytes: A sub-group with less state stays in memory.
+        budget_bytes: Most host memory to hold; None: what the process's budget allows.
+        arguments: Of the optimizer: lr and so on.
+
+    Raises:
+        UnsupportedOptimizerError: The class needs all parameters at once.
+        BudgetError: The host has not the memory, or may not have it; with who holds what.
+        StoreError: The disk has no room, or there is no such folder.
+        ValueError: An argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: type[Optimizer],
+        *,
+        state: Literal["host", "disk"] = "host",
+        grads: Literal["host", "device"] = "host",
+        fraction: Mapping[str, float] | None = None,
+        path: str | Path | None = None,
+        store: AbstractStore | None = None,
+        subgroup_bytes: int = 64 * 2**20,
+        small_bytes: int = 2**20,
+        budget_bytes: int | None = None,
+        **arguments: Any,
+    ) -> None:
+        shares = Shares.of(state, fraction or {})
+        check_sizes(subgroup_bytes, small_bytes)
+        if grads not in ("host", "device"):
+            raise ValueError(f"grads={grads!r}: expected 'host' or 'device'")
+        if (state == "disk") != ((path is None) != (store is None)):
+            raise ValueError(
+                f"state={state!r}, path={path!r}, store={store!r}: state='disk' takes one of path "
+                f"and store, state='host' none"
+            )
+        stepper = Stepper.choose(optimizer, arguments)
+        self._residents: Residents | None = None
+        self._clip = 1.0
+        self._unusable = ""
+        self._team = Team()
+        super().__init__(params, stepper.defaults)
+        self.state = StateView(self)
+        self._step_supports_amp_scaling = True
+        self._own_store = DiskStore(Path(path)) if path is not None else None
+        self._residents = Residents(
+            stepper,
+            shares,
+            self._own_store or store,
+            grads_leave=grads == "host",
+            subgroup_bytes=subgroup_bytes,
+            small_bytes=small_bytes,
+            budget_bytes=budget_bytes,
+        )
+        try:
+            self._plan(p for group in self.param_groups for p in group["params"] if p.requires_grad)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def footprint(self) -> Footprint:
+        """What this holds, and where."""
+        return self._parts.footprint
+
+    # ---- Stepping ----
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient. Local, blocking.
+
+        Args:
+            closure: Computes the loss again, as for any optimizer of torch; called once.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            StoreError: The first read failed; nothing was stepped, and the step can be tried again.
+            TornStepError: A later read or write failed, or a sub-group's step did. Parameters and
+                state are of two different steps: load a state dict, and the model's.
+            UnsupportedTensorError: A gradient is sparse; nothing was stepped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parts = self._usable("step()")
+        parts.gradients.finish()
+        clip, self._clip = self._clip, 1.0
+        found_inf = getattr(self, "found_inf", None)  # GradScaler sets both for the time of a step
+        if found_inf is not None and float(found_inf) != 0:
+            return loss
+        scale = getattr(self, "grad_scale", None)
+        factor = clip if scale is None else clip / float(scale)
+        grads = self._grads()
+        self._plan(param for param in grads if not parts.is_planned(param))
+
+        def act(turn: Turn) -> None:
+            parts.step(turn, self.param_groups, grads, factor)
+
+        self._visit("step()", parts.subgroups_of(grads), act)
+        return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` of all parameters; the next step does the scaling.
+
+        So gradients are read once, and not written. With a GradScaler, call its `unscale_` before.
+
+        Returns:
+            The norm before clipping: an fp32 tensor of no dimension on the CPU.
+
+        Raises:
+            RuntimeError: The norm is not finite, and `error_if_nonfinite`.
+        """
+        parts = self._usable("clip_grad_norm_()")
+        parts.gradients.finish()
+        norm = total_norm(list(self._grads().values()), float(norm_type), self._team)
+        if error_if_nonfinite and not -float("inf") < norm < float("inf"):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {norm}, so they cannot "
+                f"be clipped; pass error_if_nonfinite=False to go on all the same"
+            )
+        coefficient = max_norm / (norm + 1e-6)
+        self._clip = coefficient if not coefficient >= 1 else 1.0  # nan goes on, as torch's does
+        return torch.tensor(norm, dtype=torch.float32)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that have left their device are dropped in either case."""
+        self._clip = 1.0
+        if self._residents is not None:
+            self._residents.gradients.clear()
+        super().zero_grad(set_to_none)
+
+    # ---- State ----
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, at any time; room is taken for it. On an error the group is not added."""
+        super().add_param_group(param_group)
+        if self._residents is not None:
+            try:
+                self._plan(p for p in self.param_groups[-1]["params"] if p.requires_grad)
+            except BaseException:
+                self.param_groups.pop()
+                raise
+
+    def started(self) -> list[Tensor]:
+        """Parameters that have state, in order."""
+        return self._parts.started()
+
+    @torch.no_grad()
+    def read_state(self, params: Iterable[Tensor]) -> dict[Tensor, dict[str, Any]]:
+        """Copies, on the CPU, of the state of some parameters. Local, blocking.
+
+        Raises:
+            StoreError: A read failed; all is as it was.
+        """
+        parts = self._usable("reading state")
+        wanted = {param: {} for param in params}
+
+        def act(turn: Turn) -> None:
+            parts.gather(turn, wanted)
+
+        parts.visit(parts.subgroups_of(wanted), act, writes=False)
+        return wanted
+
+    @torch.no_grad()
+    def write_state(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Put the state of some parameters in place of what there is. Local, blocking.
+
+        Args:
+            states: By parameter; entries as `state` gives them, of any dtype. {} removes.
+
+        Raises:
+            TornStepError: A read or write failed, and some states are replaced.
+        """
+        parts = self._usable("writing state")
+        self._plan(param for param in states if not parts.is_planned(param))
+
+        def act(turn: Turn) -> None:
+            parts.scatter(turn, states)
+
+        self._visit("writing state", parts.subgroups_of(states), act)
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Set masters from parameters that something else has written, such as loading. Local."""
+        parts = self._usable("refresh_masters()")
+        self._visit("refresh_masters()", parts.all_subgroups(), parts.refresh)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's of that class; tensors are copies on the CPU, all in memory at once."""
+        self._usable("state_dict()")
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this or the plain optimizer saved. Local, blocking.
+
+        Entries take the dtypes in which they are kept here. Masters that were not saved are made
+        from the parameters: load those first. After a torn step this makes the optimizer usable
+        again.
+        """
+        self._parts  # noqa: B018 - raises if closed
+        final: list[dict[str, Any]] = [state_dict]
+
+        def see(optimizer: Optimizer, seen: dict[str, Any]) -> dict[str, Any]:
+            del optimizer
+            final[0] = seen
+            return {**seen, "state": {}}  # which torch would bring to the parameters' devices
+
+        handle = self.register_load_state_dict_pre_hook(see)  # the last: sees what others made
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        ids = chain.from_iterable(group["params"] for group in final[0]["param_groups"])
+        params = [param for group in self.param_groups for param in group["params"]]
+        saved = final[0]["state"]
+        states = {p: saved.get(i, {}) for i, p in zip(ids, params, strict=True)}
+        known = {p: entries for p, entries in states.items() if entries or p.requires_grad}
+        self._unusable = ""
+        self.write_state(known)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.param_groups = state["param_groups"]
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def __getstate__(self) -> NoReturn:
+        raise OffloadError(
+            "an OffloadedOptimizer cannot be pickled or copied: its state may be on disk. Save "
+            "state_dict(), and load it into another one"
+        )
+
+    def close(self) -> None:
+        """Remove the hooks, release the memory and what is on disk. Again: nothing happens."""
+        parts, self._residents = self._residents, None
+        if parts is not None:
+            parts.close(keeps_store=self._own_store is None)
+        if self._own_store is not None:
+            self._own_store.close()
+
+    # ---- Within ----
+
+    @property
+    def _parts(self) -> Residents:
+        if self._residents is None:
+            raise OffloadError("this OffloadedOptimizer is closed; make another one")
+        return self._residents
+
+    def _usable(self, what: str) -> Residents:
+        if self._unusable:
+            raise TornStepError(f"{what}: {self._unusable}")
+        return self._parts
+
+    def _grads(self) -> dict[Tensor, Tensor]:
+        """By parameter, of those that have one; checked."""
+        grads = {}
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            grad = self._parts.gradients.grad_of(param)
+            if grad is not None:
+                check_dense(param, grad)
+                grads[param] = grad
+        return grads
+
+    def _plan(self, params: Iterable[Tensor]) -> None:
+        """Take room for parameters that have none yet."""
+        positions = {
+            param: position
+            for position, group in enumerate(self.param_groups)
+            for param in group["params"]
+        }
+        self._parts.add({p: positions[p] for p in params}, self.param_groups)
+
+    def _visit(self, what: str, subgroups: Sequence[int], act: Callable[[Turn], None]) -> None:
+        """Change sub-groups; after an error midway nothing else is done until a load."""
+        begun: list[int] = []
+
+        def noted(turn: Turn) -> None:
+            begun.append(turn.subgroup)
+            act(turn)
+
+        try:
+            self._parts.visit(subgroups, noted)
+        except BaseException as error:
+            if not begun:
+                raise
+            self._unusable = (
+                f"{what} ended in sub-group {len(begun)} of {len(subgroups)}, so parameters and "
+                f"state are of two different steps: load_state_dict(), and the model's. It ended "
+                f"with {type(error).__name__}: {error}"
+            )
+            if isinstance(error, Exception):
+                raise TornStepError(self._unusable) from error
+            raise

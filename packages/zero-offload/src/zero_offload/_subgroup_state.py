@@ -1,0 +1,241 @@
+"""One sub-group at run time: its pieces, the optimizer over them, and their state in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ._cpu_optimizer import AbstractCPUOptimizer
+from ._host_state import MASTER
+from ._stepper import Stepper, set_numbers
+from ._subgroups import Column, Piece, Residence, SubGroup
+from ._transit import is_here
+
+Fetch = Callable[[Tensor], Tensor]
+Send = Callable[[Tensor, Tensor], None]
+
+
+@final
+@define(eq=False)
+class SubGroupState:
+    """Pieces of parameters with an optimizer of their own.
+
+    `attach` says in which memory the state lies just now. A state's large tensors are views of it;
+    what is small, step counts above all, stays in the optimizer.
+
+    Args:
+        plan: What it consists of.
+        params: The user's parameter of each piece.
+        groups: Position of each piece's param group.
+        stepper: Makes the optimizer.
+    """
+
+    plan: SubGroup
+    params: Sequence[nn.Parameter]
+    groups: Sequence[int]
+    stepper: Stepper
+    on_host: bool = field(init=False)
+    _pieces: list[nn.Parameter] = field(init=False)  # what the optimizer steps
+    _inner: Optimizer = field(init=False)
+    _positions: list[int] = field(init=False)  # of the outer group, for each of the inner ones
+    _memory: Tensor | None = field(default=None, init=False)
+    _views: list[tuple[Column, Tensor]] = field(factory=list, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.on_host = self.plan.residence is not Residence.DEVICE or is_here(self.params[0])
+        self._pieces = [
+            nn.Parameter(torch.empty((), dtype=self._dtype(k)).expand(self._shape(k)))
+            for k in range(len(self.params))
+        ]
+        self._positions = sorted(set(self.groups))
+        groups = [
+            {"params": [p for p, at in zip(self._pieces, self.groups, strict=True) if at == where]}
+            for where in self._positions
+        ]
+        self._inner = self.stepper.make(groups, on_host=self.on_host)
+
+    # ---- Memory ----
+
+    def attach(self, memory: Tensor) -> None:
+        """Let the state lie in `memory`: 1-D, bytes, `plan.nbytes` long, on the state's device."""
+        if self._memory is None or self._memory.data_ptr() != memory.data_ptr():
+            self._views = [(column, self._view(column, memory)) for column in self.plan.columns]
+        self._memory = memory
+        for column, view in self._views:
+            entries = self._entries(column.piece)
+            if column.name in entries:
+                entries[column.name] = view
+
+    def is_started(self, piece: int) -> bool:
+        """Whether a piece has state."""
+        return bool(self._entries(piece))
+
+    # ---- Stepping ----
+
+    def step(
+        self,
+        outer: Sequence[dict[str, Any]],
+        grads: Sequence[Tensor | None],
+        factor: float,
+        *,
+        fetch: Fetch,
+        send: Send,
+        wait: Callable[[], None],
+    ) -> None:
+        """Step all pieces that have a gradient. Local, blocking.
+
+        Args:
+            outer: The user's param groups.
+            grads: Of each piece's whole parameter.
+            factor: What gradients are multiplied by.
+            fetch: Begins to bring a tensor to where the step is.
+            send: Begins to bring one back, given with its destination.
+            wait: Blocks until what was fetched is here.
+        """
+        present = [k for k, grad in enumerate(grads) if grad is not None]
+        for k in present:
+            grad = grads[k]
+            assert grad is not None, "looked above"
+            self._point(k, fetch)
+            self._pieces[k].grad = fetch(self._part(k, grad))
+        wait()
+        for k in present:
+            self._begin(k)
+            self._scale(k, factor)
+        for group, position in zip(self._inner.param_groups, self._positions, strict=True):
+            set_numbers(group, outer[position])
+        if isinstance(self._inner, AbstractCPUOptimizer):
+            self._inner.grad_scale = None if factor == 1 else 1 / factor
+        self._inner.step()
+        for piece in self._pieces:
+            piece.grad = None
+        for k in present:
+            self._settle(k)
+            self._publish(k, send)
+        # What was stepped shares memory with parameters, but not what autograd looks at.
+        torch.autograd.graph.increment_version([self.params[k] for k in present])
+
+    def _point(self, k: int, fetch: Fetch) -> None:
+        """Let a piece be its span of the parameter, or a copy of it here."""
+        self._pieces[k].data = self._master(k) if self._has_own_master(k) else fetch(self._span(k))
+
+    def _begin(self, k: int) -> None:
+        """Before a first step, or one after loading a state without masters: fill the master."""
+        if self._has_own_master(k) and MASTER not in self._entries(k):
+            self._pieces[k].detach().copy_(self._span(k))
+
+    def _scale(self, k: int, factor: float) -> None:
+        """Where the optimizer does not. The user's gradient stays as it is."""
+        grad = self._pieces[k].grad
+        assert grad is not None, "only pieces with one are asked for"
+        if factor != 1 and not isinstance(self._inner, AbstractCPUOptimizer):
+            self._pieces[k].grad = grad * factor
+
+    def _settle(self, k: int) -> None:
+        """Bring what the optimizer has made or replaced into our memory."""
+        entries = self._entries(k)
+        if self._has_own_master(k):
+            entries[MASTER] = self._master(k)
+        for column, view in self._views:
+            value = entries.get(column.name) if column.piece == k else None
+            if value is not None and value is not view:
+                view.copy_(value)
+                entries[column.name] = view
+
+    def _publish(self, k: int, send: Send) -> None:
+        """Bring a stepped piece back to its parameter, if it was stepped elsewhere."""
+        source, target = self._pieces[k].detach(), self._span(k)
+        if source.data_ptr() != target.data_ptr() or source.device != target.device:
+            send(source, target)
+
+    # ---- State ----
+
+    def copy_into(self, piece: int, whole: dict[str, Any]) -> None:
+        """Add copies of a piece's state, on the CPU, to the entries of its whole parameter."""
+        param = self.params[piece]
+        columns = {column.name for column in self.plan.columns if column.piece == piece}
+        for name, value in self._entries(piece).items():
+            if name in columns and not self._is_whole(piece):
+                if name not in whole:
+                    whole[name] = torch.empty(param.shape, dtype=value.dtype)
+                self._cut(piece, whole[name]).copy_(value)
+            elif isinstance(value, Tensor):
+                whole[name] = value.detach().to("cpu", copy=True)
+            else:
+                whole[name] = copy.deepcopy(value)
+
+    def load(self, piece: int, entries: Mapping[str, Any]) -> None:
+        """Put a piece's state in place of what there is, in the dtypes kept here.
+
+        Args:
+            piece: Which.
+            entries: Of the whole parameter, as a state dict has them; empty: none.
+        """
+        mine = self._entries(piece)
+        mine.clear()
+        views = {c.name: view for c, view in self._views if c.piece == piece}
+        whole = self.params[piece].numel()
+        for name, value in entries.items():
+            view = views.get(name)
+            if view is not None and isinstance(value, Tensor) and value.numel() == whole:
+                view.copy_(self._cut(piece, value).view(view.shape))
+                mine[name] = view
+            elif isinstance(value, Tensor):
+                device = "cpu" if self.on_host or name == "step" else self.params[piece].device
+                mine[name] = value.detach().to(device, copy=True)
+            else:
+                mine[name] = copy.deepcopy(value)
+
+    def refresh(self, piece: int) -> None:
+        """Set a master, if there is one, from the parameter."""
+        entries = self._entries(piece)
+        if MASTER in entries:
+            entries[MASTER].copy_(self._span(piece).view(entries[MASTER].shape))
+
+    # ---- Shapes ----
+
+    def _entries(self, k: int) -> dict[str, Any]:
+        return self._inner.state[self._pieces[k]]
+
+    def _is_whole(self, k: int) -> bool:
+        return self.plan.pieces[k].numel == self.params[k].numel()
+
+    def _shape(self, k: int) -> tuple[int, ...]:
+        """Of a piece: the parameter's if it is all of it, else flat."""
+        return tuple(self.params[k].shape) if self._is_whole(k) else (self.plan.pieces[k].numel,)
+
+    def _has_own_master(self, k: int) -> bool:
+        return self.stepper.has_own_master(self.params[k].dtype, on_host=self.on_host)
+
+    def _dtype(self, k: int) -> torch.dtype:
+        return torch.float32 if self._has_own_master(k) else self.params[k].dtype
+
+    def _view(self, column: Column, memory: Tensor) -> Tensor:
+        stop = column.offset_bytes + column.numel * column.dtype.itemsize
+        return memory[column.offset_bytes : stop].view(column.dtype).view(self._shape(column.piece))
+
+    def _master(self, k: int) -> Tensor:
+        return next(v for c, v in self._views if c.piece == k and c.name == MASTER)
+
+    def _span(self, k: int) -> Tensor:
+        """A piece's elements in the parameter: a view."""
+        param = self.params[k].detach()
+        return param if self._is_whole(k) else _slice(param.view(-1), self.plan.pieces[k])
+
+    def _part(self, k: int, whole: Tensor) -> Tensor:
+        """A piece's elements of a gradient, as the piece is shaped and stepped."""
+        grad = whole.detach() if self._is_whole(k) else self._cut(k, whole)
+        return grad.to(torch.float32) if self._has_own_master(k) else grad
+
+    def _cut(self, k: int, whole: Tensor) -> Tensor:
+        return _slice(whole.detach().reshape(-1), self.plan.pieces[k])
+
+
+def _slice(flat: Tensor, piece: Piece) -> Tensor:
+    return flat[piece.start : piece.stop]

@@ -1,0 +1,236 @@
+"""Which pieces of parameters are stepped together, and where their state rests. Arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Final
+
+import torch
+from attrs import field, frozen
+
+ALIGN_BYTES: Final = 64  # of each column: a cache line, and a vector of the widest kernels
+PAGE_BYTES: Final = 4096  # what a disk moves without a copy
+CUT_NUMEL: Final = 64  # parameters are cut at multiples of it, so that columns need no padding
+SHARES: Final = ("device", "host")
+
+
+class Residence(Enum):
+    """Where the state of a sub-group rests between steps."""
+
+    DEVICE = "device"  # beside its parameters
+    HOST = "host"
+    DISK = "disk"
+
+
+@frozen
+class Entry:
+    """A tensor of a parameter's state that has one element for each of the parameter's."""
+
+    name: str
+    dtype: torch.dtype
+
+
+@frozen
+class Item:
+    """What the plan must know of one parameter.
+
+    Attributes:
+        numel: Of the parameter.
+        entries: That move with it; what else its state holds is small and stays in memory.
+        is_divisible: Whether it may be stepped piece by piece.
+        place: Its device; a sub-group has one.
+    """
+
+    numel: int
+    entries: tuple[Entry, ...]
+    is_divisible: bool
+    place: str = "cpu"
+
+    @property
+    def element_bytes(self) -> int:
+        """Of all entries, for one element."""
+        return sum(entry.dtype.itemsize for entry in self.entries)
+
+    def nbytes(self, numel: int) -> int:
+        """Of the columns of a piece."""
+        return sum(align_up(numel * entry.dtype.itemsize) for entry in self.entries)
+
+
+@frozen
+class Piece:
+    """Elements [start, stop) of a parameter, in memory order."""
+
+    item: int  # position of the parameter
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return self.stop - self.start
+
+
+@frozen
+class Column:
+    """Where one entry of one piece lies in the memory of its sub-group."""
+
+    piece: int  # position in the sub-group
+    name: str
+    dtype: torch.dtype
+    offset_bytes: int
+    numel: int
+
+
+@frozen
+class SubGroup:
+    """Pieces that are read, stepped and written together: one value of a store, one step."""
+
+    pieces: tuple[Piece, ...]
+    columns: tuple[Column, ...]
+    nbytes: int
+    residence: Residence
+
+
+@frozen
+class Shares:
+    """How much of the state rests on the device and on the host; what remains rests in `rest`."""
+
+    rest: Residence
+    device: float = field(default=0.0)
+    host: float = field(default=0.0)
+
+    @classmethod
+    def of(cls, state: str, fraction: Mapping[str, float]) -> Shares:
+        """Check what a user asked for.
+
+        Raises:
+            ValueError: Unknown names, or numbers that are no shares of one whole.
+        """
+        if state not in ("host", "disk"):
+            raise ValueError(f"state={state!r}: expected 'host' or 'disk'")
+        unknown = set(fraction) - set(SHARES)
+        if unknown:
+            raise ValueError(
+                f"fraction names {', '.join(map(repr, sorted(unknown)))}: expected 'device' or "
+                f"'host'; what remains of 1 rests on state={state!r}"
+            )
+        numbers = [float(number) for number in fraction.values()]
+        if any(not 0 <= number <= 1 for number in numbers) or sum(numbers) > 1 + 1e-9:
+            raise ValueError(f"fraction={dict(fraction)}: expected shares of 1, together at most 1")
+        return cls(Residence(state), **{name: float(fraction[name]) for name in fraction})
+
+    def ends(self, total: float) -> tuple[float, float]:
+        """Where the part on the device ends, and that on the host."""
+        return total * self.device, total * min(1.0, self.device + self.host)
+
+
+def plan_subgroups(
+    items: Sequence[Item], *, shares: Shares, subgroup_bytes: int, small_bytes: int
+) -> tuple[SubGroup, ...]:
+    """Deal parameters in their order: first to the device, then to the host, the rest to `rest`.
+
+    Args:
+        items: One a parameter.
+        shares: Of the bytes of state; exact to `CUT_NUMEL` elements where parameters are divisible,
+            and to a parameter where not.
+        subgroup_bytes: Most that a sub-group holds, up to a page on disk. A parameter that is not
+            divisible and larger has a sub-group to itself.
+        small_bytes: A sub-group with fewer stays on the host instead of the disk.
+
+    Returns:
+        Sub-groups that cover every element once, in order.
+    """
+    groups: list[SubGroup] = []
+    open_pieces: list[Piece] = []
+    open_bytes, open_residence, open_place = 0, Residence.DEVICE, ""
+
+    def close() -> None:
+        nonlocal open_pieces, open_bytes
+        if open_pieces:
+            groups.append(_lay_out(open_pieces, items, open_residence, small_bytes))
+        open_pieces, open_bytes = [], 0
+
+    for residence, piece in _dealt(items, shares):
+        item = items[piece.item]
+        if (residence, item.place) != (open_residence, open_place):
+            close()
+            open_residence, open_place = residence, item.place
+        start = piece.start
+        while True:
+            numel = _fitting(item, piece.stop - start, subgroup_bytes - open_bytes)
+            if not numel and start < piece.stop:
+                if open_pieces:
+                    close()
+                    continue
+                numel = min(CUT_NUMEL, piece.stop - start) if item.is_divisible else item.numel
+            open_pieces.append(Piece(piece.item, start, start + numel))
+            open_bytes += item.nbytes(numel)
+            start += numel
+            if start >= piece.stop:
+                break
+    close()
+    return tuple(groups)
+
+
+def align_up(nbytes: int, align: int = ALIGN_BYTES) -> int:
+    """The next multiple of `align`."""
+    return -(-nbytes // align) * align
+
+
+def _dealt(items: Sequence[Item], shares: Shares) -> Iterator[tuple[Residence, Piece]]:
+    """Pieces as large as they can be without resting in two places."""
+    ends = shares.ends(sum(item.numel * item.element_bytes for item in items))
+    residences = (Residence.DEVICE, Residence.HOST, shares.rest)
+    before = 0
+    for index, item in enumerate(items):
+        size = item.element_bytes
+        if item.is_divisible and size:
+            cuts = [_cut((end - before) / size, item.numel) for end in ends]
+        else:
+            middle = before + item.numel * size / 2
+            cuts = [item.numel if middle < end else 0 for end in ends]
+        bounds = [0, *cuts, item.numel]
+        spans = zip(residences, bounds, bounds[1:], strict=False)
+        pieces = [(where, Piece(index, a, b)) for where, a, b in spans if a < b]
+        yield from pieces or [(shares.rest, Piece(index, 0, 0))]
+        before += item.numel * size
+
+
+def _cut(at: float, numel: int) -> int:
+    """The nearest place to cut; an end of the parameter is one."""
+    if at >= numel:
+        return numel
+    return min(numel, max(0, round(at / CUT_NUMEL) * CUT_NUMEL))
+
+
+def _fitting(item: Item, numel: int, room: int) -> int:
+    """How many of the next elements fit; all or none where the parameter is not divisible."""
+    if item.nbytes(numel) <= room:
+        return numel
+    if not item.is_divisible:
+        return 0
+    return max(0, room // item.element_bytes // CUT_NUMEL * CUT_NUMEL)
+
+
+def _lay_out(
+    pieces: Sequence[Piece], items: Sequence[Item], residence: Residence, small_bytes: int
+) -> SubGroup:
+    columns, offset = [], 0
+    for index, piece in enumerate(pieces):
+        for entry in items[piece.item].entries:
+            columns.append(Column(index, entry.name, entry.dtype, offset, piece.numel))
+            offset += align_up(piece.numel * entry.dtype.itemsize)
+    if residence is Residence.DISK and offset < max(1, small_bytes):
+        residence = Residence.HOST
+    nbytes = align_up(offset, PAGE_BYTES) if residence is Residence.DISK else offset
+    return SubGroup(tuple(pieces), tuple(columns), nbytes, residence)
+
+
+def check_sizes(subgroup_bytes: int, small_bytes: int) -> None:
+    """Raise ValueError for sizes with which nothing, or next to nothing, would rest on disk."""
+    if not 0 <= 2 * small_bytes <= subgroup_bytes or subgroup_bytes < 1:
+        raise ValueError(
+            f"subgroup_bytes={subgroup_bytes}, small_bytes={small_bytes}: expected at least 1, and "
+            f"for small ones, which stay in memory, of at most half"
+        )

@@ -1,0 +1,379 @@
+"""Where the state rests changes no bit of a training, and no line of its loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from offloaded_training import HOMES, Outcome, assert_equal, loss_of, make_model, train
+from torch import nn
+from torch.optim import Optimizer
+from zero_offload import (
+    CPUAdagrad,
+    CPUAdam,
+    CPULion,
+    OffloadedOptimizer,
+    OffloadError,
+    UnsupportedOptimizerError,
+    UnsupportedTensorError,
+)
+
+Make = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+# Class, arguments, and the same kernels in memory.
+NATIVE: Final[dict[str, tuple[type[Optimizer], dict[str, Any], Make]]] = {
+    "AdamW": (
+        torch.optim.AdamW,
+        {"lr": 1e-2},
+        lambda p: CPUAdam(p, lr=1e-2, weight_decay=1e-2),
+    ),
+    "Adam, amsgrad": (
+        torch.optim.Adam,
+        {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True},
+        lambda p: CPUAdam(p, lr=1e-2, weight_decay=0.1, amsgrad=True, decoupled_weight_decay=False),
+    ),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2}, lambda p: CPUAdagrad(p, lr=1e-2)),
+    "CPULion": (CPULion, {"lr": 1e-3}, lambda p: CPULion(p, lr=1e-3)),
+    "CPUAdam, bf16 moments": (
+        CPUAdam,
+        {"lr": 1e-2, "state_dtype": torch.bfloat16},
+        lambda p: CPUAdam(p, lr=1e-2, state_dtype=torch.bfloat16),
+    ),
+}
+PLAIN: Final[dict[str, tuple[type[Optimizer], dict[str, Any]]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "SGD, momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "centered": True, "momentum": 0.5}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+    "Rprop": (torch.optim.Rprop, {}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "ASGD": (torch.optim.ASGD, {}),
+}
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", NATIVE)
+def test_residence_changes_no_bit_of_a_native_step(
+    name: str, dtype: torch.dtype, home: str, tmp_path: Path
+) -> None:
+    """Offloading is for memory; a training that diverges by it compares with no other."""
+    optimizer, arguments, in_memory = NATIVE[name]
+    expected = _train(dtype, in_memory)
+
+    actual = _train(
+        dtype,
+        lambda p: OffloadedOptimizer(p, optimizer, **HOMES[home](tmp_path), **arguments),
+    )
+
+    assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("name", PLAIN)
+def test_any_other_optimizer_of_torch_steps_as_it_is(name: str, home: str, tmp_path: Path) -> None:
+    """It runs unchanged on the same numbers, so the result is the same to the bit."""
+    optimizer, arguments = PLAIN[name]
+    expected = _train(torch.float32, lambda p: optimizer(p, **arguments))
+
+    actual = _train(
+        torch.float32,
+        lambda p: OffloadedOptimizer(p, optimizer, **HOMES[home](tmp_path), **arguments),
+    )
+
+    assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad],
+    ids=lambda each: each.__name__,
+)
+def test_native_steps_are_those_of_torch(optimizer: type[Optimizer], tmp_path: Path) -> None:
+    """The one line that turns offloading on may not turn the training into another one."""
+    expected = _train(torch.float32, lambda p: optimizer(p, weight_decay=0.1))
+
+    actual = _train(
+        torch.float32,
+        lambda p: OffloadedOptimizer(p, optimizer, weight_decay=0.1, **HOMES["disk"](tmp_path)),
+    )
+
+    torch.testing.assert_close(actual.params, expected.params, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_bf16_parameters_are_stepped_as_fp32_masters(
+    optimizer: type[Optimizer], tmp_path: Path
+) -> None:
+    """A step of 1e-5 is lost in bf16 where the value is 1: without a master nothing is learnt."""
+    model = nn.Linear(3, 2, bias=False).to(torch.bfloat16)
+    nn.init.ones_(model.weight)
+    offloaded = OffloadedOptimizer(
+        model.parameters(), optimizer, lr=1e-5, weight_decay=0.0, **HOMES["disk"](tmp_path)
+    )
+
+    plain = nn.Parameter(torch.ones(2, 3))
+    expected = optimizer([plain], lr=1e-5, weight_decay=0.0)
+
+    for _ in range(800):
+        model.weight.grad, plain.grad = torch.ones_like(model.weight), torch.ones_like(plain)
+        offloaded.step()
+        expected.step()
+
+    assert (model.weight < 1).all()
+    torch.testing.assert_close(model.weight.data, plain.data.bfloat16(), rtol=0, atol=4e-3)
+    master = offloaded.state[model.weight]["master"]
+    torch.testing.assert_close(master, plain.data, rtol=0, atol=1e-6)
+
+
+def test_clipping_within_the_step_is_that_of_torch(tmp_path: Path) -> None:
+    """Half of all training scripts clip; the factor is applied without a pass of its own."""
+    expected = _train(torch.float32, lambda p: torch.optim.AdamW(p, lr=1e-2), max_norm=0.3)
+
+    actual = _train(
+        torch.float32,
+        lambda p: OffloadedOptimizer(p, torch.optim.AdamW, lr=1e-2, **HOMES["disk"](tmp_path)),
+        max_norm=0.3,
+    )
+
+    torch.testing.assert_close(actual.params, expected.params, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("poison", [None, float("inf"), float("nan")], ids=["", "inf", "nan"])
+def test_the_norm_is_that_of_torch(norm_type: float, poison: float | None) -> None:
+    """It is logged, watched for spikes, and divided by."""
+    model = make_model()
+    loss_of(model, 0).backward()
+    if poison is not None:
+        model[0].weight.grad[3, 5] = poison
+    offloaded = OffloadedOptimizer(model.parameters(), torch.optim.AdamW)
+    grads = [param.grad for param in model.parameters()]
+
+    norm = offloaded.clip_grad_norm_(1.0, norm_type)
+
+    expected = nn.utils.get_total_norm(grads, norm_type)
+    torch.testing.assert_close(norm, expected, equal_nan=True)
+    if poison is not None:
+        with pytest.raises(RuntimeError, match="cannot be clipped"):
+            offloaded.clip_grad_norm_(1.0, norm_type, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_grad_scaler_unscales_skips_and_lowers_its_scale(unscales: bool, tmp_path: Path) -> None:
+    """fp16 training is this loop; a skipped step may touch nothing."""
+    outcomes = []
+    for make in (
+        lambda p: CPUAdam(p, lr=1e-2, weight_decay=1e-2),
+        lambda p: OffloadedOptimizer(p, torch.optim.AdamW, lr=1e-2, **HOMES["disk"](tmp_path)),
+    ):
+        model = make_model()
+        optimizer = make(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        scales = []
+        for step in range(6):
+            scaler.scale(loss_of(model, step)).backward()
+            if step == 3:
+                model[2].weight.grad[0, 0] = float("inf")
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        outcomes.append(Outcome(scales, [param.detach() for param in model.parameters()]))
+
+    assert outcomes[0].losses == [256, 512, 512, 256, 256, 512]
+    assert_equal(outcomes[1], outcomes[0])
+
+
+def test_schedulers_and_groups_are_followed(tmp_path: Path) -> None:
+    """Numbers are set in param_groups between steps, by whoever likes."""
+    outcomes = []
+    for make in (CPUAdam, lambda p: OffloadedOptimizer(p, CPUAdam, **HOMES["shared"](tmp_path))):
+        model = make_model()
+        weights = [param for param in model.parameters() if param.ndim > 1]
+        biases = [param for param in model.parameters() if param.ndim == 1]
+        optimizer = make([{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 1e-4}])
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=6)
+        losses = []
+        for step in range(5):
+            losses += train(model, optimizer, steps=range(step, step + 1)).losses
+            scheduler.step()
+        outcomes.append(Outcome(losses, [param.detach() for param in model.parameters()]))
+
+    assert_equal(outcomes[1], outcomes[0])
+
+
+def test_a_group_may_be_added_between_steps(tmp_path: Path) -> None:
+    """Gradual unfreezing does so; what is there already keeps its state."""
+    outcomes = []
+    for make in (CPUAdam, lambda p: OffloadedOptimizer(p, CPUAdam, **HOMES["disk"](tmp_path))):
+        model = make_model()
+        optimizer = make(model[4].parameters())
+        losses = train(model, optimizer, steps=range(2)).losses
+        model.zero_grad()
+        optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-3})
+        losses += train(model, optimizer, steps=range(2, 5)).losses
+        outcomes.append(Outcome(losses, [param.detach() for param in model.parameters()]))
+
+    assert_equal(outcomes[1], outcomes[0])
+
+
+def test_parameters_without_gradient_cost_nothing_and_may_get_one_later(tmp_path: Path) -> None:
+    """Frozen models with adapters are passed whole."""
+    outcomes = []
+    for make in (CPUAdam, lambda p: OffloadedOptimizer(p, CPUAdam, **HOMES["disk"](tmp_path))):
+        model = make_model()
+        model[2].requires_grad_(False)
+        optimizer = make(model.parameters())
+        if isinstance(optimizer, OffloadedOptimizer):
+            assert optimizer.footprint.disk_bytes < 8 * (33 * 65 + 65 + 64 * 7 + 7) + 4096 * 8
+        losses = train(model, optimizer, steps=range(2)).losses
+        model[2].requires_grad_(True)
+        model[0].requires_grad_(False)
+        losses += train(model, optimizer, steps=range(2, 5)).losses
+        outcomes.append(Outcome(losses, [param.detach() for param in model.parameters()]))
+
+    assert_equal(outcomes[1], outcomes[0])
+
+
+@pytest.mark.parametrize("grads", ["host", "device"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_parameters_in_transit_are_stepped_as_those_that_are_here(
+    optimizer: type[Optimizer],
+    dtype: torch.dtype,
+    grads: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A device's parameters pass through host memory; here those of the model count as such."""
+    arguments = {"lr": 1e-2, "grads": grads, **HOMES["disk"](tmp_path)}
+    expected = _train(dtype, lambda p: OffloadedOptimizer(p, optimizer, **arguments))
+
+    def make(params: Iterable[nn.Parameter]) -> OffloadedOptimizer:
+        params = _elsewhere(params, monkeypatch)
+        offloaded = OffloadedOptimizer(params, optimizer, **arguments)
+        assert offloaded.footprint.transit_bytes > 0
+        assert (offloaded.footprint.gradient_bytes > 0) == (grads == "host")
+        return offloaded
+
+    assert_equal(_train(dtype, make), expected)
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_share_on_the_device_is_stepped_there_by_the_class_that_was_asked_for(
+    optimizer: type[Optimizer],
+    dtype: torch.dtype,
+    fraction: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two kinds of step make one: the same numbers, masters and gradients where each needs them."""
+    arguments = {"lr": 1e-2, **HOMES["disk"](tmp_path)}
+    if optimizer is torch.optim.SGD:
+        arguments["momentum"] = 0.9
+    expected = _train(dtype, lambda p: OffloadedOptimizer(p, optimizer, **arguments))
+
+    def make(params: Iterable[nn.Parameter]) -> OffloadedOptimizer:
+        params = _elsewhere(params, monkeypatch)
+        offloaded = OffloadedOptimizer(
+            params, optimizer, fraction={"device": fraction}, **arguments
+        )
+        assert offloaded.footprint.device_bytes > 0
+        return offloaded
+
+    actual = _train(dtype, make)
+
+    # Native steps round in another order than torch's; a bf16 value may then be its neighbour.
+    tolerance = 1e-6 if dtype is torch.float32 else 2**-7
+    torch.testing.assert_close(actual.params, expected.params, rtol=tolerance, atol=1e-6)
+
+
+def test_an_optimizer_over_all_parameters_at_once_is_refused() -> None:
+    """L-BFGS by sub-groups would be another method, and look as if it worked."""
+    with pytest.raises(UnsupportedOptimizerError, match="LBFGS evaluates the loss within its step"):
+        OffloadedOptimizer(make_model().parameters(), torch.optim.LBFGS)
+
+
+def test_a_sparse_gradient_is_refused_before_anything_is_stepped() -> None:
+    """The rest of the model must not be a step ahead of the embedding."""
+    table, head = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 1)
+    offloaded = OffloadedOptimizer([*head.parameters(), *table.parameters()], torch.optim.AdamW)
+    before = copy.deepcopy(head.state_dict())
+    head(table(torch.tensor([1, 2]))).sum().backward()
+
+    with pytest.raises(UnsupportedTensorError, match="use sparse=False"):
+        offloaded.step()
+
+    torch.testing.assert_close(head.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"state": "nvme"}, "expected 'host' or 'disk'"),
+        ({"state": "disk"}, "takes one of path and store"),
+        ({"state": "host", "path": "."}, "state='host' none"),
+        ({"grads": "disk"}, "grads='disk'"),
+        ({"subgroup_bytes": 0}, "subgroup_bytes=0"),
+        ({"subgroup_bytes": 2**20, "small_bytes": 2**20}, "of at most half"),
+        ({"lr": -1.0}, "Invalid learning rate"),
+        ({"capturable": True}, "capturable=True"),
+        ({"optimizer": CPUAdam, "rounding": "stochastic"}, "depend on how sub-groups are cut"),
+        ({"optimizer": CPUAdam, "keeps_last_step": True}, "keep all of the state in memory"),
+    ],
+    ids=lambda each: str(each) if isinstance(each, dict) else "",
+)
+def test_arguments_without_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
+    """None is ignored: what is asked for is done or answered."""
+    with pytest.raises((ValueError, UnsupportedOptimizerError), match=message):
+        OffloadedOptimizer(
+            make_model().parameters(), **{"optimizer": torch.optim.AdamW, **arguments}
+        )
+
+
+def test_a_copy_and_a_closed_optimizer_say_what_to_do() -> None:
+    """The state of a copy would be the same file."""
+    offloaded = OffloadedOptimizer(make_model().parameters(), torch.optim.AdamW)
+
+    with pytest.raises(OffloadError, match=r"Save state_dict\(\)"):
+        copy.deepcopy(offloaded)
+
+    offloaded.close()
+    offloaded.close()
+    with pytest.raises(OffloadError, match="is closed"):
+        offloaded.step()
+
+
+def _train(dtype: torch.dtype, make: Make, max_norm: float | None = None) -> Outcome:
+    model = make_model(dtype)
+    optimizer = make(model.parameters())
+    outcome = train(model, optimizer, num_backwards=2, max_norm=max_norm)
+    if isinstance(optimizer, OffloadedOptimizer):
+        optimizer.close()
+    return outcome
+
+
+def _elsewhere(
+    params: Iterable[nn.Parameter], monkeypatch: pytest.MonkeyPatch
+) -> list[nn.Parameter]:
+    """Parameters that count as a device's from now on."""
+    from zero_offload import _residents, _subgroup_state, _transit
+
+    params = list(params)
+    spans = [(param.data_ptr(), param.data_ptr() + param.nbytes) for param in params]
+
+    def is_here(tensor: torch.Tensor) -> bool:
+        return not any(start <= tensor.data_ptr() < stop for start, stop in spans)
+
+    for module in (_residents, _subgroup_state, _transit):
+        monkeypatch.setattr(module, "is_here", is_here)
+    return params

@@ -1,0 +1,140 @@
+"""A disk that fails leaves a typed error, and nothing half updated that goes unnoticed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from offloaded_training import CUT, HOMES, assert_equal, loss_of, make_model, train
+from recording_store import RecordingStore
+from zero_offload import (
+    BudgetError,
+    OffloadedOptimizer,
+    StoreError,
+    TornStepError,
+    host_memory,
+    set_host_budget,
+)
+
+
+def _trained(store: RecordingStore) -> tuple[torch.nn.Module, OffloadedOptimizer]:
+    model = make_model()
+    offloaded = OffloadedOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=1e-2, state="disk", store=store, **CUT
+    )
+    train(model, offloaded, steps=range(2))
+    loss_of(model, 2).backward()
+    return model, offloaded
+
+
+@pytest.mark.parametrize("is_lazy", [False, True], ids=["at once", "when waited for"])
+@pytest.mark.parametrize("verb", ["read", "write"])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_torn_step_is_refused_until_a_load_makes_it_whole(
+    verb: str, after: int, is_lazy: bool
+) -> None:
+    """Else the training goes on from parameters of two different steps, and nobody knows."""
+    store = RecordingStore(is_lazy=is_lazy)
+    model, offloaded = _trained(store)
+    saved = copy.deepcopy(offloaded.state_dict()), copy.deepcopy(model.state_dict())
+    store.fails = (verb, store.counts[verb] + after + (verb == "read"))
+
+    with pytest.raises(TornStepError, match=r"injected.*optimizer-") as caught:
+        offloaded.step()
+
+    assert isinstance(caught.value.__cause__, StoreError)
+    for attempt in (offloaded.step, offloaded.state_dict, lambda: offloaded.clip_grad_norm_(1)):
+        with pytest.raises(TornStepError, match="of two different steps"):
+            attempt()
+
+    store.fails = None
+    model.load_state_dict(saved[1])
+    offloaded.load_state_dict(saved[0])
+    offloaded.zero_grad()
+    actual = train(model, offloaded, steps=range(2, 5))
+    whole = make_model()
+    never_failed = OffloadedOptimizer(whole.parameters(), torch.optim.AdamW, lr=1e-2)
+    train(whole, never_failed, steps=range(2))
+    assert_equal(actual, train(whole, never_failed, steps=range(2, 5)))
+
+
+def test_a_step_whose_first_read_fails_can_be_tried_again() -> None:
+    """Nothing was stepped, so nothing is lost."""
+    store = RecordingStore()
+    model, offloaded = _trained(store)
+    before = copy.deepcopy(model.state_dict())
+    store.fails = ("read", store.counts["read"])
+
+    with pytest.raises(StoreError, match="injected"):
+        offloaded.step()
+
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    offloaded.step()
+    whole = make_model()
+    never_failed = OffloadedOptimizer(whole.parameters(), torch.optim.AdamW, lr=1e-2)
+    train(whole, never_failed, steps=range(3))
+    torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=0, atol=0)
+
+
+def test_a_read_that_fails_outside_a_step_changes_nothing() -> None:
+    """Saving a checkpoint may be tried again."""
+    store = RecordingStore()
+    _, offloaded = _trained(store)
+    before = copy.deepcopy(offloaded.state_dict())
+    store.fails = ("read", store.counts["read"] + 1)
+
+    with pytest.raises(StoreError, match="injected"):
+        offloaded.state_dict()
+
+    torch.testing.assert_close(offloaded.state_dict(), before, rtol=0, atol=0)
+
+
+def test_an_error_of_the_optimizer_midway_is_a_torn_step_too(tmp_path: Path) -> None:
+    """Not only disks end a step between two sub-groups."""
+    model = make_model()
+    offloaded = OffloadedOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, **HOMES["disk"](tmp_path)
+    )
+    train(model, offloaded, steps=range(1))
+    loss_of(model, 1).backward()
+    offloaded.param_groups[0]["momentum"] = "much"
+
+    with pytest.raises(TornStepError, match=r"different steps.*ended with TypeError"):
+        offloaded.step()
+
+
+def test_a_budget_too_small_is_refused_with_what_asks_for_how_much(tmp_path: Path) -> None:
+    """Before the first step, and with numbers to act on."""
+    params = list(make_model().parameters())
+    gc.collect()  # of other tests
+    held = host_memory()
+    home = HOMES["disk"](tmp_path) | {"fraction": {"host": 0.5}}
+
+    with pytest.raises(
+        BudgetError, match=r"(?s)budget_bytes=30,000 .*rests on the host.*slots"
+    ) as e:
+        OffloadedOptimizer(params, torch.optim.AdamW, budget_bytes=30_000, **home)
+
+    assert sum(e.value.held.values()) == e.value.nbytes > 30_000
+    assert host_memory() == held
+    OffloadedOptimizer(params, torch.optim.AdamW, budget_bytes=e.value.nbytes, **home)
+
+
+def test_the_process_budget_holds_for_later_groups_and_leaves_no_trace(tmp_path: Path) -> None:
+    """A refused group must not be half added."""
+    model = make_model()
+    offloaded = OffloadedOptimizer(model[0].parameters(), torch.optim.AdamW, state="host", **CUT)
+    set_host_budget(sum(host_memory().values()) + 1000)
+    try:
+        with pytest.raises(BudgetError, match="asks for"):
+            offloaded.add_param_group({"params": model[2].parameters()})
+    finally:
+        set_host_budget(None)
+
+    assert len(offloaded.param_groups) == 1
+    offloaded.add_param_group({"params": model[2].parameters()})
+    train(model, offloaded, steps=range(2))
+    assert len(offloaded.state) == 4
