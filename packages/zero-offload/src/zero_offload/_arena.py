@@ -9,7 +9,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 from attrs import define, field
@@ -85,7 +85,7 @@ class HostArena:
         # it earlier would take memory away from under tensors that outlive us.
         weakref.finalize(
             owner, _release, address, mapped_bytes, unpin, self.budget, holder
-        ).atexit = False
+        ).atexit = False  # type: ignore[attr-defined]
         return torch.frombuffer(owner, dtype=dtype)
 
     def _pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
@@ -96,7 +96,7 @@ class HostArena:
         if not torch.cuda.is_available():
             self.pin_reason = "torch sees no CUDA device"
             return None
-        cudart = torch.cuda.cudart()
+        cudart: Any = torch.cuda.cudart()
         status = cudart.cudaHostRegister(address, nbytes, _PORTABLE)
         if int(status) != 0:
             text = cudart.cudaGetErrorString(status)

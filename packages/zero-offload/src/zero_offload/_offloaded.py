@@ -99,7 +99,7 @@ class OffloadedOptimizer(Optimizer):
         self._unusable = ""
         self._team = Team()
         super().__init__(params, stepper.defaults)
-        self.state = StateView(self)
+        self.state = StateView(self)  # type: ignore[assignment]
         self._step_supports_amp_scaling = True
         self._own_store = DiskStore(Path(path)) if path is not None else None
         self._residents = Residents(

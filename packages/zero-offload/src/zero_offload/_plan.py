@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from attrs import define, field
@@ -165,7 +165,7 @@ class Plan:
             and {step.item() for step in steps} == {part.step}
         )
         if is_current:
-            batch.grads = grads
+            batch.grads = cast("list[Tensor]", grads)  # _are_plain: none is missing
             part.step += 1
             self.steps += steps
         return is_current

@@ -82,7 +82,7 @@ class Stepper:
     def make(self, groups: list[dict[str, Any]], *, on_host: bool) -> Optimizer:
         """An optimizer over pieces; its groups' numbers are set before each step."""
         if on_host and self.used is not self.asked:
-            return self.used(groups)
+            return self.used(groups)  # type: ignore[call-arg]  (the class has defaults of its own)
         if not on_host and issubclass(self.asked, AbstractCPUOptimizer):
             raise UnsupportedOptimizerError(
                 f"{self.asked.__name__} steps tensors of the CPU, and fraction leaves some of the "

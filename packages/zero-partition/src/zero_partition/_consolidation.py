@@ -125,7 +125,9 @@ def _send_packed(
             value = values[small[position]]
             seen_as(mine, span.shifted(-shard.start), value.dtype, value.shape).copy_(value)
     wire = _gather(mine, splits, None, to=to, group=group)
-    for position, owner, span in parcel.places() if wire is not None else ():
+    if wire is None:
+        return
+    for position, owner, span in parcel.places():
         if owner != rank:
             one = sent[small[position]]
             values[small[position]] = seen_as(wire, span, one.dtype, one.shape).to("cpu", copy=True)

@@ -61,7 +61,7 @@ def has_dispatch_modes() -> bool:
 @contextmanager
 def unseen_by_dispatch_modes() -> Iterator[None]:
     """Inside, modes of the user's see no operator; those of the compiler's tracers still do."""
-    hidden = []
+    hidden: list[Any] = []
     while (mode := _get_current_dispatch_mode()) is not None and not mode.is_infra_mode():
         hidden.append(_pop_mode())
     try:
