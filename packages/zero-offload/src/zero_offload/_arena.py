@@ -83,9 +83,10 @@ class HostArena:
         owner = (ctypes.c_char * nbytes).from_address(address)
         # The tensor's storage holds the owner; the process's end frees everything anyway, and doing
         # it earlier would take memory away from under tensors that outlive us.
-        weakref.finalize(
+        end: Any = weakref.finalize(
             owner, _release, address, mapped_bytes, unpin, self.budget, holder
-        ).atexit = False  # type: ignore[attr-defined]
+        )
+        end.atexit = False
         return torch.frombuffer(owner, dtype=dtype)
 
     def _pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
