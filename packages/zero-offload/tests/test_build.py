@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from zero_offload import NativeUnavailableError, _native
+from zero_offload import NativeUnavailableError, _native, build
 from zero_offload._native import Kernels, _abi, _compile
 
 PACKAGE: Final = Path(__file__).parents[1]
@@ -209,3 +209,20 @@ def test_an_installation_works(tmp_path: Path, form: str, has_compiler: bool) ->
     )
     assert "compiled in" in later.stdout
     assert "plain torch" not in later.stdout
+
+
+def test_a_library_is_current_until_a_source_is_younger(tmp_path: Path) -> None:
+    """Kernels of yesterday's sources would be tested in place of today's."""
+    csrc, out = tmp_path / "csrc", tmp_path / "out"
+    for folder in (csrc, out):
+        folder.mkdir()
+    source, library = csrc / "a.cpp", out / _compile.LIBRARY
+    source.touch()
+    assert not build.is_current(csrc, out)
+
+    library.touch()
+    os.utime(source, (1, 1))
+    assert build.is_current(csrc, out)
+
+    os.utime(library, (0, 0))
+    assert not build.is_current(csrc, out)

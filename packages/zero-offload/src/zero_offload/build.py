@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from ._native import HERE, native_status
 from ._native._abi import AbiError, open_library
-from ._native._compile import CompileError, compile_all
+from ._native._compile import LIBRARY, CompileError, compile_all
 
 # In an installed package the sources lie beside the library, in a checkout beside src/.
 SOURCES: Final = (HERE / "csrc", HERE.parents[2] / "csrc")
@@ -31,12 +32,28 @@ def build(csrc: Path, out_dir: Path) -> list[Path]:
     return libraries
 
 
-def main() -> int:
-    """Build where the package lies and print what runs then. Returns the exit status."""
+def is_current(csrc: Path, out_dir: Path) -> bool:
+    """Whether the CPU's library is there, and no source is younger than it."""
+    library = out_dir / LIBRARY
+    if not library.exists():
+        return False
+    return library.stat().st_mtime >= max(path.stat().st_mtime for path in csrc.iterdir())
+
+
+def main(argv: Sequence[str]) -> int:
+    """Build where the package lies and print what runs then. Returns the exit status.
+
+    With `--if-needed`, nothing is compiled that is younger than its sources.
+    """
+    if unknown := [word for word in argv if word != "--if-needed"]:
+        print(f"expected nothing or --if-needed, got {' '.join(unknown)}", file=sys.stderr)
+        return 2
     csrc = next((folder for folder in SOURCES if folder.is_dir()), None)
     if csrc is None:
         print(f"no sources: neither {SOURCES[0]} nor {SOURCES[1]} exists", file=sys.stderr)
         return 1
+    if argv and is_current(csrc, HERE):
+        return 0
     started = time.perf_counter()
     try:
         libraries = build(csrc, HERE)
@@ -51,4 +68,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))
