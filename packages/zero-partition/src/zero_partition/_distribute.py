@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from attrs import evolve
@@ -16,7 +16,9 @@ from ._early_shard import find_early
 from ._flat_buffer import FlatBuffer
 from ._grouping import UnitPlan
 from ._placement import Placement
-from ._precision import Precision
+from ._residence import Residence
+from ._rest import AbstractRest, AtHome, InMemory, WithState
+from ._shard_home import ShardSize
 from ._unit import Unit
 
 
@@ -24,10 +26,18 @@ def distribute(
     model: nn.Module,
     plans: Sequence[UnitPlan],
     group: Group,
-    placement: Placement,
-    precision: Precision,
+    placements: Mapping[int, Placement],
+    residence: Residence,
 ) -> tuple[Unit, ...]:
-    """Move the parameters into flat buffers, unit by unit, with the values of rank 0."""
+    """Move the parameters into flat buffers, unit by unit, with the values of rank 0.
+
+    Args:
+        model: Whose parameters.
+        plans: Of its units.
+        group: The ranks.
+        placements: Of parameters, by position of their unit.
+        residence: Where shards and masters rest, if not on the device.
+    """
     params = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules())
     buffers = [buffer for _, buffer in model.named_buffers()]
@@ -37,10 +47,9 @@ def distribute(
         if value is not buffer:
             buffer.copy_(value)
 
-    units, next_index = [], _first_index(plans)
+    units, next_index = [], first_index(plans)
     for unit_index, plan in enumerate(plans):
-        flat_buffers = []
-        resting = Placement.REPLICATED if plan.rests_whole else placement
+        flat_buffers, placement = [], placements[unit_index]
         for buffer_plan in plan.buffers:
             owned = tuple(params[param.name] for param in buffer_plan.params)
             flat_buffers.append(
@@ -49,8 +58,8 @@ def distribute(
                     owned,
                     next_index,
                     group,
-                    placement=resting,
-                    precision=precision,
+                    placement=placement,
+                    residence=residence,
                 )
             )
             next_index += 1
@@ -60,22 +69,32 @@ def distribute(
             for position, param in enumerate(buffer_plan.params)
             for name in param.names
         )
-        units.append(Unit(plan, unit_index, group, resting, tuple(flat_buffers), owners))
+        units.append(Unit(plan, unit_index, group, placement, tuple(flat_buffers), owners))
     return tuple(units)
+
+
+def placements_of(plans: Sequence[UnitPlan], placement: Placement) -> dict[int, Placement]:
+    """Of parameters, by position of their unit: small ones may rest whole."""
+    return {
+        position: Placement.REPLICATED if plan.rests_whole else placement
+        for position, plan in enumerate(plans)
+    }
 
 
 def expose_shards(units: Sequence[Unit], group: Group) -> Exposure | None:
     """Let peers read this rank's shards of what is gathered, where they can."""
     sharded = [unit for unit in units if unit.placement is Placement.SHARDED]
-    if not sharded:
+    memories = [buffer.resting.memory for unit in sharded for buffer in unit.buffers]
+    shards = [memory for memory in memories if memory is not None]
+    if not shards or len(shards) < len(memories):
         return None
-    exposure = expose([buffer.shard for unit in sharded for buffer in unit.buffers], group=group)
+    exposure = expose(shards, group=group)
     for unit in sharded:
         unit.exposure = exposure
     return exposure
 
 
-def _first_index(plans: Sequence[UnitPlan]) -> int:
+def first_index(plans: Sequence[UnitPlan]) -> int:
     """Where this model's buffers begin to count: models on one group should not share tags."""
     names = [param.name for unit in plans for buffer in unit.buffers for param in buffer.params]
     return 1 + zlib.crc32(" ".join(names).encode()) % 2**12 * 2**14
@@ -88,20 +107,37 @@ def _lay_down(
     group: Group,
     *,
     placement: Placement,
-    precision: Precision,
+    residence: Residence,
 ) -> FlatBuffer:
     """Move parameters into a flat buffer; masters keep the values from before the rounding."""
-    master_dtype = precision.master_of(plan.dtype) if plan.trainable else None
+    master_dtype = residence.master_of(plan, placement)
     source = plan if master_dtype is None else evolve(plan, dtype=master_dtype)
-    shard, whole = _flatten(source, params, group, placement)
-    master = None
-    if master_dtype is not None:
-        master = shard if whole is None else shard.clone()
-        whole = None if whole is None else whole.to(plan.dtype)
-        own = plan.layout.shard(group.rank).as_slice()
-        shard = shard.to(plan.dtype) if whole is None else whole[own]
-    wire_dtype = precision.wire_of(plan.dtype)
-    return FlatBuffer(plan, index, group, params, shard, whole, master, wire_dtype)
+    values, whole = _flatten(source, params, group, placement)
+    whole = None if whole is None else whole.to(plan.dtype)
+    home, updater = residence.home_of(placement), residence.updater
+    resting: AbstractRest
+    if home is not None:
+        size = ShardSize(plan.layout.splits[group.rank], plan.dtype)
+        resting = AtHome(home, index, size, group.device)
+        resting.write(values)
+    elif whole is not None:
+        resting = InMemory(whole[plan.layout.shard(group.rank).as_slice()])
+    else:
+        resting = InMemory(values.to(plan.dtype))
+    targets, training = residence.targets.get(index, ()), resting
+    if master_dtype is not None and updater is None:
+        training = InMemory(values if whole is None else values.clone())
+    elif master_dtype is not None and updater is not None:
+        pieces = [
+            piece
+            for piece in plan.layout.pieces(group.rank)
+            if residence.is_updated(targets[piece.index])
+        ]
+        training = WithState(updater, targets, pieces, resting, master_dtype)
+        if master_dtype != plan.dtype:  # else they are what the shard is
+            training.write(values)
+    wire_dtype = residence.precision.wire_of(plan.dtype)
+    return FlatBuffer(plan, index, group, params, resting, whole, training, targets, wire_dtype)
 
 
 def _flatten(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import torch
 from attrs import define, field
@@ -13,23 +14,28 @@ from ._at_rest import rest_type_of
 from ._buffer_plan import BufferPlan
 from ._guards import GradientGuard, placeholder
 from ._layout import Piece
+from ._rest import AbstractRest
+
+_CPU: Final = torch.device("cpu")  # where what rests elsewhere is stepped
 
 
 @define(eq=False)
 class FlatBuffer:
-    """A plan, the parameters it places, and the memory that rests on this rank.
+    """A plan, the parameters it places, and what rests on this rank.
 
-    `shard` is this rank's span, padding included. It is memory of its own where parameters rest
-    sharded, and a view of `whole` where they rest replicated.
+    `resting` is this rank's span, padding included: memory of its own or a home where parameters
+    rest sharded, a view of `whole` where they rest replicated. `training` is what the optimizer
+    updates: masters of the same layout where there are some, else the same object.
     """
 
     plan: BufferPlan
     index: int  # among all buffers of the model; the identity of its collectives
     group: Group
     params: tuple[nn.Parameter, ...]
-    shard: Tensor
+    resting: AbstractRest
     whole: Tensor | None  # replicated parameters only
-    master: Tensor | None  # what the optimizer updates, if not the shard; same layout
+    training: AbstractRest
+    targets: tuple[nn.Parameter, ...]  # what an updater steps; none without one
     wire_dtype: torch.dtype  # of gradients as they travel
     stand_ins: tuple[Tensor, ...] = field(init=False)  # what sharded parameters view at rest
     guards: tuple[Tensor, ...] = field(init=False)  # what `param.grad` holds while it is sharded
@@ -46,7 +52,7 @@ class FlatBuffer:
 
     def __attrs_post_init__(self) -> None:
         self.stand_ins = tuple(
-            placeholder(p.shape, p.dtype, self.shard.device) for p in self.plan.params
+            placeholder(p.shape, p.dtype, self.group.device) for p in self.plan.params
         )
         self.guards = tuple(GradientGuard.over(stand_in) for stand_in in self.stand_ins)
         self.whole_types = tuple(type(param) for param in self.params)
@@ -55,14 +61,30 @@ class FlatBuffer:
         self.pieces = self.plan.layout.pieces(self.group.rank)
         self.shard_params = tuple(
             nn.Parameter(part, requires_grad=self.plan.trainable)
-            for part in self.parts_of(self.trained)
+            for part in self.parts_of(self._stepped())
         )
+        self.point_targets(None)
         self._part_addresses = [param.data_ptr() for param in self.shard_params]
 
     @property
+    def has_masters(self) -> bool:
+        """Whether what the optimizer updates is not what the model computes with."""
+        return self.training is not self.resting
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's values, to look at, 1-D: themselves, or a copy where they rest elsewhere."""
+        return self.resting.read()
+
+    @property
     def trained(self) -> Tensor:
-        """This rank's values as the optimizer updates them, 1-D: masters where there are some."""
-        return self.shard if self.master is None else self.master
+        """The same as the optimizer updates them: masters where there are some."""
+        return self.training.read()
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of this rank's span, padding included."""
+        return self.plan.layout.splits[self.group.rank]
 
     @property
     def gather_tag(self) -> int:
@@ -73,6 +95,13 @@ class FlatBuffer:
     def reduce_tag(self) -> int:
         """Identity of its reductions."""
         return 2 * self.index + 1
+
+    def _stepped(self) -> Tensor:
+        """What shard_params view: nothing where an updater keeps masters elsewhere."""
+        memory, size = self.training.memory, torch.Size([self.shard_numel])
+        if memory is None:
+            return placeholder(size, self.training.dtype, self.group.device)
+        return memory
 
     def views_of(self, full: Tensor) -> tuple[Tensor, ...]:
         """A full flat tensor of this layout, seen as the parameters."""
@@ -99,8 +128,10 @@ class FlatBuffer:
         with torch.no_grad():
             if self.whole is not None:
                 self.whole[self.plan.layout.spans[position].as_slice()].copy_(flat)
-            if piece is not None:
-                for shard in (self.shard, self.trained):
+            if piece is None:
+                return
+            for rest in dict.fromkeys((self.resting, self.training)):
+                with rest.edit() as shard:
                     shard[piece.in_shard.as_slice()].copy_(flat[piece.in_tensor.as_slice()])
 
     def piece_of(self, position: int) -> Piece | None:
@@ -108,36 +139,48 @@ class FlatBuffer:
         return next((piece for piece in self.pieces if piece.index == position), None)
 
     def round_masters(self) -> None:
-        """The optimizer has updated the masters: the parameters follow."""
-        if self.master is not None:
-            self.shard.copy_(self.master)
+        """The optimizer has updated masters that lie in memory: the parameters follow."""
+        if self.has_masters and self.training.memory is not None:
+            self.resting.write(self.training.memory)
 
     def renew_master(self) -> None:
         """Values were loaded where parameters rest: masters are what those are."""
-        if self.master is not None:
-            self.master.copy_(self.shard)
+        if self.has_masters:
+            self.training.write(self.resting.read())
 
     def follow_writes(self) -> None:
         """Parameters that rest whole, and were written to in place, are right; masters follow."""
-        if self.master is None or self.whole is None:
+        if not self.has_masters or self.whole is None:
             return
         versions = tuple(param._version for param in self.params)
-        for position, (now, before) in enumerate(zip(versions, self.versions, strict=True)):
-            piece = self.piece_of(position) if now != before else None
-            if piece is not None:
-                part = piece.in_shard.as_slice()
-                self.master[part].copy_(self.shard[part])
+        written = [
+            piece for piece in self.pieces if versions[piece.index] != self.versions[piece.index]
+        ]
+        if written:
+            with self.training.edit() as masters:
+                for piece in written:
+                    part = piece.in_shard.as_slice()
+                    masters[part].copy_(self.shard[part])
         self.versions = versions
 
     def reclaim(self) -> None:
         """Take over what an optimizer put in place of our memory, as by `param.data = ...`."""
+        memory = self.training.memory
         addresses = [param.data_ptr() for param in self.shard_params]
-        if addresses == self._part_addresses:
+        if memory is None or addresses == self._part_addresses:
             return
-        for param, part in zip(self.shard_params, self.parts_of(self.trained), strict=True):
+        for param, part in zip(self.shard_params, self.parts_of(memory), strict=True):
             if param.data_ptr() != part.data_ptr():
                 part.copy_(param.data)
                 param.data = part
+
+    def point_targets(self, shard: Tensor | None) -> None:
+        """Let targets view this flat shard; nothing, or where it rests on the device, when None."""
+        memory = self.resting.memory if shard is None else shard
+        if memory is None:
+            memory = placeholder(torch.Size([self.shard_numel]), self.plan.dtype, _CPU)
+        for target, part in zip(self.targets, self.parts_of(memory), strict=False):
+            target.data = part
 
     def install(self, views: Sequence[Tensor]) -> None:
         """Make the parameters view this memory, but for those that are held. Moves no data."""

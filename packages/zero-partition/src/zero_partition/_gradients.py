@@ -203,8 +203,9 @@ class BufferGradients:
             return
         self.ensure_shard()
         self.received, wire_dtype = None, self.buffer.wire_dtype
-        if self.holds_gradients or wire_dtype != self.buffer.trained.dtype:
-            self.received = torch.empty_like(self.buffer.trained, dtype=wire_dtype)
+        if self.holds_gradients or wire_dtype != self.buffer.training.dtype:
+            numel = self.buffer.shard_numel
+            self.received = torch.empty(numel, dtype=wire_dtype, device=group.device)
         self.in_flight = reduce_scatter_flat(
             self.accumulator.to(wire_dtype),
             group=group,
@@ -218,7 +219,10 @@ class BufferGradients:
     def ensure_shard(self) -> None:
         """Memory for this rank's part of the reduced gradients; see NOTE(shards)."""
         if self.shard is None:
-            self.shard = torch.zeros_like(self.buffer.trained)
+            buffer = self.buffer
+            self.shard = torch.zeros(
+                buffer.shard_numel, dtype=buffer.training.dtype, device=buffer.group.device
+            )
             parts = self.buffer.parts_of(self.shard)
             self.parts = tuple(GradientShard.over(part, self.buffer.group) for part in parts)
 

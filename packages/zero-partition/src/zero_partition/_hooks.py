@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
@@ -18,6 +19,7 @@ from ._in_step import take_back
 from ._optimizer import install_optimizer_state_hooks
 from ._shard_state import ShardState
 from ._torch_compat import untraced
+from ._updated_state import load_elsewhere
 
 if TYPE_CHECKING:
     from ._sharded_model import ShardedModel
@@ -72,6 +74,7 @@ class BeforeStep(Bound):
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is itself
         self.sharded.before_step(has_closure=callable(closure))
         if not callable(closure):
+            self.sharded.update()
             return None
         closure = self.sharded.around_closure(closure)
         if len(args) > 1:
@@ -114,7 +117,9 @@ def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedMo
         optimizer.register_step_post_hook(AfterStep(sharded)),
     ]
     if sharded.reducer.shards_state:
-        sharded.removers += install_optimizer_state_hooks(optimizer, sharded.group)
+        updater, units = sharded.residence.updater, sharded.units
+        after_load = None if updater is None else partial(load_elsewhere, updater, units)
+        sharded.removers += install_optimizer_state_hooks(optimizer, sharded.group, after_load)
     plain_zero_grad = optimizer.zero_grad
     is_patched = "zero_grad" in vars(optimizer)
 

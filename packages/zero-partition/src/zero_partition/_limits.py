@@ -36,6 +36,8 @@ class Limits:
             waited for; 0 turns prefetching off. None: as many as may be whole.
         max_reuse_numel: A unit stays whole until its next use if the units used in between have no
             more elements, and as many may be whole. None: whenever as many may be whole.
+        read_ahead: Where shards rest at a home: units whose shards are read before their gather is
+            due.
 
     Raises:
         PartitionError: Names the bound, what was expected and what came.
@@ -45,3 +47,4 @@ class Limits:
     max_live_numel: int | None = field(default=None, validator=_at_least(1), kw_only=True)
     prefetch_numel: int | None = field(default=None, validator=_at_least(0), kw_only=True)
     max_reuse_numel: int | None = field(default=None, validator=_at_least(0), kw_only=True)
+    read_ahead: int = field(default=2, validator=_at_least(0), kw_only=True)

@@ -32,6 +32,7 @@ class Target:
     names: tuple[str, ...]  # all it has in `state_dict`
     tensor: Tensor
     parts: list[tuple[Span, Tensor]] = field(factory=list)  # elements, and 1-D memory for them
+    place: Place | None = None  # in a model whose shards rest elsewhere: no memory between writes
 
     @property
     def is_meta(self) -> bool:
@@ -46,7 +47,8 @@ class Target:
         """Find what this rank keeps, in a model that is `sharded`, or not. Nothing if on meta."""
         tensor, early, place = self.tensor, find_early(self.tensor), find_place(self.tensor)
         if place is not None and sharded is not None and place.sharded is sharded:
-            self.parts = [_part_in(place)]
+            self.place = place if place.buffer.resting.memory is None else None
+            self.parts = [] if self.place is not None else [_part_in(place)]
         elif early is not None:
             assert isinstance(tensor, nn.Parameter), "only parameters are sharded"
             early.check_untouched(tensor, self.names[0])
@@ -62,6 +64,8 @@ class Target:
         if self.is_meta:
             layout = plan_early(self.tensor.numel(), group)
             return [piece.in_tensor for piece in layout.pieces(group.rank)]
+        if self.place is not None:
+            return [_span_in(self.place)]
         return [span for span, _ in self.parts]
 
     def allocate(self, group: Group) -> None:
@@ -74,18 +78,26 @@ class Target:
 
     def fill(self, reader: AbstractRangeReader) -> None:
         """Read this rank's part."""
-        for span, memory in self.parts:
-            if memory.dim() != 1 or not memory.is_contiguous():
-                memory.copy_(reader.read(span.start, span.stop).view(memory.shape))
-                continue
-            for part in in_chunks(span, reader.dtype):
-                read = reader.read(part.start, part.stop)
-                memory[part.shifted(-span.start).as_slice()].copy_(read)
+        if self.place is None:
+            _fill(self.parts, reader)
+        else:
+            with self.place.buffer.resting.edit() as shard:
+                _fill([(_span_in(self.place), part_of(self.place, shard))], reader)
         early = find_early(self.tensor)
         if early is not None:
             if early.is_blank:
                 early.shard[early.payload.numel() :].zero_()
             early.is_blank = False
+
+
+def _fill(parts: Iterable[tuple[Span, Tensor]], reader: AbstractRangeReader) -> None:
+    for span, memory in parts:
+        if memory.dim() != 1 or not memory.is_contiguous():
+            memory.copy_(reader.read(span.start, span.stop).view(memory.shape))
+            continue
+        for part in in_chunks(span, reader.dtype):
+            read = reader.read(part.start, part.stop)
+            memory[part.shifted(-span.start).as_slice()].copy_(read)
 
 
 def targets_of(model: nn.Module) -> Iterator[Target]:
@@ -121,8 +133,13 @@ def in_chunks(span: Span, dtype: torch.dtype) -> Iterator[Span]:
 
 def _part_in(place: Place) -> tuple[Span, Tensor]:
     """Where a partitioned model keeps a parameter."""
-    buffer, piece = place.buffer, place.piece
+    buffer = place.buffer
     if buffer.whole is not None:
         span = buffer.plan.layout.spans[place.position]
         return span.shifted(-span.start), buffer.whole[span.as_slice()]
-    return Span(0, 0) if piece is None else piece.in_tensor, part_of(place)
+    return _span_in(place), part_of(place)
+
+
+def _span_in(place: Place) -> Span:
+    """The elements that this rank keeps where the parameter rests sharded."""
+    return Span(0, 0) if place.piece is None else place.piece.in_tensor

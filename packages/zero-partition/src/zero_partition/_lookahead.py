@@ -11,6 +11,7 @@ from ._gather_plan import Extent, Gather, choose_slots, plan_gathers
 from ._limits import Limits
 from ._order import ExecutionOrder, Use
 from ._placement import Placement
+from ._shard_home import AbstractShardHome
 from ._slots import SlotPool
 from ._unit import Unit
 
@@ -28,6 +29,7 @@ class Lookahead:
     units: Sequence[Unit]
     pool: SlotPool[Unit]
     limits: Limits
+    home: AbstractShardHome | None = None  # where shards are read from before they are gathered
     training: ExecutionOrder = field(init=False)
     evaluation: ExecutionOrder = field(init=False)
     extents: dict[int, Extent] = field(init=False)  # of units that need a slot
@@ -56,7 +58,9 @@ class Lookahead:
         order = self._order
         if order.launches is None:
             order.launches = {}
-            for gather in self.gathers(order):
+            gathers = self.gathers(order)
+            order.coming = tuple(sorted((gather.launched, gather.unit) for gather in gathers))
+            for gather in gathers:
                 order.launches.setdefault(gather.launched, []).append(gather.unit)
         for index in order.launches.get(order.position, ()):
             unit = self.units[index]
@@ -64,6 +68,9 @@ class Lookahead:
             if unit.slot is None or (owner is not None and owner is not unit and is_in_use(owner)):
                 return  # and launch none that follow: one sequence on every rank
             unit.start_unshard(self.pool)
+        if self.home is not None and self.limits.read_ahead:
+            coming = [self.units[index] for index in order.after(self.limits.read_ahead)]
+            self.home.expect([b.index for u in coming if not u.is_resident for b in u.buffers])
 
     def gathers(self, order: ExecutionOrder) -> tuple[Gather, ...]:
         """The gathers of one pass through this order, with the slots as they are."""

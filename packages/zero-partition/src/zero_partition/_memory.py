@@ -13,6 +13,8 @@ from ._sharded_model import ShardedModel
 class MemoryReport:
     """Bytes on this rank right now, each kind apart, without model buffers and activations.
 
+    All but the last two kinds are in the device's memory.
+
     `trained_bytes_per_rank` says how even the shards of all ranks are: where tensors stay whole
     they differ, and optimizer state and the work of a step with them.
     """
@@ -27,6 +29,8 @@ class MemoryReport:
     scalars_bytes: int  # stand-ins of sharded parameters, step counters, flags between ranks
     num_slot_conflicts: int  # slots beyond the window, for units that must be whole besides
     trained_bytes_per_rank: tuple[int, ...]  # elements of trainable parameters in ranks' shards
+    host_bytes: int  # of host memory where parameters or optimizer state rest, or pass through
+    disk_bytes: int  # of files where they rest
 
     @property
     def model_state_bytes(self) -> int:
@@ -35,7 +39,7 @@ class MemoryReport:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """All of it that is in the device's memory."""
         return (
             self.model_state_bytes
             + self.padding_bytes
@@ -57,14 +61,16 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
             whole = unit.placement is Placement.REPLICATED
             payload = layout.payload_numel if whole else layout.payload_splits[rank]
             resting = layout.numel if whole else layout.splits[rank]
+            if buffer.resting.memory is None:
+                payload = resting = 0
             params += payload * itemsize
             padding += (resting - payload) * itemsize
             scalars += len(buffer.params) * itemsize
     reduction = sharded.reducer.reduction_bytes
     state = 0
     for g in sharded.reducer.gradients:
-        layout, itemsize = g.buffer.plan.layout, g.buffer.trained.dtype.itemsize
-        if g.buffer.master is not None:
+        layout, itemsize = g.buffer.plan.layout, g.buffer.training.dtype.itemsize
+        if g.buffer.has_masters and g.buffer.training.memory is not None:
             state += layout.payload_splits[rank] * itemsize
             padding += (layout.splits[rank] - layout.payload_splits[rank]) * itemsize
         if g.shard is not None and g.holds_gradients:
@@ -74,7 +80,11 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
             held = [p for p in g.buffer.params if p.grad is not None]
             gradients += sum(p.numel() for p in held) * itemsize
             reduction -= sum(p.numel() for p in held) * itemsize
-    if sharded.optimizer is not None:
+    home, updater = sharded.residence.home, sharded.residence.updater
+    elsewhere = [keeper for keeper in (home, updater.report if updater else None) if keeper]
+    if updater is not None:
+        state += updater.report.device_bytes
+    elif sharded.optimizer is not None:
         for param, values in sharded.optimizer.state.items():
             for value in values.values():
                 is_scalar = isinstance(value, Tensor) and value.numel() <= 1
@@ -93,6 +103,8 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
         scalars_bytes=scalars,
         num_slot_conflicts=sharded.schedule.pool.conflicts,
         trained_bytes_per_rank=_trained_bytes_per_rank(sharded),
+        host_bytes=sum(keeper.host_bytes for keeper in elsewhere),
+        disk_bytes=sum(keeper.disk_bytes for keeper in elsewhere),
     )
 
 

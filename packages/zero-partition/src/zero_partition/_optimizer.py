@@ -22,11 +22,14 @@ from ._unit import Unit
 
 
 def install_optimizer_state_hooks(
-    optimizer: torch.optim.Optimizer, group: Group
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    after_load: Callable[[torch.optim.Optimizer], None] | None,
 ) -> list[Callable[[], None]]:
     """Mark `state_dict()` as one rank's part, and load no other: shapes alone do not tell.
 
     A question about a model's parameter in `optimizer.state` is told where the answer is.
+    `after_load` is called with an optimizer that has loaded, where its state does not stay there.
     """
     mine = f"rank {group.rank} of {group.world_size}"
 
@@ -47,7 +50,7 @@ def install_optimizer_state_hooks(
         handles = (
             member.register_state_dict_post_hook(mark),
             member.register_load_state_dict_pre_hook(check),
-            member.register_load_state_dict_post_hook(_watch_state),  # which made a new one
+            member.register_load_state_dict_post_hook(after_load or _watch_state),  # a new one
         )
         removers += [handle.remove for handle in handles]
         removers.append(partial(_leave_state, member))
@@ -62,14 +65,14 @@ class ShardStates(defaultdict):
 
     def __missing__(self, key: Any) -> Any:
         """Make a shard's state."""
-        _refuse_parameter(key)
+        refuse_parameter(key)
         return super().__missing__(key)
 
     def __contains__(self, key: object) -> bool:
         """Whether a shard has state."""
         if super().__contains__(key):
             return True
-        _refuse_parameter(key)
+        refuse_parameter(key)
         return False
 
     def get(self, key: Any, default: Any = None) -> Any:  # type: ignore[override]
@@ -87,7 +90,8 @@ def _leave_state(optimizer: torch.optim.Optimizer) -> None:
         optimizer.state = defaultdict(dict, optimizer.state)
 
 
-def _refuse_parameter(key: object) -> None:
+def refuse_parameter(key: object) -> None:
+    """Raise StateError where state is asked for by a parameter of the model, not by its shard."""
     place = find_place(key) if isinstance(key, Tensor) else None
     if place is not None and place.buffer.plan.trainable:
         raise StateError(

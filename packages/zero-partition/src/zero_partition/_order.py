@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from attrs import Factory, define, field
@@ -32,6 +34,7 @@ class ExecutionOrder:
     misses: int = 0
     recorded: list[Use] = Factory(list)  # another object when, and only when, it has changed
     launches: dict[int, list[int]] | None = None  # units to gather ahead, by position
+    coming: tuple[tuple[int, int], ...] = ()  # (position, unit) of every gather, in sequence
     position: int = field(default=-1, init=False)  # of the last use, -1 before the first
     _recording: list[Use] = field(default=Factory(list), init=False)
 
@@ -52,6 +55,11 @@ class ExecutionOrder:
         elif self.recorded:
             self.misses += 1
             self.position = self._find(use.unit, following)
+
+    def after(self, count: int) -> list[int]:
+        """Units of the next so many gathers that are not due yet."""
+        start = bisect_right(self.coming, self.position, key=itemgetter(0))
+        return [unit for _, unit in self.coming[start : start + count]]
 
     def _find(self, unit: int, start: int) -> int:
         for position in (*range(start, len(self.recorded)), *range(start)):

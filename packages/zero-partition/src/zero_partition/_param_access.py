@@ -65,9 +65,9 @@ def full_param(param: nn.Parameter, *, to_rank: int | None = None) -> Tensor | N
         zero_comm.CommError: A rank did not take part in time.
     """
     place = place_of(param, what="full_param()")
-    master = place.buffer.master
-    if master is not None:
-        return for_rank(place, launch_whole(place, part_of(place, master))(), to_rank)
+    if place.buffer.has_masters:
+        part = part_of(place, place.buffer.trained)
+        return for_rank(place, launch_whole(place, part.to(place.group.device))(), to_rank)
     if place.unit.placement is Placement.SHARDED:
         return for_rank(place, launch_whole(place)(), to_rank)
     assert place.buffer.whole is not None, "replicated parameters have a whole buffer"
@@ -93,7 +93,7 @@ def set_full_param(
     place = place_of(param, what="set_full_param()")
     plan = place.buffer.plan.params[place.position]
     whole = given_value(
-        place, value, (plan.shape, place.buffer.trained.dtype), from_rank, "set_full_param()"
+        place, value, (plan.shape, place.buffer.training.dtype), from_rank, "set_full_param()"
     )
     _check_free(place, "set_full_param()")
     write_whole(place, whole)
@@ -123,8 +123,9 @@ def set_local_param(param: nn.Parameter, value: Tensor) -> None:
         )
     _check_free(place, "set_local_param()")
     place.sharded.begin_write()
-    copy_given(place, part_of(place, place.buffer.trained), value, "set_local_param()")
-    place.buffer.round_masters()
+    for rest in dict.fromkeys((place.buffer.training, place.buffer.resting)):
+        with rest.edit() as shard:
+            copy_given(place, part_of(place, shard), value, "set_local_param()")
     place.sharded.end_write(place.unit)
 
 

@@ -12,7 +12,7 @@ from zero_comm import Group, check_agreement
 
 from ._adopt import check_adoptable, describe_early, release_modules
 from ._content import check_content
-from ._distribute import distribute, expose_shards
+from ._distribute import distribute, expose_shards, first_index, placements_of
 from ._errors import PartitionError
 from ._grouping import UnitPlan, choose_small, choose_units, plan_units
 from ._hooks import find_sharded, install_module_hooks, install_optimizer_hooks
@@ -23,9 +23,13 @@ from ._placement import STAGES, Placement, Placements, Stage
 from ._precision import AS_IT_IS, Precision
 from ._purposes import purposes_of
 from ._reducer import GradientReducer
+from ._residence import Residence
 from ._schedule import Schedule
+from ._shard_home import AbstractShardHome
 from ._sharded_model import ShardedModel
 from ._state_dict import install_state_dict_hooks
+from ._updated_state import hand_over_state
+from ._updater import AbstractUpdater
 
 _DEFAULT_LIMITS: Final = Limits()
 _REDUCTION_SLOTS: Final = 2  # one fills while the other travels
@@ -46,6 +50,8 @@ def partition(
     precision: Precision = AS_IT_IS,
     cut: CutChoice = None,
     gathers_state_dict: bool = False,
+    home: AbstractShardHome | None = None,
+    updater: AbstractUpdater | None = None,
     timeout_s: float = 60.0,
 ) -> ShardedModel:
     """Distribute a model's parameters, gradients and optimizer state over a group. Collective.
@@ -74,6 +80,10 @@ def partition(
             group, or what the optimizer needs, or anywhere. At stage 0 nothing is cut.
         gathers_state_dict: Whether `model.state_dict()` gathers sharded parameters, which every
             rank must then call; it raises when False.
+        home: Where shards of parameters that rest sharded are kept; on the device when None. It and
+            `updater` belong to the model from now on, also where this raises.
+        updater: Keeps the optimizer's state and masters, and steps shards in its place; the
+            optimizer does, on the device, when None. At stage 0 nothing can rest elsewhere.
         timeout_s: How long to wait for ranks that do not call this, in seconds.
 
     Returns:
@@ -84,11 +94,13 @@ def partition(
         zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
         zero_comm.CommError: A rank did not take part in time.
     """
-    if group.world_size == 1:  # its shard is the whole: nothing to make whole, and to part with
+    if group.world_size == 1 and home is None:  # its shard is the whole: nothing to make whole
         placements = evolve(placements, params=Placement.REPLICATED)
     if optimizer is None:
         precision = evolve(precision, masters=None)
     _check(model, optimizer, group, placements, precision)
+    residence = Residence(group, home, updater, precision)
+    residence.check(optimizer, placements)
     cuts = choose_cuts(model, optimizer, cut) if placements.optim is Placement.SHARDED else {}
     if units is None:
         units = choose_units(model, max_unit_bytes=max_unit_bytes, min_unit_bytes=min_unit_bytes)
@@ -109,18 +121,31 @@ def partition(
     facts = _describe(plans, placements, limits) | describe_optimizer(optimizer)
     facts |= _describe_buffers(model) | {"state_dict gathers": str(gathers_state_dict)}
     facts["precision"] = str(precision)
+    facts["parameters rest elsewhere"] = type(home).__name__
+    facts["optimizer state rests elsewhere"] = type(updater).__name__
     facts |= describe_early(model)
     check_agreement(facts, group=group, timeout_s=timeout_s)
 
-    runtime = distribute(model, plans, group, placements.params, precision)
+    resting = placements_of(plans, placements.params)
+    residence.prepare(
+        plans,
+        resting,
+        first_index(plans),
+        optimizer=optimizer,
+        group_of=_group_of_names(model, optimizer),
+        timeout_s=timeout_s,
+    )
+    runtime = distribute(model, plans, group, resting, residence)
     if optimizer is not None and placements.optim is Placement.SHARDED:
         shard_optimizer(optimizer, runtime)
+        if updater is not None:
+            hand_over_state(optimizer, updater, runtime)
     sharded = ShardedModel(
         model=model,
         group=group,
         placements=placements,
         units=runtime,
-        schedule=Schedule.plan(runtime, limits=limits, device=group.device),
+        schedule=Schedule.plan(runtime, limits=limits, device=group.device, home=home),
         reducer=GradientReducer.plan(
             runtime,
             group=group,
@@ -129,6 +154,7 @@ def partition(
             num_slots=_REDUCTION_SLOTS,
             precision=precision,
         ),
+        residence=residence,
         optimizer=optimizer,
         exposure=expose_shards(runtime, group),
         gathers_state_dict=gathers_state_dict,
@@ -181,6 +207,13 @@ def _check_devices(model: nn.Module, group: Group) -> None:
                 f"(rank {group.rank}); move the model with model.to({str(group.device)!r}) before "
                 "building the optimizer"
             )
+
+
+def _group_of_names(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """Param group by name of the parameter, for each of its names."""
+    group_of = param_group_of(optimizer)
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: group_of[id(param)] for name, param in named if id(param) in group_of}
 
 
 def _describe_buffers(model: nn.Module) -> dict[str, str]:

@@ -313,7 +313,7 @@ class GradientReducer:
             return
         plan = g.buffer.plan
         if self.placement is Placement.REPLICATED or not self.sync:
-            dtype = g.buffer.trained.dtype  # several backwards may be added up here
+            dtype = g.buffer.training.dtype  # several backwards may be added up here
             memory = torch.zeros(plan.layout.numel, dtype=dtype, device=self.group.device)
             g.use_accumulator(memory, None)
             return

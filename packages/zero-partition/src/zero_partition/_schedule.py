@@ -13,6 +13,7 @@ from ._limits import Limits
 from ._lookahead import Lookahead
 from ._order import Use
 from ._placement import Placement
+from ._shard_home import AbstractShardHome
 from ._shard_state import ShardState
 from ._slots import SlotPool
 from ._torch_compat import is_in_backward
@@ -59,10 +60,17 @@ class Schedule:
     _backward: int = field(default=0, init=False)  # how many have ended
 
     @classmethod
-    def plan(cls, units: Sequence[Unit], *, limits: Limits, device: torch.device) -> Schedule:
+    def plan(
+        cls,
+        units: Sequence[Unit],
+        *,
+        limits: Limits,
+        device: torch.device,
+        home: AbstractShardHome | None = None,
+    ) -> Schedule:
         """A schedule without a recorded order yet."""
         pool: SlotPool[Unit] = SlotPool(device, is_busy=lambda unit: unit.depth > 0)
-        schedule = cls(units, pool, Lookahead(units, pool, limits))
+        schedule = cls(units, pool, Lookahead(units, pool, limits, home))
         pool.is_busy = schedule.is_in_use
         return schedule
 

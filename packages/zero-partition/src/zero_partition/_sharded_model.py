@@ -17,6 +17,7 @@ from ._outside import OutsideUses
 from ._placement import Placement, Placements
 from ._places import Place, record_places
 from ._reducer import GradientReducer
+from ._residence import Residence
 from ._schedule import Call, Schedule
 from ._torch_compat import (
     call_after_backward,
@@ -26,6 +27,7 @@ from ._torch_compat import (
     will_accumulate,
 )
 from ._unit import Unit
+from ._updated_state import step_elsewhere
 
 
 @define(eq=False)
@@ -55,6 +57,7 @@ class ShardedModel:
     units: tuple[Unit, ...]
     schedule: Schedule
     reducer: GradientReducer
+    residence: Residence
     optimizer: torch.optim.Optimizer | None
     exposure: Exposure | None  # of sharded parameters, where peers can read them
     gathers_state_dict: bool  # what `model.state_dict()` does while parameters rest sharded
@@ -70,6 +73,7 @@ class ShardedModel:
     has_stepped: bool = field(default=False, init=False)  # the optimizer, so it has its state
     left_to_step: Tensor | None = field(default=None, init=False)  # see NOTE(in_step)
     _published: list[tuple[int, int]] = field(factory=list, init=False)  # see `_has_written`
+    _hidden: list[tuple[Tensor, Tensor]] = field(factory=list, init=False)  # see `update`
     _backward_is_open: bool = field(default=False, init=False)
     _had_guards: bool = field(default=False, init=False)  # when this forward began
     _makes_graph: bool = field(default=False, init=False)  # create_graph=True
@@ -140,6 +144,8 @@ class ShardedModel:
                     will_accumulate(p) for g in self.reducer.gradients for p in g.buffer.params
                 )
             call_after_backward(_EndOfBackward(ref(self)))
+            if self.residence.updater is not None and self._accumulates:
+                self.residence.updater.begin_backward()
             if self._accumulates:
                 self.reducer.refuse_to_sum_again()
 
@@ -181,6 +187,7 @@ class ShardedModel:
                 self._published = self._shard_versions()
             result = closure()
             self.begin_write()
+            self.update()
             return result
 
         return evaluate
@@ -197,8 +204,16 @@ class ShardedModel:
                         g.ensure_shard()
                         g.copy_whole(position, param.grad)
 
+    def update(self) -> None:
+        """Step what an updater keeps; the optimizer's own step then finds no gradient. Blocking."""
+        if self.residence.updater is not None:
+            self._hidden = step_elsewhere(self.residence, self.reducer.gradients, self.optimizer)
+
     def after_step(self) -> None:
         """Parameters have changed: publish them where they rest replicated."""
+        for param, grad in self._hidden:
+            param.grad = grad
+        self._hidden = []
         self.reducer.take_back()
         self.has_stepped = True
         self._publish()

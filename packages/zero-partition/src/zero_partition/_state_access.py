@@ -70,14 +70,15 @@ def set_full_optimizer_state(
             tag = place.sharded.access_tag
             value = all_gather_json(own, group=place.group, tag=tag)[from_rank]
         if key in state:
-            state[key] = value
+            _keep(place, state, key, value)
         return
     if isinstance(value, int | float) and not entry.shape:
         value = torch.tensor(value, dtype=entry.dtype)
     whole = given_value(place, value, (entry.shape, entry.dtype), from_rank, what)
     span = entry.spans[place.group.rank]
     if span.numel:
-        state[key].copy_(whole.reshape(-1)[span.as_slice()].view(state[key].shape))
+        part = whole.reshape(-1)[span.as_slice()].view(state[key].shape)
+        _keep(place, state, key, state[key].copy_(part))
 
 
 def local_optimizer_state(param: nn.Parameter, key: str) -> Any:
@@ -104,15 +105,23 @@ def set_local_optimizer_state(param: nn.Parameter, key: str, value: Any) -> None
     place = place_of(param, what=what)
     state = _own_state(place, key, what)
     if not isinstance(state[key], Tensor):
-        state[key] = value
+        _keep(place, state, key, value)
         return
     if isinstance(value, int | float) and not state[key].dim():
         value = torch.tensor(value)
     copy_given(place, state[key], value, what)
+    _keep(place, state, key, state[key])
 
 
 def _copy_of(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _keep(place: Place, state: dict[str, Any], key: str, value: Any) -> None:
+    """Make it the entry: in the optimizer's own dict, or where the state rests elsewhere."""
+    state[key] = value
+    if place.sharded.residence.updater is not None and place.sharded.optimizer is not None:
+        place.sharded.optimizer.state[place.buffer.shard_params[place.position]] = {key: value}
 
 
 def _state_of(place: Place, what: str) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
     for unit in sharded.units:
         for module, attribute, buffer, position in unit.owners:
             is_sharded = unit.placement is Placement.SHARDED
-            if is_sharded or unit.buffers[buffer].master is not None:
+            if is_sharded or unit.buffers[buffer].has_masters:
                 owned.setdefault(module, {})[attribute] = (unit, buffer, position)
     for module, places in owned.items():
         loaded: set[str] = set()

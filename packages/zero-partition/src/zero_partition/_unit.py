@@ -12,6 +12,7 @@ from ._errors import StateError
 from ._flat_buffer import FlatBuffer
 from ._grouping import UnitPlan
 from ._placement import Placement
+from ._rest import AtHome
 from ._shard_state import NEXT, ShardState
 from ._slots import Slot, SlotPool
 from ._torch_compat import plain_access
@@ -77,17 +78,18 @@ class Unit:
             return
         self._take_slot(pool)
         self._slot_version = self.version
+        shards = self._fetch_shards()
         self._handles = [
             all_gather_flat(
                 full,
                 splits=buffer.plan.layout.splits,
                 payload=buffer.plan.layout.payload_splits,
                 group=self.group,
-                shard=buffer.shard,
+                shard=shard,
                 tag=buffer.gather_tag,
                 version=self.version,
             )
-            for buffer, full in zip(self.buffers, self._full, strict=True)
+            for buffer, full, shard in zip(self.buffers, self._full, shards, strict=True)
         ]
         self._move_to(ShardState.GATHERING)
 
@@ -228,6 +230,20 @@ class Unit:
             self._views = [
                 buffer.views_of(full) for buffer, full in zip(self.buffers, self._full, strict=True)
             ]
+
+    def _fetch_shards(self) -> list[Tensor | None]:
+        """What this rank contributes to each gather; None: it is in its place in the slot.
+
+        Shards at a home are read into that place, all at a time; waits for them.
+        """
+        pending = []
+        for buffer, full in zip(self.buffers, self._full, strict=True):
+            if isinstance(buffer.resting, AtHome):
+                own = full[buffer.plan.layout.shard(self.group.rank).as_slice()]
+                pending.append(buffer.resting.home.read(buffer.index, own))
+        for read in pending:
+            read.wait()
+        return [buffer.resting.memory for buffer in self.buffers]
 
     def _read_shards(self, exposure: Exposure, pool: SlotPool[Unit]) -> None:
         self._take_slot(pool)

@@ -16,6 +16,7 @@ from ._places import forget_places
 from ._sharded_model import ShardedModel
 from ._state_entry import Entry
 from ._torch_compat import plain_access
+from ._updated_state import bring_back_state
 from ._whole import launch_buffer
 from ._whole_state import ask_states, launch_entry, plan_state
 
@@ -29,12 +30,15 @@ def unpartition(sharded: ShardedModel) -> None:
     buffers = [buffer for unit in sharded.units for buffer in unit.buffers]
     entries = _plan_states(sharded, buffers)
     sharded.begin_write()
+    if sharded.residence.updater is not None and sharded.optimizer is not None:
+        bring_back_state(sharded.optimizer)
     with plain_access():
         sharded.reducer.before_forward()  # takes guards away
     for buffer, of_buffer in zip(buffers, entries, strict=True):
-        whole = buffer.whole if buffer.master is None else None
-        trained = buffer.trained
-        values = launch_buffer(buffer, trained)() if whole is None else buffer.views_of(whole)
+        if buffer.whole is None or buffer.has_masters:
+            values = launch_buffer(buffer, buffer.trained.to(sharded.group.device))()
+        else:
+            values = buffer.views_of(buffer.whole)
         # Memory of their own, as before: tensors of one storage look tied to who saves them.
         buffer.install([value.clone() for value in values])
         if sharded.placements.optim is Placement.SHARDED:
@@ -43,6 +47,7 @@ def unpartition(sharded: ShardedModel) -> None:
     for remove in sharded.removers:
         remove()
     sharded.removers.clear()
+    sharded.residence.end()
     forget_places(sharded)
     sharded.end_write()  # backward of a graph that was made before says so
 

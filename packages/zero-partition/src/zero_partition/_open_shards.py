@@ -1,0 +1,52 @@
+"""Shards at a home, in memory for as long as they are stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from attrs import define, field
+from torch import nn
+
+from ._flat_buffer import FlatBuffer
+from ._rest import AtHome
+
+
+@define(eq=False)
+class OpenShards:
+    """Opens them as their targets come, and closes those whose targets come no more.
+
+    Args:
+        buffer_of: By target.
+        is_overwritten: Whether every element of a buffer's shard is going to be written.
+    """
+
+    buffer_of: Mapping[nn.Parameter, FlatBuffer]
+    is_overwritten: Callable[[FlatBuffer], bool]
+    _open: dict[int, FlatBuffer] = field(factory=dict, init=False)
+
+    def open(self, targets: Sequence[nn.Parameter]) -> None:
+        """These are written next. Blocks where values are read."""
+        wanted = {
+            buffer.index: buffer
+            for buffer in (self.buffer_of[target] for target in targets)
+            if isinstance(buffer.resting, AtHome)
+        }
+        for index in self._open.keys() - wanted.keys():
+            self._close(index)
+        for index, buffer in wanted.items():
+            if index not in self._open:
+                assert isinstance(buffer.resting, AtHome), "chosen above"
+                reads = not self.is_overwritten(buffer)
+                buffer.point_targets(buffer.resting.home.open(index, reads=reads))
+                self._open[index] = buffer
+
+    def close(self) -> None:
+        """Begin to keep all that is open."""
+        for index in list(self._open):
+            self._close(index)
+
+    def _close(self, index: int) -> None:
+        buffer = self._open.pop(index)
+        assert isinstance(buffer.resting, AtHome), "opened above"
+        buffer.resting.home.close(index)
+        buffer.point_targets(None)

@@ -1,0 +1,156 @@
+"""Where the values of one flat shard rest: in memory, at a home, or with the optimizer's state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import final
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from ._layout import Piece
+from ._shard_home import AbstractShardHome, ShardSize
+from ._updater import MASTER, AbstractUpdater
+
+
+class AbstractRest(ABC):
+    """The values of a 1-D shard, padding included."""
+
+    dtype: torch.dtype
+
+    @property
+    @abstractmethod
+    def memory(self) -> Tensor | None:
+        """The values themselves, where they rest in memory of the device."""
+
+    @abstractmethod
+    def read(self) -> Tensor:
+        """The values, to look at: themselves where they rest in memory, else a copy."""
+
+    @abstractmethod
+    def edit(self) -> AbstractContextManager[Tensor]:
+        """The values, to be changed within the context; they are kept at its end."""
+
+    @abstractmethod
+    def write(self, values: Tensor) -> None:
+        """Put others in their place, rounded to their dtype."""
+
+
+@final
+@frozen(eq=False)
+class InMemory(AbstractRest):
+    """On the device."""
+
+    tensor: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Of the values."""
+        return self.tensor.dtype
+
+    @property
+    def memory(self) -> Tensor:
+        """See `AbstractRest.memory`."""
+        return self.tensor
+
+    def read(self) -> Tensor:
+        """See `AbstractRest.read`."""
+        return self.tensor
+
+    def edit(self) -> AbstractContextManager[Tensor]:
+        """See `AbstractRest.edit`."""
+        return nullcontext(self.tensor)
+
+    def write(self, values: Tensor) -> None:
+        """See `AbstractRest.write`."""
+        self.tensor.copy_(values)
+
+
+@final
+@frozen(eq=False)
+class AtHome(AbstractRest):
+    """At a home, under the number of the flat buffer."""
+
+    home: AbstractShardHome
+    index: int
+    size: ShardSize
+    device: torch.device
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Of the values."""
+        return self.size.dtype
+
+    @property
+    def memory(self) -> None:
+        """See `AbstractRest.memory`."""
+        return None
+
+    def read(self) -> Tensor:
+        """See `AbstractRest.read`."""
+        values = torch.empty(self.size.numel, dtype=self.dtype, device=self.device)
+        self.home.read(self.index, values).wait()
+        return values
+
+    @contextmanager
+    def edit(self) -> Iterator[Tensor]:
+        """See `AbstractRest.edit`."""
+        try:
+            yield self.home.open(self.index, reads=True)
+        finally:
+            self.home.close(self.index)
+
+    def write(self, values: Tensor) -> None:
+        """See `AbstractRest.write`."""
+        self.home.open(self.index, reads=False).copy_(values)
+        self.home.close(self.index)
+
+
+@final
+@frozen(eq=False)
+class WithState(AbstractRest):
+    """Masters, among the entries of the optimizer's state.
+
+    A parameter has one from its first step on, or from when it is written; until then its master is
+    what the shard is.
+    """
+
+    updater: AbstractUpdater
+    targets: Sequence[nn.Parameter]
+    pieces: Sequence[Piece]
+    shard: AbstractRest
+    dtype: torch.dtype
+
+    @property
+    def memory(self) -> None:
+        """See `AbstractRest.memory`."""
+        return None
+
+    def read(self) -> Tensor:
+        """See `AbstractRest.read`."""
+        resting = self.shard.read()
+        values = resting.to(self.dtype, copy=True)
+        mine = [self.targets[piece.index] for piece in self.pieces]
+        found = self.updater.read(mine, names=(MASTER,))
+        for piece, target in zip(self.pieces, mine, strict=True):
+            if MASTER in found[target]:
+                values[piece.in_shard.as_slice()].copy_(found[target][MASTER].view(-1))
+        return values
+
+    @contextmanager
+    def edit(self) -> Iterator[Tensor]:
+        """See `AbstractRest.edit`."""
+        values = self.read()
+        yield values
+        self.write(values)
+
+    def write(self, values: Tensor) -> None:
+        """See `AbstractRest.write`."""
+        parts = {
+            self.targets[piece.index]: {MASTER: values[piece.in_shard.as_slice()].to(self.dtype)}
+            for piece in self.pieces
+        }
+        self.updater.write(parts, replaces=False)

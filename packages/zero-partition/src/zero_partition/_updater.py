@@ -1,0 +1,94 @@
+"""Who keeps optimizer state outside the device, and steps shards there; others implement it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+MASTER: Final = "master"  # the entry of a state that is the value that is stepped
+
+# Called with targets that are about to be stepped: from then on, until it is called with others,
+# `target.data` is memory in which they are.
+Opening = Callable[[Sequence[nn.Parameter]], None]
+
+
+@frozen(kw_only=True)
+class UpdaterReport:
+    """Bytes that it holds, by place; small things, such as step counts, are not counted."""
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+
+class AbstractUpdater(ABC):
+    """Keeps the optimizer's state of this rank's shards, and steps them. Local.
+
+    A target stands for one parameter's shard: a parameter of the shard's shape and of the model's
+    dtype, which views memory while it is open, or always where the shard rests on the device.
+    Results are those of the optimizer's own step.
+    """
+
+    @abstractmethod
+    def plan(
+        self,
+        targets: Mapping[nn.Parameter, int],
+        optimizer: torch.optim.Optimizer,
+        *,
+        masters: Collection[torch.dtype],
+    ) -> None:
+        """Take the room for their state now, so that a lack of it shows before training.
+
+        Args:
+            targets: With the position of their param group; in the order of units.
+            optimizer: Whose class and param groups say how to step.
+            masters: Dtypes of targets that have a master, of fp32 or wider.
+        """
+
+    @abstractmethod
+    def step(
+        self,
+        grads: Mapping[nn.Parameter, Tensor],
+        *,
+        factor: float,
+        opening: Opening,
+    ) -> None:
+        """Step these targets with the numbers that the param groups have now. Blocking.
+
+        Args:
+            grads: By target, of its shape; not changed.
+            factor: What they are multiplied by.
+            opening: To be called before targets are written, some at a time, in their order.
+        """
+
+    @abstractmethod
+    def begin_backward(self) -> None:
+        """A backward has begun, which a step may follow: read ahead."""
+
+    @abstractmethod
+    def started(self) -> Collection[nn.Parameter]:
+        """Targets that have more than a master, in order."""
+
+    @abstractmethod
+    def read(
+        self, targets: Iterable[nn.Parameter], names: Collection[str] | None = None
+    ) -> dict[nn.Parameter, dict[str, Any]]:
+        """Copies, on the host, of their state; of these entries only, or all of them. Blocking."""
+
+    @abstractmethod
+    def write(self, states: Mapping[nn.Parameter, Mapping[str, Any]], *, replaces: bool) -> None:
+        """Put entries in the place of theirs; where it `replaces`, others go, but for masters."""
+
+    @property
+    @abstractmethod
+    def report(self) -> UpdaterReport:
+        """What it holds."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Release everything. Again: nothing happens."""
