@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 import pytest
-from zero_offload._pipeline import NUM_SLOTS, Turn, plan_turns, run_pipeline
+from zero_offload._pipeline import NUM_SLOTS, Pipeline, Turn, plan_turns
 
 
 class _Future(Future):
@@ -38,13 +38,12 @@ def _run(
         if fails == f"step {turn.subgroup}":
             raise OSError(fails)
 
+    pipeline = Pipeline(
+        read=lambda turn: begin("read", turn), write=lambda turn: begin("write", turn)
+    )
     try:
-        run_pipeline(
-            turns,
-            read=lambda turn: begin("read", turn),
-            step=step,
-            write=lambda turn: begin("write", turn),
-        )
+        pipeline.run(turns, step)
+        pipeline.settle()
     except OSError as error:
         return events, error
     return events, None

@@ -25,6 +25,7 @@ from ._host_budget import host_memory, set_host_budget
 from ._host_store import HostStore
 from ._native import NativeStatus, native_status
 from ._offloaded import OffloadedOptimizer
+from ._offloaded_state import OffloadedState
 from ._store import AbstractStore
 from ._tune import tune
 
@@ -46,6 +47,7 @@ __all__ = [
     "NativeUnavailableError",
     "OffloadError",
     "OffloadedOptimizer",
+    "OffloadedState",
     "RollbackError",
     "StepOrderError",
     "StoreError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn, final
@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ._disk_store import DiskStore
-from ._errors import OffloadError, TornStepError
+from ._errors import OffloadError
 from ._footprint import Footprint
 from ._gradient_stream import check_dense
 from ._norm import total_norm
-from ._pipeline import Turn
-from ._residents import Residents
+from ._offloaded_state import OffloadedState
 from ._state_view import StateView
 from ._stepper import Stepper
 from ._store import AbstractStore
@@ -94,15 +93,14 @@ class OffloadedOptimizer(Optimizer):
                 f"and store, state='host' none"
             )
         stepper = Stepper.choose(optimizer, arguments)
-        self._residents: Residents | None = None
+        self._offloaded: OffloadedState | None = None
         self._clip = 1.0
-        self._unusable = ""
         self._team = Team()
         super().__init__(params, stepper.defaults)
         self.state = StateView(self)  # type: ignore[assignment]
         self._step_supports_amp_scaling = True
         self._own_store = DiskStore(Path(path)) if path is not None else None
-        self._residents = Residents(
+        self._offloaded = OffloadedState(
             stepper,
             shares,
             self._own_store or store,
@@ -155,10 +153,8 @@ class OffloadedOptimizer(Optimizer):
         grads = self._grads()
         self._plan(param for param in grads if not parts.is_planned(param))
 
-        def act(turn: Turn) -> None:
-            parts.step(turn, self.param_groups, grads, factor)
-
-        self._visit("step()", parts.subgroups_of(grads), act)
+        parts.step(self.param_groups, grads, factor=factor)
+        parts.settle()
         return loss
 
     @torch.no_grad()
@@ -190,8 +186,8 @@ class OffloadedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that have left their device are dropped in either case."""
         self._clip = 1.0
-        if self._residents is not None:
-            self._residents.gradients.clear()
+        if self._offloaded is not None:
+            self._offloaded.gradients.clear()
         super().zero_grad(set_to_none)
 
     # ---- State ----
@@ -199,7 +195,7 @@ class OffloadedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, at any time; room is taken for it. On an error the group is not added."""
         super().add_param_group(param_group)
-        if self._residents is not None:
+        if self._offloaded is not None:
             try:
                 self._plan(p for p in self.param_groups[-1]["params"] if p.requires_grad)
             except BaseException:
@@ -217,14 +213,7 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             StoreError: A read failed; all is as it was.
         """
-        parts = self._usable("reading state")
-        wanted = {param: {} for param in params}
-
-        def act(turn: Turn) -> None:
-            parts.gather(turn, wanted)
-
-        parts.visit(parts.subgroups_of(wanted), act, writes=False)
-        return wanted
+        return self._parts.read(params)
 
     @torch.no_grad()
     def write_state(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -238,17 +227,15 @@ class OffloadedOptimizer(Optimizer):
         """
         parts = self._usable("writing state")
         self._plan(param for param in states if not parts.is_planned(param))
-
-        def act(turn: Turn) -> None:
-            parts.scatter(turn, states)
-
-        self._visit("writing state", parts.subgroups_of(states), act)
+        parts.write(states)
+        parts.settle()
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Set masters from parameters that something else has written, such as loading. Local."""
-        parts = self._usable("refresh_masters()")
-        self._visit("refresh_masters()", parts.all_subgroups(), parts.refresh)
+        parts = self._parts
+        parts.refresh()
+        parts.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's of that class; tensors are copies on the CPU, all in memory at once."""
@@ -281,7 +268,7 @@ class OffloadedOptimizer(Optimizer):
         saved = final[0]["state"]
         states = {p: saved.get(i, {}) for i, p in zip(ids, params, strict=True)}
         known = {p: entries for p, entries in states.items() if entries or p.requires_grad}
-        self._unusable = ""
+        self._parts.mend()
         self.write_state(known)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -298,7 +285,7 @@ class OffloadedOptimizer(Optimizer):
 
     def close(self) -> None:
         """Remove the hooks, release the memory and what is on disk. Again: nothing happens."""
-        parts, self._residents = self._residents, None
+        parts, self._offloaded = self._offloaded, None
         if parts is not None:
             parts.close(keeps_store=self._own_store is None)
         if self._own_store is not None:
@@ -307,15 +294,15 @@ class OffloadedOptimizer(Optimizer):
     # ---- Within ----
 
     @property
-    def _parts(self) -> Residents:
-        if self._residents is None:
+    def _parts(self) -> OffloadedState:
+        if self._offloaded is None:
             raise OffloadError("this OffloadedOptimizer is closed; make another one")
-        return self._residents
+        return self._offloaded
 
-    def _usable(self, what: str) -> Residents:
-        if self._unusable:
-            raise TornStepError(f"{what}: {self._unusable}")
-        return self._parts
+    def _usable(self, what: str) -> OffloadedState:
+        parts = self._parts
+        parts.check(what)
+        return parts
 
     def _grads(self) -> dict[Tensor, Tensor]:
         """By parameter, of those that have one; checked."""
@@ -335,25 +322,3 @@ class OffloadedOptimizer(Optimizer):
             for param in group["params"]
         }
         self._parts.add({p: positions[p] for p in params}, self.param_groups)
-
-    def _visit(self, what: str, subgroups: Sequence[int], act: Callable[[Turn], None]) -> None:
-        """Change sub-groups; after an error midway nothing else is done until a load."""
-        begun: list[int] = []
-
-        def noted(turn: Turn) -> None:
-            begun.append(turn.subgroup)
-            act(turn)
-
-        try:
-            self._parts.visit(subgroups, noted)
-        except BaseException as error:
-            if not begun:
-                raise
-            self._unusable = (
-                f"{what} ended in sub-group {len(begun)} of {len(subgroups)}, so parameters and "
-                f"state are of two different steps: load_state_dict(), and the model's. It ended "
-                f"with {type(error).__name__}: {error}"
-            )
-            if isinstance(error, Exception):
-                raise TornStepError(self._unusable) from error
-            raise

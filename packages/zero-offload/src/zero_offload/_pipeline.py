@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
-from attrs import frozen
+from attrs import define, field, frozen
 
 NUM_SLOTS: Final = 3  # one being read, one stepped, one written
 
@@ -33,54 +31,104 @@ def plan_turns(subgroups: Sequence[int], is_swapped: Callable[[int], bool]) -> t
     return tuple(turns)
 
 
-def run_pipeline(
-    turns: Sequence[Turn],
-    *,
-    read: Callable[[Turn], Future[Any]],
-    step: Callable[[Turn], None],
-    write: Callable[[Turn], Future[Any]],
-) -> None:
-    """Step each in order, with one read ahead and one write behind. Blocks until all are written.
+@define(eq=False)
+class Pipeline:
+    """Has one sub-group read ahead and one written behind while another is stepped.
 
-    The read of the next swapped sub-group has begun before a step does; the write of the last has
-    begun and is not waited for until its slot is needed again.
+    Between runs reads may be under way ahead of the next one, and writes behind the last.
 
     Args:
-        turns: From `plan_turns`.
-        read: Begins to fill the slot of a turn; for swapped ones only.
-        step: Works on what the slot, or memory, holds.
+        read: Begins to fill the slot of a turn; called for swapped ones only.
         write: Begins to keep what the slot holds; for swapped ones only.
-
-    Raises:
-        Whatever these raise, or their futures, the first of them; nothing is under way then.
     """
-    ahead = deque(turn for turn in turns if turn.slot is not None)
-    reads: dict[Turn, Future[Any]] = {}
-    writes: dict[int, Future[Any]] = {}  # by slot
 
-    def begin_read() -> None:
-        if ahead:
-            turn = ahead.popleft()
-            _result(writes, turn.slot)
-            reads[turn] = read(turn)
+    read: Callable[[Turn], Future[Any]]
+    write: Callable[[Turn], Future[Any]]
+    _reads: dict[Turn, Future[Any]] = field(factory=dict, init=False)  # in order of turns
+    _writes: dict[int, Future[Any]] = field(factory=dict, init=False)  # by slot
+    has_failed: bool = field(default=False, init=False)  # a write, maybe of an earlier run
 
-    try:
-        begin_read()
+    def read_ahead(self, turns: Sequence[Turn]) -> None:
+        """Begin the reads of the next run, as far as there are slots. Waits for writes behind."""
+        if not self._reads:
+            self._begin(_swapped(turns)[:NUM_SLOTS])
+
+    def run(
+        self, turns: Sequence[Turn], step: Callable[[Turn], None], *, writes: bool = True
+    ) -> None:
+        """Step each in order. The last writes are under way when it returns; see `settle`.
+
+        The read of the next swapped sub-group has begun before a step does; the write of the last
+        has begun and is not waited for until its slot is needed again.
+
+        Args:
+            turns: From `plan_turns`.
+            step: Works on what the slot, or memory, holds.
+            writes: Whether it changes that.
+
+        Raises:
+            Whatever these raise, or their futures, the first of them; nothing is under way then.
+        """
+        swapped = _swapped(turns)
+        if list(self._reads) != swapped[: len(self._reads)]:
+            self.forget_reads()  # they were for other turns
+        position = -1
+        try:
+            self._begin([each for each in swapped[:1] if each not in self._reads])
+            for turn in turns:
+                if turn.slot is not None:
+                    position += 1
+                    # Not further: a slot is free when the turn that has it is stepped and written.
+                    missing = swapped[position : position + 2]
+                    self._begin([each for each in missing if each not in self._reads])
+                    self._reads[turn].result()
+                step(turn)
+                if turn.slot is not None:
+                    if writes:
+                        self._writes[turn.slot] = self.write(turn)
+                    del self._reads[turn]
+        except BaseException:
+            self.forget_reads()
+            _drain(self._writes)
+            raise
+
+    def settle(self) -> None:
+        """Block until all is written.
+
+        Raises:
+            Whatever a write raised, the first of them; none is under way then.
+        """
+        errors = _drain(self._writes)
+        if errors:
+            self.has_failed = True
+            raise errors[0]
+
+    def forget_reads(self) -> None:
+        """Block until slots are filled that nobody will look at."""
+        _drain(self._reads)
+
+    def _begin(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
-            if turn.slot is not None:
-                begin_read()
-                _result(reads, turn)
-            step(turn)
-            if turn.slot is not None:
-                writes[turn.slot] = write(turn)
-        for slot in list(writes):
-            _result(writes, slot)
-    finally:
-        for future in (*reads.values(), *writes.values()):  # after an error: slots are borrowed
-            with contextlib.suppress(Exception):
-                future.result()
+            assert turn.slot is not None, "only what is swapped is read"
+            if turn.slot in self._writes:
+                try:
+                    self._writes.pop(turn.slot).result()
+                except BaseException:
+                    self.has_failed = True
+                    raise
+            self._reads[turn] = self.read(turn)
 
 
-def _result(futures: dict[Any, Future[Any]], key: Any) -> None:
-    if key in futures:
-        futures.pop(key).result()
+def _drain(futures: dict[Any, Future[Any]]) -> list[Exception]:
+    """Wait for each, and forget it; what they raised."""
+    errors = []
+    while futures:
+        try:
+            futures.pop(next(iter(futures))).result()
+        except Exception as error:
+            errors.append(error)
+    return errors
+
+
+def _swapped(turns: Sequence[Turn]) -> list[Turn]:
+    return [turn for turn in turns if turn.slot is not None]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import torch
@@ -35,44 +36,52 @@ _SIDES: Final = (3, 5, 7, 2, 2, 2, 2, 2)  # of the parameters that are tried
 
 @frozen
 class Stepper:
-    """An optimizer class with its arguments, and what steps in its place on the host.
+    """An optimizer, and what steps in its place on the host.
 
     Attributes:
-        asked: The user's class.
-        arguments: The user's, without parameters.
+        template: Of the user's class and settings; its own parameters do not matter.
         used: The native optimizer of the same formula, or the user's class as it is.
-        defaults: What a param group has that sets nothing else.
+        own_masters: Dtypes of parameters whose masters the sub-group keeps in any case; else it
+            does where they have 16 bits and the optimizer does not.
     """
 
-    asked: type[Optimizer]
-    arguments: Mapping[str, Any]
+    template: Optimizer
     used: type[Optimizer]
-    defaults: dict[str, Any] = field(eq=False)
+    own_masters: frozenset[torch.dtype] = field(default=frozenset())
 
     @classmethod
     def choose(cls, asked: type[Optimizer], arguments: Mapping[str, Any]) -> Stepper:
-        """Look at the class.
+        """Look at a class and its arguments, without parameters.
 
         Raises:
             UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group, or not with one
                 of the arguments.
             ValueError: The class refuses an argument.
         """
-        closure = inspect.signature(asked.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise UnsupportedOptimizerError(
-                f"{asked.__name__} evaluates the loss within its step, at points that depend on "
-                f"all parameters at once, so it cannot be stepped by sub-groups. Use it without "
-                f"OffloadedOptimizer, or one that steps each parameter by itself"
-            )
-        for (name, value), reason in _REFUSED.items():
-            if name in arguments and arguments[name] == value:
-                raise UnsupportedOptimizerError(
-                    f"{asked.__name__}({name}={value!r}) cannot be offloaded, as {reason}; "
-                    f"leave it out"
-                )
+        _check(asked, arguments)
         template = asked([_blank((1, 1), torch.float32)], **arguments)
-        return cls(asked, arguments, NATIVE.get(asked, asked), dict(template.defaults))
+        return cls(template, NATIVE.get(asked, asked))
+
+    @classmethod
+    def like(cls, optimizer: Optimizer, *, own_masters: Collection[torch.dtype] = ()) -> Stepper:
+        """Look at an optimizer.
+
+        Raises:
+            UnsupportedOptimizerError: As for `choose`.
+        """
+        asked = type(optimizer)
+        _check(asked, optimizer.defaults)
+        return cls(optimizer, NATIVE.get(asked, asked), frozenset(own_masters))
+
+    @property
+    def asked(self) -> type[Optimizer]:
+        """The user's class."""
+        return type(self.template)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What a param group has that sets nothing else."""
+        return dict(self.template.defaults)
 
     @property
     def is_native(self) -> bool:
@@ -88,18 +97,20 @@ class Stepper:
                 f"{self.asked.__name__} steps tensors of the CPU, and fraction leaves some of the "
                 f"state on the device; set fraction['device'] to 0, or use a class of torch.optim"
             )
-        return self.asked(groups, **self.arguments)
+        return _twin(self.template, groups)
 
-    def has_own_master(self, dtype: torch.dtype, *, on_host: bool) -> bool:
-        """Whether such a parameter has a master that the sub-group, not the optimizer, keeps."""
-        is_native = self.is_native and on_host
-        return not is_native and dtype.is_floating_point and dtype.itemsize < 4
+    def own_master(self, dtype: torch.dtype, *, on_host: bool) -> torch.dtype | None:
+        """Dtype of the master that the sub-group, not the optimizer, keeps of such a parameter."""
+        is_narrow = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+        if dtype in self.own_masters or (is_narrow and not (self.is_native and on_host)):
+            return torch.float32 if is_narrow else dtype
+        return None
 
     def entries(self, ndim: int, dtype: torch.dtype, group: dict[str, Any]) -> tuple[Entry, ...]:
         """What the state of such a parameter consists of, as a step of a tiny one shows."""
         masters: tuple[Entry, ...] = ()
-        if self.has_own_master(dtype, on_host=True):
-            masters, dtype = (Entry(MASTER, torch.float32),), torch.float32
+        if (own := self.own_master(dtype, on_host=True)) is not None:
+            masters, dtype = (Entry(MASTER, own),), own
         param = _blank(_SIDES[:ndim], dtype)
         param.grad = torch.zeros_like(param)
         with torch.random.fork_rng(devices=[]):  # the user's numbers must not change for our trial
@@ -111,6 +122,36 @@ class Stepper:
             for name, value in optimizer.state[param].items()
             if isinstance(value, Tensor) and value.numel() == param.numel() and name != "step"
         )
+
+
+def _check(asked: type[Optimizer], arguments: Mapping[str, Any]) -> None:
+    closure = inspect.signature(asked.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedOptimizerError(
+            f"{asked.__name__} evaluates the loss within its step, at points that depend on "
+            f"all parameters at once, so it cannot be stepped by sub-groups. Use it without "
+            f"offloading its state, or one that steps each parameter by itself"
+        )
+    for (name, value), reason in _REFUSED.items():
+        if name in arguments and arguments[name] == value:
+            raise UnsupportedOptimizerError(
+                f"{asked.__name__}({name}={value!r}) cannot be offloaded, as {reason}; leave it out"
+            )
+
+
+def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Another like it, over other parameters, without its state and hooks."""
+    made = type(optimizer).__new__(type(optimizer))
+    kept = optimizer.__getstate__()
+    own = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in kept and not name.startswith("_optimizer_") and not callable(value)
+    }
+    groups = [{**optimizer.defaults, **group} for group in groups]
+    vars(made).update(own)
+    made.__setstate__({**kept, "state": defaultdict(dict), "param_groups": groups})
+    return made
 
 
 def set_numbers(inner: dict[str, Any], outer: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -72,9 +72,9 @@ class SubGroupState:
             if column.name in entries:
                 entries[column.name] = view
 
-    def is_started(self, piece: int) -> bool:
-        """Whether a piece has state."""
-        return bool(self._entries(piece))
+    def is_started(self, piece: int, besides: Collection[str] = ()) -> bool:
+        """Whether a piece has state, besides these entries."""
+        return bool(self._entries(piece).keys() - set(besides))
 
     # ---- Stepping ----
 
@@ -123,11 +123,18 @@ class SubGroupState:
 
     def _point(self, k: int, fetch: Fetch) -> None:
         """Let a piece be its span of the parameter, or a copy of it here."""
-        self._pieces[k].data = self._master(k) if self._has_own_master(k) else fetch(self._span(k))
+        self._pieces[k].data = (
+            self._master(k) if self._own_master(k) is not None else fetch(self._span(k))
+        )
 
     def _begin(self, k: int) -> None:
-        """Before a first step, or one after loading a state without masters: fill the master."""
-        if self._has_own_master(k) and MASTER not in self._entries(k):
+        """Before a first step, or one after loading a state without masters: fill the master.
+
+        While it steps, the optimizer finds the state as it would be without ours.
+        """
+        if self._own_master(k) is None:
+            return
+        if self._entries(k).pop(MASTER, None) is None:
             self._pieces[k].detach().copy_(self._span(k))
 
     def _scale(self, k: int, factor: float) -> None:
@@ -140,7 +147,7 @@ class SubGroupState:
     def _settle(self, k: int) -> None:
         """Bring what the optimizer has made or replaced into our memory."""
         entries = self._entries(k)
-        if self._has_own_master(k):
+        if self._own_master(k) is not None:
             entries[MASTER] = self._master(k)
         for column, view in self._views:
             value = entries.get(column.name) if column.piece == k else None
@@ -156,11 +163,21 @@ class SubGroupState:
 
     # ---- State ----
 
-    def copy_into(self, piece: int, whole: dict[str, Any]) -> None:
-        """Add copies of a piece's state, on the CPU, to the entries of its whole parameter."""
+    def copy_into(
+        self, piece: int, whole: dict[str, Any], names: Collection[str] | None = None
+    ) -> None:
+        """Add copies of a piece's state, on the CPU, to the entries of its whole parameter.
+
+        Args:
+            piece: Which.
+            whole: Where to.
+            names: Of these entries only.
+        """
         param = self.params[piece]
         columns = {column.name for column in self.plan.columns if column.piece == piece}
         for name, value in self._entries(piece).items():
+            if names is not None and name not in names:
+                continue
             if name in columns and not self._is_whole(piece):
                 if name not in whole:
                     whole[name] = torch.empty(param.shape, dtype=value.dtype)
@@ -170,15 +187,19 @@ class SubGroupState:
             else:
                 whole[name] = copy.deepcopy(value)
 
-    def load(self, piece: int, entries: Mapping[str, Any]) -> None:
+    def load(
+        self, piece: int, entries: Mapping[str, Any], keeps: Collection[str] | None = ()
+    ) -> None:
         """Put a piece's state in place of what there is, in the dtypes kept here.
 
         Args:
             piece: Which.
             entries: Of the whole parameter, as a state dict has them; empty: none.
+            keeps: Entries that stay where there are no new ones; None: all.
         """
         mine = self._entries(piece)
-        mine.clear()
+        for name in [n for n in mine if keeps is not None and n not in keeps]:
+            del mine[name]
         views = {c.name: view for c, view in self._views if c.piece == piece}
         whole = self.params[piece].numel()
         for name, value in entries.items():
@@ -210,11 +231,11 @@ class SubGroupState:
         """Of a piece: the parameter's if it is all of it, else flat."""
         return tuple(self.params[k].shape) if self._is_whole(k) else (self.plan.pieces[k].numel,)
 
-    def _has_own_master(self, k: int) -> bool:
-        return self.stepper.has_own_master(self.params[k].dtype, on_host=self.on_host)
+    def _own_master(self, k: int) -> torch.dtype | None:
+        return self.stepper.own_master(self.params[k].dtype, on_host=self.on_host)
 
     def _dtype(self, k: int) -> torch.dtype:
-        return torch.float32 if self._has_own_master(k) else self.params[k].dtype
+        return self._own_master(k) or self.params[k].dtype
 
     def _view(self, column: Column, memory: Tensor) -> Tensor:
         stop = column.offset_bytes + column.numel * column.dtype.itemsize
@@ -231,7 +252,7 @@ class SubGroupState:
     def _part(self, k: int, whole: Tensor) -> Tensor:
         """A piece's elements of a gradient, as the piece is shaped and stepped."""
         grad = whole.detach() if self._is_whole(k) else self._cut(k, whole)
-        return grad.to(torch.float32) if self._has_own_master(k) else grad
+        return grad.to(own) if (own := self._own_master(k)) is not None else grad
 
     def _cut(self, k: int, whole: Tensor) -> Tensor:
         return _slice(whole.detach().reshape(-1), self.plan.pieces[k])

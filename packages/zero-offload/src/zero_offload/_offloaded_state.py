@@ -1,0 +1,462 @@
+"""Optimizer state on host and disk: its sub-groups, the memory they use, and visits in turn."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, final
+
+import torch
+from attrs import define, field
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ._arena import HostArena
+from ._errors import TornStepError
+from ._footprint import Footprint
+from ._gradient_stream import GradientStream, bytes_of
+from ._pipeline import Pipeline, Turn, plan_turns
+from ._stepper import Stepper
+from ._store import AbstractStore
+from ._subgroup_state import SubGroupState
+from ._subgroups import Item, Residence, Shares, SubGroup, check_sizes, plan_subgroups
+from ._swapper import Swapper
+from ._transit import Transit, is_here, room_of
+
+
+@final
+@define(eq=False)
+class OffloadedState:
+    """Plans sub-groups of parameters, takes room for their state, and steps them where it rests.
+
+    What `OffloadedOptimizer` is made of, for those who have parameters, param groups and gradients
+    of their own; `like` makes one. Local, not thread-safe.
+
+    Args:
+        stepper: Steps each.
+        shares: Of the state, by where it rests.
+        store: Needed if `shares.rest` is the disk; the caller's to close.
+        grads_leave: Whether gradients go to the host during backward.
+        subgroup_bytes: Most that a sub-group holds.
+        small_bytes: A sub-group with less stays in memory.
+        budget_bytes: Most host memory for all; None: no limit but the process's.
+    """
+
+    stepper: Stepper
+    shares: Shares
+    store: AbstractStore | None
+    grads_leave: bool = field(kw_only=True)
+    subgroup_bytes: int = field(kw_only=True)
+    small_bytes: int = field(kw_only=True)
+    budget_bytes: int | None = field(kw_only=True)
+    footprint: Footprint = field(factory=Footprint, init=False)
+    gradients: GradientStream = field(init=False)
+    is_pinned: bool = field(default=True, kw_only=True)
+    _arena: HostArena = field(init=False)
+    _pipeline: Pipeline = field(init=False)
+    _unusable: str = field(default="", init=False)
+    _swapper: Swapper | None = field(init=False)
+    _transit: Transit = field(init=False)
+    _plans: list[SubGroup] = field(factory=list, init=False)
+    _states: list[SubGroupState] = field(factory=list, init=False)
+    _memories: dict[int, Tensor] = field(factory=dict, init=False)  # of those that are not swapped
+    _where: dict[Tensor, list[int]] = field(factory=dict, init=False)  # sub-groups of a parameter
+
+    def __attrs_post_init__(self) -> None:
+        self._arena = HostArena("state", is_pinned=self.is_pinned)
+        self._pipeline = Pipeline(read=self._swap_in, write=self._swap_out)
+        self.gradients = GradientStream(self._arena)
+        self._swapper = None if self.store is None else Swapper(self.store, self._arena)
+        self._transit = Transit(self._arena)
+
+    @classmethod
+    def like(
+        cls,
+        optimizer: Optimizer,
+        *,
+        state: Literal["host", "disk"],
+        fraction: Mapping[str, float] | None = None,
+        store: AbstractStore | None = None,
+        own_masters: Collection[torch.dtype] = (),
+        subgroup_bytes: int = 64 * 2**20,
+        small_bytes: int = 2**20,
+        budget_bytes: int | None = None,
+        is_pinned: bool = True,
+    ) -> OffloadedState:
+        """State such as this optimizer keeps, of no parameters yet.
+
+        Args:
+            optimizer: Its class and settings count, its parameters and state do not.
+            state: As for `OffloadedOptimizer`, and so below.
+            fraction: Shares that rest elsewhere.
+            store: Needed with state="disk".
+            own_masters: Dtypes of parameters that are written only: what is stepped is a master of
+                fp32, or of the parameter's dtype if that is wider, in the state as "master".
+            subgroup_bytes: Most state that is moved and stepped together.
+            small_bytes: A sub-group with less stays in memory.
+            budget_bytes: Most host memory to hold.
+            is_pinned: Page-lock host memory where there is CUDA.
+
+        Raises:
+            UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group.
+            ValueError: An argument makes no sense.
+        """
+        check_sizes(subgroup_bytes, small_bytes)
+        shares = Shares.of(state, fraction or {})
+        if (store is None) == (shares.rest is Residence.DISK):
+            raise ValueError(f"state={state!r}, store={store!r}: a store goes with state='disk'")
+        return cls(
+            Stepper.like(optimizer, own_masters=own_masters),
+            shares,
+            store,
+            grads_leave=False,
+            subgroup_bytes=subgroup_bytes,
+            small_bytes=small_bytes,
+            budget_bytes=budget_bytes,
+            is_pinned=is_pinned,
+        )
+
+    # ---- Planning ----
+
+    def add(self, positions: Mapping[Tensor, int], groups: Sequence[dict[str, Any]]) -> None:
+        """Plan further parameters and take their room; nothing is added if that fails.
+
+        Args:
+            positions: Of their param groups.
+            groups: All param groups.
+        """
+        if not positions:
+            return
+        params = list(positions)
+        kinds: dict[Any, Any] = {}
+        for param, at in positions.items():
+            if (param.ndim, param.dtype, at) not in kinds:
+                entries = self.stepper.entries(param.ndim, param.dtype, groups[at])
+                kinds[param.ndim, param.dtype, at] = entries
+        items = [
+            Item(
+                numel=param.numel(),
+                entries=kinds[param.ndim, param.dtype, at],
+                is_divisible=self.stepper.is_native and _is_dense(param),
+                place=str(param.device),
+            )
+            for param, at in positions.items()
+        ]
+        plans = plan_subgroups(
+            items,
+            shares=self.shares,
+            subgroup_bytes=self.subgroup_bytes,
+            small_bytes=self.small_bytes,
+        )
+        states = [self._state(plan, params, positions) for plan in plans]
+        all_plans = [*self._plans, *plans]
+        on_device = {param for state in states if not state.on_host for param in state.params}
+        leaving = [p for p in params if self.grads_leave and not is_here(p) and p not in on_device]
+        room = max(_room(state, set(leaving)) for state in states)
+        room = max(room, self.footprint.transit_bytes // 2)
+        footprint = Footprint.of(
+            all_plans,
+            gradient_bytes=self.footprint.gradient_bytes + bytes_of(leaving),
+            transit_bytes=2 * room,
+        )
+        footprint.check(self.budget_bytes)
+        self._take_room(states, room)
+        self.gradients.add(leaving)
+        for state in states:
+            for param in state.params:
+                at = self._where.setdefault(param, [])
+                if len(self._states) not in at:
+                    at.append(len(self._states))
+            self._states.append(state)
+            self._plans.append(state.plan)
+        self.footprint = footprint
+
+    def _state(
+        self, plan: SubGroup, params: Sequence[Any], positions: Mapping[Tensor, int]
+    ) -> SubGroupState:
+        owners = [params[piece.item] for piece in plan.pieces]
+        return SubGroupState(plan, owners, [positions[param] for param in owners], self.stepper)
+
+    def _take_room(self, states: Sequence[SubGroupState], room: int) -> None:
+        """Slots and the store last: they are what a full disk refuses, and it takes all or none."""
+        first = len(self._states)
+        numbered = list(enumerate(states, first))
+        resident = {k: s for k, s in numbered if s.plan.residence is Residence.HOST}
+        beside = {k: s for k, s in numbered if s.plan.residence is Residence.DEVICE}
+        swapped = {k: s for k, s in numbered if s.plan.residence is Residence.DISK}
+        memories = _carve(
+            self._arena.allocate(sum(s.plan.nbytes for s in resident.values())),
+            {k: s.plan.nbytes for k, s in resident.items()},
+        )
+        for k, state in beside.items():
+            device = state.params[0].device
+            memories[k] = torch.zeros(state.plan.nbytes, dtype=torch.uint8, device=device)
+        self._transit.reserve(room)
+        if swapped:
+            assert self._swapper is not None, "the constructor asked for a store"
+            self._swapper.add({k: s.plan.nbytes for k, s in swapped.items()})
+        self._memories |= memories
+
+    # ---- Visiting ----
+
+    def is_planned(self, param: Tensor) -> bool:
+        """Whether there is room for its state."""
+        return param in self._where
+
+    def started(self, *, besides: Collection[str] = ()) -> list[Tensor]:
+        """Parameters that have state, besides these entries."""
+        return [
+            param
+            for param, at in self._where.items()
+            if any(
+                self._states[k].is_started(piece, besides)
+                for k in at
+                for piece, owner in enumerate(self._states[k].params)
+                if owner is param
+            )
+        ]
+
+    def all_subgroups(self) -> list[int]:
+        """Each, in order."""
+        return list(range(len(self._states)))
+
+    def subgroups_of(self, params: Collection[Tensor]) -> list[int]:
+        """Those that have a piece of one of these parameters, in order."""
+        return sorted({k for param in params for k in self._where.get(param, ())})
+
+    def read_ahead(self) -> None:
+        """A step of everything comes next: begin to read what it needs first."""
+        self.check("reading ahead")
+        try:
+            self._pipeline.read_ahead(self._turns(self.all_subgroups()))
+        except Exception as error:
+            raise self._tear("writing state", "the write of a sub-group", error) from error
+
+    def settle(self) -> None:
+        """Block until all state is where it rests; steps return before that.
+
+        Raises:
+            TornStepError: Something of it could not be written.
+        """
+        self.check("settle()")
+        try:
+            self._pipeline.settle()
+        except Exception as error:
+            raise self._tear("writing state", "the write of a sub-group", error) from error
+
+    def check(self, what: str) -> None:
+        """Raise TornStepError if an error has left states of two different steps."""
+        if self._unusable:
+            raise TornStepError(f"{what}: {self._unusable}")
+
+    def mend(self) -> None:
+        """All states are going to be replaced: what they are now does not matter."""
+        self._pipeline.forget_reads()
+        with contextlib.suppress(Exception):
+            self._pipeline.settle()
+        self._pipeline.has_failed, self._unusable = False, ""
+
+    def look(self, subgroups: Sequence[int], act: Callable[[Turn], None]) -> None:
+        """Do something with each sub-group's state in memory that does not change it. Blocking."""
+        self._visit(subgroups, act, writes=False)
+
+    def change(self, what: str, subgroups: Sequence[int], act: Callable[[Turn], None]) -> None:
+        """Do something that changes it; after an error midway nothing else is done until a load.
+
+        The last writes are under way when it returns; see `settle`.
+        """
+        self.check(what)
+        begun: list[int] = []
+
+        def noted(turn: Turn) -> None:
+            begun.append(turn.subgroup)
+            act(turn)
+
+        try:
+            self._visit(subgroups, noted, writes=True)
+        except BaseException as error:
+            if not begun and not self._pipeline.has_failed:
+                raise
+            where = f"sub-group {len(begun)} of {len(subgroups)}"
+            torn = self._tear(what, where, error)
+            if isinstance(error, Exception):
+                raise torn from error
+            raise
+
+    def _tear(self, what: str, where: str, error: BaseException) -> TornStepError:
+        self._unusable = (
+            f"{what} ended in {where}, so parameters and state are of two different steps: "
+            f"load_state_dict(), and the model's. It ended with {type(error).__name__}: {error}"
+        )
+        return TornStepError(self._unusable)
+
+    def _visit(
+        self, subgroups: Sequence[int], act: Callable[[Turn], None], *, writes: bool
+    ) -> None:
+        def attached(turn: Turn) -> None:
+            self._states[turn.subgroup].attach(self._memory(turn))
+            act(turn)
+
+        self._pipeline.run(self._turns(subgroups), attached, writes=writes)
+
+    def _turns(self, subgroups: Sequence[int]) -> tuple[Turn, ...]:
+        return plan_turns(subgroups, lambda k: k not in self._memories)
+
+    def _swap_in(self, turn: Turn) -> Future[Any]:
+        assert self._swapper is not None, "something is swapped"
+        return self._swapper.swap_in(turn)
+
+    def _swap_out(self, turn: Turn) -> Future[Any]:
+        assert self._swapper is not None, "something is swapped"
+        return self._swapper.swap_out(turn)
+
+    def _memory(self, turn: Turn) -> Tensor:
+        if turn.slot is None:
+            return self._memories[turn.subgroup]
+        assert self._swapper is not None, "something is swapped"
+        return self._swapper.memory(turn)
+
+    # ---- What is done there ----
+
+    def step(
+        self,
+        groups: Sequence[dict[str, Any]],
+        grads: Mapping[Tensor, Tensor],
+        *,
+        factor: float = 1.0,
+        opening: Callable[[Sequence[Any]], None] | None = None,
+    ) -> None:
+        """Step every parameter that has a gradient. Blocking, but for the last writes of state.
+
+        Args:
+            groups: All param groups, for their numbers.
+            grads: By parameter, of its shape.
+            factor: What they are multiplied by.
+            opening: Called with the parameters of each sub-group before they are stepped, so that
+                they have memory then.
+
+        Raises:
+            StoreError: The first read failed; nothing was stepped, and the step can be tried again.
+            TornStepError: A later read or write failed, or a sub-group's step did, or this was so
+                before.
+        """
+
+        def act(turn: Turn) -> None:
+            params = self._states[turn.subgroup].params
+            if opening is not None:
+                opening([param for param in params if param in grads])
+            self._step(turn, groups, grads, factor)
+
+        self.change("step()", self.subgroups_of(grads), act)
+
+    def _step(
+        self,
+        turn: Turn,
+        groups: Sequence[dict[str, Any]],
+        grads: Mapping[Tensor, Tensor],
+        factor: float,
+    ) -> None:
+        state, transit = self._states[turn.subgroup], self._transit
+        mine = [grads.get(param) for param in state.params]
+        if not state.on_host:
+            state.step(groups, mine, factor, fetch=_same, send=_copy, wait=_nothing)
+            return
+        transit.begin()
+        state.step(groups, mine, factor, fetch=transit.fetch, send=transit.send, wait=transit.wait)
+        transit.end()
+
+    def refresh(self) -> None:
+        """Set masters from their parameters. Blocking."""
+
+        def act(turn: Turn) -> None:
+            state = self._states[turn.subgroup]
+            for piece in range(len(state.params)):
+                state.refresh(piece)
+
+        self.change("refresh_masters()", self.all_subgroups(), act)
+
+    def read(
+        self, params: Iterable[Tensor], names: Collection[str] | None = None
+    ) -> dict[Tensor, dict[str, Any]]:
+        """Copies, on the CPU, of the state of some parameters; of these entries only. Blocking.
+
+        Raises:
+            StoreError: A read failed; all is as it was.
+        """
+        self.check("reading state")
+        wanted: dict[Tensor, dict[str, Any]] = {param: {} for param in params}
+
+        def act(turn: Turn) -> None:
+            state = self._states[turn.subgroup]
+            for piece, param in enumerate(state.params):
+                if param in wanted:
+                    state.copy_into(piece, wanted[param], names)
+
+        self.look(self.subgroups_of(wanted), act)
+        return wanted
+
+    def write(
+        self, states: Mapping[Tensor, Mapping[str, Any]], *, keeps: Collection[str] | None = ()
+    ) -> None:
+        """Put the state of some parameters in place of what there is. Blocking.
+
+        Args:
+            states: By parameter; entries as `read` gives them, of any dtype.
+            keeps: Entries that stay where no new ones are given; None: all.
+
+        Raises:
+            TornStepError: A read or write failed, and some states are replaced.
+        """
+
+        def act(turn: Turn) -> None:
+            state = self._states[turn.subgroup]
+            for piece, param in enumerate(state.params):
+                if param in states:
+                    state.load(piece, states[param], keeps)
+
+        self.change("writing state", self.subgroups_of(states), act)
+
+    def close(self, *, keeps_store: bool) -> None:
+        """Release everything; the store's values too where it lives on."""
+        self.gradients.close()
+        self.mend()
+        if self._swapper is not None:
+            self._swapper.close(deletes=keeps_store)
+        self._states, self._memories, self._where, self._plans = [], {}, {}, []
+
+
+def _carve(memory: Tensor, sizes: Mapping[int, int]) -> dict[int, Tensor]:
+    parts = memory.split(list(sizes.values())) if sizes else ()
+    return dict(zip(sizes, parts, strict=True))
+
+
+def _room(state: SubGroupState, leaving: Collection[Tensor]) -> int:
+    """In transit, while it is stepped; gradients that have left their device are here already."""
+    if not state.on_host or is_here(state.params[0]):
+        return 0
+    return sum(
+        room_of(
+            piece.numel,
+            param.element_size(),
+            0 if param in leaving else max(4, param.element_size()),  # masters take fp32
+        )
+        for piece, param in zip(state.plan.pieces, state.params, strict=True)
+    )
+
+
+def _is_dense(param: Tensor) -> bool:
+    """Whether it is, or is going to be once it has memory: an expanded number stands for that."""
+    return param.is_contiguous() or not any(param.stride())
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
+
+
+def _nothing() -> None:
+    return
