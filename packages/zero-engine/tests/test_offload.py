@@ -258,7 +258,7 @@ def test_what_is_a_matter_of_their_implementation_changes_nothing(name: str, val
     assert after == before
 
 
-def test_a_disk_in_other_settings_of_null_is_as_good_as_absent() -> None:
+def test_null_is_as_good_as_absent() -> None:
     """Accelerate writes a null for every path that it was not given."""
     assert _offload(
         {"device": "cpu", "nvme_path": None},
@@ -266,7 +266,17 @@ def test_a_disk_in_other_settings_of_null_is_as_good_as_absent() -> None:
         cpu_offload=None,
         sub_group_size=None,
         stage3_max_live_parameters=None,
+        stage3_model_persistence_threshold=None,
     ) == Offload(optimizer="host")
+
+
+def test_a_section_below_its_stage_is_not_read() -> None:
+    """One template serves all stages, with what only some of them need left open."""
+    section = {"device": "auto", "pin_memory": False, "buffer_count": 9}
+
+    zero = ZeroConfig.from_deepspeed({"zero_optimization": {"stage": 2, "offload_param": section}})
+
+    assert zero == ZeroConfig(stage=2)
 
 
 def test_the_table_names_the_field_and_says_why_a_key_is_not_read() -> None:

@@ -43,7 +43,7 @@ def _as_folder(value: Any) -> Path | None:
 @final
 @frozen(kw_only=True)
 class Offload:
-    """What rests on the host or on disk between its uses. The same on every rank but for `path`.
+    """What rests on the host or on disk between its uses. The same on every rank.
 
     Numbers do not depend on it, except with `delayed_update`.
 
@@ -62,8 +62,8 @@ class Offload:
             the same, those of the model's first units.
         budget_bytes: Most host memory of a rank; what the process may have when None.
         disk: How the disk is used, such as `zero_offload.tune(path)` returns.
-        delayed_update: Each step updates with the gradients of the one before it, while the next
-            forward runs: one step late, and not the same numbers.
+        delayed_update: Each step updates with the gradients of the one before it: one step late,
+            and not the same numbers.
 
     Raises:
         ConfigError: Names the setting, what was expected and what came.
