@@ -149,6 +149,7 @@ def test_what_nothing_resolves_is_an_error_with_its_path(path: str) -> None:
     """The word is no value: it would end up in an optimizer."""
     raw: dict[str, Any] = {
         **BATCH,
+        "zero_optimization": {"stage": 3},
         "optimizer": {"type": "adam"},
         "scheduler": {"type": "OneCycle"},
     }

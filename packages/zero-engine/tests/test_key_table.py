@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import attrs
 import pytest
-from zero_engine import ConfigError, EngineConfig, ZeroConfig
+from zero_engine import ConfigError, EngineConfig, Offload, ZeroConfig
 from zero_engine._file_key import Becomes, CannotMatter, FileKey, NotBuilt
 from zero_engine._key_table import KEYS, SECTIONS, WRITTEN
+from zero_offload import DiskSettings
 
 # Keys as DeepSpeed 0.19's documentation and source have them, with their defaults, at stage 3;
 # written down from there, so that it is not our table that says what is documented.
@@ -23,9 +24,19 @@ CANDIDATES: Final = (
     *(True, False, 2, 4, 0.5, "cpu", "sum", "fail", "fp16", "fp32", "gram", "linear", "original"),
     *("LRRangeTest", "sgd", [0.5, 0.75], [1, 2, 3], ["name"], "name", {"name": 1}),
 )
-BASE: Final = {
+OWNERS: Final = {
+    "": EngineConfig,
+    "zero": ZeroConfig,
+    "zero.offload": Offload,
+    "zero.offload.disk": DiskSettings,
+}
+BASE: Final[dict[str, Any]] = {
     "train_batch_size": 8,
-    "zero_optimization": {"stage": 3},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"nvme_path": "/local"},  # read only where the device is nvme
+        "offload_param": {"nvme_path": "/local"},
+    },
     "optimizer": {"type": "adam"},
     "scheduler": {"type": "WarmupLR"},
 }
@@ -54,6 +65,14 @@ def _askings(key: FileKey) -> list[Any]:
         except ValueError:
             pass
     return found
+
+
+def _reading(key: FileKey) -> dict[str, Any]:
+    """A file in which the key means something."""
+    if key.gate is None:
+        return BASE
+    gate = key.gate.paths[0]
+    return _with(BASE, gate, (*key.gate.values, *_askings(KEYS[gate]))[0])
 
 
 def _read(raw: Mapping[str, Any]) -> EngineConfig:
@@ -105,11 +124,10 @@ def test_every_row_is_well_formed(key: FileKey) -> None:
     for value in (key.default, *key.neutral):
         read = value if value is None else key.kind.read(value)
         assert key.is_neutral(read)
-    assert key.gate is None or key.gate in KEYS
+    assert key.gate is None or KEYS.keys() >= set(key.gate.paths)
     if isinstance(key.answer, Becomes):
         owner, _, name = key.answer.field.rpartition(".")
-        kind = {"": EngineConfig, "zero": ZeroConfig}[owner]
-        assert name in {field.name for field in attrs.fields(kind)}
+        assert name in {field.name for field in attrs.fields(OWNERS[owner])}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +142,7 @@ def test_every_row_is_well_formed(key: FileKey) -> None:
 )
 def test_every_honoured_key_changes_the_configuration(key: FileKey) -> None:
     """A key that is read and then dropped is the worst of all: it looks honoured."""
-    base = BASE if key.gate is None else _with(BASE, key.gate, True)
+    base = _reading(key)
     before, changed = _read(base), []
 
     for value in _askings(key):
@@ -140,9 +158,8 @@ def test_every_honoured_key_changes_the_configuration(key: FileKey) -> None:
 @pytest.mark.parametrize("key", _keys(NotBuilt), ids=lambda key: key.path)
 def test_what_is_not_built_is_refused_by_name(key: FileKey) -> None:
     """Training that silently lacks what the file asks for is found out after a week."""
-    base = BASE if key.gate is None else _with(BASE, key.gate, _askings(KEYS[key.gate])[0])
-    is_gate_refused = key.gate is not None and isinstance(KEYS[key.gate].answer, NotBuilt)
-    refused = key.gate if is_gate_refused else key.path
+    base, gates = _reading(key), key.gate.paths if key.gate else ()
+    refused = next((gate for gate in gates if isinstance(KEYS[gate].answer, NotBuilt)), key.path)
 
     for value in _askings(key):
         with pytest.raises(ConfigError, match="not built yet") as caught:
@@ -161,7 +178,7 @@ def test_what_is_not_built_may_be_off(key: FileKey) -> None:
 @pytest.mark.parametrize("key", _keys(CannotMatter), ids=lambda key: key.path)
 def test_what_cannot_matter_is_warned_of_and_changes_nothing(key: FileKey) -> None:
     """Nobody should tune a knob that is not connected."""
-    base = BASE if key.gate is None else _with(BASE, key.gate, True)
+    base = _reading(key)
     value = _askings(key)[0]
 
     with pytest.warns(UserWarning, match=key.path):
@@ -171,11 +188,12 @@ def test_what_cannot_matter_is_warned_of_and_changes_nothing(key: FileKey) -> No
 
 
 @pytest.mark.parametrize(
-    "key", [key for key in KEYS.values() if key.needs_stage_3], ids=lambda key: key.path
+    ("key", "stage"),
+    [(key, stage) for key in KEYS.values() for stage in range(key.min_stage)],
+    ids=lambda item: item.path if isinstance(item, FileKey) else str(item),
 )
-@pytest.mark.parametrize("stage", [1, 2])
-def test_keys_of_stage_3_are_errors_below_it(key: FileKey, stage: int) -> None:
-    """Who sets them believes that parameters are sharded."""
+def test_keys_of_a_stage_are_errors_below_it(key: FileKey, stage: int) -> None:
+    """Who sets them believes that parameters, or optimizer states, are sharded."""
     base = _with(BASE, "zero_optimization.stage", stage)
 
     with pytest.raises(ConfigError, match=f"at stage {stage}") as caught:

@@ -15,6 +15,7 @@ from zero_engine._key_table import SECTIONS, WRITTEN
 
 DOCUMENTED: Final = json.loads(Path(__file__).with_name("documented.json").read_text())
 Z: Final = "zero_optimization"
+DISK: Final = {"device": "nvme", "nvme_path": "/local"}
 
 # What the file says beside a train_batch_size of 8; the path the error starts with; a part of it.
 WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
@@ -78,6 +79,9 @@ WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
     ({"scheduler": {"type": "Warmup"}}, "scheduler.type", "'WarmupLR'"),
     ({"scheduler": {"params": {"warmup_num_steps": 1}}}, "scheduler.type", "which scheduler"),
     ({Z: {"offload_param": {"device": "disk"}}}, f"{Z}.offload_param.device", "'nvme'"),
+    ({Z: {"offload_optimizer": {"ratio": 1.5}}}, f"{Z}.offload_optimizer.ratio", "from 0 to 1"),
+    ({Z: {"offload_param": {"nvme_path": ""}}}, f"{Z}.offload_param.nvme_path", "of a folder"),
+    ({"aio": {"queue_depth": 0}}, "aio.queue_depth", "at least 1"),
     # Contradictions.
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled", "bf16.enabled"),
     ({"fp16": {"loss_scale": 128}, "bf16": {"enabled": True}}, "fp16.loss_scale", "bf16.enabled"),
@@ -116,6 +120,54 @@ WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
         f"{Z}.offload_param.device",
         "at stage 2",
     ),
+    ({Z: {"offload_optimizer": {"device": "cpu"}}}, f"{Z}.offload_optimizer.device", "at stage 0"),
+    ({Z: {"cpu_offload": True}}, f"{Z}.cpu_offload", f"set {Z}.stage to 1"),
+    ({Z: {"stage": 2, "cpu_offload_param": True}}, f"{Z}.cpu_offload_param", "at stage 2"),
+    (
+        {Z: {"stage": 3, "offload_param": {"device": "nvme"}}},
+        f"{Z}.offload_param.nvme_path",
+        "expected a folder",
+    ),
+    (
+        {Z: {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": None}}},
+        f"{Z}.offload_optimizer.nvme_path",
+        "expected a folder",
+    ),
+    (
+        {
+            Z: {
+                "stage": 3,
+                "offload_optimizer": DISK,
+                "offload_param": {"device": "nvme", "nvme_path": "/other"},
+            }
+        },
+        f"{Z}.offload_optimizer.nvme_path",
+        f"agrees with {Z}.offload_param.nvme_path",
+    ),
+    (
+        {
+            Z: {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu", "pin_memory": False},
+                "offload_param": {"device": "cpu", "pin_memory": True},
+            }
+        },
+        f"{Z}.offload_optimizer.pin_memory",
+        f"agrees with {Z}.offload_param.pin_memory",
+    ),
+    (
+        {Z: {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "none"}}},
+        f"{Z}.cpu_offload",
+        f"agrees with {Z}.offload_optimizer.device",
+    ),
+    (
+        {
+            Z: {"stage": 2, "offload_optimizer": DISK},
+            "aio": {"intra_op_parallelism": 2, "thread_count": 4},
+        },
+        "aio.thread_count",
+        "agrees with aio.intra_op_parallelism",
+    ),
     (
         {"prescale_gradients": True, "gradient_predivide_factor": 4},
         "gradient_predivide_factor",
@@ -128,9 +180,26 @@ WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
     ),
     # Features.
     (
-        {Z: {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
-        f"{Z}.offload_optimizer.device",
-        'expected "none"',
+        {Z: {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+        f"{Z}.offload_optimizer.super_offload",
+        "expected false",
+    ),
+    (
+        {Z: {"stage": 3, "offload_param": DISK}, "aio": {"use_gds": True}},
+        "aio.use_gds",
+        "GPUDirect",
+    ),
+    ({Z: {"stage": 3, "zenflow": {"topk_ratio": 0.1}}}, f"{Z}.zenflow", "expected nothing"),
+    (
+        {
+            Z: {
+                "stage": 3,
+                "offload_optimizer": DISK,
+                "save_muon_momentum_buffer_in_memory": True,
+            }
+        },
+        f"{Z}.save_muon_momentum_buffer_in_memory",
+        "expected false",
     ),
     ({Z: {"stage": 3, "zero_quantized_weights": True}}, f"{Z}.zero_quantized_weights", "ZeRO++"),
     ({"tensorboard": {"enabled": True}}, "tensorboard.enabled", "expected false"),

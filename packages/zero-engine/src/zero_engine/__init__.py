@@ -42,6 +42,7 @@ from ._engine_config import EngineConfig, NamedSpec
 from ._errors import ConfigError, FileError, LossScaleError, NotBuiltError
 from ._initialize import initialize
 from ._loss_scale import DynamicLossScale, LossScaler, StaticLossScale
+from ._offload import Offload
 from ._pretrained import load_pretrained, open_safetensors
 from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from ._shard import shard, unshard
@@ -62,6 +63,7 @@ __all__ = [
     "LossScaler",
     "NamedSpec",
     "NotBuiltError",
+    "Offload",
     "OneCycle",
     "Precision",
     "StaticLossScale",

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from attrs import Attribute
+
 from ._errors import ConfigError
 
 
@@ -43,6 +45,35 @@ def check_flag(where: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{where}: expected true or false, got {value!r}")
     return value
+
+
+def at_least(minimum: float, kind: type | tuple[type, ...]) -> Any:
+    """A validator of attrs: a number of at least `minimum`, or None where that is the default."""
+
+    def check(owner: Any, attribute: Attribute, value: Any) -> None:
+        if value is None and attribute.default is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, kind) or not value >= minimum:
+            names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+            raise ConfigError(
+                f"{type(owner).__name__}.{attribute.name}: expected {names} of at least {minimum}, "
+                f"got {value!r}"
+            )
+
+    return check
+
+
+def is_kind(*kinds: type | None) -> Any:
+    """A validator of attrs: an instance of one of these; None stands for itself."""
+
+    def check(owner: Any, attribute: Attribute, value: Any) -> None:
+        if not any(value is None if kind is None else isinstance(value, kind) for kind in kinds):
+            names = " or ".join("None" if kind is None else kind.__name__ for kind in kinds)
+            raise ConfigError(
+                f"{type(owner).__name__}.{attribute.name}: expected {names}, got {value!r}"
+            )
+
+    return check
 
 
 def check_names(path: str, given: Iterable[Any], known: Iterable[str]) -> None:

@@ -19,8 +19,10 @@ from zero_partition import (
     Stage,
 )
 
+from ._checks import at_least, is_kind
 from ._errors import ConfigError
 from ._json_file import Source
+from ._offload import Offload
 from ._settings import read_settings
 from ._zero_settings import zero_arguments
 
@@ -32,20 +34,6 @@ def _check_stage(value: Any) -> Stage:
             "also gradients, 3 also parameters; 0 is plain data parallelism."
         )
     return Stage(value)
-
-
-def _at_least(minimum: float, kind: type | tuple[type, ...]) -> Any:
-    def check(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
-        if value is None and attribute.default is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, kind) or value < minimum:
-            names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            raise ConfigError(
-                f"ZeroConfig.{attribute.name}: expected {names} of at least {minimum}, got "
-                f"{value!r}"
-            )
-
-    return check
 
 
 def _check_units(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
@@ -83,6 +71,17 @@ def _check_precision(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
             "ZeroConfig.precision: expected a Precision, such as zero_engine.Precision(params="
             f"torch.bfloat16), or None, got {value!r}"
         )
+
+
+def _check_offload(config: ZeroConfig, _: Attribute, offload: Offload | None) -> None:
+    for name, lowest in (("optimizer", Stage.ONE), ("params", Stage.THREE)):
+        rests = getattr(offload, name, "device")
+        if rests != "device" and config.stage < lowest:
+            raise ConfigError(
+                f"ZeroConfig.offload: expected {name}='device' at stage {int(config.stage)}, which "
+                f"keeps them whole on every rank, got {rests!r}; leave it out, or set stage to "
+                f"{int(lowest)}"
+            )
 
 
 def _check_state_dict(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
@@ -124,6 +123,8 @@ class ZeroConfig:
             says as its attribute `needs_cut`, else anything if it is elementwise, as a trial shows.
         state_dict: Stage 3: what `model.state_dict()` does while parameters are sharded: "raise"
             names `full_state_dict`, "gather" makes it collective and gives every rank everything.
+        offload: What rests on the host or on disk: the optimizer's state at stages 1 to 3, the
+            parameters' shards at stage 3. Nothing when None.
         timeout_s: How long `shard` waits for ranks that do not call it, in seconds.
 
     Raises:
@@ -134,20 +135,23 @@ class ZeroConfig:
     units: tuple[str, ...] | None = field(
         default=None, converter=_as_names, validator=_check_units, kw_only=True
     )
-    max_unit_bytes: int = field(default=512 * 2**20, validator=_at_least(1, int), kw_only=True)
-    min_unit_bytes: int = field(default=2**16, validator=_at_least(0, int), kw_only=True)
+    max_unit_bytes: int = field(default=512 * 2**20, validator=at_least(1, int), kw_only=True)
+    min_unit_bytes: int = field(default=2**16, validator=at_least(0, int), kw_only=True)
     cut: CutChoice = field(default=None, converter=_as_cuts, kw_only=True)
     precision: Precision | None = field(default=None, validator=_check_precision, kw_only=True)
-    window: int = field(default=3, validator=_at_least(1, int), kw_only=True)
-    max_live_numel: int | None = field(default=None, validator=_at_least(1, int), kw_only=True)
-    prefetch_numel: int | None = field(default=None, validator=_at_least(0, int), kw_only=True)
-    max_reuse_numel: int | None = field(default=None, validator=_at_least(0, int), kw_only=True)
-    small_param_numel: int = field(default=0, validator=_at_least(0, int), kw_only=True)
-    max_small_numel: int | None = field(default=None, validator=_at_least(0, int), kw_only=True)
+    window: int = field(default=3, validator=at_least(1, int), kw_only=True)
+    max_live_numel: int | None = field(default=None, validator=at_least(1, int), kw_only=True)
+    prefetch_numel: int | None = field(default=None, validator=at_least(0, int), kw_only=True)
+    max_reuse_numel: int | None = field(default=None, validator=at_least(0, int), kw_only=True)
+    small_param_numel: int = field(default=0, validator=at_least(0, int), kw_only=True)
+    max_small_numel: int | None = field(default=None, validator=at_least(0, int), kw_only=True)
     state_dict: Literal["raise", "gather"] = field(
         default="raise", validator=_check_state_dict, kw_only=True
     )
-    timeout_s: float = field(default=60.0, validator=_at_least(0.001, (int, float)), kw_only=True)
+    offload: Offload | None = field(
+        default=None, validator=[is_kind(Offload, None), _check_offload], kw_only=True
+    )
+    timeout_s: float = field(default=60.0, validator=at_least(0.001, (int, float)), kw_only=True)
 
     @classmethod
     def from_deepspeed(

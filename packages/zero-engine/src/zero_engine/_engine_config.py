@@ -12,6 +12,7 @@ from tabulate import tabulate
 from torch import nn
 
 from ._batch_sizes import BatchSizes
+from ._checks import is_kind
 from ._config import ZeroConfig
 from ._errors import ConfigError
 from ._file_key import Becomes, CannotMatter
@@ -72,15 +73,6 @@ def _is_norm(_: EngineConfig, attribute: Attribute, value: Any) -> None:
         )
 
 
-def _is(*kinds: type | None) -> Any:
-    def check(_: EngineConfig, attribute: Attribute, value: Any) -> None:
-        if not any(value is None if kind is None else isinstance(value, kind) for kind in kinds):
-            names = " or ".join("None" if kind is None else kind.__name__ for kind in kinds)
-            raise ConfigError(f"EngineConfig.{attribute.name}: expected {names}, got {value!r}")
-
-    return check
-
-
 @final
 @frozen(kw_only=True)
 class EngineConfig:
@@ -111,21 +103,21 @@ class EngineConfig:
         ConfigError: Names the field, what was expected and what came.
     """
 
-    zero: ZeroConfig = field(factory=ZeroConfig, validator=_is(ZeroConfig))
+    zero: ZeroConfig = field(factory=ZeroConfig, validator=is_kind(ZeroConfig))
     loss_scale: StaticLossScale | DynamicLossScale | None = field(
-        default=None, validator=_is(StaticLossScale, DynamicLossScale, None)
+        default=None, validator=is_kind(StaticLossScale, DynamicLossScale, None)
     )
     max_norm: float = field(default=0.0, validator=_is_norm)
     train_batch_size: int = field(validator=_is_count)
     micro_batch_size: int = field(validator=_is_count)
     accumulation_steps: int = field(default=1, validator=_is_count)
-    manages_accumulation: bool = field(default=True, validator=_is(bool))
-    optimizer: NamedSpec | None = field(default=None, validator=_is(NamedSpec, None))
-    scheduler: NamedSpec | None = field(default=None, validator=_is(NamedSpec, None))
+    manages_accumulation: bool = field(default=True, validator=is_kind(bool))
+    optimizer: NamedSpec | None = field(default=None, validator=is_kind(NamedSpec, None))
+    scheduler: NamedSpec | None = field(default=None, validator=is_kind(NamedSpec, None))
     steps_per_print: int | None = field(default=None, validator=_is_count)
-    checks_overflow: bool = field(default=False, validator=_is(bool))
-    autocast_dtype: torch.dtype | None = field(default=None, validator=_is(torch.dtype, None))
-    drop_last: bool = field(default=False, validator=_is(bool))
+    checks_overflow: bool = field(default=False, validator=is_kind(bool))
+    autocast_dtype: torch.dtype | None = field(default=None, validator=is_kind(torch.dtype, None))
+    drop_last: bool = field(default=False, validator=is_kind(bool))
     activation_checkpointing: dict[str, Any] = field(factory=dict, converter=dict, hash=False)
     sources: tuple[SourceRow, ...] = field(default=(), repr=False, eq=False)
 
@@ -243,10 +235,10 @@ def _shown(value: Any) -> Any:
 def _meaning(settings: Settings, setting: Setting) -> str | None:
     """The last column; None for what need not be shown."""
     key, is_given = setting.key, setting.origin is not Origin.DEFAULT
-    if settings.is_gated_off(key):
-        return f"not read: {key.gate} is off" if is_given else None
-    if settings.is_below_stage_3(key):
-        return "not read below stage 3" if is_given else None
+    if key.gate is not None and settings.is_gated_off(key):
+        return f"not read: {key.gate.closed}" if is_given else None
+    if settings.is_below_stage(key):
+        return f"not read below stage {key.min_stage}" if is_given else None
     if isinstance(key.answer, Becomes):
         is_param = ".params." in key.path
         return key.answer.field if is_given or not is_param else None

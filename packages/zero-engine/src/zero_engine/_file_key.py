@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 import attrs
-from attrs import frozen
+from attrs import field, frozen
 
 from ._value_kinds import FLAG, ValueKind
 
@@ -16,7 +16,7 @@ from ._value_kinds import FLAG, ValueKind
 class Becomes:
     """The key is honoured: it is, or is part of, a field of `EngineConfig`."""
 
-    field: str  # as in "zero.prefetch_numel"
+    field: str  # as in "zero.prefetch_numel"; several keys may say it, and then agree
     convert: Callable[[Any], Any] | None = None  # from the file's value to the field's
 
 
@@ -36,6 +36,35 @@ class NotBuilt:
     remedy: str  # what is missing, or what to do instead; a clause
 
 
+@final
+@frozen
+class Gate:
+    """Where keys are read: not while what they belong to is turned off.
+
+    Args:
+        paths: The keys that turn it on; one is enough.
+        values: Those that do; whatever is not neutral when empty.
+    """
+
+    paths: tuple[str, ...]
+    values: tuple[Any, ...] = ()
+
+    @property
+    def closed(self) -> str:
+        """What holds where the keys are not read; a clause."""
+        verb = "is" if len(self.paths) == 1 else "are"
+        state = f"not {' or '.join(map(repr, self.values))}" if self.values else "off"
+        return f"{' and '.join(self.paths)} {verb} {state}"
+
+    def within(self, name: str) -> Gate:
+        """The same, its paths relative to a section."""
+        return attrs.evolve(self, paths=tuple(f"{name}.{path}" for path in self.paths))
+
+
+def _as_gate(value: Gate | str | None) -> Gate | None:
+    return Gate((value,)) if isinstance(value, str) else value
+
+
 @frozen
 class FileKey:
     """A row of the table.
@@ -48,8 +77,8 @@ class FileKey:
         neutral: Further values that ask for nothing: those that DeepSpeed defaults to where we do
             not, or that turn the feature off.
         aliases: Other paths under which DeepSpeed accepts it.
-        gate: The path of the key that turns its section on; it is not read while that is neutral.
-        needs_stage_3: Not read below stage 3, and an error there unless neutral.
+        gate: What turns its section on; a path is short for the gate of that key.
+        min_stage: Not read below it, and an error there unless neutral.
     """
 
     path: str
@@ -58,8 +87,8 @@ class FileKey:
     answer: Becomes | CannotMatter | NotBuilt
     neutral: tuple[Any, ...] = ()
     aliases: tuple[str, ...] = ()
-    gate: str | None = None
-    needs_stage_3: bool = False
+    gate: Gate | None = field(default=None, converter=_as_gate)
+    min_stage: int = 0
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -79,7 +108,7 @@ def section(
     Args:
         name: The section's path.
         keys: Their paths, aliases and gates are relative to it.
-        gate: Gate of all keys but itself that name none.
+        gate: Gate of all keys but itself that have none.
         alias: Another name of the whole section.
     """
     return tuple(
@@ -90,9 +119,9 @@ def section(
                 *(f"{name}.{other}" for other in key.aliases),
                 *(f"{alias}.{path}" for path in key.paths if alias),
             ),
-            gate=None
-            if (found := key.gate or gate) is None or found == key.path
-            else f"{name}.{found}",
+            gate=found.within(name)
+            if (found := key.gate or _as_gate(gate)) and found.paths != (key.path,)
+            else None,
         )
         for key in keys
     )

@@ -1,54 +1,128 @@
-"""Offload and ZeRO++ in `zero_optimization`, and the section `aio`: none of it is built."""
+"""Offload and ZeRO++ in `zero_optimization`, and the section `aio`."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from ._file_key import CannotMatter, FileKey, NotBuilt, section
-from ._value_kinds import COUNT, FLAG, OBJECT, POSITIVE, TEXT, choice, integer, number
+from zero_offload import DiskSettings
 
-_PARAM: Final = NotBuilt("parameters stay on the device; leave it at 'none', or use more ranks")
-_OPTIM: Final = NotBuilt("optimizer state stays on the device; leave it at 'none', or shard it")
-_QUANTIZED: Final = NotBuilt("quantized communication (ZeRO++)")
+from ._file_key import Becomes, CannotMatter, FileKey, Gate, NotBuilt, section
+from ._offload import SUBGROUP_BYTES
+from ._value_kinds import COUNT, FLAG, FOLDER, OBJECT, POSITIVE, choice, integer, number
+
 _DEVICE: Final = choice("none", "cpu", "nvme")
+_RESIDENCES: Final = {"none": "device", "cpu": "host", "nvme": "disk"}
 _SHARE: Final = number(0, 1)
-_NO_DISK: Final = CannotMatter("nothing is offloaded to disk")
+
+_PATH: Final = Becomes("zero.offload.path")
+_PIN: Final = Becomes("zero.offload.pin")
+_DISK: Final = DiskSettings()
+
+_ON_DISK: Final = Gate(("device",), ("nvme",))
+_ANY_ON_DISK: Final = Gate(("offload_optimizer.device", "offload_param.device"), ("nvme",)).within(
+    "zero_optimization"
+)
+
+_OWN_BUFFERS: Final = CannotMatter("buffers are planned from what passes through them")
+_OVERLAPS: Final = CannotMatter("reading, stepping and writing always overlap")
+_SUBMISSION: Final = CannotMatter("requests are handed over in batches, while earlier ones run")
+_QUANTIZED: Final = NotBuilt("quantized communication (ZeRO++)")
+_MICS: Final = NotBuilt("sharding within a part of the ranks (MiCS)")
+
+_ADAM_BYTES_PER_ELEMENT: Final = 12  # fp32: master, first and second moment
+_PAGE_BYTES: Final = 4096
+_MAX_BLOCK_BYTES: Final = 2**30
+
+
+def _residence(name: str) -> Becomes:
+    return Becomes(f"zero.offload.{name}", _RESIDENCES.__getitem__)
+
+
+def _on_host(name: str) -> Becomes:
+    return Becomes(f"zero.offload.{name}", lambda offloads: "host" if offloads else "device")
+
+
+def _subgroup_bytes(numel: int) -> int:
+    """An upper bound: the files say 1e9 by habit, which is 12 GB in each of three slots."""
+    return min(max(numel, 1) * _ADAM_BYTES_PER_ELEMENT, SUBGROUP_BYTES)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return min(-(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES, _MAX_BLOCK_BYTES)
+
 
 KEYS: Final = (
     *section(
         "zero_optimization.offload_param",
-        FileKey("device", _DEVICE, "none", _PARAM, needs_stage_3=True),
-        FileKey("nvme_path", TEXT, None, _PARAM),
-        FileKey("buffer_count", COUNT, 5, _PARAM),
-        FileKey("buffer_size", COUNT, 10**8, _PARAM),
-        FileKey("max_in_cpu", COUNT, 10**9, _PARAM),
-        FileKey("pin_memory", FLAG, True, _PARAM),
+        FileKey("device", _DEVICE, "none", _residence("params"), min_stage=3),
+        FileKey("nvme_path", FOLDER, None, _PATH, gate=_ON_DISK),
+        FileKey("buffer_count", COUNT, 5, _OWN_BUFFERS),
+        FileKey("buffer_size", COUNT, 10**8, _OWN_BUFFERS),
+        FileKey(
+            "max_in_cpu",
+            COUNT,
+            0,
+            Becomes("zero.offload.max_host_numel"),
+            neutral=(10**9,),
+            gate=_ON_DISK,
+        ),
+        FileKey("pin_memory", FLAG, True, _PIN),
         gate="device",
     ),
     *section(
         "zero_optimization.offload_optimizer",
-        FileKey("device", _DEVICE, "none", _OPTIM),
-        FileKey("nvme_path", TEXT, None, _OPTIM),
-        FileKey("buffer_count", COUNT, 4, _OPTIM),
-        FileKey("pin_memory", FLAG, True, _OPTIM),
-        FileKey("pipeline_read", FLAG, False, _OPTIM),
-        FileKey("pipeline_write", FLAG, False, _OPTIM),
-        FileKey("fast_init", FLAG, False, _OPTIM),
-        FileKey("ratio", _SHARE, 1.0, _OPTIM),
-        FileKey("super_offload", FLAG, False, _OPTIM),
-        FileKey("cpuadam_cores_perc", _SHARE, 0.8, _OPTIM),
+        FileKey("device", _DEVICE, "none", _residence("optimizer"), min_stage=1),
+        FileKey("nvme_path", FOLDER, None, _PATH, gate=_ON_DISK),
+        FileKey("buffer_count", COUNT, 4, _OWN_BUFFERS),
+        FileKey("pin_memory", FLAG, True, _PIN),
+        FileKey("pipeline_read", FLAG, False, _OVERLAPS),
+        FileKey("pipeline_write", FLAG, False, _OVERLAPS),
+        FileKey(
+            "fast_init",
+            FLAG,
+            False,
+            CannotMatter("masters are always written from the parameters, once"),
+        ),
+        FileKey("ratio", _SHARE, 1.0, Becomes("zero.offload.fraction", float)),
+        FileKey(
+            "super_offload",
+            FLAG,
+            False,
+            NotBuilt("stepping before the norm is known, and back (SuperOffload)"),
+        ),
+        FileKey("cpuadam_cores_perc", _SHARE, 0.8, CannotMatter("only SuperOffload binds cores")),
         gate="device",
     ),
     *section(
         "zero_optimization",
-        FileKey("cpu_offload", FLAG, None, _OPTIM, neutral=(False,)),
-        FileKey("cpu_offload_param", FLAG, None, _PARAM, neutral=(False,), needs_stage_3=True),
+        FileKey("cpu_offload", FLAG, None, _on_host("optimizer"), neutral=(False,), min_stage=1),
+        FileKey("cpu_offload_param", FLAG, None, _on_host("params"), neutral=(False,), min_stage=3),
         FileKey(
-            "cpu_offload_use_pin_memory", FLAG, None, CannotMatter("nothing is offloaded to memory")
+            "cpu_offload_use_pin_memory",
+            FLAG,
+            None,
+            _PIN,
+            neutral=(True,),
+            gate=Gate(("cpu_offload", "cpu_offload_param")),
+        ),
+        FileKey(
+            "sub_group_size",
+            COUNT,
+            None,
+            Becomes("zero.offload.subgroup_bytes", _subgroup_bytes),
+            neutral=(10**9,),
+            gate=Gate(("offload_optimizer.device", "cpu_offload")),
+        ),
+        FileKey(
+            "save_muon_momentum_buffer_in_memory",
+            FLAG,
+            False,
+            NotBuilt("Muon's momentum rests where the other state does"),
+            gate=Gate(("offload_optimizer.device",), ("nvme",)),
         ),
         FileKey("zenflow", OBJECT, None, NotBuilt("ZenFlow")),
-        FileKey("zero_quantized_weights", FLAG, False, _QUANTIZED, needs_stage_3=True),
-        FileKey("zero_quantized_nontrainable_weights", FLAG, False, _QUANTIZED, needs_stage_3=True),
+        FileKey("zero_quantized_weights", FLAG, False, _QUANTIZED, min_stage=3),
+        FileKey("zero_quantized_nontrainable_weights", FLAG, False, _QUANTIZED, min_stage=3),
         FileKey("zero_quantized_gradients", FLAG, False, _QUANTIZED),
         FileKey("zeropp_loco_param", OBJECT, None, _QUANTIZED),
         FileKey(
@@ -56,31 +130,45 @@ KEYS: Final = (
             POSITIVE,
             1,
             NotBuilt("a second copy of parameters within a node (hpZ)"),
-            needs_stage_3=True,
+            min_stage=3,
         ),
-        FileKey(
-            "mics_shard_size",
-            integer(-1),
-            -1,
-            NotBuilt("sharding within a part of the ranks (MiCS)"),
-            needs_stage_3=True,
-        ),
-        FileKey(
-            "mics_hierarchical_params_gather",
-            FLAG,
-            False,
-            NotBuilt("sharding within a part of the ranks (MiCS)"),
-            gate="mics_shard_size",
-        ),
+        FileKey("mics_shard_size", integer(-1), -1, _MICS, min_stage=3),
+        FileKey("mics_hierarchical_params_gather", FLAG, False, _MICS, gate="mics_shard_size"),
     ),
-    *section(
-        "aio",
-        FileKey("block_size", POSITIVE, 2**20, _NO_DISK),
-        FileKey("queue_depth", POSITIVE, 8, _NO_DISK),
-        FileKey("intra_op_parallelism", POSITIVE, 1, _NO_DISK),
-        FileKey("thread_count", POSITIVE, 1, _NO_DISK),  # its older name
-        FileKey("single_submit", FLAG, False, _NO_DISK),
-        FileKey("overlap_events", FLAG, True, _NO_DISK),
-        FileKey("use_gds", FLAG, False, _NO_DISK),
+    FileKey(
+        "aio.block_size",
+        POSITIVE,
+        _DISK.block_bytes,
+        Becomes("zero.offload.disk.block_bytes", _whole_pages),
+        neutral=(2**20,),
+        gate=_ANY_ON_DISK,
+    ),
+    FileKey(
+        "aio.queue_depth",
+        POSITIVE,
+        _DISK.queue_depth,
+        Becomes("zero.offload.disk.queue_depth"),
+        neutral=(8,),
+        gate=_ANY_ON_DISK,
+    ),
+    *(
+        FileKey(
+            f"aio.{name}",
+            POSITIVE,
+            _DISK.num_workers,
+            Becomes("zero.offload.disk.num_workers"),
+            neutral=(1,),
+            gate=_ANY_ON_DISK,
+        )
+        for name in ("intra_op_parallelism", "thread_count")  # today's name, and an older one
+    ),
+    FileKey("aio.single_submit", FLAG, False, _SUBMISSION, gate=_ANY_ON_DISK),
+    FileKey("aio.overlap_events", FLAG, True, _SUBMISSION, gate=_ANY_ON_DISK),
+    FileKey(
+        "aio.use_gds",
+        FLAG,
+        False,
+        NotBuilt("transfers between disk and device that pass the host by (GPUDirect Storage)"),
+        gate=_ANY_ON_DISK,
     ),
 )

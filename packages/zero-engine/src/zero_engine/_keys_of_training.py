@@ -33,12 +33,10 @@ _AT_LEAST_0: Final = number(0)
 _RATE: Final = either(_AT_LEAST_0, several(_AT_LEAST_0))  # of all param groups, or of each
 _SHARE: Final = number(0, 1)
 _BETA: Final = number(0, below=1)
+_16_BIT_STATE: Final = NotBuilt("state has the dtype of the masters; leave it at true")
 _NEVER: Final = ValueKind("infinity for never", _never)
 _INTERVAL: Final = either(POSITIVE, _NEVER)
 _FACTOR: Final = number(2.0**-126, below=2.0**127)  # its inverse is in the range of fp32 too
-
-
-_ON_HOST: Final = NotBuilt("optimizers on the host")
 
 
 def _optimizer_params(**kinds: ValueKind) -> tuple[FileKey, ...]:
@@ -71,7 +69,7 @@ KEYS: Final = (
         "zero_force_ds_cpu_optimizer",
         FLAG,
         True,
-        CannotMatter("nothing is offloaded, so no optimizer of its own is needed"),
+        CannotMatter("whatever optimizer is given steps where its state rests"),
     ),
     *section(
         "optimizer",
@@ -84,7 +82,7 @@ KEYS: Final = (
             NotBuilt("it is called gradient_clipping"),
             neutral=(0,),
         ),
-        FileKey("params.fp32_optimizer_states", FLAG, True, _ON_HOST),
+        FileKey("params.fp32_optimizer_states", FLAG, True, _16_BIT_STATE),
         FileKey("params.per_head_muon", FLAG, False, NotBuilt("Muon takes whole matrices")),
         *_optimizer_params(
             set_grad_none=FLAG,

@@ -25,7 +25,7 @@ def _stage_3(
         answer,
         neutral=neutral,
         aliases=(name,),
-        needs_stage_3=True,
+        min_stage=3,
     )
 
 
@@ -75,7 +75,7 @@ _STAGE_3: Final = (
         False,
         Becomes("zero.state_dict", lambda gathers: "gather" if gathers else "raise"),
         aliases=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
-        needs_stage_3=True,
+        min_stage=3,
     ),
     _stage_3(
         "module_granularity_threshold",
@@ -85,9 +85,9 @@ _STAGE_3: Final = (
     ),
     _stage_3("use_all_reduce_for_fetch_params", FLAG, False, _CHOSEN_ONCE),
     _stage_3("allgather_sequential", FLAG, False, _CHOSEN_ONCE),
-    FileKey("leaf_module.classes", NAMES, (), _LEAVES, needs_stage_3=True),
-    FileKey("leaf_module.names", NAMES, (), _LEAVES, needs_stage_3=True),
-    FileKey("leaf_module.name_suffixes", NAMES, (), _LEAVES, needs_stage_3=True),
+    FileKey("leaf_module.classes", NAMES, (), _LEAVES, min_stage=3),
+    FileKey("leaf_module.names", NAMES, (), _LEAVES, min_stage=3),
+    FileKey("leaf_module.name_suffixes", NAMES, (), _LEAVES, min_stage=3),
     FileKey(
         "memory_efficient_linear",
         FLAG,
@@ -146,16 +146,10 @@ KEYS: Final = section(
     FileKey("elastic_checkpoint", FLAG, False, _FILES),
     FileKey("pipeline_loading_checkpoint", FLAG, False, _FILES),
     FileKey(
-        "sub_group_size",
-        COUNT,
-        10**9,
-        CannotMatter("the optimizer updates its shard in place; nothing is swapped by groups"),
-    ),
-    FileKey(
         "ignore_unused_parameters",
         FLAG,
         True,
-        CannotMatter("parameters without gradient are no error, as in DeepSpeed without offload"),
+        CannotMatter("parameters without gradient are never an error, with offload or without"),
     ),
     FileKey(
         "legacy_stage1", FLAG, False, NotBuilt("there is one stage 1; DeepSpeed refuses it too")
@@ -164,14 +158,8 @@ KEYS: Final = section(
         "round_robin_gradients",
         FLAG,
         False,
-        CannotMatter("it spreads copies to the CPU, and nothing is offloaded"),
+        CannotMatter("every rank has a part of every unit's gradients, so copies are spread"),
     ),
     FileKey("parameter_alignment", FLAG, False, CannotMatter("parameters are always aligned")),
     FileKey("enable_sanity_checks", FLAG, False, CannotMatter("the checks are always on")),
-    FileKey(
-        "save_muon_momentum_buffer_in_memory",
-        FLAG,
-        False,
-        CannotMatter("the optimizer's state is always in memory"),
-    ),
 )

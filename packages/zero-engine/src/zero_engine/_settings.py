@@ -15,7 +15,7 @@ from torch import nn
 
 from ._auto import HIDDEN_SIZE_KEYS, derived_values
 from ._errors import ConfigError
-from ._file_key import CannotMatter, FileKey, NotBuilt
+from ._file_key import CannotMatter, FileKey, Gate, NotBuilt
 from ._json_file import Source, leaves, load, shown
 from ._key_table import KEYS, WRITTEN, unknown_key
 
@@ -73,15 +73,23 @@ class Settings:
 
     def is_gated_off(self, key: FileKey) -> bool:
         """Whether its section is turned off."""
-        return key.gate is not None and KEYS[key.gate].is_neutral(self.value(key.gate))
+        return key.gate is not None and not any(
+            self._opens(key.gate, KEYS[path]) for path in key.gate.paths
+        )
 
-    def is_below_stage_3(self, key: FileKey) -> bool:
-        """Whether it is a key of stage 3, and this is another one."""
-        return key.needs_stage_3 and self.value(STAGE) < 3
+    def _opens(self, gate: Gate, key: FileKey) -> bool:
+        if not self.is_read(key):
+            return False
+        value = self.value(key.path)
+        return value in gate.values if gate.values else not key.is_neutral(value)
+
+    def is_below_stage(self, key: FileKey) -> bool:
+        """Whether it is a key of higher stages than this one."""
+        return key.min_stage > 0 and self.value(STAGE) < key.min_stage
 
     def is_read(self, key: FileKey) -> bool:
         """Whether it means anything beside the others."""
-        return not self.is_gated_off(key) and not self.is_below_stage_3(key)
+        return not self.is_gated_off(key) and not self.is_below_stage(key)
 
     def given(self) -> Iterator[Setting]:
         """What the file has, in no particular order."""
@@ -128,7 +136,7 @@ def read_settings(
     open_paths = [
         item.key.path
         for item in settings.given()
-        if item.value is UNRESOLVED and not settings.is_below_stage_3(item.key)
+        if item.value is UNRESOLVED and not settings.is_below_stage(item.key)
     ]
     lr = settings.by_path["optimizer.params.lr"].value
     derived = derived_values(model, lr=None if lr is UNRESOLVED else lr)
@@ -195,11 +203,12 @@ def _refuse_what_is_not_built(settings: Settings) -> None:
         key = setting.key
         if settings.is_gated_off(key):
             continue
-        if settings.is_below_stage_3(key):
+        if settings.is_below_stage(key):
             if setting.value is not UNRESOLVED and not key.is_neutral(setting.value):
                 raise ConfigError(
-                    f"{setting.written}: expected it at stage 3 only, got {shown(setting.value)} "
-                    f"at stage {settings.value(STAGE)}; leave it out, or set {STAGE} to 3"
+                    f"{setting.written}: expected it from stage {key.min_stage} on, got "
+                    f"{shown(setting.value)} at stage {settings.value(STAGE)}; leave it out, or "
+                    f"set {STAGE} to {key.min_stage}"
                 )
         elif isinstance(key.answer, NotBuilt) and not key.is_neutral(settings.value(key.path)):
             raise ConfigError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -110,8 +112,15 @@ def either(first: ValueKind, second: ValueKind) -> ValueKind:
     return ValueKind(f"{first.expected}, or {second.expected}", read)
 
 
+def _read_folder(value: Any) -> Path:
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise ValueError
+    return Path(value)
+
+
 FLAG: Final = ValueKind("true or false", _fits(lambda value: isinstance(value, bool)))
 TEXT: Final = ValueKind("a string", _fits(lambda value: isinstance(value, str)))
+FOLDER: Final = ValueKind("the path of a folder", _read_folder)
 OBJECT: Final = ValueKind("an object ({...})", _fits(lambda value: isinstance(value, Mapping)))
 NAMES: Final = either(several(TEXT), TEXT)
 COUNT: Final = integer(0)

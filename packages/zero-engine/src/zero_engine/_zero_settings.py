@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
+from zero_offload import DiskSettings
+
+from ._errors import ConfigError
 from ._file_key import Becomes
-from ._json_file import Source
+from ._json_file import Source, shown
+from ._offload import Offload
 from ._precision_settings import precision_of
-from ._settings import STAGE, Settings, read_settings
+from ._settings import STAGE, Setting, Settings, read_settings
+
+# Values that several keys make together, those within others first.
+_PARTS: Final[Mapping[str, Any]] = {"zero.offload.disk": DiskSettings, "zero.offload": Offload}
+_OF_SEVERAL: Final = ("zero.precision",)  # fields that are no single key's
 
 
 def stage_of(source: Source) -> int:
@@ -30,16 +39,53 @@ def zero_arguments(settings: Settings) -> dict[str, Any]:
     Raises:
         ConfigError: Starts with the path of a key that says "auto", or contradicts another.
     """
-    arguments: dict[str, Any] = {
-        "stage": settings.value(STAGE),
-        "precision": precision_of(settings),
-    }
+    fields = {"zero.stage": settings.value(STAGE), **_fields(settings)}
+    fields["zero.precision"] = precision_of(settings)
+    _check_folder(settings, fields)
+    for owner, make in _PARTS.items():
+        part = make(**_taken(fields, owner))
+        if part != make():  # else the file asks for nothing: "none", in many templates
+            fields[owner] = part
+    return _taken(fields, "zero")
+
+
+def _fields(settings: Settings) -> dict[str, Any]:
+    """What single keys say of fields of ZeroConfig and its parts, by the field's path."""
+    found: dict[str, Any] = {}
+    said_by: dict[str, Setting] = {}
     for setting in settings.given():
         answer = setting.key.answer
         if not isinstance(answer, Becomes) or not settings.is_read(setting.key):
             continue
-        owner, _, name = answer.field.rpartition(".")
-        if owner == "zero" and name not in arguments:
-            value = settings.value(setting.key.path)
-            arguments[name] = answer.convert(value) if answer.convert else value
-    return arguments
+        if not answer.field.startswith("zero.") or answer.field in _OF_SEVERAL:
+            continue
+        raw = settings.value(setting.key.path)
+        if raw is None:  # as good as absent
+            continue
+        value = answer.convert(raw) if answer.convert else raw
+        other = said_by.setdefault(answer.field, setting)
+        if found.setdefault(answer.field, value) != value:
+            raise ConfigError(
+                f"{setting.written}: expected what agrees with {other.written}, which is "
+                f"{shown(other.value)}, as both are one setting here, got {shown(raw)}; make them "
+                "the same, or leave one out"
+            )
+    return found
+
+
+def _taken(fields: dict[str, Any], owner: str) -> dict[str, Any]:
+    """The fields of one owner by name, taken out."""
+    names = [path for path in fields if path.rpartition(".")[0] == owner]
+    return {path.rpartition(".")[2]: fields.pop(path) for path in names}
+
+
+def _check_folder(settings: Settings, fields: Mapping[str, Any]) -> None:
+    if "zero.offload.path" in fields:
+        return
+    for section in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
+        device = settings.by_path[f"{section}.device"]
+        if settings.is_read(device.key) and device.value == "nvme":
+            raise ConfigError(
+                f"{section}.nvme_path: expected a folder on the disk to use, as {section}.device "
+                "is 'nvme', got none; say which folder"
+            )

@@ -1,0 +1,91 @@
+"""Offload: what may be said of where things rest."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from zero_engine import ConfigError, Offload, ZeroConfig
+from zero_offload import DiskSettings
+
+FOLDER: Final = Path("/local_nvme")
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "part"),
+    [
+        ({"optimizer": "cpu"}, "optimizer", "'host'"),
+        ({"params": None}, "params", "'disk'"),
+        ({"optimizer": "host", "fraction": 1.5}, "fraction", "from 0 to 1"),
+        ({"optimizer": "host", "fraction": float("nan")}, "fraction", "from 0 to 1"),
+        ({"optimizer": "host", "fraction": True}, "fraction", "from 0 to 1"),
+        ({"optimizer": "disk", "path": 3}, "path", "a folder"),
+        ({"optimizer": "disk", "path": ""}, "path", "a folder"),
+        ({"optimizer": "host", "pin": 1}, "pin", "bool"),
+        ({"optimizer": "host", "subgroup_bytes": 0}, "subgroup_bytes", "at least 1"),
+        ({"optimizer": "host", "subgroup_bytes": 1e6}, "subgroup_bytes", "int"),
+        ({"params": "disk", "path": FOLDER, "read_ahead": -1}, "read_ahead", "at least 0"),
+        ({"params": "disk", "path": FOLDER, "max_host_numel": -1}, "max_host_numel", "at least 0"),
+        ({"optimizer": "host", "budget_bytes": 0}, "budget_bytes", "at least 1"),
+        ({"optimizer": "disk", "path": FOLDER, "disk": {}}, "disk", "DiskSettings or None"),
+        ({"optimizer": "host", "delayed_update": "yes"}, "delayed_update", "bool"),
+        # Together.
+        ({"optimizer": "disk"}, "path", "optimizer='disk'"),
+        ({"params": "disk"}, "path", "params='disk'"),
+        ({"optimizer": "host", "params": "host", "path": FOLDER}, "path", "leave it out"),
+        ({"optimizer": "host", "disk": DiskSettings()}, "disk", "optimizer='disk' or"),
+        ({"params": "host", "max_host_numel": 1}, "max_host_numel", "without params='disk'"),
+        ({"params": "host", "fraction": 0.5}, "fraction", "without optimizer='host'"),
+        ({"params": "host", "delayed_update": True}, "delayed_update", "set optimizer='host'"),
+    ],
+)
+def test_a_wrong_value_says_what_was_expected(fields: Any, name: str, part: str) -> None:
+    """It is read here, before a model of hours is loaded; and nothing asked for is passed over."""
+    with pytest.raises(ConfigError, match=rf"^Offload\.{name}: expected") as caught:
+        Offload(**fields)
+
+    assert part in str(caught.value)
+
+
+def test_what_rests_elsewhere_may_be_any_of_both() -> None:
+    """Parameters, optimizer state and fraction are chosen independently of each other."""
+    for optimizer in ("device", "host", "disk"):
+        for params in ("device", "host", "disk"):
+            for fraction in (0, 0.3, 1) if optimizer != "device" else (1,):
+                Offload(
+                    optimizer=optimizer,
+                    params=params,
+                    fraction=fraction,
+                    path=FOLDER if "disk" in (optimizer, params) else None,
+                )
+
+
+def test_it_travels_and_compares() -> None:
+    """It goes to other processes, and ranks compare what they were told."""
+    offload = Offload(optimizer="disk", path="/a", disk=DiskSettings(queue_depth=4))
+
+    assert offload.path == Path("/a")
+    assert pickle.loads(pickle.dumps(offload)) == offload == copy.deepcopy(offload)
+    assert hash(offload) == hash(copy.deepcopy(offload))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_only_what_is_sharded_may_rest_elsewhere(stage: int) -> None:
+    """Stage 0 shards nothing, 1 and 2 all but parameters."""
+    for name, lowest in (("optimizer", 1), ("params", 3)):
+        offload = Offload(**{name: "host"})
+        if stage >= lowest:
+            assert ZeroConfig(stage=stage, offload=offload).offload is offload
+        else:
+            with pytest.raises(ConfigError, match=rf"^ZeroConfig\.offload: .*{name}='device' at"):
+                ZeroConfig(stage=stage, offload=offload)
+    assert ZeroConfig(stage=stage, offload=Offload()).offload == Offload()
+
+
+def test_what_is_no_offload_is_refused() -> None:
+    """A dict of DeepSpeed's, say."""
+    with pytest.raises(ConfigError, match=r"^ZeroConfig\.offload: expected Offload or None"):
+        ZeroConfig(offload={"device": "cpu"})  # type: ignore[arg-type]
