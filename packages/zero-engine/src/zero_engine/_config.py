@@ -190,4 +190,5 @@ class ZeroConfig:
             max_live_numel=self.max_live_numel,
             prefetch_numel=self.prefetch_numel,
             max_reuse_numel=self.max_reuse_numel,
+            read_ahead=0 if self.offload is None else self.offload.read_ahead,
         )

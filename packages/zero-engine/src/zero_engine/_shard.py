@@ -12,6 +12,7 @@ from zero_partition import AS_IT_IS, find_sharded, partition, unpartition
 from ._config import ZeroConfig
 from ._errors import ConfigError
 from ._group import default_group
+from ._residence import home_and_updater
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer | None)
@@ -69,10 +70,12 @@ def shard(
                 f"shard(): expected {name} to be a {expected}, got {value!r} of type "
                 f"{type(value).__name__}; call shard(model, optimizer, ZeroConfig(stage=3))"
             )
+    group = default_group(model, timeout_s=config.timeout_s) if group is None else group
+    home, updater = home_and_updater(config.offload, group.device)
     partition(
         model,
         optimizer,
-        group=default_group(model, timeout_s=config.timeout_s) if group is None else group,
+        group=group,
         placements=config.placements,
         units=config.units,
         max_unit_bytes=config.max_unit_bytes,
@@ -83,6 +86,8 @@ def shard(
         max_small_numel=config.max_small_numel,
         cut=config.cut,
         gathers_state_dict=config.state_dict == "gather",
+        home=home,
+        updater=updater,
         timeout_s=config.timeout_s,
     )
     return model, optimizer

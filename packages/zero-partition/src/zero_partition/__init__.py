@@ -59,6 +59,7 @@ from ._public import (
 from ._range_reader import AbstractRangeReader
 from ._redundancy import ZeroRedundancyOptimizer
 from ._schedule_report import ScheduleReport, ScheduleRow
+from ._shard_home import AbstractShardHome, Pending, ShardSize
 from ._sharded_model import ShardedModel
 from ._span import Span
 from ._state_access import (
@@ -68,11 +69,15 @@ from ._state_access import (
     set_local_optimizer_state,
 )
 from ._unsharded import unsharded
+from ._updater import MASTER, AbstractUpdater, Opening, UpdaterReport
 
 __all__ = [
     "AS_IT_IS",
+    "MASTER",
     "STAGES",
     "AbstractRangeReader",
+    "AbstractShardHome",
+    "AbstractUpdater",
     "AtRestError",
     "BufferPlan",
     "ChainedOptimizer",
@@ -88,21 +93,25 @@ __all__ = [
     "LoadReport",
     "LostEditError",
     "MemoryReport",
+    "Opening",
     "OverlapError",
     "ParameterPlan",
     "ParameterStatus",
     "PartitionError",
+    "Pending",
     "Piece",
     "Placement",
     "Placements",
     "Precision",
     "ScheduleReport",
     "ScheduleRow",
+    "ShardSize",
     "ShardedModel",
     "Span",
     "Stage",
     "StateError",
     "UnitPlan",
+    "UpdaterReport",
     "ZeroRedundancyOptimizer",
     "__version__",
     "backward_without_batch",

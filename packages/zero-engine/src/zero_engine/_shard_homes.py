@@ -1,0 +1,311 @@
+"""Where shards of parameters rest outside the device: host memory, and disk."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, final
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+from zero_offload import BudgetError, DiskStore, HostArena
+from zero_partition import AbstractShardHome, ShardSize
+
+_WRITES_BEHIND = 2  # shards that are written while the next is made
+
+
+@frozen(eq=False)
+class _Done:
+    """Nothing is left to wait for."""
+
+    def wait(self) -> None:
+        return
+
+
+@frozen(eq=False)
+class _OnDevice:
+    """A copy on a stream of its own."""
+
+    event: Any
+    stream: Any
+
+    def wait(self) -> None:
+        """Let the current stream wait."""
+        torch.cuda.current_stream(self.stream.device).wait_event(self.event)
+
+
+@final
+@define(eq=False)
+class HostHome(AbstractShardHome):
+    """In page-locked host memory: copied to the device ahead of each gather.
+
+    Args:
+        arena: Whose memory.
+    """
+
+    arena: HostArena
+    _shards: dict[int, Tensor] = field(factory=dict, init=False)
+    _copies: dict[int, _OnDevice] = field(factory=dict, init=False)  # the last of each shard
+    _streams: dict[torch.device, Any] = field(factory=dict, init=False)
+
+    def allocate(self, sizes: Mapping[int, ShardSize]) -> None:
+        """See `AbstractShardHome.allocate`."""
+        for index, size in sizes.items():
+            shard = self.arena.allocate(size.numel, dtype=size.dtype, name="parameters")
+            self._shards[index] = shard
+
+    def read(self, index: int, into: Tensor) -> _Done | _OnDevice:
+        """See `AbstractShardHome.read`."""
+        shard = self._shards[index]
+        if into.is_cpu:
+            into.copy_(shard)
+            return _Done()
+        self._copies[index] = copy_ahead(shard, into, self._streams)
+        return self._copies[index]
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """See `AbstractShardHome.expect`: there is nothing to bring nearer."""
+
+    def open(self, index: int, *, reads: bool) -> Tensor:
+        """See `AbstractShardHome.open`."""
+        if index in self._copies:
+            self._copies.pop(index).event.synchronize()
+        shard = self._shards[index]
+        return shard if reads else shard.zero_()
+
+    def close(self, index: int) -> None:
+        """See `AbstractShardHome.close`."""
+
+    def settle(self) -> None:
+        """See `AbstractShardHome.settle`."""
+
+    @property
+    def host_bytes(self) -> int:
+        """See `AbstractShardHome.host_bytes`."""
+        return sum(shard.nbytes for shard in self._shards.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        """See `AbstractShardHome.disk_bytes`."""
+        return 0
+
+    def end(self) -> None:
+        """See `AbstractShardHome.end`."""
+        for copy in self._copies.values():
+            copy.event.synchronize()
+        self._shards, self._copies = {}, {}
+
+
+@final
+@define(eq=False)
+class DiskHome(AbstractShardHome):
+    """In files: read ahead into host memory, and written behind from there.
+
+    Args:
+        store: Where to.
+        arena: Whose memory shards pass through.
+        closes_store: At the end.
+        max_host_numel: Elements of shards, the first ones, that rest in host memory all the same.
+        budget_bytes: Most host memory for those; None: no limit but the process's.
+    """
+
+    store: DiskStore
+    arena: HostArena
+    closes_store: bool = field(kw_only=True)
+    max_host_numel: int = field(default=0, kw_only=True)
+    budget_bytes: int | None = field(default=None, kw_only=True)
+    _host: HostHome = field(init=False)
+    _on_host: set[int] = field(factory=set, init=False)
+    _sizes: dict[int, ShardSize] = field(factory=dict, init=False)  # of those on the disk
+    _ahead: dict[int, tuple[Tensor, Future[Any]]] = field(factory=dict, init=False)
+    _open: dict[int, Tensor] = field(factory=dict, init=False)
+    _behind: deque[tuple[Tensor, Future[None]]] = field(factory=deque, init=False)
+    _returning: deque[tuple[Tensor, _OnDevice]] = field(factory=deque, init=False)
+    _free: dict[int, list[Tensor]] = field(factory=dict, init=False)  # by size in bytes
+    _passing_bytes: int = field(default=0, init=False)
+    _streams: dict[torch.device, Any] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._host = HostHome(self.arena)
+
+    def allocate(self, sizes: Mapping[int, ShardSize]) -> None:
+        """See `AbstractShardHome.allocate`."""
+        room, on_host = self.max_host_numel, {}
+        for index, size in sizes.items():
+            if size.numel <= room:
+                on_host[index] = size
+                room -= size.numel
+        needed = sum(size.num_bytes for size in on_host.values())
+        if self.budget_bytes is not None and needed > self.budget_bytes:
+            raise BudgetError(
+                f"parameters of {needed:,} bytes were to rest on the host by max_host_numel="
+                f"{self.max_host_numel}, and budget_bytes is {self.budget_bytes:,}; lower the "
+                "first, or raise the second",
+                nbytes=needed,
+            )
+        self._host.allocate(on_host)
+        self._on_host = set(on_host)
+        self._sizes = {index: size for index, size in sizes.items() if index not in on_host}
+        self.store.allocate({_key(index): size.num_bytes for index, size in self._sizes.items()})
+
+    def read(self, index: int, into: Tensor) -> Any:
+        """See `AbstractShardHome.read`."""
+        if index in self._on_host:
+            return self._host.read(index, into)
+        if index not in self._ahead and into.is_cpu:
+            return _Reading(self.store.read(_key(index), into))
+        self._begin(index)
+        memory, future = self._ahead.pop(index)
+        return _Passing(self, memory, future, into)
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """See `AbstractShardHome.expect`."""
+        wanted = [i for i in indices if i not in self._on_host and i not in self._open]
+        for index in self._ahead.keys() - set(wanted):
+            self._forget(index)
+        for index in wanted:
+            self._begin(index)
+
+    def open(self, index: int, *, reads: bool) -> Tensor:
+        """See `AbstractShardHome.open`."""
+        if index in self._on_host:
+            return self._host.open(index, reads=reads)
+        self._forget(index)
+        memory = self._take(index)
+        if reads:
+            self.store.read(_key(index), memory).result()
+        else:
+            memory.zero_()
+        self._open[index] = memory
+        return memory
+
+    def close(self, index: int) -> None:
+        """See `AbstractShardHome.close`."""
+        if index in self._on_host:
+            return
+        memory = self._open.pop(index)
+        self._behind.append((memory, self.store.write(_key(index), memory)))
+        while len(self._behind) > _WRITES_BEHIND:
+            self._keep_oldest()
+
+    def settle(self) -> None:
+        """See `AbstractShardHome.settle`."""
+        while self._behind:
+            self._keep_oldest()
+
+    @property
+    def host_bytes(self) -> int:
+        """See `AbstractShardHome.host_bytes`."""
+        return self._host.host_bytes + self._passing_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """See `AbstractShardHome.disk_bytes`."""
+        return sum(size.num_bytes for size in self._sizes.values())
+
+    def end(self) -> None:
+        """See `AbstractShardHome.end`."""
+        for index in list(self._ahead):
+            self._forget(index)
+        while self._behind:
+            self._behind.popleft()[1].exception()
+        for _, copy in self._returning:
+            copy.event.synchronize()
+        self._returning.clear()
+        self._free, self._passing_bytes = {}, 0
+        self._host.end()
+        if self.closes_store:
+            self.store.close()
+
+    def give_back(self, memory: Tensor, copy: _OnDevice | None) -> None:
+        """Memory that a shard has passed through, or will have when it is copied from there."""
+        if copy is not None:
+            self._returning.append((memory, copy))
+            return
+        self._free.setdefault(memory.nbytes, []).append(memory)
+
+    def copy(self, memory: Tensor, into: Tensor) -> _OnDevice | None:
+        """Begin to copy from there; None: it is done."""
+        if into.is_cpu:
+            into.copy_(memory)
+            return None
+        return copy_ahead(memory, into, self._streams)
+
+    def _begin(self, index: int) -> None:
+        if index not in self._ahead:
+            memory = self._take(index)
+            self._ahead[index] = (memory, self.store.read(_key(index), memory))
+
+    def _forget(self, index: int) -> None:
+        if index in self._ahead:
+            memory, future = self._ahead.pop(index)
+            future.exception()  # which nobody needs
+            self.give_back(memory, None)
+
+    def _take(self, index: int) -> Tensor:
+        size = self._sizes[index]
+        while self._returning and self._returning[0][1].event.query():
+            self.give_back(self._returning.popleft()[0], None)
+        free = self._free.get(size.num_bytes)
+        if free:
+            return free.pop().view(size.dtype)
+        memory = self.arena.allocate(
+            size.numel, dtype=size.dtype, name="parameters passing through"
+        )
+        self._passing_bytes += memory.nbytes
+        return memory
+
+    def _keep_oldest(self) -> None:
+        memory, future = self._behind.popleft()
+        self.give_back(memory, None)
+        future.result()
+
+
+@frozen(eq=False)
+class _Reading:
+    """A read into the very place."""
+
+    future: Future[Any]
+
+    def wait(self) -> None:
+        self.future.result()
+
+
+@frozen(eq=False)
+class _Passing:
+    """A read into host memory, and a copy from there."""
+
+    home: DiskHome
+    memory: Tensor
+    future: Future[Any]
+    into: Tensor
+
+    def wait(self) -> None:
+        try:
+            self.future.result()
+        except BaseException:
+            self.home.give_back(self.memory, None)
+            raise
+        copy = self.home.copy(self.memory, self.into)
+        self.home.give_back(self.memory, copy)
+        if copy is not None:
+            copy.wait()
+
+
+def copy_ahead(source: Tensor, into: Tensor, streams: dict[torch.device, Any]) -> _OnDevice:
+    """Begin to copy to a device, on a stream for such copies. Nobody may use `into` before."""
+    if into.device not in streams:
+        streams[into.device] = torch.cuda.Stream(into.device)
+    stream = streams[into.device]
+    stream.wait_stream(torch.cuda.current_stream(into.device))  # which has used `into` before
+    with torch.cuda.stream(stream):
+        into.copy_(source, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(stream)
+    return _OnDevice(event, stream)
+
+
+def _key(index: int) -> str:
+    return f"parameters-{index}"

@@ -1,0 +1,109 @@
+"""Optimizer state that zero-offload keeps, as what the partition asks of an updater."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, final
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+from zero_offload import AbstractStore, OffloadedState
+from zero_partition import MASTER, AbstractUpdater, Opening, UpdaterReport
+
+from ._offload import Offload
+
+_SMALL_BYTES = 2**20  # sub-groups with less state stay in memory
+
+
+@final
+@define(eq=False)
+class OffloadedUpdater(AbstractUpdater):
+    """Steps shards where their state rests.
+
+    Args:
+        offload: What rests where.
+        store: On the disk, if some of it rests there; closed at the end.
+        taken_bytes: Of the host budget, by others.
+    """
+
+    offload: Offload
+    store: AbstractStore | None
+    taken_bytes: Callable[[], int]
+    _optimizer: torch.optim.Optimizer | None = field(default=None, init=False)
+    _kept: OffloadedState | None = field(default=None, init=False)
+
+    def plan(
+        self,
+        targets: Mapping[nn.Parameter, int],
+        optimizer: torch.optim.Optimizer,
+        *,
+        masters: Collection[torch.dtype],
+    ) -> None:
+        """See `AbstractUpdater.plan`."""
+        offload = self.offload
+        budget = offload.budget_bytes
+        self._optimizer = optimizer
+        self._kept = OffloadedState.like(
+            optimizer,
+            state="host" if offload.optimizer == "host" else "disk",
+            fraction={"device": 1 - offload.fraction},
+            store=self.store,
+            own_masters=masters,
+            subgroup_bytes=offload.subgroup_bytes,
+            small_bytes=min(_SMALL_BYTES, offload.subgroup_bytes // 2),
+            budget_bytes=None if budget is None else max(0, budget - self.taken_bytes()),
+            is_pinned=offload.pin,
+        )
+        self._kept.add(targets, optimizer.param_groups)
+
+    def step(
+        self, grads: Mapping[nn.Parameter, Tensor], *, factor: float, opening: Opening
+    ) -> None:
+        """See `AbstractUpdater.step`."""
+        assert self._optimizer is not None, "planned with it"
+        groups = self._optimizer.param_groups
+        self._state.step(groups, grads, factor=factor, opening=opening)
+
+    def begin_backward(self) -> None:
+        """See `AbstractUpdater.begin_backward`."""
+        self._state.read_ahead()
+
+    def started(self) -> Collection[nn.Parameter]:
+        """See `AbstractUpdater.started`."""
+        return self._state.started(besides=(MASTER,))
+
+    def read(
+        self, targets: Iterable[nn.Parameter], names: Collection[str] | None = None
+    ) -> dict[nn.Parameter, dict[str, Any]]:
+        """See `AbstractUpdater.read`."""
+        return self._state.read(targets, names)
+
+    def write(self, states: Mapping[nn.Parameter, Mapping[str, Any]], *, replaces: bool) -> None:
+        """See `AbstractUpdater.write`."""
+        if replaces:
+            self._state.mend()
+        self._state.write(states, keeps=(MASTER,) if replaces else None)
+
+    @property
+    def report(self) -> UpdaterReport:
+        """See `AbstractUpdater.report`."""
+        footprint = self._state.footprint
+        return UpdaterReport(
+            device_bytes=footprint.device_bytes,
+            host_bytes=footprint.host_bytes,
+            disk_bytes=footprint.disk_bytes,
+        )
+
+    def end(self) -> None:
+        """See `AbstractUpdater.end`."""
+        if self._kept is not None:
+            self._kept.close(keeps_store=False)
+        if self.store is not None:
+            self.store.close()
+        self._kept = self._optimizer = None
+
+    @property
+    def _state(self) -> OffloadedState:
+        assert self._kept is not None, "plan() comes first, and end() last"
+        return self._kept
