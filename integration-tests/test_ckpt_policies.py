@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import parity
 import pytest
 import torch
+import training
 import zero_engine
 from attrs import frozen
 from parity import ZeroConfig
@@ -108,16 +110,9 @@ def _train(
     zero_engine.shard(model, optimizer, config, group=group)
     if case is not None and order == "after":
         case.apply(model)
-    losses = []
-    for step in range(3):
-        generator = torch.Generator().manual_seed(2 * step + group.rank)
-        ids = torch.randint(0, 20, (2, 6), generator=generator)
-        with torch.autocast("cpu", torch.bfloat16, enabled=step == 1):
-            loss = nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = training.train(
+        model, optimizer, partial(training.token_loss, rank=group.rank), num_steps=3
+    )
     return losses, torch.get_rng_state(), zero_engine.full_state_dict(model)
 
 

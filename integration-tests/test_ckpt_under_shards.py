@@ -9,6 +9,7 @@ from typing import Any
 import parity
 import pytest
 import torch
+import training
 import zero_engine
 from torch import Tensor, nn
 from zero_ckpt import Checkpointer, RngTracker
@@ -73,16 +74,9 @@ def _train(group: Group, run: Run, tracker: RngTracker, config: ZeroConfig, **op
     trainable = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-2)
     zero_engine.shard(model, optimizer, config, group=group)
-    losses = []
-    for step in range(3):
-        generator = torch.Generator().manual_seed(2 * step + group.rank)
-        ids = torch.randint(0, 20, (2, 6), generator=generator)
-        with torch.autocast("cpu", torch.bfloat16, enabled=step == 1):
-            loss = nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = training.train(
+        model, optimizer, partial(training.token_loss, rank=group.rank), num_steps=3
+    )
     states = [torch.get_rng_state(), *tracker.get_states().values()]
     return losses, states, zero_engine.full_state_dict(model)
 

@@ -16,7 +16,7 @@ from engines import assert_weights, engine_config, run_micro_batch, weights_of
 from torch import Tensor
 from zero_comm import Group
 from zero_engine import DynamicLossScale, Engine, LossScaleError, ZeroConfig
-from zero_partition import GradientReport, unscale_and_clip_
+from zero_partition import GradientReport, StateError, unscale_and_clip_
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -207,6 +207,28 @@ def _end_at_the_minimum(group: Group) -> None:
             engine.was_step_applied()
         assert (engine.global_steps, engine.skipped_steps) == (2, 1)
         assert not engine.was_step_applied()
+
+
+def test_an_engine_is_destroyed_whatever_its_last_verdict(ranks) -> None:
+    """Cleaning up must not hide the error that it follows, nor stop half-way."""
+    ranks(1).run(_destroy_at_the_minimum)
+
+
+def _destroy_at_the_minimum(group: Group) -> None:
+    scale = DynamicLossScale(initial_power=0, hysteresis=1, raises_at_minimum=True)
+    engine = _engine(group, is_late=True, loss_scale=scale)
+    scheduler = engine.lr_scheduler
+    run_micro_batch(engine, 0)
+    before = scheduler.state_dict()
+    run_micro_batch(engine, 1, factor=math.inf)
+    assert scheduler.state_dict() != before  # the host does not know yet
+
+    engine.destroy()
+
+    assert scheduler.state_dict() == before
+    assert (engine.skipped_steps, engine.was_step_applied()) == (1, False)
+    with pytest.raises(StateError, match="after destroy"):
+        engine.step()
 
 
 def test_a_scheduler_that_cannot_go_back_makes_the_host_wait(ranks) -> None:

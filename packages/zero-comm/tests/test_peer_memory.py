@@ -17,8 +17,9 @@ import pytest
 import torch
 from attrs import define, field
 from torch import Tensor
-from zero_comm import CommError, GroupMismatchError, _journal, _peer_memory
-from zero_comm._peer_memory import PeerMemory, RemoteBuffer, Transfer
+from zero_comm import CommError, GroupMismatchError, _journal, _peer_memory, _transfer
+from zero_comm._peer_memory import PeerMemory
+from zero_comm._transfer import RemoteBuffer, Transfer
 
 
 @define(eq=False)
@@ -401,7 +402,7 @@ def test_a_peer_that_may_be_read_no_more_is_named_with_the_switch(what: str) -> 
     first, second = _acquainted(2)
     theirs = _exchange(second, 0, 2.0)
     refusal = PermissionError(EPERM, "Operation not permitted")
-    place = {"journal": (_journal, "read"), "buffer": (_peer_memory, "read_into")}[what]
+    place = {"journal": (_journal, "read"), "buffer": (_transfer, "read_into")}[what]
 
     with (
         mock.patch.object(*place, side_effect=refusal),

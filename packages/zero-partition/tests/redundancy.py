@@ -81,6 +81,9 @@ ELEMENTWISE: Final[dict[str, tuple[Make, dict[str, Any]]]] = {
     "adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
     "nadam": (torch.optim.NAdam, {"lr": 0.01}),
     "radam": (torch.optim.RAdam, {"lr": 0.01}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.01, "t0": 5.0}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.01}),
     "nested": (Nested, {"lr": 0.1}),
 }
 WHOLE: Final[dict[str, tuple[Make, dict[str, Any]]]] = {

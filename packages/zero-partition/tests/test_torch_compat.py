@@ -231,3 +231,40 @@ def test_is_in_ddp_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     ddp = torch.nn.parallel.DistributedDataParallel
     monkeypatch.setattr(ddp, "_active_ddp_module", torch.nn.Linear(1, 1))
     assert _torch_compat.is_in_ddp_forward()
+
+
+def test_lists_of_tensors_are_worked_on_in_one_call() -> None:
+    """torch._foreach_copy_, _foreach_add_, _foreach_mul_ and _foreach_norm, of any sizes."""
+    mine, given = ([torch.full((n,), value) for n in (1, 9)] for value in (1.0, 2.0))
+
+    _torch_compat.foreach_copy_(mine, given)
+    _torch_compat.foreach_add_(mine, given)
+    _torch_compat.foreach_mul_(mine, torch.tensor(0.5))
+    assert [tensor.tolist() for tensor in mine] == [[2.0], [2.0] * 9]
+
+    large = [tensor.half() * 2**14 for tensor in given]  # fp16 ends at 65504
+    norms = _torch_compat.foreach_norm(large, 2.0, dtype=torch.float32)
+    assert [norm.item() for norm in norms] == [2.0**15, 3 * 2.0**15]
+    (largest,) = _torch_compat.foreach_norm([torch.tensor([1.0, -3.0])], float("inf"))
+    assert largest.item() == 3.0
+
+
+def test_a_grad_scaler_unscales_by_the_call_that_gradient_shards_look_for() -> None:
+    """torch._amp_foreach_non_finite_check_and_unscale_, with gradients and found_inf in front."""
+    seen = []
+
+    class Watching(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is _torch_compat.unscale_and_find_inf_:
+                seen.append((len(args[0]), args[1].item()))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    param = torch.nn.Parameter(torch.ones(2))
+    param.grad = torch.tensor([4.0, float("inf")]).as_subclass(Watching)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(torch.optim.SGD([param]))
+
+    assert seen == [(1, 0.0)]
+    assert param.grad[0].item() == 1.0

@@ -8,11 +8,11 @@ from typing import Any, final
 
 import torch
 
-from ._frame import Companion
+from ._frame import AbstractCompanion
 
 
 @final
-class Synchronized(Companion):
+class Synchronized(AbstractCompanion):
     """Waits for the current accelerator before and after both runs; for nothing on the CPU."""
 
     def forward(self) -> AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-from ._frame import Companion
+from ._frame import AbstractCompanion
 from ._layers import module_of
 from ._torch_compat import version_of
 
@@ -24,7 +24,7 @@ _LEAD_ON: Final = (nn.Module, FunctionType, MethodType, partial)
 
 @final
 @define(eq=False)
-class OnceWritten(Companion):
+class OnceWritten(AbstractCompanion):
     """Puts buffers back after a recomputation, as forward has left them."""
 
     _buffers: list[Tensor]

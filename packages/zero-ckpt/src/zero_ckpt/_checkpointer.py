@@ -18,7 +18,7 @@ from ._checksums import Checksums
 from ._configurable import Configurable
 from ._configuration import Configuration
 from ._errors import CheckpointError
-from ._frame import Companion, Frame
+from ._frame import AbstractCompanion, Frame
 from ._generators import devices_of
 from ._keep import Keeping
 from ._layers import Layer, Layers
@@ -261,7 +261,7 @@ class Checkpointer(Configurable):
 
     def _companions(
         self, function: Callable[..., Any], name: str, timed: Timed | None
-    ) -> tuple[Companion, ...]:
+    ) -> tuple[AbstractCompanion, ...]:
         waits = Synchronized() if self._configuration.synchronizes else None
         keeping = None if self.keeps is None else Keeping(name, self.keeps, self._ledger)
         found = (OnceWritten.of(function), waits, timed, keeping)

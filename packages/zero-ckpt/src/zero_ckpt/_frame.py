@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple
@@ -27,16 +28,16 @@ from ._verify import Witness
 # hooks fire once, and autograd.grad() works: unlike in a backward of its own for each segment.
 
 
-class Companion:
+class AbstractCompanion(ABC):
     """What goes along with both runs of one call: measures, compares, keeps more. One per call."""
 
+    @abstractmethod
     def forward(self) -> AbstractContextManager[Any]:
         """Around the function's first run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def recompute(self) -> AbstractContextManager[Any]:
         """Around each later one; left by an exception of ours when nothing more is needed."""
-        raise NotImplementedError
 
 
 class _Stop(BaseException):
@@ -90,7 +91,7 @@ class Frame:
     ambient: Ambient
     tracker: RngTracker
     turn: Turn
-    companions: tuple[Companion, ...] = ()
+    companions: tuple[AbstractCompanion, ...] = ()
     witness: Witness | None = None
     stops_early: bool = True
     _saved: list[weakref.ref[_Saved]] = field(factory=list, init=False)

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._errors import NondeterminismError
-from ._frame import Companion
+from ._frame import AbstractCompanion
 from ._generators import devices_of, get_state, set_state
 from ._memory import Ledger, is_known, storages_in, tensors_in
 from ._nested import replace_in
@@ -77,7 +77,7 @@ class _Step:
 
 
 @define(eq=False)
-class Keeping(Companion):
+class Keeping(AbstractCompanion):
     """Keeps what a policy decides to, in the first run; hands it out in each later one."""
 
     layer: str  # for messages

@@ -15,7 +15,7 @@ from attrs import asdict, define, field, frozen
 from torch import Tensor
 
 from ._errors import CheckpointError
-from ._frame import Companion
+from ._frame import AbstractCompanion
 from ._savers import AbstractKept
 
 _MAX_PENDING: Final = 1024  # measurements, before those that are over are added up
@@ -168,7 +168,7 @@ class Profile:
 
 @final
 @frozen(eq=False)
-class Timed(Companion):
+class Timed(AbstractCompanion):
     """Measures both runs of a call, and what is kept of its inputs."""
 
     _profile: Profile

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ._handle import Handle
-from ._peer_memory import PeerMemory, RemoteBuffer, Transfer
+from ._peer_memory import PeerMemory
 from ._reduction import Reduction, finish_mean
+from ._transfer import RemoteBuffer, Transfer
 from ._watch import Launch
 
 # A piece of every rank stays in cache until it is added.

@@ -23,7 +23,7 @@ from typing import Final, TypeVar
 from weakref import WeakSet
 
 import torch
-from attrs import Factory, define, field, frozen
+from attrs import Factory, define, field
 from torch import Tensor
 
 from ._errors import CommError, GroupMismatchError
@@ -38,6 +38,7 @@ from ._journal import (
     read_word,
 )
 from ._process_memory import read_into, why
+from ._transfer import RemoteBuffer, Transfer
 from ._watch import Launch, SeenWait, Wait, Watch
 
 # How long a wait sleeps between looks: short while peers are probably about to answer, then longer.
@@ -48,47 +49,6 @@ _SHORT_FOR_S: Final = 0.1
 
 
 T = TypeVar("T")
-
-
-@frozen
-class RemoteBuffer:
-    """A peer's buffer, lent until this rank is done with it."""
-
-    lender: int  # rank
-    reader: int
-    pid: int
-    address: int
-    num_bytes: int
-
-    def read_into(self, tensor: Tensor, *, offset: int) -> None:
-        """Fill `tensor` from `offset` bytes into the buffer.
-
-        Raises:
-            CommError: The peer has ended, or has no such memory any more.
-        """
-        try:
-            read_into(tensor, self.pid, self.address + offset)
-        except OSError as error:
-            raise CommError(
-                f"rank {self.reader} could not read a buffer that rank {self.lender} (process "
-                f"{self.pid}) had lent: {why(error)}. A buffer must stay until its wait() has "
-                "returned, on every rank, and a result must go to memory that can be written"
-            ) from error
-
-
-@define(eq=False)
-class Transfer:
-    """One collective of this rank: its buffer is lent to every peer until all are done."""
-
-    tag: int
-    buffer: Tensor
-    carry_out: Callable[[dict[int, RemoteBuffer]], None]  # receives every peer's buffer, by rank
-    is_carried_out: bool = False
-    done_by: set[int] = field(factory=set)  # peers
-    error: Exception | None = None
-    launch: Launch | None = None  # where the group's watch counts it
-    done_entry: int = 0  # how many entries the journal has when it says that this rank is done
-    num_bytes: tuple[int, ...] | None = None  # of each rank's buffer; all are as ours when None
 
 
 @define(eq=False)

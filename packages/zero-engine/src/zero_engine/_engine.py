@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, final
 
 import torch
@@ -15,7 +15,7 @@ from zero_partition import StateError
 from ._checks import check_flag, check_whole
 from ._engine_config import EngineConfig
 from ._engine_facts import EngineFacts
-from ._errors import ConfigError
+from ._errors import ConfigError, LossScaleError
 from ._schedulers import check_step
 from ._verdict import Verdict, can_undo, remember
 
@@ -327,10 +327,13 @@ class Engine(EngineFacts):
 
         The engine cannot be used any more. The model stays sharded, as no rank may have the memory
         for all of it: `zero_engine.unshard(engine.module, engine.optimizer)` makes it plain again.
+        Counters and scheduler are as of the last step; that its loss scale would have to get too
+        small is no error any more.
         """
         if self._is_destroyed:
             return
-        self._settle()
+        with suppress(LossScaleError):  # it asks for another scale, and nothing is scaled any more
+            self._settle()
         self._is_destroyed = True
         self._waiting.close()
         if zero_partition.find_sharded(self.module) is not None:

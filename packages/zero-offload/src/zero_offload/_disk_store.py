@@ -2,70 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
-from attrs import define, field, frozen
+from attrs import define, field
 from torch import Tensor
 
-from ._checksum import Checksum, Checksummer, choose_checksummer
+from ._checksum import Checksummer, choose_checksummer
 from ._direct import Direct, probe_direct
 from ._disk_settings import DiskSettings, DiskStatus
 from ._errors import StoreError
 from ._job_folder import JobFolder
 from ._ring import RingTransport, choose_transport, io_library
 from ._store import AbstractStore, Form, check_form, flat_bytes
+from ._swap_file import REMEDIES, SwapFile, with_remedy
 from ._system import SYSTEM, System
 from ._transfer import AbstractTransport, Transfer, align_up
-
-_REMEDIES: Final = {
-    errno.ENOSPC: "free some of the disk, or name another one",
-    errno.EDQUOT: "the quota is used up: raise it, or name another disk",
-    errno.EFBIG: "a limit on the size of files (`ulimit -f`) or the file system forbids it",
-    errno.EACCES: "something changed the permissions of the job's folder",
-    errno.EROFS: "the file system has become read-only: look at the kernel's log",
-    errno.EIO: "the device fails: look at the kernel's log",
-    errno.EMFILE: "raise the limit on open files (`ulimit -n`)",
-}
-_NO_FALLOCATE: Final = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
-
-
-@frozen
-class _Stamp:
-    """By which a file is known to be as we left it."""
-
-    inode: tuple[int, int]
-    nbytes: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, found: os.stat_result) -> _Stamp:
-        return cls((found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns)
-
-    def difference(self, now: _Stamp) -> str:
-        if now.inode != self.inode:
-            return "another file has been put in its place"
-        if now.nbytes != self.nbytes:
-            return f"it had {self.nbytes} bytes and now has {now.nbytes}"
-        return "something else has written to it" if now.mtime_ns != self.mtime_ns else ""
-
-
-@define(eq=False)
-class _File:
-    key: str
-    path: str
-    nbytes: int
-    stamp: _Stamp
-    form: Form | None = None  # None: there is nothing to read
-    checksum: Checksum | None = None
-    fault: str = "it was never written"  # why, where form is None
 
 
 @final
@@ -99,7 +57,7 @@ class DiskStore(AbstractStore):
     _registered: tuple[int, str] = field(default=(0, "no buffers were registered"), init=False)
     _workers: ThreadPoolExecutor = field(init=False, repr=False)
     _owner: int = field(factory=os.getpid, init=False, repr=False)
-    _files: dict[str, _File] = field(factory=dict, init=False, repr=False)
+    _files: dict[str, SwapFile] = field(factory=dict, init=False, repr=False)
     _num_files: int = field(default=0, init=False, repr=False)  # ever made: names are not reused
     _waiting: dict[str, deque[_Job]] = field(factory=dict, init=False, repr=False)
     _is_closed: bool = field(default=False, init=False, repr=False)
@@ -116,7 +74,7 @@ class DiskStore(AbstractStore):
         except OSError as error:
             self._folder.close()
             raise StoreError(
-                f"cannot write to {self._folder.path}: {_why(error)}",
+                f"cannot write to {self._folder.path}: {with_remedy(error)}",
                 path=str(self._folder.path),
                 errno=error.errno,
             ) from error
@@ -173,12 +131,12 @@ class DiskStore(AbstractStore):
             if needed > free:
                 raise StoreError(
                     f"{len(rooms)} values need {needed} bytes in {self.folder}, and {free} bytes "
-                    f"are free there; {_REMEDIES[errno.ENOSPC]}",
+                    f"are free there; {REMEDIES[errno.ENOSPC]}",
                     path=str(self.folder),
                     nbytes=needed,
                     errno=errno.ENOSPC,
                 )
-            made: list[_File] = []
+            made: list[SwapFile] = []
             try:
                 for key, nbytes in sizes.items():
                     made.append(self._make(key, nbytes))
@@ -262,10 +220,10 @@ class DiskStore(AbstractStore):
             with self._state:
                 self._files[key] = file
         file.form, file.fault = None, "its last write failed"
-        with self._opened(file, "write") as fd:
+        with file.opened("write", self._direct.flag) as fd:
             moved = self._move(fd, flat, writes=True)
             assert moved == flat.nbytes, f"{file.path}: {moved} of {flat.nbytes} bytes written"
-            file.stamp = _Stamp.of(self.system.fstat(fd))
+            file.stamp(fd)
         file.checksum = self._checksummer.of(flat) if self._checksummer else None
         file.form = Form.of(source)
 
@@ -275,27 +233,26 @@ class DiskStore(AbstractStore):
         if file.form is None:
             raise StoreError(f"{key!r} cannot be read: {file.fault}", key=key, path=file.path)
         check_form(key, file.form, into, file.path)
-        with self._opened(file, "read") as fd:
+        with file.opened("read", self._direct.flag) as fd:
             moved = self._move(fd, flat, writes=False)
         if moved < flat.nbytes:
-            raise _changed(file, f"it ends after {moved} of {flat.nbytes} bytes")
+            raise file.changed(f"it ends after {moved} of {flat.nbytes} bytes")
         if self._checksummer and self._checksummer.of(flat) != file.checksum:
-            raise _changed(file, f"its {self._checksummer.algorithm} is not that of what we wrote")
+            raise file.changed(f"its {self._checksummer.algorithm} is not that of what we wrote")
         return into
 
     def _delete(self, key: str) -> None:
         file = self._known(key)
         with self._state:
             del self._files[key]
-        with _reported(file, "delete"), contextlib.suppress(FileNotFoundError):
-            self.system.unlink(file.path)
+        file.delete()
 
     def _move(self, fd: int, flat: Tensor, *, writes: bool) -> int:
         align = self._direct.align_bytes
         transfer = Transfer(fd, writes, flat.data_ptr(), flat.nbytes, align=align)
         return self._transport.move(transfer)
 
-    def _known(self, key: str) -> _File:
+    def _known(self, key: str) -> SwapFile:
         file = self._files.get(key)
         if file is None:
             raise StoreError(f"{key!r} was never written to {self.folder}", key=key)
@@ -310,51 +267,13 @@ class DiskStore(AbstractStore):
             )
         return flat_bytes(key, tensor)
 
-    @contextlib.contextmanager
-    def _opened(self, file: _File, verb: str) -> Iterator[int]:
-        """The file, if it is as we left it. O_NOFOLLOW: nor is a link put in its place."""
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | self._direct.flag
-        with _reported(file, verb):
-            try:
-                fd = self.system.open(file.path, flags, 0)
-            except FileNotFoundError:
-                raise _changed(file, "it has been removed") from None
-            try:
-                difference = file.stamp.difference(_Stamp.of(self.system.fstat(fd)))
-                if difference:
-                    raise _changed(file, difference)
-                yield fd
-            finally:
-                self.system.close(fd)
-
-    def _make(self, key: str, nbytes: int) -> _File:
-        """A file with all its room, or none."""
+    def _make(self, key: str, nbytes: int) -> SwapFile:
         with self._state:
             self._num_files += 1
             path = str(self.folder / f"{self._num_files:06}-{_spelled(key)}")
-        file = _File(key, path, nbytes, _Stamp((0, 0), 0, 0))
-        room = align_up(nbytes, self._direct.align_bytes)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        with _reported(file, "make"):
-            fd = self.system.open(path, flags, 0o600)
-            try:
-                if room:
-                    self._fill(fd, room)
-                file.stamp = _Stamp.of(self.system.fstat(fd))
-            except BaseException:
-                self.system.unlink(path)
-                raise
-            finally:
-                self.system.close(fd)
+        file = SwapFile(key, path, nbytes, self.system)
+        file.make(align_up(nbytes, self._direct.align_bytes))
         return file
-
-    def _fill(self, fd: int, room: int) -> None:
-        try:
-            self.system.fallocate(fd, 0, room)
-        except OSError as error:
-            if error.errno not in _NO_FALLOCATE:
-                raise
-            self.system.truncate(fd, room)  # such a file system can only fail later
 
     def _free_bytes(self) -> int:
         found = self.system.statvfs(str(self.folder))
@@ -392,40 +311,6 @@ class _Job:
         else:
             self._run = None
             self.future.set_result(result)
-
-
-@contextlib.contextmanager
-def _reported(file: _File, verb: str) -> Iterator[None]:
-    """What the system refuses is said with the key, the path and the bytes."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except OSError as error:
-        raise StoreError(
-            f"cannot {verb} {file.key!r} ({file.nbytes} bytes) at {file.path}: {_why(error)}",
-            key=file.key,
-            path=file.path,
-            nbytes=file.nbytes,
-            errno=error.errno,
-        ) from error
-
-
-def _changed(file: _File, how: str) -> StoreError:
-    return StoreError(
-        f"{file.path}, which holds {file.key!r} ({file.nbytes} bytes), was changed behind our "
-        f"back: {how}. Its value is lost; resume from a checkpoint, and keep others out of "
-        "that folder",
-        key=file.key,
-        path=file.path,
-        nbytes=file.nbytes,
-    )
-
-
-def _why(error: OSError) -> str:
-    remedy = _REMEDIES.get(error.errno or 0, "")
-    text = error.strerror or str(error)
-    return f"{text}; {remedy}" if remedy else text
 
 
 def _spelled(key: str) -> str:

@@ -23,6 +23,7 @@ from ._flat_buffer import FlatBuffer
 from ._guards import GradientShard
 from ._precision import AS_IT_IS, Precision
 from ._slots import Slot
+from ._torch_compat import foreach_add_, foreach_copy_
 from ._unit import Unit
 
 # NOTE(arrival): autograd gives away a gradient it has just made when `param.grad` is None, and adds
@@ -166,10 +167,10 @@ class BufferGradients:
         again = [position for position in moved if filled[position]]
         with torch.no_grad():  # create_graph=True makes gradients that have a graph
             if first:
-                torch._foreach_copy_([views[p] for p in first], [moved[p] for p in first])
+                foreach_copy_([views[p] for p in first], [moved[p] for p in first])
                 self.carried.difference_update(first)
             if again:
-                torch._foreach_add_([views[p] for p in again], [moved[p] for p in again])
+                foreach_add_([views[p] for p in again], [moved[p] for p in again])
         for position in grads:
             filled[position] = True
             params[position].grad = None if self.shards_state else views[position]

@@ -9,7 +9,12 @@ from torch import Tensor
 from zero_comm import Group, Reduction, all_reduce_flat
 
 from ._errors import StateError
-from ._torch_compat import as_subclass_sharing_memory, plain_call
+from ._torch_compat import (
+    as_subclass_sharing_memory,
+    foreach_norm,
+    plain_call,
+    unscale_and_find_inf_,
+)
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -112,7 +117,7 @@ class GradientShard(Tensor):
                 "grad.as_subclass(torch.Tensor)."
             )
         result = plain_call(func, args, kwargs or {})
-        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+        if func is unscale_and_find_inf_:
             for shard in args[0]:
                 if isinstance(shard, GradientShard):
                     shard.is_unscaled = True
@@ -134,7 +139,7 @@ _NORMS = {
     torch.norm,
     torch.linalg.norm,
     torch.linalg.vector_norm,
-    torch._foreach_norm,
+    foreach_norm,
     torch.nn.functional.normalize,
     Tensor.norm,
 }

@@ -12,7 +12,7 @@ from zero_comm import Group, all_gather_flat
 from ._errors import StateError
 from ._in_step import can_clip_in_step, leave_to_step
 from ._sharded_model import ShardedModel
-from ._torch_compat import plain_access
+from ._torch_compat import foreach_mul_, foreach_norm, plain_access
 
 
 @frozen
@@ -122,7 +122,7 @@ def _norms_of(grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     for dtype, places in _by_dtype(grads).items():
         same = [grads[i] for i in places]
         wide = torch.float32 if dtype.itemsize < torch.float32.itemsize else None
-        for i, norm in zip(places, torch._foreach_norm(same, norm_type, dtype=wide), strict=True):
+        for i, norm in zip(places, foreach_norm(same, norm_type, dtype=wide), strict=True):
             norms[i] = norm
     return norms
 
@@ -132,7 +132,7 @@ def _scale_(grads: Sequence[tuple[Tensor, bool]], factor: Tensor) -> None:
     tensors = [grad for grad, _ in grads]
     for dtype, places in _by_dtype(tensors).items():
         is_wide = dtype.itemsize >= torch.float32.itemsize  # in 16 bits a factor would be rounded
-        torch._foreach_mul_([tensors[i] for i in places], factor.to(dtype) if is_wide else factor)
+        foreach_mul_([tensors[i] for i in places], factor.to(dtype) if is_wide else factor)
 
 
 def _by_dtype(grads: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:

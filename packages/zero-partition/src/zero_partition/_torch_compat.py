@@ -5,13 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 Func = TypeVar("Func", bound=Callable[..., Any])
+
+# Of a list of tensors in one call each, as torch's own optimizers do. No functions around them:
+# they are called for gradients as they arrive.
+foreach_add_: Final = torch._foreach_add_
+foreach_copy_: Final = torch._foreach_copy_
+foreach_mul_: Final = torch._foreach_mul_
+foreach_norm: Final = torch._foreach_norm
+
+# What torch.amp.GradScaler calls on gradients, and nothing else does.
+unscale_and_find_inf_: Final = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def is_in_backward() -> bool:
