@@ -12,7 +12,7 @@ from zero_partition import AS_IT_IS, find_sharded, partition, unpartition
 from ._config import ZeroConfig
 from ._errors import ConfigError
 from ._group import default_group
-from ._residence import home_and_updater
+from ._residence import keepers_of
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer | None)
@@ -71,7 +71,7 @@ def shard(
                 f"{type(value).__name__}; call shard(model, optimizer, ZeroConfig(stage=3))"
             )
     group = default_group(model, timeout_s=config.timeout_s) if group is None else group
-    home, updater = home_and_updater(config.offload, group.device)
+    keepers = keepers_of(config.offload, group.device)
     partition(
         model,
         optimizer,
@@ -86,8 +86,9 @@ def shard(
         max_small_numel=config.max_small_numel,
         cut=config.cut,
         gathers_state_dict=config.state_dict == "gather",
-        home=home,
-        updater=updater,
+        home=keepers.home,
+        updater=keepers.updater,
+        gradient_home=keepers.gradient_home,
         timeout_s=config.timeout_s,
     )
     return model, optimizer
