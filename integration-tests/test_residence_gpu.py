@@ -52,12 +52,13 @@ def _train(
 @pytest.mark.parametrize("fraction", [0.3, 1.0])
 @pytest.mark.parametrize("optimizer", ["host", "disk"])
 @pytest.mark.parametrize(
-    ("stage", "params"), [(1, "device"), (2, "device"), (3, "device"), (3, "host"), (3, "disk")]
+    "where", [(1, "device"), (2, "device"), (3, "device"), (3, "host"), (3, "disk")]
 )
 def test_residence_changes_no_more_than_another_kernel_does(
-    stage: int, params: str, optimizer: str, fraction: float, precision, tmp_path: Path
+    where: tuple[int, str], optimizer: str, fraction: float, precision, tmp_path: Path
 ) -> None:
     """Copies on streams of their own must be there when they are read, both ways."""
+    stage, params = where
     offload = Offload(
         optimizer=optimizer,
         params=params,
