@@ -82,7 +82,9 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
             reduction -= sum(p.numel() for p in held) * itemsize
     in_state, of_scalars = _optimizer_bytes(sharded)
     home, updater = sharded.residence.home, sharded.residence.updater
-    elsewhere = [keeper for keeper in (home, updater.report if updater else None) if keeper]
+    copies = {id(unit.copies): unit.copies for unit in sharded.units}.values()
+    keepers = (home, updater.report if updater else None, *copies)
+    elsewhere = [keeper for keeper in keepers if keeper is not None]
     return MemoryReport(
         params_bytes=params,
         gradients_bytes=gradients,
