@@ -14,6 +14,8 @@ from torch import Tensor
 from zero_offload import BudgetError, DiskStore, HostArena
 from zero_partition import AbstractShardHome, ShardSize
 
+from ._disk import Disk
+
 _NUMBERS: Final = itertools.count()
 _WRITES_BEHIND: Final = 2  # shards that are written while the next is made
 
@@ -110,18 +112,17 @@ class DiskHome(AbstractShardHome):
     """In files: read ahead into host memory, and written behind from there.
 
     Args:
-        store: Where to.
+        disk: Where to.
         arena: Whose memory shards pass through.
-        closes_store: At the end.
         max_host_numel: Elements of shards, the first ones, that rest in host memory all the same.
         budget_bytes: Most host memory for those; None: no limit but the process's.
     """
 
-    store: DiskStore
+    disk: Disk
     arena: HostArena
-    closes_store: bool = field(kw_only=True)
     max_host_numel: int = field(default=0, kw_only=True)
     budget_bytes: int | None = field(default=None, kw_only=True)
+    _store: DiskStore | None = field(default=None, init=False)
     _host: HostHome = field(init=False)
     _on_host: set[int] = field(factory=set, init=False)
     _sizes: dict[int, ShardSize] = field(factory=dict, init=False)  # of those on the disk
@@ -152,12 +153,13 @@ class DiskHome(AbstractShardHome):
                 "first, or raise the second",
                 nbytes=needed,
             )
+        self._store = self.disk.open()
         self._host.allocate(on_host)
         self._on_host = set(on_host)
         self._sizes = {index: size for index, size in sizes.items() if index not in on_host}
         name = f"parameters-{next(_NUMBERS)}"  # several homes may share a store
         keys = {index: f"{name}.{index}" for index in self._sizes}
-        self.store.allocate({keys[index]: size.num_bytes for index, size in self._sizes.items()})
+        self._opened.allocate({keys[index]: size.num_bytes for index, size in self._sizes.items()})
         self._keys = keys
 
     def read(self, index: int, into: Tensor) -> Any:
@@ -165,7 +167,7 @@ class DiskHome(AbstractShardHome):
         if index in self._on_host:
             return self._host.read(index, into)
         if index not in self._ahead and into.is_cpu:
-            return _Reading(self.store.read(self._keys[index], into))
+            return _Reading(self._opened.read(self._keys[index], into))
         self._begin(index)
         memory, future = self._ahead.pop(index)
         return _Passing(self, memory, future, into)
@@ -185,7 +187,7 @@ class DiskHome(AbstractShardHome):
         self._forget(index)
         memory = self._take(index)
         if reads:
-            self.store.read(self._keys[index], memory).result()
+            self._opened.read(self._keys[index], memory).result()
         else:
             memory.zero_()
         self._open[index] = memory
@@ -196,7 +198,7 @@ class DiskHome(AbstractShardHome):
         if index in self._on_host:
             return
         memory = self._open.pop(index)
-        self._behind.append((memory, self.store.write(self._keys[index], memory)))
+        self._behind.append((memory, self._opened.write(self._keys[index], memory)))
         while len(self._behind) > _WRITES_BEHIND:
             self._keep_oldest()
 
@@ -217,7 +219,7 @@ class DiskHome(AbstractShardHome):
 
     def another(self) -> DiskHome:
         """See `AbstractShardHome.another`."""
-        return DiskHome(self.store, self.arena, closes_store=False)
+        return DiskHome(self.disk, self.arena)
 
     def end(self) -> None:
         """See `AbstractShardHome.end`."""
@@ -230,11 +232,16 @@ class DiskHome(AbstractShardHome):
         self._returning.clear()
         self._free, self._passing_bytes = {}, 0
         self._host.end()
-        for key in self._keys.values():
-            self.store.delete(key)
-        self._sizes, self._keys = {}, {}
-        if self.closes_store:
-            self.store.close()
+        if self._store is not None:
+            for key in self._keys.values():
+                self._store.delete(key)
+            self.disk.close()
+        self._sizes, self._keys, self._store = {}, {}, None
+
+    @property
+    def _opened(self) -> DiskStore:
+        assert self._store is not None, "allocate() comes first, and end() last"
+        return self._store
 
     def give_back(self, memory: Tensor, copy: _OnDevice | None) -> None:
         """Memory that a shard has passed through, or will have when it is copied from there."""
@@ -253,7 +260,7 @@ class DiskHome(AbstractShardHome):
     def _begin(self, index: int) -> None:
         if index not in self._ahead:
             memory = self._take(index)
-            self._ahead[index] = (memory, self.store.read(self._keys[index], memory))
+            self._ahead[index] = (memory, self._opened.read(self._keys[index], memory))
 
     def _forget(self, index: int) -> None:
         if index in self._ahead:

@@ -83,7 +83,7 @@ def partition(
         gathers_state_dict: Whether `model.state_dict()` gathers sharded parameters, which every
             rank must then call; it raises when False.
         home: Where shards of parameters that rest sharded are kept; on the device when None. It and
-            `updater` belong to the model from now on, also where this raises.
+            `updater` are the model's from now on; where this raises, the caller ends them.
         updater: Keeps the optimizer's state and masters, and steps shards in its place; the
             optimizer does, on the device, when None. At stage 0 nothing can rest elsewhere.
         gradient_home: Where reduced gradients wait for the updater; on the device when None.

@@ -130,11 +130,9 @@ class Residence:
         mine = "" if problem is None else f"{type(problem).__name__}: {problem}"
         said = all_gather_json(mine, group=self.group, timeout_s=timeout_s)
         if problem is not None:
-            self.end()
             raise problem
         for rank, theirs in enumerate(said):
             if theirs:
-                self.end()
                 raise PartitionError(
                     f"nothing was sharded: rank {rank} cannot keep its part outside the device "
                     f"(seen on rank {self.group.rank}): {theirs}"
