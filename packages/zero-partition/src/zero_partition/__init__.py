@@ -41,6 +41,7 @@ from ._param_access import (
     set_full_param,
     set_local_param,
 )
+from ._parked import AbstractKeeper, StateKind
 from ._partition import partition
 from ._placement import STAGES, Placement, Placements, Stage
 from ._precision import AS_IT_IS, Precision
@@ -51,8 +52,10 @@ from ._public import (
     full_state_dict,
     memory_report,
     no_sync,
+    park,
     release_buffers,
     schedule_report,
+    unpark,
     unpartition,
     unscale_and_clip_,
 )
@@ -72,6 +75,7 @@ from ._unsharded import unsharded
 __all__ = [
     "AS_IT_IS",
     "STAGES",
+    "AbstractKeeper",
     "AbstractRangeReader",
     "AtRestError",
     "BufferPlan",
@@ -102,6 +106,7 @@ __all__ = [
     "Span",
     "Stage",
     "StateError",
+    "StateKind",
     "UnitPlan",
     "ZeroRedundancyOptimizer",
     "__version__",
@@ -123,6 +128,7 @@ __all__ = [
     "memory_report",
     "no_sync",
     "parameter_status",
+    "park",
     "partition",
     "plan_units",
     "register_external_parameter",
@@ -135,6 +141,7 @@ __all__ = [
     "set_local_grad",
     "set_local_optimizer_state",
     "set_local_param",
+    "unpark",
     "unpartition",
     "unregister_external_parameter",
     "unscale_and_clip_",

@@ -11,6 +11,7 @@ from zero_comm import Group, all_gather_flat
 
 from ._errors import StateError
 from ._in_step import can_clip_in_step, leave_to_step
+from ._parked import StateKind
 from ._sharded_model import ShardedModel
 from ._torch_compat import plain_access
 
@@ -73,6 +74,7 @@ def unscale_and_clip_(
 def _gradients(sharded: ShardedModel, what: str, across: Group | None) -> list[tuple[Tensor, bool]]:
     """Those that the optimizer reads, as plain tensors, and whether this rank counts them."""
     sharded.refuse_incomplete_gradients(what)
+    sharded.refuse_parked(what, StateKind.GRADS)
     with plain_access():
         sharded.reducer.before_step()
     sharded.take_gradients()
