@@ -16,7 +16,7 @@ ALLOWED: Final[dict[str, set[str]]] = {
     "zero_partition": {"zero_comm"},
     "zero_ckpt": {"zero_comm"},
     "zero_offload": set(),
-    "zero_engine": {"zero_comm", "zero_partition", "zero_ckpt"},
+    "zero_engine": {"zero_comm", "zero_partition", "zero_ckpt", "zero_offload"},
 }
 
 

@@ -58,6 +58,11 @@ class Exposure:
         assert self.group.watch is not None, "ranks that read each other's memory have one"
         return self.group.watch
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank is between `begin_write` and `end_write`."""
+        return self._is_writing
+
     def gather(
         self,
         shard: Tensor,

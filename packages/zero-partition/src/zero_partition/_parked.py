@@ -66,11 +66,15 @@ class ParkedStorage:
     views: list[View]
     storage: torch.UntypedStorage | None  # None: its memory was given back
 
-    def take_away(self) -> bool:
-        """Let our tensors go; whether that leaves nobody who views the memory."""
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody views the memory, now that our tensors do not."""
+        return self.storage is not None and not has_views(self.storage)
+
+    def take_away(self) -> None:
+        """Let our tensors go."""
         for view in self.views:
             view.take_away()
-        return self.storage is not None and not has_views(self.storage)
 
     def keep(self, keeper: AbstractKeeper, *, waits: bool) -> None:
         """Leave the bytes with the keeper, and give the memory back."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from ._chained import members_of
 from ._errors import StateError
 from ._gradients import BufferGradients
+from ._guards import GradientGuard
 from ._parked import AbstractKeeper, Parked, ParkedStorage, StateKind
 from ._parked_tensor import View
 from ._sharded_model import ShardedModel
@@ -23,28 +25,27 @@ def park(
     sharded: ShardedModel, keeper: AbstractKeeper, kinds: Collection[StateKind], *, waits: bool
 ) -> None:
     """What the public `park` documents."""
-    what = "offload_states()"
-    _check_idle(sharded, what)
-    kinds = frozenset(kinds)
-    if StateKind.BUFFERS in kinds:
-        sharded.release_buffers()
-    is_read_by_peers = StateKind.PARAMS in kinds and sharded.exposure is not None
-    if StateKind.PARAMS in kinds:
-        sharded.outside.forget()
-        sharded.schedule.settle()
-        if sharded.exposure is not None:
-            sharded.exposure.begin_write()  # no peer reads our shards from here on
-    parked = None
+    kinds, exposure = frozenset(kinds), None
     try:
+        _check_idle(sharded, "offload_states()")
+        if StateKind.BUFFERS in kinds:
+            sharded.release_buffers()
+        if StateKind.PARAMS in kinds:
+            sharded.outside.forget()
+            sharded.schedule.settle()
+            exposure = sharded.exposure
+        if exposure is not None:
+            exposure.begin_write()  # no peer reads our shards from here on
         with torch.inference_mode(False), torch.no_grad(), plain_access():
             storages = _find_storages(sharded, kinds)
-            _keep(storages, keeper, waits=waits)
-            parked = Parked(kinds - {StateKind.BUFFERS}, keeper, storages)
-    finally:
-        if parked is None and is_read_by_peers:
-            _open_again(sharded)
+            _keep(sharded, storages, keeper, waits=waits)
+    except BaseException:
+        keeper.close()
+        raise
+    parked = Parked(kinds - {StateKind.BUFFERS}, keeper, storages)
     _refuse_state_dicts(sharded, parked)
     sharded.parked = parked
+    _tell_what_stays(storages)
 
 
 def unpark(sharded: ShardedModel, *, waits: bool) -> None:
@@ -56,13 +57,7 @@ def unpark(sharded: ShardedModel, *, waits: bool) -> None:
         while parked.storages:  # one by one: after an error the others are there to try again
             parked.storages[0].put_back(parked.keeper, waits=waits)
             del parked.storages[0]
-        for unit in sharded.units:
-            for buffer in unit.buffers:
-                buffer.forget_addresses()
-        for g in sharded.reducer.gradients:
-            g.forget_address()
-    if StateKind.PARAMS in parked.kinds and sharded.exposure is not None:
-        _open_again(sharded)
+        _have_moved(sharded)
     for remove in parked.removers:
         remove()
     sharded.parked = None
@@ -85,25 +80,45 @@ def _check_idle(sharded: ShardedModel, what: str) -> None:
     sharded.refuse_while_gathered(what)
 
 
-def _open_again(sharded: ShardedModel) -> None:
-    """Peers may read our shards, wherever they lie now. Versions stay: no value has changed."""
-    assert sharded.exposure is not None, "asked for where there is one"
-    sharded.exposure.move()
-    sharded.exposure.end_write()
-
-
-def _keep(storages: list[ParkedStorage], keeper: AbstractKeeper, *, waits: bool) -> None:
-    """All of it or, after an error, nothing."""
+def _keep(
+    sharded: ShardedModel, storages: list[ParkedStorage], keeper: AbstractKeeper, *, waits: bool
+) -> None:
+    """All of it on all ranks or, after an error on any, nothing. Collective."""
+    error: Exception | None = None
+    free: list[ParkedStorage] = []
     try:
-        free = [storage for storage in storages if storage.take_away()]
-        keeper.reserve({storage.key: storage.num_bytes for storage in free})
-        for storage in free:
-            storage.keep(keeper, waits=waits)
+        try:
+            free = _take_away(storages)
+            keeper.reserve({storage.key: storage.num_bytes for storage in free})
+            for storage in free if waits else ():
+                storage.keep(keeper, waits=True)
+        except Exception as caught:
+            error = caught
+        if sharded.reducer.is_true_anywhere(error is not None):
+            raise error or StateError(
+                f"offload_states(): another rank could not park its state, and says why (rank "
+                f"{sharded.group.rank}); on every rank all is where it was"
+            )
+        for storage in () if waits else free:  # after the ranks' word, for which a host waits
+            storage.keep(keeper, waits=False)
     except BaseException:
         for storage in storages:
             storage.put_back(keeper, waits=True)
-        keeper.close()
+        _have_moved(sharded)
         raise
+
+
+def _take_away(storages: list[ParkedStorage]) -> list[ParkedStorage]:
+    """Let our tensors go; which storages nobody views any more."""
+    for storage in storages:
+        storage.take_away()
+    if not all(storage.is_free for storage in storages):
+        gc.collect()  # an exception's traceback, say, keeps a graph until then
+    return [storage for storage in storages if storage.is_free]
+
+
+def _tell_what_stays(storages: Iterable[ParkedStorage]) -> None:
+    """Last, as a filter of warnings may make it an error."""
     stay = [storage for storage in storages if storage.storage is not None]
     if stay:
         warnings.warn(
@@ -112,6 +127,18 @@ def _keep(storages: list[ParkedStorage], keeper: AbstractKeeper, *, waits: bool)
             f"not run, or `.data` that somebody keeps ({', '.join(s.key for s in stay[:3])}, ...)",
             stacklevel=5,
         )
+
+
+def _have_moved(sharded: ShardedModel) -> None:
+    """All is in memory again, wherever that is. Collective where peers were kept from reading."""
+    for unit in sharded.units:
+        for buffer in unit.buffers:
+            buffer.forget_addresses()
+    for g in sharded.reducer.gradients:
+        g.forget_address()
+    if sharded.exposure is not None and sharded.exposure.is_writing:
+        sharded.exposure.move()
+        sharded.exposure.end_write()  # versions of units stay: no value has changed
 
 
 def _find_storages(sharded: ShardedModel, kinds: Collection[StateKind]) -> list[ParkedStorage]:
@@ -176,7 +203,7 @@ def _tensors_of(sharded: ShardedModel) -> Iterator[Tensor]:
 
 def _grads_of(g: BufferGradients) -> Iterator[Tensor]:
     for param in (*g.targets, *g.buffer.params):
-        if param.grad is not None:
+        if param.grad is not None and not isinstance(param.grad, GradientGuard):
             yield param.grad
 
 
@@ -204,7 +231,11 @@ def _refuse_state_dicts(sharded: ShardedModel, parked: Parked) -> None:
 
     for member in members_of(sharded.optimizer):
         for handle in (
-            member.register_state_dict_pre_hook(partial(refuse, "optimizer.state_dict()")),
-            member.register_load_state_dict_pre_hook(partial(refuse, "load_state_dict()")),
+            member.register_state_dict_pre_hook(
+                partial(refuse, "optimizer.state_dict()"), prepend=True
+            ),
+            member.register_load_state_dict_pre_hook(
+                partial(refuse, "optimizer.load_state_dict()"), prepend=True
+            ),
         ):
             parked.removers.append(handle.remove)

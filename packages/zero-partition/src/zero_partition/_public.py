@@ -185,9 +185,8 @@ def park(
 ) -> None:
     """Give the memory of training state back until `unpark`; a keeper has the bytes meanwhile.
 
-    Every rank calls it, with the same kinds. Collective for parameters that rest sharded: peers may
-    be reading them. All else is local. Between steps or micro-batches, with gradients waiting or
-    not. After an error in the keeper all is where it was.
+    Collective, with the same kinds on every rank. Between steps or micro-batches, with gradients
+    waiting or not. Where a keeper raises, all is where it was, on every rank.
 
     Tensors keep their identity, and raise StateError when they are used; so does whatever needs
     them. What needs nothing that is parked goes on working: forwards without the optimizer's state,
@@ -204,14 +203,17 @@ def park(
 
     Raises:
         StateError: Not sharded, parked already, inside a forward, a backward or a context that
-            gathers, or after a backward that an exception ended.
+            gathers, or after a backward that an exception ended; or the keeper of another rank
+            has raised.
         zero_comm.CommError: A rank did not take part in time.
     """
     _parking.park(_find(model), keeper, kinds, waits=waits)
 
 
 def unpark(model: nn.Module, *, waits: bool = True) -> None:
-    """Bring back what `park` has put elsewhere, in new memory. As collective as that was.
+    """Bring back what `park` has put elsewhere, in new memory. Every rank calls it.
+
+    Collective for parameters that rest sharded where peers can read them, else local.
 
     Every tensor views its values again: the optimizer's state, gradients, parameters, graphs made
     before. Nothing happens where nothing is parked. After an error in the keeper it can be called
