@@ -85,6 +85,23 @@ def _by_messages(group: Group) -> None:
     parity.assert_same_weights(weights, expected[1], what="by messages")
 
 
+def test_a_model_built_in_init_can_park_all_of_it(ranks) -> None:
+    """Its shards were made before they had a buffer, and something might still view them."""
+    ranks(2).run(_build_in_init)
+
+
+def _build_in_init(group: Group) -> None:
+    config = ZeroConfig(3)
+    expected = parking.train(*parking.build(group, config, parity.Tiny), group)
+    with zero_engine.Init(config=config, group=group):
+        model = parity.build(parity.Tiny)
+    optimizer = parity.OPTIMIZERS["adamw-fused"](parity.param_groups(model))
+    zero_engine.shard(model, optimizer, config, group=group)
+    losses, weights = parking.train(model, optimizer, group, parking.park_and_return(*ALL))
+    assert losses == expected[0]
+    parity.assert_same_weights(weights, expected[1], what="built in Init")
+
+
 def test_forwards_go_on_while_the_optimizer_is_parked(ranks) -> None:
     """Generation between training phases needs parameters, and the room of all else."""
     ranks(2).run(_generate)

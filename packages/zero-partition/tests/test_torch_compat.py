@@ -231,3 +231,14 @@ def test_is_in_ddp_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     ddp = torch.nn.parallel.DistributedDataParallel
     monkeypatch.setattr(ddp, "_active_ddp_module", torch.nn.Linear(1, 1))
     assert _torch_compat.is_in_ddp_forward()
+
+
+def test_has_views() -> None:
+    """torch._C._storage_Use_Count counts who would read memory that is given back."""
+    whole = torch.ones(4)
+    part, storage = whole[1:], whole.untyped_storage()
+    assert _torch_compat.has_views(storage)
+    whole.data = torch.zeros(4)
+    assert _torch_compat.has_views(storage)
+    part.data = torch.zeros(3)
+    assert not _torch_compat.has_views(storage)
