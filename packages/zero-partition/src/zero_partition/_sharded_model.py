@@ -130,9 +130,14 @@ class ShardedModel:
             self.reducer.before_backward(place.unit)
         self.reducer.expect_from_outside(place.buffer, place.position)
 
-    def open_backward(self) -> None:
-        """The first hook of a backward asks for a word at its end."""
+    def open_backward(self, *, has_arrived: bool = False) -> None:
+        """The first hook of a backward asks for a word at its end.
+
+        Args:
+            has_arrived: A gradient has been computed already, which is wrong if this raises.
+        """
         if not self._backward_is_open:
+            self._backward_is_open = has_arrived
             self.refuse_parked("a backward", StateKind.PARAMS, StateKind.GRADS)
             self._backward_is_open = True
             self._makes_graph = torch.is_grad_enabled()
