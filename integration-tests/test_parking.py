@@ -129,6 +129,35 @@ def _generate(group: Group) -> None:
         assert losses == expected
 
 
+def test_backwards_go_on_while_the_optimizer_and_masters_are_parked(ranks) -> None:
+    """Between steps their room can be activations'."""
+    ranks(2).run(_run_backward_without_optimizer)
+
+
+def _run_backward_without_optimizer(group: Group) -> None:
+    for stage in (1, 2, 3):
+        config = ZeroConfig(stage, precision=MASTERS)
+        plain, plain_optimizer = parking.build(group, config, Rounded)
+        expected = parity.run_steps(plain, plain_optimizer, range(3), rank=group.rank)
+        model, optimizer = parking.build(group, config, Rounded)
+        losses = []
+        for step in range(3):
+            park(model, PoisoningKeeper(), [StateKind.OPTIM, StateKind.MASTERS])
+            loss = parity.loss_of(model, parity.batch(step, 0, group.rank))
+            loss.backward()
+            losses.append(loss.item())
+            unpark(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        assert losses == expected
+        parity.assert_same_weights(
+            zero_engine.full_state_dict(model),
+            zero_engine.full_state_dict(plain),
+            what=f"stage {stage}",
+        )
+
+
 def test_a_graph_made_before_runs_backward_after(ranks) -> None:
     """It reads values that were parked: the same ones, wherever they are by then."""
     ranks(2).run(_park_within_a_graph)
@@ -379,6 +408,28 @@ def _use_while_parked(group: Group, stage: int) -> None:
     unpark(model)  # twice is as good as once
     losses += parking.train(model, optimizer, group, steps=range(1, 2))[0]
     assert losses == expected, f"stage {stage}"
+
+
+def test_a_step_is_refused_before_it_has_done_anything(ranks) -> None:
+    """Half a step, or gradients that were lent and not taken back, would be the end of the run."""
+    ranks(2).run(_refuse_step)
+
+
+def _refuse_step(group: Group) -> None:
+    def disturb(model: nn.Module) -> None:
+        optimizer = find_sharded(model).optimizer
+        for kind in (k for k in StateKind if k is not StateKind.BUFFERS):
+            park(model, PoisoningKeeper(), [kind])
+            with pytest.raises(StateError, match=rf"optimizer\.step\(\) needs .*: {kind.value} "):
+                optimizer.step()
+            unpark(model)
+
+    for stage in (1, 3):
+        config = ZeroConfig(stage, precision=MASTERS)
+        expected = parking.train(*parking.build(group, config, Rounded), group)
+        losses, weights = parking.train(*parking.build(group, config, Rounded), group, disturb)
+        assert losses == expected[0]
+        parity.assert_same_weights(weights, expected[1], what=f"stage {stage}")
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)

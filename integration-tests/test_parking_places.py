@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,12 @@ from parity import ZeroConfig
 from torch import nn
 from zero_comm import Group
 from zero_engine import ConfigError
+from zero_engine.compat.deepspeed.runtime.zero.offload_config import (
+    OffloadDeviceEnum,
+    OffloadStateTypeEnum,
+)
 from zero_offload import BudgetError, StoreError, host_memory, set_host_budget
 from zero_partition import StateError
-
-
-class OffloadStateTypeEnum(str, Enum):  # noqa: UP042 - as theirs is
-    """DeepSpeed's own, by value."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
-
-
-class OffloadDeviceEnum(str, Enum):  # noqa: UP042
-    """DeepSpeed's own, by value."""
-
-    cpu = "cpu"
-    nvme = "nvme"
 
 
 @pytest.mark.parametrize("to", ["host", "disk"])

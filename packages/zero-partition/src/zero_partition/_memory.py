@@ -52,7 +52,11 @@ class MemoryReport:
 def memory_report(sharded: ShardedModel) -> MemoryReport:
     """Count this rank's bytes. Local."""
     rank, parked = sharded.group.rank, sharded.parked
-    is_gone: Callable[[Tensor], bool] = (lambda _: False) if parked is None else parked.has_gone
+    gone = frozenset[int]() if parked is None else parked.gone
+
+    def is_gone(tensor: Tensor) -> bool:
+        return id(tensor) in gone
+
     params = padding = gradients = 0
     scalars = sharded.reducer.flags_bytes + (0 if parked is None else parked.stand_in_bytes)
     for unit in sharded.units:

@@ -100,10 +100,6 @@ class Parked:
     keeper: AbstractKeeper
     storages: list[ParkedStorage]
     removers: list[Callable[[], None]] = field(factory=list, init=False)  # of hooks meanwhile
-    _gone: set[int] = field(init=False)  # tensors, by id, whose memory was given back
-
-    def __attrs_post_init__(self) -> None:
-        self._gone = {id(v.tensor) for s in self.storages if s.storage is None for v in s.views}
 
     @property
     def num_bytes(self) -> int:
@@ -115,9 +111,11 @@ class Parked:
         """Bytes of what stands in for tensors: one element each."""
         return sum(v.tensor.element_size() for s in self.storages for v in s.views)
 
-    def has_gone(self, tensor: Tensor) -> bool:
-        """Whether this very tensor's memory was given back."""
-        return id(tensor) in self._gone
+    @property
+    def gone(self) -> frozenset[int]:
+        """Tensors, by id, whose memory was given back."""
+        gone = (view for s in self.storages if s.storage is None for view in s.views)
+        return frozenset(id(view.tensor) for view in gone)
 
     def refuse(self, what: str, kinds: Collection[StateKind], *, rank: int) -> None:
         """Raise StateError if it needs something that is parked."""

@@ -209,6 +209,8 @@ def _grads_of(g: BufferGradients) -> Iterator[Tensor]:
 
 def _state_of(sharded: ShardedModel) -> Iterator[Tensor]:
     for member in members_of(sharded.optimizer):
+        if not isinstance(member.state, dict):
+            continue  # a view of what rests elsewhere already
         for state in member.state.values():
             yield from (tensor for tensor in _tensors_in(state) if tensor.dim())
 
