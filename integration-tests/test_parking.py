@@ -516,6 +516,18 @@ def test_a_keeper_that_fails_to_give_back_can_be_asked_again() -> None:
     parity.assert_same_weights(model.state_dict(), plain.state_dict(), what="asked again")
 
 
+def test_buffers_alone_are_released_and_nothing_is_parked() -> None:
+    """They come back by themselves, so nobody has to be asked for them."""
+    model, optimizer = _solo(2)
+    keeper = PoisoningKeeper()
+    for _ in range(2):
+        park(model, keeper, [StateKind.BUFFERS])
+        assert keeper.is_closed and not keeper.sizes
+        report = zero_partition.memory_report(model)
+        assert (report.slots_bytes, report.reduction_bytes) == (0, 0)
+        _solo_step(model, optimizer)
+
+
 def test_a_model_that_is_deleted_while_parked_is_gone() -> None:
     """A parked model must be no leak, and its keeper no reason to live."""
     model, optimizer = _solo(2)

@@ -43,6 +43,9 @@ def park(
         keeper.close()
         raise
     parked = Parked(kinds - {StateKind.BUFFERS}, keeper, storages)
+    if not parked.kinds:  # buffers come back by themselves
+        keeper.close()
+        return
     _refuse_state_dicts(sharded, parked)
     sharded.parked = parked
     _tell_what_stays(storages)
