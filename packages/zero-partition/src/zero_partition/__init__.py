@@ -42,6 +42,7 @@ from ._param_access import (
     set_full_param,
     set_local_param,
 )
+from ._parked import AbstractKeeper, StateKind
 from ._partition import partition
 from ._placement import STAGES, Placement, Placements, Stage
 from ._precision import AS_IT_IS, Precision
@@ -52,8 +53,10 @@ from ._public import (
     full_state_dict,
     memory_report,
     no_sync,
+    park,
     release_buffers,
     schedule_report,
+    unpark,
     unpartition,
     unscale_and_clip_,
 )
@@ -77,6 +80,7 @@ __all__ = [
     "MASTER",
     "STAGES",
     "AbstractGradientHome",
+    "AbstractKeeper",
     "AbstractRangeReader",
     "AbstractShardHome",
     "AbstractUpdater",
@@ -112,6 +116,7 @@ __all__ = [
     "Span",
     "Stage",
     "StateError",
+    "StateKind",
     "UnitPlan",
     "UpdaterReport",
     "ZeroRedundancyOptimizer",
@@ -134,6 +139,7 @@ __all__ = [
     "memory_report",
     "no_sync",
     "parameter_status",
+    "park",
     "partition",
     "plan_units",
     "register_external_parameter",
@@ -146,6 +152,7 @@ __all__ = [
     "set_local_grad",
     "set_local_optimizer_state",
     "set_local_param",
+    "unpark",
     "unpartition",
     "unregister_external_parameter",
     "unscale_and_clip_",

@@ -123,6 +123,17 @@ class FlatBuffer:
             parts[piece.index] = shard[piece.in_shard.as_slice()].view(shape)
         return tuple(parts)
 
+    def resting_tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor of ours that may view what rests on this rank."""
+        rests = (self.whole, self.resting.memory, self.training.memory)
+        memory = tuple(tensor for tensor in rests if tensor is not None)
+        return (*memory, *self._views, *self.params, *self.shard_params, *self.targets)
+
+    def forget_addresses(self) -> None:
+        """What rests here lies elsewhere now, and every tensor views it there."""
+        self._addresses = None
+        self._part_addresses = [param.data_ptr() for param in self.shard_params]
+
     def fill(self, position: int, value: Tensor) -> None:
         """Write a parameter's full value to all that rests of it on this rank."""
         flat, piece = value.detach().reshape(-1), self.piece_of(position)

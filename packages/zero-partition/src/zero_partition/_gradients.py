@@ -141,6 +141,11 @@ class BufferGradients:
             self.views = ()  # nothing else keeps that memory
         self.accumulator, self.slot = None, None
 
+    def forget_address(self) -> None:
+        """The accumulator may lie elsewhere now; the views are its own all the same."""
+        if self.accumulator is not None:
+            self.views_at = self.accumulator.data_ptr()
+
     def find_waiting(self) -> dict[int, Tensor]:
         """What autograd left in `param.grad`, by position; from now on it does not wait.
 

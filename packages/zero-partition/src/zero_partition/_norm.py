@@ -11,6 +11,7 @@ from zero_comm import Group, all_gather_flat
 
 from ._errors import StateError
 from ._in_step import can_clip_in_step, leave_to_step
+from ._parked import StateKind
 from ._sharded_model import ShardedModel
 from ._torch_compat import foreach_mul_, foreach_norm, plain_access
 
@@ -81,6 +82,7 @@ class _Grad:
 
 def _gradients(sharded: ShardedModel, what: str, across: Group | None) -> list[_Grad]:
     sharded.refuse_incomplete_gradients(what)
+    sharded.refuse_parked(what, StateKind.GRADS)
     with plain_access():
         sharded.reducer.before_step()
     sharded.take_gradients()

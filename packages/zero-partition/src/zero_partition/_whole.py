@@ -9,6 +9,7 @@ from torch import Tensor
 from zero_comm import CommError, Handle, all_gather_flat
 
 from ._flat_buffer import FlatBuffer
+from ._parked import StateKind
 from ._places import Place
 from ._shard_home import AbstractShardHome
 
@@ -23,6 +24,12 @@ def part_of(place: Place, shard: Tensor | None = None) -> Tensor:
     source = place.buffer.shard if shard is None else shard
     piece = place.piece
     return source[:0] if piece is None else source[piece.in_shard.as_slice()]
+
+
+def refuse_parked_values(place: Place, what: str) -> None:
+    """Raise StateError where a parameter's values, as the optimizer updates them, are parked."""
+    has_master = place.buffer.has_masters
+    place.sharded.refuse_parked(what, StateKind.MASTERS if has_master else StateKind.PARAMS)
 
 
 def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tensor]:
