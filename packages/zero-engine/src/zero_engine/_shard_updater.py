@@ -89,6 +89,10 @@ class OffloadedUpdater(AbstractUpdater):
             self._state.mend()
         self._state.write(states, keeps=(MASTER,) if replaces else None)
 
+    def let_go(self) -> None:
+        """See `AbstractUpdater.let_go`."""
+        self._state.let_go()
+
     @property
     def report(self) -> UpdaterReport:
         """See `AbstractUpdater.report`."""
