@@ -27,6 +27,12 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def moved_disk_bytes() -> int:
+    """What this process has ever read from disks and written to them; the page cache is none."""
+    counts = dict(re.findall(r"^(\w+): (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE))
+    return int(counts["read_bytes"]) + int(counts["write_bytes"])
+
+
 def live_tensor_bytes() -> int:
     """Bytes of all storages that Python can reach through a tensor, each counted once.
 

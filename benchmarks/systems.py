@@ -33,6 +33,20 @@ class Setting:
     batch: int  # sequences per rank
     lr: float
     window: int | None  # units our prefetch may hold ahead; None leaves the default
+    path: str  # a folder on a disk; empty: nothing may go there
+    subgroup_bytes: int  # of optimizer state that is moved and stepped together
+
+
+@dataclass(frozen=True)
+class ReportingStep:
+    """A step of a system that can say more of itself than can be seen from outside."""
+
+    step: Step
+    report: Callable[[], dict[str, Any]]
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """As any step."""
+        return self.step(tokens, targets)
 
 
 @dataclass(frozen=True)
@@ -174,12 +188,19 @@ def _fsdp2(model: GPT, setting: Setting, *, reshards: bool | None) -> Step:
     return _plain_step(model, AdamW(model.parameters(), lr=setting.lr, fused=True))
 
 
-def _deepspeed(model: GPT, setting: Setting, *, stage: int, **zero: Any) -> Step:
+def _deepspeed(
+    model: GPT, setting: Setting, *, stage: int, own_adam: bool = False, **zero: Any
+) -> Step:
     import deepspeed  # pyrefly: ignore[missing-import]
 
+    optimizer: Any = AdamW(model.parameters(), lr=setting.lr, fused=True)
+    if own_adam:  # what its offload asks for
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyrefly: ignore[missing-import]
+
+        optimizer = DeepSpeedCPUAdam(model.parameters(), lr=setting.lr, weight_decay=0.01)
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=AdamW(model.parameters(), lr=setting.lr, fused=True),
+        optimizer=optimizer,
         config={
             "train_micro_batch_size_per_gpu": setting.batch,
             "gradient_clipping": 0.0,  # else it clips at 1.0, which no other system does here
@@ -202,6 +223,9 @@ for _stage in (1, 2, 3):
     _of_deepspeed(f"DeepSpeed stage {_stage}", name=f"deepspeed{_stage}")(
         partial(_deepspeed, stage=_stage)
     )
+_of_deepspeed("DeepSpeed stage 3, optimizer on the host", name="deepspeed3_host", is_variant=True)(
+    partial(_deepspeed, stage=3, own_adam=True, offload_optimizer={"device": "cpu"})
+)
 _of_deepspeed("DeepSpeed stage 3, buckets of 1e7", name="deepspeed3_1e7", is_variant=True)(
     partial(
         _deepspeed,
@@ -214,10 +238,21 @@ _of_deepspeed("DeepSpeed stage 3, buckets of 1e7", name="deepspeed3_1e7", is_var
 
 
 def _ours(
-    model: GPT, setting: Setting, *, stage: int, reads_peers: bool = True, **options: Any
+    model: GPT,
+    setting: Setting,
+    *,
+    stage: int,
+    reads_peers: bool = True,
+    offload: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Step:
     import zero_engine
 
+    if offload is not None:
+        path = {"path": setting.path} if "disk" in offload.values() else {}
+        options["offload"] = zero_engine.Offload(
+            **offload, **path, subgroup_bytes=setting.subgroup_bytes
+        )
     if not reads_peers:  # as between hosts: every gather needs every rank
         os.environ["ZERO_COMM_PEER_MEMORY"] = "0"
     if setting.window is not None:
@@ -225,13 +260,39 @@ def _ours(
     config = zero_engine.ZeroConfig(stage, **options)
     optimizer = AdamW(model.parameters(), lr=setting.lr, fused=True)
     sharded, sharded_optimizer = zero_engine.shard(model, optimizer, config)
-    return _plain_step(sharded, sharded_optimizer)
+    return ReportingStep(_plain_step(sharded, sharded_optimizer), partial(_bytes_of, sharded))
+
+
+def _bytes_of(sharded: Any) -> dict[str, Any]:
+    from zero_partition import memory_report
+
+    report = memory_report(sharded)
+    return {
+        "device_bytes": report.total_bytes,
+        "host_bytes": report.host_bytes,
+        "disk_bytes": report.disk_bytes,
+    }
 
 
 for _stage in (0, 1, 2, 3):
     system(f"ours, stage {_stage}", name=f"zero{_stage}", imports=("zero_engine",))(
         partial(_ours, stage=_stage)
     )
+for _stage in (1, 2, 3):
+    for _place in ("host", "disk"):
+        system(
+            f"ours, stage {_stage}, optimizer on {_place}",
+            name=f"zero{_stage}_{_place}",
+            imports=("zero_engine",),
+            is_variant=True,
+        )(partial(_ours, stage=_stage, offload={"optimizer": _place}))
+for _place in ("host", "disk"):
+    system(
+        f"ours, stage 3, optimizer and parameters on {_place}",
+        name=f"zero3_{_place}_all",
+        imports=("zero_engine",),
+        is_variant=True,
+    )(partial(_ours, stage=3, offload={"optimizer": _place, "params": _place}))
 system(
     "ours, stage 3 by messages",
     name="zero3_messages",
@@ -244,6 +305,40 @@ system(
     imports=("zero_engine",),
     is_variant=True,
 )(partial(_ours, stage=3, reads_peers=False, prefetch_numel=0))
+
+
+@system("no training: the disk by itself", imports=("zero_offload",), is_variant=True)
+def disk(model: GPT, setting: Setting) -> Step:
+    """Reads and writes, at once, as many bytes as Adam's state has on each rank."""
+    import torch
+    from zero_offload import DiskStore, HostArena
+
+    numel = sum(param.numel() for param in model.parameters())
+    total, each = 8 * numel // setting.world_size, setting.subgroup_bytes
+    sizes = [min(each, total - start) for start in range(0, total, each)]
+    store, arena = DiskStore(setting.path), HostArena("benchmark")
+    slots = [arena.allocate(min(each, total)).random_(0, 256) for _ in range(4)]
+    for key, size in enumerate(sizes):
+        store.write(str(key), slots[0][:size]).result()
+    under_way: list[Any] = [None] * len(slots)
+    done = torch.zeros(())
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        del tokens, targets
+        num = len(sizes)
+        for k in range(2 * num):
+            # Writes are half a round behind reads, and use slots of their own.
+            is_write, key = k % 2, (k // 2 + k % 2 * (num // 2)) % num
+            if under_way[k % 4] is not None:
+                under_way[k % 4].result()
+            move, memory = (store.write if is_write else store.read), slots[k % 4][: sizes[key]]
+            under_way[k % 4] = move(str(key), memory)
+        for future in under_way:
+            if future is not None:
+                future.result()
+        return done
+
+    return step
 
 
 def _plain_step(model: nn.Module, optimizer: Any) -> Step:

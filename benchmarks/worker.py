@@ -19,9 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import live_tensor_bytes, peak_resident_bytes, reset_peak, resident_bytes
+from measure import (
+    live_tensor_bytes,
+    moved_disk_bytes,
+    peak_resident_bytes,
+    reset_peak,
+    resident_bytes,
+)
 from model import SHAPES, build_model
-from systems import SYSTEMS, Setting, Step
+from systems import SYSTEMS, ReportingStep, Setting, Step
 from text import draw_batch
 
 
@@ -39,6 +45,8 @@ class Assignment:
     text_file: str
     rendezvous_file: str
     timeout_s: float
+    path: str  # of a folder on a disk; empty: nothing may go there
+    subgroup_bytes: int
 
 
 @dataclass
@@ -76,6 +84,8 @@ class Rank:
                 batch=shape.batch,
                 lr=assignment.lr,
                 window=assignment.window,
+                path=assignment.path,
+                subgroup_bytes=assignment.subgroup_bytes,
             ),
         )
         return cls(assignment, text, step, built_bytes, numel, peak_resident_bytes())
@@ -98,7 +108,9 @@ class Rank:
         """
         if self.assignment.world_size > 1:
             dist.barrier()
-        return {"ms": self._run(1 + count)[1:]}
+        self._run(1)
+        before = moved_disk_bytes()
+        return {"ms": self._run(count), "disk_bytes": moved_disk_bytes() - before}
 
     def report(self) -> dict[str, Any]:
         """Memory, and the loss of every step so far. Call between steps."""
@@ -107,6 +119,7 @@ class Rank:
             "idle_resident_bytes": resident_bytes() - self.built_bytes,
             "idle_tensor_bytes": live_tensor_bytes(),
             "losses": self.losses,
+            **(self.step.report() if isinstance(self.step, ReportingStep) else {}),
         }
 
     def _run(self, count: int) -> list[float]:

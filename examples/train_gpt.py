@@ -3,6 +3,7 @@
     hatch run train                                    # stage 3, about three minutes on two cores
     hatch run train --stage 1 --ranks 4 --steps 200
     hatch run train --data ~/novels --size medium      # a file, or a folder of text files
+    hatch run train --optimizer-on disk --params-on disk --path /scratch     # little in memory
 
 Read it top to bottom: the text, the model, the training, the run folder, the command line. What
 ZeRO asks of a plain PyTorch program is in `train()`, on the lines marked `# zero`.
@@ -145,7 +146,11 @@ def train(args: argparse.Namespace) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: pace(step, args.steps))
 
     # zero: both objects come back as they were, but split over the ranks, with rank 0's values.
-    config = zero_engine.ZeroConfig(stage=args.stage)
+    # What rests on the host or on disk is brought when it is needed; the numbers are the same.
+    offload = zero_engine.Offload(
+        optimizer=args.optimizer_on, params=args.params_on, path=args.path
+    )
+    config = zero_engine.ZeroConfig(stage=args.stage, offload=offload)
     model, optimizer = zero_engine.shard(model, optimizer, config)
 
     rng = torch.Generator().manual_seed(1000 * args.seed + group.rank)  # other text on each rank
@@ -283,6 +288,10 @@ def parse_options() -> argparse.Namespace:
     add("--data", type=Path, help="file or folder of text; None: Python's standard library")
     add("--prompt", default="\n\ndef ", help="what the sample starts with")
     add("--out", type=Path, help="run folder; None: a new one under runs/")
+    places = ("device", "host", "disk")
+    add("--optimizer-on", choices=places, default="device", help="where its state rests")
+    add("--params-on", choices=places, default="device", help="where parameters rest; stage 3")
+    add("--path", type=Path, help="folder on the disk for what rests there")
     args = parser.parse_args()
     if min(args.ranks, args.steps, args.batch, args.context) < 1:
         parser.error("--ranks, --steps, --batch and --context must be above zero")

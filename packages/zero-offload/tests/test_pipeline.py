@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future
 
 import pytest
@@ -9,31 +10,36 @@ from zero_offload._pipeline import NUM_SLOTS, Pipeline, Turn, plan_turns
 
 
 class _Future(Future):
-    """Notes when it is waited for."""
+    """Is done when it is waited for, and notes that."""
 
     def __init__(self, events: list[str], name: str, error: Exception | None = None) -> None:
         super().__init__()
         self.events, self.name, self.error = events, name, error
 
     def result(self, timeout: float | None = None) -> None:
-        if f"{self.name} done" not in self.events:
+        if not self.done():
             self.events.append(f"{self.name} done")
-        if self.error:
-            raise self.error
+            self.set_exception(self.error) if self.error else self.set_result(None)
+        return super().result(timeout)
 
 
 def _run(
     num_swapped: int, *, resident: tuple[int, ...] = (), fails: str = ""
 ) -> tuple[list[str], Exception | None]:
+    """A run of a disk that is done with the write before the last when the next step begins."""
     events: list[str] = []
+    begun: dict[str, Future] = {}
     turns = plan_turns(range(num_swapped), lambda k: k not in resident)
 
     def begin(verb: str, turn: Turn) -> Future:
         name = f"{verb} {turn.subgroup}"
         events.append(name)
-        return _Future(events, name, OSError(name) if name == fails else None)
+        begun[name] = _Future(events, name, OSError(name) if name == fails else None)
+        return begun[name]
 
     def step(turn: Turn) -> None:
+        with contextlib.suppress(KeyError, OSError):
+            begun[f"write {turn.subgroup - 2}"].result()
         events.append(f"step {turn.subgroup}")
         if fails == f"step {turn.subgroup}":
             raise OSError(fails)
@@ -70,6 +76,28 @@ def test_a_slot_is_filled_only_after_what_it_held_is_written(num: int) -> None:
     for k in range(NUM_SLOTS, num):
         assert at[f"write {k - NUM_SLOTS} done"] < at[f"read {k}"]
     assert sum(event.startswith("write") and event.endswith("done") for event in events) == num
+
+
+def test_nobody_waits_for_the_write_that_a_read_ahead_comes_after() -> None:
+    """A backward begins with it: it must not stand still until the disk has caught up."""
+    events: list[str] = []
+    turns = plan_turns(range(6), lambda _: True)
+
+    def begin(verb: str, turn: Turn) -> Future:
+        events.append(f"{verb} {turn.subgroup}")
+        return _Future(events, events[-1])
+
+    pipeline = Pipeline(
+        read=lambda turn: begin("read", turn), write=lambda turn: begin("write", turn)
+    )
+    pipeline.run(turns, lambda turn: None)
+    events.clear()
+    pipeline.read_ahead(turns)
+    assert events == []  # all slots are still being written
+
+    pipeline.run(turns, lambda turn: events.append(f"step {turn.subgroup}"))
+    pipeline.settle()
+    assert events[:4] == ["write 3 done", "read 0", "read 0 done", "step 0"]
 
 
 def test_what_rests_in_memory_takes_no_slot_and_does_not_delay_reads() -> None:

@@ -76,8 +76,7 @@ class HostHome(AbstractShardHome):
         """See `AbstractShardHome.open`."""
         if index in self._copies:
             self._copies.pop(index).event.synchronize()
-        shard = self._shards[index]
-        return shard if reads else shard.zero_()
+        return self._shards[index]
 
     def close(self, index: int) -> None:
         """See `AbstractShardHome.close`."""
@@ -188,8 +187,6 @@ class DiskHome(AbstractShardHome):
         memory = self._take(index)
         if reads:
             self._opened.read(self._keys[index], memory).result()
-        else:
-            memory.zero_()
         self._open[index] = memory
         return memory
 

@@ -68,6 +68,7 @@ class OffloadedUpdater(AbstractUpdater):
         assert self._optimizer is not None, "planned with it"
         groups = self._optimizer.param_groups
         self._state.step(groups, grads, factor=factor, opening=opening)
+        self._state.read_ahead()  # each as soon as its slot is written: the disk need not wait
 
     def begin_backward(self) -> None:
         """See `AbstractUpdater.begin_backward`."""

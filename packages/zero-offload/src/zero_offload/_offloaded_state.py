@@ -206,16 +206,13 @@ class OffloadedState:
 
     def started(self, *, besides: Collection[str] = ()) -> list[Tensor]:
         """Parameters that have state, besides these entries."""
-        return [
+        found = {
             param
-            for param, at in self._where.items()
-            if any(
-                self._states[k].is_started(piece, besides)
-                for k in at
-                for piece, owner in enumerate(self._states[k].params)
-                if owner is param
-            )
-        ]
+            for state in self._states
+            for piece, param in enumerate(state.params)
+            if state.is_started(piece, besides)
+        }
+        return [param for param in self._where if param in found]
 
     def all_subgroups(self) -> list[int]:
         """Each, in order."""

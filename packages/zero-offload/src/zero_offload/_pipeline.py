@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Final
 
 from attrs import define, field, frozen
@@ -33,23 +35,24 @@ def plan_turns(subgroups: Sequence[int], is_swapped: Callable[[int], bool]) -> t
 
 @define(eq=False)
 class Pipeline:
-    """Has one sub-group read ahead and one written behind while another is stepped.
+    """Has sub-groups read ahead and written behind while another is stepped.
 
-    Between runs reads may be under way ahead of the next one, and writes behind the last.
+    Between runs reads may be under way ahead of the next one, and writes behind the last. A read
+    into a slot that is still being written begins by itself when that is done: nobody waits for it.
 
     Args:
-        read: Begins to fill the slot of a turn; called for swapped ones only.
+        read: Begins to fill the slot of a turn; called for swapped ones only, from any thread.
         write: Begins to keep what the slot holds; for swapped ones only.
     """
 
     read: Callable[[Turn], Future[Any]]
     write: Callable[[Turn], Future[Any]]
-    _reads: dict[Turn, Future[Any]] = field(factory=dict, init=False)  # in order of turns
+    _reads: dict[Turn, _Read] = field(factory=dict, init=False)  # in order of turns
     _writes: dict[int, Future[Any]] = field(factory=dict, init=False)  # by slot
     has_failed: bool = field(default=False, init=False)  # a write, maybe of an earlier run
 
     def read_ahead(self, turns: Sequence[Turn]) -> None:
-        """Begin the reads of the next run, as far as there are slots. Waits for writes behind."""
+        """Begin the reads of the next run, as far as there are slots. Waits for nothing."""
         if not self._reads:
             self._begin(_swapped(turns)[:NUM_SLOTS])
 
@@ -58,8 +61,8 @@ class Pipeline:
     ) -> None:
         """Step each in order. The last writes are under way when it returns; see `settle`.
 
-        The read of the next swapped sub-group has begun before a step does; the write of the last
-        has begun and is not waited for until its slot is needed again.
+        The reads of the next two swapped sub-groups are on their way before a step is; the write of
+        the last has begun and is not waited for until its slot is needed again.
 
         Args:
             turns: From `plan_turns`.
@@ -72,15 +75,15 @@ class Pipeline:
         swapped = _swapped(turns)
         if list(self._reads) != swapped[: len(self._reads)]:
             self.forget_reads()  # they were for other turns
-        position = -1
+        position = 0
         try:
-            self._begin([each for each in swapped[:1] if each not in self._reads])
             for turn in turns:
+                # Not further: a slot is another's when its last turn is stepped and written.
+                coming = swapped[position : position + NUM_SLOTS]
+                self._begin([each for each in coming if each not in self._reads])
                 if turn.slot is not None:
                     position += 1
-                    # Not further: a slot is free when the turn that has it is stepped and written.
-                    missing = swapped[position : position + 2]
-                    self._begin([each for each in missing if each not in self._reads])
+                    self._wait_for_write(turn.slot)
                     self._reads[turn].result()
                 step(turn)
                 if turn.slot is not None:
@@ -105,21 +108,54 @@ class Pipeline:
 
     def forget_reads(self) -> None:
         """Block until slots are filled that nobody will look at."""
+        for turn in self._reads:
+            if (
+                turn.slot in self._writes
+            ):  # which such a read comes after; `settle` says if it failed
+                with contextlib.suppress(Exception):
+                    self._writes[turn.slot].result()
         _drain(self._reads)
 
     def _begin(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
             assert turn.slot is not None, "only what is swapped is read"
-            if turn.slot in self._writes:
-                try:
-                    self._writes.pop(turn.slot).result()
-                except BaseException:
-                    self.has_failed = True
-                    raise
-            self._reads[turn] = self.read(turn)
+            self._reads[turn] = _Read(partial(self.read, turn), self._writes.get(turn.slot))
+
+    def _wait_for_write(self, slot: int) -> None:
+        """What the slot held before must be written, and not have failed."""
+        if slot in self._writes:
+            try:
+                self._writes.pop(slot).result()
+            except BaseException:
+                self.has_failed = True
+                raise
 
 
-def _drain(futures: dict[Any, Future[Any]]) -> list[Exception]:
+class _Read:
+    """One that begins when a write is done, or at once. Not at all if that failed."""
+
+    def __init__(self, begin: Callable[[], Future[Any]], after: Future[Any] | None) -> None:
+        self._begun: Future[Future[Any]] = Future()
+
+        def go(written: Future[Any] | None) -> None:
+            try:
+                if written is not None and (error := written.exception()) is not None:
+                    raise error
+                self._begun.set_result(begin())
+            except BaseException as error:
+                self._begun.set_exception(error)
+
+        if after is None:
+            go(None)
+        else:
+            after.add_done_callback(go)
+
+    def result(self) -> Any:
+        """Block until it is done."""
+        return self._begun.result().result()
+
+
+def _drain(futures: dict[Any, Any]) -> list[Exception]:
     """Wait for each, and forget it; what they raised."""
     errors = []
     while futures:

@@ -45,10 +45,19 @@ class SubGroupState:
     _inner: Optimizer = field(init=False)
     _positions: list[int] = field(init=False)  # of the outer group, for each of the inner ones
     _memory: Tensor | None = field(default=None, init=False)
-    _views: list[tuple[Column, Tensor]] = field(factory=list, init=False)
+    _views: list[dict[str, Tensor]] = field(factory=list, init=False)  # of each piece, by name
+    _wholes: list[bool] = field(init=False)  # whether a piece is its whole parameter
+    _own_masters: list[torch.dtype | None] = field(init=False)  # of pieces
 
     def __attrs_post_init__(self) -> None:
         self.on_host = self.plan.residence is not Residence.DEVICE or is_here(self.params[0])
+        self._wholes = [
+            piece.numel == param.numel()
+            for piece, param in zip(self.plan.pieces, self.params, strict=True)
+        ]
+        self._own_masters = [
+            self.stepper.own_master(param.dtype, on_host=self.on_host) for param in self.params
+        ]
         self._pieces = [nn.Parameter(self._nothing(k)) for k in range(len(self.params))]
         self._positions = sorted(set(self.groups))
         groups = [
@@ -62,12 +71,13 @@ class SubGroupState:
     def attach(self, memory: Tensor) -> None:
         """Let the state lie in `memory`: 1-D, bytes, `plan.nbytes` long, on the state's device."""
         if self._memory is None or self._memory.data_ptr() != memory.data_ptr():
-            self._views = [(column, self._view(column, memory)) for column in self.plan.columns]
+            self._views = [{} for _ in self.params]
+            for column in self.plan.columns:
+                self._views[column.piece][column.name] = self._view(column, memory)
         self._memory = memory
-        for column, view in self._views:
-            entries = self._entries(column.piece)
-            if column.name in entries:
-                entries[column.name] = view
+        for piece, views in enumerate(self._views):
+            entries = self._entries(piece)
+            entries.update({name: view for name, view in views.items() if name in entries})
 
     def let_go(self) -> None:
         """Keep no view of parameters until the next step."""
@@ -125,8 +135,19 @@ class SubGroupState:
 
     def _point(self, k: int, fetch: Fetch) -> None:
         """Let a piece be its span of the parameter, or a copy of it here."""
-        self._pieces[k].data = (
-            self._master(k) if self._own_master(k) is not None else fetch(self._span(k))
+        if self._own_masters[k] is not None:
+            self._pieces[k].data = self._master(k)
+        elif not self._is_in_place(k):
+            self._pieces[k].data = fetch(self._span(k))
+
+    def _is_in_place(self, k: int) -> bool:
+        """Whether a piece is its parameter already, as from the second step on of most on a CPU."""
+        piece, param = self._pieces[k], self.params[k]
+        return (
+            self._wholes[k]
+            and self._own_masters[k] is None
+            and piece.data_ptr() == param.data_ptr()
+            and piece.is_cpu == param.is_cpu
         )
 
     def _begin(self, k: int) -> None:
@@ -134,7 +155,7 @@ class SubGroupState:
 
         While it steps, the optimizer finds the state as it would be without ours.
         """
-        if self._own_master(k) is None:
+        if self._own_masters[k] is None:
             return
         if self._entries(k).pop(MASTER, None) is None:
             self._pieces[k].detach().copy_(self._span(k))
@@ -149,16 +170,18 @@ class SubGroupState:
     def _settle(self, k: int) -> None:
         """Bring what the optimizer has made or replaced into our memory."""
         entries = self._entries(k)
-        if self._own_master(k) is not None:
+        if self._own_masters[k] is not None:
             entries[MASTER] = self._master(k)
-        for column, view in self._views:
-            value = entries.get(column.name) if column.piece == k else None
+        for name, view in self._views[k].items():
+            value = entries.get(name)
             if value is not None and value is not view:
                 view.copy_(value)
-                entries[column.name] = view
+                entries[name] = view
 
     def _publish(self, k: int, send: Send) -> None:
         """Bring a stepped piece back to its parameter, if it was stepped elsewhere."""
+        if self._is_in_place(k):
+            return
         source, target = self._pieces[k].detach(), self._span(k)
         if source.data_ptr() != target.data_ptr() or source.device != target.device:
             send(source, target)
@@ -180,7 +203,7 @@ class SubGroupState:
         for name, value in self._entries(piece).items():
             if names is not None and name not in names:
                 continue
-            if name in columns and not self._is_whole(piece):
+            if name in columns and not self._wholes[piece]:
                 if name not in whole:
                     whole[name] = torch.empty(param.shape, dtype=value.dtype)
                 self._cut(piece, whole[name]).copy_(value)
@@ -202,7 +225,7 @@ class SubGroupState:
         mine = self._entries(piece)
         for name in [n for n in mine if keeps is not None and n not in keeps]:
             del mine[name]
-        views = {c.name: view for c, view in self._views if c.piece == piece}
+        views = self._views[piece]
         whole = self.params[piece].numel()
         for name, value in entries.items():
             view = views.get(name)
@@ -230,35 +253,30 @@ class SubGroupState:
         """What a piece is between steps: of its shape, without memory."""
         return torch.empty((), dtype=self._dtype(k)).expand(self._shape(k))
 
-    def _is_whole(self, k: int) -> bool:
-        return self.plan.pieces[k].numel == self.params[k].numel()
-
     def _shape(self, k: int) -> tuple[int, ...]:
         """Of a piece: the parameter's if it is all of it, else flat."""
-        return tuple(self.params[k].shape) if self._is_whole(k) else (self.plan.pieces[k].numel,)
-
-    def _own_master(self, k: int) -> torch.dtype | None:
-        return self.stepper.own_master(self.params[k].dtype, on_host=self.on_host)
+        return tuple(self.params[k].shape) if self._wholes[k] else (self.plan.pieces[k].numel,)
 
     def _dtype(self, k: int) -> torch.dtype:
-        return self._own_master(k) or self.params[k].dtype
+        return self._own_masters[k] or self.params[k].dtype
 
     def _view(self, column: Column, memory: Tensor) -> Tensor:
         stop = column.offset_bytes + column.numel * column.dtype.itemsize
         return memory[column.offset_bytes : stop].view(column.dtype).view(self._shape(column.piece))
 
     def _master(self, k: int) -> Tensor:
-        return next(v for c, v in self._views if c.piece == k and c.name == MASTER)
+        return self._views[k][MASTER]
 
     def _span(self, k: int) -> Tensor:
         """A piece's elements in the parameter: a view."""
         param = self.params[k].detach()
-        return param if self._is_whole(k) else _slice(param.view(-1), self.plan.pieces[k])
+        return param if self._wholes[k] else _slice(param.view(-1), self.plan.pieces[k])
 
     def _part(self, k: int, whole: Tensor) -> Tensor:
         """A piece's elements of a gradient, as the piece is shaped and stepped."""
-        grad = whole.detach() if self._is_whole(k) else self._cut(k, whole)
-        return grad.to(own) if (own := self._own_master(k)) is not None else grad
+        whole = whole.detach() if whole.requires_grad else whole
+        grad = whole if self._wholes[k] else self._cut(k, whole)
+        return grad if (own := self._own_masters[k]) is None else grad.to(own)
 
     def _cut(self, k: int, whole: Tensor) -> Tensor:
         return _slice(whole.detach().reshape(-1), self.plan.pieces[k])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from attrs import define, field
-from torch import nn
+from torch import Tensor, nn
 
 from ._flat_buffer import FlatBuffer
 from ._rest import AtHome
@@ -37,7 +37,10 @@ class OpenShards:
             if index not in self._open:
                 assert isinstance(buffer.resting, AtHome), "chosen above"
                 reads = not self.is_overwritten(buffer)
-                buffer.point_targets(buffer.resting.home.open(index, reads=reads))
+                shard = buffer.resting.home.open(index, reads=reads)
+                if not reads:
+                    _clear_padding(buffer, shard)
+                buffer.point_targets(shard)
                 self._open[index] = buffer
 
     def close(self) -> None:
@@ -50,3 +53,12 @@ class OpenShards:
         assert isinstance(buffer.resting, AtHome), "opened above"
         buffer.resting.home.close(index)
         buffer.point_targets(None)
+
+
+def _clear_padding(buffer: FlatBuffer, shard: Tensor) -> None:
+    """What no parameter is written to must not be what the memory held before."""
+    stop = 0
+    for piece in sorted(buffer.pieces, key=lambda piece: piece.in_shard.start):
+        shard[stop : piece.in_shard.start].zero_()
+        stop = piece.in_shard.stop
+    shard[stop:].zero_()

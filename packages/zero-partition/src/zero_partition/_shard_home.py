@@ -50,7 +50,9 @@ class AbstractShardHome(ABC):
 
     @abstractmethod
     def open(self, index: int, *, reads: bool) -> Tensor:
-        """Host memory of a shard, to be changed until `close`; its values only if `reads`, else 0.
+        """Host memory of a shard, to be changed until `close`.
+
+        It holds the shard's values only if it `reads`; else anything, and all of it is written.
 
         Blocks until nothing else uses that memory.
         """

@@ -46,7 +46,8 @@ def step_elsewhere(
                 if param.grad is not None and residence.is_updated(target):
                     grads[target] = param.grad.as_subclass(Tensor)
                     buffer_of[target] = g.buffer
-        started = set(updater.started())
+        # Only what is opened at a home needs to know; without one this is not looked for.
+        started = set() if residence.home is None else set(updater.started())
         opened = OpenShards(
             buffer_of,
             lambda buffer: all(
