@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from zero_offload import DiskSettings, DiskStore, HostArena
 
+from ._delayed_updater import DelayedUpdater
+from ._held_back import HeldBack
 from ._offload import Offload
 from ._shard_homes import DiskHome, HostHome
 from ._shard_updater import OffloadedUpdater
@@ -12,7 +14,7 @@ from ._shard_updater import OffloadedUpdater
 
 def home_and_updater(
     offload: Offload | None, device: torch.device
-) -> tuple[HostHome | DiskHome | None, OffloadedUpdater | None]:
+) -> tuple[HostHome | DiskHome | None, OffloadedUpdater | DelayedUpdater | None]:
     """Who keeps shards of parameters, and optimizer state; None: they rest on the device.
 
     Where the device is the CPU, so does what rests on the host.
@@ -39,7 +41,15 @@ def home_and_updater(
     if not keeps_state:
         return home, None
     own_store = store if offload.optimizer == "disk" else None
-    return home, OffloadedUpdater(offload, own_store, lambda: home.host_bytes if home else 0)
+    if not offload.delayed_update:
+        return home, OffloadedUpdater(offload, own_store, lambda: _host_bytes(home))
+    room = HeldBack(HostArena("delayed update", is_pinned=offload.pin))
+    updater = OffloadedUpdater(offload, own_store, lambda: _host_bytes(home) + room.host_bytes)
+    return home, DelayedUpdater(updater, room)
+
+
+def _host_bytes(home: HostHome | DiskHome | None) -> int:
+    return 0 if home is None else home.host_bytes
 
 
 def _uses_disk(offload: Offload) -> bool:

@@ -24,6 +24,7 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     """What the public `full_state_dict` documents."""
     if any(unit.depth for unit in sharded.units):
         raise StateError("full_state_dict() was called while a forward is running")
+    sharded.finish_update()  # so that weights and optimizer state are of one step
     is_first = sharded.group.rank == 0
     if sharded.placements.params is Placement.REPLICATED:
         state = sharded.model.state_dict() if is_first else {}
