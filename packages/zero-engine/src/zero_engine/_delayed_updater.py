@@ -106,9 +106,7 @@ class DelayedUpdater(AbstractUpdater):
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._update = self._thread.submit(self._job)
 
-    def _step(
-        self, groups: Groups, grads: Mapping[nn.Parameter, Tensor], factor: float
-    ) -> None:
+    def _step(self, groups: Groups, grads: Mapping[nn.Parameter, Tensor], factor: float) -> None:
         """In the thread."""
         with _using(self._stream):
             self.inner.step_with(groups, grads, factor=factor, opening=_is_open)
@@ -120,26 +118,28 @@ class DelayedUpdater(AbstractUpdater):
             TornStepError: It ended midway.
             Exception: It ended before anything was stepped, StoreError for one; it begins again.
         """
-        if self._update is None:
-            return
-        error = self._update.exception()
+        error = self._wait()
         if error is not None:
-            if not isinstance(error, TornStepError):
-                self._begin()
+            if isinstance(error, TornStepError):
+                raise TornStepError(str(error)) from error  # once for each who asks
+            self._begin()
             raise error
         self._update = self._job = None
 
+    def _wait(self) -> BaseException | None:
+        """Block until no update is under way; what the last one ended with."""
+        return None if self._update is None else self._update.exception()
+
     def _give_up(self) -> None:
         """Block until no update is under way, and ask for nothing of one that has failed."""
-        if self._update is not None:
-            self._update.exception()
+        self._wait()
         self._update = self._job = None
 
     # ---- State ----
 
     def started(self) -> Collection[nn.Parameter]:
-        """See `AbstractUpdater.started`."""
-        self._finish()
+        """See `AbstractUpdater.started`. After an update that failed: what there is."""
+        self._wait()
         started = set(self.inner.started())
         return [target for target, stepped in self.room.stepped.items() if stepped in started]
 
@@ -180,7 +180,7 @@ class DelayedUpdater(AbstractUpdater):
         Raises:
             Exception: The update that was under way has failed; all is released nevertheless.
         """
-        error = None if self._update is None else self._update.exception()
+        error = self._wait()
         self._give_up()
         self._thread.shutdown()
         self.inner.end()

@@ -16,7 +16,7 @@ from zero_offload import HostArena
 class HeldBack:
     """For each target a parameter that is stepped in its place, and room for its gradient.
 
-    Both lie where the target does, and are as large: values of its dtype, gradients of the master's.
+    Both lie where the target does; values are of its dtype, and gradients of the master's.
 
     Args:
         arena: Whose memory, where that is the host's.

@@ -48,9 +48,7 @@ class Residence:
         is_elsewhere = self.home_of(placement) is not None or (
             self.updater is not None
             and (
-                self.updater.is_delayed
-                or self.home is not None
-                or self.group.device.type != "cpu"
+                self.updater.is_delayed or self.home is not None or self.group.device.type != "cpu"
             )
         )
         return plan.dtype if chosen is None and is_elsewhere else chosen

@@ -25,7 +25,8 @@ def step_elsewhere(
 ) -> list[tuple[Tensor, Tensor]]:
     """Step every shard that has a gradient, where its state is. Local.
 
-    What a delayed step before this one has held back comes in first. `grad_scale` and `found_inf` of the optimizer mean what they do to torch's fused ones.
+    What a delayed step has held back comes in first. `grad_scale` and `found_inf` of the optimizer
+    mean what they do to torch's fused ones.
 
     Returns:
         Shards and the gradients taken from them, which the optimizer's own step must not find.
