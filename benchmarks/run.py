@@ -16,6 +16,7 @@ SUITES: Final = {
     "disk": "bench_disk",  # swapping a large tensor to disk, against what the disk can do
     "redundancy": "bench_redundancy",  # ZeroRedundancyOptimizer against torch's
     "swap": "bench_swap",  # a pipelined step from disk, against the disk and the step alone
+    "delayed": "bench_delayed",  # the loss curve of delayed updates beside the exact one
     "collectives": "bench_collectives",  # compositions of collectives against the built-in ones
 }
 
