@@ -22,7 +22,6 @@ import multiprocessing
 import os
 import statistics
 import tempfile
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -113,17 +112,15 @@ def _train(way: str, seed: int, text: bytes, options: argparse.Namespace) -> dic
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS)
     )
-    cut, losses, seconds = len(text) * 19 // 20, [], []
+    cut, losses = len(text) * 19 // 20, []
     for step in range(options.steps):
         tokens, targets = draw_batch(text[:cut], SHAPE, step=step, rank=rank)
-        start = time.perf_counter()
         loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if delayed_from is not None and step < delayed_from:
             zero_engine.finish_update(model)
-        seconds.append(time.perf_counter() - start)
         scheduler.step()
         losses.append(_mean(loss))
     zero_engine.finish_update(model)
@@ -131,8 +128,7 @@ def _train(way: str, seed: int, text: bytes, options: argparse.Namespace) -> dic
         batches = [draw_batch(text[cut:], SHAPE, step=k, rank=rank) for k in range(HELD_OUT)]
         held_out = _mean(torch.stack([model(*batch) for batch in batches]).mean())
     zero_engine.unshard(model, optimizer)
-    ms = 1e3 * statistics.median(seconds)
-    return {"way": way, "seed": seed, "losses": losses, "held_out": held_out, "ms": ms}
+    return {"way": way, "seed": seed, "losses": losses, "held_out": held_out}
 
 
 def _mean(value: torch.Tensor) -> float:

@@ -64,9 +64,9 @@ class Offload:
         disk: How the disk is used, such as `zero_offload.tune(path)` returns.
         delayed_update: `optimizer.step()` begins the update and returns; it goes on during the next
             forward and backward, and the model has its values from the step after that on. So
-            gradients are of parameters that lack the last update, and numbers are not the same.
-            Takes memory for the new values, and for the gradients once more. After the last step:
-            `finish_update`.
+            gradients are of parameters that lack the last update: numbers differ, and learning may
+            be slower; compare. Takes memory for the new values, and for the gradients once more.
+            After the last step: `finish_update`.
 
     Raises:
         ConfigError: Names the setting, what was expected and what came.
