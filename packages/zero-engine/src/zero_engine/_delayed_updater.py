@@ -164,6 +164,9 @@ class DelayedUpdater(AbstractUpdater):
                 value = stepped[target].detach()
                 value.copy_(state[MASTER].detach().view(value.shape))
 
+    def let_go(self) -> None:
+        """See `AbstractUpdater.let_go`: what is stepped lies in memory of our own."""
+
     @property
     def report(self) -> UpdaterReport:
         """See `AbstractUpdater.report`."""

@@ -20,9 +20,11 @@ class HeldBack:
 
     Args:
         arena: Whose memory, where that is the host's.
+        grads_leave: Gradients lie on the host in any case.
     """
 
     arena: HostArena
+    grads_leave: bool = field(kw_only=True)
     stepped: dict[nn.Parameter, nn.Parameter] = field(factory=dict, init=False)  # by target
     _grads: dict[nn.Parameter, Tensor] = field(factory=dict, init=False)
 
@@ -71,7 +73,9 @@ class HeldBack:
         alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for target in targets:
             dtype = torch.promote_types(target.dtype, torch.float32) if widens else target.dtype
-            alike.setdefault((dtype, target.device), []).append(target)
+            on_host = widens and self.grads_leave
+            device = torch.device("cpu") if on_host else target.device
+            alike.setdefault((dtype, device), []).append(target)
         found = {}
         for (dtype, device), some in alike.items():
             numels = [target.numel() for target in some]

@@ -49,10 +49,7 @@ class SubGroupState:
 
     def __attrs_post_init__(self) -> None:
         self.on_host = self.plan.residence is not Residence.DEVICE or is_here(self.params[0])
-        self._pieces = [
-            nn.Parameter(torch.empty((), dtype=self._dtype(k)).expand(self._shape(k)))
-            for k in range(len(self.params))
-        ]
+        self._pieces = [nn.Parameter(self._nothing(k)) for k in range(len(self.params))]
         self._positions = sorted(set(self.groups))
         groups = [
             {"params": [p for p, at in zip(self._pieces, self.groups, strict=True) if at == where]}
@@ -71,6 +68,11 @@ class SubGroupState:
             entries = self._entries(column.piece)
             if column.name in entries:
                 entries[column.name] = view
+
+    def let_go(self) -> None:
+        """Keep no view of parameters until the next step."""
+        for k, piece in enumerate(self._pieces):
+            piece.data = self._nothing(k)
 
     def is_started(self, piece: int, besides: Collection[str] = ()) -> bool:
         """Whether a piece has state, besides these entries."""
@@ -223,6 +225,10 @@ class SubGroupState:
 
     def _entries(self, k: int) -> dict[str, Any]:
         return self._inner.state[self._pieces[k]]
+
+    def _nothing(self, k: int) -> Tensor:
+        """What a piece is between steps: of its shape, without memory."""
+        return torch.empty((), dtype=self._dtype(k)).expand(self._shape(k))
 
     def _is_whole(self, k: int) -> bool:
         return self.plan.pieces[k].numel == self.params[k].numel()
