@@ -110,7 +110,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _heats(options: argparse.Namespace) -> list[list[str]]:
     """Of each stage, and of the peers if there are any; each led by DDP and the disk."""
-    groups = [RESIDENCES[stage] for stage in options.stages]
+    groups: list[tuple[str, ...]] = [RESIDENCES[stage] for stage in options.stages]
     if "deepspeed" in options.pythons:
         groups.append(PEERS)
     return [

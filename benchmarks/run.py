@@ -17,6 +17,7 @@ SUITES: Final = {
     "redundancy": "bench_redundancy",  # ZeroRedundancyOptimizer against torch's
     "swap": "bench_swap",  # a pipelined step from disk, against the disk and the step alone
     "residence": "bench_residence",  # a step with state on host or disk, against one without
+    "delayed": "bench_delayed",  # the loss curve of delayed updates beside the exact one
     "collectives": "bench_collectives",  # compositions of collectives against the built-in ones
 }
 

@@ -143,7 +143,8 @@ def _largest(names: list[str], options: argparse.Namespace) -> list[dict[str, An
                 high = middle
             else:
                 fits[middle], low = found, middle
-        row = {"system": name, "layers": low, **fits.get(low, {"error": "one layer does not fit"})}
+        row: dict[str, Any] = {"system": name, "layers": low}
+        row |= fits.get(low, {"error": "one layer does not fit"})
         print(
             f"{name:12} {low:4} layers, {row.get('numel', 0) / 1e9:.2f}e9 parameters, "
             f"{_figures(row)}",

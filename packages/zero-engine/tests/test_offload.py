@@ -40,6 +40,11 @@ FOLDER: Final = Path("/local_nvme")
         ({"params": "host", "max_host_numel": 1}, "max_host_numel", "without params='disk'"),
         ({"params": "host", "fraction": 0.5}, "fraction", "without optimizer='host'"),
         ({"params": "host", "delayed_update": True}, "delayed_update", "set optimizer='host'"),
+        (
+            {"optimizer": "host", "fraction": 0, "delayed_update": True},
+            "delayed_update",
+            "fraction above 0",
+        ),
     ],
 )
 def test_a_wrong_value_says_what_was_expected(fields: Any, name: str, part: str) -> None:

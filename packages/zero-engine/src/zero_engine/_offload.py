@@ -62,8 +62,11 @@ class Offload:
             the same, those of the model's first units.
         budget_bytes: Most host memory of a rank; what the process may have when None.
         disk: How the disk is used, such as `zero_offload.tune(path)` returns.
-        delayed_update: Each step updates with the gradients of the one before it: one step late,
-            and not the same numbers.
+        delayed_update: `optimizer.step()` begins the update and returns; it goes on during the next
+            forward and backward, and the model has its values from the step after that on. So
+            gradients are of parameters that lack the last update: numbers differ, and learning may
+            be slower; compare. Takes memory for the new values, and for the gradients once more.
+            After the last step: `finish_update`.
 
     Raises:
         ConfigError: Names the setting, what was expected and what came.
@@ -98,6 +101,7 @@ class Offload:
             ("max_host_numel", self.params == "disk", "params='disk'"),
             ("disk", uses_disk, "optimizer='disk' or params='disk'"),
             ("delayed_update", self.optimizer != "device", "optimizer='host' or 'disk'"),
+            ("delayed_update", self.fraction > 0, "fraction above 0"),
         ):
             value, default = getattr(self, name), getattr(attrs.fields(Offload), name).default
             if not is_read and value != default:

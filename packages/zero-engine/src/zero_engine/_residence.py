@@ -6,7 +6,9 @@ import torch
 from attrs import frozen
 from zero_offload import HostArena
 
+from ._delayed_updater import DelayedUpdater
 from ._disk import Disk
+from ._held_back import HeldBack
 from ._host_gradients import HostGradients
 from ._offload import Offload
 from ._shard_homes import DiskHome, HostHome
@@ -18,7 +20,7 @@ class Elsewhere:
     """Who keeps what outside the device, for `zero_partition.partition`. None: nobody does."""
 
     home: HostHome | DiskHome | None = None
-    updater: OffloadedUpdater | None = None
+    updater: OffloadedUpdater | DelayedUpdater | None = None
     gradient_home: HostGradients | None = None
 
     @classmethod
@@ -42,12 +44,15 @@ class Elsewhere:
             home = HostHome(HostArena("parameters", is_pinned=offload.pin))
         if offload.optimizer == "device" or not offload.fraction:
             return cls(home=home)
-        updater = OffloadedUpdater(
+        grads_leave = device.type != "cpu" and offload.fraction == 1
+        room = HeldBack(HostArena("delayed update", is_pinned=offload.pin), grads_leave=grads_leave)
+        inner = OffloadedUpdater(
             offload,
             disk if offload.optimizer == "disk" else None,
-            lambda: 0 if home is None else home.host_bytes,
+            lambda: room.host_bytes + (0 if home is None else home.host_bytes),
         )
-        if device.type == "cpu" or offload.fraction < 1:
+        updater = DelayedUpdater(inner, room) if offload.delayed_update else inner
+        if not grads_leave:
             return cls(home=home, updater=updater)
         gradients = HostGradients(HostArena("gradients", is_pinned=offload.pin))
         return cls(home=home, updater=updater, gradient_home=gradients)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -65,8 +65,23 @@ class OffloadedUpdater(AbstractUpdater):
         self, grads: Mapping[nn.Parameter, Tensor], *, factor: float, opening: Opening
     ) -> None:
         """See `AbstractUpdater.step`."""
+        self.step_with(self.groups, grads, factor=factor, opening=opening)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The param groups, with the numbers that they have now."""
         assert self._optimizer is not None, "planned with it"
-        groups = self._optimizer.param_groups
+        return self._optimizer.param_groups
+
+    def step_with(
+        self,
+        groups: Sequence[dict[str, Any]],
+        grads: Mapping[nn.Parameter, Tensor],
+        *,
+        factor: float,
+        opening: Opening,
+    ) -> None:
+        """The same with the numbers of these groups."""
         self._state.step(groups, grads, factor=factor, opening=opening)
         self._state.read_ahead()  # each as soon as its slot is written: the disk need not wait
 

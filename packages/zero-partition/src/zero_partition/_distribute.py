@@ -134,7 +134,7 @@ def _lay_down(
             if residence.is_updated(targets[piece.index])
         ]
         training = WithState(updater, targets, pieces, resting, master_dtype)
-        if master_dtype != plan.dtype:  # else they are what the shard is
+        if master_dtype != plan.dtype or updater.is_delayed:  # else they are what the shard is
             training.write(values)
     wire_dtype = residence.precision.wire_of(plan.dtype)
     return FlatBuffer(

@@ -87,6 +87,7 @@ def load_ranges(
         raise LoadError(f"cannot load, and nothing was written: {'; '.join(problems)}")
 
     if sharded is not None:
+        sharded.finish_update()
         sharded.begin_write()
     allocate_missing(model, targets, group)
     with torch.no_grad():

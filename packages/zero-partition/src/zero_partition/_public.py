@@ -93,7 +93,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The whole model's `state_dict`, on rank 0, in host memory. Collective.
 
     At most one unit is whole at a time on the other ranks. Keys, buffers and extra state are what
-    the model's own `state_dict` gives; tied parameters share one tensor.
+    the model's own `state_dict` gives; tied parameters share one tensor. A delayed update comes in
+    first, as by `finish_update`, so that weights and optimizer state are of one step.
 
     Returns:
         The state dict on rank 0, an empty dict elsewhere.
@@ -103,6 +104,20 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             adds a tensor that is no parameter or buffer.
     """
     return _state_dict.full_state_dict(_find(model))
+
+
+def finish_update(model: nn.Module) -> None:
+    """Let the model compute with every update that was begun. Collective, blocking; between steps.
+
+    After an optimizer's step that is delayed the model lacks the update of that step until the
+    next one. Call this after the last step, before the model is evaluated or exported; what trains
+    on goes on without delay for one step. Where no update is delayed nothing happens.
+
+    Raises:
+        StateError: Not sharded, a forward is running, or a context keeps parameters whole.
+        Exception: What the update has ended with; see the updater.
+    """
+    _find(model).finish_update()
 
 
 @contextmanager

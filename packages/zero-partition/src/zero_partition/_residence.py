@@ -42,13 +42,16 @@ class Residence:
         """Dtype of its masters, None if it has none.
 
         What rests elsewhere than where it is stepped is not stepped itself: a copy that is needed
-        anyway to step it would have to be read first.
+        anyway to step it would have to be read first. Nor is what the model still computes with.
         """
         if not plan.trainable:
             return None
         chosen = self.precision.master_of(plan.dtype)
         is_elsewhere = self.home_of(placement) is not None or (
-            self.updater is not None and (self.home is not None or self.group.device.type != "cpu")
+            self.updater is not None
+            and (
+                self.updater.is_delayed or self.home is not None or self.group.device.type != "cpu"
+            )
         )
         return plan.dtype if chosen is None and is_elsewhere else chosen
 

@@ -28,7 +28,7 @@ from ._torch_compat import (
     will_accumulate,
 )
 from ._unit import Unit
-from ._updated_state import step_elsewhere
+from ._updated_state import bring_in, step_elsewhere
 
 
 @define(eq=False)
@@ -181,9 +181,7 @@ class ShardedModel:
         with plain_access():
             self.reducer.before_step()
         self.take_gradients()
-        for unit in self.units:
-            for buffer in unit.buffers:
-                buffer.follow_writes()
+        self._follow_writes()
         self.begin_write()
         if has_closure:
             self._published = self._shard_versions()
@@ -216,7 +214,7 @@ class ShardedModel:
                         g.copy_whole(position, param.grad)
 
     def update(self) -> None:
-        """Step what an updater keeps; the optimizer's own step then finds no gradient. Blocking."""
+        """Step what an updater keeps; the optimizer's own step then finds no gradient."""
         if self.residence.updater is not None:
             self._hidden = step_elsewhere(self.residence, self.reducer.gradients, self.optimizer)
 
@@ -229,6 +227,27 @@ class ShardedModel:
         self.has_stepped = True
         self._publish()
         self.schedule.step()
+
+    def finish_update(self) -> None:
+        """What the public `finish_update` documents."""
+        updater = self.residence.updater
+        if updater is None or not updater.is_delayed:
+            return
+        self.refuse_while_gathered("finish_update()")
+        self.refuse_parked("finish_update()", StateKind.PARAMS)
+        if any(unit.depth for unit in self.units):
+            raise StateError(
+                "finish_update() was called while a forward is running; call it between steps"
+            )
+        self._follow_writes()
+        self.begin_write()
+        bring_in(self.residence, self.reducer.gradients)
+        self._publish()
+
+    def _follow_writes(self) -> None:
+        for unit in self.units:
+            for buffer in unit.buffers:
+                buffer.follow_writes()
 
     def _publish(self) -> None:
         for unit in self.units:

@@ -23,15 +23,17 @@ def step_elsewhere(
     gradients: Sequence[BufferGradients],
     optimizer: torch.optim.Optimizer | None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Step every shard that has a gradient, where its state is. Local, blocking.
+    """Step every shard that has a gradient, where its state is. Local.
 
-    `grad_scale` and `found_inf` of the optimizer mean what they do to torch's fused ones.
+    What a delayed step has held back comes in first. `grad_scale` and `found_inf` of the optimizer
+    mean what they do to torch's fused ones.
 
     Returns:
         Shards and the gradients taken from them, which the optimizer's own step must not find.
     """
     updater = residence.updater
     assert updater is not None, "asked before"
+    bring_in(residence, gradients)
     hidden = [
         (param, param.grad)
         for g in gradients
@@ -65,6 +67,25 @@ def step_elsewhere(
     for param, _ in hidden:
         param.grad = None
     return hidden
+
+
+def bring_in(residence: Residence, gradients: Sequence[BufferGradients]) -> None:
+    """Let shards have the values that a delayed step has held back. Local, blocking."""
+    updater = residence.updater
+    assert updater is not None, "asked before"
+    held_back = set(updater.held_back())
+    if not held_back:
+        return
+    opened = OpenShards(
+        {target: g.buffer for g in gradients for target in g.buffer.targets},
+        lambda buffer: all(buffer.targets[piece.index] in held_back for piece in buffer.pieces),
+    )
+    try:
+        updater.bring_in(opened.open)
+    finally:
+        opened.close()
+    if residence.home is not None:
+        residence.home.settle()
 
 
 def hand_over_state(

@@ -58,13 +58,36 @@ class AbstractUpdater(ABC):
         factor: float,
         opening: Opening,
     ) -> None:
-        """Step these targets with the numbers that the param groups have now. Blocking.
+        """Step these targets with the numbers that the param groups have now.
+
+        Blocking, or it goes on after its return; see `is_delayed`.
 
         Args:
             grads: By target, of its shape; not changed.
             factor: What they are multiplied by.
             opening: To be called before targets are written, some at a time, in their order.
         """
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether `step` returns while it goes on, and holds new values back until `bring_in`.
+
+        Every target then has a master, from the start on: what is stepped is not what the model
+        computes with. What `started`, `read` and `write` say is as after the step.
+        """
+        return False
+
+    def held_back(self) -> Collection[nn.Parameter]:
+        """Targets whose new values are held back, in order. Blocks until these are known."""
+        return ()
+
+    def bring_in(self, opening: Opening) -> None:
+        """Give targets the values that are held back.
+
+        Args:
+            opening: As for `step`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is not delayed")
 
     @abstractmethod
     def begin_backward(self) -> None:

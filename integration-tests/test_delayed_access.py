@@ -1,0 +1,159 @@
+"""What is looked at, finished, saved and written while an update goes on."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+import zero_engine
+import zero_partition
+from delayed import (
+    BF16,
+    NUM_MICRO,
+    NUM_STEPS,
+    Case,
+    Late,
+    assert_same,
+    build,
+    on_disk,
+    on_host,
+    optimizer_of,
+    read,
+    train_alone,
+    train_one,
+    train_sharded,
+    trainable,
+    used,
+)
+from torch import Tensor, nn
+from zero_comm import Group
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_looking_changes_nothing_and_sees_every_update(ranks, tmp_path: Path, stage: int) -> None:
+    """Who logs a norm or a moment must not train another model than who does not."""
+    for is_bf16 in (False, True):
+        ranks(2).run(_look, case=Case(on_disk(tmp_path), stage, is_bf16))
+
+
+def _look(group: Group, case: Case) -> None:
+    values, moments = [], []
+
+    def remember(_: int, late: Late) -> None:
+        values.append([param.detach().clone() for param in late.trained])
+        states = [late.optimizer.state[param] for param in late.trained]
+        moments.append([state["exp_avg"].clone() for state in states if state])
+
+    expected = train_alone(case, rank=group.rank, world_size=group.world_size, after=remember)
+
+    def look(step: int, model: nn.Module) -> None:
+        assert all(map(torch.equal, read(model), values[step])), f"step {step}"
+        stepped = [p for p in trainable(model) if p is not model.unused]
+        averages = [zero_engine.full_optimizer_state(p, "exp_avg") for p in stepped]
+        assert all(map(torch.equal, averages, moments[step])), f"step {step}"
+        assert len(optimizer_of(model).state_dict()["state"]) >= len(stepped)
+        zero_partition.memory_report(model)
+
+    assert_same(train_sharded(case, group, after=look), expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_finishing_takes_the_delay_out_once(ranks, tmp_path: Path, stage: int) -> None:
+    """Before an evaluation the model has all of what was learnt; then it trains on, delayed."""
+    for offload in (on_host(), on_disk(tmp_path, **({"params": "disk"} if stage == 3 else {}))):
+        ranks(2).run(_finish, case=Case(offload, stage, is_bf16=True))
+
+
+def _finish(group: Group, case: Case) -> None:
+    rank, world_size = group.rank, group.world_size
+    expected = train_alone(
+        case, rank=rank, world_size=world_size, finishes_after=(1, NUM_STEPS - 1)
+    )
+
+    def finish(step: int, model: nn.Module) -> None:
+        if step in (1, NUM_STEPS - 1):
+            zero_engine.finish_update(model)
+            zero_engine.finish_update(model)  # again: nothing is left to finish
+            now = [value.to(BF16).float() for value in read(model)]
+            assert all(map(torch.equal, used(model), now))
+
+    assert_same(train_sharded(case, group, after=finish), expected)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_saved_in_the_middle_can_be_gone_on_from(ranks, tmp_path: Path, stage: int) -> None:
+    """Weights and optimizer state are of one step, and a new process trains on from both."""
+    ranks(2).run(_resume, case=Case(on_disk(tmp_path), stage))
+
+
+def _resume(group: Group, case: Case) -> None:
+    rank, world_size = group.rank, group.world_size
+    expected = train_alone(case, rank=rank, world_size=world_size, finishes_after=(1,))
+    saved: dict[str, Any] = {}
+
+    def save(step: int, model: nn.Module) -> None:
+        if step == 1:
+            saved["weights"] = [zero_engine.full_state_dict(model)]
+            saved["optimizer"] = copy.deepcopy(optimizer_of(model).state_dict())
+
+    assert_same(train_sharded(case, group, after=save), expected)
+
+    torch.distributed.broadcast_object_list(saved["weights"], src=0, group=group.process_group)
+    model, optimizer = build(case, group)
+    scheduler = parity.scheduler_for(optimizer)
+    train_one(model, optimizer, group.rank, 7)  # something else is under way when it is loaded
+    model.load_state_dict(saved["weights"][0])
+    optimizer.load_state_dict(saved["optimizer"])
+    scheduler.last_epoch = 2
+    losses = []
+    for step in range(2, NUM_STEPS):
+        losses += train_one(model, optimizer, group.rank, step)
+        scheduler.step()
+    assert losses == expected.losses[2 * NUM_MICRO :]
+    assert all(map(torch.equal, read(model), expected.trained))
+    zero_engine.unshard(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_written_between_steps_outlives_the_update_under_way(ranks, stage: int) -> None:
+    """Weights that are clipped or averaged by hand would else be as they were, a step later."""
+    ranks(2).run(_write, case=Case(on_host(), stage))
+
+
+def _write(group: Group, case: Case) -> None:
+    def write_both(step: int, late: Late) -> None:
+        for k, value in _written(step, [p.shape for p in late.trained]).items():
+            with torch.no_grad():
+                late.trained[k].copy_(value)
+                trainable(late.model)[k].copy_(value)
+
+    expected = train_alone(case, rank=group.rank, world_size=group.world_size, after=write_both)
+
+    def write(step: int, model: nn.Module) -> None:
+        params = trainable(model)
+        for k, value in _written(step, [p.shape for p in params]).items():
+            if step == 0:
+                zero_engine.set_full_param(params[k], value)
+            elif step == 1:
+                with zero_engine.GatheredParameters(params[k], modifier_rank=0), torch.no_grad():
+                    params[k].copy_(value)
+            elif case.stage < 3:
+                with torch.no_grad():
+                    params[k].copy_(value)
+            else:
+                part = zero_engine.parameter_status(params[k]).part
+                zero_engine.set_local_param(params[k], value.flatten()[part.as_slice()])
+
+    assert_same(train_sharded(case, group, after=write), expected)
+
+
+def _written(step: int, shapes: list[torch.Size]) -> dict[int, Tensor]:
+    """What is written after a step, by parameter: to some of a flat buffer, and not to others."""
+    chosen = {0: (1, 4), 1: (2,), 2: (3, 1)}.get(step, ())
+    return {k: torch.full(shapes[k], 0.25 + step) for k in chosen}

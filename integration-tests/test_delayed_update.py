@@ -1,0 +1,199 @@
+"""An update that goes on during the next forward and backward, against plain torch."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import parity
+import pytest
+import torch
+import zero_engine
+import zero_offload
+import zero_partition
+from attrs import evolve
+from delayed import (
+    NUM_STEPS,
+    Case,
+    Late,
+    assert_same,
+    build,
+    copy_of,
+    on_disk,
+    on_host,
+    read,
+    sgd,
+    train_alone,
+    train_one,
+    train_sharded,
+    trainable,
+    used,
+)
+from torch import Tensor
+from zero_comm import Group
+from zero_engine import Offload
+from zero_offload import BudgetError
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def _compare(group: Group, case: Case) -> None:
+    expected = train_alone(case, rank=group.rank, world_size=group.world_size)
+
+    found = train_sharded(case, group)
+
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("is_bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_are_of_parameters_that_lack_the_last_update_alone(
+    ranks, tmp_path: Path, stage: int, is_bf16: bool
+) -> None:
+    """One step late and not two, nor by chance: every bit is that of two copies in plain torch."""
+    for offload in (
+        on_host(),
+        on_host(fraction=0.4),
+        on_disk(tmp_path),
+        *([on_disk(tmp_path, optimizer="host", params="disk")] if stage == 3 else ()),
+        *([on_disk(tmp_path, params="disk")] if stage == 3 else ()),
+    ):
+        ranks(2).run(_compare, case=Case(offload, stage, is_bf16))
+
+
+def test_an_optimizer_without_a_native_kernel_is_delayed_alike(ranks, tmp_path: Path) -> None:
+    """It is the residence that delays, whatever the optimizer."""
+    for offload in (on_host(), on_disk(tmp_path)):
+        for is_bf16 in (False, True):
+            ranks(2).run(_compare, case=Case(offload, 3, is_bf16, make=sgd))
+
+
+def test_nothing_is_delayed_unless_asked_for(ranks, tmp_path: Path) -> None:
+    """The numbers change, so it must be the user's choice."""
+    for offload in (
+        Offload(optimizer="host"),
+        Offload(optimizer="disk", path=tmp_path, subgroup_bytes=1000),
+    ):
+        ranks(2).run(_compare_at_once, case=Case(offload))
+
+
+def _compare_at_once(group: Group, case: Case) -> None:
+    rank, world_size = group.rank, group.world_size
+    expected = train_alone(case, rank=rank, world_size=world_size, finishes_after=range(NUM_STEPS))
+    delayed = train_alone(case, rank=rank, world_size=world_size)
+
+    found = train_sharded(case, group)
+
+    assert_same(found, expected)
+    assert expected.losses != delayed.losses, "the oracle must tell the two apart"
+
+
+# ---- Beside forward and backward ----
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_update_goes_on_beside_forward_and_backward(ranks, tmp_path: Path, stage: int) -> None:
+    """Each update is held until the next backward has ended: it shares nothing with that."""
+    for offload in (on_host(), on_disk(tmp_path)):
+        ranks(2).run(_hold_updates, case=Case(offload, stage, is_bf16=True))
+
+
+def _hold_updates(group: Group, case: Case) -> None:
+    expected = train_alone(case, rank=group.rank, world_size=group.world_size)
+    may_go_on, threads = threading.Semaphore(0), set[threading.Thread]()
+    step_at_once = zero_offload.OffloadedState.step
+
+    def held(*args: Any, **kwargs: Any) -> None:
+        threads.add(threading.current_thread())
+        assert may_go_on.acquire(timeout=60), "nobody waits for the step in step()"
+        step_at_once(*args, **kwargs)
+
+    with mock.patch.object(zero_offload.OffloadedState, "step", held):
+        found = train_sharded(
+            case,
+            group,
+            before_step=lambda step: may_go_on.release() if step else None,
+            after=lambda step, _: may_go_on.release() if step == NUM_STEPS - 1 else None,
+        )
+
+    assert_same(found, expected)
+    assert len(threads) == 1
+    assert not threads.pop().is_alive(), "unshard() joins it"
+
+
+def test_a_step_that_is_skipped_takes_over_the_one_before(ranks) -> None:
+    """Gradients with inf are dropped, and with them no update that was under way."""
+    ranks(2).run(_skip, case=Case(on_host()))
+
+
+def _skip(group: Group, case: Case) -> None:
+    model, optimizer = build(case, group)
+    train_one(model, optimizer, group.rank, 0)
+    first = read(model)
+    optimizer.found_inf = torch.ones(())
+    train_one(model, optimizer, group.rank, 1)
+    del optimizer.found_inf
+    assert all(map(torch.equal, used(model), first))
+    assert all(map(torch.equal, read(model), first))
+    zero_engine.unshard(model, optimizer)
+
+
+def test_a_closure_is_stepped_as_late(ranks) -> None:
+    """The other way to call step()."""
+    ranks(2).run(_close_over, case=Case(on_host(), make=sgd))
+
+
+def _close_over(group: Group, case: Case) -> None:
+    late = Late.of(case)
+    model, optimizer = build(case, group)
+    for step in range(NUM_STEPS):
+        local = []
+        for peer in range(group.world_size):
+            parity.loss_of(late.model, parity.batch(step, 0, peer)).backward()
+            local.append([copy_of(p.grad) for p in trainable(late.model)])
+            late.model.zero_grad()
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = parity.loss_of(model, parity.batch(step, 0, group.rank))
+            loss.backward()
+            return loss
+
+        late.step(parity.mean(local))
+        optimizer.step(closure)
+    optimizer.zero_grad()
+    assert all(map(torch.equal, read(model), [p.detach() for p in late.trained]))
+    zero_engine.unshard(model, optimizer)
+
+
+def test_it_takes_the_new_values_and_the_gradients_once_more(ranks, tmp_path: Path) -> None:
+    """What it costs is known beforehand, reported, and kept to the budget."""
+    for is_bf16 in (False, True):
+        ranks(2).run(_count, case=Case(on_host(), is_bf16=is_bf16))
+    ranks(2).run(_exceed, case=Case(on_host(budget_bytes=5000)))
+
+
+def _count(group: Group, case: Case) -> None:
+    (delayed, numel), (at_once, _) = (
+        _held(group, evolve(case, offload=evolve(case.offload, delayed_update=is_delayed)))
+        for is_delayed in (True, False)
+    )
+    values_bytes, master_bytes = (2, 0) if case.is_bf16 else (4, 4)
+    needed = numel * (values_bytes + 4 + master_bytes)  # fp32 masters are not needed otherwise
+    assert needed <= delayed - at_once <= needed + 5000, (delayed, at_once, needed)
+
+
+def _held(group: Group, case: Case) -> tuple[int, int]:
+    """Bytes of host memory, and elements that this rank trains."""
+    model, optimizer = build(case, group)
+    report = zero_partition.memory_report(model)
+    zero_engine.unshard(model, optimizer)
+    itemsize = 2 if case.is_bf16 else 4
+    return report.host_bytes, report.trained_bytes_per_rank[group.rank] // itemsize
+
+
+def _exceed(group: Group, case: Case) -> None:
+    with pytest.raises(BudgetError, match="budget"):
+        build(case, group)

@@ -1,0 +1,222 @@
+"""An updater whose steps go on while the model computes: values are used one step late."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, final
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+from zero_offload import TornStepError
+from zero_partition import MASTER, AbstractUpdater, Opening, UpdaterReport
+
+from ._held_back import HeldBack
+from ._shard_updater import OffloadedUpdater
+
+# NOTE(one at a time): state is not made for two threads. Whoever wants it waits for the update that
+# is under way, so that at any time either the thread or the caller has it. Nothing is read ahead in
+# backward: the update has begun long before.
+
+# NOTE(threads): torch counts threads by thread: this one takes the number that holds when it first
+# asks. Setting it here would set it for threads that are made later, and empty caches under those
+# that compute. What is stepped does not depend on it.
+
+Groups = list[dict[str, Any]]
+
+
+@final
+@define(eq=False)
+class DelayedUpdater(AbstractUpdater):
+    """Begins each step and returns; `bring_in` gives targets the values when it has ended.
+
+    An error of the step is raised by whatever needs its outcome next. If nothing was stepped, the
+    step begins again then, so that no gradient is lost; else it is a TornStepError until state is
+    loaded.
+
+    Args:
+        inner: Keeps state and steps; see NOTE(one at a time).
+        room: Memory for new values, and for gradients while they are read.
+    """
+
+    inner: OffloadedUpdater
+    room: HeldBack
+    _thread: ThreadPoolExecutor = field(init=False)  # makes its one thread when there is work
+    _update: Future[None] | None = field(default=None, init=False)  # under way, or failed
+    _job: partial[None] | None = field(default=None, init=False)  # what it does
+    _behind: set[nn.Parameter] = field(factory=set, init=False)  # targets of the last update
+    _stream: Any = field(default=None, init=False)  # of the thread, where there is CUDA
+
+    def __attrs_post_init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-delayed-update")
+
+    @property
+    def is_delayed(self) -> bool:
+        """See `AbstractUpdater.is_delayed`."""
+        return True
+
+    def plan(
+        self,
+        targets: Mapping[nn.Parameter, int],
+        optimizer: torch.optim.Optimizer,
+        *,
+        masters: Collection[torch.dtype],
+    ) -> None:
+        """See `AbstractUpdater.plan`."""
+        self.room.take(targets)
+        stepped = {self.room.stepped[target]: at for target, at in targets.items()}
+        self.inner.plan(stepped, optimizer, masters=masters)
+
+    # ---- Stepping ----
+
+    def step(
+        self, grads: Mapping[nn.Parameter, Tensor], *, factor: float, opening: Opening
+    ) -> None:
+        """See `AbstractUpdater.step`. Gradients are the caller's again when it returns."""
+        assert not self.held_back(), "bring_in() comes first"
+        taken = self.room.take_gradients(grads)
+        self._behind = set(grads)
+        self._job = partial(self._step, _numbers_of(self.inner.groups), taken, factor)
+        self._begin()
+
+    def held_back(self) -> Collection[nn.Parameter]:
+        """See `AbstractUpdater.held_back`."""
+        self._finish()
+        return [target for target in self.room.stepped if target in self._behind]
+
+    def bring_in(self, opening: Opening) -> None:
+        """See `AbstractUpdater.bring_in`."""
+        for target in self.held_back():
+            opening([target])
+            target.detach().copy_(self.room.stepped[target].detach())
+        self._behind = set()
+
+    def begin_backward(self) -> None:
+        """See `AbstractUpdater.begin_backward`, and NOTE(one at a time)."""
+
+    def _begin(self) -> None:
+        assert self._job is not None, "step() says what to do"
+        device = self.room.cuda
+        if device is not None:  # gradients and masters are written on the stream of the caller
+            self._stream = self._stream or torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._update = self._thread.submit(self._job)
+
+    def _step(self, groups: Groups, grads: Mapping[nn.Parameter, Tensor], factor: float) -> None:
+        """In the thread."""
+        with _using(self._stream):
+            self.inner.step_with(groups, grads, factor=factor, opening=_is_open)
+
+    def _finish(self) -> None:
+        """Block until no update is under way.
+
+        Raises:
+            TornStepError: It ended midway.
+            Exception: It ended before anything was stepped, StoreError for one; it begins again.
+        """
+        error = self._wait()
+        if error is not None:
+            if isinstance(error, TornStepError):
+                raise TornStepError(str(error)) from error  # once for each who asks
+            self._begin()
+            raise error
+        self._update = self._job = None
+
+    def _wait(self) -> BaseException | None:
+        """Block until no update is under way; what the last one ended with."""
+        return None if self._update is None else self._update.exception()
+
+    def _give_up(self) -> None:
+        """Block until no update is under way, and ask for nothing of one that has failed."""
+        self._wait()
+        self._update = self._job = None
+
+    # ---- State ----
+
+    def started(self) -> Collection[nn.Parameter]:
+        """See `AbstractUpdater.started`. After an update that failed: what there is."""
+        self._wait()
+        started = set(self.inner.started())
+        return [target for target, stepped in self.room.stepped.items() if stepped in started]
+
+    def read(
+        self, targets: Iterable[nn.Parameter], names: Collection[str] | None = None
+    ) -> dict[nn.Parameter, dict[str, Any]]:
+        """See `AbstractUpdater.read`."""
+        self._finish()
+        wanted = {target: self.room.stepped[target] for target in targets}
+        found = self.inner.read(wanted.values(), names)
+        return {target: found[stepped] for target, stepped in wanted.items()}
+
+    def write(self, states: Mapping[nn.Parameter, Mapping[str, Any]], *, replaces: bool) -> None:
+        """See `AbstractUpdater.write`. Whoever writes a master has its target hold that too."""
+        if replaces:
+            self._give_up()
+        self._finish()
+        stepped = self.room.stepped
+        self.inner.write({stepped[t]: state for t, state in states.items()}, replaces=replaces)
+        for target, state in states.items():
+            if MASTER in state:  # it stands in the place of what was held back
+                value = stepped[target].detach()
+                value.copy_(state[MASTER].detach().view(value.shape))
+
+    def let_go(self) -> None:
+        """See `AbstractUpdater.let_go`: what is stepped lies in memory of our own."""
+
+    @property
+    def report(self) -> UpdaterReport:
+        """See `AbstractUpdater.report`."""
+        inner = self.inner.report
+        return UpdaterReport(
+            device_bytes=inner.device_bytes + self.room.device_bytes,
+            host_bytes=inner.host_bytes + self.room.host_bytes,
+            disk_bytes=inner.disk_bytes,
+        )
+
+    def end(self) -> None:
+        """See `AbstractUpdater.end`.
+
+        Raises:
+            Exception: The update that was under way has failed; all is released nevertheless.
+        """
+        error = self._wait()
+        self._give_up()
+        self._thread.shutdown()
+        self.inner.end()
+        self.room.release()
+        self._behind = set()
+        if error is not None:
+            raise error
+
+
+def _numbers_of(groups: Sequence[Mapping[str, Any]]) -> Groups:
+    """What the param groups say now; a scheduler may change them while the step goes on."""
+    return [
+        {
+            name: copy.deepcopy(value)
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        for group in groups
+    ]
+
+
+@contextmanager
+def _using(stream: Any) -> Iterator[None]:
+    """Work on the device goes there, and is done at the end."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        try:
+            yield
+        finally:
+            stream.synchronize()
+
+
+def _is_open(_: Sequence[nn.Parameter]) -> None:
+    """What is stepped has memory of its own."""
