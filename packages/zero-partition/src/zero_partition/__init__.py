@@ -22,6 +22,7 @@ from ._grad_access import (
     set_local_grad,
     update_full_grads,
 )
+from ._gradient_home import AbstractGradientHome
 from ._grouping import UnitPlan, choose_units, plan_units
 from ._hooks import find_sharded
 from ._init_context import Init
@@ -75,6 +76,7 @@ __all__ = [
     "AS_IT_IS",
     "MASTER",
     "STAGES",
+    "AbstractGradientHome",
     "AbstractRangeReader",
     "AbstractShardHome",
     "AbstractUpdater",

@@ -37,6 +37,7 @@ class FlatBuffer:
     training: AbstractRest
     targets: tuple[nn.Parameter, ...]  # what an updater steps; none without one
     wire_dtype: torch.dtype  # of gradients as they travel
+    stepped_device: torch.device  # of shard_params and their gradients
     stand_ins: tuple[Tensor, ...] = field(init=False)  # what sharded parameters view at rest
     guards: tuple[Tensor, ...] = field(init=False)  # what `param.grad` holds while it is sharded
     pieces: tuple[Piece, ...] = field(init=False)
@@ -100,7 +101,7 @@ class FlatBuffer:
         """What shard_params view: nothing where an updater keeps masters elsewhere."""
         memory, size = self.training.memory, torch.Size([self.shard_numel])
         if memory is None:
-            return placeholder(size, self.training.dtype, self.group.device)
+            return placeholder(size, self.training.dtype, self.stepped_device)
         return memory
 
     def views_of(self, full: Tensor) -> tuple[Tensor, ...]:

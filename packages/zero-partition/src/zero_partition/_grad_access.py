@@ -159,7 +159,8 @@ def _launch_grad(place: Place, what: str) -> Callable[..., Tensor] | None:
             return None
         if not g.shards_state:
             return grad.detach().clone
-        return launch_whole(place, grad.as_subclass(Tensor).detach().view(-1))
+        part = grad.as_subclass(Tensor).detach().view(-1)
+        return launch_whole(place, part.to(place.group.device))
 
 
 def _local_grad(place: Place, what: str) -> Tensor | None:

@@ -29,7 +29,7 @@ class MemoryReport:
     scalars_bytes: int  # stand-ins of sharded parameters, step counters, flags between ranks
     num_slot_conflicts: int  # slots beyond the window, for units that must be whole besides
     trained_bytes_per_rank: tuple[int, ...]  # elements of trainable parameters in ranks' shards
-    host_bytes: int  # of host memory where parameters or optimizer state rest, or pass through
+    host_bytes: int  # of host memory where any of it rests, or passes through, off the device
     disk_bytes: int  # of files where they rest
 
     @property
@@ -73,39 +73,48 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
         if g.buffer.has_masters and g.buffer.training.memory is not None:
             state += layout.payload_splits[rank] * itemsize
             padding += (layout.splits[rank] - layout.payload_splits[rank]) * itemsize
-        if g.shard is not None and g.holds_gradients:
+        if g.shard is not None and g.holds_gradients and g.home is None:
             gradients += layout.payload_splits[rank] * itemsize
             padding += (layout.splits[rank] - layout.payload_splits[rank]) * itemsize
         elif not g.shards_state and g.accumulator is not None:
             held = [p for p in g.buffer.params if p.grad is not None]
             gradients += sum(p.numel() for p in held) * itemsize
             reduction -= sum(p.numel() for p in held) * itemsize
+    in_state, of_scalars = _optimizer_bytes(sharded)
     home, updater = sharded.residence.home, sharded.residence.updater
-    elsewhere = [keeper for keeper in (home, updater.report if updater else None) if keeper]
-    if updater is not None:
-        state += updater.report.device_bytes
-    elif sharded.optimizer is not None:
-        for param, values in sharded.optimizer.state.items():
-            for value in values.values():
-                is_scalar = isinstance(value, Tensor) and value.numel() <= 1
-                if isinstance(value, Tensor) and (value.shape == param.shape or not is_scalar):
-                    state += value.nbytes
-                elif isinstance(value, Tensor):
-                    scalars += value.nbytes
+    copies = {id(unit.copies): unit.copies for unit in sharded.units}.values()
+    keepers = (home, updater.report if updater else None, *copies)
+    elsewhere = [keeper for keeper in keepers if keeper is not None]
     return MemoryReport(
         params_bytes=params,
         gradients_bytes=gradients,
-        optimizer_bytes=state,
+        optimizer_bytes=state + in_state,
         padding_bytes=padding,
         slots_bytes=sharded.schedule.pool.num_bytes,
         reduction_bytes=reduction,
         gathered_bytes=_gathered_bytes(sharded),
-        scalars_bytes=scalars,
+        scalars_bytes=scalars + of_scalars,
         num_slot_conflicts=sharded.schedule.pool.conflicts,
         trained_bytes_per_rank=_trained_bytes_per_rank(sharded),
-        host_bytes=sum(keeper.host_bytes for keeper in elsewhere),
+        host_bytes=sum(keeper.host_bytes for keeper in (sharded.reducer, *elsewhere)),
         disk_bytes=sum(keeper.disk_bytes for keeper in elsewhere),
     )
+
+
+def _optimizer_bytes(sharded: ShardedModel) -> tuple[int, int]:
+    """Of the optimizer's state on the device, masters apart: elements, and single numbers."""
+    if sharded.residence.updater is not None:
+        return sharded.residence.updater.report.device_bytes, 0
+    elements = scalars = 0
+    states = {} if sharded.optimizer is None else sharded.optimizer.state
+    for param, values in states.items():
+        for value in values.values():
+            is_scalar = isinstance(value, Tensor) and value.numel() <= 1
+            if isinstance(value, Tensor) and (value.shape == param.shape or not is_scalar):
+                elements += value.nbytes
+            elif isinstance(value, Tensor):
+                scalars += value.nbytes
+    return elements, scalars
 
 
 def _trained_bytes_per_rank(sharded: ShardedModel) -> tuple[int, ...]:

@@ -93,7 +93,8 @@ class OutsideUses:
         if key in self._values:
             return self._values[key]
         is_kept = is_inside or needs_grad
-        if not is_kept and self.sharded.group.world_size > 1 and not self._is_called_in_part():
+        is_alone = self.sharded.group.world_size == 1 or place.unit.copies is not None
+        if not is_kept and not is_alone and not self._is_called_in_part():
             self._refuse_read(place, what)
         if key not in self._in_flight:
             self.num_gathers += 1
