@@ -15,11 +15,11 @@ from typing import Any, final
 from unittest import mock
 
 import torch
-import zero_engine
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Tensor
 from zero_engine import Offload
-from zero_engine._residence import home_and_updater
+from zero_engine._disk import Disk
+from zero_engine._residence import Elsewhere
 from zero_engine._shard_updater import OffloadedUpdater
 from zero_offload import AbstractStore, StoreError
 from zero_partition import AbstractShardHome, ShardSize
@@ -81,7 +81,9 @@ class PoisonedHome(AbstractShardHome):
         size = self._sizes[index]
         assert index not in self.opened, f"shard {index} is read while it is open"
         assert index in self.kept, f"shard {index} is read, and was never written"
-        assert (into.numel(), into.dtype) == (size.numel, size.dtype), f"shard {index}: {into.shape}"
+        assert (into.numel(), into.dtype) == (size.numel, size.dtype), (
+            f"shard {index}: {into.shape}"
+        )
         poison(into)
         self.reads[index].append(_Read(self, index, into))
         return self.reads[index][-1]
@@ -124,6 +126,10 @@ class PoisonedHome(AbstractShardHome):
     def disk_bytes(self) -> int:
         """See `AbstractShardHome.disk_bytes`."""
         return 0
+
+    def another(self) -> PoisonedHome:
+        """See `AbstractShardHome.another`."""
+        return PoisonedHome()
 
     def end(self) -> None:
         """See `AbstractShardHome.end`."""
@@ -220,29 +226,43 @@ class PoisonedStore(AbstractStore):
         self.rooms, self.values, self.is_closed = {}, {}, True
 
 
-def poisoned_residence(
-    offload: Offload | None, device: torch.device
-) -> tuple[PoisonedHome | None, OffloadedUpdater | None]:
-    """What `zero_engine` makes of an Offload, with "disk" poisoned for both."""
-    del device
-    if offload is None:
-        return None, None
-    home = PoisonedHome() if offload.params == "disk" else None
-    if offload.optimizer == "device" or not offload.fraction:
-        return home, None
-    store = PoisonedStore() if offload.optimizer == "disk" else None
-    return home, OffloadedUpdater(offload, store, taken_bytes=lambda: 0)
+class PoisonedDisk(Disk):
+    """A store that is poisoned, whatever the path."""
+
+    def open(self) -> Any:
+        """See `Disk.open`."""
+        self._store = self._store or PoisonedStore()
+        return super().open()
 
 
-def host_apart(offload: Offload | None, device: torch.device) -> Any:
-    """What the engine itself makes of it where the host's memory is not the device's."""
-    del device
-    return home_and_updater(offload, torch.device("meta"))
+class Poisoned:
+    """What the engine makes of an Offload, with "disk" poisoned for both."""
+
+    @staticmethod
+    def of(offload: Offload | None, device: torch.device) -> Elsewhere:
+        """See `Elsewhere.of`."""
+        del device
+        if offload is None:
+            return Elsewhere()
+        home: Any = PoisonedHome() if offload.params == "disk" else None
+        if offload.optimizer == "device" or not offload.fraction:
+            return Elsewhere(home=home)
+        disk = PoisonedDisk(offload) if offload.optimizer == "disk" else None
+        return Elsewhere(home=home, updater=OffloadedUpdater(offload, disk, lambda: 0))
+
+
+class HostApart:
+    """What the engine makes of it where the host's memory is not the device's."""
+
+    @staticmethod
+    def of(offload: Offload | None, device: torch.device) -> Elsewhere:
+        """See `Elsewhere.of`."""
+        del device
+        return evolve(Elsewhere.of(offload, torch.device("meta")), gradient_home=None)
 
 
 @contextlib.contextmanager
-def resting(make: Callable[..., Any]) -> Iterator[None]:
-    """Let `zero_engine.shard` take homes and updaters from `make`."""
-    assert zero_engine.shard.__module__ == "zero_engine._shard"
-    with mock.patch("zero_engine._shard.home_and_updater", make):
+def resting(elsewhere: Any) -> Iterator[None]:
+    """Let `zero_engine.shard` take homes and updaters from there."""
+    with mock.patch("zero_engine._shard.Elsewhere", elsewhere):
         yield

@@ -2,70 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import parity
-import poisoned
 import pytest
 import torch
-import zero_engine
-from attrs import frozen
-from parity import ZeroConfig
-from torch import Tensor, nn
+from residences import Blocks, Cell, assert_same, parts_of, sharded, train
 from zero_comm import Group
-from zero_engine import Offload, Precision
-from zero_offload import CPUAdam
+from zero_engine import Precision
 
-Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
-NUM_STEPS: Final = 5
 PRECISIONS: Final = {
     "fp32": None,
     "bf16": Precision(params=torch.bfloat16),
     "fp16": Precision(params=torch.float16),
 }
-# Who makes homes and updaters. The machine's host is its device, so "host" needs one of two others.
-RESIDENCES: Final = {"engine": poisoned.host_apart, "poisoned": poisoned.poisoned_residence}
-
-
-def cpu_adam(model: nn.Module) -> torch.optim.Optimizer:
-    """With the kernels that step it where its state rests, in two groups."""
-    return CPUAdam(parity.param_groups(model), lr=1e-2)
-
-
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    """Stepped as it is, parameter by parameter."""
-    return torch.optim.SGD(parity.param_groups(model), lr=0.05, momentum=0.9, nesterov=True)
-
-
-def adamax(model: nn.Module) -> torch.optim.Optimizer:
-    """With a state of two names."""
-    return torch.optim.Adamax(parity.param_groups(model), lr=1e-2)
-
-
-@frozen
-class Cell:
-    """One of the matrix."""
-
-    stage: int
-    optimizer: str = "device"
-    params: str = "device"
-    fraction: float = 1
-    residence: str = "engine"
-
-    def offload(self, folder: str) -> Offload:
-        """As a value. Sub-groups are small, so that every model here has several."""
-        uses_disk = "disk" in (self.optimizer, self.params)
-        return Offload(
-            optimizer=self.optimizer,
-            params=self.params,
-            path=Path(folder) if uses_disk else None,
-            subgroup_bytes=512,
-            **({} if self.optimizer == "device" else {"fraction": self.fraction}),
-        )
 
 
 def cells(stage: int) -> Iterator[Cell]:
@@ -77,69 +29,6 @@ def cells(stage: int) -> Iterator[Cell]:
                 yield Cell(stage, optimizer, params, fraction)
             if "disk" in (optimizer, params) and fraction:
                 yield Cell(stage, optimizer, params, fraction, "poisoned")
-
-
-@contextlib.contextmanager
-def sharded(
-    group: Group,
-    cell: Cell | None,
-    folder: str,
-    *,
-    make: Callable[[], nn.Module] = parity.Tiny,
-    make_optimizer: Optimizers = cpu_adam,
-    **settings: Any,
-) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
-    """A model and its optimizer, resting as the cell says; plain again at the end."""
-    model = parity.build(make)
-    optimizer = make_optimizer(model)
-    offload = None if cell is None else cell.offload(folder)
-    config = ZeroConfig(offload=offload, **settings)
-    with poisoned.resting(RESIDENCES["engine" if cell is None else cell.residence]):
-        zero_engine.shard(model, optimizer, config, group=group)
-    yield model, optimizer
-    zero_engine.unshard(model, optimizer)
-
-
-def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Every value that this rank keeps of the training. Local."""
-    found: dict[str, Any] = {n: zero_engine.local_param(p) for n, p in model.named_parameters()}
-    shards = [shard for group in optimizer.param_groups for shard in group["params"]]
-    for shard, state in optimizer.state.items():
-        index = next(i for i, known in enumerate(shards) if known is shard)
-        found |= {f"{index}.{key}": value for key, value in state.items() if key != "master"}
-    return found
-
-
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, *, steps: range = range(NUM_STEPS)
-) -> list[float]:
-    """Two micro-batches a step, and clipping that bites."""
-    losses = []
-    for step in steps:
-        for micro in range(2):
-            loss = parity.loss_of(model, parity.batch(step, micro, rank))
-            loss.backward()
-            losses.append(loss.item())
-        zero_engine.clip_grad_norm_(model, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
-    """Bit for bit."""
-    assert found.keys() == expected.keys(), what
-    different = [key for key, value in expected.items() if not _is_same(found[key], value)]
-    assert not different, f"{what}: these differ: {different}"
-
-
-def _is_same(found: Any, expected: Any) -> bool:
-    if isinstance(expected, Tensor):
-        return found.dtype == expected.dtype and torch.equal(found, expected)
-    return found == expected
-
-
-# ---- The matrix ----
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -163,20 +52,3 @@ def _same_bits(group: Group, folder: str, stage: int, precision: str) -> None:
     expected = run(None)
     for cell in cells(stage):
         assert_same(run(cell), expected, f"{cell}")
-
-
-class Blocks(nn.Module):
-    """Two units and a root, of odd sizes; one tensor is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
-        self.blocks = nn.ModuleList(parity.Block() for _ in range(2))
-        self.frozen = nn.Parameter(torch.randn(parity.WIDTH), requires_grad=False)
-        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.frozen
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).float()

@@ -16,6 +16,7 @@ from ._arena import HostArena
 from ._errors import TornStepError
 from ._footprint import Footprint
 from ._gradient_stream import GradientStream, bytes_of
+from ._host_state import MASTER
 from ._pipeline import Pipeline, Turn, plan_turns
 from ._stepper import Stepper
 from ._store import AbstractStore
@@ -78,7 +79,7 @@ class OffloadedState:
         state: Literal["host", "disk"],
         fraction: Mapping[str, float] | None = None,
         store: AbstractStore | None = None,
-        own_masters: Collection[torch.dtype] = (),
+        own_masters: Mapping[torch.dtype, torch.dtype],
         subgroup_bytes: int = 64 * 2**20,
         small_bytes: int = 2**20,
         budget_bytes: int | None = None,
@@ -91,8 +92,8 @@ class OffloadedState:
             state: As for `OffloadedOptimizer`, and so below.
             fraction: Shares that rest elsewhere.
             store: Needed with state="disk".
-            own_masters: Dtypes of parameters that are written only: what is stepped is a master of
-                fp32, or of the parameter's dtype if that is wider, in the state as "master".
+            own_masters: By dtype of parameters that are written only: the dtype of what is stepped,
+                a master in the state, as "master". fp32 at least where the optimizer keeps masters.
             subgroup_bytes: Most state that is moved and stepped together.
             small_bytes: A sub-group with less stays in memory.
             budget_bytes: Most host memory to hold.
@@ -211,6 +212,19 @@ class OffloadedState:
             for param, at in self._where.items()
             if any(
                 self._states[k].is_started(piece, besides)
+                for k in at
+                for piece, owner in enumerate(self._states[k].params)
+                if owner is param
+            )
+        ]
+
+    def written_only(self) -> list[Tensor]:
+        """Parameters that a step writes and does not read: `own_masters` are stepped, and there."""
+        return [
+            param
+            for param, at in self._where.items()
+            if all(
+                self._states[k].has_own_master(piece)
                 for k in at
                 for piece, owner in enumerate(self._states[k].params)
                 if owner is param
@@ -396,14 +410,16 @@ class OffloadedState:
         self.look(self.subgroups_of(wanted), act)
         return wanted
 
-    def write(
-        self, states: Mapping[Tensor, Mapping[str, Any]], *, keeps: Collection[str] | None = ()
-    ) -> None:
+    def hides_master(self, param: Tensor) -> bool:
+        """Whether its master is no entry that the optimizer would have by itself."""
+        return self.stepper.hides_master(param.dtype)
+
+    def write(self, states: Mapping[Tensor, Mapping[str, Any]], *, replaces: bool = True) -> None:
         """Put the state of some parameters in place of what there is. Blocking.
 
         Args:
             states: By parameter; entries as `read` gives them, of any dtype.
-            keeps: Entries that stay where no new ones are given; None: all.
+            replaces: Whether entries go for which there is no new one, but for hidden masters.
 
         Raises:
             TornStepError: A read or write failed, and some states are replaced.
@@ -413,7 +429,8 @@ class OffloadedState:
             state = self._states[turn.subgroup]
             for piece, param in enumerate(state.params):
                 if param in states:
-                    state.load(piece, states[param], keeps)
+                    hidden = (MASTER,) if self.hides_master(param) else ()
+                    state.load(piece, states[param], hidden if replaces else None)
 
         self.change("writing state", self.subgroups_of(states), act)
 

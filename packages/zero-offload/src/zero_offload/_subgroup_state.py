@@ -76,6 +76,10 @@ class SubGroupState:
         """Whether a piece has state, besides these entries."""
         return bool(self._entries(piece).keys() - set(besides))
 
+    def has_own_master(self, piece: int) -> bool:
+        """Whether the next step of a piece begins with a master that the sub-group keeps."""
+        return self._own_master(piece) is not None and MASTER in self._entries(piece)
+
     # ---- Stepping ----
 
     def step(
