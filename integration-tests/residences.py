@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -76,6 +77,17 @@ class Cell:
             subgroup_bytes=512,
             **({} if self.optimizer == "device" else {"fraction": self.fraction}),
         )
+
+
+def cells(stage: int) -> Iterator[Cell]:
+    """All of a stage, but for those in which nothing rests elsewhere, or poison rests nowhere."""
+    places = ("device", "host", "disk") if stage == 3 else ("device",)
+    for params, optimizer in itertools.product(places, ("device", "host", "disk")):
+        for fraction in (0, 0.3, 1) if optimizer != "device" else (1,):
+            if (params, optimizer) != ("device", "device"):
+                yield Cell(stage, optimizer, params, fraction)
+            if "disk" in (optimizer, params) and fraction:
+                yield Cell(stage, optimizer, params, fraction, "poisoned")
 
 
 def resting_as(cell: Cell | None) -> contextlib.AbstractContextManager[None]:

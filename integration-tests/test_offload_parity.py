@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
-from residences import Blocks, Cell, assert_same, parts_of, sharded, train
+from residences import Blocks, Cell, assert_same, cells, parts_of, sharded, train
 from zero_comm import Group
 from zero_engine import Precision
 
@@ -18,17 +16,6 @@ PRECISIONS: Final = {
     "bf16": Precision(params=torch.bfloat16),
     "fp16": Precision(params=torch.float16),
 }
-
-
-def cells(stage: int) -> Iterator[Cell]:
-    """All of a stage, but for those in which nothing rests elsewhere, or poison rests nowhere."""
-    places = ("device", "host", "disk") if stage == 3 else ("device",)
-    for params, optimizer in itertools.product(places, ("device", "host", "disk")):
-        for fraction in (0, 0.3, 1) if optimizer != "device" else (1,):
-            if (params, optimizer) != ("device", "device"):
-                yield Cell(stage, optimizer, params, fraction)
-            if "disk" in (optimizer, params) and fraction:
-                yield Cell(stage, optimizer, params, fraction, "poisoned")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -26,6 +26,10 @@ from ._swapper import Swapper
 from ._transit import Transit, is_here, room_of
 
 
+def _nothing() -> None:
+    return
+
+
 @final
 @define(eq=False)
 class OffloadedState:
@@ -265,20 +269,37 @@ class OffloadedState:
             raise TornStepError(f"{what}: {self._unusable}")
 
     def mend(self) -> None:
-        """All states are going to be replaced: what they are now does not matter."""
+        """All states are going to be replaced: what cannot be read any more is forgotten."""
+        self._come_to_rest()
+        for turn in self._turns(self.all_subgroups()) if self._unusable else ():
+            if turn.slot is not None and self._swapper is not None:
+                try:
+                    self._swap_in(turn).result()
+                except Exception:
+                    self._swapper.forget(turn.subgroup)
+                    self._states[turn.subgroup].forget()
+        self._pipeline.has_failed, self._unusable = False, ""
+
+    def _come_to_rest(self) -> None:
         self._pipeline.forget_reads()
         with contextlib.suppress(Exception):
             self._pipeline.settle()
-        self._pipeline.has_failed, self._unusable = False, ""
 
     def look(self, subgroups: Sequence[int], act: Callable[[Turn], None]) -> None:
         """Do something with each sub-group's state in memory that does not change it. Blocking."""
         self._visit(subgroups, act, writes=False)
 
-    def change(self, what: str, subgroups: Sequence[int], act: Callable[[Turn], None]) -> None:
+    def change(
+        self,
+        what: str,
+        subgroups: Sequence[int],
+        act: Callable[[Turn], None],
+        *,
+        finish: Callable[[], None] = _nothing,
+    ) -> None:
         """Do something that changes it; after an error midway nothing else is done until a load.
 
-        The last writes are under way when it returns; see `settle`.
+        The last writes are under way when it returns; see `settle`. `finish` belongs to it.
         """
         self.check(what)
         begun: list[int] = []
@@ -289,6 +310,7 @@ class OffloadedState:
 
         try:
             self._visit(subgroups, noted, writes=True)
+            finish()
         except BaseException as error:
             if not begun and not self._pipeline.has_failed:
                 raise
@@ -348,7 +370,7 @@ class OffloadedState:
             grads: By parameter, of its shape.
             factor: What they are multiplied by.
             opening: Called with the parameters of each sub-group before they are stepped, so that
-                they have memory then.
+                they have memory then; and with none at the end. What it raises is as for a write.
 
         Raises:
             StoreError: The first read failed; nothing was stepped, and the step can be tried again.
@@ -362,7 +384,11 @@ class OffloadedState:
                 opening([param for param in params if param in grads])
             self._step(turn, groups, grads, factor)
 
-        self.change("step()", self.subgroups_of(grads), act)
+        def finish() -> None:
+            if opening is not None:
+                opening(())
+
+        self.change("step()", self.subgroups_of(grads), act, finish=finish)
 
     def _step(
         self,
@@ -437,7 +463,7 @@ class OffloadedState:
     def close(self, *, keeps_store: bool) -> None:
         """Release everything; the store's values too where it lives on."""
         self.gradients.close()
-        self.mend()
+        self._come_to_rest()
         if self._swapper is not None:
             self._swapper.close(deletes=keeps_store)
         self._states, self._memories, self._where, self._plans = [], {}, {}, []
@@ -473,7 +499,3 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _copy(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
-
-
-def _nothing() -> None:
-    return

@@ -217,6 +217,11 @@ class SubGroupState:
             else:
                 mine[name] = copy.deepcopy(value)
 
+    def forget(self) -> None:
+        """Have no state, as before a first step."""
+        for piece in self._pieces:
+            self._inner.state[piece].clear()
+
     def refresh(self, piece: int) -> None:
         """Set a master, if there is one, from the parameter."""
         entries = self._entries(piece)

@@ -57,10 +57,9 @@ def step_elsewhere(
         try:
             factor = 1.0 if scale is None else 1.0 / float(scale)
             updater.step(grads, factor=factor, opening=opened.open)
-        finally:
-            opened.close()
-        if residence.home is not None:
-            residence.home.settle()
+        except BaseException:
+            opened.abandon()
+            raise
     for param, _ in hidden:
         param.grad = None
     return hidden

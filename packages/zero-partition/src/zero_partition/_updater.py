@@ -64,7 +64,8 @@ class AbstractUpdater(ABC):
         Args:
             grads: By target, of its shape; not changed.
             factor: What they are multiplied by.
-            opening: To be called before targets are written, some at a time, in their order.
+            opening: To be called before targets are written, some at a time, in their order; and
+                with none at the end. What it raises tears the step as other errors do.
         """
 
     @abstractmethod
