@@ -332,9 +332,10 @@ def _ours(model: GPT, device: torch.device, options: argparse.Namespace) -> Step
     stage, where = OURS[options.one]
     offload = None
     if where is not None:
-        disk = {"path": options.path} if "disk" in where.values() else {}
-        size = options.subgroup_mib * MIB
-        offload = zero_engine.Offload(**where, **disk, subgroup_bytes=size)
+        arguments: dict[str, Any] = {**where, "subgroup_bytes": options.subgroup_mib * MIB}
+        if "disk" in where.values():
+            arguments["path"] = options.path
+        offload = zero_engine.Offload(**arguments)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     config = zero_engine.ZeroConfig(stage, offload=offload)
     group = zero_comm.Group.solo(device.type)

@@ -128,7 +128,8 @@ class DiskHome(AbstractShardHome):
     _keys: dict[int, str] = field(factory=dict, init=False)  # theirs in the store
     _ahead: dict[int, tuple[Tensor, Future[Any]]] = field(factory=dict, init=False)
     _open: dict[int, Tensor] = field(factory=dict, init=False)
-    _behind: deque[tuple[Tensor, Future[None]]] = field(factory=deque, init=False)
+    _behind: deque[tuple[int, Tensor, Future[None]]] = field(factory=deque, init=False)
+    _unkept: dict[int, Tensor] = field(factory=dict, init=False)  # what the disk did not take
     _returning: deque[tuple[Tensor, _OnDevice]] = field(factory=deque, init=False)
     _free: dict[int, list[Tensor]] = field(factory=dict, init=False)  # by size in bytes
     _passing_bytes: int = field(default=0, init=False)
@@ -165,6 +166,9 @@ class DiskHome(AbstractShardHome):
         """See `AbstractShardHome.read`."""
         if index in self._on_host:
             return self._host.read(index, into)
+        if index in self._unkept:
+            into.copy_(self._unkept[index])
+            return _Done()
         if index not in self._ahead and into.is_cpu:
             return _Reading(self._opened.read(self._keys[index], into))
         self._begin(index)
@@ -173,7 +177,8 @@ class DiskHome(AbstractShardHome):
 
     def expect(self, indices: Sequence[int]) -> None:
         """See `AbstractShardHome.expect`."""
-        wanted = [i for i in indices if i not in self._on_host and i not in self._open]
+        nearer = self._on_host | self._open.keys() | self._unkept.keys()
+        wanted = [index for index in indices if index not in nearer]
         for index in self._ahead.keys() - set(wanted):
             self._forget(index)
         for index in wanted:
@@ -184,9 +189,11 @@ class DiskHome(AbstractShardHome):
         if index in self._on_host:
             return self._host.open(index, reads=reads)
         self._forget(index)
-        memory = self._take(index)
-        if reads:
-            self._opened.read(self._keys[index], memory).result()
+        memory = self._unkept.pop(index, None)
+        if memory is None:
+            memory = self._take(index)
+            if reads:
+                self._fill(index, memory)
         self._open[index] = memory
         return memory
 
@@ -195,14 +202,20 @@ class DiskHome(AbstractShardHome):
         if index in self._on_host:
             return
         memory = self._open.pop(index)
-        self._behind.append((memory, self._opened.write(self._keys[index], memory)))
+        self._behind.append((index, memory, self._opened.write(self._keys[index], memory)))
         while len(self._behind) > _WRITES_BEHIND:
             self._keep_oldest()
 
     def settle(self) -> None:
         """See `AbstractShardHome.settle`."""
+        errors = []
         while self._behind:
-            self._keep_oldest()
+            try:
+                self._keep_oldest()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     @property
     def host_bytes(self) -> int:
@@ -223,11 +236,11 @@ class DiskHome(AbstractShardHome):
         for index in list(self._ahead):
             self._forget(index)
         while self._behind:
-            self._behind.popleft()[1].exception()
+            self._behind.popleft()[2].exception()
         for _, copy in self._returning:
             copy.event.synchronize()
         self._returning.clear()
-        self._free, self._passing_bytes = {}, 0
+        self._free, self._unkept, self._passing_bytes = {}, {}, 0
         self._host.end()
         if self._store is not None:
             for key in self._keys.values():
@@ -259,6 +272,13 @@ class DiskHome(AbstractShardHome):
             memory = self._take(index)
             self._ahead[index] = (memory, self._opened.read(self._keys[index], memory))
 
+    def _fill(self, index: int, memory: Tensor) -> None:
+        try:
+            self._opened.read(self._keys[index], memory).result()
+        except BaseException:
+            self.give_back(memory, None)
+            raise
+
     def _forget(self, index: int) -> None:
         if index in self._ahead:
             memory, future = self._ahead.pop(index)
@@ -279,9 +299,13 @@ class DiskHome(AbstractShardHome):
         return memory
 
     def _keep_oldest(self) -> None:
-        memory, future = self._behind.popleft()
+        index, memory, future = self._behind.popleft()
+        try:
+            future.result()
+        except BaseException:
+            self._unkept[index] = memory  # nothing is lost: it is written when it is next changed
+            raise
         self.give_back(memory, None)
-        future.result()
 
 
 @frozen(eq=False)

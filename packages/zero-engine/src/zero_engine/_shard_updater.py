@@ -40,7 +40,7 @@ class OffloadedUpdater(AbstractUpdater):
         targets: Mapping[nn.Parameter, int],
         optimizer: torch.optim.Optimizer,
         *,
-        masters: Collection[torch.dtype],
+        masters: Mapping[torch.dtype, torch.dtype],
     ) -> None:
         """See `AbstractUpdater.plan`."""
         offload = self.offload
@@ -93,6 +93,14 @@ class OffloadedUpdater(AbstractUpdater):
         """See `AbstractUpdater.started`."""
         return self._state.started(besides=(MASTER,))
 
+    def written_only(self) -> Collection[nn.Parameter]:
+        """See `AbstractUpdater.written_only`."""
+        return self._state.written_only()
+
+    def hides_master(self, target: nn.Parameter) -> bool:
+        """See `AbstractUpdater.hides_master`."""
+        return self._state.hides_master(target)
+
     def read(
         self, targets: Iterable[nn.Parameter], names: Collection[str] | None = None
     ) -> dict[nn.Parameter, dict[str, Any]]:
@@ -103,7 +111,7 @@ class OffloadedUpdater(AbstractUpdater):
         """See `AbstractUpdater.write`."""
         if replaces:
             self._state.mend()
-        self._state.write(states, keeps=(MASTER,) if replaces else None)
+        self._state.write(states, replaces=replaces)
 
     def let_go(self) -> None:
         """See `AbstractUpdater.let_go`."""

@@ -16,6 +16,7 @@ from ._arena import HostArena
 from ._errors import TornStepError
 from ._footprint import Footprint
 from ._gradient_stream import GradientStream, bytes_of
+from ._host_state import MASTER
 from ._pipeline import Pipeline, Turn, plan_turns
 from ._stepper import Stepper
 from ._store import AbstractStore
@@ -23,6 +24,10 @@ from ._subgroup_state import SubGroupState
 from ._subgroups import Item, Residence, Shares, SubGroup, check_sizes, plan_subgroups
 from ._swapper import Swapper
 from ._transit import Transit, is_here, room_of
+
+
+def _nothing() -> None:
+    return
 
 
 @final
@@ -78,7 +83,7 @@ class OffloadedState:
         state: Literal["host", "disk"],
         fraction: Mapping[str, float] | None = None,
         store: AbstractStore | None = None,
-        own_masters: Collection[torch.dtype] = (),
+        own_masters: Mapping[torch.dtype, torch.dtype],
         subgroup_bytes: int = 64 * 2**20,
         small_bytes: int = 2**20,
         budget_bytes: int | None = None,
@@ -91,8 +96,8 @@ class OffloadedState:
             state: As for `OffloadedOptimizer`, and so below.
             fraction: Shares that rest elsewhere.
             store: Needed with state="disk".
-            own_masters: Dtypes of parameters that are written only: what is stepped is a master of
-                fp32, or of the parameter's dtype if that is wider, in the state as "master".
+            own_masters: By dtype of parameters that are written only: the dtype of what is stepped,
+                a master in the state, as "master". fp32 at least where the optimizer keeps masters.
             subgroup_bytes: Most state that is moved and stepped together.
             small_bytes: A sub-group with less stays in memory.
             budget_bytes: Most host memory to hold.
@@ -214,6 +219,16 @@ class OffloadedState:
         }
         return [param for param in self._where if param in found]
 
+    def written_only(self) -> list[Tensor]:
+        """Parameters that a step writes and does not read: `own_masters` are stepped, and there."""
+        read = {
+            param
+            for state in self._states
+            for piece, param in enumerate(state.params)
+            if not state.has_own_master(piece)
+        }
+        return [param for param in self._where if param not in read]
+
     def all_subgroups(self) -> list[int]:
         """Each, in order."""
         return list(range(len(self._states)))
@@ -248,20 +263,37 @@ class OffloadedState:
             raise TornStepError(f"{what}: {self._unusable}")
 
     def mend(self) -> None:
-        """All states are going to be replaced: what they are now does not matter."""
+        """All states are going to be replaced: what cannot be read any more is forgotten."""
+        self._come_to_rest()
+        for turn in self._turns(self.all_subgroups()) if self._unusable else ():
+            if turn.slot is not None and self._swapper is not None:
+                try:
+                    self._swap_in(turn).result()
+                except Exception:
+                    self._swapper.forget(turn.subgroup)
+                    self._states[turn.subgroup].forget()
+        self._pipeline.has_failed, self._unusable = False, ""
+
+    def _come_to_rest(self) -> None:
         self._pipeline.forget_reads()
         with contextlib.suppress(Exception):
             self._pipeline.settle()
-        self._pipeline.has_failed, self._unusable = False, ""
 
     def look(self, subgroups: Sequence[int], act: Callable[[Turn], None]) -> None:
         """Do something with each sub-group's state in memory that does not change it. Blocking."""
         self._visit(subgroups, act, writes=False)
 
-    def change(self, what: str, subgroups: Sequence[int], act: Callable[[Turn], None]) -> None:
+    def change(
+        self,
+        what: str,
+        subgroups: Sequence[int],
+        act: Callable[[Turn], None],
+        *,
+        finish: Callable[[], None] = _nothing,
+    ) -> None:
         """Do something that changes it; after an error midway nothing else is done until a load.
 
-        The last writes are under way when it returns; see `settle`.
+        The last writes are under way when it returns; see `settle`. `finish` belongs to it.
         """
         self.check(what)
         begun: list[int] = []
@@ -272,6 +304,7 @@ class OffloadedState:
 
         try:
             self._visit(subgroups, noted, writes=True)
+            finish()
         except BaseException as error:
             if not begun and not self._pipeline.has_failed:
                 raise
@@ -331,7 +364,7 @@ class OffloadedState:
             grads: By parameter, of its shape.
             factor: What they are multiplied by.
             opening: Called with the parameters of each sub-group before they are stepped, so that
-                they have memory then.
+                they have memory then; and with none at the end. What it raises is as for a write.
 
         Raises:
             StoreError: The first read failed; nothing was stepped, and the step can be tried again.
@@ -345,7 +378,11 @@ class OffloadedState:
                 opening([param for param in params if param in grads])
             self._step(turn, groups, grads, factor)
 
-        self.change("step()", self.subgroups_of(grads), act)
+        def finish() -> None:
+            if opening is not None:
+                opening(())
+
+        self.change("step()", self.subgroups_of(grads), act, finish=finish)
 
     def _step(
         self,
@@ -398,14 +435,16 @@ class OffloadedState:
         self.look(self.subgroups_of(wanted), act)
         return wanted
 
-    def write(
-        self, states: Mapping[Tensor, Mapping[str, Any]], *, keeps: Collection[str] | None = ()
-    ) -> None:
+    def hides_master(self, param: Tensor) -> bool:
+        """Whether its master is no entry that the optimizer would have by itself."""
+        return self.stepper.hides_master(param.dtype)
+
+    def write(self, states: Mapping[Tensor, Mapping[str, Any]], *, replaces: bool = True) -> None:
         """Put the state of some parameters in place of what there is. Blocking.
 
         Args:
             states: By parameter; entries as `read` gives them, of any dtype.
-            keeps: Entries that stay where no new ones are given; None: all.
+            replaces: Whether entries go for which there is no new one, but for hidden masters.
 
         Raises:
             TornStepError: A read or write failed, and some states are replaced.
@@ -415,14 +454,15 @@ class OffloadedState:
             state = self._states[turn.subgroup]
             for piece, param in enumerate(state.params):
                 if param in states:
-                    state.load(piece, states[param], keeps)
+                    hidden = (MASTER,) if self.hides_master(param) else ()
+                    state.load(piece, states[param], hidden if replaces else None)
 
         self.change("writing state", self.subgroups_of(states), act)
 
     def close(self, *, keeps_store: bool) -> None:
         """Release everything; the store's values too where it lives on."""
         self.gradients.close()
-        self.mend()
+        self._come_to_rest()
         if self._swapper is not None:
             self._swapper.close(deletes=keeps_store)
         self._states, self._memories, self._where, self._plans = [], {}, {}, []
@@ -458,7 +498,3 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _copy(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
-
-
-def _nothing() -> None:
-    return

@@ -151,6 +151,8 @@ class Plan:
         kept = [*zip(part.names, columns, strict=False)]
         if dtypes.out is not None:
             kept.append((MASTER, batch.params))
+        if not all("step" in entry for entry in entries):  # somebody has taken a state away
+            return False
         steps = [entry["step"] for entry in entries]
         grads = [param.grad for param in params]
         is_current = (

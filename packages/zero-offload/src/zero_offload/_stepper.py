@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -41,13 +41,13 @@ class Stepper:
     Attributes:
         template: Of the user's class and settings; its own parameters do not matter.
         used: The native optimizer of the same formula, or the user's class as it is.
-        own_masters: Dtypes of parameters whose masters the sub-group keeps in any case; else it
-            does where they have 16 bits and the optimizer does not.
+        own_masters: Dtypes of the masters that the sub-group keeps, by that of the parameter. None:
+            fp32 ones where parameters have 16 bits and the optimizer keeps none itself.
     """
 
     template: Optimizer
     used: type[Optimizer]
-    own_masters: frozenset[torch.dtype] = field(default=frozenset())
+    own_masters: Mapping[torch.dtype, torch.dtype] | None = field(default=None)
 
     @classmethod
     def choose(cls, asked: type[Optimizer], arguments: Mapping[str, Any]) -> Stepper:
@@ -63,7 +63,9 @@ class Stepper:
         return cls(template, NATIVE.get(asked, asked))
 
     @classmethod
-    def like(cls, optimizer: Optimizer, *, own_masters: Collection[torch.dtype] = ()) -> Stepper:
+    def like(
+        cls, optimizer: Optimizer, *, own_masters: Mapping[torch.dtype, torch.dtype]
+    ) -> Stepper:
         """Look at an optimizer.
 
         Raises:
@@ -71,7 +73,7 @@ class Stepper:
         """
         asked = type(optimizer)
         _check(asked, optimizer.defaults)
-        return cls(optimizer, NATIVE.get(asked, asked), frozenset(own_masters))
+        return cls(optimizer, NATIVE.get(asked, asked), own_masters)
 
     @property
     def asked(self) -> type[Optimizer]:
@@ -101,10 +103,20 @@ class Stepper:
 
     def own_master(self, dtype: torch.dtype, *, on_host: bool) -> torch.dtype | None:
         """Dtype of the master that the sub-group, not the optimizer, keeps of such a parameter."""
-        is_narrow = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
-        if dtype in self.own_masters or (is_narrow and not (self.is_native and on_host)):
-            return torch.float32 if is_narrow else dtype
-        return None
+        if self.own_masters is None:
+            keeps = _is_narrow(dtype) and not (self.is_native and on_host)
+            return torch.float32 if keeps else None
+        asked = self.own_masters.get(dtype)
+        return torch.float32 if asked is not None and self._is_optimizers(asked) else asked
+
+    def hides_master(self, dtype: torch.dtype) -> bool:
+        """Whether the optimizer, stepping such a parameter itself, would have no master of it."""
+        asked = (self.own_masters or {}).get(dtype)
+        return asked is not None and not self._is_optimizers(asked)
+
+    def _is_optimizers(self, asked: torch.dtype) -> bool:
+        policy = getattr(self.template, "_policy", None)
+        return _is_narrow(asked) and self.is_native and (policy is None or policy.masters)
 
     def entries(self, ndim: int, dtype: torch.dtype, group: dict[str, Any]) -> tuple[Entry, ...]:
         """What the state of such a parameter consists of, as a step of a tiny one shows."""
@@ -122,6 +134,10 @@ class Stepper:
             for name, value in optimizer.state[param].items()
             if isinstance(value, Tensor) and value.numel() == param.numel() and name != "step"
         )
+
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
 
 
 def _check(asked: type[Optimizer], arguments: Mapping[str, Any]) -> None:

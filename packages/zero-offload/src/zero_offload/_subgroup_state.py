@@ -88,6 +88,10 @@ class SubGroupState:
         """Whether a piece has state, besides these entries."""
         return bool(self._entries(piece).keys() - set(besides))
 
+    def has_own_master(self, piece: int) -> bool:
+        """Whether the next step of a piece begins with a master that the sub-group keeps."""
+        return self._own_masters[piece] is not None and MASTER in self._entries(piece)
+
     # ---- Stepping ----
 
     def step(
@@ -237,6 +241,11 @@ class SubGroupState:
                 mine[name] = value.detach().to(device, copy=True)
             else:
                 mine[name] = copy.deepcopy(value)
+
+    def forget(self) -> None:
+        """Have no state, as before a first step."""
+        for piece in self._pieces:
+            self._inner.state[piece].clear()
 
     def refresh(self, piece: int) -> None:
         """Set a master, if there is one, from the parameter."""

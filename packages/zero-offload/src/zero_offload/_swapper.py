@@ -74,6 +74,10 @@ class Swapper:
         self._written.add(turn.subgroup)
         return self.store.write(self._key(turn.subgroup), self.memory(turn))
 
+    def forget(self, subgroup: int) -> None:
+        """What the store has of it is lost."""
+        self._written.discard(subgroup)
+
     def close(self, *, deletes: bool) -> None:
         """Forget all sub-groups, and delete them from a store that lives on."""
         for index in self._sizes if deletes else ():

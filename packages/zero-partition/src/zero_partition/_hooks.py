@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
@@ -19,7 +18,7 @@ from ._in_step import take_back
 from ._optimizer import install_optimizer_state_hooks
 from ._shard_state import ShardState
 from ._torch_compat import untraced
-from ._updated_state import load_elsewhere
+from ._updated_state import LoadElsewhere
 
 if TYPE_CHECKING:
     from ._sharded_model import ShardedModel
@@ -118,8 +117,9 @@ def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedMo
     ]
     if sharded.reducer.shards_state:
         updater, units = sharded.residence.updater, sharded.units
-        after_load = None if updater is None else partial(load_elsewhere, updater, units)
-        sharded.removers += install_optimizer_state_hooks(optimizer, sharded.group, after_load)
+        sharded.removers += install_optimizer_state_hooks(optimizer, sharded.group)
+        if updater is not None:
+            sharded.removers += LoadElsewhere(updater, units).install(optimizer)
     plain_zero_grad = optimizer.zero_grad
     is_patched = "zero_grad" in vars(optimizer)
 

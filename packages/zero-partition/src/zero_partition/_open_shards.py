@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
 from attrs import define, field
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from ._flat_buffer import FlatBuffer
 from ._rest import AtHome
+from ._shard_home import AbstractShardHome
 
 
 @define(eq=False)
@@ -25,7 +27,7 @@ class OpenShards:
     _open: dict[int, FlatBuffer] = field(factory=dict, init=False)
 
     def open(self, targets: Sequence[nn.Parameter]) -> None:
-        """These are written next. Blocks where values are read."""
+        """These are written next. Blocks where values are read; with none, until all are kept."""
         wanted = {
             buffer.index: buffer
             for buffer in (self.buffer_of[target] for target in targets)
@@ -42,17 +44,29 @@ class OpenShards:
                     _clear_padding(buffer, shard)
                 buffer.point_targets(shard)
                 self._open[index] = buffer
+        for home in self._homes() if not targets else ():
+            home.settle()
 
-    def close(self) -> None:
-        """Begin to keep all that is open."""
+    def abandon(self) -> None:
+        """Close all after an error, whatever it raises."""
         for index in list(self._open):
-            self._close(index)
+            with contextlib.suppress(Exception):
+                self._close(index)
+        for home in self._homes():
+            with contextlib.suppress(Exception):
+                home.settle()
 
     def _close(self, index: int) -> None:
         buffer = self._open.pop(index)
         assert isinstance(buffer.resting, AtHome), "opened above"
-        buffer.resting.home.close(index)
-        buffer.point_targets(None)
+        try:
+            buffer.resting.home.close(index)
+        finally:
+            buffer.point_targets(None)
+
+    def _homes(self) -> set[AbstractShardHome]:
+        resting = (buffer.resting for buffer in self.buffer_of.values())
+        return {rest.home for rest in resting if isinstance(rest, AtHome)}
 
 
 def _clear_padding(buffer: FlatBuffer, shard: Tensor) -> None:

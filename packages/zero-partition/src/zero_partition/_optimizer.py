@@ -22,14 +22,11 @@ from ._unit import Unit
 
 
 def install_optimizer_state_hooks(
-    optimizer: torch.optim.Optimizer,
-    group: Group,
-    after_load: Callable[[torch.optim.Optimizer], None] | None,
+    optimizer: torch.optim.Optimizer, group: Group
 ) -> list[Callable[[], None]]:
     """Mark `state_dict()` as one rank's part, and load no other: shapes alone do not tell.
 
     A question about a model's parameter in `optimizer.state` is told where the answer is.
-    `after_load` is called with an optimizer that has loaded, where its state does not stay there.
     """
     mine = f"rank {group.rank} of {group.world_size}"
 
@@ -50,7 +47,7 @@ def install_optimizer_state_hooks(
         handles = (
             member.register_state_dict_post_hook(mark),
             member.register_load_state_dict_pre_hook(check),
-            member.register_load_state_dict_post_hook(after_load or _watch_state),  # a new one
+            member.register_load_state_dict_post_hook(_watch_state),  # which made a new one
         )
         removers += [handle.remove for handle in handles]
         removers.append(partial(_leave_state, member))

@@ -158,7 +158,7 @@ class Residence:
     ) -> None:
         sizes: dict[int, ShardSize] = {}
         positions: dict[nn.Parameter, int] = {}
-        masters: set[torch.dtype] = set()
+        masters: dict[torch.dtype, torch.dtype] = {}
         index = first_index
         for position, unit in enumerate(plans):
             for buffer in unit.buffers:
@@ -171,8 +171,9 @@ class Residence:
                     for param, target in zip(buffer.params, self.targets[index], strict=True):
                         if param.name in group_of:
                             positions[target] = group_of[param.name]
-                    if self.master_of(buffer, placements[position]) is not None:
-                        masters.add(buffer.dtype)
+                    master = self.master_of(buffer, placements[position])
+                    if master is not None:
+                        masters[buffer.dtype] = master
                 index += 1
         if self.home is not None:
             self.home.allocate(sizes)

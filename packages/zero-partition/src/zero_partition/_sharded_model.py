@@ -259,6 +259,8 @@ class ShardedModel:
             handles = [handle for unit in self.units for handle in unit.publish()]
             for handle in handles:
                 handle.wait()
+        if self.residence.home is not None:
+            self.residence.home.settle()
 
     def _has_written(self) -> bool:
         """Whether the optimizer of any rank has changed its shards since they were published.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch import Tensor, nn
 
 from ._gradients import BufferGradients
@@ -49,21 +49,20 @@ def step_elsewhere(
                     grads[target] = param.grad.as_subclass(Tensor)
                     buffer_of[target] = g.buffer
         # Only what is opened at a home needs to know; without one this is not looked for.
-        started = set() if residence.home is None else set(updater.started())
+        written_only = set() if residence.home is None else set(updater.written_only())
         opened = OpenShards(
             buffer_of,
             lambda buffer: all(
-                buffer.targets[piece.index] in grads and buffer.targets[piece.index] in started
+                buffer.targets[piece.index] in grads and buffer.targets[piece.index] in written_only
                 for piece in buffer.pieces
             ),
         )
         try:
             factor = 1.0 if scale is None else 1.0 / float(scale)
             updater.step(grads, factor=factor, opening=opened.open)
-        finally:
-            opened.close()
-        if residence.home is not None:
-            residence.home.settle()
+        except BaseException:
+            opened.abandon()
+            raise
     for param, _ in hidden:
         param.grad = None
     return hidden
@@ -92,22 +91,49 @@ def hand_over_state(
     optimizer: torch.optim.Optimizer, updater: AbstractUpdater, units: Sequence[Unit]
 ) -> None:
     """Move what `optimizer.state` has to the updater, and leave a view of that in its place."""
-    target_of = _targets_by_shard(units)
-    states = {target_of[param]: state for param, state in optimizer.state.items() if state}
+    view = UpdatedState(updater, _targets_by_shard(units))
+    states = view.take({param: state for param, state in optimizer.state.items() if state})
     if states:
         updater.write(states, replaces=False)
-    optimizer.state = UpdatedState(updater, target_of)  # type: ignore[assignment]
+    optimizer.state = view  # type: ignore[assignment]
 
 
-def load_elsewhere(
-    updater: AbstractUpdater, units: Sequence[Unit], optimizer: torch.optim.Optimizer
-) -> None:
-    """The optimizer has loaded a state dict: the updater's states are those, and no others."""
-    target_of = _targets_by_shard(units)
-    loaded = {target_of[param]: state for param, state in optimizer.state.items()}
-    started = {target: {} for target in updater.started()}
-    updater.write({**started, **loaded}, replaces=True)
-    optimizer.state = UpdatedState(updater, target_of)  # type: ignore[assignment]
+@define(eq=False)
+class LoadElsewhere:
+    """What is loaded into the optimizer becomes the updater's states, and there are no others.
+
+    Torch would bring it to the dtype of the parameters before, in which moments are not kept.
+    """
+
+    updater: AbstractUpdater
+    units: Sequence[Unit]
+    _states: Mapping[Any, dict[str, Any]] = field(factory=dict, init=False)  # by saved id
+    _ids: list[Any] = field(factory=list, init=False)  # in order of param groups
+
+    def install(self, optimizer: torch.optim.Optimizer) -> list[Callable[[], None]]:
+        """Returns what ends it."""
+        handles = (
+            optimizer.register_load_state_dict_pre_hook(self.before),
+            optimizer.register_load_state_dict_post_hook(self.after),
+        )
+        return [handle.remove for handle in handles]
+
+    def before(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Leave torch the param groups alone."""
+        self._states = state_dict["state"]
+        self._ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        return {**state_dict, "state": {}}
+
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has taken those."""
+        view = UpdatedState(self.updater, _targets_by_shard(self.units))
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        by_param = dict(zip(params, self._ids, strict=True))
+        states = {p: self._states[i] for p, i in by_param.items() if i in self._states}
+        started = {target: {} for target in self.updater.started()}
+        self.updater.write({**started, **view.take(states)}, replaces=True)
+        optimizer.state = view  # type: ignore[assignment]
+        self._states, self._ids = {}, []
 
 
 def _targets_by_shard(units: Sequence[Unit]) -> dict[nn.Parameter, nn.Parameter]:
@@ -122,7 +148,7 @@ def _targets_by_shard(units: Sequence[Unit]) -> dict[nn.Parameter, nn.Parameter]
 def bring_back_state(optimizer: torch.optim.Optimizer) -> None:
     """The opposite: `optimizer.state` holds it again, on the host."""
     view = optimizer.state
-    if isinstance(view, UpdatedState):
+    if isinstance(view, UpdatedState):  # else somebody has put another in its place
         optimizer.state = defaultdict(dict, dict(view.items()))
 
 
@@ -132,18 +158,29 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
 
     updater: AbstractUpdater
     target_of: Mapping[nn.Parameter, nn.Parameter]
+    _others: dict[Any, dict[str, Any]] = field(factory=dict, init=False)  # of what is not trained
+
+    def take(self, states: Mapping[Any, dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
+        """By target; keep those of shards that are never stepped, as they are."""
+        self._others = {p: dict(s) for p, s in states.items() if p not in self.target_of}
+        return {self.target_of[p]: s for p, s in states.items() if p in self.target_of}
 
     def __getitem__(self, shard: Any) -> dict[str, Any]:
         """A copy of a shard's state."""
         refuse_parameter(shard)
+        if shard in self._others:
+            return self._others[shard]
         target = self.target_of[shard]
         if target not in set(self.updater.started()):
             raise KeyError(f"a shard of shape {tuple(shard.shape)} without state")
-        return _visible(self.updater.read([target])[target])
+        return self._visible(target, self.updater.read([target])[target])
 
     def __setitem__(self, shard: Any, state: dict[str, Any]) -> None:
         """Put these entries in the place of those that there are."""
-        self.updater.write({self.target_of[shard]: state}, replaces=False)
+        if shard in self._others:
+            self._others[shard].update(state)
+        else:
+            self.updater.write({self.target_of[shard]: state}, replaces=False)
 
     def __delitem__(self, shard: Any) -> None:
         """Forget a shard's state; its master stays."""
@@ -157,7 +194,8 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
     def __iter__(self) -> Iterator[nn.Parameter]:
         """Shards that have state."""
         started = set(self.updater.started())
-        return iter([shard for shard, target in self.target_of.items() if target in started])
+        mine = [shard for shard, target in self.target_of.items() if target in started]
+        return iter([*mine, *self._others])
 
     def __len__(self) -> int:
         """How many have."""
@@ -165,11 +203,11 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
 
     def items(self) -> Any:
         """All of it, read once."""
-        shards = list(self)
-        found = self.updater.read([self.target_of[shard] for shard in shards])
-        return {shard: _visible(found[self.target_of[shard]]) for shard in shards}.items()
+        targets = {p: self.target_of[p] for p in self if p not in self._others}
+        found = self.updater.read(targets.values())
+        mine = {shard: self._visible(target, found[target]) for shard, target in targets.items()}
+        return (mine | self._others).items()
 
-
-def _visible(state: dict[str, Any]) -> dict[str, Any]:
-    """Masters are values of parameters, and no entry of the optimizer's."""
-    return {name: value for name, value in state.items() if name != MASTER}
+    def _visible(self, target: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        hidden = MASTER if self.updater.hides_master(target) else None
+        return {name: value for name, value in state.items() if name != hidden}

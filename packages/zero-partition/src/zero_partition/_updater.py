@@ -40,14 +40,15 @@ class AbstractUpdater(ABC):
         targets: Mapping[nn.Parameter, int],
         optimizer: torch.optim.Optimizer,
         *,
-        masters: Collection[torch.dtype],
+        masters: Mapping[torch.dtype, torch.dtype],
     ) -> None:
         """Take the room for their state now, so that a lack of it shows before training.
 
         Args:
             targets: With the position of their param group; in the order of units.
             optimizer: Whose class and param groups say how to step.
-            masters: Dtypes of targets that have a master, of fp32 or wider.
+            masters: By dtype of targets that have a master: its dtype. One that the optimizer would
+                have besides, of a narrow one, is the only one.
         """
 
     @abstractmethod
@@ -65,7 +66,8 @@ class AbstractUpdater(ABC):
         Args:
             grads: By target, of its shape; not changed.
             factor: What they are multiplied by.
-            opening: To be called before targets are written, some at a time, in their order.
+            opening: To be called before targets are written, some at a time, in their order; and
+                with none at the end. What it raises tears the step as other errors do.
         """
 
     @property
@@ -98,6 +100,14 @@ class AbstractUpdater(ABC):
         """Targets that have more than a master, in order."""
 
     @abstractmethod
+    def written_only(self) -> Collection[nn.Parameter]:
+        """Targets that a step writes and does not read, as it begins with their masters."""
+
+    @abstractmethod
+    def hides_master(self, target: nn.Parameter) -> bool:
+        """Whether its master is a value of the parameter, and no entry of the optimizer's own."""
+
+    @abstractmethod
     def read(
         self, targets: Iterable[nn.Parameter], names: Collection[str] | None = None
     ) -> dict[nn.Parameter, dict[str, Any]]:
@@ -105,7 +115,12 @@ class AbstractUpdater(ABC):
 
     @abstractmethod
     def write(self, states: Mapping[nn.Parameter, Mapping[str, Any]], *, replaces: bool) -> None:
-        """Put entries in the place of theirs; where it `replaces`, others go, but for masters."""
+        """Put entries in the place of theirs.
+
+        Args:
+            states: By target; tensors of its shape or small ones, of any dtype.
+            replaces: Whether entries go for which there is no new one, but for hidden masters.
+        """
 
     @abstractmethod
     def let_go(self) -> None:

@@ -1,0 +1,268 @@
+"""A residence whose memory is nobody else's, late and poisoned: what is skipped or early is seen.
+
+On a CPU-only machine the host is the device, and a copy that is forgotten, or a handle that nobody
+waits for, would change no number. Here it does, or it raises. Poison is every byte 0xFF: a NaN in
+each floating dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, final
+from unittest import mock
+
+import torch
+from attrs import define, evolve, field
+from torch import Tensor
+from zero_engine import Offload
+from zero_engine._disk import Disk
+from zero_engine._residence import Elsewhere
+from zero_engine._shard_updater import OffloadedUpdater
+from zero_offload import AbstractStore, StoreError
+from zero_partition import AbstractShardHome, ShardSize
+
+
+def poison(memory: Tensor) -> None:
+    """Whoever computes with it gets NaN."""
+    _bytes_of(memory).fill_(0xFF)
+
+
+def is_poison(memory: Tensor) -> bool:
+    """Whether nobody has written to it."""
+    return bool((_bytes_of(memory) == 0xFF).all())
+
+
+def _bytes_of(memory: Tensor) -> Tensor:
+    return memory.detach().view(-1).view(torch.uint8)
+
+
+@define(eq=False)
+class _Read:
+    """A read that happens when it is waited for, and not before."""
+
+    home: PoisonedHome
+    index: int
+    into: Tensor
+    is_done: bool = False
+
+    def wait(self) -> None:
+        """Fill the memory that was lent."""
+        if self.is_done:
+            return
+        self.is_done = True
+        self.home.reads[self.index].remove(self)
+        assert is_poison(self.into), f"shard {self.index}: memory was written to while it was lent"
+        self.into.copy_(self.home.kept[self.index])
+
+
+@final
+@define(eq=False)
+class PoisonedHome(AbstractShardHome):
+    """Shards in memory that is only seen through reads that were waited for."""
+
+    kept: dict[int, Tensor] = field(factory=dict)
+    reads: defaultdict[int, list[_Read]] = field(factory=lambda: defaultdict(list))
+    opened: dict[int, Tensor] = field(factory=dict)
+    expected: list[tuple[int, ...]] = field(factory=list)  # by call of `expect`
+    is_ended: bool = False
+    _sizes: dict[int, ShardSize] = field(factory=dict)
+    _closed: list[Tensor] = field(factory=list)  # memory that is nobody's
+
+    def allocate(self, sizes: Mapping[int, ShardSize]) -> None:
+        """See `AbstractShardHome.allocate`."""
+        assert not self._sizes, "room is taken once"
+        self._sizes = dict(sizes)
+
+    def read(self, index: int, into: Tensor) -> _Read:
+        """See `AbstractShardHome.read`."""
+        size = self._sizes[index]
+        assert index not in self.opened, f"shard {index} is read while it is open"
+        assert index in self.kept, f"shard {index} is read, and was never written"
+        assert (into.numel(), into.dtype) == (size.numel, size.dtype), (
+            f"shard {index}: {into.shape}"
+        )
+        poison(into)
+        self.reads[index].append(_Read(self, index, into))
+        return self.reads[index][-1]
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """See `AbstractShardHome.expect`."""
+        assert not set(indices) - self.kept.keys(), "what is expected was never written"
+        self.expected.append(tuple(indices))
+
+    def open(self, index: int, *, reads: bool) -> Tensor:
+        """See `AbstractShardHome.open`."""
+        assert index not in self.opened, f"shard {index} is opened twice"
+        assert not self.reads[index], f"shard {index} is opened while it is read"
+        size = self._sizes[index]
+        self.opened[index] = torch.zeros(size.numel, dtype=size.dtype)
+        if reads:
+            assert index in self.kept, f"shard {index} is read, and was never written"
+            self.opened[index].copy_(self.kept[index])
+        return self.opened[index]
+
+    def close(self, index: int) -> None:
+        """See `AbstractShardHome.close`."""
+        memory = self.opened.pop(index)
+        self.kept[index] = memory.clone()
+        poison(memory)
+        self._closed.append(memory)
+
+    def settle(self) -> None:
+        """See `AbstractShardHome.settle`."""
+        assert not self.opened, f"shards {list(self.opened)} are open still"
+        assert all(map(is_poison, self._closed)), "a shard was written to after it was closed"
+        self._closed.clear()
+
+    @property
+    def host_bytes(self) -> int:
+        """See `AbstractShardHome.host_bytes`."""
+        return sum(size.num_bytes for size in self._sizes.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        """See `AbstractShardHome.disk_bytes`."""
+        return 0
+
+    def another(self) -> PoisonedHome:
+        """See `AbstractShardHome.another`."""
+        return PoisonedHome()
+
+    def end(self) -> None:
+        """See `AbstractShardHome.end`."""
+        self.settle()
+        assert not any(self.reads.values()), "a read was never waited for"
+        self.kept, self._sizes, self.is_ended = {}, {}, True
+
+
+class _Late(Future):
+    """Does its work, and what was asked of the same key before, when it is waited for."""
+
+    def __init__(self, queue: deque[_Late], act: Callable[[], Any]) -> None:
+        super().__init__()
+        self._queue, self._act = queue, act
+        queue.append(self)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Do it, once."""
+        self._arrive()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> Any:
+        """Do it, once."""
+        self._arrive()
+        return super().exception(timeout)
+
+    def _arrive(self) -> None:
+        while not self.done():
+            first = self._queue.popleft()
+            try:
+                first.set_result(first._act())
+            except Exception as error:
+                first.set_exception(error)
+
+
+@final
+@define(eq=False)
+class PoisonedStore(AbstractStore):
+    """Values that are copied when the future is waited for; what was lent is poisoned meanwhile.
+
+    A source is poisoned once it is kept: its memory is free then, and holds nothing of it.
+    """
+
+    values: dict[str, Tensor] = field(factory=dict)
+    rooms: dict[str, int] = field(factory=dict)
+    is_closed: bool = False
+    _queues: defaultdict[str, deque[_Late]] = field(factory=lambda: defaultdict(deque))
+
+    def allocate(self, sizes: Mapping[str, int]) -> None:
+        """See `AbstractStore.allocate`."""
+        assert not sizes.keys() & self.rooms.keys(), "room is taken once"
+        self.rooms |= sizes
+
+    def write(self, key: str, source: Tensor) -> Future[None]:
+        """See `AbstractStore.write`."""
+        assert source.nbytes == self.rooms[key], f"{key}: {source.nbytes} of {self.rooms[key]}"
+        lent = source.clone()
+
+        def act() -> None:
+            same = torch.equal(_bytes_of(source), _bytes_of(lent))
+            assert same, f"{key}: memory was written to while it was lent"
+            self.values[key] = lent
+            poison(source)
+
+        return _Late(self._queues[key], act)
+
+    def read(self, key: str, into: Tensor) -> Future[Tensor]:
+        """See `AbstractStore.read`."""
+        poison(into)
+
+        def act() -> Tensor:
+            if key not in self.values:
+                raise StoreError(f"{key!r} was never written", key=key)
+            assert is_poison(into), f"{key}: memory was written to while it was lent"
+            return into.copy_(self.values[key])
+
+        return _Late(self._queues[key], act)
+
+    def delete(self, key: str) -> None:
+        """See `AbstractStore.delete`."""
+        while self._queues[key]:
+            self._queues[key][-1].exception()
+        del self.rooms[key]
+        self.values.pop(key, None)
+
+    def sizes(self) -> dict[str, int]:
+        """See `AbstractStore.sizes`."""
+        return dict(self.rooms)
+
+    def close(self) -> None:
+        """See `AbstractStore.close`."""
+        late = [key for key, queue in self._queues.items() if queue]
+        assert not late, f"{late}: nobody waited for these"
+        self.rooms, self.values, self.is_closed = {}, {}, True
+
+
+class PoisonedDisk(Disk):
+    """A store that is poisoned, whatever the path."""
+
+    def open(self) -> Any:
+        """See `Disk.open`."""
+        self._store = self._store or PoisonedStore()
+        return super().open()
+
+
+class Poisoned:
+    """What the engine makes of an Offload, with "disk" poisoned for both."""
+
+    @staticmethod
+    def of(offload: Offload | None, device: torch.device) -> Elsewhere:
+        """See `Elsewhere.of`."""
+        del device
+        if offload is None:
+            return Elsewhere()
+        home: Any = PoisonedHome() if offload.params == "disk" else None
+        if offload.optimizer == "device" or not offload.fraction:
+            return Elsewhere(home=home)
+        disk = PoisonedDisk(offload) if offload.optimizer == "disk" else None
+        return Elsewhere(home=home, updater=OffloadedUpdater(offload, disk, lambda: 0))
+
+
+class HostApart:
+    """What the engine makes of it where the host's memory is not the device's."""
+
+    @staticmethod
+    def of(offload: Offload | None, device: torch.device) -> Elsewhere:
+        """See `Elsewhere.of`."""
+        del device
+        return evolve(Elsewhere.of(offload, torch.device("meta")), gradient_home=None)
+
+
+@contextlib.contextmanager
+def resting(elsewhere: Any) -> Iterator[None]:
+    """Let `zero_engine.shard` take homes and updaters from there."""
+    with mock.patch("zero_engine._shard.Elsewhere", elsewhere):
+        yield

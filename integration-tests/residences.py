@@ -1,0 +1,164 @@
+"""Trainings whose parameters and optimizer state rest somewhere, and what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import parity
+import poisoned
+import torch
+import zero_engine
+from attrs import frozen
+from parity import ZeroConfig
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_engine import Offload
+from zero_offload import CPUAdam
+
+Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
+NUM_STEPS: Final = 5
+# Who makes homes and updaters. The machine's host is its device, so "host" needs one of two others.
+RESIDENCES: Final = {"engine": poisoned.HostApart, "poisoned": poisoned.Poisoned}
+
+
+def cpu_adam(model: nn.Module) -> torch.optim.Optimizer:
+    """With the kernels that step it where its state rests, in two groups."""
+    return CPUAdam(parity.param_groups(model), lr=1e-2)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    """Stepped as it is, parameter by parameter."""
+    return torch.optim.SGD(parity.param_groups(model), lr=0.05, momentum=0.9, nesterov=True)
+
+
+def adamax(model: nn.Module) -> torch.optim.Optimizer:
+    """With a state of two names."""
+    return torch.optim.Adamax(parity.param_groups(model), lr=1e-2)
+
+
+class Blocks(nn.Module):
+    """Two units and a root, of odd sizes; one tensor is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
+        self.blocks = nn.ModuleList(parity.Block() for _ in range(2))
+        self.frozen = nn.Parameter(torch.randn(parity.WIDTH), requires_grad=False)
+        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
+        x = self.embed(tokens) + self.frozen
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float()
+
+
+@frozen
+class Cell:
+    """One of the matrix."""
+
+    stage: int
+    optimizer: str = "device"
+    params: str = "device"
+    fraction: float = 1
+    residence: str = "engine"
+
+    def offload(self, folder: str) -> Offload:
+        """As a value. Sub-groups are small, so that every model here has several."""
+        uses_disk = "disk" in (self.optimizer, self.params)
+        return Offload(
+            optimizer=self.optimizer,
+            params=self.params,
+            path=Path(folder) if uses_disk else None,
+            subgroup_bytes=512,
+            **({} if self.optimizer == "device" else {"fraction": self.fraction}),
+        )
+
+
+def cells(stage: int) -> Iterator[Cell]:
+    """All of a stage, but for those in which nothing rests elsewhere, or poison rests nowhere."""
+    places = ("device", "host", "disk") if stage == 3 else ("device",)
+    for params, optimizer in itertools.product(places, ("device", "host", "disk")):
+        for fraction in (0, 0.3, 1) if optimizer != "device" else (1,):
+            if (params, optimizer) != ("device", "device"):
+                yield Cell(stage, optimizer, params, fraction)
+            if "disk" in (optimizer, params) and fraction:
+                yield Cell(stage, optimizer, params, fraction, "poisoned")
+
+
+def resting_as(cell: Cell | None) -> contextlib.AbstractContextManager[None]:
+    """Where `zero_engine.shard` finds homes and updaters."""
+    return poisoned.resting(RESIDENCES["engine" if cell is None else cell.residence])
+
+
+@contextlib.contextmanager
+def sharded(
+    group: Group,
+    cell: Cell | None,
+    folder: str,
+    *,
+    make: Callable[[], nn.Module] = parity.Tiny,
+    make_optimizer: Optimizers = cpu_adam,
+    **settings: Any,
+) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
+    """A model and its optimizer, resting as the cell says; plain again at the end."""
+    model = parity.build(make)
+    optimizer = make_optimizer(model)
+    offload = None if cell is None else cell.offload(folder)
+    config = ZeroConfig(offload=offload, **settings)
+    with resting_as(cell):
+        zero_engine.shard(model, optimizer, config, group=group)
+    yield model, optimizer
+    zero_engine.unshard(model, optimizer)
+
+
+def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Every value that this rank keeps of the training. Local."""
+    found: dict[str, Any] = {n: zero_engine.local_param(p) for n, p in model.named_parameters()}
+    shards = [shard for group in optimizer.param_groups for shard in group["params"]]
+    for shard, state in optimizer.state.items():
+        index = next(i for i, known in enumerate(shards) if known is shard)
+        found |= {f"{index}.{key}": value for key, value in state.items() if key != "master"}
+    return found
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    *,
+    steps: range = range(NUM_STEPS),
+) -> list[float]:
+    """Two micro-batches a step, and clipping that bites."""
+    losses = []
+    for step in steps:
+        for micro in range(2):
+            loss = parity.loss_of(model, parity.batch(step, micro, rank))
+            loss.backward()
+            losses.append(loss.item())
+        zero_engine.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
+    """Bit for bit."""
+    assert found.keys() == expected.keys(), what
+    different = [key for key, value in expected.items() if not _is_same(found[key], value)]
+    assert not different, f"{what}: these differ: {different}"
+
+
+def _is_same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, Tensor):
+        return found.dtype == expected.dtype and torch.equal(found, expected)
+    if isinstance(expected, dict):
+        pairs = [(found.get(key), value) for key, value in expected.items()]
+        return found.keys() == expected.keys() and all(_is_same(*pair) for pair in pairs)
+    if isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(map(_is_same, found, expected))
+    return found == expected

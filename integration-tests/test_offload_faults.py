@@ -1,0 +1,246 @@
+"""Disks that fill and fail, and budgets: words before training, and a way on afterwards."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import parity
+import pytest
+import torch
+import zero_engine
+from attrs import evolve
+from parity import ZeroConfig
+from residences import Cell, assert_same, cpu_adam, parts_of
+from zero_comm import Group
+from zero_engine import Offload
+from zero_offload import BudgetError, DiskSettings, DiskStore, StoreError, TornStepError
+from zero_offload._system import SYSTEM, System
+from zero_partition import PartitionError, find_sharded
+
+SOON_S: Final = 10.0
+BOTH: Final = Cell(3, "disk", "disk")
+
+
+def _refused(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+def _full_after(num_files: int) -> System:
+    """Room is granted so many times."""
+    left = iter(range(num_files))
+
+    def fallocate(fd: int, start: int, numel: int) -> None:
+        if next(left, None) is None:
+            raise _refused(errno.ENOSPC)
+        os.posix_fallocate(fd, start, numel)
+
+    return evolve(SYSTEM, fallocate=fallocate)
+
+
+class _Faulty:
+    """Reads or writes of files whose name has `part` fail while `is_on`."""
+
+    def __init__(self) -> None:
+        self.is_on, self.part, self.verb, self.skips = False, "", "", 0
+        self._paths: dict[int, str] = {}
+
+    def system(self) -> System:
+        def opened(path: str, flags: int, mode: int) -> int:
+            fd = os.open(path, flags, mode)
+            self._paths[fd] = path
+            return fd
+
+        def failing(verb: str, call: Callable[..., int]) -> Callable[..., int]:
+            def run(fd: int, buffers: Any, offset: int) -> int:
+                if self.is_on and verb == self.verb and self.part in self._paths.get(fd, ""):
+                    self.skips -= 1
+                    if self.skips < 0:
+                        raise _refused(errno.EIO)
+                return call(fd, buffers, offset)
+
+            return run
+
+        return evolve(
+            SYSTEM,
+            open=opened,
+            preadv=failing("read", os.preadv),
+            pwritev=failing("write", os.pwritev),
+        )
+
+
+def _on(system: System) -> Any:
+    """Disk stores that the engine opens rest on it; the kernel's ring goes around it, so none."""
+
+    def store(path: Path, settings: DiskSettings) -> DiskStore:
+        return DiskStore(path, evolve(settings, uses_uring=False), system=system)
+
+    return mock.patch("zero_engine._disk.DiskStore", store)
+
+
+def _shard(group: Group, offload: Offload) -> tuple[Any, Any]:
+    model = parity.build(parity.tiny_float32)
+    optimizer = cpu_adam(model)
+    zero_engine.shard(model, optimizer, ZeroConfig(3, offload=offload), group=group)
+    return model, optimizer
+
+
+# ---- Before training ----
+
+
+@pytest.mark.parametrize("num_files", [0, 3, 15])
+@pytest.mark.parametrize("who", [(0, 1), (1,)], ids=["all", "one"])
+def test_a_full_disk_is_known_before_anything_is_sharded(
+    ranks, tmp_path: Path, num_files: int, who: tuple[int, ...]
+) -> None:
+    """Every rank says so, nobody waits, and the model is as it was: another place can be tried."""
+    ranks(2).run(_is_full, folder=str(tmp_path), num_files=num_files, who=who)
+
+
+def _is_full(group: Group, folder: str, num_files: int, who: tuple[int, ...]) -> None:
+    model = parity.build(parity.tiny_float32)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = cpu_adam(model)
+    config = ZeroConfig(3, offload=BOTH.offload(folder))
+    started = time.monotonic()
+    with _on(_full_after(num_files) if group.rank in who else SYSTEM):
+        expected = StoreError if group.rank in who else PartitionError
+        with pytest.raises(expected, match="No space left") as caught:
+            zero_engine.shard(model, optimizer, config, group=group)
+    assert time.monotonic() - started < SOON_S
+    if group.rank in who:
+        assert caught.value.errno == errno.ENOSPC
+    else:
+        assert "rank 1 cannot keep its part" in str(caught.value)
+    assert find_sharded(model) is None
+    parity.assert_same_weights(model.state_dict(), before, what="after a refusal")
+    group.barrier() if hasattr(group, "barrier") else torch.distributed.barrier()
+    assert not list(Path(folder).iterdir())
+
+    zero_engine.shard(model, optimizer, config, group=group)
+    parity.run_steps(model, optimizer, range(1), rank=group.rank)
+    zero_engine.unshard(model, optimizer)
+
+
+def test_a_folder_that_is_missing_on_one_rank_is_named_by_all(ranks, tmp_path: Path) -> None:
+    """A disk that one machine has not mounted is the commonest mistake there is."""
+    ranks(2).run(_is_missing, folder=str(tmp_path))
+
+
+def _is_missing(group: Group, folder: str) -> None:
+    offload = BOTH.offload(folder if group.rank == 0 else f"{folder}/nowhere")
+    expected, part = (
+        (PartitionError, "rank 1 cannot keep its part")
+        if group.rank == 0
+        else (StoreError, "name an existing one")
+    )
+    started = time.monotonic()
+    with pytest.raises(expected, match=part):
+        _shard(group, offload)
+    assert time.monotonic() - started < SOON_S
+
+
+def test_a_budget_that_is_too_small_says_what_asks_for_how_much(ranks, tmp_path: Path) -> None:
+    """With a number that works, and that is enough."""
+    ranks(2).run(_budget, folder=str(tmp_path))
+
+
+def _budget(group: Group, folder: str) -> None:
+    offload = evolve(BOTH.offload(folder), budget_bytes=2 if group.rank else 10**9)
+    expected = BudgetError if group.rank else PartitionError
+    with pytest.raises(expected, match=r"(?s)budget_bytes=2 .*slots") as caught:
+        _shard(group, offload)
+    if group.rank:
+        assert sum(caught.value.held.values()) == caught.value.nbytes > 2
+        offload = evolve(offload, budget_bytes=caught.value.nbytes)
+    model, optimizer = _shard(group, offload)
+    zero_engine.unshard(model, optimizer)
+
+
+def test_folders_of_other_jobs_are_left_alone(ranks, tmp_path: Path) -> None:
+    """Jobs share disks: that of one that lives is not touched, that of one that died is freed."""
+    living = DiskStore(tmp_path)
+    living.write("a", torch.ones(5)).result()
+    dead = tmp_path / "zero-offload-dead"
+    dead.mkdir()
+    (tmp_path / "zero-offload-dead.lock").touch()
+    (tmp_path / "mine.txt").touch()
+
+    ranks(2).run(_train_beside, folder=str(tmp_path))
+
+    assert torch.equal(living.read("a", torch.empty(5)).result(), torch.ones(5))
+    living.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def _train_beside(group: Group, folder: str) -> None:
+    model, optimizer = _shard(group, BOTH.offload(folder))
+    parity.run_steps(model, optimizer, range(2), rank=group.rank)
+    zero_engine.unshard(model, optimizer)
+
+
+def test_a_model_that_is_dropped_leaves_no_file(ranks, tmp_path: Path) -> None:
+    """Nobody calls unshard() at the end of a script, or of a cell of a notebook."""
+    ranks(1).run(_drop, folder=str(tmp_path))
+
+
+def _drop(group: Group, folder: str) -> None:
+    model, optimizer = _shard(group, BOTH.offload(folder))
+    parity.run_steps(model, optimizer, range(2), rank=0)
+    assert list(Path(folder).iterdir())
+    del model, optimizer
+    gc.collect()
+    assert not list(Path(folder).iterdir())
+
+
+# ---- During training ----
+
+
+@pytest.mark.parametrize(
+    ("verb", "part", "skips"),
+    [("write", "optimizer", 1), ("read", "optimizer", 2), ("write", "parameters", 1)],
+    ids=["state is not written", "state is not read", "parameters are not written"],
+)
+def test_a_disk_that_fails_in_a_step_leaves_what_can_be_resumed(
+    ranks, tmp_path: Path, verb: str, part: str, skips: int
+) -> None:
+    """The error says that the step is torn; weights and state that were saved make it whole."""
+    ranks(2).run(_fails, folder=str(tmp_path), verb=verb, part=part, skips=skips, timeout_s=60)
+
+
+def _fails(group: Group, folder: str, verb: str, part: str, skips: int) -> None:
+    whole, its_optimizer = _shard(group, BOTH.offload(folder))
+    parity.run_steps(whole, its_optimizer, range(4), rank=group.rank)
+    expected = parts_of(whole, its_optimizer)
+    zero_engine.unshard(whole, its_optimizer)
+
+    faulty = _Faulty()
+    with _on(faulty.system()):
+        model, optimizer = _shard(group, BOTH.offload(folder))
+    parity.run_steps(model, optimizer, range(2), rank=group.rank)
+    weights = {name: zero_engine.full_param(p) for name, p in model.named_parameters()}
+    state = optimizer.state_dict()
+    parity.loss_of(model, parity.batch(2, 0, group.rank)).backward()
+    faulty.verb, faulty.part, faulty.skips, faulty.is_on = verb, part, skips, True
+    with pytest.raises(TornStepError, match="Input/output error"):
+        optimizer.step()
+        optimizer.zero_grad()
+        parity.loss_of(model, parity.batch(3, 0, group.rank)).backward()
+        optimizer.step()
+    faulty.is_on = False
+    with pytest.raises(TornStepError, match="of two different steps"):
+        optimizer.step()
+
+    optimizer.zero_grad()
+    optimizer.load_state_dict(state)
+    model.load_state_dict(weights, strict=False)
+    parity.run_steps(model, optimizer, range(2, 4), rank=group.rank)
+    assert_same(parts_of(model, optimizer), expected, "resumed")
+    zero_engine.unshard(model, optimizer)
