@@ -120,6 +120,24 @@ def _resume(group: Group, case: Case) -> None:
     zero_engine.unshard(model, optimizer)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_parking_leaves_the_update_under_way_alone(ranks, stage: int) -> None:
+    """Memory of parameters goes and comes back elsewhere; the values held back come in there."""
+    ranks(2).run(_park, case=Case(on_host(), stage, is_bf16=True))
+
+
+def _park(group: Group, case: Case) -> None:
+    expected = train_alone(case, rank=group.rank, world_size=group.world_size)
+
+    def park(_: int, model: nn.Module) -> None:
+        zero_engine.offload_states(model)
+        with pytest.raises(zero_partition.StateError, match="finish_update"):
+            zero_engine.finish_update(model)
+        zero_engine.reload_states(model)
+
+    assert_same(train_sharded(case, group, after=park), expected)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_is_written_between_steps_outlives_the_update_under_way(ranks, stage: int) -> None:
     """Weights that are clipped or averaged by hand would else be as they were, a step later."""
