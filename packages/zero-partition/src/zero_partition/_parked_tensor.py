@@ -19,7 +19,8 @@ from ._torch_compat import plain_call
 # view would be right again by itself. But torch checks it in few of its functions: the others read
 # address 0, which ends the process, where a graph or `param.data` somebody kept is enough. So the
 # tensors we know are made to view one NaN each, and are of a class that raises; and a storage that
-# somebody else still views is not given back (docs/decisions/parking.md).
+# somebody else still views is not given back
+# (docs/decisions/0030-parked-tensors-keep-their-identity.md).
 
 
 class ParkedTensor:
