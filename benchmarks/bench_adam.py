@@ -3,8 +3,9 @@
 `python benchmarks/bench_adam.py [--numel 1e8] [--threads 1,2] [--rounds 9]`
 
 The limit is a loop in C with the same reads and writes and next to no arithmetic, over the same
-tensors, divided among the same threads. All ways take turns in one process, and the fastest turn
-of each counts: what disturbs a turn makes it slower, never faster.
+tensors, divided among the same threads. All ways take turns in one process. `of limit` compares
+their fastest turns: what disturbs a turn makes it slower, never faster. `by rounds` is the median
+of the same ratio within each round, for machines on which no turn is undisturbed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import torch
@@ -40,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     load_before = os.getloadavg()[0]
     print(native_status())
-    print(f"{'work':<8}{'threads':>8}  {'way':<34}{'ms':>10}{'GB/s':>8}{'of limit':>10}")
+    shares = f"{'of limit':>10}{'by rounds':>11}"
+    print(f"{'work':<8}{'threads':>8}  {'way':<34}{'ms':>10}{'GB/s':>8}{shares}")
     rows = []
     for threads in args.threads:
         torch.set_num_threads(threads)
@@ -85,22 +88,36 @@ def _measure(
             if turn:  # the first makes state and wakes threads
                 seconds[name].append(time.perf_counter() - started)
     numel = MANY * SMALL_NUMEL if work == "small" else args.numel
-    limit = min(seconds["limit"]) if "limit" in seconds else None
-    return [
-        _row(work, threads, name, numel=numel, each_s=all_s, limit_s=limit)
-        for name, all_s in seconds.items()
-    ]
+    limits = seconds.get("limit")
+    limit = None if limits is None else min(limits)
+    rows = []
+    for name, all_s in seconds.items():
+        pairs = [] if limits is None else zip(limits, all_s, strict=True)
+        ratios = [limit_s / each_s for limit_s, each_s in pairs]
+        by_rounds = median(ratios) if ratios else None
+        rows.append(
+            _row(work, threads, name, numel=numel, each_s=all_s, limit_s=limit, by_rounds=by_rounds)
+        )
+    return rows
 
 
 def _row(
-    work: str, threads: int, way: str, *, numel: int, each_s: list[float], limit_s: float | None
+    work: str,
+    threads: int,
+    way: str,
+    *,
+    numel: int,
+    each_s: list[float],
+    limit_s: float | None,
+    by_rounds: float | None = None,
 ) -> dict[str, Any]:
     best = min(each_s)
     share = None if limit_s is None else limit_s / best
     rate = numel * BYTES_PER_ELEMENT / best / 1e9
     print(
         f"{work:<8}{threads:>8}  {way:<34}{best * 1e3:>10.2f}{rate:>8.1f}"
-        + ("" if share is None else f"{share:>10.3f}"),
+        + ("" if share is None else f"{share:>10.3f}")
+        + ("" if by_rounds is None else f"{by_rounds:>11.3f}"),
         flush=True,
     )
     return {
@@ -110,6 +127,7 @@ def _row(
         "numel": numel,
         "best_s": best,
         "share_of_limit": share,
+        "share_by_rounds": by_rounds,
         "each_s": each_s,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -35,3 +36,15 @@ class HighWater:
 def _status_bytes(key: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def resident_bytes() -> int:
+    """Of this process, now."""
+    return _status_bytes("VmRSS")
+
+
+def give_back_free_memory() -> None:
+    """What the C library keeps of memory that was freed, which would count as resident."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -143,12 +143,10 @@ def _largest(names: list[str], options: argparse.Namespace) -> list[dict[str, An
                 high = middle
             else:
                 fits[middle], low = found, middle
-        row = {"system": name, "layers": low, **fits.get(low, {"error": "one layer does not fit"})}
-        print(
-            f"{name:12} {low:4} layers, {row.get('numel', 0) / 1e9:.2f}e9 parameters, "
-            f"{_figures(row)}",
-            flush=True,
-        )
+        found = fits.get(low, {"error": "one layer does not fit"})
+        row: dict[str, Any] = {"system": name, "layers": low, **found}
+        size = f"{row.get('numel', 0) / 1e9:.2f}e9 parameters"
+        print(f"{name:12} {low:4} layers, {size}, {_figures(row)}", flush=True)
         rows.append(row)
     return rows
 
@@ -331,9 +329,10 @@ def _ours(model: GPT, device: torch.device, options: argparse.Namespace) -> Step
     stage, where = OURS[options.one]
     offload = None
     if where is not None:
-        disk = {"path": options.path} if "disk" in where.values() else {}
-        size = options.subgroup_mib * MIB
-        offload = zero_engine.Offload(**where, **disk, subgroup_bytes=size)
+        kind: dict[str, Any] = {**where, "subgroup_bytes": options.subgroup_mib * MIB}
+        if "disk" in where.values():
+            kind["path"] = options.path
+        offload = zero_engine.Offload(**kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     config = zero_engine.ZeroConfig(stage, offload=offload)
     group = zero_comm.Group.solo(device.type)

@@ -169,6 +169,29 @@ def _gather_wrongly(group: Group) -> None:
     _meet(group)
 
 
+def test_shards_that_have_moved_are_read_where_they_lie_now(ranks) -> None:
+    """Memory that was given back between phases comes back elsewhere."""
+    ranks(3).run(_move)
+
+
+def _move(group: Group) -> None:
+    exposure, shard = _expose(group)
+    with pytest.raises(CommError, match="begin_write"):
+        exposure.move()
+    for version in (1, 2):
+        exposure.begin_write()
+        assert exposure.is_writing
+        former = shard.data
+        shard.data = _shard(group.rank, version)  # the same object, other memory
+        former.fill_(-7)
+        exposure.move()
+        exposure.end_write()
+
+        assert not exposure.is_writing
+        assert torch.equal(_gather(exposure, shard), _whole(version))
+    _meet(group)
+
+
 def test_only_shards_that_lie_in_one_piece_are_exposed(ranks) -> None:
     """Peers read from an address on; of every other element they would take its neighbour too."""
     ranks(2).run(_expose_wrongly)

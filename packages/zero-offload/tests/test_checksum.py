@@ -6,6 +6,7 @@ import zlib
 
 import pytest
 import torch
+from zero_offload import _checksum
 from zero_offload._checksum import choose_checksummer
 from zero_offload._ring import io_library
 
@@ -41,3 +42,14 @@ def test_checksums_equal_their_definition(nbytes: int, start: int) -> None:
         assert native.value == _crc32c(data)
     else:
         assert native == plain
+
+
+def test_a_checksum_goes_on_from_piece_to_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values above a GiB are read in pieces; one that counts only the last would miss most."""
+    tensor = torch.randint(0, 256, (1003,), dtype=torch.uint8)
+    library, _ = io_library()
+    both = [choose_checksummer(None), choose_checksummer(library)]
+    whole = [each.of(tensor) for each in both]
+    monkeypatch.setattr(_checksum, "_BLOCK_BYTES", 100)
+
+    assert [each.of(tensor) for each in both] == whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from typing import Final
 
@@ -41,6 +42,9 @@ RULES: Final = {
         eps=1e-3,
     ),
     "adagrad": Rule(formula=Formula.ADAGRAD, rate=-1e-2, weight_decay=0.01, eps=1e-10),
+    "adam_half": Rule(  # where torch's lerp changes ends
+        formula=Formula.ADAM, rate=-1e-2, beta1=0.5, beta2=0.5, eps=1e-8
+    ),
     "lion": Rule(
         formula=Formula.LION, rate=-1e-3, decoupled=True, shrink=0.99, beta1=0.9, beta2=0.99
     ),
@@ -153,6 +157,32 @@ def test_hard_numbers_are_rounded_as_torch_rounds_them(kernels: Kernels, isa: st
 
 
 @pytest.mark.parametrize("isa", ["scalar", *FAST])
+@pytest.mark.parametrize("rule", RULES)
+def test_numbers_at_the_ends_step_as_the_formula_says(
+    kernels: Kernels, rule: str, isa: str
+) -> None:
+    """A parameter of which nothing was asked stays; one that broke shows it, on every machine."""
+    ends = (0.0, -0.0, math.nan, math.inf, -math.inf, 1e-45, -1e-39, 3e38, 1.0)
+    grads, firsts, params = (
+        torch.tensor(column) for column in zip(*itertools.product(ends, repeat=3), strict=True)
+    )
+    batches = []
+    if RULES[rule].formula is Formula.ADAGRAD:
+        firsts = firsts.abs()
+    for _ in range(2):
+        batch = Batch(Dtypes(F32, F32, F32))
+        _fill(batch, params.clone(), grads.clone(), firsts.clone())
+        if RULES[rule].formula is Formula.ADAM:
+            batch.seconds.append(firsts.abs())
+        batches.append(batch)
+    _native_step.step_batch(batches[0], RULES[rule], kernels=_kernels(kernels, isa), team=Team())
+    _reference.step_batch(batches[1], RULES[rule])
+
+    for (mine,), (theirs,) in zip(*(batch.written() for batch in batches), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("isa", ["scalar", *FAST])
 def test_a_largest_moment_that_is_nan_stays_nan(kernels: Kernels, isa: str) -> None:
     """Else amsgrad would hide a broken gradient that torch shows."""
     nan, inf = float("nan"), float("inf")
@@ -182,6 +212,22 @@ def test_the_callers_floating_point_settings_change_no_bit(kernels: Kernels, isa
 
     assert mine.firsts[0].any()
     _assert_same_bits(mine, theirs, isa)
+
+
+@pytest.mark.parametrize("isa", ["scalar", *FAST])
+def test_a_step_leaves_the_callers_floating_point_settings(kernels: Kernels, isa: str) -> None:
+    """What the user's own code computes afterwards, on the same thread, is no business of ours."""
+    tiny = torch.tensor([1e-39])
+    try:
+        torch.set_flush_denormal(True)
+        batch = _batch(Dtypes(F32, F32, F32), "adamw", (99,), 0, amsgrad=False)
+        _native_step.step_batch(batch, RULES["adamw"], kernels=_kernels(kernels, isa), team=Team())
+        after = (tiny * 0.5).item()
+    finally:
+        torch.set_flush_denormal(False)
+
+    assert after == 0.0
+    assert (tiny * 0.5).item() > 0.0
 
 
 @pytest.mark.parametrize("isa", ["scalar", *FAST])

@@ -52,8 +52,14 @@ def faulty(faulty_library: ctypes.CDLL) -> Iterator[RingTransport]:
 @pytest.mark.parametrize("start", [0, 1])
 @pytest.mark.parametrize(
     "fault",
-    [(0, 1, 5000), (0, 1, 4096), (errno.EINTR, 2, 1 << 30), (errno.EAGAIN, 7, 6000)],
-    ids=["odd ends", "units", "interrupted", "busy and short"],
+    [
+        (0, 1, 5000),
+        (0, 1, 4096),
+        (0, 5, 100),
+        (errno.EINTR, 2, 1 << 30),
+        (errno.EAGAIN, 7, 6000),
+    ],
+    ids=["odd ends", "units", "less than a unit", "interrupted", "busy and short"],
 )
 def test_partial_and_interrupted_requests_are_completed(
     faulty: RingTransport, tmp_path: Path, fault: tuple[int, int, int], start: int, nbytes: int
@@ -71,7 +77,9 @@ def test_partial_and_interrupted_requests_are_completed(
 
     assert (written, read) == (nbytes, nbytes)
     assert torch.equal(into, source)
-    assert (tmp_path / "f").read_bytes()[4096:][:nbytes] == source.numpy().tobytes()
+    on_disk = (tmp_path / "f").read_bytes()[4096:]
+    assert on_disk[:nbytes] == source.numpy().tobytes()
+    assert not any(on_disk[nbytes:])  # nothing of what else went through the same memory
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
@@ -85,23 +93,34 @@ def test_a_failing_request_ends_the_transfer_and_not_the_ring(
         faulty.library.zero_set_fault(number, 5, 1 << 30)
         with pytest.raises(OSError, match=os.strerror(number)) as caught:
             faulty.move(Transfer(fd, True, memory.data_ptr(), 100_000, 0, 4096))
+        num_results = faulty.library.zero_num_results()
         faulty.library.zero_set_fault(0, 1, 1 << 30)
 
         assert caught.value.errno == number
+        assert num_results < 5 + SETTINGS.queue_depth  # nothing was begun after the failure
         assert faulty.move(Transfer(fd, True, memory.data_ptr(), 100_000, 0, 4096)) == 100_000
     finally:
         os.close(fd)
 
 
+@pytest.mark.parametrize(
+    ("fault", "number"),
+    [
+        ((0, 1, 100), errno.EIO),
+        ((0, 1, 0), errno.EIO),
+        ((errno.EAGAIN, 1, 1 << 30), errno.EAGAIN),
+    ],
+    ids=["100 of 4096 bytes", "nothing", "busy"],
+)
 def test_a_kernel_without_progress_is_an_error_in_the_end(
-    faulty: RingTransport, tmp_path: Path
+    faulty: RingTransport, tmp_path: Path, fault: tuple[int, int, int], number: int
 ) -> None:
-    """100 of 4096 bytes for ever: O_DIRECT cannot go on from there, and a hang says nothing."""
+    """The same for ever: a hang says nothing, and a write that was none is a lost value."""
     memory = HostArena("x").allocate(4096)
     fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     try:
-        faulty.library.zero_set_fault(0, 1, 100)
-        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        faulty.library.zero_set_fault(*fault)
+        with pytest.raises(OSError, match=os.strerror(number)):
             faulty.move(Transfer(fd, True, memory.data_ptr(), 4096, 0, 4096))
     finally:
         os.close(fd)
@@ -192,6 +211,24 @@ def test_registered_buffers_move_the_same_bytes(tmp_path: Path) -> None:
             (0, status.register_reason),
         )
         assert store.status.registered_bytes == 0
+
+
+def test_only_what_lies_within_registered_memory_is_asked_for_as_such(tmp_path: Path) -> None:
+    """The kernel refuses a request that begins or ends outside of it."""
+    buffer = HostArena("x").allocate(100_000)
+    buffer.copy_(torch.randint(0, 256, (100_000,), dtype=torch.uint8))
+    into = torch.empty_like(buffer)
+    part = buffer[2 * 8192 : 5 * 8192 + 4096]
+    with DiskStore(tmp_path, DiskSettings(block_bytes=8192)) as store:
+        store.register([buffer])
+        if not store.status.registered_bytes:
+            pytest.skip(store.status.register_reason)
+        store.register([part])
+        assert (store.status.registered_bytes, store.status.register_reason) == (part.nbytes, "")
+        store.write("x", buffer).result()
+        store.read("x", into).result()
+
+    assert torch.equal(into, buffer)
 
 
 def test_registered_memory_lives_while_the_kernel_knows_it(tmp_path: Path) -> None:

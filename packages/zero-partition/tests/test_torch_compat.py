@@ -268,3 +268,14 @@ def test_a_grad_scaler_unscales_by_the_call_that_gradient_shards_look_for() -> N
 
     assert seen == [(1, 0.0)]
     assert param.grad[0].item() == 1.0
+
+
+def test_has_views() -> None:
+    """torch._C._storage_Use_Count counts who would read memory that is given back."""
+    whole = torch.ones(4)
+    part, storage = whole[1:], whole.untyped_storage()
+    assert _torch_compat.has_views(storage)
+    whole.data = torch.zeros(4)
+    assert _torch_compat.has_views(storage)
+    part.data = torch.zeros(3)
+    assert not _torch_compat.has_views(storage)

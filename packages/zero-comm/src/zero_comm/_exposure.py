@@ -58,6 +58,11 @@ class Exposure:
         assert self.group.watch is not None, "ranks that read each other's memory have one"
         return self.group.watch
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank is between `begin_write` and `end_write`."""
+        return self._is_writing
+
     def gather(
         self,
         shard: Tensor,
@@ -122,6 +127,26 @@ class Exposure:
             self._peers.fence()
             self._words[_OPENED] = self._version
             self._take_turn(_OPENED, "reading weights that are being written")
+
+    def move(self, *, tag: int = 0, timeout_s: float | None = None) -> None:
+        """Tell the peers where the shards lie now, and learn where theirs do. Collective.
+
+        Between `begin_write` and `end_write`: nobody reads them meanwhile. Numels and dtypes stay.
+
+        Args:
+            tag: As for `all_gather_flat`.
+            timeout_s: Longest wait for the other ranks, in seconds; the group's own when None.
+
+        Raises:
+            CommError: Not while this rank writes, or a rank did not take part in time.
+        """
+        if not self._is_writing:
+            raise CommError(
+                f"shards may lie elsewhere only between begin_write() and end_write() (rank "
+                f"{self.group.rank}): peers would read their old memory; call begin_write() first"
+            )
+        rows = _exchange(self.shards, self._words, self.group, tag, timeout_s)
+        self._addresses.update(_addresses_in(rows, len(self.shards), self.group.rank))
 
     def _take_turn(self, word: int, doing: str) -> None:
         """This rank has written a version into a word: what those wait for who have done so too."""
@@ -210,8 +235,8 @@ def expose(
 
     Args:
         shards: 1-D, contiguous, on the CPU, in the same order and dtypes on every rank. They must
-            stay where they are while the exposure lives, and may be written between `begin_write`
-            and `end_write`.
+            stay where they are while the exposure lives, unless `move` says so, and may be written
+            between `begin_write` and `end_write`.
         group: The ranks whose shards belong together.
         tag: As for `all_gather_flat`.
         timeout_s: Longest wait for the other ranks, in seconds; the group's own when None.
@@ -229,17 +254,32 @@ def expose(
     facts = {"exposed shards": ", ".join(str(shard.dtype) for shard in shards)}
     check_agreement(facts, group=group, tag=tag, timeout_s=timeout_s)
     words = (ctypes.c_int64 * 2)(1, 0)
+    rows = _exchange(shards, words, group, tag, timeout_s)
+    addresses = _addresses_in(rows, len(shards), group.rank)
+    numels = [row[1 + len(shards) :] for row in rows]
+    exposure = Exposure(group, tuple(shards), group.peers, words, addresses, numels)
+    remains = Remains(tuple(shards), words, group.peers, {r: a[0] for r, a in addresses.items()})
+    finalize(exposure, leave, remains).atexit = False  # type: ignore[attr-defined]
+    return exposure
+
+
+def _exchange(
+    shards: Sequence[Tensor],
+    words: ctypes.Array[ctypes.c_int64],
+    group: Group,
+    tag: int,
+    timeout_s: float | None,
+) -> list[list[int]]:
+    """Of each rank: the address of its words, those of its shards, and their numels. Collective."""
     mine = [ctypes.addressof(words)]
     mine += [shard.data_ptr() for shard in shards]
     mine += [shard.numel() for shard in shards]
     table = torch.tensor(mine * group.world_size, dtype=torch.int64)
     splits = [len(mine)] * group.world_size
     handle = all_gather_flat(table, splits=splits, group=group, tag=tag, control=True)
-    rows = handle.wait(timeout_s=timeout_s).view(group.world_size, -1).tolist()
-    last = 1 + len(shards)
-    addresses = {rank: row[:last] for rank, row in enumerate(rows) if rank != group.rank}
-    numels = [row[last:] for row in rows]
-    exposure = Exposure(group, tuple(shards), group.peers, words, addresses, numels)
-    remains = Remains(tuple(shards), words, group.peers, {r: a[0] for r, a in addresses.items()})
-    finalize(exposure, leave, remains).atexit = False  # type: ignore[attr-defined]
-    return exposure
+    return handle.wait(timeout_s=timeout_s).view(group.world_size, -1).tolist()  # type: ignore[no-any-return]
+
+
+def _addresses_in(rows: list[list[int]], num_shards: int, own: int) -> dict[int, list[int]]:
+    """Of each peer: its words, then its shards."""
+    return {rank: row[: 1 + num_shards] for rank, row in enumerate(rows) if rank != own}

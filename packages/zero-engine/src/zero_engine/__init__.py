@@ -43,6 +43,7 @@ from ._errors import ConfigError, FileError, LossScaleError, NotBuiltError
 from ._initialize import initialize
 from ._loss_scale import DynamicLossScale, LossScaler, StaticLossScale
 from ._offload import Offload
+from ._parking import offload_states, reload_states
 from ._pretrained import load_pretrained, open_safetensors
 from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from ._shard import shard, unshard
@@ -87,10 +88,12 @@ __all__ = [
     "local_param",
     "materialise",
     "no_sync",
+    "offload_states",
     "open_safetensors",
     "parameter_status",
     "register_external_parameter",
     "release_buffers",
+    "reload_states",
     "schedule_table",
     "set_full_grad",
     "set_full_optimizer_state",

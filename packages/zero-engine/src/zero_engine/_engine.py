@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, final
 
@@ -16,6 +16,7 @@ from ._checks import check_flag, check_whole
 from ._engine_config import EngineConfig
 from ._engine_facts import EngineFacts
 from ._errors import ConfigError, LossScaleError
+from ._parking import offload_as_deepspeed, reload_states
 from ._schedulers import check_step
 from ._verdict import Verdict, can_undo, remember
 
@@ -319,6 +320,40 @@ class Engine(EngineFacts):
                 f"{pending} micro-batches have been accumulated (rank {self.group.rank}); call it "
                 "after the step() of a boundary"
             )
+
+    # ---- Between phases ----
+
+    def offload_states(
+        self,
+        include: Collection[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """As `zero_engine.offload_states`, with DeepSpeed's names. Collective.
+
+        Args:
+            include: Of "lp_params", "hp_params" (masters), "lp_grads", "optim_states" and
+                "contiguous_grad_buffer", or enumeration members of those values; all when None.
+            device: "cpu", or an enumeration member of that value.
+            pin_memory: Page-lock host memory, where there is CUDA.
+            non_blocking: Return before a device's copies are done.
+
+        Raises:
+            ConfigError: Another state or device.
+            zero_partition.StateError: As for `zero_engine.offload_states`; or after `destroy`.
+        """
+        self._check_alive("offload_states()")
+        self._settle()
+        offload_as_deepspeed(
+            self.module, include, device, pin_memory=pin_memory, non_blocking=non_blocking
+        )
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """As `zero_engine.reload_states`. Every rank calls it."""
+        self._check_alive("reload_states()")
+        non_blocking = check_flag("Engine.reload_states()", non_blocking)
+        reload_states(self.module, non_blocking=non_blocking)
 
     # ---- The end ----
 

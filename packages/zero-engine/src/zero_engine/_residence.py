@@ -3,50 +3,58 @@
 from __future__ import annotations
 
 import torch
-from zero_offload import DiskSettings, DiskStore, HostArena
+from attrs import frozen
+from zero_offload import HostArena
 
+from ._disk import Disk
+from ._host_gradients import HostGradients
 from ._offload import Offload
 from ._shard_homes import DiskHome, HostHome
 from ._shard_updater import OffloadedUpdater
 
 
-def home_and_updater(
-    offload: Offload | None, device: torch.device
-) -> tuple[HostHome | DiskHome | None, OffloadedUpdater | None]:
-    """Who keeps shards of parameters, and optimizer state; None: they rest on the device.
+@frozen(kw_only=True)
+class Elsewhere:
+    """Who keeps what outside the device, for `zero_partition.partition`. None: nobody does."""
 
-    Where the device is the CPU, so does what rests on the host.
-
-    Raises:
-        zero_offload.StoreError: There is no such folder, or it cannot be written to.
-    """
-    if offload is None:
-        return None, None
     home: HostHome | DiskHome | None = None
-    keeps_state = offload.optimizer != "device" and offload.fraction > 0
-    store = _open_disk(offload) if _uses_disk(offload) else None
-    if offload.params == "disk":
-        assert store is not None, "opened above"
-        home = DiskHome(
-            store,
-            HostArena("parameters", is_pinned=offload.pin),
-            closes_store=not (keeps_state and offload.optimizer == "disk"),
-            max_host_numel=offload.max_host_numel,
-            budget_bytes=offload.budget_bytes,
+    updater: OffloadedUpdater | None = None
+    gradient_home: HostGradients | None = None
+
+    @classmethod
+    def of(cls, offload: Offload | None, device: torch.device) -> Elsewhere:
+        """As it was configured; nothing is allocated or opened yet. Local.
+
+        Where the device is the CPU, what rests on the host rests on the device. Gradients wait on
+        the host where all of the optimizer's state is stepped there.
+        """
+        if offload is None:
+            return cls()
+        disk, home = Disk(offload), None
+        if offload.params == "disk":
+            home = DiskHome(
+                disk,
+                HostArena("parameters", is_pinned=offload.pin),
+                max_host_numel=offload.max_host_numel,
+                budget_bytes=offload.budget_bytes,
+            )
+        elif offload.params == "host" and device.type != "cpu":
+            home = HostHome(HostArena("parameters", is_pinned=offload.pin))
+        if offload.optimizer == "device" or not offload.fraction:
+            return cls(home=home)
+        updater = OffloadedUpdater(
+            offload,
+            disk if offload.optimizer == "disk" else None,
+            lambda: 0 if home is None else home.host_bytes,
         )
-    elif offload.params == "host" and device.type != "cpu":
-        home = HostHome(HostArena("parameters", is_pinned=offload.pin))
-    if not keeps_state:
-        return home, None
-    own_store = store if offload.optimizer == "disk" else None
-    return home, OffloadedUpdater(offload, own_store, lambda: home.host_bytes if home else 0)
+        if device.type == "cpu" or offload.fraction < 1:
+            return cls(home=home, updater=updater)
+        gradients = HostGradients(HostArena("gradients", is_pinned=offload.pin))
+        return cls(home=home, updater=updater, gradient_home=gradients)
 
-
-def _uses_disk(offload: Offload) -> bool:
-    state_does = offload.optimizer == "disk" and offload.fraction > 0
-    return state_does or offload.params == "disk"
-
-
-def _open_disk(offload: Offload) -> DiskStore:
-    assert offload.path is not None, "Offload has checked it"
-    return DiskStore(offload.path, offload.disk or DiskSettings())
+    def end(self) -> None:
+        """Release what was taken."""
+        if self.home is not None:
+            self.home.end()
+        if self.updater is not None:
+            self.updater.end()

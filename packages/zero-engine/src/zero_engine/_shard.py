@@ -12,7 +12,7 @@ from zero_partition import AS_IT_IS, find_sharded, partition, unpartition
 from ._config import ZeroConfig
 from ._errors import ConfigError
 from ._group import default_group
-from ._residence import home_and_updater
+from ._residence import Elsewhere
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer | None)
@@ -71,25 +71,30 @@ def shard(
                 f"{type(value).__name__}; call shard(model, optimizer, ZeroConfig(stage=3))"
             )
     group = default_group(model, timeout_s=config.timeout_s) if group is None else group
-    home, updater = home_and_updater(config.offload, group.device)
-    partition(
-        model,
-        optimizer,
-        group=group,
-        placements=config.placements,
-        units=config.units,
-        max_unit_bytes=config.max_unit_bytes,
-        min_unit_bytes=config.min_unit_bytes,
-        limits=config.limits,
-        precision=config.precision or AS_IT_IS,
-        small_param_numel=config.small_param_numel,
-        max_small_numel=config.max_small_numel,
-        cut=config.cut,
-        gathers_state_dict=config.state_dict == "gather",
-        home=home,
-        updater=updater,
-        timeout_s=config.timeout_s,
-    )
+    elsewhere = Elsewhere.of(config.offload, group.device)
+    try:
+        partition(
+            model,
+            optimizer,
+            group=group,
+            placements=config.placements,
+            units=config.units,
+            max_unit_bytes=config.max_unit_bytes,
+            min_unit_bytes=config.min_unit_bytes,
+            limits=config.limits,
+            precision=config.precision or AS_IT_IS,
+            small_param_numel=config.small_param_numel,
+            max_small_numel=config.max_small_numel,
+            cut=config.cut,
+            gathers_state_dict=config.state_dict == "gather",
+            home=elsewhere.home,
+            updater=elsewhere.updater,
+            gradient_home=elsewhere.gradient_home,
+            timeout_s=config.timeout_s,
+        )
+    except BaseException:
+        elsewhere.end()
+        raise
     return model, optimizer
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from attrs import define, field, frozen
@@ -13,7 +14,10 @@ from torch import Tensor
 from zero_offload import BudgetError, DiskStore, HostArena
 from zero_partition import AbstractShardHome, ShardSize
 
-_WRITES_BEHIND = 2  # shards that are written while the next is made
+from ._disk import Disk
+
+_NUMBERS: Final = itertools.count()
+_WRITES_BEHIND: Final = 2  # shards that are written while the next is made
 
 
 @frozen(eq=False)
@@ -90,6 +94,10 @@ class HostHome(AbstractShardHome):
         """See `AbstractShardHome.disk_bytes`."""
         return 0
 
+    def another(self) -> HostHome:
+        """See `AbstractShardHome.another`."""
+        return HostHome(self.arena)
+
     def end(self) -> None:
         """See `AbstractShardHome.end`."""
         for copy in self._copies.values():
@@ -103,21 +111,21 @@ class DiskHome(AbstractShardHome):
     """In files: read ahead into host memory, and written behind from there.
 
     Args:
-        store: Where to.
+        disk: Where to.
         arena: Whose memory shards pass through.
-        closes_store: At the end.
         max_host_numel: Elements of shards, the first ones, that rest in host memory all the same.
         budget_bytes: Most host memory for those; None: no limit but the process's.
     """
 
-    store: DiskStore
+    disk: Disk
     arena: HostArena
-    closes_store: bool = field(kw_only=True)
     max_host_numel: int = field(default=0, kw_only=True)
     budget_bytes: int | None = field(default=None, kw_only=True)
+    _store: DiskStore | None = field(default=None, init=False)
     _host: HostHome = field(init=False)
     _on_host: set[int] = field(factory=set, init=False)
     _sizes: dict[int, ShardSize] = field(factory=dict, init=False)  # of those on the disk
+    _keys: dict[int, str] = field(factory=dict, init=False)  # theirs in the store
     _ahead: dict[int, tuple[Tensor, Future[Any]]] = field(factory=dict, init=False)
     _open: dict[int, Tensor] = field(factory=dict, init=False)
     _behind: deque[tuple[Tensor, Future[None]]] = field(factory=deque, init=False)
@@ -144,17 +152,21 @@ class DiskHome(AbstractShardHome):
                 "first, or raise the second",
                 nbytes=needed,
             )
+        self._store = self.disk.open()
         self._host.allocate(on_host)
         self._on_host = set(on_host)
         self._sizes = {index: size for index, size in sizes.items() if index not in on_host}
-        self.store.allocate({_key(index): size.num_bytes for index, size in self._sizes.items()})
+        name = f"parameters-{next(_NUMBERS)}"  # several homes may share a store
+        keys = {index: f"{name}.{index}" for index in self._sizes}
+        self._opened.allocate({keys[index]: size.num_bytes for index, size in self._sizes.items()})
+        self._keys = keys
 
     def read(self, index: int, into: Tensor) -> Any:
         """See `AbstractShardHome.read`."""
         if index in self._on_host:
             return self._host.read(index, into)
         if index not in self._ahead and into.is_cpu:
-            return _Reading(self.store.read(_key(index), into))
+            return _Reading(self._opened.read(self._keys[index], into))
         self._begin(index)
         memory, future = self._ahead.pop(index)
         return _Passing(self, memory, future, into)
@@ -174,7 +186,7 @@ class DiskHome(AbstractShardHome):
         self._forget(index)
         memory = self._take(index)
         if reads:
-            self.store.read(_key(index), memory).result()
+            self._opened.read(self._keys[index], memory).result()
         self._open[index] = memory
         return memory
 
@@ -183,7 +195,7 @@ class DiskHome(AbstractShardHome):
         if index in self._on_host:
             return
         memory = self._open.pop(index)
-        self._behind.append((memory, self.store.write(_key(index), memory)))
+        self._behind.append((memory, self._opened.write(self._keys[index], memory)))
         while len(self._behind) > _WRITES_BEHIND:
             self._keep_oldest()
 
@@ -202,6 +214,10 @@ class DiskHome(AbstractShardHome):
         """See `AbstractShardHome.disk_bytes`."""
         return sum(size.num_bytes for size in self._sizes.values())
 
+    def another(self) -> DiskHome:
+        """See `AbstractShardHome.another`."""
+        return DiskHome(self.disk, self.arena)
+
     def end(self) -> None:
         """See `AbstractShardHome.end`."""
         for index in list(self._ahead):
@@ -213,8 +229,16 @@ class DiskHome(AbstractShardHome):
         self._returning.clear()
         self._free, self._passing_bytes = {}, 0
         self._host.end()
-        if self.closes_store:
-            self.store.close()
+        if self._store is not None:
+            for key in self._keys.values():
+                self._store.delete(key)
+            self.disk.close()
+        self._sizes, self._keys, self._store = {}, {}, None
+
+    @property
+    def _opened(self) -> DiskStore:
+        assert self._store is not None, "allocate() comes first, and end() last"
+        return self._store
 
     def give_back(self, memory: Tensor, copy: _OnDevice | None) -> None:
         """Memory that a shard has passed through, or will have when it is copied from there."""
@@ -233,7 +257,7 @@ class DiskHome(AbstractShardHome):
     def _begin(self, index: int) -> None:
         if index not in self._ahead:
             memory = self._take(index)
-            self._ahead[index] = (memory, self.store.read(_key(index), memory))
+            self._ahead[index] = (memory, self._opened.read(self._keys[index], memory))
 
     def _forget(self, index: int) -> None:
         if index in self._ahead:
@@ -302,7 +326,3 @@ def copy_ahead(source: Tensor, into: Tensor, streams: dict[torch.device, Any]) -
         event = torch.cuda.Event()
         event.record(stream)
     return _OnDevice(event, stream)
-
-
-def _key(index: int) -> str:
-    return f"parameters-{index}"

@@ -8,9 +8,10 @@ from typing import Any, final
 import torch
 from attrs import define, field
 from torch import Tensor, nn
-from zero_offload import AbstractStore, OffloadedState
+from zero_offload import OffloadedState
 from zero_partition import MASTER, AbstractUpdater, Opening, UpdaterReport
 
+from ._disk import Disk
 from ._offload import Offload
 
 _SMALL_BYTES = 2**20  # sub-groups with less state stay in memory
@@ -23,15 +24,16 @@ class OffloadedUpdater(AbstractUpdater):
 
     Args:
         offload: What rests where.
-        store: On the disk, if some of it rests there; closed at the end.
+        disk: Where some of it rests, if it does.
         taken_bytes: Of the host budget, by others.
     """
 
     offload: Offload
-    store: AbstractStore | None
+    disk: Disk | None
     taken_bytes: Callable[[], int]
     _optimizer: torch.optim.Optimizer | None = field(default=None, init=False)
     _kept: OffloadedState | None = field(default=None, init=False)
+    _closes: bool = field(default=False, init=False)  # the disk, at the end
 
     def plan(
         self,
@@ -44,11 +46,13 @@ class OffloadedUpdater(AbstractUpdater):
         offload = self.offload
         budget = offload.budget_bytes
         self._optimizer = optimizer
+        store = None if self.disk is None else self.disk.open()
+        self._closes = self.disk is not None
         self._kept = OffloadedState.like(
             optimizer,
             state="host" if offload.optimizer == "host" else "disk",
             fraction={"device": 1 - offload.fraction},
-            store=self.store,
+            store=store,
             own_masters=masters,
             subgroup_bytes=offload.subgroup_bytes,
             small_bytes=min(_SMALL_BYTES, offload.subgroup_bytes // 2),
@@ -86,6 +90,10 @@ class OffloadedUpdater(AbstractUpdater):
             self._state.mend()
         self._state.write(states, keeps=(MASTER,) if replaces else None)
 
+    def let_go(self) -> None:
+        """See `AbstractUpdater.let_go`."""
+        self._state.let_go()
+
     @property
     def report(self) -> UpdaterReport:
         """See `AbstractUpdater.report`."""
@@ -100,9 +108,9 @@ class OffloadedUpdater(AbstractUpdater):
         """See `AbstractUpdater.end`."""
         if self._kept is not None:
             self._kept.close(keeps_store=False)
-        if self.store is not None:
-            self.store.close()
-        self._kept = self._optimizer = None
+        if self.disk is not None and self._closes:
+            self.disk.close()
+        self._kept, self._optimizer, self._closes = None, None, False
 
     @property
     def _state(self) -> OffloadedState:

@@ -363,6 +363,11 @@ class OffloadedState:
         state.step(groups, mine, factor, fetch=transit.fetch, send=transit.send, wait=transit.wait)
         transit.end()
 
+    def let_go(self) -> None:
+        """Keep no view of parameters' memory until the next step."""
+        for state in self._states:
+            state.let_go()
+
     def refresh(self) -> None:
         """Set masters from their parameters. Blocking."""
 

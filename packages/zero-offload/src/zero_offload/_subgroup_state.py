@@ -58,10 +58,7 @@ class SubGroupState:
         self._own_masters = [
             self.stepper.own_master(param.dtype, on_host=self.on_host) for param in self.params
         ]
-        self._pieces = [
-            nn.Parameter(torch.empty((), dtype=self._dtype(k)).expand(self._shape(k)))
-            for k in range(len(self.params))
-        ]
+        self._pieces = [nn.Parameter(self._nothing(k)) for k in range(len(self.params))]
         self._positions = sorted(set(self.groups))
         groups = [
             {"params": [p for p, at in zip(self._pieces, self.groups, strict=True) if at == where]}
@@ -81,6 +78,11 @@ class SubGroupState:
         for piece, views in enumerate(self._views):
             entries = self._entries(piece)
             entries.update({name: view for name, view in views.items() if name in entries})
+
+    def let_go(self) -> None:
+        """Keep no view of parameters until the next step."""
+        for k, piece in enumerate(self._pieces):
+            piece.data = self._nothing(k)
 
     def is_started(self, piece: int, besides: Collection[str] = ()) -> bool:
         """Whether a piece has state, besides these entries."""
@@ -246,6 +248,10 @@ class SubGroupState:
 
     def _entries(self, k: int) -> dict[str, Any]:
         return self._inner.state[self._pieces[k]]
+
+    def _nothing(self, k: int) -> Tensor:
+        """What a piece is between steps: of its shape, without memory."""
+        return torch.empty((), dtype=self._dtype(k)).expand(self._shape(k))
 
     def _shape(self, k: int) -> tuple[int, ...]:
         """Of a piece: the parameter's if it is all of it, else flat."""

@@ -22,6 +22,7 @@ from ._grad_access import (
     set_local_grad,
     update_full_grads,
 )
+from ._gradient_home import AbstractGradientHome
 from ._grouping import UnitPlan, choose_units, plan_units
 from ._hooks import find_sharded
 from ._init_context import Init
@@ -41,6 +42,7 @@ from ._param_access import (
     set_full_param,
     set_local_param,
 )
+from ._parked import AbstractKeeper, StateKind
 from ._partition import partition
 from ._placement import STAGES, Placement, Placements, Stage
 from ._precision import AS_IT_IS, Precision
@@ -51,8 +53,10 @@ from ._public import (
     full_state_dict,
     memory_report,
     no_sync,
+    park,
     release_buffers,
     schedule_report,
+    unpark,
     unpartition,
     unscale_and_clip_,
 )
@@ -75,6 +79,8 @@ __all__ = [
     "AS_IT_IS",
     "MASTER",
     "STAGES",
+    "AbstractGradientHome",
+    "AbstractKeeper",
     "AbstractRangeReader",
     "AbstractShardHome",
     "AbstractUpdater",
@@ -110,6 +116,7 @@ __all__ = [
     "Span",
     "Stage",
     "StateError",
+    "StateKind",
     "UnitPlan",
     "UpdaterReport",
     "ZeroRedundancyOptimizer",
@@ -132,6 +139,7 @@ __all__ = [
     "memory_report",
     "no_sync",
     "parameter_status",
+    "park",
     "partition",
     "plan_units",
     "register_external_parameter",
@@ -144,6 +152,7 @@ __all__ = [
     "set_local_grad",
     "set_local_optimizer_state",
     "set_local_param",
+    "unpark",
     "unpartition",
     "unregister_external_parameter",
     "unscale_and_clip_",

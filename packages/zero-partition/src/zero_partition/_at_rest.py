@@ -32,10 +32,8 @@ class AtRest:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answer questions about shape; put whole values where values are used."""
-        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
-        attribute = getattr(func.__self__, "__name__", "") if name in _ACCESSES else ""
-        looks_at_none = name in _METADATA or name.startswith(_FACTORIES)
-        if looks_at_none or (attribute and (name != "__get__" or attribute not in _VALUES)):
+        kwargs, (name, attribute) = kwargs or {}, names_of(func)
+        if looks_at_no_element(name, attribute):
             return plain_call(func, args, kwargs)
         if attribute == "data":
             data: Any = plain_call(func, args, kwargs)
@@ -63,6 +61,19 @@ class AtRest:
 
 class AtRestData(AtRest, Tensor):  # type: ignore[misc]
     """`param.data` of a parameter at rest: the same stand-in, without autograd."""
+
+
+def names_of(func: Callable) -> tuple[str, str]:
+    """What a torch function is called, and the attribute it reads or sets, "" if it does not."""
+    name = getattr(func, "__name__", str(func))
+    return name, getattr(func.__self__, "__name__", "") if name in _ACCESSES else ""  # type: ignore[attr-defined]
+
+
+def looks_at_no_element(name: str, attribute: str) -> bool:
+    """Whether a torch function of these names asks for shape, dtype and the like only."""
+    if name in _METADATA or name.startswith(_FACTORIES):
+        return True
+    return bool(attribute) and (name != "__get__" or attribute not in _VALUES)
 
 
 @functools.cache

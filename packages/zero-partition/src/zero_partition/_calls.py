@@ -15,6 +15,7 @@ from ._bound import Bound
 from ._errors import StateError
 from ._outputs import converted, tensors_in
 from ._outside import keep_views
+from ._parked import StateKind
 from ._placement import Placement
 from ._schedule import Call
 from ._torch_compat import (
@@ -76,6 +77,7 @@ class AroundCall(Bound):
     def _prepare(self) -> None:
         if self.is_model:
             self.sharded.begin_forward()
+        self.sharded.refuse_parked("a forward", StateKind.PARAMS)  # of a part of the model
         try:
             if self.unit is not None:
                 self.sharded.schedule.before_forward(self.unit)

@@ -137,7 +137,18 @@ def _lay_down(
         if master_dtype != plan.dtype:  # else they are what the shard is
             training.write(values)
     wire_dtype = residence.precision.wire_of(plan.dtype)
-    return FlatBuffer(plan, index, group, params, resting, whole, training, targets, wire_dtype)
+    return FlatBuffer(
+        plan,
+        index,
+        group,
+        params,
+        resting,
+        whole,
+        training,
+        targets,
+        wire_dtype,
+        residence.stepped_device,
+    )
 
 
 def _flatten(

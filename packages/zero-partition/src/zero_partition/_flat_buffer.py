@@ -37,6 +37,7 @@ class FlatBuffer:
     training: AbstractRest
     targets: tuple[nn.Parameter, ...]  # what an updater steps; none without one
     wire_dtype: torch.dtype  # of gradients as they travel
+    stepped_device: torch.device  # of shard_params and their gradients
     stand_ins: tuple[Tensor, ...] = field(init=False)  # what sharded parameters view at rest
     guards: tuple[Tensor, ...] = field(init=False)  # what `param.grad` holds while it is sharded
     pieces: tuple[Piece, ...] = field(init=False)
@@ -100,7 +101,7 @@ class FlatBuffer:
         """What shard_params view: nothing where an updater keeps masters elsewhere."""
         memory, size = self.training.memory, torch.Size([self.shard_numel])
         if memory is None:
-            return placeholder(size, self.training.dtype, self.group.device)
+            return placeholder(size, self.training.dtype, self.stepped_device)
         return memory
 
     def views_of(self, full: Tensor) -> tuple[Tensor, ...]:
@@ -121,6 +122,17 @@ class FlatBuffer:
             shape = plan.cut.shard_shape(plan.shape, piece.in_tensor.numel)
             parts[piece.index] = shard[piece.in_shard.as_slice()].view(shape)
         return tuple(parts)
+
+    def resting_tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor of ours that may view what rests on this rank."""
+        rests = (self.whole, self.resting.memory, self.training.memory)
+        memory = tuple(tensor for tensor in rests if tensor is not None)
+        return (*memory, *self._views, *self.params, *self.shard_params, *self.targets)
+
+    def forget_addresses(self) -> None:
+        """What rests here lies elsewhere now, and every tensor views it there."""
+        self._addresses = None
+        self._part_addresses = [param.data_ptr() for param in self.shard_params]
 
     def fill(self, position: int, value: Tensor) -> None:
         """Write a parameter's full value to all that rests of it on this rank."""

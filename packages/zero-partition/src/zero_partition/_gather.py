@@ -11,6 +11,7 @@ from zero_comm import CommError, Handle, all_gather_flat, broadcast_flat
 
 from ._edits import Verdict, Watch, data_of, home_of, raise_on
 from ._errors import OverlapError, StateError
+from ._parked import StateKind
 from ._placement import Placement
 from ._places import Place
 from ._shard_state import ShardState
@@ -45,6 +46,9 @@ class Gather:
         """Raise, before anything is sent, what `GatheredParameters` documents. Local."""
         group = self.sharded.group
         modifier = self.modifier_rank
+        self.sharded.refuse_parked(self.what, StateKind.PARAMS)
+        if modifier is not None:
+            self.sharded.refuse_parked(self.what, StateKind.MASTERS)
         if modifier is not None and not 0 <= modifier < group.world_size:
             raise StateError(
                 f"{self.what}: expected modifier_rank in 0..{group.world_size - 1}, a rank of the "

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ._errors import StateError
 from ._given import copy_given, for_rank, given_value
 from ._gradients import BufferGradients
+from ._parked import StateKind
 from ._places import Place, place_of
 from ._torch_compat import plain_access
 from ._whole import launch_whole
@@ -129,6 +130,7 @@ def _gradients_of(place: Place) -> BufferGradients | None:
 def _check_grads(place: Place, what: str) -> None:
     """Reduce what no_sync left; raise where there can be no gradients."""
     sharded, reducer = place.sharded, place.sharded.reducer
+    sharded.refuse_parked(what, StateKind.GRADS)
     if sharded.is_backward_open:
         raise StateError(
             f"{what}: a backward is running, or an exception ended it (rank {place.group.rank}); "
@@ -159,7 +161,8 @@ def _launch_grad(place: Place, what: str) -> Callable[..., Tensor] | None:
             return None
         if not g.shards_state:
             return grad.detach().clone
-        return launch_whole(place, grad.as_subclass(Tensor).detach().view(-1))
+        part = grad.as_subclass(Tensor).detach().view(-1)
+        return launch_whole(place, part.to(place.group.device))
 
 
 def _local_grad(place: Place, what: str) -> Tensor | None:

@@ -20,10 +20,11 @@ from zero_comm import (
 from ._cut import Cut
 from ._errors import StateError
 from ._flat_buffer import FlatBuffer
+from ._gradient_home import AbstractGradientHome
 from ._guards import GradientShard
 from ._precision import AS_IT_IS, Precision
 from ._slots import Slot
-from ._torch_compat import foreach_add_, foreach_copy_
+from ._torch_compat import foreach_add_, foreach_copy_, foreach_norm
 from ._unit import Unit
 
 # NOTE(arrival): autograd gives away a gradient it has just made when `param.grad` is None, and adds
@@ -51,6 +52,10 @@ from ._unit import Unit
 # all there, so that ranks make the same calls (GradScaler's check for inf is a collective).
 
 
+# NOTE(norms): of a gradient that leaves the device the norm is taken while it is still there. It
+# holds as long as nobody writes to the gradient, which its version tells (-1: it is on its way);
+# with a further backward that adds to it no norm is known.
+
 SMALL_BYTES: Final = 2**14  # gradients up to this size may wait
 MAX_WAITING: Final = 64  # so many of them, in one buffer; what was just made is still in the cache
 
@@ -63,6 +68,7 @@ class BufferGradients:
     unit: Unit
     shards_state: bool  # whether the optimizer works on shards (every stage but zero)
     precision: Precision = AS_IT_IS
+    home: AbstractGradientHome | None = None  # of the shard; the device when None
     accumulator: Tensor | None = None  # whole and local; memory of its own, or a slot
     views: tuple[Tensor, ...] = ()  # of the accumulator; kept while a slot may come back
     views_at: int = 0  # its address
@@ -83,6 +89,7 @@ class BufferGradients:
     in_flight: Handle[Tensor] | None = None
     factor_after: float = field(default=1.0, init=False)  # of the reduction in flight
     received: Tensor | None = None  # where the reduction in flight ends, if not in the shard
+    norms: dict[int, tuple[Tensor, int]] = field(factory=dict, init=False)  # see NOTE(norms)
     _structured: tuple[int, ...] = field(init=False)  # parameters with a cut of their own
 
     def __attrs_post_init__(self) -> None:
@@ -133,6 +140,11 @@ class BufferGradients:
         elif self.accumulator is not None:
             self.views = ()  # nothing else keeps that memory
         self.accumulator, self.slot = None, None
+
+    def forget_address(self) -> None:
+        """The accumulator may lie elsewhere now; the views are its own all the same."""
+        if self.accumulator is not None:
+            self.views_at = self.accumulator.data_ptr()
 
     def find_waiting(self) -> dict[int, Tensor]:
         """What autograd left in `param.grad`, by position; from now on it does not wait.
@@ -204,7 +216,8 @@ class BufferGradients:
             return
         self.ensure_shard()
         self.received, wire_dtype = None, self.buffer.wire_dtype
-        if self.holds_gradients or wire_dtype != self.buffer.training.dtype:
+        is_elsewhere = self.home is not None
+        if is_elsewhere or self.holds_gradients or wire_dtype != self.buffer.training.dtype:
             numel = self.buffer.shard_numel
             self.received = torch.empty(numel, dtype=wire_dtype, device=group.device)
         self.in_flight = reduce_scatter_flat(
@@ -221,9 +234,11 @@ class BufferGradients:
         """Memory for this rank's part of the reduced gradients; see NOTE(shards)."""
         if self.shard is None:
             buffer = self.buffer
-            self.shard = torch.zeros(
-                buffer.shard_numel, dtype=buffer.training.dtype, device=buffer.group.device
-            )
+            numel, dtype = buffer.shard_numel, buffer.training.dtype
+            if self.home is not None:
+                self.shard = self.home.allocate(numel, dtype)
+            else:
+                self.shard = torch.zeros(numel, dtype=dtype, device=buffer.group.device)
             parts = self.buffer.parts_of(self.shard)
             self.parts = tuple(GradientShard.over(part, self.buffer.group) for part in parts)
 
@@ -261,10 +276,26 @@ class BufferGradients:
             assert reduced is not None, "the reduction ended in one of them"
             reduced.mul_(self.factor_after)
         if self.received is not None:
-            self._add(self.buffer.parts_of(self.received))
+            self._add(self.received)
             self.received = None
         self.hand_over([position for position, filled in enumerate(self.filled) if filled])
         self.forget_local()
+
+    def note_versions(self) -> None:
+        """Gradients are there: from now on whoever writes to one makes its norm void."""
+        self.norms = {
+            position: (norm, self.parts[position]._version if version < 0 else version)
+            for position, (norm, version) in self.norms.items()
+        }
+
+    def norm_of(self, position: int) -> Tensor | None:
+        """Of order 2, of a gradient that has left the device and is as it came."""
+        norm, version = self.norms.get(position, (None, -1))
+        is_as_it_came = norm is not None and (
+            self.targets[position].grad is self.parts[position]
+            and self.parts[position]._version == version
+        )
+        return norm if is_as_it_came else None
 
     def hand_over(self, positions: Collection[int]) -> None:
         """What was reduced becomes the gradients that the optimizer reads."""
@@ -382,14 +413,36 @@ class BufferGradients:
         self.lent[position] = None if is_absent else part.as_subclass(Tensor)
         self.targets[position].grad = self.lent[position]
 
-    def _add(self, received: tuple[Tensor, ...]) -> None:
-        for param, part, more in zip(self.targets, self.parts, received, strict=True):
-            if param.grad is None:
-                part.copy_(more)
-                continue
-            if param.grad.data_ptr() != part.data_ptr():  # the user put another there
-                part.copy_(param.grad)
-            part.add_(more)
+    def _add(self, received: Tensor) -> None:
+        """Add what a reduction gave to what the optimizer has; the first becomes that itself."""
+        self.norms.clear()
+        has_first = [param.grad is None for param in self.targets]
+        for param, part in zip(self.targets, self.parts, strict=True):
+            if param.grad is not None and param.grad.data_ptr() != part.data_ptr():
+                part.copy_(param.grad)  # the user put another there
+        if self.home is not None and self.shard is not None and len(set(has_first)) == 1:
+            if has_first[0] and received.dtype == self.shard.dtype:
+                self._take_norms(received)
+            self.home.deliver(received, self.shard, adds=not has_first[0])
+            return
+        more = self.buffer.parts_of(received)
+        for is_first, part, other in zip(has_first, self.parts, more, strict=True):
+            if self.home is not None:
+                self.home.deliver(
+                    other.view(-1), part.as_subclass(Tensor).view(-1), adds=not is_first
+                )
+            elif is_first:
+                part.copy_(other)
+            else:
+                part.add_(other)
+
+    def _take_norms(self, received: Tensor) -> None:
+        parts = [part for part in self.buffer.parts_of(received) if part.numel()]
+        wide = torch.float32 if received.dtype.itemsize < torch.float32.itemsize else None
+        norms = iter(foreach_norm(parts, 2.0, dtype=wide) if parts else ())
+        self.norms = {
+            position: (next(norms), -1) for position, part in enumerate(self.parts) if part.numel()
+        }
 
     def _accumulates_in_place(self, position: int) -> bool:
         grad = None if self.shards_state else self.buffer.params[position].grad

@@ -51,7 +51,7 @@ def arrival_hook(
             return
         waiting = gradients.waiting
         if not waiting:
-            sharded.open_backward()
+            sharded.open_backward(has_arrived=True)
         if gradients.unit.state is not whole:
             sharded.reducer.check_arrival(gradients, position)
         waiting.append(position)

@@ -14,6 +14,7 @@ from ._errors import LoadError, StateError
 from ._hooks import find_sharded
 from ._load_problems import find_different_ties, find_problems
 from ._load_target import Readers, Target, allocate_missing, targets_of
+from ._parked import StateKind
 from ._range_reader import AbstractRangeReader
 
 
@@ -64,6 +65,8 @@ def load_ranges(
     sharded = find_sharded(model)
     if sharded is not None and any(unit.depth for unit in sharded.units):
         raise StateError("load_ranges() was called while a forward is running")
+    if sharded is not None:
+        sharded.refuse_parked("load_ranges()", StateKind.PARAMS, StateKind.MASTERS)
     targets = list(targets_of(model))
     for target in targets:
         if target.given(readers):

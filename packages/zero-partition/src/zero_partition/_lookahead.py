@@ -70,7 +70,10 @@ class Lookahead:
             unit.start_unshard(self.pool)
         if self.home is not None and self.limits.read_ahead:
             coming = [self.units[index] for index in order.after(self.limits.read_ahead)]
-            self.home.expect([b.index for u in coming if not u.is_resident for b in u.buffers])
+            coming = [unit for unit in coming if not unit.is_resident]
+            for home in {id(unit.copies): unit.copies or self.home for unit in coming}.values():
+                mine = [unit for unit in coming if (unit.copies or self.home) is home]
+                home.expect([buffer.index for unit in mine for buffer in unit.buffers])
 
     def gathers(self, order: ExecutionOrder) -> tuple[Gather, ...]:
         """The gathers of one pass through this order, with the slots as they are."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from attrs import frozen
 from torch import Tensor
 
@@ -27,9 +29,10 @@ class MemoryReport:
     reduction_bytes: int  # where gradients are collected and received
     gathered_bytes: int  # parameters that are whole by request, or used outside their unit
     scalars_bytes: int  # stand-ins of sharded parameters, step counters, flags between ranks
+    parked_bytes: int  # of the above kinds, elsewhere until reload_states(); not in `total_bytes`
     num_slot_conflicts: int  # slots beyond the window, for units that must be whole besides
     trained_bytes_per_rank: tuple[int, ...]  # elements of trainable parameters in ranks' shards
-    host_bytes: int  # of host memory where parameters or optimizer state rest, or pass through
+    host_bytes: int  # of host memory where any of it rests, or passes through, off the device
     disk_bytes: int  # of files where they rest
 
     @property
@@ -52,46 +55,51 @@ class MemoryReport:
 
 def memory_report(sharded: ShardedModel) -> MemoryReport:
     """Count this rank's bytes. Local."""
-    rank = sharded.group.rank
+    rank, parked = sharded.group.rank, sharded.parked
+    gone = frozenset[int]() if parked is None else parked.gone
+
+    def is_gone(tensor: Tensor) -> bool:
+        return id(tensor) in gone
+
     params = padding = gradients = 0
-    scalars = sharded.reducer.flags_bytes
+    scalars = sharded.reducer.flags_bytes + (0 if parked is None else parked.stand_in_bytes)
     for unit in sharded.units:
         for buffer in unit.buffers:
             layout, itemsize = buffer.plan.layout, buffer.plan.dtype.itemsize
+            scalars += len(buffer.params) * itemsize
+            memory = buffer.resting.memory
+            if memory is None or is_gone(memory):
+                continue
             whole = unit.placement is Placement.REPLICATED
             payload = layout.payload_numel if whole else layout.payload_splits[rank]
             resting = layout.numel if whole else layout.splits[rank]
-            if buffer.resting.memory is None:
-                payload = resting = 0
             params += payload * itemsize
             padding += (resting - payload) * itemsize
-            scalars += len(buffer.params) * itemsize
     reduction = sharded.reducer.reduction_bytes
-    state = 0
+    state, state_scalars = _optimizer_bytes(sharded, is_gone)
     for g in sharded.reducer.gradients:
         layout, itemsize = g.buffer.plan.layout, g.buffer.training.dtype.itemsize
-        if g.buffer.has_masters and g.buffer.training.memory is not None:
-            state += layout.payload_splits[rank] * itemsize
-            padding += (layout.splits[rank] - layout.payload_splits[rank]) * itemsize
-        if g.shard is not None and g.holds_gradients:
-            gradients += layout.payload_splits[rank] * itemsize
-            padding += (layout.splits[rank] - layout.payload_splits[rank]) * itemsize
+        payload, resting = layout.payload_splits[rank], layout.splits[rank]
+        masters = g.buffer.training.memory if g.buffer.has_masters else None
+        if masters is not None and not is_gone(masters):
+            state += payload * itemsize
+            padding += (resting - payload) * itemsize
+        holds = g.holds_gradients
+        if g.shard is not None and is_gone(g.shard):
+            reduction -= 0 if holds else g.shard.nbytes
+        elif g.shard is not None and holds and g.home is None:
+            gradients += payload * itemsize
+            padding += (resting - payload) * itemsize
+        if g.accumulator is not None and is_gone(g.accumulator):
+            reduction -= g.accumulator.nbytes
         elif not g.shards_state and g.accumulator is not None:
             held = [p for p in g.buffer.params if p.grad is not None]
             gradients += sum(p.numel() for p in held) * itemsize
             reduction -= sum(p.numel() for p in held) * itemsize
     home, updater = sharded.residence.home, sharded.residence.updater
-    elsewhere = [keeper for keeper in (home, updater.report if updater else None) if keeper]
-    if updater is not None:
-        state += updater.report.device_bytes
-    elif sharded.optimizer is not None:
-        for param, values in sharded.optimizer.state.items():
-            for value in values.values():
-                is_scalar = isinstance(value, Tensor) and value.numel() <= 1
-                if isinstance(value, Tensor) and (value.shape == param.shape or not is_scalar):
-                    state += value.nbytes
-                elif isinstance(value, Tensor):
-                    scalars += value.nbytes
+    copies = {id(unit.copies): unit.copies for unit in sharded.units}.values()
+    keepers = (home, updater.report if updater else None, *copies)
+    elsewhere = [keeper for keeper in keepers if keeper is not None]
     return MemoryReport(
         params_bytes=params,
         gradients_bytes=gradients,
@@ -100,12 +108,31 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
         slots_bytes=sharded.schedule.pool.num_bytes,
         reduction_bytes=reduction,
         gathered_bytes=_gathered_bytes(sharded),
-        scalars_bytes=scalars,
+        scalars_bytes=scalars + state_scalars,
+        parked_bytes=0 if parked is None else parked.num_bytes,
         num_slot_conflicts=sharded.schedule.pool.conflicts,
         trained_bytes_per_rank=_trained_bytes_per_rank(sharded),
-        host_bytes=sum(keeper.host_bytes for keeper in elsewhere),
+        host_bytes=sum(keeper.host_bytes for keeper in (sharded.reducer, *elsewhere)),
         disk_bytes=sum(keeper.disk_bytes for keeper in elsewhere),
     )
+
+
+def _optimizer_bytes(sharded: ShardedModel, is_gone: Callable[[Tensor], bool]) -> tuple[int, int]:
+    """Of its state but for masters: one value per element or row, and single numbers."""
+    if sharded.residence.updater is not None:
+        return sharded.residence.updater.report.device_bytes, 0
+    state = scalars = 0
+    if sharded.optimizer is None:
+        return 0, 0
+    for param, values in sharded.optimizer.state.items():
+        for value in values.values():
+            if not isinstance(value, Tensor) or is_gone(value):
+                continue
+            if value.shape == param.shape or value.numel() > 1:
+                state += value.nbytes
+            else:
+                scalars += value.nbytes
+    return state, scalars
 
 
 def _trained_bytes_per_rank(sharded: ShardedModel) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from zero_comm import Group, all_gather_flat
 
 from ._errors import StateError
 from ._in_step import can_clip_in_step, leave_to_step
+from ._parked import StateKind
 from ._sharded_model import ShardedModel
 from ._torch_compat import foreach_mul_, foreach_norm, plain_access
 
@@ -70,17 +71,26 @@ def unscale_and_clip_(
     return GradientReport(norm.to(torch.float32), finite)
 
 
-def _gradients(sharded: ShardedModel, what: str, across: Group | None) -> list[tuple[Tensor, bool]]:
-    """Those that the optimizer reads, as plain tensors, and whether this rank counts them."""
+@frozen(eq=False)
+class _Grad:
+    """One gradient that the optimizer reads."""
+
+    tensor: Tensor  # plain
+    counts: bool  # on this rank
+    norm: Tensor | None  # of order 2, where it was taken when the gradient came
+
+
+def _gradients(sharded: ShardedModel, what: str, across: Group | None) -> list[_Grad]:
     sharded.refuse_incomplete_gradients(what)
+    sharded.refuse_parked(what, StateKind.GRADS)
     with plain_access():
         sharded.reducer.before_step()
     sharded.take_gradients()
     counts_all = across is None or across.rank == 0
     return [
-        (target.grad.as_subclass(Tensor), counts_all or _is_split(param))
+        _Grad(target.grad.as_subclass(Tensor), counts_all or _is_split(param), g.norm_of(position))
         for g in sharded.reducer.gradients
-        for target, param in zip(g.targets, g.buffer.params, strict=True)
+        for position, (target, param) in enumerate(zip(g.targets, g.buffer.params, strict=True))
         if target.grad is not None and target.grad.numel()
     ]
 
@@ -92,7 +102,7 @@ def _is_split(param: nn.Parameter) -> bool:
 
 def _total_norm(
     sharded: ShardedModel,
-    grads: Sequence[tuple[Tensor, bool]],
+    grads: Sequence[_Grad],
     norm_type: float,
     across: Group | None,
 ) -> Tensor:
@@ -100,10 +110,8 @@ def _total_norm(
     reducer = sharded.reducer
     norms = [
         # What another rank counts is taken times 0: an inf or nan, and no more, is left, as nan.
-        norm if counts else 0 * norm
-        for (_, counts), norm in zip(
-            grads, _norms_of([grad for grad, _ in grads], norm_type), strict=True
-        )
+        norm if grad.counts else 0 * norm
+        for grad, norm in zip(grads, _norms_of(grads, norm_type), strict=True)
     ]
     local = torch.zeros(1, dtype=torch.float64, device=sharded.group.device)
     if norms:
@@ -116,20 +124,24 @@ def _total_norm(
     return local[0].sqrt() if norm_type == 2.0 else local[0]
 
 
-def _norms_of(grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+def _norms_of(grads: Sequence[_Grad], norm_type: float) -> list[Tensor]:
     """Of each; in float32 those of 16 bits, as fp16 ends early."""
-    norms: list[Tensor] = [torch.empty(0)] * len(grads)
-    for dtype, places in _by_dtype(grads).items():
-        same = [grads[i] for i in places]
+    norms = [grad.norm for grad in grads]
+    missing = [i for i, norm in enumerate(norms) if norm is None or norm_type != 2.0]
+    tensors = [grads[i].tensor for i in missing]
+    for dtype, among in _by_dtype(tensors).items():
+        places = [missing[i] for i in among]
+        same = [tensors[i] for i in among]
         wide = torch.float32 if dtype.itemsize < torch.float32.itemsize else None
         for i, norm in zip(places, foreach_norm(same, norm_type, dtype=wide), strict=True):
             norms[i] = norm
-    return norms
+    return [norm for norm in norms if norm is not None]
 
 
-def _scale_(grads: Sequence[tuple[Tensor, bool]], factor: Tensor) -> None:
+def _scale_(grads: Sequence[_Grad], factor: Tensor) -> None:
     """Multiply all of them in place. A factor of their own dtype makes it one kernel on CUDA."""
-    tensors = [grad for grad, _ in grads]
+    tensors = [grad.tensor for grad in grads]
+    factor = factor.to(tensors[0].device) if tensors else factor
     for dtype, places in _by_dtype(tensors).items():
         is_wide = dtype.itemsize >= torch.float32.itemsize  # in 16 bits a factor would be rounded
         foreach_mul_([tensors[i] for i in places], factor.to(dtype) if is_wide else factor)

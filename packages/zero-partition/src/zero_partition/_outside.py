@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._at_rest import AtRestData
 from ._errors import AtRestError, StateError
+from ._parked import StateKind
 from ._places import Place
 from ._shard_state import ShardState
 from ._torch_compat import is_in_backward, modules_being_called
@@ -50,6 +51,7 @@ class OutsideUses:
 
     def launch(self, place: Place) -> None:
         """Launch the gather ahead of the use. Collective."""
+        self.sharded.refuse_parked("a gather ahead of a forward", StateKind.PARAMS)
         is_whole = place.unit.state is ShardState.UNSHARDED or place.position in place.buffer.held
         if not is_whole and place.key not in self._values and place.key not in self._in_flight:
             self.num_gathers += 1
@@ -85,6 +87,7 @@ class OutsideUses:
         )
 
     def _whole(self, place: Place, what: str, *, needs_grad: bool) -> Tensor:
+        self.sharded.refuse_parked(f"{what}() of parameter {place.name!r}", StateKind.PARAMS)
         held = place.buffer.held.get(place.position)
         if held is not None:
             return held
@@ -93,7 +96,8 @@ class OutsideUses:
         if key in self._values:
             return self._values[key]
         is_kept = is_inside or needs_grad
-        if not is_kept and self.sharded.group.world_size > 1 and not self._is_called_in_part():
+        is_alone = self.sharded.group.world_size == 1 or place.unit.copies is not None
+        if not is_kept and not is_alone and not self._is_called_in_part():
             self._refuse_read(place, what)
         if key not in self._in_flight:
             self.num_gathers += 1

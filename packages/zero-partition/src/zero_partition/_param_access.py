@@ -12,7 +12,7 @@ from ._placement import Placement
 from ._places import Place, place_of
 from ._shard_state import ShardState
 from ._span import Span
-from ._whole import launch_whole, part_of, write_whole
+from ._whole import launch_whole, part_of, refuse_parked_values, write_whole
 
 # NOTE(arguments): every function here, in `_grad_access` and in `_state_access` takes the model's
 # own Parameter object, tied and frozen ones included, at every stage. What it returns is a copy,
@@ -65,6 +65,7 @@ def full_param(param: nn.Parameter, *, to_rank: int | None = None) -> Tensor | N
         zero_comm.CommError: A rank did not take part in time.
     """
     place = place_of(param, what="full_param()")
+    refuse_parked_values(place, "full_param()")
     if place.buffer.has_masters:
         part = part_of(place, place.buffer.trained)
         return for_rank(place, launch_whole(place, part.to(place.group.device))(), to_rank)
@@ -105,7 +106,9 @@ def local_param(param: nn.Parameter) -> Tensor:
     Raises:
         StateError: `param` belongs to no sharded model.
     """
-    return _part_or_whole(place_of(param, what="local_param()")).detach().clone()
+    place = place_of(param, what="local_param()")
+    refuse_parked_values(place, "local_param()")
+    return _part_or_whole(place).detach().clone()
 
 
 def set_local_param(param: nn.Parameter, value: Tensor) -> None:

@@ -14,6 +14,7 @@ from ._adopt import check_adoptable, describe_early, release_modules
 from ._content import check_content
 from ._distribute import distribute, expose_shards, first_index, placements_of
 from ._errors import PartitionError
+from ._gradient_home import AbstractGradientHome
 from ._grouping import UnitPlan, choose_small, choose_units, plan_units
 from ._hooks import find_sharded, install_module_hooks, install_optimizer_hooks
 from ._limits import Limits
@@ -52,6 +53,7 @@ def partition(
     gathers_state_dict: bool = False,
     home: AbstractShardHome | None = None,
     updater: AbstractUpdater | None = None,
+    gradient_home: AbstractGradientHome | None = None,
     timeout_s: float = 60.0,
 ) -> ShardedModel:
     """Distribute a model's parameters, gradients and optimizer state over a group. Collective.
@@ -81,9 +83,10 @@ def partition(
         gathers_state_dict: Whether `model.state_dict()` gathers sharded parameters, which every
             rank must then call; it raises when False.
         home: Where shards of parameters that rest sharded are kept; on the device when None. It and
-            `updater` belong to the model from now on, also where this raises.
+            `updater` are the model's from now on; where this raises, the caller ends them.
         updater: Keeps the optimizer's state and masters, and steps shards in its place; the
             optimizer does, on the device, when None. At stage 0 nothing can rest elsewhere.
+        gradient_home: Where reduced gradients wait for the updater; on the device when None.
         timeout_s: How long to wait for ranks that do not call this, in seconds.
 
     Returns:
@@ -99,7 +102,7 @@ def partition(
     if optimizer is None:
         precision = evolve(precision, masters=None)
     _check(model, optimizer, group, placements, precision)
-    residence = Residence(group, home, updater, precision)
+    residence = Residence(group, home, updater, gradient_home, precision)
     residence.check(optimizer, placements)
     cuts = choose_cuts(model, optimizer, cut) if placements.optim is Placement.SHARDED else {}
     if units is None:
@@ -153,6 +156,7 @@ def partition(
             shards_state=placements.optim is Placement.SHARDED,
             num_slots=_REDUCTION_SLOTS,
             precision=precision,
+            home=gradient_home,
         ),
         residence=residence,
         optimizer=optimizer,

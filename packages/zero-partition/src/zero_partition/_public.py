@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from zero_comm import Group
 
-from . import _memory, _norm, _schedule_report, _state_dict, _unpartition
+from . import _memory, _norm, _parking, _schedule_report, _state_dict, _unpartition
 from ._errors import StateError
 from ._hooks import find_sharded, find_sharded_by_optimizer
+from ._parked import AbstractKeeper, StateKind
 from ._sharded_model import ShardedModel
 from ._torch_compat import plain_access
 
@@ -141,6 +142,7 @@ def coalesce_reduction(model: nn.Module) -> Iterator[None]:
             "coalesce_reduction() inside no_sync() or another coalesce_reduction(): the outer one "
             "says when gradients are reduced; leave it first"
         )
+    sharded.refuse_parked("coalesce_reduction()", StateKind.GRADS)
     with no_sync(model):
         yield
     sharded.refuse_incomplete_gradients("leaving coalesce_reduction()")
@@ -172,6 +174,60 @@ def release_buffers(model: nn.Module) -> None:
         StateError: Not sharded, or a unit is in use.
     """
     _find(model).release_buffers()
+
+
+def park(
+    model: nn.Module,
+    keeper: AbstractKeeper,
+    kinds: Collection[StateKind] = tuple(StateKind),
+    *,
+    waits: bool = True,
+) -> None:
+    """Give the memory of training state back until `unpark`; a keeper has the bytes meanwhile.
+
+    Collective, with the same kinds on every rank. Between steps or micro-batches, with gradients
+    waiting or not. Where a keeper raises, all is where it was, on every rank.
+
+    Tensors keep their identity, and raise StateError when they are used; so does whatever needs
+    them. What needs nothing that is parked goes on working: forwards without the optimizer's state,
+    say. `zero_grad()` and `memory_report()` always do. Left where they are: single numbers, what
+    is not on the group's device or not torch's own to free, and, with a warning, memory that a
+    graph or somebody else views.
+
+    Args:
+        model: The very module that was sharded.
+        keeper: Of this call only; closed when its bytes are back.
+        kinds: What to park.
+        waits: Whether the copies are done when this returns; else they may be left to the current
+            stream, on which the memory is free for what follows there.
+
+    Raises:
+        StateError: Not sharded, parked already, inside a forward, a backward or a context that
+            gathers, or after a backward that an exception ended; or the keeper of another rank
+            has raised.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    _parking.park(_find(model), keeper, kinds, waits=waits)
+
+
+def unpark(model: nn.Module, *, waits: bool = True) -> None:
+    """Bring back what `park` has put elsewhere, in new memory. Every rank calls it.
+
+    Collective for parameters that rest sharded where peers can read them, else local.
+
+    Every tensor views its values again: the optimizer's state, gradients, parameters, graphs made
+    before. Nothing happens where nothing is parked. After an error in the keeper it can be called
+    again.
+
+    Args:
+        model: The very module that was sharded.
+        waits: As for `park`.
+
+    Raises:
+        StateError: Not sharded.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    _parking.unpark(_find(model), waits=waits)
 
 
 def unpartition(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from zero_comm import Group, Handle, all_gather_flat
 
 from ._errors import StateError
 from ._flat_buffer import FlatBuffer
+from ._gradient_home import AbstractGradientHome
 from ._gradients import BufferGradients
 from ._placement import Placement
 from ._precision import AS_IT_IS, Precision
@@ -25,6 +26,10 @@ from ._unit import Unit
 # one order: the reverse of the model's at first, and then the order in which rank 0's buffers
 # became full. A buffer that is full early waits for its turn.
 
+# NOTE(leaving): with a home of gradients a reduced shard leaves the device as soon as it is there,
+# while backward goes on, and the end of backward waits for the last: from then on `grad` of a shard
+# is an ordinary tensor of the host, whoever reads it.
+
 
 @define(eq=False)
 class GradientReducer:
@@ -37,6 +42,7 @@ class GradientReducer:
     gradients: tuple[BufferGradients, ...]
     max_in_flight: int  # reductions that travel while the next buffer fills
     control_tag: int  # identity of exchanges of flags, norms and the order
+    home: AbstractGradientHome | None = None  # where reduced gradients wait; see NOTE(leaving)
     sync: bool = True  # False inside no_sync
     has_collected: bool = field(default=False, init=False)  # in this backward
     _of_unit: dict[int, list[BufferGradients]] = field(factory=dict, init=False)
@@ -63,10 +69,11 @@ class GradientReducer:
         shards_state: bool,
         num_slots: int,
         precision: Precision = AS_IT_IS,
+        home: AbstractGradientHome | None = None,
     ) -> GradientReducer:
         """One reducer for the trainable buffers of these units."""
         gradients = tuple(
-            BufferGradients(buffer, unit, shards_state, precision)
+            BufferGradients(buffer, unit, shards_state, precision, home)
             for unit in units
             for buffer in unit.buffers
             if buffer.plan.trainable
@@ -87,6 +94,7 @@ class GradientReducer:
             gradients,
             max_in_flight=num_slots - 1,
             control_tag=2 * last + 2,
+            home=home,
         )
 
     def before_backward(self, unit: Unit) -> None:
@@ -172,6 +180,10 @@ class GradientReducer:
                 if not g.launched or (g.has_local and g.in_flight is None):
                     self._launch(g)
             self._flush()
+            if self.home is not None:
+                self.home.settle()
+                for g in self.gradients:
+                    g.note_versions()
             self._agree_on_arrivals()
             self._settle_order()
         self._forget_turns()
@@ -273,10 +285,15 @@ class GradientReducer:
             for g in self.gradients
             if g.accumulator is not None and g.slot is None
         )
-        idle = sum(
-            g.shard.nbytes for g in self.gradients if g.shard is not None and not g.holds_gradients
-        )
+        shards = [g for g in self.gradients if g.shard is not None and self.home is None]
+        idle = sum(g.shard.nbytes for g in shards if g.shard is not None and not g.holds_gradients)
         return own + idle + self.pool.num_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of gradients, or room for them, that are on the host."""
+        shards = [g.shard for g in self.gradients if g.shard is not None]
+        return 0 if self.home is None else sum(shard.nbytes for shard in shards)
 
     @property
     def flags_bytes(self) -> int:

@@ -12,6 +12,7 @@ from zero_comm import Group, all_gather_json
 from ._buffer_plan import BufferPlan
 from ._chained import ChainedOptimizer
 from ._errors import PartitionError
+from ._gradient_home import AbstractGradientHome
 from ._grouping import UnitPlan
 from ._placement import Placement, Placements
 from ._precision import Precision
@@ -28,6 +29,7 @@ class Residence:
     group: Group
     home: AbstractShardHome | None  # of shards of parameters that rest sharded
     updater: AbstractUpdater | None  # of optimizer state and masters
+    gradients: AbstractGradientHome | None  # of reduced gradients, for the updater
     precision: Precision
     targets: dict[int, Targets] = field(factory=dict, init=False)  # by number of the buffer
     _updated: set[nn.Parameter] = field(factory=set, init=False)  # those in a param group
@@ -50,6 +52,11 @@ class Residence:
         )
         return plan.dtype if chosen is None and is_elsewhere else chosen
 
+    @property
+    def stepped_device(self) -> torch.device:
+        """Where shards of parameters, as the optimizer has them, and their gradients are."""
+        return torch.device("cpu") if self.gradients is not None else self.group.device
+
     def is_updated(self, target: nn.Parameter) -> bool:
         """Whether the optimizer, and so the updater, knows it."""
         return target in self._updated
@@ -65,6 +72,11 @@ class Residence:
             raise PartitionError(
                 "optimizer state was to rest outside the device, and at stage 0 it is the "
                 "optimizer's own on every rank; use stage 1, which gives the same numbers"
+            )
+        if self.gradients is not None and self.updater is None:
+            raise PartitionError(
+                "gradients were to wait outside the device for an optimizer that steps on it; they "
+                "go where an updater keeps all of its state"
             )
         if self.updater is None:
             return
@@ -118,11 +130,9 @@ class Residence:
         mine = "" if problem is None else f"{type(problem).__name__}: {problem}"
         said = all_gather_json(mine, group=self.group, timeout_s=timeout_s)
         if problem is not None:
-            self.end()
             raise problem
         for rank, theirs in enumerate(said):
             if theirs:
-                self.end()
                 raise PartitionError(
                     f"nothing was sharded: rank {rank} cannot keep its part outside the device "
                     f"(seen on rank {self.group.rank}): {theirs}"

@@ -98,8 +98,9 @@ class AtHome(AbstractRest):
     @contextmanager
     def edit(self) -> Iterator[Tensor]:
         """See `AbstractRest.edit`."""
+        memory = self.home.open(self.index, reads=True)
         try:
-            yield self.home.open(self.index, reads=True)
+            yield memory
         finally:
             self.home.close(self.index)
 

@@ -80,5 +80,9 @@ class AbstractShardHome(ABC):
         """Of files that it holds now."""
 
     @abstractmethod
+    def another(self) -> AbstractShardHome:
+        """An empty one of the same kind, in the same place; it ends before this one does."""
+
+    @abstractmethod
     def end(self) -> None:
         """Release everything. Again: nothing happens."""

@@ -14,6 +14,7 @@ from zero_comm import Exposure, Group, Handle
 from ._errors import StateError
 from ._late import ModuleTree
 from ._outside import OutsideUses
+from ._parked import Parked, StateKind
 from ._placement import Placement, Placements
 from ._places import Place, record_places
 from ._reducer import GradientReducer
@@ -70,6 +71,7 @@ class ShardedModel:
     unread: list[Handle[Tensor]] = field(factory=list, init=False)  # sent as an exception passed
     _tree: ModuleTree = field(init=False)
     removers: list[Callable[[], None]] = field(factory=list, init=False)  # of all our hooks
+    parked: Parked | None = field(default=None, init=False)  # what is elsewhere between phases
     has_stepped: bool = field(default=False, init=False)  # the optimizer, so it has its state
     left_to_step: Tensor | None = field(default=None, init=False)  # see NOTE(in_step)
     _published: list[tuple[int, int]] = field(factory=list, init=False)  # see `_has_written`
@@ -96,6 +98,7 @@ class ShardedModel:
 
     def begin_forward(self) -> None:
         """The model's forward starts: clean up after an exception, take our guards away."""
+        self.refuse_parked("a forward", StateKind.PARAMS)
         if not is_in_backward():
             self._refuse_callers()
             self._tree.check(self.group.rank)
@@ -131,9 +134,15 @@ class ShardedModel:
             self.reducer.before_backward(place.unit)
         self.reducer.expect_from_outside(place.buffer, place.position)
 
-    def open_backward(self) -> None:
-        """The first hook of a backward asks for a word at its end."""
+    def open_backward(self, *, has_arrived: bool = False) -> None:
+        """The first hook of a backward asks for a word at its end.
+
+        Args:
+            has_arrived: A gradient has been computed already, which is wrong if this raises.
+        """
         if not self._backward_is_open:
+            self._backward_is_open = has_arrived
+            self.refuse_parked("a backward", StateKind.PARAMS, StateKind.GRADS)
             self._backward_is_open = True
             self._makes_graph = torch.is_grad_enabled()
             with plain_access():
@@ -156,6 +165,7 @@ class ShardedModel:
                 "backward_without_batch() during a backward, or after one that an exception ended; "
                 "call optimizer.zero_grad() first"
             )
+        self.refuse_parked("backward_without_batch()", StateKind.GRADS)
         with plain_access():
             self.reducer.refuse_to_sum_again()
             self.reducer.before_forward()
@@ -166,6 +176,7 @@ class ShardedModel:
         """What the optimizer reads must be there, and nothing may still read what it writes."""
         self.refuse_incomplete_gradients("optimizer.step()")
         self.refuse_while_gathered("optimizer.step()")
+        self.refuse_parked("optimizer.step()", *StateKind)
         self._check_params()
         with plain_access():
             self.reducer.before_step()
@@ -245,6 +256,7 @@ class ShardedModel:
 
     def begin_write(self) -> None:
         """Wait until nothing reads the shards any more. Collective where they are exposed."""
+        self.refuse_parked("a write to parameters", StateKind.PARAMS, StateKind.MASTERS)
         self.schedule.settle()
         if self.exposure is not None:
             self.exposure.begin_write()
@@ -276,8 +288,15 @@ class ShardedModel:
                 f"out of date or lost; leave the context first (rank {self.group.rank})"
             )
 
+    def refuse_parked(self, what: str, *kinds: StateKind) -> None:
+        """Raise StateError where something of these kinds is parked."""
+        if self.parked is not None:
+            self.parked.refuse(what, kinds, rank=self.group.rank)
+
     def drop_gradients(self, *, set_to_none: bool) -> None:
         """What `optimizer.zero_grad()` means for gradients that are on their way."""
+        if not set_to_none:  # parked ones can be dropped, but not written to
+            self.refuse_parked("zero_grad(set_to_none=False)", StateKind.GRADS)
         self._give_up_open_backward(is_asked_for=True)
         with plain_access():
             self.reducer.drop(set_to_none=set_to_none)

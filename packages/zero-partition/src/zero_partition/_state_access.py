@@ -11,6 +11,7 @@ from zero_comm import all_gather_json
 
 from ._errors import StateError
 from ._given import check_rank, copy_given, for_rank, given_value
+from ._parked import StateKind
 from ._placement import Placement
 from ._places import Place, place_of
 from ._span import Span
@@ -126,6 +127,7 @@ def _keep(place: Place, state: dict[str, Any], key: str, value: Any) -> None:
 
 def _state_of(place: Place, what: str) -> dict[str, Any]:
     """This rank's state of the parameter, empty where it has none. Local."""
+    place.sharded.refuse_parked(what, StateKind.OPTIM)
     optimizer = place.sharded.optimizer
     if optimizer is None:
         raise StateError(

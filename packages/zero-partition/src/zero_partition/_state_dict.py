@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ._bound import Bound
 from ._errors import StateError
+from ._parked import StateKind
 from ._placement import Placement
 from ._shard_state import ShardState
 from ._sharded_model import ShardedModel
@@ -24,6 +25,7 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     """What the public `full_state_dict` documents."""
     if any(unit.depth for unit in sharded.units):
         raise StateError("full_state_dict() was called while a forward is running")
+    sharded.refuse_parked("full_state_dict()", StateKind.PARAMS)
     is_first = sharded.group.rank == 0
     if sharded.placements.params is Placement.REPLICATED:
         state = sharded.model.state_dict() if is_first else {}
@@ -131,6 +133,7 @@ class _BeforeExport(Bound):
                 "save_pretrained() takes them as state_dict=...), or set "
                 "ZeroConfig(state_dict='gather') if every rank calls state_dict()."
             )
+        self.sharded.refuse_parked("state_dict()", StateKind.PARAMS)
         for unit in units:
             unit.unshard(self.sharded.schedule.pool)
 

@@ -108,6 +108,11 @@ def is_viewed(tensor: Tensor) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
+def has_views(storage: torch.UntypedStorage) -> bool:
+    """Whether a tensor, an array or a graph still views this memory."""
+    return torch._C._storage_Use_Count(storage._cdata) > 1  # one is the object we were given
+
+
 def swap_memory(tensor: Tensor, other: Tensor) -> None:
     """Exchange what two tensors are, whatever their devices; the Python objects stay.
 

@@ -13,6 +13,7 @@ from ._flat_buffer import FlatBuffer
 from ._grouping import UnitPlan
 from ._placement import Placement
 from ._rest import AtHome
+from ._shard_home import AbstractShardHome
 from ._shard_state import NEXT, ShardState
 from ._slots import Slot, SlotPool
 from ._torch_compat import plain_access
@@ -29,6 +30,7 @@ class Unit:
     buffers: tuple[FlatBuffer, ...]
     owners: tuple[tuple[nn.Module, str, int, int], ...]  # module, attribute, buffer, position
     exposure: Exposure | None = None  # through which all shards can be read without their owners
+    copies: AbstractShardHome | None = None  # which has its whole buffers for a while
     state: ShardState = field(init=False)
     version: int = 0  # how often the optimizer has changed its values
     depth: int = 0  # forwards of its module that are running
@@ -72,9 +74,10 @@ class Unit:
     def start_unshard(self, pool: SlotPool[Unit]) -> None:
         """Launch the gather, if one is needed. Collective with its peers' same call.
 
-        Nothing to launch where peers' shards can be read: nobody has to be waited for.
+        Nothing to launch where nobody has to be waited for: peers' shards, or copies, can be read.
         """
-        if self.state is not ShardState.SHARDED or self.is_resident or self.exposure is not None:
+        is_alone = self.exposure is not None or self.copies is not None
+        if self.state is not ShardState.SHARDED or self.is_resident or is_alone:
             return
         self._take_slot(pool)
         self._slot_version = self.version
@@ -97,7 +100,9 @@ class Unit:
         """Make the parameters whole; waits. Collective unless they are resident or exposed."""
         if self.state is ShardState.UNSHARDED:
             return
-        if self.exposure is not None and not self.is_resident:
+        if self.copies is not None and not self.is_resident:
+            self._read_copies(self.copies, pool)
+        elif self.exposure is not None and not self.is_resident:
             self._read_shards(self.exposure, pool)
         self.start_unshard(pool)
         self._wait()
@@ -244,6 +249,23 @@ class Unit:
         for read in pending:
             read.wait()
         return [buffer.resting.memory for buffer in self.buffers]
+
+    def keep_copies(self, copies: AbstractShardHome) -> None:
+        """Copy its whole buffers, which are in its slot now, to where they can be read alone."""
+        for buffer, full in zip(self.buffers, self._full, strict=True):
+            copies.open(buffer.index, reads=False).copy_(full)
+            copies.close(buffer.index)
+
+    def _read_copies(self, copies: AbstractShardHome, pool: SlotPool[Unit]) -> None:
+        self._take_slot(pool)
+        self._slot_version = -1  # what an exception leaves behind is nobody's value
+        reads = [
+            copies.read(buffer.index, full)
+            for buffer, full in zip(self.buffers, self._full, strict=True)
+        ]
+        for read in reads:
+            read.wait()
+        self._slot_version = self.version
 
     def _read_shards(self, exposure: Exposure, pool: SlotPool[Unit]) -> None:
         self._take_slot(pool)

@@ -11,6 +11,7 @@ from torch import nn
 from ._chained import members_of
 from ._errors import StateError
 from ._flat_buffer import FlatBuffer
+from ._parked import StateKind
 from ._placement import Placement
 from ._places import forget_places
 from ._sharded_model import ShardedModel
@@ -27,6 +28,7 @@ def unpartition(sharded: ShardedModel) -> None:
     """What the public `unpartition` documents."""
     _check_idle(sharded)
     sharded.refuse_while_gathered("unpartition()")
+    sharded.refuse_parked("unpartition()", *StateKind)
     buffers = [buffer for unit in sharded.units for buffer in unit.buffers]
     entries = _plan_states(sharded, buffers)
     sharded.begin_write()

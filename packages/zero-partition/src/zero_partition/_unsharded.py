@@ -13,6 +13,7 @@ from ._gather import Gather
 from ._hooks import find_sharded
 from ._places import Place, find_place, sort_places
 from ._sharded_model import ShardedModel
+from ._streamed import streamed
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -47,8 +48,13 @@ def unsharded(model: Model, modules: Iterable[str] | None = None) -> Iterator[Mo
             f"unsharded(): expected a model that was sharded, got a {type(model).__name__} that "
             "was not; call zero_engine.shard() first, and pass the very module it returned"
         )
-    gather = Gather(sharded, _places_within(sharded, modules), "unsharded()")
+    places, home = _places_within(sharded, modules), sharded.residence.home
+    gather = Gather(sharded, places, "unsharded()")
     gather.check()
+    if home is not None:
+        with streamed(sharded, places, home, "unsharded()"):
+            yield model
+        return
     gather.open()
     try:
         yield model

@@ -84,6 +84,10 @@ class AbstractUpdater(ABC):
     def write(self, states: Mapping[nn.Parameter, Mapping[str, Any]], *, replaces: bool) -> None:
         """Put entries in the place of theirs; where it `replaces`, others go, but for masters."""
 
+    @abstractmethod
+    def let_go(self) -> None:
+        """Keep no view of targets' memory, which is going to be given back for a while."""
+
     @property
     @abstractmethod
     def report(self) -> UpdaterReport:

@@ -9,7 +9,9 @@ from torch import Tensor
 from zero_comm import CommError, Handle, all_gather_flat
 
 from ._flat_buffer import FlatBuffer
+from ._parked import StateKind
 from ._places import Place
+from ._shard_home import AbstractShardHome
 
 
 def part_of(place: Place, shard: Tensor | None = None) -> Tensor:
@@ -22,6 +24,12 @@ def part_of(place: Place, shard: Tensor | None = None) -> Tensor:
     source = place.buffer.shard if shard is None else shard
     piece = place.piece
     return source[:0] if piece is None else source[piece.in_shard.as_slice()]
+
+
+def refuse_parked_values(place: Place, what: str) -> None:
+    """Raise StateError where a parameter's values, as the optimizer updates them, are parked."""
+    has_master = place.buffer.has_masters
+    place.sharded.refuse_parked(what, StateKind.MASTERS if has_master else StateKind.PARAMS)
 
 
 def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tensor]:
@@ -41,6 +49,8 @@ def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tens
     buffer, group = place.buffer, place.group
     plan = buffer.plan.params[place.position]
     span = buffer.plan.layout.spans[place.position]
+    if part is None and place.unit.copies is not None:
+        return _launch_copy(place, place.unit.copies)
     exposure = place.unit.exposure if part is None else None
     part = part_of(place) if part is None else part
     shards = buffer.plan.layout.shards
@@ -75,6 +85,20 @@ def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tens
                     f"gathering parameter {place.name!r} (rank {group.rank}): {error}"
                 ) from error
         return whole.view(plan.shape)
+
+    return wait
+
+
+def _launch_copy(place: Place, copies: AbstractShardHome) -> Callable[..., Tensor]:
+    buffer = place.buffer
+    numel, dtype = buffer.plan.layout.numel, buffer.plan.dtype
+    full = torch.empty(numel, dtype=dtype, device=place.group.device)
+    reading = copies.read(buffer.index, full)
+
+    def wait(timeout_s: float | None = None) -> Tensor:
+        del timeout_s  # no rank is waited for
+        reading.wait()
+        return buffer.views_of(full)[place.position].clone()
 
     return wait
 

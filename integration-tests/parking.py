@@ -1,0 +1,100 @@
+"""Keepers for tests of parking, and a training that parks as it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+
+import parity
+import torch
+import zero_engine
+from attrs import define, field
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_engine import ZeroConfig
+from zero_partition import AbstractKeeper, StateKind, park, unpark
+
+
+@define(eq=False)
+class PoisoningKeeper(AbstractKeeper):
+    """Its memory is nobody else's, and what it was given is overwritten: copies must be real."""
+
+    fails_at: int = -1  # the copy, counted from 0, that raises
+    sizes: dict[str, int] = field(factory=dict)
+    kept: dict[str, bytes] = field(factory=dict)  # no tensors: live_bytes overlooks them
+    is_closed: bool = False
+    _num_copies: int = 0
+
+    def reserve(self, sizes: Mapping[str, int]) -> None:  # noqa: D102
+        self.sizes = dict(sizes)
+
+    def keep(self, key: str, source: Tensor, *, waits: bool) -> None:  # noqa: D102
+        self._count()
+        assert source.numel() == self.sizes[key]
+        self.kept[key] = source.numpy().tobytes()
+        source.fill_(0xFF)
+
+    def give_back(self, key: str, into: Tensor, *, waits: bool) -> None:  # noqa: D102
+        self._count()
+        into.copy_(torch.frombuffer(bytearray(self.kept[key]), dtype=torch.uint8))
+        del self.kept[key]
+
+    def close(self) -> None:  # noqa: D102
+        self.is_closed = True
+
+    def _count(self) -> None:
+        self._num_copies += 1
+        if self._num_copies == self.fails_at + 1:
+            raise OSError("the keeper's disk is full")
+
+
+Disturb = Callable[[nn.Module], None]
+
+
+def park_and_return(*kinds: StateKind) -> Disturb:
+    """Park these kinds with a poisoning keeper and bring them back at once."""
+
+    def disturb(model: nn.Module) -> None:
+        keeper = PoisoningKeeper()
+        park(model, keeper, kinds)
+        unpark(model)
+        assert keeper.is_closed and not keeper.kept
+
+    return disturb
+
+
+def build(
+    group: Group, config: ZeroConfig, make: Callable[[], nn.Module], name: str = "adamw-fused"
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer, sharded; the sharded model is kept by its module."""
+    return parity.build_sharded(group, config, name, make)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    disturb: Disturb = lambda _: None,
+    *,
+    steps: range = range(2),
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and rank 0's weights of two micro-batches a step, disturbed between all its phases.
+
+    In even steps the first micro-batch is not reduced, so that whole gradients wait.
+    """
+    losses = []
+    for step in steps:
+        for micro in range(2):
+            waits = micro == 0 and step % 2 == 0
+            with zero_engine.no_sync(model) if waits else nullcontext():
+                loss = parity.loss_of(model, parity.batch(step, micro, group.rank))
+                loss.backward()
+                losses.append(loss.item())
+                del loss
+                disturb(model)
+        zero_engine.clip_grad_norm_(model, 1.0)
+        disturb(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        disturb(model)
+    return losses, zero_engine.full_state_dict(model)

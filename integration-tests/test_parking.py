@@ -1,0 +1,557 @@
+"""Training state that is parked between phases: gone meanwhile, and as if it had never been."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import parity
+import parking
+import pytest
+import torch
+import zero_engine
+import zero_partition
+from parity import ZeroConfig
+from parking import PoisoningKeeper
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_engine import Precision
+from zero_partition import StateError, StateKind, find_sharded, park, unpark
+
+ALL = tuple(StateKind)
+SUBSETS = (ALL, *((kind,) for kind in StateKind), (StateKind.OPTIM, StateKind.MASTERS))
+MASTERS = Precision(params=torch.bfloat16)
+
+
+class Rounded(parity.Tiny):
+    """Computes in whatever dtype its parameters have."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
+        x = self.embed(tokens)
+        for part in (*self.blocks, *self.gates):
+            x = part(x)
+        return (self.head(x) * self.scale).float()
+
+
+# ---- Training goes on as if nothing had been ----
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_a_training_that_parks_has_the_bits_of_one_that_never_did(ranks, stage: int) -> None:
+    """Between micro-batches, before and after a step, with every choice of what is parked."""
+    ranks(2).run(_compare, stage=stage)
+
+
+def _compare(group: Group, stage: int) -> None:
+    cases: list[tuple[Callable[[], nn.Module], Precision | None, str]] = [
+        (parity.Tiny, None, "adamw-fused"),
+        (parity.tiny_float32, None, "sgd"),
+    ]
+    if stage:  # stage 0 has no masters
+        cases.append((Rounded, MASTERS, "adamw-fused"))
+    for make, precision, name in cases:
+        config = ZeroConfig(stage, precision=precision)
+        expected_losses, expected = parking.train(*parking.build(group, config, make, name), group)
+        for kinds in SUBSETS:
+            model, optimizer = parking.build(group, config, make, name)
+            losses, weights = parking.train(
+                model, optimizer, group, parking.park_and_return(*kinds)
+            )
+
+            assert losses == expected_losses, f"stage {stage}, {kinds}, {precision}"
+            parity.assert_same_weights(weights, expected, what=f"stage {stage}, {kinds}")
+
+
+def test_ranks_that_gather_by_messages_can_park(ranks) -> None:
+    """Nothing is exposed there, and gathers launched ahead are on their way."""
+    ranks(2).run(_by_messages)
+
+
+def _by_messages(group: Group) -> None:
+    group = parity.by_messages()
+    config = ZeroConfig(3)
+    expected = parking.train(*parking.build(group, config, parity.tiny_float32), group)
+    model, optimizer = parking.build(group, config, parity.tiny_float32)
+    losses, weights = parking.train(model, optimizer, group, parking.park_and_return(*ALL))
+    assert losses == expected[0]
+    parity.assert_same_weights(weights, expected[1], what="by messages")
+
+
+def test_a_model_built_in_init_can_park_all_of_it(ranks) -> None:
+    """Its shards were made before they had a buffer, and something might still view them."""
+    ranks(2).run(_build_in_init)
+
+
+def _build_in_init(group: Group) -> None:
+    config = ZeroConfig(3)
+    expected = parking.train(*parking.build(group, config, parity.Tiny), group)
+    with zero_engine.Init(config=config, group=group):
+        model = parity.build(parity.Tiny)
+    optimizer = parity.OPTIMIZERS["adamw-fused"](parity.param_groups(model))
+    zero_engine.shard(model, optimizer, config, group=group)
+    losses, weights = parking.train(model, optimizer, group, parking.park_and_return(*ALL))
+    assert losses == expected[0]
+    parity.assert_same_weights(weights, expected[1], what="built in Init")
+
+
+def test_forwards_go_on_while_the_optimizer_is_parked(ranks) -> None:
+    """Generation between training phases needs parameters, and the room of all else."""
+    ranks(2).run(_generate)
+
+
+def _generate(group: Group) -> None:
+    for stage in parity.STAGES:
+        config = ZeroConfig(stage, precision=MASTERS if stage else None)
+        plain = parking.build(group, config, Rounded)
+        expected = parking.train(*plain, group, steps=range(1))[0]
+        with torch.no_grad():
+            answer = plain[0](parity.batch(7, 0, group.rank)[0])
+        expected += parking.train(*plain, group, steps=range(1, 2))[0]
+
+        model, optimizer = parking.build(group, config, Rounded)
+        losses = parking.train(model, optimizer, group, steps=range(1))[0]
+        kinds = set(StateKind) - {StateKind.PARAMS}
+        park(model, PoisoningKeeper(), kinds)
+        with torch.inference_mode():
+            assert torch.equal(model(parity.batch(7, 0, group.rank)[0]), answer)
+        with torch.inference_mode():  # where a loop may well come back from generation
+            unpark(model)
+        losses += parking.train(model, optimizer, group, steps=range(1, 2))[0]
+
+        assert losses == expected
+
+
+def test_backwards_go_on_while_the_optimizer_and_masters_are_parked(ranks) -> None:
+    """Between steps their room can be activations'."""
+    ranks(2).run(_run_backward_without_optimizer)
+
+
+def _run_backward_without_optimizer(group: Group) -> None:
+    for stage in (1, 2, 3):
+        config = ZeroConfig(stage, precision=MASTERS)
+        plain, plain_optimizer = parking.build(group, config, Rounded)
+        expected = parity.run_steps(plain, plain_optimizer, range(3), rank=group.rank)
+        model, optimizer = parking.build(group, config, Rounded)
+        losses = []
+        for step in range(3):
+            park(model, PoisoningKeeper(), [StateKind.OPTIM, StateKind.MASTERS])
+            loss = parity.loss_of(model, parity.batch(step, 0, group.rank))
+            loss.backward()
+            losses.append(loss.item())
+            unpark(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        assert losses == expected
+        parity.assert_same_weights(
+            zero_engine.full_state_dict(model),
+            zero_engine.full_state_dict(plain),
+            what=f"stage {stage}",
+        )
+
+
+def test_a_graph_made_before_runs_backward_after(ranks) -> None:
+    """It reads values that were parked: the same ones, wherever they are by then."""
+    ranks(2).run(_park_within_a_graph)
+
+
+def _park_within_a_graph(group: Group) -> None:
+    for stage in parity.STAGES:
+        grads = []
+        for parks in (False, True):
+            model, optimizer = parking.build(group, ZeroConfig(stage), parity.tiny_float32)
+            loss = parity.loss_of(model, parity.batch(0, 0, group.rank))
+            if parks:
+                kinds = set(StateKind) - {StateKind.BUFFERS}
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # the graph views parameters that rest whole
+                    park(model, PoisoningKeeper(), kinds)
+                with pytest.raises(StateError, match="reload_states"):
+                    loss.backward()
+                unpark(model)
+                optimizer.zero_grad()
+                loss = parity.loss_of(model, parity.batch(0, 0, group.rank))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    park(model, PoisoningKeeper(), kinds)
+                unpark(model)
+            loss.backward()
+            grads.append([zero_engine.full_grad(param) for param in model.parameters()])
+        for ours, theirs in zip(*grads, strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or torch.equal(ours, theirs)
+
+
+def test_a_graph_that_computed_with_stand_ins_leaves_no_gradient() -> None:
+    """A part of the model, called by hand, has no hook at its output, and saves its Parameter."""
+    model, optimizer = _solo(2, make=parity.tiny_float32)
+    plain, plain_optimizer = _solo(2, make=parity.tiny_float32)
+    part = model.blocks[0].norm(torch.randn(2, 4, parity.WIDTH))
+    park(model, PoisoningKeeper(), ALL)
+    with pytest.raises(StateError, match="reload_states"):
+        part.sum().backward()
+    with pytest.raises(StateError, match="zero_grad"):
+        optimizer.step()
+    unpark(model)
+
+    ours = parity.run_steps(model, optimizer, range(1, 3), rank=0)
+
+    assert ours == parity.run_steps(plain, plain_optimizer, range(1, 3), rank=0)
+    parity.assert_same_weights(model.state_dict(), plain.state_dict(), what="after a stand-in")
+
+
+# ---- Memory ----
+
+
+def test_parked_bytes_are_those_of_the_formula(ranks) -> None:
+    """Who makes room must know how much; counted from Python's own tensors, not by our report."""
+    ranks(2).run(_count_bytes)
+
+
+def _count_bytes(group: Group) -> None:
+    numel = sum(param.numel() for param in parity.Chain().parameters())
+    part = numel // group.world_size
+    for stage in (1, 2, 3):
+        with parity.counting_from_here():
+            model = parity.build(parity.Chain)
+            optimizer = parity.adamw(model)
+            zero_engine.shard(model, optimizer, ZeroConfig(stage, precision=MASTERS), group=group)
+            x = torch.randn(4, 64, dtype=torch.bfloat16)
+            for _ in range(2):
+                model(x).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model(x).float().square().mean().backward()
+            expected = {
+                StateKind.PARAMS: 2 * (part if stage == 3 else numel),
+                StateKind.MASTERS: 4 * part,
+                StateKind.GRADS: 4 * part,
+                StateKind.OPTIM: 8 * part,
+            }
+            zero_engine.release_buffers(model)
+            before = parity.live_bytes(at_least=1024)
+            for kind, num_bytes in expected.items():
+                keeper = PoisoningKeeper()
+                park(model, keeper, [kind])
+                gc.collect()
+                report = zero_partition.memory_report(model)
+
+                assert sum(keeper.sizes.values()) == num_bytes, f"stage {stage}, {kind}"
+                assert before - parity.live_bytes(at_least=1024) == num_bytes
+                assert report.parked_bytes == num_bytes
+                unpark(model)
+                assert parity.live_bytes(at_least=1024) == before
+            park(model, PoisoningKeeper(), ALL)
+            report = zero_partition.memory_report(model)
+
+            assert parity.live_bytes(at_least=1024) == 0
+            assert report.parked_bytes == sum(expected.values())
+            assert report.total_bytes == report.scalars_bytes  # step counts and stand-ins
+            unpark(model)
+            assert zero_partition.memory_report(model).parked_bytes == 0
+            del model, optimizer, x
+
+
+def test_every_object_is_the_same_and_views_its_buffer_again(ranks) -> None:
+    """Schedulers, param groups and users hold these very objects."""
+    ranks(2).run(_look_at_views)
+
+
+def _look_at_views(group: Group) -> None:
+    for stage in (1, 2, 3):
+        model, optimizer = parking.build(group, ZeroConfig(stage), parity.tiny_float32)
+        parking.train(model, optimizer, group, steps=range(1))
+        parity.loss_of(model, parity.batch(5, 0, group.rank)).backward()
+        sharded = find_sharded(model)
+        shards = [p for entry in optimizer.param_groups for p in entry["params"]]
+        with zero_partition._torch_compat.plain_access():
+            tensors = {
+                **{f"shard {i}": p for i, p in enumerate(shards)},
+                **{f"grad {i}": p.grad for i, p in enumerate(shards) if p.grad is not None},
+                **{
+                    f"{i} {k}": v
+                    for i, p in enumerate(shards)
+                    for k, v in optimizer.state[p].items()
+                },
+            }
+            values = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            types = {name: type(tensor) for name, tensor in tensors.items()}
+        versions = [param._version for param in model.parameters()]
+
+        parking.park_and_return(*ALL)(model)
+
+        now = [p for entry in optimizer.param_groups for p in entry["params"]]
+        assert list(map(id, now)) == list(map(id, shards))
+        assert [param._version for param in model.parameters()] == versions
+        for index, shard in enumerate(shards):
+            assert shard.grad is tensors.get(f"grad {index}")
+            for key, value in optimizer.state[shard].items():
+                assert value is tensors[f"{index} {key}"]
+        with zero_partition._torch_compat.plain_access():
+            for name, tensor in tensors.items():
+                assert type(tensor) is types[name]
+                assert torch.equal(tensor, values[name]), name
+        for unit in sharded.units:
+            for buffer in unit.buffers:
+                memory = buffer.shard if buffer.whole is None else buffer.whole
+                places = buffer.shard_params if buffer.whole is None else buffer.params
+                _assert_within(places, memory)
+                _assert_within([buffer.shard], memory)
+        for g in sharded.reducer.gradients:
+            if g.shard is not None:
+                _assert_within(g.parts, g.shard)
+
+
+def _assert_within(tensors: Any, memory: Tensor) -> None:
+    start, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    for tensor in tensors:
+        if tensor.numel():
+            assert start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= stop
+
+
+def test_memory_that_somebody_else_views_stays_and_stays_right() -> None:
+    """A kept `.data` must not read freed memory, nor go stale without a word."""
+    model, optimizer = _solo(2)
+    kept = model.layers[0].weight.data
+    value = kept.clone()
+    with pytest.warns(UserWarning, match="bytes stay in memory"):
+        park(model, PoisoningKeeper(), ALL)
+    assert torch.equal(kept, value)
+    with pytest.raises(StateError, match="reload_states"):
+        model.layers[0].weight.sum()
+
+    unpark(model)
+    _solo_step(model, optimizer)
+
+    assert not torch.equal(kept, value)
+    assert torch.equal(kept, model.layers[0].weight)
+
+
+# ---- Errors ----
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_what_needs_parked_state_says_how_to_bring_it_back(ranks, stage: int) -> None:
+    """Else it would read NaN, or address 0."""
+    ranks(2).run(_use_while_parked, stage=stage)
+
+
+def _use_while_parked(group: Group, stage: int) -> None:
+    config = ZeroConfig(stage, precision=MASTERS if stage else None)
+    expected = parking.train(*parking.build(group, config, Rounded), group)[0]
+    model, optimizer = parking.build(group, config, Rounded)
+    losses = parking.train(model, optimizer, group, steps=range(1))[0]
+    data, param = parity.batch(0, 0, group.rank), model.blocks[0].up.weight
+    shard = optimizer.param_groups[0]["params"][0]
+    states = [entry for state in optimizer.state.values() for entry in state.values()]
+    entry = next((value for value in states if value.dim() and value.numel()), None)
+    ours = {}
+    if stage < 3:
+        ours = {key: value.clone() for key, value in model.state_dict().items()}
+    park(model, PoisoningKeeper(), ALL)
+    uses: dict[str, Callable[[], Any]] = {
+        "forward": lambda: model(data[0]),
+        "forward of a part": lambda: model.blocks[0](torch.randn(2, 4, 6)),
+        "backward without a batch": lambda: zero_engine.backward_without_batch(model),
+        "step": optimizer.step,
+        "zero_grad to zeros": lambda: optimizer.zero_grad(set_to_none=False),
+        "clip": lambda: zero_engine.clip_grad_norm_(model, 1.0),
+        "unscale": lambda: zero_engine.unscale_and_clip_(model),
+        "full_param": lambda: zero_engine.full_param(param),
+        "local_param": lambda: zero_engine.local_param(param),
+        "set_full_param": lambda: zero_engine.set_full_param(param, torch.zeros(13, 6)),
+        "full_grad": lambda: zero_engine.full_grad(param),
+        "full_optimizer_state": lambda: zero_engine.full_optimizer_state(param, "exp_avg"),
+        "full_state_dict": lambda: zero_engine.full_state_dict(model),
+        "state_dict": model.state_dict,
+        "optimizer.state_dict": optimizer.state_dict,
+        "optimizer.load_state_dict": lambda: optimizer.load_state_dict({}),
+        "unsharded": lambda: zero_engine.unsharded(model).__enter__(),
+        "GatheredParameters": lambda: zero_engine.GatheredParameters(
+            param, modifier_rank=0
+        ).__enter__(),
+        "unshard": lambda: zero_engine.unshard(model, optimizer),
+        "coalesce": lambda: zero_engine.coalesce_reduction(model).__enter__(),
+        "arithmetic": lambda: shard + 1,
+        "a copy": lambda: copy.deepcopy(shard),
+        "a pickle": lambda: pickle.dumps(shard),
+        "in place": shard.zero_,
+        "again": lambda: park(model, PoisoningKeeper(), ALL),
+    }
+    if stage < 3:
+        uses["values"] = param.tolist
+        uses["data"] = lambda: param.data
+    if entry is not None:
+        uses["state"] = entry.sum
+    for name, use in uses.items():
+        if stage == 3 and name == "state_dict":
+            continue  # refused there anyway
+        with pytest.raises(StateError, match=r"reload_states\(model\)"):
+            use()
+    if ours:
+        with pytest.raises((StateError, RuntimeError), match=r"reload_states\(model\)"):
+            model.load_state_dict(ours)
+    assert "parked" in repr(shard)
+    optimizer.zero_grad()
+    zero_engine.release_buffers(model)
+    zero_partition.memory_report(model)
+    gc.collect()
+    unpark(model)
+    unpark(model)  # twice is as good as once
+    losses += parking.train(model, optimizer, group, steps=range(1, 2))[0]
+    assert losses == expected, f"stage {stage}"
+
+
+def test_a_step_is_refused_before_it_has_done_anything(ranks) -> None:
+    """Half a step, or gradients that were lent and not taken back, would be the end of the run."""
+    ranks(2).run(_refuse_step)
+
+
+def _refuse_step(group: Group) -> None:
+    def disturb(model: nn.Module) -> None:
+        optimizer = find_sharded(model).optimizer
+        for kind in (k for k in StateKind if k is not StateKind.BUFFERS):
+            park(model, PoisoningKeeper(), [kind])
+            with pytest.raises(StateError, match=rf"optimizer\.step\(\) needs .*: {kind.value} "):
+                optimizer.step()
+            unpark(model)
+
+    for stage in (1, 3):
+        config = ZeroConfig(stage, precision=MASTERS)
+        expected = parking.train(*parking.build(group, config, Rounded), group)
+        losses, weights = parking.train(*parking.build(group, config, Rounded), group, disturb)
+        assert losses == expected[0]
+        parity.assert_same_weights(weights, expected[1], what=f"stage {stage}")
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_nothing_is_parked_while_it_is_used(ranks, stage: int) -> None:
+    """A forward, a backward or a context would go on with memory that is gone."""
+    ranks(2).run(_park_while_used, stage=stage)
+
+
+def _park_while_used(group: Group, stage: int) -> None:
+    model, optimizer = parking.build(group, ZeroConfig(stage), parity.tiny_float32)
+    data = parity.batch(0, 0, group.rank)
+    errors: list[str] = []
+
+    def attempt(*_: Any) -> None:
+        keeper = PoisoningKeeper()
+        with pytest.raises(StateError) as caught:
+            park(model, keeper, ALL)
+        assert keeper.is_closed and not keeper.kept
+        errors.append(str(caught.value))
+
+    handle = model.blocks[0].register_forward_hook(attempt)
+    loss = parity.loss_of(model, data)
+    handle.remove()
+    assert "during a forward" in errors.pop()
+    handle = model.scale.register_hook(attempt)
+    loss.backward()
+    handle.remove()
+    assert "during a forward or backward" in errors.pop()
+    with zero_engine.unsharded(model):
+        attempt()
+    assert "unsharded()" in errors.pop()
+    broken = parity.loss_of(model, data) * 1.0
+    handle = model.scale.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        broken.backward()
+    handle.remove()
+    attempt()
+    assert "zero_grad()" in errors.pop()
+    optimizer.zero_grad()
+    del loss, broken
+    parity.loss_of(model, data).backward()  # torch keeps the graph that failed until another ends
+    parking.park_and_return(*ALL)(model)
+
+
+def test_a_keeper_that_fails_on_one_rank_leaves_everything_where_it_was(ranks) -> None:
+    """A disk that is full on one machine must not cost the run, nor part the ranks."""
+    ranks(2).run(_fail_to_keep)
+
+
+def _fail_to_keep(group: Group) -> None:
+    for stage in (1, 3):
+
+        def disturb(model: nn.Module) -> None:
+            for fails_at in (0, 2):
+                keeper = PoisoningKeeper(fails_at if group.rank == 1 else -1)
+                expected = OSError if group.rank == 1 else StateError
+                text = "disk is full" if group.rank == 1 else "another rank"
+                with pytest.raises(expected, match=text):
+                    park(model, keeper, ALL)
+                assert keeper.is_closed
+
+        config = ZeroConfig(stage)
+        expected = parking.train(*parking.build(group, config, parity.tiny_float32), group)
+        model, optimizer = parking.build(group, config, parity.tiny_float32)
+        losses, weights = parking.train(model, optimizer, group, disturb)
+        assert losses == expected[0]
+        parity.assert_same_weights(weights, expected[1], what=f"stage {stage}")
+
+
+def test_a_keeper_that_fails_to_give_back_can_be_asked_again() -> None:
+    """What a disk holds is still there after a read that failed."""
+    plain, plain_optimizer = _solo(2)
+    model, optimizer = _solo(2)
+    keeper = PoisoningKeeper()
+    park(model, keeper, ALL)
+    keeper.fails_at, keeper._num_copies = 1, 0
+    with pytest.raises(OSError, match="disk is full"):
+        unpark(model)
+    with pytest.raises(StateError, match="reload_states"):
+        model(torch.ones(1, 64))
+    unpark(model)
+    _solo_step(model, optimizer)
+    _solo_step(plain, plain_optimizer)
+    parity.assert_same_weights(model.state_dict(), plain.state_dict(), what="asked again")
+
+
+def test_buffers_alone_are_released_and_nothing_is_parked() -> None:
+    """They come back by themselves, so nobody has to be asked for them."""
+    model, optimizer = _solo(2)
+    keeper = PoisoningKeeper()
+    for _ in range(2):
+        park(model, keeper, [StateKind.BUFFERS])
+        assert keeper.is_closed and not keeper.sizes
+        report = zero_partition.memory_report(model)
+        assert (report.slots_bytes, report.reduction_bytes) == (0, 0)
+        _solo_step(model, optimizer)
+
+
+def test_a_model_that_is_deleted_while_parked_is_gone() -> None:
+    """A parked model must be no leak, and its keeper no reason to live."""
+    model, optimizer = _solo(2)
+    keeper = PoisoningKeeper()
+    park(model, keeper, ALL)
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def _solo(
+    stage: int, *, make: Callable[[], nn.Module] = parity.Chain
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = parity.build(make)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage))
+    if make is parity.Chain:
+        _solo_step(model, optimizer)
+    else:
+        parity.run_steps(model, optimizer, range(1), rank=0)
+    return model, optimizer
+
+
+def _solo_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    x = torch.linspace(-1, 1, 128).view(2, 64)
+    parity.finish_step(model(x).square().mean(), optimizer)

@@ -1,0 +1,1 @@
+"""deepspeed.runtime.zero: names for what ZeRO does."""
