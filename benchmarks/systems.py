@@ -249,10 +249,10 @@ def _ours(
     import zero_engine
 
     if offload is not None:
-        path = {"path": setting.path} if "disk" in offload.values() else {}
-        options["offload"] = zero_engine.Offload(
-            **offload, **path, subgroup_bytes=setting.subgroup_bytes
-        )
+        where: dict[str, Any] = {**offload, "subgroup_bytes": setting.subgroup_bytes}
+        if "disk" in offload.values():
+            where["path"] = setting.path
+        options["offload"] = zero_engine.Offload(**where)
     if not reads_peers:  # as between hosts: every gather needs every rank
         os.environ["ZERO_COMM_PEER_MEMORY"] = "0"
     if setting.window is not None:
