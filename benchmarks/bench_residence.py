@@ -35,7 +35,7 @@ from systems import SYSTEMS
 
 DISK: Final = "disk"
 REFERENCE: Final = "ddp"
-RESIDENCES: Final = {
+RESIDENCES: Final[dict[int, tuple[str, ...]]] = {
     1: ("zero1", "zero1_host", "zero1_disk"),
     2: ("zero2", "zero2_host", "zero2_disk"),
     3: ("zero3", "zero3_host", "zero3_host_all", "zero3_disk", "zero3_disk_all"),
