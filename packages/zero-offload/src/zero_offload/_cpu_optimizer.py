@@ -143,6 +143,10 @@ class AbstractCPUOptimizer(Optimizer, ABC):
             if MASTER in entries:
                 entries[MASTER].copy_(param)
 
+    def forget_plan(self) -> None:
+        """Let go of the tensors of the last step, which the next one would have looked at first."""
+        self._whole = None
+
     def _begin(self) -> None:
         if self._keeps_last_step:
             self._last_step.clear()

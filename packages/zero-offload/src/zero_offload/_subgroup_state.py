@@ -181,6 +181,8 @@ class SubGroupState:
             if value is not None and value is not view:
                 view.copy_(value)
                 entries[name] = view
+                if isinstance(self._inner, AbstractCPUOptimizer):
+                    self._inner.forget_plan()  # which holds what it has made, outside the budget
 
     def _publish(self, k: int, send: Send) -> None:
         """Bring a stepped piece back to its parameter, if it was stepped elsewhere."""
