@@ -35,11 +35,8 @@ from zero_offload import CPUAdam
 
 CELLS: Final = (
     Cell(1, "disk", "device", 0.3, "poisoned"),
-    Cell(2, "host", "device"),
     Cell(3, "disk", "disk", 0.3, "poisoned"),
-    Cell(3, "disk", "disk"),
     Cell(3, "device", "disk", 1, "poisoned"),
-    Cell(3, "host", "host"),
 )
 
 
