@@ -51,6 +51,7 @@ def _begin_again(group: Group, case: Case) -> None:
                 optimizer.step()
         if step == 1:
             _let_it_end(model)
+            _forget_what_was_read_ahead(model)
         with _failing_reads(after=0) if step == 1 else nullcontext():
             optimizer.step()
             _let_it_end(model)
@@ -107,6 +108,13 @@ def _let_it_end(model: nn.Module) -> None:
     sharded = find_sharded(model)
     assert sharded is not None
     sharded.residence.updater._wait()
+
+
+def _forget_what_was_read_ahead(model: nn.Module) -> None:
+    """So that the next update needs the disk for its first sub-group."""
+    sharded = find_sharded(model)
+    assert sharded is not None
+    sharded.residence.updater.inner._state._pipeline.forget_reads()
 
 
 @contextmanager

@@ -64,7 +64,7 @@ class DelayedUpdater(AbstractUpdater):
         targets: Mapping[nn.Parameter, int],
         optimizer: torch.optim.Optimizer,
         *,
-        masters: Collection[torch.dtype],
+        masters: Mapping[torch.dtype, torch.dtype],
     ) -> None:
         """See `AbstractUpdater.plan`."""
         self.room.take(targets)
@@ -93,6 +93,7 @@ class DelayedUpdater(AbstractUpdater):
         for target in self.held_back():
             opening([target])
             target.detach().copy_(self.room.stepped[target].detach())
+        opening(())
         self._behind = set()
 
     def begin_backward(self) -> None:
@@ -142,6 +143,14 @@ class DelayedUpdater(AbstractUpdater):
         self._wait()
         started = set(self.inner.started())
         return [target for target, stepped in self.room.stepped.items() if stepped in started]
+
+    def written_only(self) -> Collection[nn.Parameter]:
+        """See `AbstractUpdater.written_only`: all are, when values are brought in."""
+        return list(self.room.stepped)
+
+    def hides_master(self, target: nn.Parameter) -> bool:
+        """See `AbstractUpdater.hides_master`."""
+        return self.inner.hides_master(self.room.stepped[target])
 
     def read(
         self, targets: Iterable[nn.Parameter], names: Collection[str] | None = None

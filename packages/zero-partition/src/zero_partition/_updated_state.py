@@ -81,10 +81,9 @@ def bring_in(residence: Residence, gradients: Sequence[BufferGradients]) -> None
     )
     try:
         updater.bring_in(opened.open)
-    finally:
-        opened.close()
-    if residence.home is not None:
-        residence.home.settle()
+    except BaseException:
+        opened.abandon()
+        raise
 
 
 def hand_over_state(
