@@ -17,6 +17,7 @@ from zero_partition import AbstractShardHome, ShardSize
 from ._disk import Disk
 
 _NUMBERS: Final = itertools.count()
+_FREE_SHARDS: Final = 2  # of the largest size, as memory that waits for a shard of its size
 _WRITES_BEHIND: Final = 2  # shards that are written while the next is made
 
 
@@ -292,11 +293,22 @@ class DiskHome(AbstractShardHome):
         free = self._free.get(size.num_bytes)
         if free:
             return free.pop().view(size.dtype)
+        self._release_free()
         memory = self.arena.allocate(
             size.numel, dtype=size.dtype, name="parameters passing through"
         )
         self._passing_bytes += memory.nbytes
         return memory
+
+    def _release_free(self) -> None:
+        """Memory of other sizes is kept for shards to come only while it is little.
+
+        Else a model of units that all differ would end with all of its shards in host memory.
+        """
+        free = sum(memory.nbytes for some in self._free.values() for memory in some)
+        if free > _FREE_SHARDS * max(size.num_bytes for size in self._sizes.values()):
+            self._free.clear()
+            self._passing_bytes -= free
 
     def _keep_oldest(self) -> None:
         index, memory, future = self._behind.popleft()
