@@ -41,9 +41,11 @@ from ._engine import Engine
 from ._engine_config import EngineConfig, NamedSpec
 from ._errors import ConfigError, FileError, LossScaleError, NotBuiltError
 from ._initialize import initialize
+from ._load import LoadReport, load
 from ._loss_scale import DynamicLossScale, LossScaler, StaticLossScale
 from ._offload import Offload
 from ._pretrained import load_pretrained, open_safetensors
+from ._save import SaveReport, save
 from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from ._shard import shard, unshard
 from ._tables import schedule_table
@@ -59,6 +61,7 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "LRRangeTest",
+    "LoadReport",
     "LossScaleError",
     "LossScaler",
     "NamedSpec",
@@ -66,6 +69,7 @@ __all__ = [
     "Offload",
     "OneCycle",
     "Precision",
+    "SaveReport",
     "StaticLossScale",
     "WarmupCosineLR",
     "WarmupDecayLR",
@@ -81,6 +85,7 @@ __all__ = [
     "full_state_dict",
     "get_leaf_modules",
     "initialize",
+    "load",
     "load_pretrained",
     "local_grad",
     "local_optimizer_state",
@@ -91,6 +96,7 @@ __all__ = [
     "parameter_status",
     "register_external_parameter",
     "release_buffers",
+    "save",
     "schedule_table",
     "set_full_grad",
     "set_full_optimizer_state",

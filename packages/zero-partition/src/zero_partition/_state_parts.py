@@ -53,6 +53,7 @@ class PartBatch:
     """Parts that are read together."""
 
     parts: tuple[Part, ...]
+    is_frozen: bool  # of parameters that do not train
     read: Callable[[], list[Tensor]]  # each 1-D, in order, to look at until the next step
 
 
@@ -130,8 +131,9 @@ def plan_parts(
         tuple(tensors),
         values,
         tuple(
-            PartBatch(tuple(item.part for item in batch), partial(_read, sharded, batch))
-            for batch in _batches(items)
+            PartBatch(tuple(item.part for item in batch), is_frozen, partial(_read, sharded, batch))
+            for is_frozen in (True, False)
+            for batch in _batches(i for i in items if i.buffer.plan.trainable is not is_frozen)
         ),
         frozen=frozenset(param.name for param in plans if not param.trainable),
         computes_in={
