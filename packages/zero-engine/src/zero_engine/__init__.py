@@ -46,6 +46,7 @@ from ._loss_scale import DynamicLossScale, LossScaler, StaticLossScale
 from ._offload import Offload
 from ._pretrained import load_pretrained, open_safetensors
 from ._save import SaveReport, save
+from ._saver import Saver, Snapshot
 from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from ._shard import shard, unshard
 from ._tables import schedule_table
@@ -70,6 +71,8 @@ __all__ = [
     "OneCycle",
     "Precision",
     "SaveReport",
+    "Saver",
+    "Snapshot",
     "StaticLossScale",
     "WarmupCosineLR",
     "WarmupDecayLR",

@@ -18,8 +18,9 @@ from ._engine_facts import EngineFacts
 from ._errors import ConfigError, FileError
 from ._file_system import FILE_SYSTEM, named
 from ._load import load
-from ._save import save_with, warn_of_gradients
+from ._save import save_with
 from ._together import together
+from ._writing import warn_of_gradients
 
 _COUNTERS: Final = ("global_steps", "micro_steps", "global_samples", "_skipped_steps")
 

@@ -14,8 +14,8 @@ from zero_partition import LoadError, ShardedModel, StateLoad, StateSource, plan
 from ._checkpoint import Checkpoint, PiecesRange
 from ._errors import FileError
 from ._rngs import restore_rngs
-from ._save import sharded_of
 from ._together import together
+from ._writing import sharded_of
 
 _TIMEOUT_S: Final = 60.0
 

@@ -198,8 +198,13 @@ def _put(sink: _Sink, plan: TensorFilePlan, batches: Iterable[GivenBatch]) -> No
     sink.put(memoryview(plan.header))
     paddings = iter(plan.paddings)
     for batch in batches:
-        for value in batch.read():
+        for run, value in zip(batch.runs, batch.read(), strict=True):
             sink.put(memoryview(bytes(next(paddings))))
+            if value.dtype != run.dtype or value.numel() != run.stop - run.start:
+                raise FileError(
+                    f"{run.key}: expected {run.stop - run.start} elements of {run.dtype}, got "
+                    f"{value.numel()} of {value.dtype}: it has changed while it was saved"
+                )
             flat = value.detach().contiguous().view(torch.uint8)
             for start in range(0, flat.numel(), _CHUNK_BYTES):
                 sink.put(memoryview(flat[start : start + _CHUNK_BYTES].cpu().numpy()))

@@ -202,6 +202,8 @@ class SubGroupState:
     ) -> None:
         """Put a piece's state in place of what there is, in the dtypes kept here.
 
+        A master is passed over where none is kept: the parameter is what is stepped.
+
         Args:
             piece: Which.
             entries: Of the whole parameter, as a state dict has them; empty: none.
@@ -214,6 +216,8 @@ class SubGroupState:
         whole = self.params[piece].numel()
         for name, value in entries.items():
             view = views.get(name)
+            if name == MASTER and view is None:
+                continue
             if view is not None and isinstance(value, Tensor) and value.numel() == whole:
                 view.copy_(self._cut(piece, value).view(view.shape))
                 mine[name] = view

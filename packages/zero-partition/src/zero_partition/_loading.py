@@ -17,6 +17,7 @@ from ._load_problems import find_different_ties, find_problems
 from ._load_target import Readers, Target, allocate_missing, targets_of
 from ._range_reader import AbstractRangeReader
 from ._state_target import fill_buffer
+from ._updater import AbstractUpdater
 
 
 @frozen
@@ -89,7 +90,7 @@ def load_ranges(
         sharded.begin_write()
     allocate_missing(model, targets, group)
     with torch.no_grad():
-        _fill(targets, readers)
+        _fill(targets, readers, None if sharded is None else sharded.residence.updater)
     if sharded is not None:
         if sharded.residence.home is not None:
             sharded.residence.home.settle()
@@ -97,7 +98,7 @@ def load_ranges(
     return report
 
 
-def _fill(targets: Iterable[Target], readers: Readers) -> None:
+def _fill(targets: Iterable[Target], readers: Readers, updater: AbstractUpdater | None) -> None:
     placed: dict[FlatBuffer, dict[int, AbstractRangeReader]] = {}
     for target in targets:
         for name in target.given(readers)[:1]:
@@ -106,7 +107,7 @@ def _fill(targets: Iterable[Target], readers: Readers) -> None:
             else:
                 target.fill(readers[name])
     for buffer, of_buffer in placed.items():
-        fill_buffer(buffer, of_buffer)
+        fill_buffer(buffer, of_buffer, updater)
 
 
 def _compare_names(targets: Sequence[Target], readers: Readers) -> LoadReport:

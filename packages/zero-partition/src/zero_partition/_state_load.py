@@ -70,7 +70,7 @@ class StateLoad:
             if self.source.states is not None:
                 write_states(sharded, self.states)  # first: it mends state that is torn
             for buffer, readers in self.readers:
-                fill_buffer(buffer, readers)
+                fill_buffer(buffer, readers, sharded.residence.updater)
             for target, reader in self.buffers:
                 _fill_module_buffer(target.tensor, reader)
         if self.source.states is not None:

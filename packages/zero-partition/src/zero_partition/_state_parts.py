@@ -108,12 +108,17 @@ def plan_parts(
     tensors: list[WholeTensor] = []
     values: dict[str, dict[str, Any]] = {}
     items: list[_Item] = []
+    computes_in: dict[str, torch.dtype] = {}
     for index, buffer in enumerate(buffers):
         for position, param in enumerate(buffer.plan.params):
-            own = WholeTensor(param.name, None, param.shape, buffer.training.dtype)
+            planned = dict(entries[index][position]) if entries is not None else {}
+            master = planned.pop(MASTER, None)  # that an updater keeps of its own accord
+            dtype = master.dtype if isinstance(master, TensorEntry) else buffer.training.dtype
+            if dtype != buffer.plan.dtype:
+                computes_in[param.name] = buffer.plan.dtype
+            own = WholeTensor(param.name, None, param.shape, dtype)
             piece = buffer.piece_of(position)
             spans = {own: Span(0, 0) if piece is None else piece.in_tensor}
-            planned = {} if entries is None else entries[index][position]
             for key, entry in planned.items():
                 if isinstance(entry, PlainEntry):
                     values.setdefault(param.name, {})[key] = entry.value
@@ -136,12 +141,7 @@ def plan_parts(
             for batch in _batches(i for i in items if i.buffer.plan.trainable is not is_frozen)
         ),
         frozen=frozenset(param.name for param in plans if not param.trainable),
-        computes_in={
-            param.name: buffer.plan.dtype
-            for buffer in buffers
-            for param in buffer.plan.params
-            if buffer.plan.dtype != buffer.training.dtype
-        },
+        computes_in=computes_in,
         ties={alias: param.name for param in plans for alias in param.names[1:]},
     )
 
@@ -158,7 +158,7 @@ def states_of(
         targets = [target for buffer in buffers for target in buffer.targets]
         found = updater.describe(targets)
         return [
-            [_without_master(found.get(target, {})) for target in buffer.targets]
+            [_visible(buffer, found.get(target, {})) for target in buffer.targets]
             if buffer.targets
             else [{} for _ in buffer.params]
             for buffer in buffers
@@ -229,7 +229,8 @@ def _read(sharded: ShardedModel, batch: Sequence[_Item]) -> list[Tensor]:
 
 
 def _rests_elsewhere(item: _Item) -> bool:
-    return item.part.tensor.entry is not None or item.buffer.training.memory is None
+    tensor, training = item.part.tensor, item.buffer.training
+    return tensor.entry is not None or training.memory is None or tensor.dtype != training.dtype
 
 
 def _find(
@@ -240,7 +241,7 @@ def _find(
 ) -> Tensor:
     buffer, key = item.buffer, item.part.tensor.entry
     found = elsewhere.get(buffer.targets[item.position], {}) if buffer.targets else {}
-    if (key or MASTER) in found:
+    if (key or MASTER) in found and _rests_elsewhere(item):
         return found[key or MASTER].reshape(-1)
     if key is None:
         piece = buffer.piece_of(item.position)
@@ -257,5 +258,7 @@ def _find(
     return state[buffer.params[item.position]][key].detach().reshape(-1)[span.as_slice()]
 
 
-def _without_master(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name != MASTER}
+def _visible(buffer: FlatBuffer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Masters of the partition's are values of parameters, and no entries."""
+    has_own = buffer.training.memory is not None
+    return {name: value for name, value in state.items() if name != MASTER or has_own}

@@ -17,6 +17,7 @@ from ._range_reader import AbstractRangeReader
 from ._sharded_model import ShardedModel
 from ._span import Span
 from ._state_entry import part_in_entry
+from ._updater import MASTER, AbstractUpdater
 
 CHUNK_BYTES: Final = 8 * 2**20  # what is in flight between a reader and what it fills
 _BATCH_BYTES: Final = 16 * 2**20  # written together where state rests elsewhere
@@ -33,11 +34,13 @@ def read_into(memory: Tensor, reader: AbstractRangeReader, span: Span) -> None:
         memory[start - span.start : stop - span.start].copy_(reader.read(start, stop))
 
 
-def fill_buffer(buffer: FlatBuffer, readers: Readers) -> None:
+def fill_buffer(buffer: FlatBuffer, readers: Readers, updater: AbstractUpdater | None) -> None:
     """Read parameters to where they rest on this rank; masters are what is read, unrounded. Local.
 
     Beside what rests, there is one shard in memory where values rest elsewhere.
     """
+    if updater is not None and buffer.targets and buffer.training.memory is not None:
+        _fill_own_masters(buffer, readers, updater)
     if buffer.whole is not None:
         for position, reader in readers.items():
             span = buffer.plan.layout.spans[position]
@@ -58,6 +61,17 @@ def fill_buffer(buffer: FlatBuffer, readers: Readers) -> None:
         rest.write(values)
     if buffer.has_masters and buffer.whole is None:
         buffer.resting.write(values)
+
+
+def _fill_own_masters(buffer: FlatBuffer, readers: Readers, updater: AbstractUpdater) -> None:
+    """Those that an updater keeps of its own accord, of parameters that it steps where they are."""
+    for piece in buffer.pieces:
+        reader, target = readers.get(piece.index), buffer.targets[piece.index]
+        if reader is None or not target.dtype.is_floating_point or target.dtype.itemsize >= 4:
+            continue
+        values = torch.empty(piece.in_tensor.numel, dtype=torch.float32)
+        read_into(values, reader, piece.in_tensor)
+        updater.write({target: {MASTER: values}}, replaces=False)
 
 
 @frozen(eq=False)
