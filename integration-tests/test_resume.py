@@ -86,7 +86,10 @@ def _save(group: Group, folder: Path, p: float, bf16: bool, own: bool) -> list[f
     """Train, save, and go on: what the others are to equal."""
     precision = Precision(params=torch.bfloat16) if bf16 else None
     make = CPUAdam if own else torch.optim.AdamW
-    config = ZeroConfig(3, precision=precision)
+    place = "device" if not own else "disk" if bf16 else "host"
+    path = folder if place == "disk" else None
+    offload = Offload(optimizer=place, params=place, path=path, subgroup_bytes=2000)
+    config = ZeroConfig(3, precision=precision, offload=offload)
     model, optimizer, scheduler = _build(group, config, seed=0, p=p, make=make)
     torch.manual_seed(100 + group.rank)
     rank = group.rank if p else 0
