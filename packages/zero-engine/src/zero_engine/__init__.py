@@ -42,10 +42,13 @@ from ._engine import Engine
 from ._engine_config import EngineConfig, NamedSpec
 from ._errors import ConfigError, FileError, LossScaleError, NotBuiltError
 from ._initialize import initialize
+from ._load import LoadReport, load
 from ._loss_scale import DynamicLossScale, LossScaler, StaticLossScale
 from ._offload import Offload
 from ._parking import offload_states, reload_states
 from ._pretrained import load_pretrained, open_safetensors
+from ._save import SaveReport, save
+from ._saver import Saver, Snapshot
 from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from ._shard import shard, unshard
 from ._tables import schedule_table
@@ -61,6 +64,7 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "LRRangeTest",
+    "LoadReport",
     "LossScaleError",
     "LossScaler",
     "NamedSpec",
@@ -68,6 +72,9 @@ __all__ = [
     "Offload",
     "OneCycle",
     "Precision",
+    "SaveReport",
+    "Saver",
+    "Snapshot",
     "StaticLossScale",
     "WarmupCosineLR",
     "WarmupDecayLR",
@@ -84,6 +91,7 @@ __all__ = [
     "full_state_dict",
     "get_leaf_modules",
     "initialize",
+    "load",
     "load_pretrained",
     "local_grad",
     "local_optimizer_state",
@@ -96,6 +104,7 @@ __all__ = [
     "register_external_parameter",
     "release_buffers",
     "reload_states",
+    "save",
     "schedule_table",
     "set_full_grad",
     "set_full_optimizer_state",

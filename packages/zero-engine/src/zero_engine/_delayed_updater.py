@@ -161,6 +161,13 @@ class DelayedUpdater(AbstractUpdater):
         found = self.inner.read(wanted.values(), names)
         return {target: found[stepped] for target, stepped in wanted.items()}
 
+    def describe(self, targets: Iterable[nn.Parameter]) -> dict[nn.Parameter, dict[str, Any]]:
+        """See `AbstractUpdater.describe`."""
+        self._finish()
+        wanted = {target: self.room.stepped[target] for target in targets}
+        found = self.inner.describe(wanted.values())
+        return {target: found[stepped] for target, stepped in wanted.items() if stepped in found}
+
     def write(self, states: Mapping[nn.Parameter, Mapping[str, Any]], *, replaces: bool) -> None:
         """See `AbstractUpdater.write`. Whoever writes a master has its target hold that too."""
         if replaces:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,6 @@ from ._accumulation import Accumulation
 from ._engine_config import EngineConfig
 from ._loss_scale import LossScaler, StaticLossScale
 from ._verdict import Verdict
-
-_LATER: Final = {
-    "save_checkpoint": "zero_engine.full_state_dict(engine.module) gives the weights",
-    "load_checkpoint": "load weights before initialize(), or by zero_engine.load_pretrained()",
-    "save_16bit_model": "zero_engine.full_state_dict(engine.module) gives the weights",
-    "save_fp16_model": "zero_engine.full_state_dict(engine.module) gives the weights",
-}
 
 
 class EngineFacts(nn.Module):
@@ -173,8 +166,6 @@ class EngineFacts(nn.Module):
         except AttributeError:
             if name == "module":  # not yet there: __init__ is running
                 raise
-        if name in _LATER and not hasattr(self.module, name):
-            raise AttributeError(f"Engine.{name} is not built yet; meanwhile: {_LATER[name]}")
         return getattr(self.module, name)
 
     def _settle(self) -> None:

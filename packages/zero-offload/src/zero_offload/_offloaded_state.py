@@ -439,6 +439,16 @@ class OffloadedState:
         """Whether its master is no entry that the optimizer would have by itself."""
         return self.stepper.hides_master(param.dtype)
 
+    def describe(self, params: Iterable[Tensor]) -> dict[Tensor, dict[str, Any]]:
+        """As `read`, but large tensors are blank: of their shape and dtype, and without memory."""
+        self.check("describing state")
+        wanted: dict[Tensor, dict[str, Any]] = {param: {} for param in params}
+        for k in self.subgroups_of(wanted):
+            for piece, param in enumerate(self._states[k].params):
+                if param in wanted:
+                    self._states[k].describe_into(piece, wanted[param])
+        return wanted
+
     def write(self, states: Mapping[Tensor, Mapping[str, Any]], *, replaces: bool = True) -> None:
         """Put the state of some parameters in place of what there is. Blocking.
 

@@ -218,10 +218,22 @@ class SubGroupState:
             else:
                 whole[name] = copy.deepcopy(value)
 
+    def describe_into(self, piece: int, whole: dict[str, Any]) -> None:
+        """As `copy_into`, but what moves with the sub-group comes without values or memory."""
+        columns = {column.name for column in self.plan.columns if column.piece == piece}
+        for name, value in self._entries(piece).items():
+            if name in columns:
+                blank = torch.empty((), dtype=value.dtype)
+                whole[name] = blank.expand(self.params[piece].shape)
+            else:
+                whole[name] = value
+
     def load(
         self, piece: int, entries: Mapping[str, Any], keeps: Collection[str] | None = ()
     ) -> None:
         """Put a piece's state in place of what there is, in the dtypes kept here.
+
+        A master is passed over where none is kept: the parameter is what is stepped.
 
         Args:
             piece: Which.
@@ -235,6 +247,8 @@ class SubGroupState:
         whole = self.params[piece].numel()
         for name, value in entries.items():
             view = views.get(name)
+            if name == MASTER and view is None:
+                continue
             if view is not None and isinstance(value, Tensor) and value.numel() == whole:
                 view.copy_(self._cut(piece, value).view(view.shape))
                 mine[name] = view

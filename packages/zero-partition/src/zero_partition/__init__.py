@@ -73,6 +73,8 @@ from ._state_access import (
     set_full_optimizer_state,
     set_local_optimizer_state,
 )
+from ._state_load import StateLoad, StateSource, param_groups_of, plan_load
+from ._state_parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
 from ._unsharded import unsharded
 from ._updater import MASTER, AbstractUpdater, Opening, UpdaterReport
 
@@ -104,6 +106,8 @@ __all__ = [
     "OverlapError",
     "ParameterPlan",
     "ParameterStatus",
+    "Part",
+    "PartBatch",
     "PartitionError",
     "Pending",
     "Piece",
@@ -118,8 +122,12 @@ __all__ = [
     "Stage",
     "StateError",
     "StateKind",
+    "StateLoad",
+    "StateParts",
+    "StateSource",
     "UnitPlan",
     "UpdaterReport",
+    "WholeTensor",
     "ZeroRedundancyOptimizer",
     "__version__",
     "backward_without_batch",
@@ -140,9 +148,12 @@ __all__ = [
     "materialise",
     "memory_report",
     "no_sync",
+    "param_groups_of",
     "parameter_status",
     "park",
     "partition",
+    "plan_load",
+    "plan_parts",
     "plan_units",
     "register_external_parameter",
     "release_buffers",

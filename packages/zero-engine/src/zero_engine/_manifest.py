@@ -1,0 +1,134 @@
+"""The manifest of a checkpoint: what it holds, where that lies, and what makes sure of it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from attrs import frozen
+
+from ._errors import FileError
+from ._plain_values import dtype_of
+
+FORMAT: Final = "zero-checkpoint"
+VERSION: Final = 1
+MANIFEST: Final = "manifest.json"
+
+
+@frozen
+class StoredPiece:
+    """A run of elements of a flattened tensor, as a 1-D tensor of a file."""
+
+    file: str
+    key: str
+    start: int
+    stop: int
+
+
+@frozen
+class StoredTensor:
+    """A tensor of a checkpoint: every element is in one of its pieces, which are in order."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    pieces: tuple[StoredPiece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its elements."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> StoredTensor:
+        """From the manifest; pieces in any order.
+
+        Raises:
+            FileError: An element is in no piece, or in two.
+        """
+        pieces = sorted(
+            (
+                StoredPiece(_file_name(p["file"]), str(p["key"]), int(p["start"]), int(p["stop"]))
+                for p in said["pieces"]
+            ),
+            key=lambda piece: (piece.start, piece.stop),
+        )
+        stored = cls(dtype_of(said["dtype"]), torch.Size(said["shape"]), tuple(pieces))
+        cursor, numel = 0, stored.shape.numel()
+        for piece in pieces:
+            if piece.start != cursor or piece.stop <= piece.start:
+                raise FileError(
+                    f"expected a piece that starts at element {cursor}, got [{piece.start}, "
+                    f"{piece.stop}) in {piece.file}"
+                )
+            cursor = piece.stop
+        if cursor != numel:
+            raise FileError(f"expected pieces of {numel} elements, got {cursor}")
+        return stored
+
+
+@frozen
+class FileFacts:
+    """What a file has to be."""
+
+    num_bytes: int
+    crc32: int  # zlib's, over all of it
+
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """The bytes of a manifest: JSON, with a checksum over all else that it says."""
+    return _sealed({"format": FORMAT, "version": VERSION, **content})
+
+
+def _sealed(content: Mapping[str, Any]) -> bytes:
+    return json.dumps({**content, "crc32": _crc32_of(content)}, indent=1).encode()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What a manifest says. Local.
+
+    Raises:
+        FileError: It cannot be read, is damaged, or of another format or version.
+    """
+    try:
+        content = path.read_bytes()
+        said = json.loads(content)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path}: expected a manifest in JSON: it is damaged ({error})") from error
+    if not isinstance(said, dict):
+        raise FileError(f"{path}: expected a manifest in JSON, got a {type(said).__name__}")
+    crc32 = said.pop("crc32", None)
+    if crc32 != _crc32_of(said) or content != _sealed(said):  # white space, too
+        raise FileError(
+            f"{path}: expected content of crc32 {crc32}, got {_crc32_of(said)}: it is damaged"
+        )
+    if said.get("format") != FORMAT or said.get("version") != VERSION:
+        raise FileError(
+            f"{path}: expected {FORMAT!r} of version {VERSION}, got {said.get('format')!r} of "
+            f"version {said.get('version')!r}; another version of zero_engine has written it"
+        )
+    return said
+
+
+def _crc32_of(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _file_name(name: Any) -> str:
+    """Of a file beside the manifest: nothing that a manifest says leads out of its folder."""
+    if not isinstance(name, str) or name in {"", ".", ".."} or Path(name).name != name:
+        raise FileError(f"expected the name of a file beside the manifest, got {name!r}")
+    return name
+
+
+def facts_of_files(said: Mapping[str, Any]) -> dict[str, FileFacts]:
+    """By name."""
+    return {
+        _file_name(name): FileFacts(int(facts["bytes"]), int(facts["crc32"]))
+        for name, facts in said.items()
+    }

@@ -1,0 +1,313 @@
+"""A checkpoint on its way to disk: what every rank writes, and what rank 0 makes of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor, nn
+from zero_comm import Group, check_agreement
+from zero_partition import (
+    STAGES,
+    ShardedModel,
+    StateError,
+    StateParts,
+    WholeTensor,
+    find_sharded,
+    param_groups_of,
+    plan_parts,
+)
+
+from ._checkpoint import Checkpoint
+from ._errors import ConfigError, FileError
+from ._file_system import FILE_SYSTEM, FileSystem
+from ._model_buffers import differing_buffers, persistent_buffers
+from ._part_writer import Given, GivenBatch, Written, write_parts
+from ._plain_values import name_of, to_json
+from ._rngs import capture_rngs
+from ._save_folder import PartialFolder, check_tag
+from ._together import together
+
+_TIMEOUT_S: Final = 60.0
+_AGREED: Final = ("tag", "step", "folder", "keep", "has_frozen", "is_latest")
+
+
+@frozen(kw_only=True)
+class SaveRequest:
+    """What a user asked for, checked."""
+
+    folder: Path
+    tag: str
+    step: int
+    extra: Any
+    scheduler: Any
+    engine: Any
+    param_groups: list[dict[str, Any]]  # none where the optimizer is not saved
+    keep: int | None
+    has_frozen: bool
+    is_latest: bool
+
+
+@define(eq=False)
+class Writing:
+    """A checkpoint that is being written. `begin` is collective; all else is local.
+
+    Attributes:
+        group: Of the model.
+        request: What was asked for.
+        path: Of the folder that is written to.
+        num_tensors: Whole ones.
+        frozen_batches: What this rank writes of parameters that do not train.
+        batches: All else that it writes.
+    """
+
+    group: Group
+    request: SaveRequest
+    parts: StateParts
+    stage: int
+    num_tensors: int
+    frozen_batches: list[GivenBatch]
+    batches: list[GivenBatch]
+    system: FileSystem
+    path: Path = field(init=False)
+    _partial: PartialFolder | None = field(default=None, init=False)  # on rank 0
+
+    @classmethod
+    def begin(
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        engine: Any = None,
+        system: FileSystem = FILE_SYSTEM,
+        warns: bool = True,
+        **asked: Any,
+    ) -> Writing:
+        """See what there is to write, and make the folder for it. Collective."""
+        sharded = sharded_of(model, optimizer, "save()")
+        sharded.refuse_while_gathered("save()")
+        if warns and any(g.has_local for g in sharded.reducer.gradients):
+            warn_of_gradients(stacklevel=4)
+        groups = [] if optimizer is None else param_groups_of(sharded)
+        request = _check(engine=engine, param_groups=groups, **asked)
+        group = sharded.group
+        facts = {name: str(getattr(request, name)) for name in _AGREED}
+        facts["optimizer"] = str(optimizer is not None)
+        check_agreement(facts, group=group, timeout_s=_TIMEOUT_S)
+        parts = plan_parts(
+            sharded,
+            has_state=optimizer is not None,
+            has_frozen=request.has_frozen,
+            timeout_s=_TIMEOUT_S,
+        )
+        buffers = persistent_buffers(model)
+        others = differing_buffers(buffers, group=group, timeout_s=_TIMEOUT_S)
+        frozen_batches, batches = given_batches(
+            parts, group.rank, buffers, others, capture_rngs(group.device)
+        )
+        self = cls(
+            group,
+            request,
+            parts,
+            stage_of(sharded),
+            len(parts.tensors) + len(buffers),
+            frozen_batches,
+            batches,
+            system,
+        )
+        name = together(self._make_folder, what="save()", group=group)[0]
+        self.path = request.folder / name
+        return self
+
+    def _make_folder(self) -> str | None:
+        if self.group.rank:
+            return None
+        self._partial = PartialFolder.begin(self.request.folder, self.request.tag, self.system)
+        return self._partial.path.name
+
+    def write(self) -> dict[str, Any]:
+        """Write what this rank gives; returns what it has written, as JSON can say it."""
+        before = _before(self.path.parent) if self.frozen_batches else None
+        name, system = f"{self.group.rank:05}", self.system
+        first = write_parts(
+            self.path, f"frozen-{name}", self.frozen_batches, system=system, before=before
+        )
+        then = write_parts(self.path, f"rank-{name}", self.batches, system=system)
+        return {"pieces": [*first.pieces, *then.pieces], "files": first.files | then.files}
+
+    def publish(self, said: Sequence[dict[str, Any]]) -> None:
+        """On rank 0, make a complete checkpoint of what all ranks have written."""
+        if self._partial is not None:
+            written = [Written(**of_rank) for of_rank in said]
+            content = manifest_of(self, written, self._partial.serial)
+            request = self.request
+            self._partial.publish(content, is_latest=request.is_latest, keep=request.keep)
+
+    def abandon(self) -> None:
+        """Remove what there is; after `publish`, nothing happens."""
+        if self._partial is not None:
+            self._partial.abandon()
+
+
+def warn_of_gradients(*, stacklevel: int) -> None:
+    """Of a step that has begun."""
+    warnings.warn(
+        "saved in the middle of accumulation: gradients are not saved, and a run that resumes "
+        "begins the step anew; save after the step of a boundary",
+        stacklevel=stacklevel + 1,
+    )
+
+
+def sharded_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, what: str
+) -> ShardedModel:
+    """What `shard` made of the two.
+
+    Raises:
+        StateError: Nothing, or of others.
+    """
+    sharded = find_sharded(model)
+    if sharded is None:
+        raise StateError(
+            f"{what}: expected a model that was sharded, got a plain {type(model).__name__}; call "
+            "zero_engine.shard(model, optimizer) first, which works in one process too"
+        )
+    if optimizer is not None and sharded.optimizer is not optimizer:
+        raise StateError(
+            f"{what}: expected the optimizer that was sharded with the model, got another "
+            f"{type(optimizer).__name__}; pass what shard() returned"
+        )
+    return sharded
+
+
+def _check(*, folder: Any, tag: Any, step: Any, keep: Any, scheduler: Any, **rest: Any) -> Any:
+    for name, value, minimum in (("step", step, 0), ("keep", keep, 1)):
+        is_number = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+        if not is_number and not (value is None and name == "keep"):
+            raise ConfigError(f"save(): expected {name} to be an int from {minimum}, got {value!r}")
+    state = None if scheduler is None else scheduler.state_dict()
+    return SaveRequest(
+        folder=Path(folder),
+        tag=check_tag(f"step-{step}" if tag is None else tag),
+        step=step,
+        keep=keep,
+        scheduler=to_json(state, "save(): scheduler.state_dict()"),
+        extra=to_json(rest.pop("extra"), "save(): extra"),
+        engine=to_json(rest.pop("engine"), "engine"),
+        **rest,
+    )
+
+
+def given_batches(
+    parts: StateParts,
+    rank: int,
+    buffers: dict[str, Tensor],
+    others: dict[str, Tensor],
+    rngs: dict[str, Tensor],
+) -> tuple[list[GivenBatch], list[GivenBatch]]:
+    """What this rank writes: of frozen parameters, and all else. Local."""
+    trained: list[GivenBatch] = []
+    frozen_ones: list[GivenBatch] = []
+    for batch in parts.batches:
+        runs = tuple(
+            Given(_path_of(p.tensor), p.tensor.dtype, p.tensor.shape, p.span.start, p.span.stop)
+            for p in batch.parts
+        )
+        (frozen_ones if batch.is_frozen else trained).append(GivenBatch(runs, batch.read))
+    if rank == 0:
+        trained += _whole_batches(("buffers",), buffers)
+    trained += _whole_batches(("rank_buffers", str(rank)), others)
+    trained += _whole_batches(("rngs", str(rank)), rngs)
+    return frozen_ones, trained
+
+
+def _path_of(tensor: WholeTensor) -> tuple[str, ...]:
+    if tensor.entry is None:
+        return ("params", tensor.name)
+    return ("optimizer", tensor.name, tensor.entry)
+
+
+def _whole_batches(prefix: tuple[str, ...], tensors: dict[str, Tensor]) -> Iterable[GivenBatch]:
+    for name, tensor in tensors.items():
+        run = Given((*prefix, name), tensor.dtype, tensor.shape, 0, tensor.numel())
+        flat: Callable[[], Sequence[Tensor]] = partial(_flatten, tensor)
+        yield GivenBatch((run,), flat)
+
+
+def _flatten(tensor: Tensor) -> list[Tensor]:
+    return [tensor.detach().reshape(-1)]
+
+
+def _before(folder: Path) -> Checkpoint | None:
+    try:
+        return Checkpoint.open(folder)
+    except FileError:  # it is damaged: then everything is written
+        return None
+
+
+def manifest_of(writing: Writing, written: Sequence[Written], serial: int) -> dict[str, Any]:
+    """What the manifest says. Local."""
+    request, parts = writing.request, writing.parts
+    sections: dict[str, Any] = {
+        name: {} for name in ("params", "buffers", "rank_buffers", "optimizer", "rngs")
+    }
+    for tensor in parts.tensors:
+        _tensor_at(sections, _path_of(tensor), name_of(tensor.dtype), list(tensor.shape))
+    for of_rank in written:
+        for said in of_rank.pieces:
+            tensor = _tensor_at(sections, said["path"], said["dtype"], said["shape"])
+            if said["piece"]["stop"] > said["piece"]["start"]:
+                tensor["pieces"].append(said["piece"])
+    for name, values in parts.values.items():
+        of_param = sections["optimizer"].setdefault(name, {})
+        for key, value in values.items():
+            of_param[key] = {"value": to_json(value, f"optimizer state {key!r} of {name!r}")}
+    for name in parts.frozen:
+        sections["params"][name]["frozen"] = True
+    for name, dtype in parts.computes_in.items():
+        sections["params"][name]["computes_in"] = name_of(dtype)
+    return {
+        "tag": request.tag,
+        "serial": serial if request.is_latest else None,
+        "step": request.step,
+        "world_size": writing.group.world_size,
+        "stage": writing.stage,
+        "excludes_frozen": not request.has_frozen,
+        **sections,
+        "ties": dict(parts.ties),
+        "param_groups": [_group_of(group) for group in request.param_groups],
+        "scheduler": request.scheduler,
+        "engine": request.engine,
+        "extra": request.extra,
+        "files": {name: facts for of_rank in written for name, facts in of_rank.files.items()},
+    }
+
+
+def _tensor_at(
+    sections: dict[str, Any], path: Sequence[str], dtype: str, shape: list[int]
+) -> dict[str, Any]:
+    at = sections
+    for name in path[:-1]:
+        at = at.setdefault(name, {})
+    return at.setdefault(path[-1], {"dtype": dtype, "shape": shape, "pieces": []})
+
+
+def _group_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Options that are no plain values stay what the next run makes them."""
+    said: dict[str, Any] = {}
+    for key, value in group.items():
+        try:
+            said[key] = to_json(value, key)
+        except ConfigError:
+            continue
+    return said
+
+
+def stage_of(sharded: ShardedModel) -> int:
+    """As which stage the model rests; on one rank parameters rest whole. Local."""
+    return next(int(stage) for stage, row in STAGES.items() if row == sharded.placements)
