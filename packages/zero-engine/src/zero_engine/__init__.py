@@ -49,6 +49,7 @@ from ._save import SaveReport, save
 from ._saver import Saver, Snapshot
 from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from ._shard import shard, unshard
+from ._stop_signals import StopSignals
 from ._tables import schedule_table
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "Saver",
     "Snapshot",
     "StaticLossScale",
+    "StopSignals",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
