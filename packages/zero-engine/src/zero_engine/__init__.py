@@ -51,6 +51,7 @@ from ._save import SaveReport, save
 from ._saver import Saver, Snapshot
 from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from ._shard import shard, unshard
+from ._stop_signals import StopSignals
 from ._tables import schedule_table
 
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
     "Saver",
     "Snapshot",
     "StaticLossScale",
+    "StopSignals",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
