@@ -40,6 +40,7 @@ from ._construct import Init, materialise
 from ._engine import Engine
 from ._engine_config import EngineConfig, NamedSpec
 from ._errors import ConfigError, FileError, LossScaleError, NotBuiltError
+from ._export import ExportReport, export
 from ._initialize import initialize
 from ._loss_scale import DynamicLossScale, LossScaler, StaticLossScale
 from ._offload import Offload
@@ -55,6 +56,7 @@ __all__ = [
     "DynamicLossScale",
     "Engine",
     "EngineConfig",
+    "ExportReport",
     "FileError",
     "GatheredParameters",
     "Init",
@@ -75,6 +77,7 @@ __all__ = [
     "backward_without_batch",
     "clip_grad_norm_",
     "coalesce_reduction",
+    "export",
     "full_grad",
     "full_optimizer_state",
     "full_param",
