@@ -75,6 +75,7 @@ def write_checkpoint(
         "stage": 3,
         "params": said,
         "ties": {},
+        "excludes_frozen": False,
         "buffers": {},
         "rank_buffers": {},
         "optimizer": {},

@@ -42,9 +42,11 @@ from ._engine_config import EngineConfig, NamedSpec
 from ._errors import ConfigError, FileError, LossScaleError, NotBuiltError
 from ._export import ExportReport, export
 from ._initialize import initialize
+from ._load import LoadReport, load
 from ._loss_scale import DynamicLossScale, LossScaler, StaticLossScale
 from ._offload import Offload
 from ._pretrained import load_pretrained, open_safetensors
+from ._save import SaveReport, save
 from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from ._shard import shard, unshard
 from ._tables import schedule_table
@@ -61,6 +63,7 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "LRRangeTest",
+    "LoadReport",
     "LossScaleError",
     "LossScaler",
     "NamedSpec",
@@ -68,6 +71,7 @@ __all__ = [
     "Offload",
     "OneCycle",
     "Precision",
+    "SaveReport",
     "StaticLossScale",
     "WarmupCosineLR",
     "WarmupDecayLR",
@@ -84,6 +88,7 @@ __all__ = [
     "full_state_dict",
     "get_leaf_modules",
     "initialize",
+    "load",
     "load_pretrained",
     "local_grad",
     "local_optimizer_state",
@@ -94,6 +99,7 @@ __all__ = [
     "parameter_status",
     "register_external_parameter",
     "release_buffers",
+    "save",
     "schedule_table",
     "set_full_grad",
     "set_full_optimizer_state",

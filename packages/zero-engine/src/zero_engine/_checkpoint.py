@@ -85,6 +85,7 @@ class Checkpoint:
     ties: Mapping[str, str]  # from further names of tied parameters to those in `params`
     frozen: frozenset[str]  # names in `params` of those that do not train
     computes_in: Mapping[str, torch.dtype]  # by name in `params`: what the model computes with
+    excludes_frozen: bool  # parameters that did not train were left out
     buffers: Mapping[str, PiecesRange]  # persistent ones, of rank 0
     rank_buffers: Mapping[int, Mapping[str, PiecesRange]]  # of ranks where they differ from those
     optimizer: Mapping[str, Mapping[str, Any]]  # by parameter and entry: PiecesRange, or a value
@@ -154,6 +155,7 @@ class Checkpoint:
                     for name, s in said["params"].items()
                     if "computes_in" in s
                 },
+                excludes_frozen=bool(said["excludes_frozen"]),
                 buffers=read.tensors(said["buffers"]),
                 rank_buffers={int(r): read.tensors(of) for r, of in said["rank_buffers"].items()},
                 optimizer={

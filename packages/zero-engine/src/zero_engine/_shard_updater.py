@@ -79,6 +79,11 @@ class OffloadedUpdater(AbstractUpdater):
         """See `AbstractUpdater.read`."""
         return self._state.read(targets, names)
 
+    def describe(self, targets: Iterable[nn.Parameter]) -> dict[nn.Parameter, dict[str, Any]]:
+        """See `AbstractUpdater.describe`."""
+        started = set(self.started())
+        return self._state.describe(target for target in targets if target in started)
+
     def write(self, states: Mapping[nn.Parameter, Mapping[str, Any]], *, replaces: bool) -> None:
         """See `AbstractUpdater.write`."""
         if replaces:

@@ -396,6 +396,16 @@ class OffloadedState:
         self.look(self.subgroups_of(wanted), act)
         return wanted
 
+    def describe(self, params: Iterable[Tensor]) -> dict[Tensor, dict[str, Any]]:
+        """As `read`, but large tensors are blank: of their shape and dtype, and without memory."""
+        self.check("describing state")
+        wanted: dict[Tensor, dict[str, Any]] = {param: {} for param in params}
+        for k in self.subgroups_of(wanted):
+            for piece, param in enumerate(self._states[k].params):
+                if param in wanted:
+                    self._states[k].describe_into(piece, wanted[param])
+        return wanted
+
     def write(
         self, states: Mapping[Tensor, Mapping[str, Any]], *, keeps: Collection[str] | None = ()
     ) -> None:

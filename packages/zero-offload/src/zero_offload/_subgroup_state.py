@@ -187,6 +187,16 @@ class SubGroupState:
             else:
                 whole[name] = copy.deepcopy(value)
 
+    def describe_into(self, piece: int, whole: dict[str, Any]) -> None:
+        """As `copy_into`, but what moves with the sub-group comes without values or memory."""
+        columns = {column.name for column in self.plan.columns if column.piece == piece}
+        for name, value in self._entries(piece).items():
+            if name in columns:
+                blank = torch.empty((), dtype=value.dtype)
+                whole[name] = blank.expand(self.params[piece].shape)
+            else:
+                whole[name] = value
+
     def load(
         self, piece: int, entries: Mapping[str, Any], keeps: Collection[str] | None = ()
     ) -> None:

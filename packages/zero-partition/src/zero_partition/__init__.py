@@ -69,6 +69,8 @@ from ._state_access import (
     set_full_optimizer_state,
     set_local_optimizer_state,
 )
+from ._state_load import StateLoad, StateSource, param_groups_of, plan_load
+from ._state_parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
 from ._unsharded import unsharded
 from ._updater import MASTER, AbstractUpdater, Opening, UpdaterReport
 
@@ -99,6 +101,8 @@ __all__ = [
     "OverlapError",
     "ParameterPlan",
     "ParameterStatus",
+    "Part",
+    "PartBatch",
     "PartitionError",
     "Pending",
     "Piece",
@@ -112,8 +116,12 @@ __all__ = [
     "Span",
     "Stage",
     "StateError",
+    "StateLoad",
+    "StateParts",
+    "StateSource",
     "UnitPlan",
     "UpdaterReport",
+    "WholeTensor",
     "ZeroRedundancyOptimizer",
     "__version__",
     "backward_without_batch",
@@ -133,8 +141,11 @@ __all__ = [
     "materialise",
     "memory_report",
     "no_sync",
+    "param_groups_of",
     "parameter_status",
     "partition",
+    "plan_load",
+    "plan_parts",
     "plan_units",
     "register_external_parameter",
     "release_buffers",

@@ -144,11 +144,6 @@ class FlatBuffer:
         if self.has_masters and self.training.memory is not None:
             self.resting.write(self.training.memory)
 
-    def renew_master(self) -> None:
-        """Values were loaded where parameters rest: masters are what those are."""
-        if self.has_masters:
-            self.training.write(self.resting.read())
-
     def follow_writes(self) -> None:
         """Parameters that rest whole, and were written to in place, are right; masters follow."""
         if not self.has_masters or self.whole is None:

@@ -10,6 +10,7 @@ from zero_comm import Group
 
 from ._load_target import Readers, Target, in_chunks
 from ._materialise import plain_on_meta
+from ._range_reader import AbstractRangeReader
 
 
 def find_problems(
@@ -24,15 +25,7 @@ def find_problems(
     for target in targets:
         expected, given = target.tensor, target.given(readers)
         for name in given:
-            reader = readers[name]
-            if reader.shape != expected.shape:
-                problems.append(
-                    f"{name!r}: expected shape {tuple(expected.shape)}, got {tuple(reader.shape)}"
-                )
-            if reader.dtype != expected.dtype and not (
-                reader.dtype.is_floating_point and expected.dtype.is_floating_point
-            ):
-                problems.append(f"{name!r}: expected {expected.dtype}, got {reader.dtype}")
+            problems += find_misfits(name, expected.shape, expected.dtype, readers[name])
         if not given and target.is_meta and reports_missing:
             problems.append(f"{target.names[0]!r} is on the meta device and has no weights")
     lost = [
@@ -46,6 +39,19 @@ def find_problems(
             "compute them with zero_engine.materialise(model, init=fn) first, or build the model "
             "inside zero_engine.Init"
         )
+    return problems
+
+
+def find_misfits(
+    name: str, shape: torch.Size, dtype: torch.dtype, reader: AbstractRangeReader
+) -> list[str]:
+    """What speaks against reading a tensor of this shape and dtype there; floats are converted."""
+    problems = []
+    if reader.shape != shape:
+        problems.append(f"{name!r}: expected shape {tuple(shape)}, got {tuple(reader.shape)}")
+    is_float = reader.dtype.is_floating_point and dtype.is_floating_point
+    if reader.dtype != dtype and not is_float:
+        problems.append(f"{name!r}: expected {dtype}, got {reader.dtype}")
     return problems
 
 

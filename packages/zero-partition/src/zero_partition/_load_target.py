@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import torch
 from attrs import define, field
@@ -18,9 +18,7 @@ from ._places import Place, find_place
 from ._range_reader import AbstractRangeReader
 from ._sharded_model import ShardedModel
 from ._span import Span
-from ._whole import part_of
-
-CHUNK_BYTES: Final = 8 * 2**20  # what is in flight between a reader and a shard
+from ._state_target import CHUNK_BYTES, read_into
 
 Readers: TypeAlias = Mapping[str, AbstractRangeReader]
 
@@ -32,7 +30,7 @@ class Target:
     names: tuple[str, ...]  # all it has in `state_dict`
     tensor: Tensor
     parts: list[tuple[Span, Tensor]] = field(factory=list)  # elements, and 1-D memory for them
-    place: Place | None = None  # in a model whose shards rest elsewhere: no memory between writes
+    place: Place | None = None  # in a model that is sharded: then it has no parts
 
     @property
     def is_meta(self) -> bool:
@@ -47,8 +45,7 @@ class Target:
         """Find what this rank keeps, in a model that is `sharded`, or not. Nothing if on meta."""
         tensor, early, place = self.tensor, find_early(self.tensor), find_place(self.tensor)
         if place is not None and sharded is not None and place.sharded is sharded:
-            self.place = place if place.buffer.resting.memory is None else None
-            self.parts = [] if self.place is not None else [_part_in(place)]
+            self.place = place
         elif early is not None:
             assert isinstance(tensor, nn.Parameter), "only parameters are sharded"
             early.check_untouched(tensor, self.names[0])
@@ -64,8 +61,11 @@ class Target:
         if self.is_meta:
             layout = plan_early(self.tensor.numel(), group)
             return [piece.in_tensor for piece in layout.pieces(group.rank)]
+        if self.place is not None and self.place.buffer.whole is not None:
+            return [Span(0, self.tensor.numel())]
         if self.place is not None:
-            return [_span_in(self.place)]
+            piece = self.place.piece
+            return [] if piece is None else [piece.in_tensor]
         return [span for span, _ in self.parts]
 
     def allocate(self, group: Group) -> None:
@@ -77,27 +77,17 @@ class Target:
         self.find_parts(None)
 
     def fill(self, reader: AbstractRangeReader) -> None:
-        """Read this rank's part."""
-        if self.place is None:
-            _fill(self.parts, reader)
-        else:
-            with self.place.buffer.resting.edit() as shard:
-                _fill([(_span_in(self.place), part_of(self.place, shard))], reader)
+        """Read this rank's part, where it is in no place."""
+        for span, memory in self.parts:
+            if memory.dim() == 1 and memory.is_contiguous():
+                read_into(memory, reader, span)
+            else:
+                memory.copy_(reader.read(span.start, span.stop).view(memory.shape))
         early = find_early(self.tensor)
         if early is not None:
             if early.is_blank:
                 early.shard[early.payload.numel() :].zero_()
             early.is_blank = False
-
-
-def _fill(parts: Iterable[tuple[Span, Tensor]], reader: AbstractRangeReader) -> None:
-    for span, memory in parts:
-        if memory.dim() != 1 or not memory.is_contiguous():
-            memory.copy_(reader.read(span.start, span.stop).view(memory.shape))
-            continue
-        for part in in_chunks(span, reader.dtype):
-            read = reader.read(part.start, part.stop)
-            memory[part.shifted(-span.start).as_slice()].copy_(read)
 
 
 def targets_of(model: nn.Module) -> Iterator[Target]:
@@ -129,17 +119,3 @@ def in_chunks(span: Span, dtype: torch.dtype) -> Iterator[Span]:
     step = max(1, CHUNK_BYTES // dtype.itemsize)
     for start in range(span.start, span.stop, step):
         yield Span(start, min(start + step, span.stop))
-
-
-def _part_in(place: Place) -> tuple[Span, Tensor]:
-    """Where a partitioned model keeps a parameter."""
-    buffer = place.buffer
-    if buffer.whole is not None:
-        span = buffer.plan.layout.spans[place.position]
-        return span.shifted(-span.start), buffer.whole[span.as_slice()]
-    return _span_in(place), part_of(place)
-
-
-def _span_in(place: Place) -> Span:
-    """The elements that this rank keeps where the parameter rests sharded."""
-    return Span(0, 0) if place.piece is None else place.piece.in_tensor

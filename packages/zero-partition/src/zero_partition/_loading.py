@@ -11,10 +11,12 @@ from torch import nn
 from zero_comm import Group, check_agreement
 
 from ._errors import LoadError, StateError
+from ._flat_buffer import FlatBuffer
 from ._hooks import find_sharded
 from ._load_problems import find_different_ties, find_problems
 from ._load_target import Readers, Target, allocate_missing, targets_of
 from ._range_reader import AbstractRangeReader
+from ._state_target import fill_buffer
 
 
 @frozen
@@ -40,8 +42,8 @@ def load_ranges(
     persistent buffers. A tied parameter may come under any of its names, or under several that
     hold the same values. Beyond the shards a rank needs 8 MiB, or the largest buffer.
 
-    Values of a float dtype are rounded to the float dtype of the model, to nearest even; all other
-    dtypes must be the model's.
+    Values of a float dtype are rounded to the float dtype of the model, to nearest even; masters
+    take them as they are. All other dtypes must be the model's.
 
     Args:
         model: What to fill.
@@ -87,15 +89,24 @@ def load_ranges(
         sharded.begin_write()
     allocate_missing(model, targets, group)
     with torch.no_grad():
-        for target in targets:
-            for name in target.given(readers)[:1]:
-                target.fill(readers[name])
+        _fill(targets, readers)
     if sharded is not None:
-        for unit in sharded.units:
-            for buffer in unit.buffers:
-                buffer.renew_master()
+        if sharded.residence.home is not None:
+            sharded.residence.home.settle()
         sharded.end_write()
     return report
+
+
+def _fill(targets: Iterable[Target], readers: Readers) -> None:
+    placed: dict[FlatBuffer, dict[int, AbstractRangeReader]] = {}
+    for target in targets:
+        for name in target.given(readers)[:1]:
+            if (place := target.place) is not None:
+                placed.setdefault(place.buffer, {})[place.position] = readers[name]
+            else:
+                target.fill(readers[name])
+    for buffer, of_buffer in placed.items():
+        fill_buffer(buffer, of_buffer)
 
 
 def _compare_names(targets: Sequence[Target], readers: Readers) -> LoadReport:

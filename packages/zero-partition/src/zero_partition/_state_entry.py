@@ -68,6 +68,11 @@ class TensorEntry:
             splits.append(span.numel if span.start == sum(splits) else 0)
         return tuple(splits)
 
+    def given_by(self, rank: int) -> Span:
+        """The elements that a rank sends: all that it has, or none."""
+        start = self.spans[rank].start
+        return Span(start, start + self.splits[rank])
+
 
 @frozen
 class PlainEntry:
@@ -137,27 +142,49 @@ def part_of_entry(param: ParameterPlan, key: str, value: Any, span: Span) -> Any
     Raises:
         PartitionError: A shape that the parameter's cut does not explain.
     """
-    shape, cut = param.shape, param.cut
-    if cut != Cut.TENSOR and _holds_tensors(value):
+    if param.cut != Cut.TENSOR and _holds_tensors(value):
         raise PartitionError(
             f"parameter {param.name!r}: optimizer state {key!r} is a {type(value).__name__} that "
             "holds tensors, of which nobody knows how to take a shard; keep them as entries of "
             "their own, call shard() before the first step, or use cut='tensor'"
         )
-    if not isinstance(value, Tensor) or _is_for_whole(key, value.shape, param.shape):
+    if not isinstance(value, Tensor):
         return value
-    if value.shape == shape or (cut.kind == "block" and value.shape == (shape.numel(),)):
-        flat = value.reshape(-1)[span.as_slice()]
-        return flat.clone().view(cut.shard_shape(shape, span.numel))
-    if span.numel == shape.numel() and cut != Cut.FLAT:
-        return value  # whole: of any shape
-    slices = _slices(param, Span(0, shape.numel()))
-    if slices is not None and value.dim() and len(value) == slices.numel:
-        return value[_slices(param, span).as_slice()].clone()  # type: ignore[union-attr]
+    part, shape = part_in_entry(param, key, value.shape, span)
+    if part.numel == value.numel() and tuple(value.shape) == shape:
+        return value
+    return value.reshape(-1)[part.as_slice()].clone().view(shape)
+
+
+def part_in_entry(
+    param: ParameterPlan, key: str, shape: Sequence[int], span: Span
+) -> tuple[Span, tuple[int, ...]]:
+    """Which elements of a whole entry go with `span` of the parameter, and in what shape.
+
+    Args:
+        param: The parameter whose state it is.
+        key: The entry.
+        shape: Of the whole entry, a tensor.
+        span: The elements of the parameter that a rank keeps.
+
+    Raises:
+        PartitionError: A shape that the parameter's cut does not explain.
+    """
+    shape, cut, numel = tuple(shape), param.cut, math.prod(shape)
+    if _is_for_whole(key, shape, param.shape):
+        return Span(0, numel), shape
+    if shape == tuple(param.shape) or (cut.kind == "block" and shape == (param.shape.numel(),)):
+        return span, cut.shard_shape(param.shape, span.numel)
+    if span.numel == param.shape.numel() and cut != Cut.FLAT:
+        return Span(0, numel), shape  # whole: of any shape
+    total, mine = _slices(param, Span(0, param.shape.numel())), _slices(param, span)
+    if total is not None and mine is not None and shape and shape[0] == total.numel:
+        inner = math.prod(shape[1:])
+        return Span(mine.start * inner, mine.stop * inner), (mine.numel, *shape[1:])
     raise PartitionError(
-        f"parameter {param.name!r}: optimizer state {key!r} has shape {tuple(value.shape)}, "
-        f"expected a scalar, the parameter's shape {tuple(shape)}, or one entry per row or block "
-        f"where it is cut so: its cut is {str(cut)!r}. cut='tensor' keeps state of any shape"
+        f"parameter {param.name!r}: optimizer state {key!r} has shape {shape}, "
+        f"expected a scalar, the parameter's shape {tuple(param.shape)}, or one entry per row or "
+        f"block where it is cut so: its cut is {str(cut)!r}. cut='tensor' keeps state of any shape"
     )
 
 

@@ -81,6 +81,13 @@ class AbstractUpdater(ABC):
         """Copies, on the host, of their state; of these entries only, or all of them. Blocking."""
 
     @abstractmethod
+    def describe(self, targets: Iterable[nn.Parameter]) -> dict[nn.Parameter, dict[str, Any]]:
+        """As `read`, of those with more than a master, without reading: large tensors are blank.
+
+        They have the shape and dtype, and no memory of that size.
+        """
+
+    @abstractmethod
     def write(self, states: Mapping[nn.Parameter, Mapping[str, Any]], *, replaces: bool) -> None:
         """Put entries in the place of theirs; where it `replaces`, others go, but for masters."""
 

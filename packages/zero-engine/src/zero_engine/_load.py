@@ -1,0 +1,205 @@
+"""load(): all of a checkpoint, or nothing of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from attrs import frozen
+from torch import nn
+from zero_comm import Group, check_agreement
+from zero_partition import LoadError, ShardedModel, StateLoad, StateSource, plan_load
+
+from ._checkpoint import Checkpoint, PiecesRange
+from ._errors import FileError
+from ._rngs import restore_rngs
+from ._save import sharded_of
+from ._together import together
+
+_TIMEOUT_S: Final = 60.0
+
+
+@final
+@frozen(kw_only=True)
+class LoadReport:
+    """What was restored; `print` it."""
+
+    path: Path  # of the checkpoint's own folder
+    step: int
+    extra: Any
+    num_tensors: int  # whole ones, of parameters, buffers and optimizer state
+    num_tensors_saved: int
+    num_bytes: int  # of those that were restored, whole
+    missing: tuple[str, ...]  # parameters and buffers that stayed as they were
+    unexpected: tuple[str, ...]  # that the model does not have
+    restores_rngs: bool  # they were saved by as many ranks
+    engine: Any  # what an engine keeps
+
+    def __str__(self) -> str:
+        return (
+            f"restored {self.num_tensors} of {self.num_tensors_saved} tensors, {self.num_bytes} "
+            f"bytes, of step {self.step} from {self.path}"
+        )
+
+
+def load(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    tag: str | None = None,
+    is_strict: bool = True,
+    restores_rngs: bool = True,
+) -> LoadReport | None:
+    """Go on where `save` was called: another world size, stage, residence or precision will do.
+
+    Collective. All files are checked before anything is written; each rank then reads the elements
+    that it keeps, 16 MiB at a time. Gradients that are there are dropped. Options of param groups,
+    learning rates too, are the saved ones; `fused`, `foreach`, `capturable` and `differentiable`
+    stay. Random numbers go on where they were at the same world size only.
+
+    Args:
+        folder: Of all checkpoints.
+        model: That was sharded.
+        optimizer: That was sharded with it; None leaves its state as it is.
+        scheduler: Whatever has `load_state_dict()`, for what `save` was given.
+        tag: Which checkpoint; the newest complete one when None.
+        is_strict: Whether it is an error if names or entries of state are missing or unexpected, or
+            param groups hold other parameters.
+        restores_rngs: Whether generators of random numbers go on, too.
+
+    Returns:
+        What was restored; None if the folder holds no complete checkpoint.
+
+    Raises:
+        FileError: There is no checkpoint of that tag, or a file of it is damaged: nothing was
+            written. If a file cannot be read any more after it was checked, the model is in parts
+            as it was, and the message says so.
+        zero_partition.LoadError: Names all that is missing, unexpected or does not fit; nothing was
+            written.
+        zero_partition.StateError: The model is not sharded, or not with this optimizer; or a
+            forward is running.
+        zero_comm.AgreementError: Ranks pass different arguments, or see different files.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    sharded = sharded_of(model, optimizer, "load()")
+    group = sharded.group
+    opened: list[Checkpoint | None] = []
+
+    def open_it() -> str:
+        opened.append(Checkpoint.open(folder, tag))
+        return "" if opened[0] is None else f"{opened[0].tag} ({opened[0].serial})"
+
+    found = together(open_it, what="load()", group=group, timeout_s=_TIMEOUT_S)
+    checkpoint = opened[0]
+    facts = {"checkpoint": found[group.rank], "is_strict": str(is_strict)}
+    facts |= {"optimizer": str(optimizer is not None), "scheduler": str(scheduler is not None)}
+    check_agreement(facts, group=group, timeout_s=_TIMEOUT_S)
+    if checkpoint is None:
+        return None
+    planned = _plan(checkpoint, sharded, is_state=optimizer is not None, is_strict=is_strict)
+    problems = list(planned.problems)
+    if scheduler is not None and checkpoint.scheduler is None and is_strict:
+        problems.append("it was saved without a scheduler")
+    together(lambda: _refuse(checkpoint, problems), what="load()", group=group)
+    together(lambda: _verify(checkpoint, group), what="load()", group=group)
+    if optimizer is not None:
+        optimizer.zero_grad()
+    does_rngs = restores_rngs and checkpoint.world_size == group.world_size
+
+    def apply() -> None:
+        try:
+            planned.apply()
+            _fill_own_buffers(checkpoint, sharded)
+            if scheduler is not None and checkpoint.scheduler is not None:
+                scheduler.load_state_dict(checkpoint.scheduler)
+            if does_rngs:
+                streams = checkpoint.rngs.get(group.rank, {})
+                restore_rngs({k: r.whole() for k, r in streams.items()}, group.device)
+        except OSError as error:
+            raise FileError(
+                f"{checkpoint.path}: {error}; it failed after some values were written: load again "
+                "before training goes on"
+            ) from error
+
+    together(apply, what="load()", group=group)
+    tensors = _tensors_of(checkpoint, has_state=optimizer is not None)
+    return LoadReport(
+        path=checkpoint.path,
+        step=checkpoint.step,
+        extra=checkpoint.extra,
+        num_tensors=planned.num_tensors,
+        num_tensors_saved=len(tensors) + _num_values(checkpoint, has_state=optimizer is not None),
+        num_bytes=sum(t.stored.num_bytes for t in tensors if t.name not in planned.unexpected),
+        missing=planned.missing,
+        unexpected=planned.unexpected,
+        restores_rngs=does_rngs,
+        engine=checkpoint.engine,
+    )
+
+
+def _plan(
+    checkpoint: Checkpoint, sharded: ShardedModel, *, is_state: bool, is_strict: bool
+) -> StateLoad:
+    may_lack: frozenset[str] = frozenset()
+    if checkpoint.excludes_frozen:
+        may_lack = frozenset(
+            plan.name
+            for unit in sharded.units
+            for buffer in unit.buffers
+            if not buffer.plan.trainable
+            for plan in buffer.plan.params
+        )
+    source = StateSource(
+        params=checkpoint.params,
+        buffers=checkpoint.buffers,
+        ties=checkpoint.ties,
+        may_lack=may_lack,
+        states=checkpoint.optimizer if is_state else None,
+        param_groups=checkpoint.param_groups,
+        where=str(checkpoint.path),
+    )
+    return plan_load(sharded, source, is_strict=is_strict)
+
+
+def _refuse(checkpoint: Checkpoint, problems: list[str]) -> None:
+    if problems:
+        raise LoadError(
+            f"{checkpoint.path}: cannot be loaded, and nothing was written: {'; '.join(problems)}"
+        )
+
+
+def _verify(checkpoint: Checkpoint, group: Group) -> None:
+    """Every rank checks some of the files, of about as many bytes."""
+    shares: list[list[str]] = [[] for _ in range(group.world_size)]
+    sizes = [0] * group.world_size
+    largest_first = sorted(checkpoint.files.items(), key=lambda item: -item[1].num_bytes)
+    for name, facts in largest_first:
+        least = sizes.index(min(sizes))
+        shares[least].append(name)
+        sizes[least] += facts.num_bytes
+    checkpoint.verify(shares[group.rank])
+
+
+def _fill_own_buffers(checkpoint: Checkpoint, sharded: ShardedModel) -> None:
+    """Those of this rank that were not rank 0's, if as many ranks have saved them."""
+    if checkpoint.world_size != sharded.group.world_size:
+        return
+    own = checkpoint.rank_buffers.get(sharded.group.rank, {})
+    buffers = dict(sharded.model.named_buffers(remove_duplicate=False))
+    for name, reader in own.items():
+        if name in buffers:
+            buffers[name].copy_(reader.whole())
+
+
+def _tensors_of(checkpoint: Checkpoint, *, has_state: bool) -> list[PiecesRange]:
+    entries = [e for of in checkpoint.optimizer.values() for e in of.values()] if has_state else []
+    tensors = [*checkpoint.params.values(), *checkpoint.buffers.values()]
+    return tensors + [entry for entry in entries if isinstance(entry, PiecesRange)]
+
+
+def _num_values(checkpoint: Checkpoint, *, has_state: bool) -> int:
+    entries = [e for of in checkpoint.optimizer.values() for e in of.values()] if has_state else []
+    return sum(not isinstance(entry, PiecesRange) for entry in entries)

@@ -1,0 +1,305 @@
+"""Values and optimizer state from elsewhere into a partitioned model: all of it, or none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor, nn
+
+from ._chained import members_of
+from ._errors import LoadError, PartitionError, StateError
+from ._flat_buffer import FlatBuffer
+from ._given_state import entries_after_step
+from ._load_problems import find_misfits
+from ._load_target import Target, targets_of
+from ._ownership import options_of
+from ._placement import Placement
+from ._range_reader import AbstractRangeReader
+from ._sharded_model import ShardedModel
+from ._span import Span
+from ._state_target import StateTarget, fill_buffer, read_into, write_states
+
+# How a step is computed is the new run's choice; these are not what is trained, but how.
+_NOT_RESTORED = frozenset({"foreach", "fused", "capturable", "differentiable", "cut"})
+
+
+@frozen(kw_only=True, eq=False)
+class StateSource:
+    """What is loaded, by names of `model.state_dict()`."""
+
+    params: Mapping[str, AbstractRangeReader]
+    buffers: Mapping[str, AbstractRangeReader]
+    ties: Mapping[str, str]  # from further names to those in `params`
+    may_lack: frozenset[str]  # parameters that were left out
+    states: Mapping[str, Mapping[str, Any]] | None  # readers and values; None: not loaded
+    param_groups: Sequence[Mapping[str, Any]]  # "params": names, and options
+    where: str  # that it comes from, for errors
+
+
+@frozen(eq=False)
+class StateLoad:
+    """A load that has been planned: nothing is written yet."""
+
+    sharded: ShardedModel
+    source: StateSource
+    readers: Sequence[tuple[FlatBuffer, Mapping[int, AbstractRangeReader]]]
+    buffers: Sequence[tuple[Target, AbstractRangeReader]]
+    states: Sequence[StateTarget]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def num_tensors(self) -> int:
+        """That are going to be restored, whole ones."""
+        return (
+            sum(len(of_buffer) for _, of_buffer in self.readers)
+            + len(self.buffers)
+            + sum(len(target.entries) for target in self.states)
+        )
+
+    def apply(self) -> None:
+        """Write all of it. Local, but every rank calls it."""
+        sharded = self.sharded
+        sharded.begin_write()
+        with torch.no_grad():
+            if self.source.states is not None:
+                write_states(sharded, self.states)  # first: it mends state that is torn
+            for buffer, readers in self.readers:
+                fill_buffer(buffer, readers)
+            for target, reader in self.buffers:
+                _fill_module_buffer(target.tensor, reader)
+        if self.source.states is not None:
+            _restore_options(sharded, self.source.param_groups)
+            sharded.has_stepped = sharded.has_stepped or any(t.entries for t in self.states)
+        if sharded.residence.home is not None:
+            sharded.residence.home.settle()
+        sharded.end_write()
+
+
+def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) -> StateLoad:
+    """Find what is read to where, and all that speaks against it. Local.
+
+    Args:
+        sharded: The model to load into.
+        source: What to load.
+        is_strict: Whether missing and unexpected names are problems.
+
+    Raises:
+        StateError: A forward is running, or parameters are gathered.
+    """
+    if any(unit.depth for unit in sharded.units):
+        raise StateError("load() was called while a forward is running; call it between steps")
+    sharded.refuse_while_gathered("load()")
+    problems: list[str] = []
+    names = _Names()
+    readers = _plan_params(sharded, source, names, problems)
+    buffers = _plan_buffers(sharded, source, names, problems)
+    given = (*source.params, *source.buffers)
+    unexpected = [name for name in given if name not in names.used]
+    states: list[StateTarget] = []
+    if source.states is not None:
+        states = _plan_states(sharded, source, source.states, problems, is_strict=is_strict)
+    if is_strict:
+        for kind, which in (("missing", names.missing), ("unexpected", unexpected)):
+            if which:
+                problems.append(f"{kind}: {', '.join(map(repr, which))}")
+    return StateLoad(
+        sharded,
+        source,
+        readers,
+        buffers,
+        states,
+        tuple(names.missing),
+        tuple(unexpected),
+        tuple(problems),
+    )
+
+
+@define
+class _Names:
+    """What the model asked for."""
+
+    used: set[str] = field(factory=set)
+    missing: list[str] = field(factory=list)
+
+
+def _plan_params(
+    sharded: ShardedModel, source: StateSource, names: _Names, problems: list[str]
+) -> list[tuple[FlatBuffer, Mapping[int, AbstractRangeReader]]]:
+    readers: list[tuple[FlatBuffer, Mapping[int, AbstractRangeReader]]] = []
+    for buffer in (buffer for unit in sharded.units for buffer in unit.buffers):
+        found: dict[int, AbstractRangeReader] = {}
+        for position, param in enumerate(buffer.plan.params):
+            known = dict.fromkeys(source.ties.get(name, name) for name in param.names)
+            given = [name for name in known if name in source.params]
+            names.used.update(given)
+            if not given and param.name not in source.may_lack:
+                names.missing.append(param.name)
+            if len(given) > 1:
+                problems.append(
+                    f"{' and '.join(map(repr, given))} are one tensor here, and {len(given)} there"
+                )
+            for name in given[:1]:
+                found[position] = source.params[name]
+                problems += find_misfits(name, param.shape, param.dtype, source.params[name])
+        readers.append((buffer, found))
+    return readers
+
+
+def _plan_buffers(
+    sharded: ShardedModel, source: StateSource, names: _Names, problems: list[str]
+) -> list[tuple[Target, AbstractRangeReader]]:
+    buffers: list[tuple[Target, AbstractRangeReader]] = []
+    for target in targets_of(sharded.model):
+        if isinstance(target.tensor, nn.Parameter):
+            continue
+        given = target.given(source.buffers)
+        names.used.update(given)
+        if not given:
+            names.missing.append(target.names[0])
+        for name in given[:1]:
+            reader = source.buffers[name]
+            buffers.append((target, reader))
+            problems += find_misfits(name, target.tensor.shape, target.tensor.dtype, reader)
+    return buffers
+
+
+def param_groups_of(sharded: ShardedModel) -> list[dict[str, Any]]:
+    """The optimizer's param groups, with names for parameters. Local."""
+    names = _names_by_owner(sharded)
+    groups = [] if sharded.optimizer is None else sharded.optimizer.param_groups
+    return [
+        {**_restored(group), "params": [names[id(param)] for param in group["params"]]}
+        for group in groups
+    ]
+
+
+def _names_by_owner(sharded: ShardedModel) -> dict[int, str]:
+    is_sharded = sharded.placements.optim is Placement.SHARDED
+    return {
+        id(owner): plan.name
+        for unit in sharded.units
+        for buffer in unit.buffers
+        for owner, plan in zip(
+            buffer.shard_params if is_sharded else buffer.params, buffer.plan.params, strict=True
+        )
+    }
+
+
+def _restored(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options_of(group).items() if key not in _NOT_RESTORED}
+
+
+def _restore_options(sharded: ShardedModel, given: Sequence[Mapping[str, Any]]) -> None:
+    groups = [] if sharded.optimizer is None else sharded.optimizer.param_groups
+    for group, options in zip(groups, given, strict=False):
+        for key, value in _restored(options).items():
+            live = group.get(key)
+            if isinstance(live, Tensor):  # as a compiled or captured step has it
+                live.copy_(torch.as_tensor(value))
+            elif isinstance(value, Tensor):
+                group[key] = value.clone()
+            else:
+                group[key] = value
+
+
+def _plan_states(
+    sharded: ShardedModel,
+    source: StateSource,
+    given: Mapping[str, Mapping[str, Any]],
+    problems: list[str],
+    *,
+    is_strict: bool,
+) -> list[StateTarget]:
+    if sharded.optimizer is None:
+        raise LoadError(f"{source.where}: the model was sharded without an optimizer to load into")
+    mine = param_groups_of(sharded)
+    aliases = {
+        alias: plan.name
+        for unit in sharded.units
+        for buffer in unit.buffers
+        for plan in buffer.plan.params
+        for alias in plan.names
+    }
+    theirs = [
+        [aliases.get(name, name) for name in group["params"]] for group in source.param_groups
+    ]
+    if is_strict and theirs != [group["params"] for group in mine]:
+        problems.append(_describe_groups(mine, theirs))
+    state_by_name = {aliases.get(name, name): state for name, state in given.items()}
+    trained = {name for group in mine for name in group["params"]}
+    extra = [name for name in state_by_name if name not in trained]
+    if extra and is_strict:
+        problems.append(f"optimizer state of {', '.join(map(repr, extra))}, which is not trained")
+    expected = _expected_entries(sharded, source)
+    targets = []
+    for buffer in (buffer for unit in sharded.units for buffer in unit.buffers):
+        for position, plan in enumerate(buffer.plan.params):
+            if plan.name not in trained:
+                continue
+            target = StateTarget(buffer, position)
+            state = state_by_name.get(plan.name, {})
+            try:
+                target.plan(state, sharded.placements.optim)
+            except PartitionError as error:
+                problems.append(str(error))
+            wanted = expected.get((plan.name, len(plan.shape)))
+            lacking = sorted(wanted - state.keys()) if wanted is not None and state else []
+            if lacking and is_strict:
+                problems.append(f"{plan.name!r}: optimizer state lacks {', '.join(lacking)}")
+            targets.append(target)
+    return targets
+
+
+def _describe_groups(mine: Sequence[Mapping[str, Any]], theirs: Sequence[Sequence[str]]) -> str:
+    own = [group["params"] for group in mine]
+    if len(own) != len(theirs):
+        return f"expected {len(own)} param groups, got {len(theirs)}"
+    for index, (names, others) in enumerate(zip(own, theirs, strict=True)):
+        lacking = [name for name in names if name not in others]
+        extra = [name for name in others if name not in names]
+        if lacking or extra:
+            return (
+                f"param group {index}: expected also {lacking}, and not {extra}; is it the "
+                "optimizer of the same parameters?"
+            )
+    return "param groups hold the same parameters in another order"
+
+
+def _expected_entries(
+    sharded: ShardedModel, source: StateSource
+) -> dict[tuple[str, int], frozenset[str]]:
+    """What a step leaves as state of a parameter, as a trial on a tiny one shows, where it can."""
+    names, groups = _names_by_owner(sharded), iter(source.param_groups)
+    tried: dict[tuple[int, int], frozenset[str] | None] = {}
+    expected = {}
+    shapes = {
+        plan.name: len(plan.shape)
+        for unit in sharded.units
+        for buffer in unit.buffers
+        for plan in buffer.plan.params
+    }
+    for member in members_of(sharded.optimizer):
+        for group in member.param_groups:
+            options = {**options_of(group), **_restored(next(groups, {}))}
+            for param in group["params"]:
+                name = names[id(param)]
+                key = (id(group), shapes[name])
+                if key not in tried:
+                    sample = torch.zeros((2,) * shapes[name], dtype=param.dtype)
+                    tried[key] = entries_after_step(sample, options, member)
+                if (entries := tried[key]) is not None:
+                    expected[name, shapes[name]] = entries
+    return expected
+
+
+def _fill_module_buffer(tensor: Tensor, reader: AbstractRangeReader) -> None:
+    if tensor.is_contiguous():
+        read_into(tensor.view(-1), reader, Span(0, tensor.numel()))
+    else:
+        tensor.copy_(reader.read(0, math.prod(reader.shape)).view(tensor.shape))

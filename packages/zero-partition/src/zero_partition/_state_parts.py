@@ -1,0 +1,261 @@
+"""What each rank gives of a model and its optimizer, so that all together give it once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final, TypeAlias
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from ._flat_buffer import FlatBuffer
+from ._placement import Placement
+from ._sharded_model import ShardedModel
+from ._span import Span
+from ._state_entry import Entry, PlainEntry, Said, TensorEntry
+from ._updater import MASTER
+from ._whole_state import ask_states, plan_state
+
+_BATCH_BYTES: Final = 16 * 2**20  # read together where state rests elsewhere
+
+# NOTE(batches): what rests outside the device is read to be given, a whole sub-group at a time,
+# whoever asks for how little. So parts are read in batches; a larger part is a batch of its own.
+
+
+@frozen
+class WholeTensor:
+    """A tensor of the model or its optimizer, by names that no world size or stage changes."""
+
+    name: str  # of the parameter
+    entry: str | None  # of the optimizer's state; None: the values that are trained
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@frozen
+class Part:
+    """A run of its flattened elements."""
+
+    tensor: WholeTensor
+    span: Span
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return self.span.numel * self.tensor.dtype.itemsize
+
+
+@frozen(eq=False)
+class PartBatch:
+    """Parts that are read together."""
+
+    parts: tuple[Part, ...]
+    is_frozen: bool  # of parameters that do not train
+    read: Callable[[], list[Tensor]]  # each 1-D, in order, to look at until the next step
+
+
+@frozen(eq=False)
+class StateParts:
+    """All tensors of a partitioned model and its optimizer, and this rank's parts of them."""
+
+    tensors: tuple[WholeTensor, ...]  # in the same order on every rank
+    values: Mapping[str, Mapping[str, Any]]  # by parameter: entries that are no tensors
+    batches: tuple[PartBatch, ...]
+    frozen: frozenset[str]  # names of parameters that do not train
+    computes_in: Mapping[str, torch.dtype]  # of parameters whose trained values are of another
+    ties: Mapping[str, str]  # further names of tied parameters, to the first
+
+
+@frozen(eq=False)
+class _Item:
+    """A part, and where it is read."""
+
+    part: Part
+    buffer: FlatBuffer
+    position: int
+
+
+Entries: TypeAlias = list[list[dict[str, Entry]]]  # by buffer and position
+
+
+def plan_parts(
+    sharded: ShardedModel, *, has_state: bool, has_frozen: bool = True, timeout_s: float = 60.0
+) -> StateParts:
+    """Say who gives what. Collective where optimizer state is sharded; reads nothing.
+
+    Args:
+        sharded: The model.
+        has_state: Whether the optimizer's state is asked for as well.
+        has_frozen: Whether parameters that do not train are.
+        timeout_s: How long to wait for ranks that do not call this.
+
+    Raises:
+        StateError: An entry of the state is laid out so that no whole of it is known.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    buffers = [
+        buffer
+        for unit in sharded.units
+        for buffer in unit.buffers
+        if has_frozen or buffer.plan.trainable
+    ]
+    for buffer in buffers:
+        buffer.follow_writes()
+    entries = _plan_entries(sharded, buffers, timeout_s) if has_state else None
+    tensors: list[WholeTensor] = []
+    values: dict[str, dict[str, Any]] = {}
+    items: list[_Item] = []
+    for index, buffer in enumerate(buffers):
+        for position, param in enumerate(buffer.plan.params):
+            own = WholeTensor(param.name, None, param.shape, buffer.training.dtype)
+            piece = buffer.piece_of(position)
+            spans = {own: Span(0, 0) if piece is None else piece.in_tensor}
+            planned = {} if entries is None else entries[index][position]
+            for key, entry in planned.items():
+                if isinstance(entry, PlainEntry):
+                    values.setdefault(param.name, {})[key] = entry.value
+                    continue
+                tensor = WholeTensor(param.name, key, entry.shape, entry.dtype)
+                spans[tensor] = entry.given_by(sharded.group.rank)
+            tensors += spans
+            items += [
+                _Item(Part(tensor, span), buffer, position)
+                for tensor, span in spans.items()
+                if span.numel
+            ]
+    plans = [param for buffer in buffers for param in buffer.plan.params]
+    return StateParts(
+        tuple(tensors),
+        values,
+        tuple(
+            PartBatch(tuple(item.part for item in batch), is_frozen, partial(_read, sharded, batch))
+            for is_frozen in (True, False)
+            for batch in _batches(i for i in items if i.buffer.plan.trainable is not is_frozen)
+        ),
+        frozen=frozenset(param.name for param in plans if not param.trainable),
+        computes_in={
+            param.name: buffer.plan.dtype
+            for buffer in buffers
+            for param in buffer.plan.params
+            if buffer.plan.dtype != buffer.training.dtype
+        },
+        ties={alias: param.name for param in plans for alias in param.names[1:]},
+    )
+
+
+def states_of(
+    sharded: ShardedModel, buffers: Iterable[FlatBuffer]
+) -> list[list[Mapping[str, Any]]]:
+    """This rank's state of each parameter, by buffer: of what rests elsewhere, shapes only. Local.
+
+    Empty where there is none.
+    """
+    updater = sharded.residence.updater
+    if updater is not None:
+        targets = [target for buffer in buffers for target in buffer.targets]
+        found = updater.describe(targets)
+        return [
+            [_without_master(found.get(target, {})) for target in buffer.targets]
+            if buffer.targets
+            else [{} for _ in buffer.params]
+            for buffer in buffers
+        ]
+    state = {} if sharded.optimizer is None else sharded.optimizer.state
+    is_sharded = sharded.placements.optim is Placement.SHARDED
+    return [
+        [state.get(p, {}) for p in (buffer.shard_params if is_sharded else buffer.params)]
+        for buffer in buffers
+    ]
+
+
+def _plan_entries(
+    sharded: ShardedModel, buffers: Sequence[FlatBuffer], timeout_s: float
+) -> Entries:
+    states, group = states_of(sharded, buffers), sharded.group
+    if sharded.placements.optim is Placement.REPLICATED:
+        return [
+            [{k: _shared_out(v, group.world_size) for k, v in one.items()} for one in of]
+            for of in states
+        ]
+    flat = [state for of_buffer in states for state in of_buffer]
+    by_param = iter(zip(*ask_states(flat, group=group, timeout_s=timeout_s), strict=True))
+    return [
+        [plan_state(buffer, position, next(by_param)) for position in range(len(buffer.params))]
+        for buffer in buffers
+    ]
+
+
+def _shared_out(value: Any, world_size: int) -> Entry:
+    """An entry that every rank has: each gives an equal run of its elements."""
+    said = Said.of(value)
+    if not isinstance(value, Tensor):
+        return PlainEntry(value)
+    ends = [value.numel() * rank // world_size for rank in range(world_size + 1)]
+    spans = tuple(Span(start, stop) for start, stop in pairwise(ends))
+    return TensorEntry(value.shape, value.dtype, said.is_on_host, spans)
+
+
+def _batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:
+    """See NOTE(batches)."""
+    batch: list[_Item] = []
+    num_bytes = 0
+    for item in items:
+        if batch and num_bytes + item.part.num_bytes > _BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(item)
+        num_bytes += item.part.num_bytes
+    if batch:
+        yield batch
+
+
+def _read(sharded: ShardedModel, batch: Sequence[_Item]) -> list[Tensor]:
+    elsewhere: dict[nn.Parameter, dict[str, Any]] = {}
+    updater = sharded.residence.updater
+    if updater is not None:
+        names = {item.part.tensor.entry or MASTER for item in batch}
+        targets = {
+            item.buffer.targets[item.position]: None
+            for item in batch
+            if item.buffer.targets and _rests_elsewhere(item)
+        }
+        elsewhere = updater.read(targets, names) if targets else {}
+    state = {} if sharded.optimizer is None else sharded.optimizer.state
+    resting: dict[int, Tensor] = {}
+    return [_find(item, state, elsewhere, resting) for item in batch]
+
+
+def _rests_elsewhere(item: _Item) -> bool:
+    return item.part.tensor.entry is not None or item.buffer.training.memory is None
+
+
+def _find(
+    item: _Item,
+    state: Mapping[Any, Mapping[str, Any]],
+    elsewhere: Mapping[nn.Parameter, Mapping[str, Any]],
+    resting: dict[int, Tensor],
+) -> Tensor:
+    buffer, key = item.buffer, item.part.tensor.entry
+    found = elsewhere.get(buffer.targets[item.position], {}) if buffer.targets else {}
+    if (key or MASTER) in found:
+        return found[key or MASTER].reshape(-1)
+    if key is None:
+        piece = buffer.piece_of(item.position)
+        assert piece is not None, "a rank that keeps nothing gives nothing"
+        values = buffer.training.memory
+        if values is None:  # not stepped yet: the master is what the shard is
+            if buffer.index not in resting:
+                resting[buffer.index] = buffer.resting.read()
+            values = resting[buffer.index].to(buffer.training.dtype)
+        return values[piece.in_shard.as_slice()]
+    shard, span = buffer.shard_params[item.position], item.part.span
+    if shard in state:
+        return state[shard][key].detach().reshape(-1)
+    return state[buffer.params[item.position]][key].detach().reshape(-1)[span.as_slice()]
+
+
+def _without_master(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != MASTER}
