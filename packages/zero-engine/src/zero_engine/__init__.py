@@ -43,6 +43,7 @@ from ._errors import ConfigError, FileError, LossScaleError, NotBuiltError
 from ._export import ExportReport, export
 from ._initialize import initialize
 from ._load import LoadReport, load
+from ._load_deepspeed import DeepSpeedLoadReport, load_deepspeed
 from ._loss_scale import DynamicLossScale, LossScaler, StaticLossScale
 from ._offload import Offload
 from ._pretrained import load_pretrained, open_safetensors
@@ -55,6 +56,7 @@ __all__ = [
     "ChainedOptimizer",
     "ConfigError",
     "Cut",
+    "DeepSpeedLoadReport",
     "DynamicLossScale",
     "Engine",
     "EngineConfig",
@@ -89,6 +91,7 @@ __all__ = [
     "get_leaf_modules",
     "initialize",
     "load",
+    "load_deepspeed",
     "load_pretrained",
     "local_grad",
     "local_optimizer_state",
