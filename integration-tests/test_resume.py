@@ -1,0 +1,146 @@
+"""A training that was saved goes on as if nothing had happened, however it is distributed now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+import zero_engine
+from parity import ZeroConfig
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_engine import Offload, Precision
+from zero_offload import CPUAdam
+
+SAVED_AT, MORE = 2, 5
+PLACES = ("device", "host", "disk")
+
+
+class _Model(parity.Tiny):
+    """As Tiny, with dropout and statistics that move."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__(torch.float32)
+        self.drop, self.norm = nn.Dropout(p), nn.BatchNorm1d(parity.WIDTH, affine=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = (self.embed(tokens) + self.positions + self.frozen).float()
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2).to(self.embed.weight.dtype)
+        for block in self.blocks:
+            x = self.drop(block(x))
+        for gate in self.gates:
+            x = gate(x)
+        x = x + self.lift(self.adapter(x.to(self.lift.weight.dtype))).to(x.dtype)
+        return self.head(x) * self.scale
+
+
+def _build(
+    group: Group,
+    config: Any,
+    *,
+    seed: int,
+    p: float = 0.0,
+    make: Any = torch.optim.AdamW,
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model = parity.build(partial(_Model, p), seed=seed)
+    optimizer = make(parity.param_groups(model), lr=1e-2)
+    zero_engine.shard(model, optimizer, config, group=group)
+    return model, optimizer, parity.scheduler_for(optimizer)
+
+
+def _run(
+    model: nn.Module, optimizer: Any, scheduler: Any, steps: range, *, rank: int
+) -> list[float]:
+    losses = []
+    for step in steps:
+        losses += parity.run_steps(model, optimizer, [step], rank=rank)
+        scheduler.step()
+    return losses
+
+
+def _configs(folder: Path, precision: Precision | None = None) -> Iterator[tuple[str, Any]]:
+    """Every stage and residence."""
+    common = {"precision": precision}
+    if precision is None:
+        yield "stage 0", ZeroConfig(0)
+    for stage in (1, 2, 3):
+        for optimizer in PLACES:
+            for params in PLACES if stage == 3 else ("device",):
+                uses_disk = "disk" in (optimizer, params)
+                offload = Offload(
+                    optimizer=optimizer,
+                    params=params,
+                    path=folder if uses_disk else None,
+                    subgroup_bytes=2000,
+                )
+                what = f"stage {stage}, optimizer on {optimizer}, params on {params}"
+                yield what, ZeroConfig(stage, offload=offload, **common)
+
+
+def _save(group: Group, folder: Path, p: float, bf16: bool, own: bool) -> list[float]:
+    """Train, save, and go on: what the others are to equal."""
+    precision = Precision(params=torch.bfloat16) if bf16 else None
+    make = CPUAdam if own else torch.optim.AdamW
+    config = ZeroConfig(3, precision=precision)
+    model, optimizer, scheduler = _build(group, config, seed=0, p=p, make=make)
+    torch.manual_seed(100 + group.rank)
+    rank = group.rank if p else 0
+    _run(model, optimizer, scheduler, range(SAVED_AT), rank=rank)
+    report = zero_engine.save(
+        folder / "saved",
+        model,
+        optimizer,
+        step=SAVED_AT,
+        scheduler=scheduler,
+        extra={"position": (3, 4.5)},
+    )
+    assert report.path == folder / "saved" / f"step-{SAVED_AT}"
+    return _run(model, optimizer, scheduler, range(SAVED_AT, SAVED_AT + MORE), rank=rank)
+
+
+def _resume(group: Group, folder: Path, p: float, bf16: bool, own: bool) -> dict[str, list[float]]:
+    found = {}
+    make = CPUAdam if own else torch.optim.AdamW
+    precision = Precision(params=torch.bfloat16) if bf16 else None
+    for what, config in _configs(folder, precision):
+        model, optimizer, scheduler = _build(group, config, seed=7, p=p, make=make)
+        torch.manual_seed(999)
+        report = zero_engine.load(folder / "saved", model, optimizer, scheduler=scheduler)
+        assert report is not None
+        assert (report.step, report.extra) == (SAVED_AT, {"position": (3, 4.5)})
+        assert report.num_tensors == report.num_tensors_saved > 80
+        steps = range(report.step, report.step + MORE)
+        found[what] = _run(model, optimizer, scheduler, steps, rank=group.rank if p else 0)
+        zero_engine.unshard(model, optimizer)
+    return found
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("own", [False, True], ids=["adamw", "cpu-adam"])
+def test_the_next_steps_are_those_of_the_run_that_went_on(ranks, tmp_path, bf16, own) -> None:
+    """Weights, moments, masters, rates, statistics and dropout: all of it, in every cell."""
+    arguments = {"folder": tmp_path, "p": 0.3, "bf16": bf16, "own": own}
+    tolerance = 0.05 if bf16 else 1e-5  # torch's kernel and ours, on the host, round apart
+    expected = ranks(2).run(_save, **arguments)
+    for rank, found in enumerate(ranks(2).run(_resume, **arguments)):
+        for what, losses in found.items():
+            rounds_alike = own or "optimizer" not in what or "optimizer on device" in what
+            wanted = (
+                expected[rank] if rounds_alike else pytest.approx(expected[rank], abs=tolerance)
+            )
+            assert losses == wanted, f"rank {rank}, {what}"
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_another_world_size_goes_on_within_rounding(ranks, tmp_path, world_size) -> None:
+    """Machines come and go; every rank sees the same batch, so that only sums differ."""
+    arguments = {"folder": tmp_path, "p": 0.0, "bf16": False, "own": False}
+    expected = ranks(2).run(_save, **arguments)[0]
+    for rank, found in enumerate(ranks(world_size).run(_resume, **arguments)):
+        for what, losses in found.items():
+            assert losses == pytest.approx(expected, abs=1e-5), f"rank {rank}, {what}"
