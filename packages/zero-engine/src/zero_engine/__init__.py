@@ -46,7 +46,7 @@ from ._load import LoadReport, load
 from ._load_deepspeed import DeepSpeedLoadReport, load_deepspeed
 from ._loss_scale import DynamicLossScale, LossScaler, StaticLossScale
 from ._offload import Offload
-from ._pretrained import load_pretrained, open_safetensors
+from ._pretrained import load_pretrained, open_weights
 from ._save import SaveReport, save
 from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from ._shard import shard, unshard
@@ -98,7 +98,7 @@ __all__ = [
     "local_param",
     "materialise",
     "no_sync",
-    "open_safetensors",
+    "open_weights",
     "parameter_status",
     "register_external_parameter",
     "release_buffers",

@@ -76,6 +76,15 @@ class DeepSpeedFiles:
         return cls(path, model, tuple(optimizer.values()))
 
 
+def is_deepspeed(folder: Path, tag: str | None) -> bool:
+    """Whether there are optimizer states of DeepSpeed, to look at before it is opened. Local."""
+    try:
+        names = [path.name for path in _folder_of(folder, tag).iterdir()]
+    except OSError:  # as with a folder that is missing: whoever opens it says so
+        return False
+    return any(_OPTIMIZER.fullmatch(name) for name in names)
+
+
 def _folder_of(folder: Path, tag: str | None) -> Path:
     if not folder.is_dir():
         raise FileError(f"{folder}: no such folder")

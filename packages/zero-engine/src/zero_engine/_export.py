@@ -15,6 +15,8 @@ from attrs import frozen
 from torch import Tensor
 
 from ._checkpoint import Checkpoint, PiecesRange
+from ._deepspeed_files import is_deepspeed
+from ._deepspeed_folder import DeepSpeedFolder
 from ._errors import ConfigError, FileError
 from ._hugging_face_files import INDEX, ExportedFile, ExportedTensor, index_of, plan_files
 from ._manifest import MANIFEST
@@ -32,7 +34,7 @@ class ExportReport:
 
 
 def export(
-    checkpoint: Checkpoint | str | Path,
+    checkpoint: Checkpoint | DeepSpeedFolder | str | Path,
     out: str | Path,
     *,
     tag: str | None = None,
@@ -50,7 +52,8 @@ def export(
     files come from where the model came from.
 
     Args:
-        checkpoint: What `Checkpoint.open` returns, a folder of checkpoints, or one of them.
+        checkpoint: What `Checkpoint.open` returns, a folder of checkpoints, or one of them; also
+            one that DeepSpeed's ZeRO saved, which is read as `load_deepspeed` does.
         out: The folder to make; it may exist if it is empty.
         tag: Which checkpoint of the folder; the newest complete one when None.
         dtype: Floating-point tensors are rounded to it, to nearest even; as they are when None.
@@ -63,13 +66,14 @@ def export(
             that safetensors has no word for, or the folder cannot be written or is not empty.
     """
     _check_choices(dtype, max_shard_bytes)
-    if not isinstance(checkpoint, Checkpoint):
+    if isinstance(checkpoint, str | Path):
         checkpoint = _open(Path(checkpoint), tag)
     readers = {**checkpoint.params, **checkpoint.buffers}
     files = plan_files(readers, dtype=dtype, max_shard_bytes=max_shard_bytes)
     out = Path(out)
     _check_absent(out)
-    checkpoint.verify(_files_of(readers.values()))
+    if isinstance(checkpoint, Checkpoint):
+        checkpoint.verify(_files_of(readers.values()))
     with _appearing(out) as folder:
         for file in files:
             _write(folder / file.name, _content_of(file, progress))
@@ -93,7 +97,9 @@ def _check_choices(dtype: Any, max_shard_bytes: Any) -> None:
         )
 
 
-def _open(path: Path, tag: str | None) -> Checkpoint:
+def _open(path: Path, tag: str | None) -> Checkpoint | DeepSpeedFolder:
+    if is_deepspeed(path, tag):
+        return DeepSpeedFolder.open(path, tag)
     if tag is None and (path / MANIFEST).is_file():
         path = path.absolute()
         path, tag = path.parent, path.name
