@@ -66,6 +66,7 @@ def _save_checkpoint(
         "ties": {"head": "embed"},
         "optimizer": {"embed": {"exp_avg": moments}},
         "param_groups": [],
+        "excludes_frozen": False,
         "files": {n: {"bytes": len(c), "crc32": zlib.crc32(c)} for n, c in contents.items()},
     }
     (path / MANIFEST).write_bytes(seal(content))

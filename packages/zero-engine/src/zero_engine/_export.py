@@ -69,6 +69,11 @@ def export(
     if isinstance(checkpoint, str | Path):
         checkpoint = _open(Path(checkpoint), tag)
     readers = {**checkpoint.params, **checkpoint.buffers}
+    if isinstance(checkpoint, Checkpoint) and checkpoint.excludes_frozen:
+        raise FileError(
+            f"{checkpoint.path}: was saved with exclude_frozen=True, so that it has a part of the "
+            "model only; load it into the model, save that whole, and export what was saved"
+        )
     files = plan_files(readers, dtype=dtype, max_shard_bytes=max_shard_bytes)
     out = Path(out)
     _check_absent(out)
