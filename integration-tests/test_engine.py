@@ -234,8 +234,8 @@ def _ask_for_attributes(group: Group) -> None:
     assert engine.gates is engine.module.gates
     assert next(engine.named_parameters())[0] == "module.frozen"
     assert not hasattr(engine, "no_such_thing")
-    with pytest.raises(AttributeError, match="save_checkpoint is not built yet; meanwhile"):
-        engine.save_checkpoint("there")
+    with pytest.raises(AttributeError, match="offload_states is not built yet; meanwhile"):
+        engine.offload_states()
     assert engine.eval() is engine and not engine.module.training
 
 

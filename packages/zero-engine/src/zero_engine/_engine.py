@@ -14,7 +14,7 @@ from zero_partition import StateError
 
 from ._checks import check_flag, check_whole
 from ._engine_config import EngineConfig
-from ._engine_facts import EngineFacts
+from ._engine_files import EngineFiles
 from ._errors import ConfigError, LossScaleError
 from ._schedulers import check_step
 from ._verdict import Verdict, can_undo, remember
@@ -27,7 +27,7 @@ from ._verdict import Verdict, can_undo, remember
 
 
 @final
-class Engine(EngineFacts):
+class Engine(EngineFiles):
     """A sharded model with its optimizer and scheduler; made by `initialize`.
 
         loss = engine(batch)
@@ -304,6 +304,12 @@ class Engine(EngineFacts):
         micro_batch_size = check_whole(where, micro_batch_size, minimum=1)
         self._check_at_boundary(where)
         self._micro_batch_size = micro_batch_size
+
+    def _begin_anew(self) -> None:
+        self.zero_grad()
+        self._accumulation.num_pending = 0
+        self._was_applied = self._was_scaled = False
+        self._wait_or_not()
 
     def _set_num_micro_batches(self, where: str, count: int) -> None:
         self._check_at_boundary(where)

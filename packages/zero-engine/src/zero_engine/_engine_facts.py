@@ -15,10 +15,6 @@ from ._loss_scale import LossScaler, StaticLossScale
 from ._verdict import Verdict
 
 _LATER: Final = {
-    "save_checkpoint": "zero_engine.full_state_dict(engine.module) gives the weights",
-    "load_checkpoint": "load weights before initialize(), or by zero_engine.load_pretrained()",
-    "save_16bit_model": "zero_engine.full_state_dict(engine.module) gives the weights",
-    "save_fp16_model": "zero_engine.full_state_dict(engine.module) gives the weights",
     "offload_states": "states stay on their device",
     "reload_states": "states stay on their device",
 }

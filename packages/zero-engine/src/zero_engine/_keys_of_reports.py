@@ -19,7 +19,6 @@ from ._value_kinds import (
     several,
 )
 
-_CHECKPOINTS: Final = NotBuilt("saving and loading an engine's state")
 _ACTIVATIONS: Final = Becomes("activation_checkpointing")
 _OUTSIDE: Final = "it is outside of ZeRO"
 
@@ -76,12 +75,34 @@ _MONITORS: Final = (
 
 _FILES: Final = section(
     "checkpoint",
-    FileKey("tag_validation", choice("Ignore", "Warn", "Fail"), "Warn", _CHECKPOINTS),
-    FileKey("load_universal", FLAG, False, _CHECKPOINTS),
-    FileKey("use_node_local_storage", FLAG, False, _CHECKPOINTS),
-    FileKey("parallel_write.pipeline_stage", FLAG, False, _CHECKPOINTS),
-    FileKey("checkpoint_serialization", FLAG, True, _CHECKPOINTS),
-    _object("writer", "saving an engine's state"),
+    FileKey(
+        "tag_validation",
+        choice("Ignore", "Warn", "Fail"),
+        "Warn",
+        CannotMatter("ranks that pass different tags end in an error"),
+    ),
+    FileKey(
+        "load_universal",
+        FLAG,
+        False,
+        CannotMatter("every checkpoint loads at any world size and stage"),
+    ),
+    FileKey(
+        "use_node_local_storage",
+        FLAG,
+        False,
+        NotBuilt("folders that only one node sees; save to one that every rank sees"),
+    ),
+    FileKey(
+        "parallel_write.pipeline_stage",
+        FLAG,
+        False,
+        CannotMatter("every rank writes files of its own"),
+    ),
+    FileKey(
+        "checkpoint_serialization", FLAG, True, CannotMatter("nothing is pickled, with it or not")
+    ),
+    _object("writer", "other writers of checkpoints than zero_engine.save()"),
 )
 
 _ACTIVATION_CHECKPOINTING: Final = section(
@@ -173,7 +194,7 @@ _OTHER_FEATURES: Final = (
     ),
     *not_built(
         "nebula",
-        "saving an engine's state",
+        "Nebula's storage; engine.save_checkpoint() writes to folders",
         persistent_storage_path=TEXT,
         persistent_time_interval=COUNT,
         num_of_version_in_retention=COUNT,

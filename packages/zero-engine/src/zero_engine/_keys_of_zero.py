@@ -36,7 +36,6 @@ _CHOSEN_ONCE: Final = CannotMatter(
     "how a collective is composed is chosen once per group, from what its backend does well"
 )
 _LEAVES: Final = NotBuilt("call zero_engine.set_leaf_modules(model, ...) before the model is given")
-_FILES: Final = NotBuilt("saving and loading an engine's state")
 
 _STAGE_3: Final = (
     _stage_3(
@@ -142,9 +141,24 @@ KEYS: Final = section(
     FileKey(
         "compute_grad_norm", FLAG, True, CannotMatter("the norm comes with the overflow check")
     ),
-    FileKey("load_from_fp32_weights", FLAG, True, _FILES),
-    FileKey("elastic_checkpoint", FLAG, False, _FILES),
-    FileKey("pipeline_loading_checkpoint", FLAG, False, _FILES),
+    FileKey(
+        "load_from_fp32_weights",
+        FLAG,
+        True,
+        CannotMatter("masters are saved and restored as they were"),
+    ),
+    FileKey(
+        "elastic_checkpoint",
+        FLAG,
+        False,
+        CannotMatter("every checkpoint loads at any world size"),
+    ),
+    FileKey(
+        "pipeline_loading_checkpoint",
+        FLAG,
+        False,
+        CannotMatter("each rank reads only the elements that it keeps"),
+    ),
     FileKey(
         "ignore_unused_parameters",
         FLAG,

@@ -129,17 +129,14 @@ def save_with(
     *,
     engine: Any = None,
     system: FileSystem = FILE_SYSTEM,
+    warns: bool = True,
     **asked: Any,
 ) -> SaveReport:
     """As `save`, with what an engine keeps besides, and a file system that tests replace."""
     sharded = sharded_of(model, optimizer, "save()")
     sharded.refuse_while_gathered("save()")
-    if any(g.has_local for g in sharded.reducer.gradients):
-        warnings.warn(
-            "save() in the middle of accumulation: gradients are not saved, and a run that resumes "
-            "begins the step anew; save after optimizer.step()",
-            stacklevel=3,
-        )
+    if warns and any(g.has_local for g in sharded.reducer.gradients):
+        warn_of_gradients(stacklevel=3)
     request = _check(engine=engine, **asked)
     group = sharded.group
     facts = {"tag": request.tag, "step": str(request.step), "folder": str(request.folder)}
@@ -185,6 +182,15 @@ def save_with(
         num_tensors=len(parts.tensors) + len(buffers),
         num_bytes=sum(f["bytes"] for of_rank in written for f in of_rank.files.values()),
         linked_bytes=_linked_bytes(request.folder / request.tag, written[group.rank]),
+    )
+
+
+def warn_of_gradients(*, stacklevel: int) -> None:
+    """Of a step that has begun."""
+    warnings.warn(
+        "saved in the middle of accumulation: gradients are not saved, and a run that resumes "
+        "begins the step anew; save after the step of a boundary",
+        stacklevel=stacklevel + 1,
     )
 
 

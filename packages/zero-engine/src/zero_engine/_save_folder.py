@@ -67,6 +67,7 @@ class PartialFolder:
             FileError: It cannot be made, or something else has the name of the tag.
         """
         self = cls(folder, tag, system)
+        self.path = folder / f".{tag}{_PARTIAL}{secrets.token_hex(4)}"
         try:
             system.make_folders(folder)
             _remove_leftovers(folder, system)
@@ -78,12 +79,12 @@ class PartialFolder:
                 )
             serials = [_serial_of(path) for path in find_complete(folder).values()]
             self.serial = 1 + max(serials, default=0)
-            self.path = folder / f".{tag}{_PARTIAL}{secrets.token_hex(4)}"
             system.mkdir(self.path)
             self._take_lock()
         except FileError:
             raise
         except OSError as error:
+            self.abandon()
             raise named(error, folder) from error
         return self
 

@@ -1,0 +1,99 @@
+"""Save loops of a model whose every value is its step, so that what is loaded can be told."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import zero_engine
+from torch import nn
+from zero_comm import Group
+from zero_engine._checkpoint import Checkpoint, PiecesRange
+from zero_engine._file_system import FILE_SYSTEM, FileSystem
+from zero_engine._save import save_with
+
+
+def make(group: Group) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Trained, and frozen, and with a momentum."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 7), nn.Linear(7, 5))
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1, 0.9)
+    zero_engine.shard(model, optimizer, zero_engine.ZeroConfig(3, min_unit_bytes=0), group=group)
+    model(torch.ones(2, 9)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def save_step(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    *,
+    system: FileSystem = FILE_SYSTEM,
+    tag: str | None = None,
+    keep: int | None = 2,
+) -> None:
+    """Every value that is trained is the step; all others are 1. Collective."""
+    for param in model.parameters():
+        value = torch.full(param.shape, float(step) if param.requires_grad else 1.0)
+        zero_engine.set_full_param(param, value)
+        if param.requires_grad:
+            zero_engine.set_full_optimizer_state(param, "momentum_buffer", value)
+    asked: dict[str, Any] = {"folder": folder, "tag": tag, "step": step, "keep": keep}
+    asked |= {"extra": step, "scheduler": None, "has_frozen": True, "is_latest": True}
+    save_with(model, optimizer, system=system, **asked)
+
+
+def check_newest(folder: Path) -> int:
+    """The step of the newest checkpoint, which is whole and as it was saved; 0 if there is none."""
+    checkpoint = Checkpoint.open(folder)
+    if checkpoint is None:
+        return 0
+    checkpoint.verify()
+    states = [entry for of in checkpoint.optimizer.values() for entry in of.values()]
+    tensors = [*checkpoint.params.values(), *states]
+    assert len(tensors) == 4 + 3
+    for tensor in tensors:
+        assert isinstance(tensor, PiecesRange)
+        expected = 1.0 if tensor.name in checkpoint.frozen else checkpoint.step
+        assert (tensor.whole() == expected).all(), tensor.name
+    assert checkpoint.extra == checkpoint.step
+    return checkpoint.step
+
+
+def _kill_many(folder: Path, num_kills: int) -> None:
+    """Fork a save loop, kill it at a random instant, look; and again."""
+    model, optimizer = make(Group.solo())
+    draw, last = random.Random(0), 0
+    for _ in range(num_kills):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            for step in range(last + 1, 1_000_000):
+                save_step(folder, model, optimizer, step, tag="same" if step % 3 == 0 else None)
+                os.write(writing, b"x")
+        os.read(reading, 1)  # it has saved once
+        time.sleep(draw.uniform(0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
+        found = check_newest(folder)
+        assert found > last, (found, last)
+        last = found
+        hidden = [path for path in folder.iterdir() if path.name.startswith(".")]
+        assert len(hidden) <= 4, hidden  # the next save removes what this one has left
+    print(f"{num_kills} of {num_kills}, at step {last}")
+
+
+if __name__ == "__main__":
+    _kill_many(Path(sys.argv[1]), int(sys.argv[2]))

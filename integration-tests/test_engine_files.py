@@ -1,0 +1,196 @@
+"""An engine that loads what another saved goes on as that one did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import parity
+import pytest
+import torch
+from engines import assert_weights, build_engine, engine_config, run_micro_batch, weights_of
+from parity import ZeroConfig
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_engine import ConfigError, DynamicLossScale, Engine, Precision
+from zero_engine.compat import deepspeed
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps", "cur_scale")
+
+
+class _Small(nn.Module):
+    """Of one dtype whatever that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
+        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(tokens))).float()
+
+
+def _facts(engine: Engine) -> dict[str, Any]:
+    return {name: getattr(engine, name) for name in COUNTERS} | {"lr": engine.get_lr()}
+
+
+def _fp16(group: Group, stage: int) -> Engine:
+    settings = engine_config(
+        group,
+        stage,
+        accumulation_steps=2,
+        loss_scale=DynamicLossScale(initial_power=16, window=2, hysteresis=1),
+    )
+    zero = ZeroConfig(stage, precision=Precision(params=torch.float16))
+    return build_engine(group, attrs.evolve(settings, zero=zero), _Small)
+
+
+def _steps(engine: Engine, steps: range) -> list[Any]:
+    """With an overflow now and then, so that the scale and its counters move."""
+    seen: list[Any] = []
+    for step in steps:
+        for micro in range(2):
+            factor = 3e38 if step % 4 == 1 else 1.0
+            loss = run_micro_batch(engine, step, micro, factor=factor)
+            seen.append(loss)
+        seen.append(_facts(engine))
+    return seen
+
+
+@pytest.mark.parametrize(("stage", "then"), [(1, 1), (3, 2)])  # these reduce equally often
+def test_scale_counters_and_scheduler_go_on(ranks, tmp_path: Path, stage: int, then: int) -> None:
+    """A scale that starts anew skips its first steps, and a schedule that does warms up twice."""
+    ranks(2).run(_go_on, folder=tmp_path, stage=stage, then=then)
+
+
+def _go_on(group: Group, folder: Path, stage: int, then: int) -> None:
+    engine = _fp16(group, stage)
+    _steps(engine, range(6))
+    state = {"position": 12, "names": ("a", "b")}
+    assert engine.save_checkpoint(str(folder), client_state=state) is True
+    saved, expected = _facts(engine), _steps(engine, range(6, 11))
+    assert saved["skipped_steps"] > 0 and saved["cur_scale"] != 2.0**16
+
+    again = _fp16(group, then)
+    run_micro_batch(again, 0, 0)  # begun, and forgotten
+    path, found = again.load_checkpoint(str(folder))
+
+    assert path == str(folder / "global_step6") and found == state
+    assert _facts(again) == saved
+    assert _steps(again, range(6, 11)) == expected
+    assert_weights(again, weights_of(engine))
+
+
+def test_a_folder_without_a_checkpoint_is_warned_of(ranks, tmp_path: Path) -> None:
+    """As in DeepSpeed: the first start of a job that resumes when it can."""
+    ranks(1).run(_load_nothing, folder=tmp_path)
+
+
+def _load_nothing(group: Group, folder: Path) -> None:
+    engine = build_engine(group, engine_config(group, 1))
+
+    with pytest.warns(UserWarning, match="holds no complete checkpoint"):
+        assert engine.load_checkpoint(folder) == (None, None)
+    with pytest.raises(ConfigError, match="custom_load_fn"):
+        engine.load_checkpoint(folder, custom_load_fn=print)
+    with pytest.raises(ConfigError, match=r"extra\['f'\]: expected .* got a builtin_function"):
+        engine.save_checkpoint(folder, client_state={"f": print})
+
+
+def test_parts_of_a_checkpoint_are_loaded_alone(ranks, tmp_path: Path) -> None:
+    """Fine-tuning takes the weights of a run, and nothing else of it."""
+    ranks(2).run(_load_parts, folder=tmp_path)
+
+
+def _load_parts(group: Group, folder: Path) -> None:
+    engine = build_engine(group, engine_config(group, 2))
+    for step in range(2):
+        run_micro_batch(engine, step)
+    engine.save_checkpoint(folder, tag="aside", save_latest=False)
+    engine.save_checkpoint(folder)
+    fresh = _facts(build_engine(group, engine_config(group, 3)))
+
+    module_only = build_engine(group, engine_config(group, 3))
+    module_only.load_checkpoint(folder, load_module_only=True)
+    no_moments = build_engine(group, engine_config(group, 3))
+    no_moments.load_checkpoint(folder, tag="aside", load_optimizer_states=False)
+    no_schedule = build_engine(group, engine_config(group, 3))
+    no_schedule.load_checkpoint(folder, load_lr_scheduler_states=False)
+
+    for loaded in (module_only, no_moments, no_schedule):
+        assert_weights(loaded, weights_of(engine))
+    assert _facts(module_only) == fresh
+    assert no_moments.global_steps == 2
+    assert not no_moments.optimizer.state and no_schedule.optimizer.state
+    assert no_schedule.lr_scheduler.last_epoch == 0 and no_moments.lr_scheduler.last_epoch == 2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_in_the_middle_of_accumulation_there_is_a_warning(ranks, tmp_path, stage: int) -> None:
+    """Gradients are not saved, and nobody should believe they were."""
+    ranks(2).run(_save_midway, folder=tmp_path, stage=stage)
+
+
+def _save_midway(group: Group, folder: Path, stage: int) -> None:
+    engine = build_engine(group, engine_config(group, stage, accumulation_steps=2))
+    for micro in range(2):
+        run_micro_batch(engine, 0, micro)
+    run_micro_batch(engine, 1, 0)
+
+    with pytest.warns(UserWarning, match="gradients are not saved"):
+        engine.save_checkpoint(folder)
+
+    run_micro_batch(engine, 1, 1)
+    engine.load_checkpoint(folder)
+    assert engine.micro_steps == 3 and not engine.is_gradient_accumulation_boundary()
+
+
+def test_weights_alone_are_saved_for_others(ranks, tmp_path: Path) -> None:
+    """What is deployed has no moments, and is read without this library."""
+    ranks(2).run(_save_weights, folder=tmp_path)
+
+
+def _save_weights(group: Group, folder: Path) -> None:
+    engine = build_engine(group, engine_config(group, 3))
+
+    assert engine.save_16bit_model(folder) and engine.save_16bit_model(folder, "m.safetensors")
+    engine.save_16bit_model(folder, "trained.safetensors", exclude_frozen_parameters=True)
+
+    expected = weights_of(engine)
+    if group.rank:
+        return
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    parity.assert_same_weights(state, expected, what="torch.save")
+    found: dict[str, Tensor] = load_file(folder / "m.safetensors")
+    assert found.keys() == expected.keys() - {"head.weight"}
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert "frozen" not in load_file(folder / "trained.safetensors")
+    assert {path.name for path in folder.iterdir()} == {
+        "pytorch_model.bin",
+        "m.safetensors",
+        "trained.safetensors",
+    }
+
+
+def test_deepspeeds_names_save_and_load(ranks, tmp_path: Path) -> None:
+    """A script that is changed by one line resumes, too."""
+    ranks(1).run(_by_deepspeeds_names, folder=tmp_path)
+
+
+def _by_deepspeeds_names(group: Group, folder: Path) -> None:
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    config |= {"zero_optimization": {"stage": 3}}
+    losses = []
+    for _ in range(2):
+        model = parity.build(parity.tiny_float32)
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        found, _ = engine.load_checkpoint(str(folder)) if losses else (None, None)
+        if found is None:
+            run_micro_batch(engine, 0)
+            engine.save_checkpoint(str(folder), tag=7)
+        losses.append(run_micro_batch(engine, 1))
+    assert losses[0] == losses[1] and (folder / "latest").read_text() == "7"
