@@ -131,8 +131,8 @@ def _optimizer_of(
     kept: _Cut, optimizer: torch.optim.Optimizer, form: Form, rank: int, made: dict[str, type]
 ) -> dict[str, Any]:
     states, group_of = kept.states[rank], kept.param_group_of
-    scaler = made["LossScaler"]()
-    scaler.cur_scale = 1.0
+    scaler = made["DynamicLossScaler" if form.dtype == torch.float16 else "LossScaler"]()
+    scaler.cur_scale, scaler.dtype = 1.0, form.dtype
     said = {"zero_stage": made["ZeroStageEnum"](form.stage), "loss_scaler": scaler}
     numbers = range(len(group_of))
     gaps = [[form.gap] * num_params for num_params in kept.sizes] if form.gap else None
@@ -206,6 +206,7 @@ def _classes_of_deepspeed() -> Iterator[dict[str, type]]:
     kinds = {
         "ZeroStageEnum": ("deepspeed.runtime.zero.config", _Stage),
         "LossScaler": ("deepspeed.runtime.fp16.loss_scaler", object),
+        "DynamicLossScaler": ("deepspeed.runtime.fp16.loss_scaler", object),
         "fragment_address": ("deepspeed.utils.tensor_fragment", object),
     }
     made, modules = {}, {}

@@ -21,6 +21,7 @@ BEFORE, AFTER = 3, 3  # steps
 FORMS = {
     "1x2": Form(stage=1, world_size=2),
     "1x3 elastic": Form(stage=1, world_size=3, elastic=True, gap=3),
+    "2x2 fp16": Form(stage=2, world_size=2, dtype=torch.float16),
     "2x4 bf16": Form(stage=2, world_size=4, dtype=torch.bfloat16, gap=1),
     "3x2": Form(stage=3, world_size=2),
     "3x3 bf16": Form(stage=3, world_size=3, dtype=torch.bfloat16, subgroups=True),
@@ -29,9 +30,9 @@ FORMS = {
 
 
 def _build(seed: int = 0) -> nn.Module:
-    """What does not train is in bf16 there, so that it must be exact in bf16 here."""
+    """What does not train is in 16 bits there, so that its values must be exact in these."""
     model = parity.build(parity.tiny_float32, seed=seed)
-    model.frozen.data.copy_(model.frozen.data.bfloat16())
+    model.frozen.data.copy_(model.frozen.data.bfloat16().half())
     return model
 
 
@@ -63,7 +64,8 @@ def _sharded(
         ("1x2", 1, 2),
         ("1x2", 3, 1),
         ("1x3 elastic", 3, 2),
-        ("2x4 bf16", 2, 2),
+        ("1x3 elastic", 2, 3),
+        ("2x2 fp16", 2, 2),
         ("2x4 bf16", 3, 2),
         ("3x2", 1, 1),
         ("3x2", 3, 2),
@@ -80,7 +82,9 @@ def test_training_goes_on_as_if_it_had_been_here_all_along(
     found = ranks(world_size).run(_go_on, folder=folder, stage=stage)
 
     expected = _trained(BEFORE + AFTER)[2][BEFORE:]
-    assert found[0] == expected
+    if world_size < 3:
+        assert found[0] == expected
+    torch.testing.assert_close(found[0], expected)  # a third of three equal gradients is rounded
 
 
 def _go_on(group: Group, folder: str, stage: int, offload: Offload | None = None) -> list[float]:
