@@ -57,6 +57,7 @@ class SaveRequest:
     extra: Any
     scheduler: Any
     engine: Any
+    param_groups: list[dict[str, Any]]  # none where the optimizer is not saved
     keep: int | None
     has_frozen: bool
     is_latest: bool
@@ -137,7 +138,8 @@ def save_with(
     sharded.refuse_while_gathered("save()")
     if warns and any(g.has_local for g in sharded.reducer.gradients):
         warn_of_gradients(stacklevel=3)
-    request = _check(engine=engine, **asked)
+    groups = [] if optimizer is None else param_groups_of(sharded)
+    request = _check(engine=engine, param_groups=groups, **asked)
     group = sharded.group
     facts = {"tag": request.tag, "step": str(request.step), "folder": str(request.folder)}
     facts |= {"optimizer": str(optimizer is not None), "keep": str(request.keep)}
@@ -342,7 +344,7 @@ def manifest_of(
         "excludes_frozen": not request.has_frozen,
         **sections,
         "ties": dict(parts.ties),
-        "param_groups": [_group_of(group) for group in param_groups_of(sharded)],
+        "param_groups": [_group_of(group) for group in request.param_groups],
         "scheduler": request.scheduler,
         "engine": request.engine,
         "extra": request.extra,

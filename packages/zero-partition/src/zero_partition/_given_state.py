@@ -117,14 +117,6 @@ def _try(
     return {k: tuple(v.shape) if isinstance(v, Tensor) else None for k, v in state.items()}
 
 
-def entries_after_step(
-    sample: Tensor, options: Mapping[str, Any], optimizer: torch.optim.Optimizer
-) -> frozenset[str] | None:
-    """Which entries one step leaves for a parameter like this; None where that cannot be tried."""
-    expected = _try(sample, options, optimizer.defaults, type(optimizer))
-    return None if expected is None else frozenset(expected)
-
-
 def own_state(
     given: Mapping[str, Any], is_own: Sequence[bool]
 ) -> tuple[dict[int, Any], list[dict[str, Any]]]:

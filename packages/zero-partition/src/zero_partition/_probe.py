@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -92,6 +92,37 @@ def find_dependence(
                 if reason is not None:
                     return reason
     return None
+
+
+def entries_after_step(
+    optimizer: torch.optim.Optimizer,
+    dims: Sequence[Sequence[int]],
+    options: Sequence[Mapping[str, Any]],
+) -> list[dict[int, frozenset[str]]]:
+    """Which entries of state one step leaves for tiny parameters; none where it fails. Local.
+
+    Args:
+        optimizer: Is not changed.
+        dims: Per param group, how many dims its parameters have.
+        options: Per param group, in place of its own.
+    """
+    params = [[nn.Parameter(torch.ones((2,) * num_dims)) for num_dims in of] for of in dims]
+    with _undisturbed(optimizer):
+        for make in (_copy, _construct):
+            try:
+                twin = make(optimizer, params)
+                for group, given in zip(twin.param_groups, options, strict=True):
+                    group.update(_copied(dict(given)))
+                for param in (param for group in params for param in group):
+                    param.grad = torch.ones_like(param)
+                twin.step(lambda: 0.0) if _needs_closure(twin) else twin.step()
+            except Exception:  # it needs a warmed-up model, say
+                continue
+            return [
+                {param.dim(): frozenset(twin.state.get(param, ())) for param in group}
+                for group in params
+            ]
+    return [{} for _ in dims]
 
 
 def _choose(samples: Sequence[Sample]) -> list[Sample]:

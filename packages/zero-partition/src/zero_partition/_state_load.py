@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ._chained import members_of
 from ._errors import LoadError, PartitionError, StateError
 from ._flat_buffer import FlatBuffer
-from ._given_state import entries_after_step
 from ._load_problems import find_misfits
 from ._load_target import Target, targets_of
 from ._ownership import options_of
 from ._placement import Placement
+from ._probe import entries_after_step
 from ._range_reader import AbstractRangeReader
 from ._sharded_model import ShardedModel
 from ._span import Span
@@ -59,7 +59,7 @@ class StateLoad:
         return (
             sum(len(of_buffer) for _, of_buffer in self.readers)
             + len(self.buffers)
-            + sum(len(target.entries) for target in self.states)
+            + sum(target.num_entries for target in self.states)
         )
 
     def apply(self) -> None:
@@ -248,8 +248,7 @@ def _plan_states(
                 target.plan(state, sharded.placements.optim)
             except PartitionError as error:
                 problems.append(str(error))
-            wanted = expected.get((plan.name, len(plan.shape)))
-            lacking = sorted(wanted - state.keys()) if wanted is not None and state else []
+            lacking = sorted(expected.get(plan.name, frozenset()) - state.keys()) if state else []
             if lacking and is_strict:
                 problems.append(f"{plan.name!r}: optimizer state lacks {', '.join(lacking)}")
             targets.append(target)
@@ -271,30 +270,25 @@ def _describe_groups(mine: Sequence[Mapping[str, Any]], theirs: Sequence[Sequenc
     return "param groups hold the same parameters in another order"
 
 
-def _expected_entries(
-    sharded: ShardedModel, source: StateSource
-) -> dict[tuple[str, int], frozenset[str]]:
-    """What a step leaves as state of a parameter, as a trial on a tiny one shows, where it can."""
-    names, groups = _names_by_owner(sharded), iter(source.param_groups)
-    tried: dict[tuple[int, int], frozenset[str] | None] = {}
-    expected = {}
-    shapes = {
+def _expected_entries(sharded: ShardedModel, source: StateSource) -> dict[str, frozenset[str]]:
+    """What a step leaves as state of each parameter, where a trial on a tiny one shows it."""
+    names, given = _names_by_owner(sharded), iter(source.param_groups)
+    num_dims = {
         plan.name: len(plan.shape)
         for unit in sharded.units
         for buffer in unit.buffers
         for plan in buffer.plan.params
     }
+    expected: dict[str, frozenset[str]] = {}
     for member in members_of(sharded.optimizer):
-        for group in member.param_groups:
-            options = {**options_of(group), **_restored(next(groups, {}))}
-            for param in group["params"]:
-                name = names[id(param)]
-                key = (id(group), shapes[name])
-                if key not in tried:
-                    sample = torch.zeros((2,) * shapes[name], dtype=param.dtype)
-                    tried[key] = entries_after_step(sample, options, member)
-                if (entries := tried[key]) is not None:
-                    expected[name, shapes[name]] = entries
+        in_group = [[names[id(param)] for param in g["params"]] for g in member.param_groups]
+        dims = [sorted({num_dims[name] for name in of_group}) for of_group in in_group]
+        options = [_restored(next(given, {})) for _ in member.param_groups]
+        found = entries_after_step(member, dims, options)
+        for of_group, entries in zip(in_group, found, strict=True):
+            expected |= {
+                name: entries[num_dims[name]] for name in of_group if num_dims[name] in entries
+            }
     return expected
 
 

@@ -85,7 +85,8 @@ class StateTarget:
 
     buffer: FlatBuffer
     position: int
-    entries: dict[str, Any] = field(factory=dict)  # EntryPart, or a value
+    entries: dict[str, Any] = field(factory=dict)  # EntryPart, or a value; what is kept here
+    num_entries: int = 0  # whole ones, that some rank keeps
 
     @property
     def name(self) -> str:
@@ -98,6 +99,7 @@ class StateTarget:
         Raises:
             PartitionError: A shape that the parameter's cut does not explain.
         """
+        self.num_entries = len(state)
         param, piece = self.buffer.plan.params[self.position], self.buffer.piece_of(self.position)
         numel = param.shape.numel()
         span = Span(0, numel)

@@ -1,0 +1,434 @@
+"""What is saved, what is refused at load, and what neither costs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import parity
+import pytest
+import torch
+import zero_ckpt
+import zero_engine
+from high_water import HighWater, needs_high_water
+from parity import ZeroConfig
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from zero_comm import AgreementError, Group
+from zero_engine import ConfigError, FileError, Offload
+from zero_engine._manifest import MANIFEST, read_manifest, seal
+from zero_partition import LoadError, StateError, full_optimizer_state
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+MIB = 2**20
+
+
+def _build(group: Group, stage: int = 3, **options: Any) -> tuple[nn.Module, Any]:
+    return parity.build_sharded(group, ZeroConfig(stage, **options))
+
+
+def _values(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """All that a load may change. Collective."""
+    values = {name: zero_engine.full_param(p) for name, p in model.named_parameters()}
+    for name, param in model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            try:
+                values[f"{name}.{key}"] = full_optimizer_state(param, key)
+            except StateError:
+                continue
+    return values | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- What is saved ----
+
+
+def test_a_model_that_was_never_stepped_is_saved_and_loaded(ranks, tmp_path: Path) -> None:
+    """The first checkpoint of a job, and the one that it makes right after it has resumed."""
+    ranks(2).run(_save_unstepped, folder=tmp_path)
+
+
+def _save_unstepped(group: Group, folder: Path) -> None:
+    model, optimizer = _build(group)
+    zero_engine.save(folder, model, optimizer, step=0)
+    parity.run_steps(model, optimizer, range(2), rank=group.rank)
+    again, its = _build(group, 2)
+    parity.run_steps(again, its, range(7, 9), rank=group.rank)
+
+    report = zero_engine.load(folder, again, its)
+    zero_engine.save(folder, again, its, step=1)
+
+    assert str(report).startswith(f"restored {report.num_tensors} of {report.num_tensors} tensors")
+    assert not its.state  # moments of its own first steps are gone
+    parity.run_steps(again, its, range(2), rank=group.rank)
+    assert _same(_values(again, its), _values(model, optimizer))
+
+
+def test_weights_alone_are_saved_without_an_optimizer(ranks, tmp_path: Path) -> None:
+    """An evaluation saves nothing else, and loads nothing else of what a training has saved."""
+    ranks(2).run(_save_weights, folder=tmp_path)
+
+
+def _save_weights(group: Group, folder: Path) -> None:
+    model, optimizer = _build(group)
+    parity.run_steps(model, optimizer, range(2), rank=group.rank)
+    zero_engine.save(folder, model, step=2)
+    bare, _ = zero_engine.shard(parity.build(seed=3), None, ZeroConfig(3), group=group)
+
+    zero_engine.load(folder, bare)
+
+    parity.assert_same_weights(
+        zero_engine.full_state_dict(bare), zero_engine.full_state_dict(model), what="weights"
+    )
+    with pytest.raises(LoadError, match="expected 2 param groups, got 0"):
+        zero_engine.load(folder, model, optimizer)
+
+
+def test_frozen_parameters_are_written_once(ranks, tmp_path: Path) -> None:
+    """An adapter of a large model would save the large model with each of its checkpoints."""
+    ranks(2).run(_save_frozen, folder=tmp_path)
+
+
+def _save_frozen(group: Group, folder: Path) -> None:
+    model, optimizer = _build(group)
+    inodes = []
+    for step in range(3):
+        report = zero_engine.save(folder, model, optimizer, step=step, keep=2)
+        files = sorted(report.path.glob("frozen-*"))
+        inodes.append([file.stat().st_ino for file in files])
+        assert (report.linked_bytes > 0) == (step > 0 and f"frozen-{group.rank:05}" in str(files))
+    assert inodes[0] == inodes[1] == inodes[2] and inodes[0]
+
+    zero_engine.set_full_param(model.frozen, torch.full_like(model.frozen, 5.0))
+    changed = zero_engine.save(folder, model, optimizer, step=3)
+    assert [file.stat().st_ino for file in sorted(changed.path.glob("frozen-*"))] != inodes[0]
+    zero_engine.save(folder, model, optimizer, step=4, exclude_frozen=True)
+    again, its = _build(group)
+    with torch.no_grad():
+        zero_engine.set_full_param(again.frozen, torch.full_like(again.frozen, 7.0))
+    zero_engine.load(folder, again, its)
+    assert (zero_engine.full_param(again.frozen) == 7.0).all()
+    zero_engine.load(folder, again, its, tag="step-3")
+    assert (zero_engine.full_param(again.frozen) == 5.0).all()
+
+
+def test_every_stream_of_random_numbers_goes_on(ranks, tmp_path: Path) -> None:
+    """Data augmentation draws from Python's and numpy's, tensor parallelism from a tracker's."""
+    ranks(2).run(_restore_streams, folder=tmp_path)
+
+
+def _draw() -> list[float]:
+    tracker = zero_ckpt.get_cuda_rng_tracker()
+    with tracker.fork("dropout"):
+        forked = torch.rand(2).tolist()
+    return [*forked, *torch.rand(2).tolist(), random.random(), random.gauss(0, 1), np.random.rand()]
+
+
+def _restore_streams(group: Group, folder: Path) -> None:
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(50 + group.rank)
+    tracker = zero_ckpt.get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add("dropout", 60 + group.rank)
+    _draw()
+    model, optimizer = _build(group)
+    zero_engine.save(folder, model, optimizer, step=0)
+    expected = _draw()
+    tracker.reset()
+
+    assert zero_engine.load(folder, model, optimizer, restores_rngs=False).restores_rngs is False
+    assert not tracker.is_initialized()
+    assert zero_engine.load(folder, model, optimizer).restores_rngs is True
+
+    assert _draw() == expected
+    tracker.reset()
+
+
+def test_buffers_of_each_rank_come_back(ranks, tmp_path: Path) -> None:
+    """Batch norm's statistics are each rank's own."""
+    ranks(2).run(_restore_buffers, folder=tmp_path)
+
+
+def _restore_buffers(group: Group, folder: Path) -> None:
+    model, _ = zero_engine.shard(nn.BatchNorm1d(4), None, ZeroConfig(3), group=group)
+    model.running_mean.fill_(group.rank + 1)
+    zero_engine.save(folder, model, step=0)
+    model.running_mean.zero_()
+
+    zero_engine.load(folder, model)
+
+    assert (model.running_mean == group.rank + 1).all()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_optimizers_of_whole_tensors_and_rows_go_on(ranks, tmp_path: Path, stage: int) -> None:
+    """Their state is on one rank, or of another shape than the parameter."""
+    world_sizes = (2, 3)
+    expected = ranks(2).run(_save_cut, folder=tmp_path, stage=stage)[0]
+    for world_size in world_sizes:
+        found = ranks(world_size).run(_load_cut, folder=tmp_path, stage=stage)
+        assert found[0] == pytest.approx(expected, abs=1e-5)
+
+
+def _build_cut(group: Group, stage: int) -> tuple[nn.Module, Any]:
+    model = parity.build(parity.tiny_float32)
+    named = list(model.named_parameters())
+    matrices = [p for _, p in named if p.dim() == 2 and p.requires_grad]
+    others = [p for _, p in named if p.dim() != 2 and p.requires_grad]
+    half = len(matrices) // 2
+    optimizer = zero_engine.ChainedOptimizer(
+        torch.optim.Muon(matrices[:half], lr=1e-2),
+        torch.optim.Adafactor(matrices[half:], lr=1e-2),
+        torch.optim.AdamW(others, lr=1e-2),
+    )
+    return zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+
+
+def _save_cut(group: Group, folder: Path, stage: int) -> list[float]:
+    model, optimizer = _build_cut(group, stage)
+    parity.run_steps(model, optimizer, range(2), rank=0)
+    zero_engine.save(folder, model, optimizer, step=2)
+    return parity.run_steps(model, optimizer, range(2, 5), rank=0)
+
+
+def _load_cut(group: Group, folder: Path, stage: int) -> list[float]:
+    model, optimizer = _build_cut(group, 4 - stage)
+    report = zero_engine.load(folder, model, optimizer)
+    assert report.num_tensors == report.num_tensors_saved
+    return parity.run_steps(model, optimizer, range(2, 5), rank=0)
+
+
+def test_files_are_safetensors_and_json(ranks, tmp_path: Path) -> None:
+    """Whoever has lost this library must get at the values all the same."""
+    ranks(2).run(_read_by_hand, folder=tmp_path)
+
+
+def _read_by_hand(group: Group, folder: Path) -> None:
+    model, optimizer = _build(group)
+    parity.run_steps(model, optimizer, range(2), rank=group.rank)
+    path = zero_engine.save(folder, model, optimizer, step=2).path
+    expected = _values(model, optimizer)
+    said = json.loads((path / MANIFEST).read_text())
+    for name in ("embed.weight", "blocks.1.up.weight", "frozen", "adapter.weight"):
+        tensor = said["params"][name]
+        parts = [load_file(path / piece["file"])[piece["key"]] for piece in tensor["pieces"]]
+        assert torch.equal(torch.cat(parts).view(tensor["shape"]), expected[name])
+    assert said["ties"] == {"head.weight": "embed.weight"}
+    assert "head.weight" not in said["params"]
+
+
+# ---- What is refused ----
+
+
+class _Executes:
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.environ["ZERO_TEST_PLANTED"],)
+
+
+def test_a_planted_pickle_is_never_executed(tmp_path: Path, monkeypatch) -> None:
+    """Checkpoints are downloaded."""
+    group, planted = Group.solo(), tmp_path / "executed"
+    monkeypatch.setenv("ZERO_TEST_PLANTED", str(planted))
+    model, optimizer = _build(group)
+    path = zero_engine.save(tmp_path / "saved", model, optimizer, step=0).path
+    content = pickle.dumps(_Executes())
+    for name in ("rank-00000-00.pt", "extra.pkl", ".metadata", "mp_rank_00_model_states.pt"):
+        (path / name).write_bytes(content)
+    assert zero_engine.load(tmp_path / "saved", model, optimizer) is not None
+    for file in path.glob("rank-*.safetensors"):
+        file.write_bytes(content)
+        with pytest.raises(FileError, match=file.name):
+            zero_engine.load(tmp_path / "saved", model, optimizer)
+    (path / MANIFEST).write_bytes(content)
+    with pytest.raises(FileError, match="damaged"):
+        zero_engine.load(tmp_path / "saved", model, optimizer)
+
+    assert not planted.exists()
+    pickle.loads(content)
+    assert planted.exists()  # it would have
+
+
+def _edit(path: Path, change: Any) -> None:
+    said = read_manifest(path / MANIFEST)
+    change(said)
+    for key in ("format", "version"):
+        said.pop(key)
+    (path / MANIFEST).write_bytes(seal(said))
+
+
+def _rename(said: dict[str, Any]) -> None:
+    said["params"]["other"] = said["params"].pop("scale")
+
+
+def _reshape(said: dict[str, Any]) -> None:
+    said["params"]["embed.weight"]["shape"] = [6, 11]
+
+
+def _drop_moment(said: dict[str, Any]) -> None:
+    del said["optimizer"]["embed.weight"]["exp_avg_sq"]
+
+
+def _regroup(said: dict[str, Any]) -> None:
+    said["param_groups"][0]["params"].pop()
+
+
+def _retype(said: dict[str, Any]) -> None:
+    said["params"]["scale"]["dtype"] = "int32"
+
+
+def _untie(said: dict[str, Any]) -> None:
+    said["ties"] = {}
+    said["params"]["head.weight"] = said["params"]["embed.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_rename, r"missing: 'scale'; unexpected: 'other'"),
+        (_reshape, r"'embed.weight': expected shape \(11, 6\), got \(6, 11\)"),
+        (_drop_moment, r"'embed.weight': optimizer state lacks exp_avg_sq"),
+        (_regroup, r"param group 0: expected also \['.*'\], and not \[\]"),
+        (_retype, r"'scale': expected torch.float32, got torch.int32"),
+        (_untie, r"'embed.weight' and 'head.weight' are one tensor here, and 2 there"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_does_not_fit_is_named_and_nothing_is_written(
+    ranks, tmp_path: Path, change, message
+) -> None:
+    """A restore that leaves out a moment trains on, and is wrong."""
+    ranks(2).run(_refuse, folder=tmp_path, change=change.__name__, message=message)
+
+
+def _refuse(group: Group, folder: Path, change: str, message: str) -> None:
+    model, optimizer = _build(group)
+    parity.run_steps(model, optimizer, range(2), rank=group.rank)
+    path = zero_engine.save(folder, model, optimizer, step=2).path
+    if group.rank == 0:
+        _edit(path, globals()[change])
+    parity.run_steps(model, optimizer, range(2, 3), rank=group.rank)
+    before = _values(model, optimizer)
+
+    with pytest.raises(LoadError, match=message):
+        zero_engine.load(folder, model, optimizer)
+
+    assert _same(_values(model, optimizer), before)
+
+
+def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_written(ranks, tmp_path) -> None:
+    """A single flipped byte, which only the rank that checks that file has seen."""
+    ranks(2).run(_refuse_damage, folder=tmp_path)
+
+
+def _refuse_damage(group: Group, folder: Path) -> None:
+    model, optimizer = _build(group)
+    path = zero_engine.save(folder, model, optimizer, step=2).path
+    for name in ("rank-00000-00.safetensors", "rank-00001-00.safetensors"):
+        if group.rank == 0:
+            content = bytearray((path / name).read_bytes())
+            content[-1] ^= 4
+            (path / name).write_bytes(content)
+        parity.run_steps(model, optimizer, range(1), rank=group.rank)
+        before = _values(model, optimizer)
+
+        with pytest.raises(FileError, match=r"rank-0000\d-00.safetensors: expected .* bytes of"):
+            zero_engine.load(folder, model, optimizer)
+
+        assert _same(_values(model, optimizer), before)
+
+
+def test_what_fits_is_loaded_where_that_is_asked_for(ranks, tmp_path: Path) -> None:
+    """A head is new, and all else is as it was."""
+    ranks(2).run(_load_what_fits, folder=tmp_path)
+
+
+def _load_what_fits(group: Group, folder: Path) -> None:
+    model, optimizer = _build(group)
+    path = zero_engine.save(folder, model, optimizer, step=2).path
+    if group.rank == 0:
+        _edit(path, _rename)
+    again, its = zero_engine.shard(*parity.build_with_optimizer(), ZeroConfig(3), group=group)
+    zero_engine.set_full_param(again.scale, torch.full((1,), 3.0))
+
+    report = zero_engine.load(folder, again, its, is_strict=False)
+
+    assert (report.missing, report.unexpected) == (("scale",), ("other",))
+    assert report.num_tensors == report.num_tensors_saved - 1
+    assert zero_engine.full_param(again.scale) == 3.0
+
+
+def test_wrong_calls_say_what_to_do(tmp_path: Path) -> None:
+    """A plain model, a foreign optimizer, a tag that is a path, a state that is an object."""
+    model, optimizer = _build(Group.solo())
+    plain, its = parity.build_with_optimizer()
+    with pytest.raises(StateError, match=r"call zero_engine\.shard"):
+        zero_engine.save(tmp_path, plain, its, step=0)
+    with pytest.raises(StateError, match="pass what shard\\(\\) returned"):
+        zero_engine.load(tmp_path, model, its)
+    for tag in ("a/b", "..", ".x", "latest", "", 3):
+        with pytest.raises(ConfigError, match="tag: expected"):
+            zero_engine.save(tmp_path, model, optimizer, step=0, tag=tag)
+    with pytest.raises(ConfigError, match="step to be an int"):
+        zero_engine.save(tmp_path, model, optimizer, step=1.5)
+    with pytest.raises(ConfigError, match="would have to be pickled"):
+        zero_engine.save(tmp_path, model, optimizer, step=0, extra=object())
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_differ_are_told(ranks, tmp_path: Path) -> None:
+    """Half of a checkpoint in one folder and half in another is none."""
+    ranks(2).run(_disagree, folder=tmp_path)
+
+
+def _disagree(group: Group, folder: Path) -> None:
+    model, optimizer = _build(group)
+    with pytest.raises(AgreementError, match=r"tag: rank 0 has step-0, rank 1 has step-1"):
+        zero_engine.save(folder, model, optimizer, step=0, tag=f"step-{group.rank}")
+    zero_engine.save(folder, model, optimizer, step=0)
+    with pytest.raises((AgreementError, FileError)):
+        zero_engine.load(folder if group.rank else folder / "no", model, optimizer)
+
+
+# ---- What it costs ----
+
+
+@needs_high_water
+@pytest.mark.parametrize("optimizer", ["device", "disk"])
+def test_neither_holds_more_than_two_buffers(ranks, tmp_path: Path, optimizer: str) -> None:
+    """A job that fits when it trains must fit when it saves, and when it resumes."""
+    ranks(1).run(_save_large, folder=tmp_path, where=optimizer)
+
+
+def _save_large(group: Group, folder: Path, where: str) -> None:
+    model = parity.Chain(8, 1024)  # 32 MiB, and 64 MiB of moments
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    offload = Offload(optimizer="disk", path=folder, subgroup_bytes=8 * MIB)
+    config = ZeroConfig(3, offload=offload if where == "disk" else None)
+    zero_engine.shard(model, optimizer, config, group=group)
+    for _ in range(2):
+        model(torch.randn(2, 1024)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for index in itertools.count(1):  # the first time imports and warms up
+        mark = HighWater()
+        report = zero_engine.save(folder / "saved", model, optimizer, step=index)
+        saving = mark.rise_bytes()
+        mark = HighWater()
+        zero_engine.load(folder / "saved", model, optimizer)
+        loading = mark.rise_bytes()
+        if index == 2:
+            break
+
+    assert report.num_bytes > 96 * MIB
+    assert saving <= 34 * MIB, f"{saving / MIB:.1f} MiB"  # two batches of 16 MiB
+    assert loading <= 34 * MIB, f"{loading / MIB:.1f} MiB"
