@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import parity
 import pytest
 import torch
 import zero_engine
+from high_water import needs_high_water
 from parity import ZeroConfig
-from torch import Tensor
+from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import FileError
 from zero_partition import Precision
@@ -69,3 +72,70 @@ def test_a_part_of_a_model_is_not_exported_as_one(ranks, tmp_path: Path) -> None
 
     with pytest.raises(FileError, match="exclude_frozen"):
         zero_engine.export(tmp_path, tmp_path / "out")
+
+
+_EXPORT_AND_MEASURE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import zero_engine
+from high_water import HighWater
+
+mark = HighWater()
+report = zero_engine.export(*sys.argv[2:], max_shard_bytes=10**8)
+print(report.num_bytes, mark.rise_bytes())
+"""
+
+
+@needs_high_water
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """The machine that publishes a model is not the one that trained it."""
+    _save_alone(nn.ModuleList(nn.Linear(2**12, 2560, bias=False) for _ in range(3)), tmp_path)
+
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", _EXPORT_AND_MEASURE, Path(__file__).parent),
+            *(tmp_path, tmp_path / "out"),
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+
+    written, rise = map(int, done.stdout.split())
+    assert written > 120 * 2**20
+    assert rise < 32 * 2**20
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_from_pretrained_loads_what_was_exported(tmp_path: Path, name: str) -> None:
+    """With embeddings tied (GPT-2) and not, in several files, the names being its own."""
+    transformers = pytest.importorskip("transformers")
+    configs = {
+        "gpt2": lambda: transformers.GPT2Config(vocab_size=37, n_layer=2, n_embd=16, n_head=2),
+        "llama": lambda: transformers.LlamaConfig(
+            vocab_size=37,
+            num_hidden_layers=2,
+            hidden_size=16,
+            num_attention_heads=2,
+            intermediate_size=24,
+        ),
+    }
+    model = transformers.AutoModelForCausalLM.from_config(configs[name]())
+    expected = {key: value.clone() for key, value in model.state_dict().items()}
+    _save_alone(model, tmp_path / "saved")
+    out = tmp_path / "out"
+
+    zero_engine.export(tmp_path / "saved", out, max_shard_bytes=8000)
+
+    assert (out / "model.safetensors.index.json").exists()
+    model.config.save_pretrained(out)
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+        out, output_loading_info=True, local_files_only=True
+    )
+    assert not any(report.values())
+    parity.assert_same_weights(dict(loaded.state_dict()), expected, what=name)
+
+
+def _save_alone(model: nn.Module, folder: Path) -> None:
+    zero_engine.shard(model, None, ZeroConfig(3), group=Group.solo())
+    zero_engine.save(folder, model, step=0)
