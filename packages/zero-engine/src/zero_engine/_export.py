@@ -18,6 +18,7 @@ from ._checkpoint import Checkpoint, PiecesRange
 from ._deepspeed_files import is_deepspeed
 from ._deepspeed_folder import DeepSpeedFolder
 from ._errors import ConfigError, FileError
+from ._file_system import FILE_SYSTEM
 from ._hugging_face_files import INDEX, ExportedFile, ExportedTensor, index_of, plan_files
 from ._manifest import MANIFEST
 
@@ -135,32 +136,25 @@ def _check_absent(out: Path) -> None:
 def _appearing(out: Path) -> Iterator[Path]:
     """A folder to write to, named `out` at the end of the context and removed after an error."""
     out = out.absolute()
-    folder = out.parent / f".{out.name}.partial-{secrets.token_hex(4)}"
+    # Not "partial": a save to the same folder meanwhile would take it for its own leftovers.
+    folder = out.parent / f".{out.name}.exporting-{secrets.token_hex(4)}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
         try:
             yield folder
-            _sync(folder)
+            FILE_SYSTEM.sync_folder(folder)
             folder.rename(out)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        _sync(out.parent)
+        FILE_SYSTEM.sync_folder(out.parent)
     except FileError:
         raise
     except OSError as error:
         raise FileError(
             f"{out}: cannot be written ({error.strerror}); there is nothing there now"
         ) from error
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write(path: Path, content: Iterator[Any]) -> None:
