@@ -35,7 +35,7 @@ class ExportReport:
 
 
 def export(
-    checkpoint: Checkpoint | DeepSpeedFolder | str | Path,
+    checkpoint: str | Path,
     out: str | Path,
     *,
     tag: str | None = None,
@@ -53,8 +53,8 @@ def export(
     files come from where the model came from.
 
     Args:
-        checkpoint: What `Checkpoint.open` returns, a folder of checkpoints, or one of them; also
-            one that DeepSpeed's ZeRO saved, which is read as `load_deepspeed` does.
+        checkpoint: A folder of checkpoints, or one of them; also one that DeepSpeed's ZeRO saved,
+            which is read as `load_deepspeed` does, and mapped.
         out: The folder to make; it may exist if it is empty.
         tag: Which checkpoint of the folder; the newest complete one when None.
         dtype: Floating-point tensors are rounded to it, to nearest even; as they are when None.
@@ -67,19 +67,18 @@ def export(
             that safetensors has no word for, or the folder cannot be written or is not empty.
     """
     _check_choices(dtype, max_shard_bytes)
-    if isinstance(checkpoint, str | Path):
-        checkpoint = _open(Path(checkpoint), tag)
-    readers = {**checkpoint.params, **checkpoint.buffers}
-    if isinstance(checkpoint, Checkpoint) and checkpoint.excludes_frozen:
+    found = _open(Path(checkpoint), tag)
+    readers = {**found.params, **found.buffers}
+    if isinstance(found, Checkpoint) and found.excludes_frozen:
         raise FileError(
-            f"{checkpoint.path}: was saved with exclude_frozen=True, so that it has a part of the "
+            f"{found.path}: was saved with exclude_frozen=True, so that it has a part of the "
             "model only; load it into the model, save that whole, and export what was saved"
         )
     files = plan_files(readers, dtype=dtype, max_shard_bytes=max_shard_bytes)
     out = Path(out)
     _check_absent(out)
-    if isinstance(checkpoint, Checkpoint):
-        checkpoint.verify(_files_of(readers.values()))
+    if isinstance(found, Checkpoint):
+        found.verify(_files_of(readers.values()))
     with _appearing(out) as folder:
         for file in files:
             _write(folder / file.name, _content_of(file, progress))
