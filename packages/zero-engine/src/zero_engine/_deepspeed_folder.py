@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from attrs import frozen
+from attrs import define, field, frozen
 from torch import Tensor
 from zero_partition import AbstractRangeReader
 
@@ -54,25 +54,40 @@ class DeepSpeedFolder:
             ) from error
 
 
+@define(eq=False)
 class _Reading:
     """Puts together what the files of one checkpoint say."""
 
-    def __init__(self, files: DeepSpeedFiles) -> None:
-        self.files = files
-        self.model = files.model[0]
-        # NOTE(bf16): with gradients accumulated in fp32, stage 1 leaves its number out.
-        self.stage = int(files.optimizer[0].get("zero_stage", 1))
+    files: DeepSpeedFiles
+    stage: int = field(init=False)
+    groups: list[dict[str, torch.Size]] = field(init=False)  # shapes, in order
+    shapes: dict[str, torch.Size] = field(init=False)  # the same, together
+    flats: list[list[Tensor]] = field(init=False)  # partitions of masters, by rank and group
+    runs: Runs = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        # With gradients accumulated in fp32, stage 1 in bf16 leaves its number out.
+        self.stage = int(self.files.optimizer[0].get("zero_stage", 1))
         if self.stage not in (1, 2, 3):
-            raise FileError(f"{files.path}: expected stage 1, 2 or 3, got {self.stage}")
-        self.world_size = len(files.optimizer)
-        self.groups: list[dict[str, torch.Size]] = [
+            raise FileError(f"{self.files.path}: expected stage 1, 2 or 3, got {self.stage}")
+        self.groups = [
             {str(name): torch.Size(shape) for name, shape in group.items()}
             for group in self.model["param_shapes"]
         ]
         self.shapes = {n: shape for group in self.groups for n, shape in group.items()}
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
-        self.flats: list[list[Tensor]] = [list(of[key]) for of in files.optimizer]
+        self.flats = [list(of_rank[key]) for of_rank in self.files.optimizer]
         self.runs = self._locate()
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """Model states of rank 0."""
+        return self.files.model[0]
+
+    @property
+    def world_size(self) -> int:
+        """Of the ranks that saved."""
+        return len(self.files.optimizer)
 
     def folder(self) -> DeepSpeedFolder:
         ties = {str(a): str(n) for a, n in (self.model.get("shared_params") or {}).items()}
