@@ -41,12 +41,14 @@ from ._construct import Init, materialise
 from ._engine import Engine
 from ._engine_config import EngineConfig, NamedSpec
 from ._errors import ConfigError, FileError, LossScaleError, NotBuiltError
+from ._export import ExportReport, export
 from ._initialize import initialize
 from ._load import LoadReport, load
+from ._load_deepspeed import DeepSpeedLoadReport, load_deepspeed
 from ._loss_scale import DynamicLossScale, LossScaler, StaticLossScale
 from ._offload import Offload
 from ._parking import offload_states, reload_states
-from ._pretrained import load_pretrained, open_safetensors
+from ._pretrained import load_pretrained, open_weights
 from ._save import SaveReport, save
 from ._saver import Saver, Snapshot
 from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -58,9 +60,11 @@ __all__ = [
     "ChainedOptimizer",
     "ConfigError",
     "Cut",
+    "DeepSpeedLoadReport",
     "DynamicLossScale",
     "Engine",
     "EngineConfig",
+    "ExportReport",
     "FileError",
     "GatheredParameters",
     "Init",
@@ -86,6 +90,7 @@ __all__ = [
     "backward_without_batch",
     "clip_grad_norm_",
     "coalesce_reduction",
+    "export",
     "finish_update",
     "full_grad",
     "full_optimizer_state",
@@ -94,6 +99,7 @@ __all__ = [
     "get_leaf_modules",
     "initialize",
     "load",
+    "load_deepspeed",
     "load_pretrained",
     "local_grad",
     "local_optimizer_state",
@@ -101,7 +107,7 @@ __all__ = [
     "materialise",
     "no_sync",
     "offload_states",
-    "open_safetensors",
+    "open_weights",
     "parameter_status",
     "register_external_parameter",
     "release_buffers",

@@ -1,9 +1,9 @@
-"""Weights in safetensors files, read range by range."""
+"""Weights in files of safetensors or torch, read range by range."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -17,9 +17,12 @@ from zero_partition import AbstractRangeReader, LoadReport, load_ranges
 from ._config import ZeroConfig
 from ._errors import FileError
 from ._group import default_group
+from ._hugging_face_files import INDEX, SINGLE
+from ._torch_file import open_torch_file
 
-_INDEX: Final = "model.safetensors.index.json"
-_SINGLE: Final = "model.safetensors"
+# What a folder may have, the first first.
+_IN_FOLDER: Final = (INDEX, SINGLE, "pytorch_model.bin.index.json", "pytorch_model.bin")
+_TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin")
 _MAPPED_BYTES: Final = 4 * 2**20  # read through one mapping of a file
 _MAPPED_AROUND_BYTES: Final = 2**17  # the kernel maps what it has at hand near what is read
 
@@ -88,11 +91,6 @@ class SafetensorsRange(AbstractRangeReader):
     _file: _File
 
     @property
-    def path(self) -> Path:
-        """Of the file."""
-        return self._file.path
-
-    @property
     def shape(self) -> torch.Size:
         """From the header."""
         return self.tensor_shape
@@ -125,16 +123,19 @@ def load_pretrained(
     group: Group | None = None,
     config: ZeroConfig | None = None,
 ) -> LoadReport:
-    """Read weights from safetensors files, each rank only the bytes it keeps. Collective.
+    """Read weights from files, each rank only the bytes it keeps. Collective.
 
-    The model may be built inside `Init`, on the meta device, or be sharded already. Beyond the
-    shards a rank needs 8 MiB, or the largest buffer. Float values are rounded to the model's float
-    dtype; all other dtypes must be the model's.
+    Files are of safetensors, or state dicts that torch.save wrote (.pt, .pth, .bin), which are read
+    with `weights_only=True`, so that nothing of them is run, and mapped. The model may be built
+    inside `Init`, on the meta device, or be sharded already. Beyond the shards a rank needs 8 MiB,
+    or the largest buffer; what it reads of torch's files stays in the system's cache. Float values
+    are rounded to the model's float dtype; all other dtypes must be the model's.
 
     Args:
         model: Names are those of its `state_dict()`; tied parameters may come under any of theirs.
-        source: A .safetensors file, several, a Hugging Face index file, or a folder that has
-            `model.safetensors.index.json` or `model.safetensors`. The same on every rank.
+        source: A file, several, a Hugging Face index file, or a folder that has
+            `model.safetensors.index.json`, `model.safetensors`, `pytorch_model.bin.index.json` or
+            `pytorch_model.bin`. The same on every rank.
         strict: Whether missing and unexpected names are errors.
         rename: From a name in the files to one in the model, None to leave it out.
         group: As for `shard`.
@@ -144,15 +145,16 @@ def load_pretrained(
         The names that did not match; none if strict.
 
     Raises:
-        FileError: A file is missing, not of this format, or cut short.
+        FileError: A file is missing, of neither format, cut short, or asks for more than tensors
+            and plain values: it is named with what it asks for.
         zero_partition.LoadError: Names all that is missing, unexpected or does not fit; nothing
             was written.
         zero_comm.AgreementError: Ranks have different models or files.
         zero_comm.CommError: A rank did not take part in time.
     """
     config = ZeroConfig() if config is None else config
-    found = open_safetensors(source)
-    readers: dict[str, SafetensorsRange] = {}
+    found = open_weights(source)
+    readers: dict[str, AbstractRangeReader] = {}
     origin: dict[str, str] = {}
     for name, reader in found.items():
         new = name if rename is None else rename(name)
@@ -170,27 +172,30 @@ def load_pretrained(
     )
 
 
-def open_safetensors(source: str | Path | Iterable[str | Path]) -> dict[str, SafetensorsRange]:
+def open_weights(
+    source: str | Path | Iterable[str | Path],
+) -> dict[str, AbstractRangeReader]:
     """The tensors of one file, several, an index file or a folder, by name; reads headers only.
 
     Raises:
-        FileError: A file is missing, not of this format, or two files hold the same name.
+        FileError: A file is missing, of neither format, asks for more than tensors and plain
+            values, or two files hold the same name.
     """
     if not isinstance(source, str | Path):
-        return _merge(map(_read_header, dict.fromkeys(map(Path, source))))
+        return _merge(dict.fromkeys(map(Path, source)))
     path = Path(source)
     if path.is_dir():
-        found = [path / name for name in (_INDEX, _SINGLE) if (path / name).is_file()]
+        found = [path / name for name in _IN_FOLDER if (path / name).is_file()]
         if not found:
             raise FileError(
-                f"{path}: expected a folder with {_INDEX} or {_SINGLE}, found neither; name the "
-                "files themselves"
+                f"{path}: expected a folder with one of {', '.join(_IN_FOLDER)}, found none; name "
+                "the files themselves"
             )
         path = found[0]
-    return _read_index(path) if path.suffix == ".json" else _read_header(path)
+    return _read_index(path) if path.suffix == ".json" else _read_file(path)
 
 
-def _read_index(path: Path) -> dict[str, SafetensorsRange]:
+def _read_index(path: Path) -> dict[str, AbstractRangeReader]:
     files = _weight_map(path)
     headers = {}
     for file in dict.fromkeys(files.values()):
@@ -201,7 +206,7 @@ def _read_index(path: Path) -> dict[str, SafetensorsRange]:
                 f"{path}: names {file!r}, but there is no such file beside it; the download may be "
                 "incomplete"
             )
-        headers[file] = _read_header(path.parent / file)
+        headers[file] = _read_file(path.parent / file)
     lost = [name for name, file in files.items() if name not in headers[file]]
     if lost:
         raise FileError(
@@ -224,15 +229,19 @@ def _weight_map(path: Path) -> dict[str, str]:
     return files
 
 
-def _merge(headers: Iterable[dict[str, SafetensorsRange]]) -> dict[str, SafetensorsRange]:
-    merged: dict[str, SafetensorsRange] = {}
-    for header in headers:
-        twice = merged.keys() & header.keys()
-        if twice:
-            name = min(twice)
-            raise FileError(f"{name!r} is both in {merged[name].path} and in {header[name].path}")
-        merged |= header
+def _merge(paths: Iterable[Path]) -> dict[str, AbstractRangeReader]:
+    merged: dict[str, AbstractRangeReader] = {}
+    origin: dict[str, Path] = {}
+    for path in paths:
+        for name, reader in _read_file(path).items():
+            if name in merged:
+                raise FileError(f"{name!r} is both in {origin[name]} and in {path}")
+            merged[name], origin[name] = reader, path
     return merged
+
+
+def _read_file(path: Path) -> Mapping[str, AbstractRangeReader]:
+    return open_torch_file(path) if path.suffix in _TORCH_SUFFIXES else _read_header(path)
 
 
 def _read_header(path: Path) -> dict[str, SafetensorsRange]:

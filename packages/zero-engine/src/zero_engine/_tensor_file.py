@@ -15,7 +15,7 @@ from torch import Tensor
 from ._errors import FileError
 
 # Of each dtype that the format knows; all others are written as their bytes, "U8".
-_CODES: Final = {
+CODES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -68,7 +68,7 @@ class TensorFilePlan:
                 said[f"padding.{len(paddings)}"] = _said("U8", padding, span)
             paddings.append(padding)
             cursor += padding
-            code = _CODES.get(tensor.dtype)
+            code = CODES.get(tensor.dtype)
             numel = tensor.numel if code is not None else tensor.num_bytes
             span = [cursor, cursor + tensor.num_bytes]
             said[tensor.key] = _said(code or "U8", numel, span)

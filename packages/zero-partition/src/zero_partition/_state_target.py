@@ -186,6 +186,8 @@ def _write_elsewhere(sharded: ShardedModel, targets: Sequence[StateTarget]) -> N
     for batch in _batches(targets):
         states: dict[bool, dict[nn.Parameter, dict[str, Any]]] = {True: {}, False: {}}
         for target, key in batch:
+            if not target.buffer.targets:  # frozen, though in a param group
+                continue
             param = target.buffer.targets[target.position]
             if not sharded.residence.is_updated(param):
                 continue

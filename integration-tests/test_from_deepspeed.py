@@ -1,0 +1,281 @@
+"""What DeepSpeed's ZeRO saved goes on here: at any world size, stage, residence and precision."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+import zero_engine
+from deepspeed_folders import Form, save_as_deepspeed
+from parity import ZeroConfig
+from torch import nn
+from zero_comm import Group
+from zero_engine import FileError, Offload
+from zero_partition import LoadError, Precision, StateError, find_sharded
+
+BEFORE, AFTER = 3, 3  # steps
+FORMS = {
+    "1x2": Form(stage=1, world_size=2),
+    "1x3 elastic": Form(stage=1, world_size=3, elastic=True, gap=3),
+    "2x2 fp16": Form(stage=2, world_size=2, dtype=torch.float16),
+    "2x4 bf16": Form(stage=2, world_size=4, dtype=torch.bfloat16, gap=1),
+    "3x2": Form(stage=3, world_size=2),
+    "3x3 bf16": Form(stage=3, world_size=3, dtype=torch.bfloat16, subgroups=True),
+    "3x1": Form(stage=3, world_size=1),
+}
+
+
+def _build(seed: int = 0) -> nn.Module:
+    """What does not train is in 16 bits there, so that its values must be exact in these."""
+    model = parity.build(parity.tiny_float32, seed=seed)
+    model.frozen.data.copy_(model.frozen.data.bfloat16().half())
+    return model
+
+
+def _trained(steps: int = BEFORE) -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
+    """In one process, with plain torch."""
+    model = _build()
+    optimizer = parity.OPTIMIZERS["adamw"](parity.param_groups(model))
+    return model, optimizer, parity.run_steps(model, optimizer, range(steps), rank=0)
+
+
+def _save(folder: Path, form: Form) -> str:
+    model, optimizer, _ = _trained()
+    save_as_deepspeed(folder, model, optimizer, step=BEFORE, form=form)
+    return str(folder)
+
+
+def _sharded(
+    group: Group, config: zero_engine.ZeroConfig
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Of other values than the saved ones."""
+    model = _build(seed=9)
+    optimizer = parity.OPTIMIZERS["adamw"](parity.param_groups(model))
+    return zero_engine.shard(model, optimizer, config, group=group)
+
+
+@pytest.mark.parametrize(
+    ("saved", "stage", "world_size"),
+    [
+        ("1x2", 1, 2),
+        ("1x2", 3, 1),
+        ("1x3 elastic", 3, 2),
+        ("1x3 elastic", 2, 3),
+        ("2x2 fp16", 2, 2),
+        ("2x4 bf16", 3, 2),
+        ("3x2", 1, 1),
+        ("3x2", 3, 2),
+        ("3x3 bf16", 3, 2),
+        ("3x1", 2, 2),
+    ],
+)
+def test_training_goes_on_as_if_it_had_been_here_all_along(
+    ranks, tmp_path: Path, saved: str, stage: int, world_size: int
+) -> None:
+    """A wrong moment shows only as a curve that is a little worse, weeks later."""
+    folder = _save(tmp_path, FORMS[saved])
+
+    found = ranks(world_size).run(_go_on, folder=folder, stage=stage)
+
+    expected = _trained(BEFORE + AFTER)[2][BEFORE:]
+    if world_size < 3:
+        assert found[0] == expected
+    torch.testing.assert_close(found[0], expected)  # a third of three equal gradients is rounded
+
+
+def _go_on(group: Group, folder: str, stage: int, offload: Offload | None = None) -> list[float]:
+    model, optimizer = _sharded(group, ZeroConfig(stage, offload=offload))
+    report = zero_engine.load_deepspeed(folder, model, optimizer)
+    assert (report.step, report.missing, report.unexpected) == (BEFORE, (), ())
+    steps = range(report.step, report.step + AFTER)
+    return parity.run_steps(model, optimizer, steps, rank=0)
+
+
+@pytest.mark.parametrize("residence", ["host", "disk"])
+def test_state_goes_where_it_rests(ranks, tmp_path: Path, residence: Any) -> None:
+    """The reason to come here may be that the state no longer fits the device."""
+    folder = _save(tmp_path / "saved", FORMS["3x3 bf16"])
+    path = tmp_path if residence == "disk" else None
+    offload = Offload(optimizer=residence, params=residence, path=path, budget_bytes=2**28)
+
+    found = ranks(2).run(_go_on, folder=folder, stage=3, offload=offload)
+
+    torch.testing.assert_close(found[0], _trained(BEFORE + AFTER)[2][BEFORE:])
+
+
+def test_masters_are_the_saved_ones_to_the_last_bit(ranks, tmp_path: Path) -> None:
+    """Parameters in bf16 are rounded; masters made of those would forget what was learnt."""
+    ranks(2).run(_load_masters, folder=_save(tmp_path, FORMS["2x4 bf16"]))
+
+
+def _load_masters(group: Group, folder: str) -> None:
+    config = ZeroConfig(3, precision=Precision(params=torch.bfloat16))
+    model, optimizer = _sharded(group, config)
+    zero_engine.load_deepspeed(folder, model, optimizer)
+
+    expected = dict(_trained()[0].named_parameters())
+    sharded = find_sharded(model)
+    assert sharded is not None
+    for buffer in (buffer for unit in sharded.units for buffer in unit.buffers):
+        for piece in buffer.pieces:
+            whole = expected[buffer.plan.params[piece.index].name].detach().view(-1)
+            part = whole[piece.in_tensor.as_slice()]
+            assert torch.equal(buffer.shard[piece.in_shard.as_slice()], part.bfloat16())
+            if buffer.plan.trainable:
+                assert torch.equal(buffer.trained[piece.in_shard.as_slice()], part)
+
+
+@pytest.mark.parametrize("saved", ["2x4 bf16", "3x3 bf16"])
+def test_weights_alone_go_into_a_model_that_is_not_there_yet(
+    ranks, tmp_path: Path, saved: str
+) -> None:
+    """Inference, or fine-tuning with another optimizer: no rank holds the whole model."""
+    ranks(2).run(_load_weights, folder=_save(tmp_path, FORMS[saved]))
+
+
+def _load_weights(group: Group, folder: str) -> None:
+    with zero_engine.Init(group=group):
+        model = parity.tiny_float32()
+    zero_engine.load_deepspeed(folder, model, group=group)
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+
+    found = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        parity.assert_same_weights(found, _trained()[0].state_dict(), what="loaded")
+
+
+def test_what_was_saved_there_is_exported_from_here(tmp_path: Path) -> None:
+    """Without unpickling anything, on one process."""
+    for name, form in FORMS.items():
+        source, out = tmp_path / f"{name} saved", tmp_path / name
+        _save(source, form)
+
+        zero_engine.export(source, out)
+
+        readers = zero_engine.open_weights(out)
+        found = {n: r.read(0, r.shape.numel()).view(r.shape).clone() for n, r in readers.items()}
+        expected = _trained()[0].state_dict()
+        del expected["head.weight"]
+        assert found.keys() == expected.keys()
+        frozen = found.pop("frozen")
+        assert torch.equal(frozen.float(), expected.pop("frozen"))
+        assert all(torch.equal(found[key], value) for key, value in expected.items()), name
+
+
+# ---- What is wrong ----
+
+
+def _change(path: Path, kind: str) -> str:
+    """Spoil a folder; returns what is said about it."""
+    first = path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    second = path / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    if kind == "a rank's file is missing":
+        second.unlink()
+        return "optimizer states of 2 ranks, got files of 1"
+    if kind == "tensor parallelism":
+        shutil.copy(first, path / "zero_pp_rank_0_mp_rank_01_optim_states.pt")
+        return "mp_rank_01_optim_states.pt, as of tensor"
+    if kind == "two runs":
+        shutil.copy(first, path / f"bf16_{first.name}")
+        return "expected one such file of rank 0"
+    if kind == "cut short":
+        first.write_bytes(first.read_bytes()[:-40])
+        return "zero_pp_rank_0_mp_rank_00_optim_states.pt: expected a whole file"
+    if kind == "no such tag":
+        (path.parent / "latest").write_text("../elsewhere")
+        return r"expected a folder '\.\./elsewhere' in it"
+    (path / "mp_rank_00_model_states.pt").unlink()
+    return "file of model states of rank 0"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a rank's file is missing",
+        "tensor parallelism",
+        "two runs",
+        "cut short",
+        "no such tag",
+        "no model",
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused(ranks, tmp_path: Path, kind: str) -> None:
+    """On every rank, in words, with the model as it was."""
+    _save(tmp_path, FORMS["1x2"])
+    message = _change(tmp_path / f"global_step{BEFORE}", kind)
+
+    ranks(2).run(_refuse, folder=str(tmp_path), message=message)
+
+
+def _refuse(group: Group, folder: str, message: str) -> None:
+    model, optimizer = _sharded(group, ZeroConfig(3))
+    with pytest.raises(FileError, match=message):
+        zero_engine.load_deepspeed(folder, model, optimizer)
+
+    full = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        expected = _build(seed=9).state_dict()
+        parity.assert_same_weights(full, expected, what="untouched")
+
+
+class _Evil:
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return Path.touch, (Path(self.marker),)
+
+
+@pytest.mark.parametrize("which", ["optimizer", "model"])
+def test_what_a_file_would_run_is_named_and_not_run(tmp_path: Path, which: str) -> None:
+    """Checkpoints are downloaded from strangers."""
+    _save(tmp_path, FORMS["1x2"])
+    files = {
+        "optimizer": "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "model": "mp_rank_00_model_states.pt",
+    }
+    path = tmp_path / f"global_step{BEFORE}" / files[which]
+    torch.save({"optimizer_state_dict": {"a": _Evil(str(tmp_path / "marker"))}}, path)
+    model = _build()
+
+    with pytest.raises(FileError, match=rf"{files[which]}: .* nothing of it was run: it asks for"):
+        zero_engine.load_deepspeed(tmp_path, model)
+
+    assert not (tmp_path / "marker").exists()
+
+
+def test_what_does_not_fit_is_named_and_nothing_is_written(ranks, tmp_path: Path) -> None:
+    """Half a checkpoint in a model is worse than none."""
+    model, _, _ = _trained()
+    for param in model.blocks[1].parameters():
+        param.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    save_as_deepspeed(tmp_path, model, optimizer, step=BEFORE, form=FORMS["3x2"])
+
+    ranks(2).run(_refuse_to_begin_anew, folder=str(tmp_path))
+
+
+def _refuse_to_begin_anew(group: Group, folder: str) -> None:
+    model, optimizer = _sharded(group, ZeroConfig(3))
+    with pytest.raises(LoadError, match=r"no optimizer state of 'blocks\.1\.up\.weight'"):
+        zero_engine.load_deepspeed(folder, model, optimizer)
+    full = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        expected = _build(seed=9).state_dict()
+        parity.assert_same_weights(full, expected, what="untouched")
+
+    zero_engine.load_deepspeed(folder, model, optimizer, is_strict=False)
+    parity.run_steps(model, optimizer, range(1), rank=group.rank)
+
+
+def test_state_needs_an_optimizer_that_is_sharded(tmp_path: Path) -> None:
+    """It would have nowhere to go."""
+    model, optimizer, _ = _trained()
+    folder = _save(tmp_path, FORMS["3x1"])
+
+    with pytest.raises(StateError, match="expected a model that was sharded"):
+        zero_engine.load_deepspeed(folder, model, optimizer)
