@@ -23,8 +23,8 @@ from zero_partition import (
 
 from ._deepspeed_folder import DeepSpeedFolder
 from ._group import default_group
-from ._save import sharded_of
 from ._together import together
+from ._writing import sharded_of
 
 _WHAT: Final = "load_deepspeed()"
 _TIMEOUT_S: Final = 60.0
