@@ -140,7 +140,7 @@ class _Reading:
                 f"{padded} of padding, got {total}"
             )
 
-    def _join(self, name: str, flats: Sequence[Sequence[Tensor]]) -> JoinedRange:
+    def _join(self, name: str, flats: Sequence[Sequence[Any]]) -> JoinedRange:
         runs = self.runs[name]
         parts = tuple((flats[run.rank][run.group], run.start, run.stop) for run in runs)
         dtypes = {tensor.dtype for tensor, _, _ in parts} or {torch.float32}

@@ -207,7 +207,7 @@ def _put(sink: _Sink, plan: TensorFilePlan, batches: Iterable[GivenBatch]) -> No
                 )
             flat = value.detach().contiguous().view(torch.uint8)
             for start in range(0, flat.numel(), _CHUNK_BYTES):
-                sink.put(memoryview(flat[start : start + _CHUNK_BYTES].cpu().numpy()))
+                sink.put(flat[start : start + _CHUNK_BYTES].cpu().numpy().data)
 
 
 def _link(

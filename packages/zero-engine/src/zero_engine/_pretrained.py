@@ -192,7 +192,7 @@ def open_weights(
                 "the files themselves"
             )
         path = found[0]
-    return _read_index(path) if path.suffix == ".json" else _read_file(path)
+    return _read_index(path) if path.suffix == ".json" else dict(_read_file(path))
 
 
 def _read_index(path: Path) -> dict[str, AbstractRangeReader]:

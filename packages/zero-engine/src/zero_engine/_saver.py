@@ -75,7 +75,11 @@ class Saver:
         system: FileSystem = FILE_SYSTEM,
     ) -> None:
         self._model, self._optimizer, self._timeout_s = model, optimizer, timeout_s
-        self._asked = {"folder": folder, "keep": keep, "has_frozen": not exclude_frozen}
+        self._asked: dict[str, Any] = {
+            "folder": folder,
+            "keep": keep,
+            "has_frozen": not exclude_frozen,
+        }
         self._asked |= {"is_latest": True, "system": system}
         self._under_way: _Background | None = None
 

@@ -106,7 +106,7 @@ class TensorFile:
                 f"{self.path}: expected {key!r} to have at least {stop} elements of {dtype}, got "
                 f"{end - begin} bytes"
             )
-        view = memoryview(out.view(torch.uint8).numpy())
+        view = out.view(torch.uint8).numpy().data
         try:
             with self.path.open("rb", buffering=0) as file:
                 while size:

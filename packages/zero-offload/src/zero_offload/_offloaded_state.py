@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from attrs import define, field
@@ -28,6 +28,11 @@ from ._transit import Transit, is_here, room_of
 
 def _nothing() -> None:
     return
+
+
+Param: TypeAlias = (
+    Any  # a tensor; mappings are invariant in their keys, and callers have Parameters
+)
 
 
 @final
@@ -124,7 +129,7 @@ class OffloadedState:
 
     # ---- Planning ----
 
-    def add(self, positions: Mapping[Tensor, int], groups: Sequence[dict[str, Any]]) -> None:
+    def add(self, positions: Mapping[Param, int], groups: Sequence[dict[str, Any]]) -> None:
         """Plan further parameters and take their room; nothing is added if that fails.
 
         Args:
@@ -209,7 +214,7 @@ class OffloadedState:
         """Whether there is room for its state."""
         return param in self._where
 
-    def started(self, *, besides: Collection[str] = ()) -> list[Tensor]:
+    def started(self, *, besides: Collection[str] = ()) -> list[Param]:
         """Parameters that have state, besides these entries."""
         found = {
             param
@@ -219,7 +224,7 @@ class OffloadedState:
         }
         return [param for param in self._where if param in found]
 
-    def written_only(self) -> list[Tensor]:
+    def written_only(self) -> list[Param]:
         """Parameters that a step writes and does not read: `own_masters` are stepped, and there."""
         read = {
             param
@@ -352,7 +357,7 @@ class OffloadedState:
     def step(
         self,
         groups: Sequence[dict[str, Any]],
-        grads: Mapping[Tensor, Tensor],
+        grads: Mapping[Param, Tensor],
         *,
         factor: float = 1.0,
         opening: Callable[[Sequence[Any]], None] | None = None,
@@ -388,7 +393,7 @@ class OffloadedState:
         self,
         turn: Turn,
         groups: Sequence[dict[str, Any]],
-        grads: Mapping[Tensor, Tensor],
+        grads: Mapping[Param, Tensor],
         factor: float,
     ) -> None:
         state, transit = self._states[turn.subgroup], self._transit
@@ -416,15 +421,15 @@ class OffloadedState:
         self.change("refresh_masters()", self.all_subgroups(), act)
 
     def read(
-        self, params: Iterable[Tensor], names: Collection[str] | None = None
-    ) -> dict[Tensor, dict[str, Any]]:
+        self, params: Iterable[Param], names: Collection[str] | None = None
+    ) -> dict[Param, dict[str, Any]]:
         """Copies, on the CPU, of the state of some parameters; of these entries only. Blocking.
 
         Raises:
             StoreError: A read failed; all is as it was.
         """
         self.check("reading state")
-        wanted: dict[Tensor, dict[str, Any]] = {param: {} for param in params}
+        wanted: dict[Param, dict[str, Any]] = {param: {} for param in params}
 
         def act(turn: Turn) -> None:
             state = self._states[turn.subgroup]
@@ -439,17 +444,17 @@ class OffloadedState:
         """Whether its master is no entry that the optimizer would have by itself."""
         return self.stepper.hides_master(param.dtype)
 
-    def describe(self, params: Iterable[Tensor]) -> dict[Tensor, dict[str, Any]]:
+    def describe(self, params: Iterable[Param]) -> dict[Param, dict[str, Any]]:
         """As `read`, but large tensors are blank: of their shape and dtype, and without memory."""
         self.check("describing state")
-        wanted: dict[Tensor, dict[str, Any]] = {param: {} for param in params}
+        wanted: dict[Param, dict[str, Any]] = {param: {} for param in params}
         for k in self.subgroups_of(wanted):
             for piece, param in enumerate(self._states[k].params):
                 if param in wanted:
                     self._states[k].describe_into(piece, wanted[param])
         return wanted
 
-    def write(self, states: Mapping[Tensor, Mapping[str, Any]], *, replaces: bool = True) -> None:
+    def write(self, states: Mapping[Param, Mapping[str, Any]], *, replaces: bool = True) -> None:
         """Put the state of some parameters in place of what there is. Blocking.
 
         Args:

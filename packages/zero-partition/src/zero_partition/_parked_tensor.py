@@ -76,7 +76,7 @@ class View:
     def of(cls, tensor: Tensor) -> View:
         """As it is now."""
         size, stride = tensor.size(), tensor.stride()
-        return cls(tensor, type(tensor), size, stride, tensor.storage_offset())
+        return cls(tensor, type(tensor), size, stride, int(tensor.storage_offset()))
 
     def take_away(self) -> None:
         """Let go of the memory. The object, its shape and its place in `grad` or state stay."""

@@ -19,7 +19,10 @@ from ._updater import MASTER, AbstractUpdater
 class AbstractRest(ABC):
     """The values of a 1-D shard, padding included."""
 
-    dtype: torch.dtype
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
 
     @property
     @abstractmethod
@@ -47,8 +50,8 @@ class InMemory(AbstractRest):
     tensor: Tensor
 
     @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Of the values."""
+    def dtype(self) -> torch.dtype:
+        """See `AbstractRest.dtype`."""
         return self.tensor.dtype
 
     @property
@@ -80,8 +83,8 @@ class AtHome(AbstractRest):
     device: torch.device
 
     @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Of the values."""
+    def dtype(self) -> torch.dtype:
+        """See `AbstractRest.dtype`."""
         return self.size.dtype
 
     @property
@@ -123,7 +126,12 @@ class WithState(AbstractRest):
     targets: Sequence[nn.Parameter]
     pieces: Sequence[Piece]
     shard: AbstractRest
-    dtype: torch.dtype
+    master_dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `AbstractRest.dtype`."""
+        return self.master_dtype
 
     @property
     def memory(self) -> None:

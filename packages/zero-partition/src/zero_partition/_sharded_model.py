@@ -75,7 +75,7 @@ class ShardedModel:
     has_stepped: bool = field(default=False, init=False)  # the optimizer, so it has its state
     left_to_step: Tensor | None = field(default=None, init=False)  # see NOTE(in_step)
     _published: list[tuple[int, int]] = field(factory=list, init=False)  # see `_has_written`
-    _hidden: list[tuple[Tensor, Tensor]] = field(factory=list, init=False)  # see `update`
+    _hidden: list[tuple[nn.Parameter, Tensor]] = field(factory=list, init=False)  # see `update`
     _backward_is_open: bool = field(default=False, init=False)
     _had_guards: bool = field(default=False, init=False)  # when this forward began
     _makes_graph: bool = field(default=False, init=False)  # create_graph=True

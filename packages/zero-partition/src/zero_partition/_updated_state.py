@@ -22,7 +22,7 @@ def step_elsewhere(
     residence: Residence,
     gradients: Sequence[BufferGradients],
     optimizer: torch.optim.Optimizer | None,
-) -> list[tuple[Tensor, Tensor]]:
+) -> list[tuple[nn.Parameter, Tensor]]:
     """Step every shard that has a gradient, where its state is. Local.
 
     What a delayed step has held back comes in first. `grad_scale` and `found_inf` of the optimizer
