@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
+import torch.distributed as dist
 import zero_engine
 from torch import nn
-from zero_comm import Group
+from zero_comm import CommError, Group
 from zero_engine._checkpoint import Checkpoint, PiecesRange
 from zero_engine._file_system import FILE_SYSTEM, FileSystem
 from zero_engine._save import save_with
@@ -95,5 +97,28 @@ def _kill_many(folder: Path, num_kills: int) -> None:
     print(f"{num_kills} of {num_kills}, at step {last}")
 
 
+def _die(folder: Path) -> None:
+    """Two ranks, of which one dies while it writes; the other prints what it learns."""
+    rank = int(os.fork() == 0)
+    meeting = f"file://{folder}.meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    group = Group.from_process_group(patience_s=0.2)
+    model, optimizer = make(group)
+    save_step(folder, model, optimizer, 1)
+
+    def die(*args: Any) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    system = attrs.evolve(FILE_SYSTEM, write=die) if rank else FILE_SYSTEM
+    try:
+        save_step(folder, model, optimizer, 2, system=system)
+    except CommError as error:
+        print(error, flush=True)
+    os._exit(0)
+
+
 if __name__ == "__main__":
+    if sys.argv[2] == "die":
+        _die(Path(sys.argv[1]))
     _kill_many(Path(sys.argv[1]), int(sys.argv[2]))

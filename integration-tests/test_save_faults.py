@@ -123,6 +123,24 @@ def _fail_on_one(group: Group, folder: Path, failing: int) -> None:
     assert check_newest(folder) == 3
 
 
+def test_a_rank_that_dies_in_the_middle_is_named_to_the_others(tmp_path: Path) -> None:
+    """A host is lost, and what it was writing with it."""
+    script, folder = Path(save_loops.__file__), tmp_path / "saved"
+
+    done = subprocess.run(
+        [sys.executable, script, folder, "die"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert "rank 1" in done.stdout and "did not finish" in done.stdout, done.stderr
+    assert check_newest(folder) == 1
+    save_step(folder, *make(Group.solo()), 3)
+    assert {path.name for path in folder.iterdir()} == {"step-1", "step-3", "latest"}
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     """With what to do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -76,17 +77,19 @@ class _Sink(Protocol):
 
 @define(eq=False)
 class _NewFile:
-    """Writes and checksums; small pieces together."""
+    """Writes, and checksums meanwhile on another core; small pieces together."""
 
     path: Path
     system: FileSystem
     _file: int = field(init=False)
+    _other_core: ThreadPoolExecutor = field(init=False)
     _pending: bytearray = field(factory=bytearray, init=False)
     num_bytes: int = field(default=0, init=False)
     crc32: int = field(default=0, init=False)
 
     def __enter__(self) -> _NewFile:
         self._file = self.system.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._other_core = ThreadPoolExecutor(1, "zero-checksum")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -95,18 +98,21 @@ class _NewFile:
                 self._flush()
                 self.system.fsync(self._file)
         finally:
+            self._other_core.shutdown()
             self.system.close(self._file)
 
     def put(self, view: memoryview) -> None:
-        self.crc32 = zlib.crc32(view, self.crc32)
         self.num_bytes += len(view)
         if len(view) < _SMALL_BYTES:
+            self.crc32 = zlib.crc32(view, self.crc32)
             self._pending += view
             if len(self._pending) >= _SMALL_BYTES:
                 self._flush()
             return
         self._flush()
+        checksum = self._other_core.submit(zlib.crc32, view, self.crc32)
         self._write(view)
+        self.crc32 = checksum.result()
 
     def _flush(self) -> None:
         pending, self._pending = self._pending, bytearray()
