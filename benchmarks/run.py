@@ -18,6 +18,7 @@ SUITES: Final = {
     "swap": "bench_swap",  # a pipelined step from disk, against the disk and the step alone
     "residence": "bench_residence",  # a step with state on host or disk, against one without
     "delayed": "bench_delayed",  # the loss curve of delayed updates beside the exact one
+    "saving": "bench_saving",  # save and load, against torch.save, torch's checkpoints and the disk
     "collectives": "bench_collectives",  # compositions of collectives against the built-in ones
 }
 

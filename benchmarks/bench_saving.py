@@ -1,0 +1,238 @@
+"""Saving and loading a sharded training state, against torch.save and torch.distributed.checkpoint.
+
+    python benchmarks/run.py saving --path /on/the/disk --model 119m
+
+Two ranks hold a model sharded at stage 3, with Adam's state: 12 bytes a parameter. The same tensors
+go to the disk in turns: by `zero_engine.save`, by `Saver` (how long training is blocked, and how
+long it takes in all), by `torch.save` of each rank's own part with fsync, by
+`torch.distributed.checkpoint` of the same parts, and plainly, by `DiskStore`: the limit.
+Then they are read again, from the disk: the kernel is told to forget the files before. A ratio is
+that of two turns of one round; time is that of the slowest rank, from a barrier on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import zero_comm
+import zero_engine
+from model import SHAPES, build_model
+from results import write_results
+from torch import Tensor, nn
+from zero_offload import DiskStore, HostArena
+
+RANKS: Final = 2
+WAYS: Final = ("limit", "save", "saver", "torch.save", "dcp")
+FIGURES: Final = ("write_s", "blocked_s", "read_s")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(prog="run.py saving", description=__doc__)
+    parser.add_argument("--path", type=Path, required=True, help="a folder on the disk")
+    parser.add_argument("--model", choices=SHAPES, default="119m")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args(argv)
+    load_before = os.getloadavg()[0]
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory(prefix="zero-bench-saving-", dir=options.path) as folder:
+        team = _start(options.model, folder)
+        num_bytes = sum(end.recv() for _, end in team)
+        for turn in range(options.rounds + 1):
+            for way in WAYS:
+                for _, end in team:
+                    end.send(way)
+                answers = [end.recv() for _, end in team]
+                if turn:  # the first loads what is loaded on first use
+                    worst = {name: max(answer[name] for answer in answers) for name in FIGURES}
+                    found[way].append(worst)
+        for worker, end in team:
+            end.send("")
+            worker.join()
+    rows = [_row(way, found, num_bytes) for way in WAYS]
+    _print(rows)
+    settings = {"model": options.model, "rounds": options.rounds, "bytes": num_bytes}
+    settings["load_before"] = load_before
+    print(f"written to {write_results('saving', rows, folder=options.folder, settings=settings)}")
+    return 0
+
+
+def _row(way: str, found: dict[str, list[dict[str, float]]], num_bytes: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"way": way}
+    for name in FIGURES:
+        mine = [of_round[name] for of_round in found[way]]
+        row[name] = statistics.median(mine)
+        row[f"{name}_of_rounds"] = mine
+        for other in ("limit", "torch.save", "save"):
+            theirs = [of_round[name] for of_round in found[other]]
+            ratios = [t / m for t, m in zip(theirs, mine, strict=True) if m]
+            row[f"{name} {other} / it"] = statistics.median(ratios) if ratios else 0.0
+    row["write_gb_per_s"] = num_bytes / row["write_s"] / 1e9
+    row["read_gb_per_s"] = num_bytes / row["read_s"] / 1e9
+    return row
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    print(f"{'way':12}{'write s':>9}{'GB/s':>7}{'of limit':>10}{'torch.save /':>14}", end="")
+    print(f"{'blocked s':>11}{'of save':>9}{'read s':>9}{'of limit':>10}{'torch.load /':>14}")
+    for row in rows:
+        of_save = row["blocked_s"] / rows[1]["blocked_s"]
+        print(
+            f"{row['way']:12}{row['write_s']:9.2f}{row['write_gb_per_s']:7.2f}"
+            f"{row['write_s limit / it']:10.2f}{row['write_s torch.save / it']:14.2f}"
+            f"{row['blocked_s']:11.2f}{of_save:9.2f}"
+            f"{row['read_s']:9.2f}{row['read_s limit / it']:10.2f}"
+            f"{row['read_s torch.save / it']:14.2f}"
+        )
+
+
+# ---- The ranks ----
+
+
+def _start(model: str, folder: str) -> list[tuple[Any, Connection]]:
+    context = multiprocessing.get_context("spawn")
+    team = []
+    for rank in range(RANKS):
+        ours, theirs = context.Pipe()
+        worker = context.Process(target=_work, args=(model, rank, folder, theirs), daemon=True)
+        worker.start()
+        theirs.close()
+        team.append((worker, ours))
+    return team
+
+
+def _work(model_name: str, rank: int, folder: str, orders: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(f"{folder}/meeting", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    model = build_model(SHAPES[model_name], seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    zero_engine.shard(model, optimizer, zero_engine.ZeroConfig(3), group=zero_comm.init())
+    shards = [p for group in optimizer.param_groups for p in group["params"]]
+    for shard in shards:
+        shard.grad = torch.full_like(shard, 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+    parts = dict(_parts(optimizer))
+    orders.send(sum(part.nbytes for part in parts.values()))
+    place = Path(folder)
+    ways: dict[str, Callable[[], dict[str, float]]] = {
+        "limit": lambda: _limit(parts, place),
+        "save": lambda: _save(model, optimizer, place / "save"),
+        "saver": lambda: _saver(model, optimizer, place / "saver"),
+        "torch.save": lambda: _torch_save(parts, place / f"torch-{rank}.pt"),
+        "dcp": lambda: _dcp(parts, place / "dcp"),
+    }
+    while way := orders.recv():
+        orders.send(ways[way]())
+    os._exit(0)
+
+
+def _parts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """This rank's shards of parameters and moments, as plain tensors."""
+    for number, shard in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        yield f"{number}.param", shard.detach().view(-1)
+        for name, value in optimizer.state[shard].items():
+            if isinstance(value, Tensor) and value.dim():
+                yield f"{number}.{name}", value.view(-1)
+
+
+def _timed(action: Callable[[], Any]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def _forget(*paths: Path) -> None:
+    """Tell the kernel that what is in these files is not needed in memory."""
+    dist.barrier()
+    for path in paths:
+        for file in [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]:
+            fd = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def _result(write_s: float, read_s: float, blocked_s: float | None = None) -> dict[str, float]:
+    blocked_s = write_s if blocked_s is None else blocked_s
+    return {"write_s": write_s, "read_s": read_s, "blocked_s": blocked_s}
+
+
+def _limit(parts: dict[str, Tensor], place: Path) -> dict[str, float]:
+    """All of it as one value, past the page cache."""
+    memory = HostArena("limit").allocate(sum(part.nbytes for part in parts.values()))
+    with DiskStore(place) as store:
+        store.allocate({"all": memory.nbytes})
+        write_s = _timed(lambda: store.write("all", memory).result())
+        read_s = _timed(lambda: store.read("all", memory).result())
+    return _result(write_s, read_s)
+
+
+def _save(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> dict[str, float]:
+    def save() -> None:
+        zero_engine.save(place, model, optimizer, step=1, tag="it")
+
+    write_s = _timed(save)
+    _forget(place)
+    return _result(write_s, _timed(lambda: zero_engine.load(place, model, optimizer)))
+
+
+def _saver(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> dict[str, float]:
+    blocked: list[float] = []
+
+    def save() -> None:
+        start = time.perf_counter()
+        with zero_engine.Saver(place, model, optimizer) as saver:
+            saver.save(step=1, tag="it")
+            blocked.append(time.perf_counter() - start)
+
+    write_s = _timed(save)
+    _forget(place)
+    read_s = _timed(lambda: zero_engine.load(place, model, optimizer))
+    return _result(write_s, read_s, blocked[0])
+
+
+def _torch_save(parts: dict[str, Tensor], path: Path) -> dict[str, float]:
+    def save() -> None:
+        with path.open("wb") as file:
+            torch.save({name: part.clone() for name, part in parts.items()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def load() -> None:
+        loaded = torch.load(path, weights_only=True)
+        for name, part in parts.items():
+            part.copy_(loaded[name])
+
+    write_s = _timed(save)
+    _forget(path)
+    return _result(write_s, _timed(load))
+
+
+def _dcp(parts: dict[str, Tensor], place: Path) -> dict[str, float]:
+    if dist.get_rank() == 0:
+        shutil.rmtree(place, ignore_errors=True)
+    state = {f"rank {dist.get_rank()} {name}": part for name, part in parts.items()}
+    write_s = _timed(lambda: dcp.save(state, checkpoint_id=place))
+    _forget(place)
+    return _result(write_s, _timed(lambda: dcp.load(state, checkpoint_id=place)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
