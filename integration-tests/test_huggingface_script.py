@@ -65,15 +65,6 @@ def _configuration(stage: int, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """As the script's ranks: products of 16 bits depend on how many threads share them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(
     ("stage", "dtype"), [(0, torch.float32), (2, torch.float16), (3, torch.bfloat16)], ids=str
 )
