@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
-    """An oracle in this process computes as ranks do: sums depend on how many threads share them."""
+    """An oracle in this process computes as ranks do: sums depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
