@@ -275,9 +275,11 @@ def _ask(process: subprocess.Popen[str], what: str) -> float:
     assert process.stdin is not None, "it was started with a pipe"
     process.stdin.write(f"{what}\n")
     process.stdin.flush()
-    line = _line(process)
-    assert line is not None, "DeepSpeed ended"
-    return float(line)
+    while True:
+        line = _line(process)
+        assert line is not None, "DeepSpeed ended"
+        with contextlib.suppress(ValueError):  # it also says what it thinks of disks
+            return float(line)
 
 
 def _line(process: subprocess.Popen[str]) -> str | None:

@@ -169,6 +169,12 @@ def _forget(*paths: Path) -> None:
             os.close(fd)
 
 
+def _remove(place: Path) -> None:
+    """What the round before has left: to delete it is not to save."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(place, ignore_errors=True)
+
+
 def _result(write_s: float, read_s: float, blocked_s: float | None = None) -> dict[str, float]:
     blocked_s = write_s if blocked_s is None else blocked_s
     return {"write_s": write_s, "read_s": read_s, "blocked_s": blocked_s}
@@ -186,8 +192,9 @@ def _limit(parts: dict[str, Tensor], place: Path) -> dict[str, float]:
 
 def _save(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> dict[str, float]:
     def save() -> None:
-        zero_engine.save(place, model, optimizer, step=1, tag="it")
+        zero_engine.save(place, model, optimizer, step=1)
 
+    _remove(place)
     write_s = _timed(save)
     _forget(place)
     return _result(write_s, _timed(lambda: zero_engine.load(place, model, optimizer)))
@@ -199,9 +206,10 @@ def _saver(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> d
     def save() -> None:
         start = time.perf_counter()
         with zero_engine.Saver(place, model, optimizer) as saver:
-            saver.save(step=1, tag="it")
+            saver.save(step=1)
             blocked.append(time.perf_counter() - start)
 
+    _remove(place)
     write_s = _timed(save)
     _forget(place)
     read_s = _timed(lambda: zero_engine.load(place, model, optimizer))
@@ -220,14 +228,14 @@ def _torch_save(parts: dict[str, Tensor], path: Path) -> dict[str, float]:
         for name, part in parts.items():
             part.copy_(loaded[name])
 
+    path.unlink(missing_ok=True)
     write_s = _timed(save)
     _forget(path)
     return _result(write_s, _timed(load))
 
 
 def _dcp(parts: dict[str, Tensor], place: Path) -> dict[str, float]:
-    if dist.get_rank() == 0:
-        shutil.rmtree(place, ignore_errors=True)
+    _remove(place)
     state = {f"rank {dist.get_rank()} {name}": part for name, part in parts.items()}
     write_s = _timed(lambda: dcp.save(state, checkpoint_id=place))
     _forget(place)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -18,12 +15,12 @@ from ._checkpoint import Checkpoint
 from ._errors import FileError
 from ._file_system import FileSystem, named
 from ._manifest import FileFacts
+from ._new_file import NewFile
 from ._plain_values import name_of
 from ._tensor_file import PlannedTensor, TensorFilePlan
 
 FILE_BYTES: Final = 2**30
-_CHUNK_BYTES: Final = 4 * 2**20  # leave a device, are checksummed and written at a time
-_SMALL_BYTES: Final = 2**16  # are collected before they are written
+_CHUNK_BYTES: Final = 4 * 2**20  # leave a device at a time
 
 # NOTE(linked): frozen parameters are compared with their file in the checkpoint before, byte by
 # byte, and if they are the same there is one file with two names. To read costs less than to write,
@@ -75,54 +72,6 @@ class _Sink(Protocol):
     def put(self, view: memoryview) -> None: ...
 
 
-@define(eq=False)
-class _NewFile:
-    """Writes, and checksums meanwhile on another core; small pieces together."""
-
-    path: Path
-    system: FileSystem
-    _file: int = field(init=False)
-    _other_core: ThreadPoolExecutor = field(init=False)
-    _pending: bytearray = field(factory=bytearray, init=False)
-    num_bytes: int = field(default=0, init=False)
-    crc32: int = field(default=0, init=False)
-
-    def __enter__(self) -> _NewFile:
-        self._file = self.system.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._other_core = ThreadPoolExecutor(1, "zero-checksum")
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        try:
-            if kind is None:
-                self._flush()
-                self.system.fsync(self._file)
-        finally:
-            self._other_core.shutdown()
-            self.system.close(self._file)
-
-    def put(self, view: memoryview) -> None:
-        self.num_bytes += len(view)
-        if len(view) < _SMALL_BYTES:
-            self.crc32 = zlib.crc32(view, self.crc32)
-            self._pending += view
-            if len(self._pending) >= _SMALL_BYTES:
-                self._flush()
-            return
-        self._flush()
-        checksum = self._other_core.submit(zlib.crc32, view, self.crc32)
-        self._write(view)
-        self.crc32 = checksum.result()
-
-    def _flush(self) -> None:
-        pending, self._pending = self._pending, bytearray()
-        self._write(memoryview(pending))
-
-    def _write(self, view: memoryview) -> None:
-        while view:
-            view = view[self.system.write(self._file, view) :]
-
-
 class _DiffersError(Exception):
     """A file is not what would be written."""
 
@@ -166,7 +115,7 @@ def write_parts(
         try:
             facts = _link(path, plan, chosen, system, before)
             if facts is None:
-                with _NewFile(path, system) as file:
+                with NewFile(path, system) as file:
                     _put(file, plan, chosen)
                 facts = FileFacts(file.num_bytes, file.crc32)
         except FileError:

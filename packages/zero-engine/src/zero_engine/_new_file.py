@@ -1,0 +1,112 @@
+"""A large file, written past the page cache and checksummed on the way."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from attrs import define, field
+
+from ._file_system import FileSystem
+
+_BLOCK_BYTES: Final = 4 * 2**20  # written at a time; two of them are in memory
+_ALIGN_BYTES: Final = 4096  # what O_DIRECT asks for, of any disk
+_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+
+# NOTE(direct): through the page cache a checkpoint is copied once more, pushes out what others have
+# there, and is written when `fsync` asks. So bytes are gathered in aligned blocks, of which one is
+# written, past the cache, while the next fills. What does not fill a page at the end, and all of it
+# where the file system has no O_DIRECT, goes the usual way.
+
+
+@define(eq=False)
+class NewFile:
+    """A context in which a file is made; it is on disk at its end."""
+
+    path: Path
+    system: FileSystem
+    num_bytes: int = field(default=0, init=False)
+    crc32: int = field(default=0, init=False)
+    _file: int = field(init=False)
+    _is_direct: bool = field(default=bool(_DIRECT), init=False)
+    _blocks: list[mmap.mmap] = field(init=False)
+    _filled: int = field(default=0, init=False)  # bytes of the first block
+    _writer: ThreadPoolExecutor = field(init=False)
+    _under_way: Future[None] | None = field(default=None, init=False)  # of the second block
+
+    def __enter__(self) -> NewFile:
+        self._file = self._open()
+        self._blocks = [mmap.mmap(-1, _BLOCK_BYTES) for _ in range(2)]  # each starts on a page
+        self._writer = ThreadPoolExecutor(1, "zero-checkpoint")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if kind is None:
+                self._wait()
+                whole = self._filled - self._filled % _ALIGN_BYTES
+                self._write(memoryview(self._blocks[0])[:whole])
+                self._be_usual()
+                self._write(memoryview(self._blocks[0])[whole : self._filled])
+                self.system.fsync(self._file)
+        finally:
+            self._writer.shutdown()
+            self.system.close(self._file)
+
+    def put(self, view: memoryview) -> None:
+        """Write these bytes after those before; they may change when it returns."""
+        view = view.cast("B")
+        self.num_bytes += len(view)
+        while view:
+            room = _BLOCK_BYTES - self._filled
+            part, view = view[:room], view[room:]
+            self._blocks[0][self._filled : self._filled + len(part)] = part
+            self.crc32 = zlib.crc32(part, self.crc32)  # while it is in the processor's cache
+            self._filled += len(part)
+            if self._filled == _BLOCK_BYTES:
+                self._wait()
+                self._blocks.reverse()
+                self._under_way = self._writer.submit(self._write, memoryview(self._blocks[1]))
+                self._filled = 0
+
+    def _open(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        if self._is_direct:
+            try:
+                return self.system.open(self.path, flags | _DIRECT, 0o666)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # that: the file system has none
+                    raise
+                self._is_direct = False
+                flags &= ~os.O_EXCL  # it may have been made all the same
+        return self.system.open(self.path, flags, 0o666)
+
+    def _wait(self) -> None:
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _write(self, view: memoryview) -> None:
+        while view:
+            try:
+                written = self.system.write(self._file, view)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._is_direct:
+                    raise
+                self._be_usual()  # blocks of this disk are larger than a page
+                continue
+            view = view[written:]
+            if written % _ALIGN_BYTES:
+                self._be_usual()
+
+    def _be_usual(self) -> None:
+        if self._is_direct:
+            flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~_DIRECT)
+            self._is_direct = False
