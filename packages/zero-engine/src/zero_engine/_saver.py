@@ -182,6 +182,8 @@ class _Background:
         if any(problems):  # which a rank whose disk is full could not say otherwise
             self.is_over.set()
         self.thread.join()
+        if self.error is not None:
+            writing.abandon()  # others may have written since, and have ended by now
 
         def look() -> dict[str, Any] | None:
             if self.error is not None:
