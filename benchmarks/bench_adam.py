@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows += _measure(work, ways(args.numel), threads, args)
     if args.deepspeed_python:
         rows += _deepspeed(args)
-    settings = vars(args) | {"load_before": load_before, "kernels": native_status().isa}
+    settings = {name: value for name, value in vars(args).items() if name != "deepspeed_python"}
+    settings |= {"load_before": load_before, "kernels": native_status().isa}
     path = write_results("adam", rows, folder=HERE / "results", settings=settings)
     print(f"written to {path}")
     return 0
