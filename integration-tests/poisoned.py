@@ -240,7 +240,7 @@ class PoisonedGradients(AbstractGradientHome):
     def deliver(self, received: Tensor, into: Tensor, *, adds: bool) -> None:
         """See `AbstractGradientHome.deliver`."""
         on_their_way = [memory.data_ptr() for _, memory, _ in self._deliveries]
-        if not adds:
+        if not adds and into.numel():
             assert into.data_ptr() not in on_their_way, "what came before was never settled"
             poison(into)
         self._deliveries.append((received, into, adds))

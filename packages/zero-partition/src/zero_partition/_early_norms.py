@@ -17,8 +17,8 @@ _ON_ITS_WAY = -1  # in the place of a version
 class EarlyNorms:
     """Of order 2, of the parts of one gradient shard, by position.
 
-    A norm holds as long as nobody writes to the gradient, which its version tells; and is void with
-    a further backward, which adds to it.
+    A norm holds as long as nobody else has the gradient's elements, and we do not write to it,
+    which its version tells; and is void with a further backward, which adds to it.
     """
 
     _found: dict[int, tuple[Tensor, int]] = field(factory=dict, init=False)  # and the version
@@ -42,8 +42,10 @@ class EarlyNorms:
         for position, (norm, version) in self._found.items():
             if version == _ON_ITS_WAY:
                 self._found[position] = (norm, parts[position]._version)
+                parts[position].is_touched = False  # type: ignore[attr-defined]
 
     def of(self, position: int, part: Tensor) -> Tensor | None:
         """Of this part, if it is as it came."""
         norm, version = self._found.get(position, (None, _ON_ITS_WAY))
-        return norm if part._version == version else None
+        is_as_it_came = part._version == version and not getattr(part, "is_touched", False)
+        return norm if is_as_it_came else None
