@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from threading import Event, Thread, main_thread
-from types import TracebackType
 from typing import Any, Final, final
 
 import torch
@@ -145,12 +144,7 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Wait; after an exception for this rank's own part only, as other ranks may be gone."""
         if kind is None:
             self.close()
