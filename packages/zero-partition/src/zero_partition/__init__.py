@@ -77,6 +77,7 @@ from ._state_load import StateLoad, StateSource, param_groups_of, plan_load
 from ._state_parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
 from ._unsharded import unsharded
 from ._updater import MASTER, AbstractUpdater, Opening, UpdaterReport
+from ._wire import Routes, Wire
 
 __all__ = [
     "AS_IT_IS",
@@ -114,6 +115,7 @@ __all__ = [
     "Placement",
     "Placements",
     "Precision",
+    "Routes",
     "ScheduleReport",
     "ScheduleRow",
     "ShardSize",
@@ -128,6 +130,7 @@ __all__ = [
     "UnitPlan",
     "UpdaterReport",
     "WholeTensor",
+    "Wire",
     "ZeroRedundancyOptimizer",
     "__version__",
     "backward_without_batch",
