@@ -3,12 +3,15 @@
 from .__about__ import __version__
 from ._agreement import all_gather_json, check_agreement
 from ._backend import BACKENDS, Backend
+from ._blockwise import Blockwise
+from ._cast import Cast
 from ._coalesced import (
     all_gather_coalesced,
     all_reduce_coalesced,
     broadcast_coalesced,
     reduce_scatter_coalesced,
 )
+from ._codec import AbstractCodec
 from ._compositions import (
     all_gather_flat,
     all_reduce_flat,
@@ -19,6 +22,7 @@ from ._compositions import (
 from ._ddp_hook import ddp_hook
 from ._errors import (
     AgreementError,
+    CodecError,
     CommError,
     DivergenceError,
     GroupMismatchError,
@@ -28,14 +32,19 @@ from ._exposure import Exposure, expose
 from ._gather_to import gather_flat
 from ._group import Group, init
 from ._handle import Handle
+from ._parse_codec import parse_codec
 from ._reduction import Reduction
 from ._traffic import OperationTraffic, Traffic, record_traffic
 from ._watch import Purpose
 
 __all__ = [
     "BACKENDS",
+    "AbstractCodec",
     "AgreementError",
     "Backend",
+    "Blockwise",
+    "Cast",
+    "CodecError",
     "CommError",
     "DivergenceError",
     "Exposure",
@@ -61,6 +70,7 @@ __all__ = [
     "expose",
     "gather_flat",
     "init",
+    "parse_codec",
     "record_traffic",
     "reduce_scatter_coalesced",
     "reduce_scatter_flat",
