@@ -32,9 +32,10 @@ from ._exposure import Exposure, expose
 from ._gather_to import gather_flat
 from ._group import Group, init
 from ._handle import Handle
+from ._levels import Levels
 from ._parse_codec import parse_codec
 from ._reduction import Reduction
-from ._traffic import OperationTraffic, Traffic, record_traffic
+from ._traffic import OperationTraffic, Sent, Traffic, record_traffic
 from ._watch import Purpose
 
 __all__ = [
@@ -51,10 +52,12 @@ __all__ = [
     "Group",
     "GroupMismatchError",
     "Handle",
+    "Levels",
     "OperationTraffic",
     "Purpose",
     "RankFailedError",
     "Reduction",
+    "Sent",
     "Traffic",
     "__version__",
     "all_gather_coalesced",

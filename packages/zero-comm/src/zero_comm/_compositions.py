@@ -24,6 +24,7 @@ from ._handle import Handle, Message
 from ._peer_memory import PeerMemory
 from ._reduction import Reduction
 from ._torch_compat import all_gather_single, reduce_scatter_single
+from ._traffic import Sent
 from ._watch import Watch
 
 # Tags far from those a user of torch's send and recv would choose on the same group: torch takes
@@ -73,7 +74,7 @@ def all_gather_flat(
         check_tensor(shard, splits[group.rank], group, "shard", dtype=out.dtype)
         own.copy_(shard)
     name = "agree" if control else "all_gather"
-    count_traffic(group, name, out, splits, payload, sends_own=True)
+    count_traffic(group, name, out, splits, payload, sends_own=True, tag=tag)
     if group.world_size == 1:
         return Handle(lambda _: out)
     if group.backend.composes_from_peers:
@@ -124,7 +125,7 @@ def reduce_scatter_flat(
         out = torch.empty_like(own)
     else:
         check_tensor(out, own.numel(), group, "out", dtype=buffer.dtype)
-    count_traffic(group, "reduce_scatter", buffer, splits, payload, sends_own=False)
+    count_traffic(group, "reduce_scatter", buffer, splits, payload, sends_own=False, tag=tag)
     return _reduce_scatter(buffer, splits=splits, group=group, op=op, out=out, tag=tag)
 
 
@@ -162,8 +163,8 @@ def all_reduce_flat(
         splits = even_splits(buffer.numel(), group.world_size)
     own = _own_chunk(buffer, splits, group)
     _check_mean(buffer, op, group)
-    count_traffic(group, "all_reduce", buffer, splits, payload, sends_own=False)
-    count_traffic(group, "all_reduce", buffer, splits, payload, sends_own=True, calls=False)
+    count_traffic(group, "all_reduce", buffer, splits, payload, sends_own=False, tag=tag)
+    count_traffic(group, "all_reduce", buffer, splits, payload, sends_own=True, tag=tag, calls=0)
     if group.world_size == 1:
         return Handle(lambda _: buffer)
     if not group.backend.composes_from_peers:
@@ -208,8 +209,8 @@ def broadcast_flat(buffer: Tensor, *, src: int, group: Group) -> Handle[Tensor]:
             f"(rank {group.rank})"
         )
     check_tensor(buffer, buffer.numel(), group, "buffer")
-    sent = buffer.numel() * (group.world_size - 1) if group.rank == src else 0
-    group.count("broadcast", payload_numel=sent, itemsize=buffer.element_size())
+    splits = [buffer.numel() if rank == src else 0 for rank in range(group.world_size)]
+    count_traffic(group, "broadcast", buffer, splits, None, sends_own=True)
     if group.world_size == 1:
         return Handle(lambda _: buffer)
     launch = group.watch.launch("broadcast", _BUILT_IN) if group.watch is not None else None
@@ -356,20 +357,24 @@ def count_traffic(
     payload: Sequence[int] | None,
     *,
     sends_own: bool,
-    calls: bool = True,
+    tag: int | None = None,
+    calls: int = 1,
 ) -> None:
-    """Tell whoever records traffic what an operation on this buffer asks this rank to send."""
+    """Tell whoever records traffic what an operation on this buffer asks this rank to send.
+
+    To each peer, that is its own chunk, or the peer's.
+    """
     if not group.recorders:
         return
-    payload = splits if payload is None else payload
-    own, total = payload[group.rank], sum(payload)
-    sent = own * (group.world_size - 1) if sends_own else total - own
-    own_all, total_all = splits[group.rank], sum(splits)
-    sent_all = own_all * (group.world_size - 1) if sends_own else total_all - own_all
-    group.count(
-        name,
-        payload_numel=sent,
-        padding_numel=sent_all - sent,
-        itemsize=buffer.element_size(),
-        calls=int(calls),
+    payload, itemsize = splits if payload is None else payload, buffer.element_size()
+    payload_numel, padding_numel = [0, 0], [0, 0]  # inside, across
+    for peer in range(group.world_size):
+        if peer != group.rank:
+            level, chunk = group.is_across(peer), group.rank if sends_own else peer
+            payload_numel[level] += payload[chunk]
+            padding_numel[level] += splits[chunk] - payload[chunk]
+    inside, across = (
+        Sent(numel, numel * itemsize, padding * itemsize)
+        for numel, padding in zip(payload_numel, padding_numel, strict=True)
     )
+    group.count(name, inside=inside, across=across, calls=calls, tag=tag)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 from weakref import ReferenceType, ref
 
-from attrs import asdict, define, field, frozen
+from attrs import asdict, define, evolve, field, frozen
 
 from ._errors import DivergenceError
 from ._torch_compat import default_store
@@ -38,6 +38,7 @@ class Purpose:
 
     what: str  # "gathering unit 'blocks.0'"
     remedy: str = ""  # what to do where a rank does not come to it
+    subject: str = ""  # what its traffic is counted under: "blocks.0"
 
 
 @define(eq=False)
@@ -58,7 +59,7 @@ class Launch:
         purpose = known or Purpose(self.operation)
         if self.version is None:
             return purpose
-        return Purpose(f"{purpose.what} (version {self.version})", purpose.remedy)
+        return evolve(purpose, what=f"{purpose.what} (version {self.version})")
 
 
 @frozen(eq=False)

@@ -274,7 +274,11 @@ class Unit:
             layout = buffer.plan.layout
             try:
                 exposure.gather(
-                    buffer.shard, full, splits=layout.splits, payload=layout.payload_splits
+                    buffer.shard,
+                    full,
+                    splits=layout.splits,
+                    payload=layout.payload_splits,
+                    tag=buffer.gather_tag,
                 )
             except CommError as error:
                 raise CommError(f"gathering unit {self.name!r}: {error}") from error
