@@ -273,7 +273,7 @@ def test_what_does_not_fit_is_refused() -> None:
     """Before anything is written, and saying what was expected."""
     codec = Blockwise(8)
     wire = codec.encode(torch.ones(9))
-    with pytest.raises(CodecError, match=r"float32, bfloat16 or float16, got torch\.int64"):
+    with pytest.raises(CodecError, match=r"float32, bfloat16 and float16, got torch\.int64"):
         codec.encode(torch.ones(9).long())
     with pytest.raises(CodecError, match="1-D and contiguous"):
         codec.encode(torch.ones(3, 3))

@@ -5,6 +5,7 @@ from ._agreement import all_gather_json, check_agreement
 from ._backend import BACKENDS, Backend
 from ._blockwise import Blockwise
 from ._cast import Cast
+from ._chunks import even_splits
 from ._coalesced import (
     all_gather_coalesced,
     all_reduce_coalesced,
@@ -16,7 +17,6 @@ from ._compositions import (
     all_gather_flat,
     all_reduce_flat,
     broadcast_flat,
-    even_splits,
     reduce_scatter_flat,
 )
 from ._ddp_hook import ddp_hook

@@ -7,6 +7,7 @@ follows from the number of elements alone, so that ranks know what to expect.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -71,7 +72,8 @@ class AbstractCodec(ABC):
             CodecError: A tensor does not fit.
         """
         numel = values.numel()
-        _check_values(values, "values")
+        check_encodable((values,), self)
+        _check_flat(values, "values")
         if out is None:
             out = torch.empty(self.wire_bytes(numel), dtype=torch.uint8, device=values.device)
         self._check_wire(out, numel)
@@ -105,7 +107,8 @@ class AbstractCodec(ABC):
 
     def _read(self, wire: Tensor, out: Tensor, *, adds: bool) -> Tensor:
         numel = out.numel()
-        _check_values(out, "out")
+        check_encodable((out,), self)
+        _check_flat(out, "out")
         self._check_wire(wire, numel)
         written, scales = wire[: self.value_bytes(numel)], wire[self._start_of_scales(numel) :]
         self._decode(written, scales, out, adds=adds)
@@ -130,12 +133,17 @@ class AbstractCodec(ABC):
             )
 
 
-def _check_values(values: Tensor, name: str) -> None:
-    if values.dtype not in DTYPES:
-        raise CodecError(
-            f"expected {name} in float32, bfloat16 or float16, got {values.dtype}; convert them, "
-            "or let them travel as they are, without a codec"
-        )
+def check_encodable(tensors: Sequence[Tensor], codec: AbstractCodec | None) -> None:
+    """Raise CodecError if a codec does not take their dtypes."""
+    for tensor in tensors:
+        if codec is not None and tensor.dtype not in DTYPES:
+            raise CodecError(
+                f"{codec} encodes float32, bfloat16 and float16, got {tensor.dtype}; convert the "
+                "values, or let them travel as they are, without a codec"
+            )
+
+
+def _check_flat(values: Tensor, name: str) -> None:
     if values.dim() != 1 or not values.is_contiguous():
         raise CodecError(
             f"expected {name} to be 1-D and contiguous, got shape {tuple(values.shape)}; flatten "
