@@ -4,6 +4,7 @@ from .__about__ import __version__
 from ._agreement import all_gather_json, check_agreement
 from ._backend import BACKENDS, Backend
 from ._blockwise import Blockwise
+from ._by_levels import reduce_scatter_by_levels
 from ._cast import Cast
 from ._chunks import even_splits
 from ._coalesced import (
@@ -33,7 +34,9 @@ from ._gather_to import gather_flat
 from ._group import Group, init
 from ._handle import Handle
 from ._levels import Levels
+from ._loco import Loco, LocoErrors
 from ._parse_codec import parse_codec
+from ._quant_reduce import all_to_all_loco_quant_reduce, all_to_all_quant_reduce
 from ._reduction import Reduction
 from ._traffic import OperationTraffic, Sent, Traffic, record_traffic
 from ._watch import Purpose
@@ -53,6 +56,8 @@ __all__ = [
     "GroupMismatchError",
     "Handle",
     "Levels",
+    "Loco",
+    "LocoErrors",
     "OperationTraffic",
     "Purpose",
     "RankFailedError",
@@ -65,6 +70,8 @@ __all__ = [
     "all_gather_json",
     "all_reduce_coalesced",
     "all_reduce_flat",
+    "all_to_all_loco_quant_reduce",
+    "all_to_all_quant_reduce",
     "broadcast_coalesced",
     "broadcast_flat",
     "check_agreement",
@@ -75,6 +82,7 @@ __all__ = [
     "init",
     "parse_codec",
     "record_traffic",
+    "reduce_scatter_by_levels",
     "reduce_scatter_coalesced",
     "reduce_scatter_flat",
 ]

@@ -99,12 +99,12 @@ def count_traffic(
     for peer in range(group.world_size):
         if peer != group.rank:
             chunk = group.rank if sends_own else peer
-            sent[group.is_across(peer)] += _sent(buffer, splits[chunk], payload[chunk], codec)
+            sent[group.is_across(peer)] += sent_of(buffer, splits[chunk], payload[chunk], codec)
     group.count(name, inside=sent[0], across=sent[1], calls=calls, tag=tag)
 
 
-def _sent(buffer: Tensor, numel: int, payload: int, codec: AbstractCodec | None) -> Sent:
-    """A chunk of `numel` elements of which `payload` carry data."""
+def sent_of(buffer: Tensor, numel: int, payload: int, codec: AbstractCodec | None) -> Sent:
+    """What a chunk of `numel` elements is, of which `payload` carry data, once it is sent."""
     if codec is None:
         itemsize = buffer.element_size()
         return Sent(payload, payload * itemsize, (numel - payload) * itemsize)

@@ -68,18 +68,13 @@ def reduce_scatter_encoded(
 
     The buffer is read before this returns.
     """
+    wire = encode_parts(chunks_of(buffer, splits), codec)
     wire_splits = [codec.wire_bytes(numel) for numel in splits]
-    wire = torch.empty(sum(wire_splits), dtype=torch.uint8, device=buffer.device)
-    for chunk, row in zip(chunks_of(buffer, splits), chunks_of(wire, wire_splits), strict=True):
-        codec.encode(chunk, row)
     exchange = launch_exchange(wire, wire_splits, group=group, name=name, tag=tag)
 
     def finish(timeout_s: float | None) -> Tensor:
-        first, *others = exchange.wait(timeout_s=timeout_s)
         total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-        codec.decode(first, total)
-        for row in others:
-            codec.decode_add(row, total)
+        add_up(exchange.wait(timeout_s=timeout_s), total, codec)
         finish_mean(total, op=op, world_size=group.world_size)
         return out if total is out else out.copy_(total)
 
@@ -109,3 +104,26 @@ def all_reduce_encoded(
         return gathering.wait(timeout_s=timeout_s)
 
     return Handle(finish)
+
+
+def encode_parts(parts: Sequence[Tensor], codec: AbstractCodec) -> Tensor:
+    """Each part apart, one after the other in a new wire buffer."""
+    wire, rows = wire_for(parts, codec)
+    for part, row in zip(parts, rows, strict=True):
+        codec.encode(part, row)
+    return wire
+
+
+def wire_for(parts: Sequence[Tensor], codec: AbstractCodec) -> tuple[Tensor, list[Tensor]]:
+    """A wire buffer, and in it a row for each part."""
+    numels = [codec.wire_bytes(part.numel()) for part in parts]
+    wire = torch.empty(sum(numels), dtype=torch.uint8, device=parts[0].device)
+    return wire, chunks_of(wire, numels)
+
+
+def add_up(rows: Sequence[Tensor], total: Tensor, codec: AbstractCodec) -> Tensor:
+    """The sum of what rows decode to, in their order: float32, in `total`."""
+    codec.decode(rows[0], total)
+    for row in rows[1:]:
+        codec.decode_add(row, total)
+    return total
