@@ -35,6 +35,7 @@ from ._group import Group, init
 from ._handle import Handle
 from ._levels import Levels
 from ._loco import Loco, LocoErrors
+from ._native import native_status
 from ._parse_codec import parse_codec
 from ._quant_reduce import all_to_all_loco_quant_reduce, all_to_all_quant_reduce
 from ._reduction import Reduction
@@ -80,6 +81,7 @@ __all__ = [
     "expose",
     "gather_flat",
     "init",
+    "native_status",
     "parse_codec",
     "record_traffic",
     "reduce_scatter_by_levels",

@@ -53,6 +53,6 @@ class Cast(AbstractCodec):
 
     def _decode(self, written: Tensor, scales: Tensor, out: Tensor, *, adds: bool) -> None:
         if adds:
-            out += written.view(self.dtype)
+            out += written.view(self.dtype).float()  # mixed dtypes are slow to add
         else:
             out.copy_(written.view(self.dtype))
