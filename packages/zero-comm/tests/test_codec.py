@@ -165,6 +165,41 @@ def test_adding_is_decoding_and_adding(codec: AbstractCodec) -> None:
         assert torch.equal(codec.decode_add(codec.encode(values), total), expected)
 
 
+@each_codec
+@each_dtype
+def test_the_relative_error_is_that_of_what_comes_back(
+    codec: AbstractCodec, dtype: torch.dtype
+) -> None:
+    """Reports show it for each unit."""
+    values = _values(1000, dtype)
+    exact = values.double()
+    share = (_back(codec, values, torch.float32).double() - exact).norm() / exact.norm()
+
+    assert codec.relative_error(values) == pytest.approx(share.item(), rel=1e-4)
+    assert codec.relative_error(torch.zeros(9, dtype=dtype)) == 0
+    assert codec.relative_error(torch.empty(0, dtype=dtype)) == 0
+    assert codec.relative_error(torch.tensor([1, torch.nan], dtype=dtype)).isnan()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@each_codec
+@each_dtype
+def test_a_gpu_writes_and_reads_the_same_bits(codec: AbstractCodec, dtype: torch.dtype) -> None:
+    """Checkpoints of encoded values move between devices, and ranks of both kinds may meet."""
+    for numel in NUMELS:
+        values = _values(numel, dtype)
+        values[::700] = torch.nan
+        wire, on_gpu = codec.encode(values), codec.encode(values.cuda())
+        assert torch.equal(on_gpu.cpu(), wire)
+
+        back = codec.decode(on_gpu, torch.empty_like(values, device="cuda")).cpu()
+        assert torch.equal(back.nan_to_num(), _back(codec, values).nan_to_num())
+        total = codec.decode_add(on_gpu, torch.ones(numel, device="cuda")).cpu()
+        expected = codec.decode_add(wire, torch.ones(numel))
+        assert torch.equal(total.nan_to_num(), expected.nan_to_num())
+
+
 # ---- Values that are special ----
 
 

@@ -155,7 +155,7 @@ def test_plain_torch_says_so_once() -> None:
     first, *said = ran.stdout.splitlines()
     assert first == "imported"
     assert said == [
-        "codecs run in plain torch, some five times slower, because ZERO_COMM_NATIVE=off"
+        "codecs run in plain torch, some ten times slower, because ZERO_COMM_NATIVE=off"
     ]
 
 

@@ -14,6 +14,7 @@ from ._errors import CodecError
 NAMES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _HALF_STEP: Final = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}
 _HALF_OF_LEAST: Final = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 0.0}
+_SLAB_NUMEL: Final = 2**15  # what two passes over the values of a CPU leave in its cache
 
 
 @frozen
@@ -52,7 +53,11 @@ class Cast(AbstractCodec):
         written.view(self.dtype).copy_(values)
 
     def _decode(self, written: Tensor, scales: Tensor, out: Tensor, *, adds: bool) -> None:
-        if adds:
-            out += written.view(self.dtype).float()  # mixed dtypes are slow to add
-        else:
-            out.copy_(written.view(self.dtype))
+        values = written.view(self.dtype)
+        if not adds:
+            out.copy_(values)
+            return
+        step = _SLAB_NUMEL if out.device.type == "cpu" else max(1, out.numel())
+        for start in range(0, out.numel(), step):
+            part = slice(start, start + step)
+            out[part] += values[part].float()  # to add two dtypes is slow

@@ -105,6 +105,18 @@ class AbstractCodec(ABC):
             raise CodecError(f"expected float32 to add decoded values to, got {out.dtype}")
         return self._read(wire, out, adds=True)
 
+    @torch.no_grad()
+    def relative_error(self, values: Tensor) -> Tensor:
+        """What is lost of `values`, as a share: the norm of the errors by that of the values.
+
+        A float32 scalar on their device, which is not waited for; 0 where there is nothing to lose,
+        nan where a value is not finite. Encodes and decodes them all, for a report.
+        """
+        exact = values.float()
+        lost = self.decode(self.encode(values), torch.empty_like(exact)).sub_(exact)
+        share = torch.linalg.vector_norm(lost) / torch.linalg.vector_norm(exact)
+        return torch.where((exact == 0).all(), torch.zeros_like(share), share)
+
     def _read(self, wire: Tensor, out: Tensor, *, adds: bool) -> Tensor:
         numel = out.numel()
         check_encodable((out,), self)

@@ -70,7 +70,7 @@ def kernels() -> Kernels | None:
 def _loaded() -> tuple[Kernels | None, str]:
     found, reason = load(HERE / LIBRARY, os.environ)
     if found is None:
-        _LOG.warning("codecs run in plain torch, some five times slower, because %s", reason)
+        _LOG.warning("codecs run in plain torch, some ten times slower, because %s", reason)
     return found, reason
 
 
