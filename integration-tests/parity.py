@@ -274,10 +274,25 @@ def as_ddp(model: nn.Module, group: Group, *, finds_unused: bool = True) -> nn.M
     )
 
 
-def train_alone(
-    recipe: Recipe, *, rank: int, world_size: int, stage: int, cut: Cut = Cut.FLAT
-) -> Curve:
+def train_alone_by_stage(group: Group, recipe: Recipe, *, cut: Cut = Cut.FLAT) -> list[Curve]:
+    """What `train_alone` says for this rank at each stage; worked out once for all. Collective."""
+    size = group.world_size
+    curves: dict[int, list[Curve]] = {
+        stage: train_alone(recipe, world_size=size, stage=stage, cut=cut)
+        for stage in (0, 1)  # the arithmetic of 2 and 3 is that of 1
+        if stage % size == group.rank
+    }
+    if size > 1:
+        everyone: list[Any] = [None] * size
+        dist.all_gather_object(everyone, curves, group=group.process_group)
+        curves = {stage: found for each in everyone for stage, found in each.items()}
+    return [curves[min(stage, 1)][group.rank] for stage in STAGES]
+
+
+def train_alone(recipe: Recipe, *, world_size: int, stage: int, cut: Cut = Cut.FLAT) -> list[Curve]:
     """One process: every rank's gradients in turn, combined in the order that is documented.
+
+    As each rank sees it: the losses are its own.
 
     - A reduction is ((g0 + g1) + g2 + ...) / N, in rank order.
     - Under `no_sync` each rank adds its micro-batches first, and the sum is reduced.
@@ -288,7 +303,7 @@ def train_alone(
     optimizer = _optimizer_of(recipe, model)
     scheduler = scheduler_for(optimizer) if recipe.scheduler != "none" else None
     params = _trained(optimizer)
-    curve = Curve()
+    curves = [Curve() for _ in range(world_size)]
     for step in range(recipe.num_steps):
         reduced: list[Tensor | None] = [None] * len(params)
         local: list[list[Tensor | None]] = [[None] * len(params) for _ in range(world_size)]
@@ -296,8 +311,7 @@ def train_alone(
             for peer in range(world_size):
                 loss = recipe.loss_of(model, recipe.batch(step, micro, peer))
                 loss.backward()
-                if peer == rank:
-                    curve.losses.append(loss.item())
+                curves[peer].losses.append(loss.item())
                 local[peer] = add(local[peer], [_clone(param.grad) for param in params])
                 model.zero_grad()
             if recipe.reduces_once and micro + 1 < recipe.num_micro_batches:
@@ -310,16 +324,15 @@ def train_alone(
             local = [[None] * len(params) for _ in range(world_size)]
         for param, grad in zip(params, reduced, strict=True):
             param.grad = grad
-        if not step:
-            curve.first_grads = [_clone(param.grad) for param in params]
         if recipe.max_norm is not None:
             _clip(model, optimizer, recipe.max_norm, world_size=world_size, stage=stage, cut=cut)
         optimizer.step()
         optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
-    curve.weights = model.state_dict()
-    return curve
+    for curve in curves:
+        curve.weights = model.state_dict()
+    return curves
 
 
 def whole_gradients(
