@@ -51,13 +51,11 @@ def test_every_stage_does_the_documented_arithmetic(
 
 def _stages_equal_the_oracle(group: Group, **recipe: Any) -> None:
     chosen = parity.Recipe(**recipe)
+    expected = parity.train_alone_by_stage(group, chosen)
 
     for stage in parity.STAGES:
         curve = parity.train_sharded(group, chosen, ZeroConfig(stage))
-        expected = parity.train_alone(
-            chosen, rank=group.rank, world_size=group.world_size, stage=stage
-        )
-        parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
+        parity.assert_same(curve, expected[stage], rank=group.rank, what=f"stage {stage}")
 
 
 @pytest.mark.parametrize("how", ORDERS)
@@ -119,12 +117,11 @@ def test_shards_of_whole_tensors_train_the_same(ranks, world_size: int) -> None:
 def _tensor_cut_equals_the_oracle(group: Group) -> None:
     recipe = parity.Recipe(optimizer="adagrad", max_norm=0.5)
 
+    expected = parity.train_alone_by_stage(group, recipe, cut=Cut.TENSOR)
+
     for stage in parity.STAGES:
         curve = parity.train_sharded(group, recipe, ZeroConfig(stage, cut=Cut.TENSOR))
-        expected = parity.train_alone(
-            recipe, rank=group.rank, world_size=group.world_size, stage=stage, cut=Cut.TENSOR
-        )
-        parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
+        parity.assert_same(curve, expected[stage], rank=group.rank, what=f"stage {stage}")
 
 
 # ---- Loops that are written in another way ----
