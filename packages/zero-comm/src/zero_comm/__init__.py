@@ -29,6 +29,7 @@ from ._gather_to import gather_flat
 from ._group import Group, init
 from ._handle import Handle
 from ._reduction import Reduction
+from ._sent import Sent, sent_of
 from ._traffic import OperationTraffic, Traffic, record_traffic
 from ._watch import Purpose
 
@@ -46,6 +47,7 @@ __all__ = [
     "Purpose",
     "RankFailedError",
     "Reduction",
+    "Sent",
     "Traffic",
     "__version__",
     "all_gather_coalesced",
@@ -64,4 +66,5 @@ __all__ = [
     "record_traffic",
     "reduce_scatter_coalesced",
     "reduce_scatter_flat",
+    "sent_of",
 ]

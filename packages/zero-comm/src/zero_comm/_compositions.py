@@ -23,6 +23,7 @@ from ._group import Group
 from ._handle import Handle, Message
 from ._peer_memory import PeerMemory
 from ._reduction import Reduction
+from ._sent import sent_of
 from ._torch_compat import all_gather_single, reduce_scatter_single
 from ._watch import Watch
 
@@ -361,15 +362,11 @@ def count_traffic(
     """Tell whoever records traffic what an operation on this buffer asks this rank to send."""
     if not group.recorders:
         return
-    payload = splits if payload is None else payload
-    own, total = payload[group.rank], sum(payload)
-    sent = own * (group.world_size - 1) if sends_own else total - own
-    own_all, total_all = splits[group.rank], sum(splits)
-    sent_all = own_all * (group.world_size - 1) if sends_own else total_all - own_all
+    sent = sent_of(splits, payload, rank=group.rank, sends_own=sends_own)
     group.count(
         name,
-        payload_numel=sent,
-        padding_numel=sent_all - sent,
+        payload_numel=sent.payload_numel,
+        padding_numel=sent.padding_numel,
         itemsize=buffer.element_size(),
         calls=int(calls),
     )

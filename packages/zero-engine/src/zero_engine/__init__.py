@@ -48,6 +48,8 @@ from ._load_deepspeed import DeepSpeedLoadReport, load_deepspeed
 from ._loss_scale import DynamicLossScale, LossScaler, StaticLossScale
 from ._offload import Offload
 from ._parking import offload_states, reload_states
+from ._plan import Plan, UnitRow, plan
+from ._plan_source import GPTSize
 from ._pretrained import load_pretrained, open_weights
 from ._save import SaveReport, save
 from ._saver import Saver, Snapshot
@@ -66,6 +68,7 @@ __all__ = [
     "EngineConfig",
     "ExportReport",
     "FileError",
+    "GPTSize",
     "GatheredParameters",
     "Init",
     "LRRangeTest",
@@ -76,12 +79,14 @@ __all__ = [
     "NotBuiltError",
     "Offload",
     "OneCycle",
+    "Plan",
     "Precision",
     "SaveReport",
     "Saver",
     "Snapshot",
     "StaticLossScale",
     "StopSignals",
+    "UnitRow",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
@@ -109,6 +114,7 @@ __all__ = [
     "offload_states",
     "open_weights",
     "parameter_status",
+    "plan",
     "register_external_parameter",
     "release_buffers",
     "reload_states",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
-from attrs import asdict, evolve
+from attrs import asdict
 from torch import nn
 from zero_comm import Group, check_agreement
 
@@ -15,15 +15,17 @@ from ._content import check_content
 from ._distribute import distribute, expose_shards, first_index, placements_of
 from ._errors import PartitionError
 from ._gradient_home import AbstractGradientHome
-from ._grouping import UnitPlan, choose_small, choose_units, plan_units
+from ._grouping import UnitPlan
 from ._hooks import find_sharded, install_module_hooks, install_optimizer_hooks
 from ._limits import Limits
-from ._needs import CutChoice, choose_cuts
+from ._model_plan import as_they_hold, plan_model_units
+from ._needs import CutChoice
 from ._optimizer import check_optimizer, describe_optimizer, param_group_of, shard_optimizer
 from ._placement import STAGES, Placement, Placements, Stage
 from ._precision import AS_IT_IS, Precision
 from ._purposes import purposes_of
 from ._reducer import GradientReducer
+from ._reduction_plan import REDUCTION_SLOTS
 from ._residence import Residence
 from ._schedule import Schedule
 from ._shard_home import AbstractShardHome
@@ -33,7 +35,6 @@ from ._updated_state import hand_over_state
 from ._updater import AbstractUpdater
 
 _DEFAULT_LIMITS: Final = Limits()
-_REDUCTION_SLOTS: Final = 2  # one fills while the other travels
 
 
 def partition(
@@ -97,28 +98,27 @@ def partition(
         zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
         zero_comm.CommError: A rank did not take part in time.
     """
-    if group.world_size == 1 and home is None:  # its shard is the whole: nothing to make whole
-        placements = evolve(placements, params=Placement.REPLICATED)
-    if optimizer is None:
-        precision = evolve(precision, masters=None)
+    placements, precision = as_they_hold(
+        placements,
+        precision,
+        world_size=group.world_size,
+        has_home=home is not None,
+        has_optimizer=optimizer is not None,
+    )
     _check(model, optimizer, group, placements, precision)
     residence = Residence(group, home, updater, gradient_home, precision)
     residence.check(optimizer, placements)
-    cuts = choose_cuts(model, optimizer, cut) if placements.optim is Placement.SHARDED else {}
-    if units is None:
-        units = choose_units(model, max_unit_bytes=max_unit_bytes, min_unit_bytes=min_unit_bytes)
-    small: Collection[int] = ()
-    if placements.params is Placement.SHARDED:
-        small = choose_small(
-            model, small_param_numel=small_param_numel, max_small_numel=max_small_numel
-        )
-    plans = plan_units(
+    plans = plan_model_units(
         model,
-        units,
+        optimizer,
         world_size=group.world_size,
-        cuts=cuts,
-        group_of=param_group_of(optimizer),
-        small=small,
+        placements=placements,
+        units=units,
+        max_unit_bytes=max_unit_bytes,
+        min_unit_bytes=min_unit_bytes,
+        small_param_numel=small_param_numel,
+        max_small_numel=max_small_numel,
+        cut=cut,
         precision=precision,
     )
     facts = _describe(plans, placements, limits) | describe_optimizer(optimizer)
@@ -154,7 +154,7 @@ def partition(
             group=group,
             placement=placements.grads,
             shards_state=placements.optim is Placement.SHARDED,
-            num_slots=_REDUCTION_SLOTS,
+            num_slots=REDUCTION_SLOTS,
             precision=precision,
             home=gradient_home,
         ),

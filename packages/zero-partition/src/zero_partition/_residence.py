@@ -16,6 +16,7 @@ from ._gradient_home import AbstractGradientHome
 from ._grouping import UnitPlan
 from ._placement import Placement, Placements
 from ._precision import Precision
+from ._rest_plan import RestPlan
 from ._shard_home import AbstractShardHome, ShardSize
 from ._updater import AbstractUpdater
 
@@ -39,21 +40,19 @@ class Residence:
         return self.home if placement is Placement.SHARDED else None
 
     def master_of(self, plan: BufferPlan, placement: Placement) -> torch.dtype | None:
-        """Dtype of its masters, None if it has none.
+        """Dtype of its masters, None if it has none; see `RestPlan.master_of`."""
+        return self.plan.master_of(self.precision, plan, placement)
 
-        What rests elsewhere than where it is stepped is not stepped itself: a copy that is needed
-        anyway to step it would have to be read first. Nor is what the model still computes with.
-        """
-        if not plan.trainable:
-            return None
-        chosen = self.precision.master_of(plan.dtype)
-        is_elsewhere = self.home_of(placement) is not None or (
-            self.updater is not None
-            and (
-                self.updater.is_delayed or self.home is not None or self.group.device.type != "cpu"
-            )
+    @property
+    def plan(self) -> RestPlan:
+        """Which kinds rest elsewhere."""
+        return RestPlan(
+            params=self.home is not None,
+            state=self.updater is not None,
+            grads=self.gradients is not None,
+            is_delayed=self.updater is not None and self.updater.is_delayed,
+            host_is_device=self.group.device.type == "cpu",
         )
-        return plan.dtype if chosen is None and is_elsewhere else chosen
 
     @property
     def stepped_device(self) -> torch.device:
