@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import attrs
 import parity
@@ -11,15 +14,19 @@ import pytest
 import torch
 import zero_engine
 from parity import ZeroConfig
+from residences import Cell, cells, resting_as
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from zero_comm import Group, record_traffic
-from zero_engine import Plan, Precision
-from zero_partition import memory_report
+from zero_engine import Plan, Precision, _residence
+from zero_offload import CPUAdam
+from zero_partition import RestPlan, memory_report
 
 OPTIMIZERS: Final[dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
     **parity.OPTIMIZERS,
     "sgd-plain": lambda params: torch.optim.SGD(params, lr=0.1),
     "amsgrad": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
+    "cpu-adam": lambda params: CPUAdam(params, lr=1e-2),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
 }
 
@@ -178,3 +185,156 @@ def _planned(plan: Plan) -> dict[str, tuple[int, ...]]:
         total[2] += each.payload_bytes
         total[3] += each.padding_bytes
     return {name: tuple(total) for name, total in sums.items()}
+
+
+# ---- Peaks ----
+
+
+def test_the_peak_of_a_step_is_planned(ranks) -> None:
+    """It is what decides whether a step fits; activations apart, which here are small."""
+    ranks(2).run(_compare_step_peak)
+
+
+def _compare_step_peak(group: Group) -> None:
+    samples: list[int] = []
+    block_bytes = 4 * 64 * 64
+
+    def sample(*_: object) -> None:
+        samples.append(parity.live_bytes(at_least=block_bytes // 2))
+
+    for stage in parity.STAGES:
+        with parity.counting_from_here():
+            model = parity.build(parity.Chain)
+            optimizer = parity.adamw(model)
+            config = ZeroConfig(stage)
+            plan = zero_engine.plan(
+                parity.Chain(), config, world_size=2, device="cpu", rank=group.rank
+            )
+            zero_engine.shard(model, optimizer, config, group=group)
+            _chain_step(model, optimizer)
+            samples.clear()
+            for param in model.parameters():
+                param.register_hook(sample)
+                param.register_post_accumulate_grad_hook(sample)
+            optimizer.register_step_pre_hook(sample)
+            _chain_step(model, optimizer)
+
+            small = plan.memory.before_step.scalars_bytes
+            assert max(samples) == plan.memory.step_peak_bytes - small, f"stage {stage}"
+            del model, optimizer
+
+
+def _chain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_the_peak_of_sharding_is_planned(ranks) -> None:
+    """A model that trains but cannot be sharded is found out only when all ranks have started."""
+    ranks(2).run(_compare_init_peak)
+
+
+class _Sampling(TorchDispatchMode):
+    """Looks at what is alive after every operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.peak = max(self.peak, parity.live_bytes(at_least=256))
+        return result
+
+
+def _compare_init_peak(group: Group) -> None:
+    for stage, precision in ((2, None), (3, None), (3, Precision(params=torch.bfloat16))):
+        config = ZeroConfig(stage, precision=precision)
+        plan = zero_engine.plan(parity.Chain(), config, world_size=2, device="cpu")
+        with parity.counting_from_here():
+            model = parity.build(parity.Chain)
+            optimizer = parity.adamw(model)
+            with _Sampling() as sampling:
+                zero_engine.shard(model, optimizer, config, group=group)
+
+            assert 0 <= plan.memory.init_peak_bytes - sampling.peak <= 64, (stage, precision)
+            del model, optimizer
+
+
+# ---- What rests elsewhere ----
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_rests_elsewhere_is_planned(ranks, tmp_path: Path, stage: int) -> None:
+    """Which memory is short decides what goes where: host and disk count as the device does."""
+    ranks(2).run(_compare_cells, folder=str(tmp_path), stage=stage, timeout_s=60)
+
+
+def _compare_cells(group: Group, folder: str, stage: int) -> None:
+    chosen = [cell for cell in cells(stage) if cell.residence == "engine"]
+    for number, cell in enumerate(chosen):
+        precision = Precision(params=torch.bfloat16) if number % 2 else None
+        config = ZeroConfig(stage, offload=cell.offload(folder), precision=precision)
+        _compare_elsewhere(group, cell, config)
+
+
+def test_four_ranks_keep_a_quarter_each_elsewhere(ranks, tmp_path: Path) -> None:
+    """Shards of four ranks are uneven where those of two are not."""
+    ranks(4).run(_compare_on_four, folder=str(tmp_path), timeout_s=60)
+
+
+def _compare_on_four(group: Group, folder: str) -> None:
+    for cell in (Cell(2, "disk"), Cell(3, "host", "host", 0.3), Cell(3, "disk", "disk")):
+        config = ZeroConfig(cell.stage, offload=cell.offload(folder))
+        _compare_elsewhere(group, cell, config)
+
+
+def test_settings_of_offload_are_planned(ranks, tmp_path: Path) -> None:
+    """A delayed update takes memory twice over; a bound on the host moves shards there."""
+    ranks(2).run(_compare_offloads, folder=str(tmp_path), timeout_s=60)
+
+
+def _compare_offloads(group: Group, folder: str) -> None:
+    for cell, changes in (
+        (Cell(3, "disk", "disk"), {"max_host_numel": 100}),
+        (Cell(2, "host"), {"delayed_update": True}),
+        (Cell(3, "disk", "host"), {"delayed_update": True, "subgroup_bytes": 4096}),
+    ):
+        offload = attrs.evolve(cell.offload(folder), **changes)
+        _compare_elsewhere(group, cell, ZeroConfig(cell.stage, offload=offload))
+
+
+def _compare_elsewhere(group: Group, cell: Cell, config: ZeroConfig) -> None:
+    with resting_as(cell), planned_apart():
+        plan = _plan(
+            Mixed,
+            "cpu-adam",
+            config,
+            world_size=group.world_size,
+            rank=group.rank,
+            reads_peers=group.peers is not None,
+        )
+        model = parity.build(Mixed)
+        optimizer = _groups(model, "cpu-adam")
+        zero_engine.shard(model, optimizer, config, group=group)
+    parity.run_steps(model, optimizer, range(3), rank=group.rank)
+
+    what = f"{cell}, {config.precision}, rank {group.rank}"
+    report = memory_report(model)
+    passing = report.host_bytes - plan.at_rest.host_bytes if cell.params == "disk" else 0
+    assert 0 <= passing <= plan.passing_bytes, what
+    _assert_equal(attrs.evolve(report, host_bytes=report.host_bytes - passing), plan.at_rest, what)
+    zero_engine.unshard(model, optimizer)
+
+
+@contextlib.contextmanager
+def planned_apart() -> Iterator[None]:
+    """Plan for a host whose memory is not the device's, as `residences.RESIDENCES` has it."""
+
+    def rests_of(offload: Any, device: torch.device) -> RestPlan:
+        found = _residence.rests_of(offload, torch.device("meta"))
+        return attrs.evolve(found, grads=False, host_is_device=device.type == "cpu")
+
+    with mock.patch("zero_engine._plan.rests_of", rests_of):
+        yield

@@ -12,15 +12,16 @@ from zero_partition import (
     ModelPlan,
     PlannedMemory,
     PlannedOperation,
-    RestPlan,
     plan_memory,
     plan_model,
     plan_traffic,
 )
 
 from ._config import ZeroConfig
+from ._elsewhere_plan import plan_elsewhere
 from ._errors import ConfigError
 from ._plan_source import OptimizerMaker, model_of, optimizer_of
+from ._residence import rests_of
 
 
 @final
@@ -53,6 +54,7 @@ class Plan:
     numel: int  # parameters of the model, each once
     buffers_bytes: int  # of the model's buffers, which every rank keeps
     memory: PlannedMemory
+    passing_bytes: int  # at most, of host memory besides: shards that come from and go to disk
     traffic: tuple[PlannedOperation, ...]  # of a step of one micro-batch
     units: tuple[UnitRow, ...]
 
@@ -134,12 +136,13 @@ def plan(
         max_small_numel=config.max_small_numel,
         precision=config.precision or AS_IT_IS,
         cut=config.cut,
-        rests=RestPlan(host_is_device=device.type == "cpu"),
+        rests=rests_of(config.offload, device),
         reads_peers=device.type == "cpu" if reads_peers is None else reads_peers,
     )
     if rank is None:
         trained = planned.trained_bytes_per_rank
         rank = max(range(world_size), key=lambda each: (trained[each], -each))
+    elsewhere = plan_elsewhere(planned, rank, config.offload, made, device)
     traffic = plan_traffic(planned, rank)
     return Plan(
         world_size=world_size,
@@ -148,7 +151,14 @@ def plan(
         optimizer="none" if made is None else type(made).__name__,
         numel=sum(param.numel() for param in model.parameters()),
         buffers_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-        memory=plan_memory(planned, rank),
+        memory=plan_memory(
+            planned,
+            rank,
+            updater=elsewhere.updater,
+            home_host_bytes=elsewhere.home_host_bytes,
+            home_disk_bytes=elsewhere.home_disk_bytes,
+        ),
+        passing_bytes=elsewhere.passing_bytes,
         traffic=traffic,
         units=_rows(planned, rank, traffic),
     )

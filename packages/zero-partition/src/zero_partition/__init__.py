@@ -66,6 +66,7 @@ from ._public import (
 from ._range_reader import AbstractRangeReader
 from ._redundancy import ZeroRedundancyOptimizer
 from ._rest_plan import RestPlan
+from ._room_plan import RoomPlan, plan_room
 from ._schedule_report import ScheduleReport, ScheduleRow
 from ._shard_home import AbstractShardHome, Pending, ShardSize
 from ._sharded_model import ShardedModel
@@ -122,6 +123,7 @@ __all__ = [
     "PlannedOperation",
     "Precision",
     "RestPlan",
+    "RoomPlan",
     "ScheduleReport",
     "ScheduleRow",
     "ShardSize",
@@ -164,6 +166,7 @@ __all__ = [
     "plan_memory",
     "plan_model",
     "plan_parts",
+    "plan_room",
     "plan_traffic",
     "plan_units",
     "register_external_parameter",

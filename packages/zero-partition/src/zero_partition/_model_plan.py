@@ -9,11 +9,12 @@ import torch
 from attrs import evolve, frozen
 from torch import nn
 
+from ._errors import PartitionError
 from ._gather_plan import Extent
 from ._grouping import UnitPlan, choose_small, choose_units, plan_units
 from ._limits import Limits
 from ._needs import CutChoice, choose_cuts
-from ._optimizer import param_group_of
+from ._optimizer import check_optimizer, param_group_of
 from ._order import Use
 from ._placement import Placement, Placements
 from ._precision import AS_IT_IS, Precision
@@ -111,6 +112,10 @@ def plan_model(
         has_home=rests.params,
         has_optimizer=optimizer is not None,
     )
+    check_masters(model, placements, precision)
+    rests.check(optimizer, placements, precision)
+    if optimizer is not None:
+        check_optimizer(optimizer, model, shards_state=placements.optim is Placement.SHARDED)
     planned = plan_model_units(
         model,
         optimizer,
@@ -182,6 +187,18 @@ def as_they_hold(
     if not has_optimizer:
         precision = evolve(precision, masters=None)
     return placements, precision
+
+
+def check_masters(model: nn.Module, placements: Placements, precision: Precision) -> None:
+    """Raise PartitionError where there would be masters that nobody updates."""
+    if placements.optim is Placement.REPLICATED:
+        for name, param in model.named_parameters():
+            if param.requires_grad and precision.master_of(precision.dtype_of(param)) is not None:
+                raise PartitionError(
+                    f"parameter {name!r} would have a {precision.masters} master, and at stage 0 "
+                    "the optimizer updates the parameters themselves; use stage 1, which gives the "
+                    "same numbers with less memory, or Precision(masters=None)"
+                )
 
 
 def plan_model_units(

@@ -18,7 +18,7 @@ from ._gradient_home import AbstractGradientHome
 from ._grouping import UnitPlan
 from ._hooks import find_sharded, install_module_hooks, install_optimizer_hooks
 from ._limits import Limits
-from ._model_plan import as_they_hold, plan_model_units
+from ._model_plan import as_they_hold, check_masters, plan_model_units
 from ._needs import CutChoice
 from ._optimizer import check_optimizer, describe_optimizer, param_group_of, shard_optimizer
 from ._placement import STAGES, Placement, Placements, Stage
@@ -190,14 +190,7 @@ def _check(
     _check_devices(model, group)
     check_adoptable(model, group)
     check_content(model)
-    if placements.optim is Placement.REPLICATED:
-        for name, param in model.named_parameters():
-            if param.requires_grad and precision.master_of(precision.dtype_of(param)) is not None:
-                raise PartitionError(
-                    f"parameter {name!r} would have a {precision.masters} master, and at stage 0 "
-                    "the optimizer updates the parameters themselves; use stage 1, which gives the "
-                    "same numbers with less memory, or Precision(masters=None)"
-                )
+    check_masters(model, placements, precision)
     if optimizer is not None:
         check_optimizer(optimizer, model, shards_state=placements.optim is Placement.SHARDED)
 

@@ -6,7 +6,9 @@ import torch
 from attrs import frozen
 
 from ._buffer_plan import BufferPlan
-from ._placement import Placement
+from ._chained import ChainedOptimizer
+from ._errors import PartitionError
+from ._placement import Placement, Placements
 from ._precision import Precision
 
 
@@ -42,3 +44,43 @@ class RestPlan:
     ) -> torch.dtype:
         """In which its values are updated, and its gradients added up."""
         return self.master_of(precision, plan, placement) or plan.dtype
+
+    def check(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        placements: Placements,
+        precision: Precision,
+    ) -> None:
+        """Raise PartitionError for what cannot rest elsewhere."""
+        if self.params and placements.params is Placement.REPLICATED:
+            raise PartitionError(
+                "parameters were to rest outside the device, and rest whole on it at stages 0 to "
+                "2; use stage 3"
+            )
+        if self.state and placements.optim is Placement.REPLICATED:
+            raise PartitionError(
+                "optimizer state was to rest outside the device, and at stage 0 it is the "
+                "optimizer's own on every rank; use stage 1, which gives the same numbers"
+            )
+        if self.grads and not self.state:
+            raise PartitionError(
+                "gradients were to wait outside the device for an optimizer that steps on it; they "
+                "go where an updater keeps all of its state"
+            )
+        if not self.state:
+            return
+        if optimizer is None:
+            raise PartitionError(
+                "optimizer state was to rest outside the device, but there is no optimizer; pass "
+                "one, or leave that out"
+            )
+        if isinstance(optimizer, ChainedOptimizer):
+            raise PartitionError(
+                "optimizer state of a ChainedOptimizer cannot rest outside the device; use one "
+                "optimizer, or leave its state on the device"
+            )
+        if precision.masters not in (torch.float32, None):
+            raise PartitionError(
+                f"masters that rest with the optimizer's state outside the device are float32, got "
+                f"Precision(masters={precision.masters})"
+            )
