@@ -21,6 +21,7 @@ def sent_of(
     *,
     rank: int,
     sends_own: bool,
+    peers: Sequence[int] | None = None,
 ) -> Sent:
     """What an algorithm that sends each element once to each rank that needs it sends. Local.
 
@@ -30,10 +31,13 @@ def sent_of(
         rank: Whose.
         sends_own: Its own chunk to every peer, as in an all-gather; else every peer its chunk, as
             in a reduce-scatter. An all-reduce does both.
+        peers: Count what goes to these other ranks only; to all of them when None.
     """
     payload = splits if payload is None else payload
 
     def total(chunks: Sequence[int]) -> int:
-        return chunks[rank] * (len(chunks) - 1) if sends_own else sum(chunks) - chunks[rank]
+        if peers is None:
+            return chunks[rank] * (len(chunks) - 1) if sends_own else sum(chunks) - chunks[rank]
+        return chunks[rank] * len(peers) if sends_own else sum(chunks[peer] for peer in peers)
 
     return Sent(total(payload), total(splits) - total(payload))

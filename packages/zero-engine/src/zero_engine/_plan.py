@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from enum import Enum
 from typing import Any, final
 
+import attrs
 import torch
 from attrs import frozen
 from zero_partition import (
@@ -70,8 +73,23 @@ class Plan:
 
     @property
     def sent_bytes(self) -> int:
-        """Sent in a step."""
+        """Sent in a step, inside the node and across nodes."""
         return self.payload_bytes + sum(each.padding_bytes for each in self.traffic)
+
+    @property
+    def across_bytes(self) -> int:
+        """Sent in a step to ranks of other nodes."""
+        return sum(each.across_bytes for each in self.traffic)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, as JSON has them."""
+        plain: dict[str, Any] = _plain(self)
+        sums = ("payload_bytes", "sent_bytes", "across_bytes")
+        plain |= {name: getattr(self, name) for name in sums}
+        moments = ((m, getattr(self.memory, m)) for m in ("at_rest", "before_step"))
+        for moment, report in moments:
+            plain["memory"][moment]["total_bytes"] = report.total_bytes
+        return plain
 
 
 def plan(
@@ -83,6 +101,7 @@ def plan(
     optimizer: str | OptimizerMaker | torch.optim.Optimizer | None = "adamw",
     device: str | torch.device = "cuda",
     rank: int | None = None,
+    ranks_per_node: int | None = None,
     reads_peers: bool | None = None,
 ) -> Plan:
     """Say what `shard` with this configuration would take and send, on any number of ranks. Local.
@@ -101,6 +120,7 @@ def plan(
             its parameters, or None for inference.
         device: Of the model in training: "cuda", or "cpu".
         rank: Whose bytes; those of the rank that keeps most when None.
+        ranks_per_node: Ranks that share a node, neighbours in rank order; all do when None.
         reads_peers: Whether ranks read each other's shards, as processes of one host on the CPU do;
             they do on the CPU when None.
 
@@ -113,13 +133,22 @@ def plan(
         raise ConfigError(f"plan(): expected config or stage={stage}, got both; set config.stage")
     if config is None:
         config = ZeroConfig() if stage is None else ZeroConfig(stage)
-    for name, value, lowest in (("world_size", world_size, 1), ("rank", rank, 0)):
-        if name == "rank" and rank is None:
+    for name, value, lowest in (
+        ("world_size", world_size, 1),
+        ("rank", rank, 0),
+        ("ranks_per_node", ranks_per_node, 1),
+    ):
+        if name != "world_size" and value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
             raise ConfigError(f"plan(): expected {name} to be at least {lowest}, got {value!r}")
     if rank is not None and rank >= world_size:
         raise ConfigError(f"plan(): expected a rank below {world_size}, got {rank}")
+    if ranks_per_node is not None and world_size % ranks_per_node:
+        raise ConfigError(
+            f"plan(): expected ranks_per_node to divide world_size={world_size}, got "
+            f"{ranks_per_node}"
+        )
     device = torch.device(device)
     model = model_of(model)
     made = optimizer_of(optimizer, model)
@@ -143,7 +172,7 @@ def plan(
         trained = planned.trained_bytes_per_rank
         rank = max(range(world_size), key=lambda each: (trained[each], -each))
     elsewhere = plan_elsewhere(planned, rank, config.offload, made, device)
-    traffic = plan_traffic(planned, rank)
+    traffic = plan_traffic(planned, rank, ranks_per_node=ranks_per_node)
     return Plan(
         world_size=world_size,
         rank=rank,
@@ -182,3 +211,15 @@ def _rows(
             )
         )
     return tuple(rows)
+
+
+def _plain(value: Any) -> Any:
+    if attrs.has(type(value)):
+        return {each.name: _plain(getattr(value, each.name)) for each in attrs.fields(type(value))}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return value if isinstance(value, bool | int | float | str | None) else str(value)

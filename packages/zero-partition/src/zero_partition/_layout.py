@@ -129,10 +129,16 @@ class FlatLayout:
     @cached_property
     def payload_splits(self) -> tuple[int, ...]:
         """Elements per rank that belong to a tensor."""
-        return tuple(
-            sum(piece.in_tensor.numel for piece in self.pieces(rank))
-            for rank in range(len(self.shards))
-        )
+        numels, first = [0] * len(self.shards), 0
+        for span in self.spans:
+            while first < len(self.shards) and self.shards[first].stop <= span.start:
+                first += 1
+            for rank in range(first, len(self.shards)):
+                if self.shards[rank].start >= span.stop:
+                    break
+                part = span.overlap(self.shards[rank])
+                numels[rank] += 0 if part is None else part.numel
+        return tuple(numels)
 
     def shard(self, rank: int) -> Span:
         """The span that `rank` keeps."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from attrs import frozen
 from zero_comm import sent_of
@@ -23,16 +23,24 @@ class PlannedOperation:
     payload_numel: int
     payload_bytes: int
     padding_bytes: int
+    across_bytes: int  # of both: to ranks of other nodes
 
 
-def plan_traffic(plan: ModelPlan, rank: int) -> tuple[PlannedOperation, ...]:
+def plan_traffic(
+    plan: ModelPlan, rank: int, *, ranks_per_node: int | None = None
+) -> tuple[PlannedOperation, ...]:
     """What one rank sends in a step of one micro-batch, from the second step on. Local.
 
     Control messages, which are flags and scalars, are left out.
+
+    Args:
+        plan: Of the model.
+        rank: Whose.
+        ranks_per_node: Neighbours in rank order share a node; all ranks are on one when None.
     """
-    gathered = gathers_of(plan)
+    gathered, others = gathers_of(plan), _ranks_elsewhere(plan.world_size, rank, ranks_per_node)
     return tuple(
-        _operation(plan, index, buffer, rank, name=name, calls=calls)
+        _operation(plan, index, buffer, rank, others, name=name, calls=calls)
         for index, unit in enumerate(plan.units)
         for buffer in unit.buffers
         for name, calls in _operations_of(plan, index, buffer, gathered[index])
@@ -62,7 +70,14 @@ def _operations_of(
 
 
 def _operation(
-    plan: ModelPlan, index: int, buffer: BufferPlan, rank: int, *, name: str, calls: int
+    plan: ModelPlan,
+    index: int,
+    buffer: BufferPlan,
+    rank: int,
+    others: Sequence[int],
+    *,
+    name: str,
+    calls: int,
 ) -> PlannedOperation:
     layout, is_gather = buffer.layout, name == "all_gather"
     if is_gather:
@@ -71,18 +86,24 @@ def _operation(
         dtype = plan.precision.wire_of(buffer.dtype)
     else:
         dtype = plan.rests.training_of(plan.precision, buffer, plan.resting[index])
-    halves = [
-        sent_of(layout.splits, layout.payload_splits, rank=rank, sends_own=sends_own)
-        for sends_own in (True, False)
-        if name == "all_reduce" or sends_own is is_gather
-    ]
-    payload = sum(half.payload_numel for half in halves) * calls
-    padding = sum(half.padding_numel for half in halves) * calls
+    ways = [way for way in (True, False) if name == "all_reduce" or way is is_gather]
+    sent = [sent_of(layout.splits, layout.payload_splits, rank=rank, sends_own=way) for way in ways]
+    across = [sent_of(layout.splits, None, rank=rank, sends_own=way, peers=others) for way in ways]
+    payload = sum(each.payload_numel for each in sent) * calls
     return PlannedOperation(
         unit=plan.units[index].name,
         name=name,
         calls=calls,
         payload_numel=payload,
         payload_bytes=payload * dtype.itemsize,
-        padding_bytes=padding * dtype.itemsize,
+        padding_bytes=sum(each.padding_numel for each in sent) * calls * dtype.itemsize,
+        across_bytes=sum(each.payload_numel for each in across) * calls * dtype.itemsize,
     )
+
+
+def _ranks_elsewhere(world_size: int, rank: int, ranks_per_node: int | None) -> Sequence[int]:
+    """Those of other nodes."""
+    if ranks_per_node is None:
+        return ()
+    node = rank // ranks_per_node
+    return [other for other in range(world_size) if other // ranks_per_node != node]
