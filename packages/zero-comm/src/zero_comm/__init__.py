@@ -39,7 +39,8 @@ from ._native import native_status
 from ._parse_codec import parse_codec
 from ._quant_reduce import all_to_all_loco_quant_reduce, all_to_all_quant_reduce
 from ._reduction import Reduction
-from ._traffic import OperationTraffic, Sent, Traffic, record_traffic
+from ._sent import Sent, sent_of
+from ._traffic import OperationTraffic, Traffic, record_traffic
 from ._watch import Purpose
 
 __all__ = [
@@ -87,4 +88,5 @@ __all__ = [
     "reduce_scatter_by_levels",
     "reduce_scatter_coalesced",
     "reduce_scatter_flat",
+    "sent_of",
 ]

@@ -17,7 +17,7 @@ from attrs import frozen
 from torch import Tensor
 
 from ._cast import Cast
-from ._chunks import check_mean, check_tensor, chunks_of, own_chunk, sent_of
+from ._chunks import check_mean, check_tensor, chunks_of, own_chunk
 from ._codec import AbstractCodec, check_encodable
 from ._encoded import add_up, wire_for
 from ._group import Group
@@ -26,7 +26,7 @@ from ._launches import launch_exchange
 from ._levels import Levels
 from ._loco import Level, LocoErrors
 from ._reduction import Reduction, finish_mean
-from ._traffic import Sent
+from ._sent import Sent, chunk_sent
 
 _NAME: Final = "reduce_scatter"
 
@@ -135,7 +135,10 @@ def count_hops(
     node, local = divmod(levels.whole.rank, num_local)
     inside, across = Sent(), Sent()
     for rank, (row, numels) in enumerate(zip(parts, payload, strict=True)):
-        sent = [sent_of(p, p.numel(), n, codec) for p, n in zip(row, numels, strict=True)]
+        sent = [
+            chunk_sent(part.numel(), numel, part.element_size(), codec)
+            for part, numel in zip(row, numels, strict=True)
+        ]
         if rank % num_local != local:
             inside = sum(sent, start=inside)
         elif rank // num_local != node:

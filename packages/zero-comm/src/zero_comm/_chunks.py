@@ -12,7 +12,7 @@ from ._codec import AbstractCodec
 from ._errors import GroupMismatchError
 from ._group import Group
 from ._reduction import Reduction
-from ._traffic import Sent
+from ._sent import sent_of
 
 
 def even_splits(numel: int, world_size: int) -> tuple[int, ...]:
@@ -94,20 +94,13 @@ def count_traffic(
     """
     if not group.recorders:
         return
-    payload = splits if payload is None else payload
-    sent = [Sent(), Sent()]  # inside, across
-    for peer in range(group.world_size):
-        if peer != group.rank:
-            chunk = group.rank if sends_own else peer
-            sent[group.is_across(peer)] += sent_of(buffer, splits[chunk], payload[chunk], codec)
-    group.count(name, inside=sent[0], across=sent[1], calls=calls, tag=tag)
-
-
-def sent_of(buffer: Tensor, numel: int, payload: int, codec: AbstractCodec | None) -> Sent:
-    """What a chunk of `numel` elements is, of which `payload` carry data, once it is sent."""
-    if codec is None:
-        itemsize = buffer.element_size()
-        return Sent(payload, payload * itemsize, (numel - payload) * itemsize)
-    value_bytes, scale_bytes = codec.value_bytes(payload), codec.scale_bytes(numel)
-    padding_bytes = codec.wire_bytes(numel) - value_bytes - scale_bytes
-    return Sent(payload, value_bytes, padding_bytes, scale_bytes)
+    inside, across = sent_of(
+        splits,
+        payload,
+        rank=group.rank,
+        sends_own=sends_own,
+        itemsize=buffer.element_size(),
+        codec=codec,
+        nodes=group.nodes,
+    )
+    group.count(name, inside=inside, across=across, calls=calls, tag=tag)

@@ -14,7 +14,7 @@ from ._errors import GroupMismatchError
 from ._group import Group
 from ._handle import Handle
 from ._launches import key_of, watch_of
-from ._traffic import Sent
+from ._sent import Sent
 
 
 def gather_flat(
