@@ -30,7 +30,7 @@ from ._group import Group, init
 from ._handle import Handle
 from ._levels import Levels
 from ._reduction import Reduction
-from ._traffic import OperationTraffic, Sent, Traffic, record_traffic
+from ._traffic import OperationTraffic, Sent, Traffic, TrafficLog, record_traffic
 from ._watch import Purpose
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "Reduction",
     "Sent",
     "Traffic",
+    "TrafficLog",
     "__version__",
     "all_gather_coalesced",
     "all_gather_flat",

@@ -9,6 +9,7 @@ only nccl, which documents no order, is free of that promise.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Final
 
@@ -364,17 +365,35 @@ def count_traffic(
 
     To each peer, that is its own chunk, or the peer's.
     """
-    if not group.recorders:
+    if not group.is_counted:
         return
-    payload, itemsize = splits if payload is None else payload, buffer.element_size()
-    payload_numel, padding_numel = [0, 0], [0, 0]  # inside, across
-    for peer in range(group.world_size):
-        if peer != group.rank:
-            level, chunk = group.is_across(peer), group.rank if sends_own else peer
+    chunks = tuple(splits), tuple(splits if payload is None else payload)
+    inside, across = _sent(
+        *chunks, group.nodes, rank=group.rank, sends_own=sends_own, itemsize=buffer.element_size()
+    )
+    group.count(name, inside=inside, across=across, calls=calls, tag=tag)
+
+
+@lru_cache(maxsize=4096)  # the same collectives come again in every step
+def _sent(
+    splits: tuple[int, ...],
+    payload: tuple[int, ...],
+    nodes: tuple[int, ...],
+    *,
+    rank: int,
+    sends_own: bool,
+    itemsize: int,
+) -> tuple[Sent, Sent]:
+    """Inside the rank's node, and across."""
+    payload_numel, padding_numel = [0, 0], [0, 0]
+    for peer in range(len(splits)):
+        if peer != rank:
+            level = bool(nodes) and nodes[peer] != nodes[rank]
+            chunk = rank if sends_own else peer
             payload_numel[level] += payload[chunk]
             padding_numel[level] += splits[chunk] - payload[chunk]
     inside, across = (
         Sent(numel, numel * itemsize, padding * itemsize)
         for numel, padding in zip(payload_numel, padding_numel, strict=True)
     )
-    group.count(name, inside=inside, across=across, calls=calls, tag=tag)
+    return inside, across
