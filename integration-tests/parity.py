@@ -275,7 +275,13 @@ def as_ddp(model: nn.Module, group: Group, *, finds_unused: bool = True) -> nn.M
 
 
 def train_alone(
-    recipe: Recipe, *, rank: int, world_size: int, stage: int, cut: Cut = Cut.FLAT
+    recipe: Recipe,
+    *,
+    rank: int,
+    world_size: int,
+    stage: int,
+    cut: Cut = Cut.FLAT,
+    ranks_per_node: int | None = None,
 ) -> Curve:
     """One process: every rank's gradients in turn, combined in the order that is documented.
 
@@ -283,7 +289,9 @@ def train_alone(
     - Under `no_sync` each rank adds its micro-batches first, and the sum is reduced.
     - Otherwise, at stages 1 to 3, reduced gradients are added in order of micro-batches. Stage 0
       does as DDP: each rank adds to the gradient that is already reduced, and reduces the sum.
+    - With replicas of so many ranks each, it is the mean over the replicas of their means.
     """
+    size = world_size if ranks_per_node is None else ranks_per_node
     model = build(recipe.make)
     optimizer = _optimizer_of(recipe, model)
     scheduler = scheduler_for(optimizer) if recipe.scheduler != "none" else None
@@ -306,14 +314,15 @@ def train_alone(
                 carried = [add(mine, reduced) for mine in local]
                 reduced = mean(carried)
             else:
-                reduced = add(reduced, mean(local))
+                nodes = [mean(local[first : first + size]) for first in range(0, world_size, size)]
+                reduced = add(reduced, mean(nodes))
             local = [[None] * len(params) for _ in range(world_size)]
         for param, grad in zip(params, reduced, strict=True):
             param.grad = grad
         if not step:
             curve.first_grads = [_clone(param.grad) for param in params]
         if recipe.max_norm is not None:
-            _clip(model, optimizer, recipe.max_norm, world_size=world_size, stage=stage, cut=cut)
+            _clip(model, optimizer, recipe.max_norm, world_size=size, stage=stage, cut=cut)
         optimizer.step()
         optimizer.zero_grad()
         if scheduler is not None:
@@ -336,6 +345,9 @@ def whole_gradients(
     ]
     sharded = zero_partition.find_sharded(model)
     if group.world_size == 1 or not sharded.reducer.shards_state:
+        return mine
+    group = sharded.group  # with replicas, those of one
+    if group.world_size == 1:
         return mine
     everyone: list[list[Tensor | None]] = [[] for _ in range(group.world_size)]
     dist.all_gather_object(everyone, mine, group=group.process_group)

@@ -39,7 +39,7 @@ from ._native import native_status
 from ._parse_codec import parse_codec
 from ._quant_reduce import all_to_all_loco_quant_reduce, all_to_all_quant_reduce
 from ._reduction import Reduction
-from ._traffic import OperationTraffic, Sent, Traffic, record_traffic
+from ._traffic import OperationTraffic, Sent, Traffic, TrafficLog, record_traffic
 from ._watch import Purpose
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "Reduction",
     "Sent",
     "Traffic",
+    "TrafficLog",
     "__version__",
     "all_gather_coalesced",
     "all_gather_flat",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -92,21 +93,44 @@ def count_traffic(
 
     To each peer, that is its own chunk, or the peer's.
     """
-    if not group.recorders:
+    if not group.is_counted:
         return
-    payload = splits if payload is None else payload
-    sent = [Sent(), Sent()]  # inside, across
-    for peer in range(group.world_size):
-        if peer != group.rank:
-            chunk = group.rank if sends_own else peer
-            sent[group.is_across(peer)] += sent_of(buffer, splits[chunk], payload[chunk], codec)
-    group.count(name, inside=sent[0], across=sent[1], calls=calls, tag=tag)
+    inside, across = _sent(
+        tuple(splits),
+        tuple(splits if payload is None else payload),
+        group.nodes,
+        rank=group.rank,
+        sends_own=sends_own,
+        itemsize=buffer.element_size(),
+        codec=codec,
+    )
+    group.count(name, inside=inside, across=across, calls=calls, tag=tag)
 
 
-def sent_of(buffer: Tensor, numel: int, payload: int, codec: AbstractCodec | None) -> Sent:
+@lru_cache(maxsize=4096)  # the same collectives come again in every step
+def _sent(
+    splits: tuple[int, ...],
+    payload: tuple[int, ...],
+    nodes: tuple[int, ...],
+    *,
+    rank: int,
+    sends_own: bool,
+    itemsize: int,
+    codec: AbstractCodec | None,
+) -> tuple[Sent, Sent]:
+    """Inside the rank's node, and across."""
+    sent = [Sent(), Sent()]
+    for peer in range(len(splits)):
+        if peer != rank:
+            chunk = rank if sends_own else peer
+            level = bool(nodes) and nodes[peer] != nodes[rank]
+            sent[level] += sent_of(splits[chunk], payload[chunk], itemsize=itemsize, codec=codec)
+    return sent[0], sent[1]
+
+
+def sent_of(numel: int, payload: int, *, itemsize: int, codec: AbstractCodec | None) -> Sent:
     """What a chunk of `numel` elements is, of which `payload` carry data, once it is sent."""
     if codec is None:
-        itemsize = buffer.element_size()
         return Sent(payload, payload * itemsize, (numel - payload) * itemsize)
     value_bytes, scale_bytes = codec.value_bytes(payload), codec.scale_bytes(numel)
     padding_bytes = codec.wire_bytes(numel) - value_bytes - scale_bytes

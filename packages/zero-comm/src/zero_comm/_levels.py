@@ -131,6 +131,8 @@ class Levels:
                     f"(rank {whole.rank}); number the ranks node by node, as torchrun does, with "
                     "as many on each"
                 )
+            if group.watch is not None and whole.watch is not None:
+                group.watch.join(whole.watch, found)
         nodes = tuple(rank // size for rank in range(whole.world_size))
         recorders = whole.recorders
         if inside.world_size < whole.world_size:
@@ -188,7 +190,8 @@ def _part_of(group: Group, ranks: Sequence[int]) -> Group:
         backend=group.backend.name,
         use_local_synchronization=True,  # the other ranks of the job need not know
     )
-    return Group.from_process_group(made, device=group.device)
+    patience_s = None if group.watch is None else group.watch.patience_s
+    return Group.from_process_group(made, device=group.device, patience_s=patience_s)
 
 
 def _alone(group: Group) -> Group:

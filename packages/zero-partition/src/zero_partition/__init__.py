@@ -57,6 +57,7 @@ from ._public import (
     park,
     release_buffers,
     schedule_report,
+    traffic_report,
     unpark,
     unpartition,
     unscale_and_clip_,
@@ -77,6 +78,7 @@ from ._state_load import StateLoad, StateSource, param_groups_of, plan_load
 from ._state_parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
 from ._unsharded import unsharded
 from ._updater import MASTER, AbstractUpdater, Opening, UpdaterReport
+from ._wire import Routes, Wire
 
 __all__ = [
     "AS_IT_IS",
@@ -114,6 +116,7 @@ __all__ = [
     "Placement",
     "Placements",
     "Precision",
+    "Routes",
     "ScheduleReport",
     "ScheduleRow",
     "ShardSize",
@@ -128,6 +131,7 @@ __all__ = [
     "UnitPlan",
     "UpdaterReport",
     "WholeTensor",
+    "Wire",
     "ZeroRedundancyOptimizer",
     "__version__",
     "backward_without_batch",
@@ -165,6 +169,7 @@ __all__ = [
     "set_local_grad",
     "set_local_optimizer_state",
     "set_local_param",
+    "traffic_report",
     "unpark",
     "unpartition",
     "unregister_external_parameter",

@@ -129,9 +129,15 @@ class FlatLayout:
     @cached_property
     def payload_splits(self) -> tuple[int, ...]:
         """Elements per rank that belong to a tensor."""
+        return self.payload_of(self.splits)
+
+    def payload_of(self, splits: Iterable[int], *, start: int = 0) -> tuple[int, ...]:
+        """Elements that belong to a tensor, in chunks of these sizes that begin at `start`."""
+        ends = accumulate(splits, initial=start)
+        chunks = [Span(begin, end) for begin, end in pairwise(ends)]
         return tuple(
-            sum(piece.in_tensor.numel for piece in self.pieces(rank))
-            for rank in range(len(self.shards))
+            sum(part.numel for span in self.spans if (part := span.overlap(chunk)) is not None)
+            for chunk in chunks
         )
 
     def shard(self, rank: int) -> Span:

@@ -29,6 +29,7 @@ from ._torch_compat import (
 )
 from ._unit import Unit
 from ._updated_state import bring_in, step_elsewhere
+from ._wire import Routes
 
 
 @define(eq=False)
@@ -53,7 +54,7 @@ class ShardedModel:
     """What the hooks talk to. The module stays the user's own."""
 
     model: nn.Module
-    group: Group
+    routes: Routes
     placements: Placements
     units: tuple[Unit, ...]
     schedule: Schedule
@@ -85,6 +86,16 @@ class ShardedModel:
         self.outside = OutsideUses(self)
         self._tree = ModuleTree.of(self.model)
         record_places(self)
+
+    @property
+    def group(self) -> Group:
+        """The ranks it is sharded over: all that train it, or those of one replica."""
+        return self.routes.shards
+
+    @property
+    def whole(self) -> Group:
+        """All ranks that train it."""
+        return self.routes.whole
 
     @property
     def is_backward_open(self) -> bool:
@@ -226,6 +237,7 @@ class ShardedModel:
         self.reducer.take_back()
         self.has_stepped = True
         self._publish()
+        self.routes.log.turn()  # gathers that are launched from here on are the next step's
         self.schedule.step()
 
     def finish_update(self) -> None:

@@ -67,9 +67,9 @@ def set_full_optimizer_state(
     state, entry = _agree(place, key, what)
     if isinstance(entry, PlainEntry):
         if from_rank is not None:
-            own = value if place.group.rank == from_rank else None
+            own = value if place.whole.rank == from_rank else None
             tag = place.sharded.access_tag
-            value = all_gather_json(own, group=place.group, tag=tag)[from_rank]
+            value = all_gather_json(own, group=place.whole, tag=tag)[from_rank]
         if key in state:
             _keep(place, state, key, value)
         return
