@@ -89,7 +89,7 @@ class _Oracle:
         wanted = values + error
         sent = _there_and_back(self.codec, wanted)
         beta = self.loco.err_beta
-        error = torch.lerp(error, wanted - sent, 1 - beta).nan_to_num(0, 0, 0)
+        error = (beta * error + (1 - beta) * (wanted - sent)).nan_to_num(0, 0, 0)
         if self.loco.kept is not None:
             error = _there_and_back(self.loco.kept, error)
         self.errors[key] = error

@@ -40,7 +40,7 @@ from ._parse_codec import parse_codec
 from ._quant_reduce import all_to_all_loco_quant_reduce, all_to_all_quant_reduce
 from ._reduction import Reduction
 from ._sent import Sent, sent_of
-from ._traffic import OperationTraffic, Traffic, record_traffic
+from ._traffic import OperationTraffic, Traffic, TrafficLog, record_traffic
 from ._watch import Purpose
 
 __all__ = [
@@ -66,6 +66,7 @@ __all__ = [
     "Reduction",
     "Sent",
     "Traffic",
+    "TrafficLog",
     "__version__",
     "all_gather_coalesced",
     "all_gather_flat",

@@ -16,7 +16,6 @@ from ._native import Kernels, kernels
 
 BLOCK: Final = 256
 _SCALE_BYTES: Final = 4
-_SLAB_NUMEL: Final = 2**15  # what several passes over the values of a CPU leave in its cache
 
 
 @frozen
@@ -62,6 +61,11 @@ class Blockwise(AbstractCodec):
         """Bytes of the scales, one for each block."""
         return -(-numel // self.block) * _SCALE_BYTES
 
+    @property
+    def granule(self) -> int:
+        """A block."""
+        return self.block
+
     def error_bound(self, values: Tensor) -> Tensor:
         """Half a scale, and what rounding adds to it; the same for all of a block, or nan."""
         scales = scales_of(values.float(), limit=self.limit, block=self.block)
@@ -71,33 +75,30 @@ class Blockwise(AbstractCodec):
     def _encode(self, values: Tensor, written: Tensor, scales: Tensor) -> None:
         compiled = _kernels_for(values)
         encode = encode_blocks if compiled is None else compiled.encode
-        for part, integers, scale in self._slabs(values, written, scales, compiled):
+        for part, integers, scale in self._parts(values, written, scales, compiled):
             encode(part.float(), integers, scale, bits=self.bits, block=self.block)
 
     def _decode(self, written: Tensor, scales: Tensor, out: Tensor, *, adds: bool) -> None:
         compiled = _kernels_for(out)
         decode = decode_blocks if compiled is None else compiled.decode
-        for part, integers, scale in self._slabs(out, written, scales, compiled):
-            target = part if part.dtype == torch.float32 else part.float()
+        for part, integers, scale in self._parts(out, written, scales, compiled):
+            target = part.float()  # itself, where it is float32
             decode(integers, scale, target, bits=self.bits, block=self.block, adds=adds)
             if target is not part:
                 part.copy_(target)
 
-    def _slabs(
+    def _parts(
         self, values: Tensor, written: Tensor, scales: Tensor, compiled: Kernels | None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Values of whole blocks, their integers and their scales; all of it where that is best."""
-        numel = values.numel()
-        passes_once = values.device.type != "cpu" or (compiled and values.dtype == torch.float32)
-        step = numel if passes_once else max(1, _SLAB_NUMEL // self.block) * self.block
-        for start in range(0, numel, max(1, step)):
-            part = values[start : start + step]
-            at, scales_at = self.value_bytes(start), self.scale_bytes(start)
-            yield (
-                part,
-                written[at : at + self.value_bytes(part.numel())],
-                scales[scales_at : scales_at + self.scale_bytes(part.numel())],
+        if compiled is not None and values.dtype == torch.float32:
+            yield values, written, scales
+            return
+        for span in self.spans(values):
+            first, last = (
+                (self.value_bytes(at), self.scale_bytes(at)) for at in (span.start, span.stop)
             )
+            yield values[span], written[first[0] : last[0]], scales[first[1] : last[1]]
 
 
 def _kernels_for(values: Tensor) -> Kernels | None:

@@ -9,6 +9,7 @@ nodes go (N-1) chunks from each rank, not (N-1) L; and rank r has its own chunk,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain, islice
 from typing import Final
 
@@ -129,21 +130,38 @@ def count_hops(
     tag: int,
 ) -> None:
     """One call, whose two hops send different parts."""
-    if not levels.whole.recorders:
+    if not levels.whole.is_counted:
         return
-    num_local = levels.inside.world_size
-    node, local = divmod(levels.whole.rank, num_local)
-    inside, across = Sent(), Sent()
-    for rank, (row, numels) in enumerate(zip(parts, payload, strict=True)):
-        sent = [
-            chunk_sent(part.numel(), numel, part.element_size(), codec)
-            for part, numel in zip(row, numels, strict=True)
-        ]
-        if rank % num_local != local:
-            inside = sum(sent, start=inside)
-        elif rank // num_local != node:
-            across = sum(sent, start=across)
+    inside, across = _sent(
+        tuple(tuple(part.numel() for part in row) for row in parts),
+        tuple(tuple(row) for row in payload),
+        rank=levels.whole.rank,
+        num_local=levels.inside.world_size,
+        codec=codec,
+    )
     levels.whole.count(_NAME, inside=inside, across=across, tag=tag)
+
+
+@lru_cache(maxsize=4096)  # the same reductions come again in every step
+def _sent(
+    numels: tuple[tuple[int, ...], ...],
+    payload: tuple[tuple[int, ...], ...],
+    *,
+    rank: int,
+    num_local: int,
+    codec: AbstractCodec,
+) -> tuple[Sent, Sent]:
+    """In the first hop and in the second; by rank and part."""
+    inside, across = Sent(), Sent()
+    node, local = divmod(rank, num_local)
+    for peer, row in enumerate(zip(numels, payload, strict=True)):
+        parts = zip(*row, strict=True)
+        sent = (chunk_sent(*part, itemsize=1, codec=codec) for part in parts)
+        if peer % num_local != local:
+            inside = sum(sent, start=inside)
+        elif peer // num_local != node:
+            across = sum(sent, start=across)
+    return inside, across
 
 
 @frozen(eq=False)

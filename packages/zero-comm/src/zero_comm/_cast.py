@@ -14,7 +14,6 @@ from ._errors import CodecError
 NAMES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _HALF_STEP: Final = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}
 _HALF_OF_LEAST: Final = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 0.0}
-_SLAB_NUMEL: Final = 2**15  # what two passes over the values of a CPU leave in its cache
 
 
 @frozen
@@ -43,6 +42,11 @@ class Cast(AbstractCodec):
         """None are needed."""
         return 0
 
+    @property
+    def granule(self) -> int:
+        """Each value by itself."""
+        return 1
+
     def error_bound(self, values: Tensor) -> Tensor:
         """Half the distance of the two nearest numbers of the dtype; inf where it has no room."""
         size = values.float().abs()
@@ -57,7 +61,5 @@ class Cast(AbstractCodec):
         if not adds:
             out.copy_(values)
             return
-        step = _SLAB_NUMEL if out.device.type == "cpu" else max(1, out.numel())
-        for start in range(0, out.numel(), step):
-            part = slice(start, start + step)
-            out[part] += values[part].float()  # to add two dtypes is slow
+        for span in self.spans(out):
+            out[span] += values[span].float()  # to add two dtypes is slow

@@ -92,7 +92,7 @@ def count_traffic(
 
     To each peer, that is its own chunk, or the peer's.
     """
-    if not group.recorders:
+    if not group.is_counted:
         return
     inside, across = sent_of(
         splits,

@@ -7,7 +7,8 @@ follows from the number of elements alone, so that ranks know what to expect.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import lcm
 from typing import Final
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from ._errors import CodecError
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+SPAN_NUMEL: Final = 2**15
 _ALIGN: Final = 4  # bytes: of a scale
 
 
@@ -35,6 +37,11 @@ class AbstractCodec(ABC):
     @abstractmethod
     def scale_bytes(self, numel: int) -> int:
         """Bytes of what it takes beside them to read them back."""
+
+    @property
+    @abstractmethod
+    def granule(self) -> int:
+        """So many elements, and multiples of it, are encoded independently of the others."""
 
     @abstractmethod
     def error_bound(self, values: Tensor) -> Tensor:
@@ -77,9 +84,7 @@ class AbstractCodec(ABC):
         if out is None:
             out = torch.empty(self.wire_bytes(numel), dtype=torch.uint8, device=values.device)
         self._check_wire(out, numel)
-        end = self.value_bytes(numel)
-        out[end : self._start_of_scales(numel)] = 0
-        self._encode(values, out[:end], out[self._start_of_scales(numel) :])
+        self.encode_span(values, out, start=0, numel=numel)
         return out
 
     @torch.no_grad()
@@ -122,9 +127,36 @@ class AbstractCodec(ABC):
         check_encodable((out,), self)
         _check_flat(out, "out")
         self._check_wire(wire, numel)
-        written, scales = wire[: self.value_bytes(numel)], wire[self._start_of_scales(numel) :]
-        self._decode(written, scales, out, adds=adds)
+        self.decode_span(wire, out, start=0, numel=numel, adds=adds)
         return out
+
+    def encode_span(self, values: Tensor, wire: Tensor, *, start: int, numel: int) -> None:
+        """Write a span of `numel` values that begins at a multiple of the granule. Unchecked."""
+        written, scales = self._span(wire, start, values.numel(), numel)
+        self._encode(values, written, scales)
+        if start + values.numel() == numel:
+            wire[self.value_bytes(numel) : self._start_of_scales(numel)] = 0
+
+    def decode_span(
+        self, wire: Tensor, out: Tensor, *, start: int, numel: int, adds: bool = False
+    ) -> None:
+        """Read a span of `numel` values back, as `encode_span` wrote it. Unchecked."""
+        written, scales = self._span(wire, start, out.numel(), numel)
+        self._decode(written, scales, out, adds=adds)
+
+    def spans(self, values: Tensor, *, granule: int = 1) -> Iterator[slice]:
+        """Cuts of values that several passes leave in the cache of a CPU; one on other devices."""
+        numel, step = values.numel(), lcm(self.granule, granule)
+        step = max(1, SPAN_NUMEL // step) * step if values.device.type == "cpu" else numel
+        for start in range(0, numel, max(1, step)):
+            yield slice(start, min(start + step, numel))
+
+    def _span(self, wire: Tensor, start: int, length: int, numel: int) -> tuple[Tensor, Tensor]:
+        """Where values and scales of a span are written."""
+        at, scales_at = self.value_bytes(start), self._start_of_scales(numel)
+        scales_at += self.scale_bytes(start)
+        written = wire[at : at + self.value_bytes(length)]
+        return written, wire[scales_at : scales_at + self.scale_bytes(length)]
 
     def _start_of_scales(self, numel: int) -> int:
         return -(-self.value_bytes(numel) // _ALIGN) * _ALIGN

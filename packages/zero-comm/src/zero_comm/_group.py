@@ -17,7 +17,7 @@ from ._peer_memory import PeerMemory
 from ._sent import Sent
 from ._shared_host import shared_host
 from ._torch_compat import let_gloo_finish_at_exit
-from ._traffic import Traffic
+from ._traffic import Traffic, TrafficLog
 from ._watch import Purpose, Watch
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class Group:
     recorders: list[Traffic] = field(default=Factory(list), repr=False)
     purposes: dict[int, Purpose] = field(default=Factory(dict), repr=False)  # by tag
     nodes: tuple[int, ...] = field(default=(), repr=False)  # of each rank; () where not known
+    log: TrafficLog | None = field(default=None, repr=False)  # counts like a recorder, for good
 
     @classmethod
     def solo(cls, device: torch.device | str = "cpu") -> Group:
@@ -129,6 +130,11 @@ class Group:
         """Say what the collectives with these tags are for: to errors, and in counts. Local."""
         self.purposes.update(purposes)
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether anyone wants to know what it sends."""
+        return bool(self.recorders) or self.log is not None
+
     def is_across(self, rank: int) -> bool:
         """Whether a rank of this group is known to be on another node than this one."""
         return bool(self.nodes) and self.nodes[rank] != self.nodes[self.rank]
@@ -145,7 +151,8 @@ class Group:
         """Tell whoever records traffic about one call, and its levels apart. Local."""
         purpose = None if tag is None else self.purposes.get(tag)
         subject = "" if purpose is None else purpose.subject
-        for traffic in self.recorders:
+        logged = () if self.log is None else (self.log.now,)
+        for traffic in (*self.recorders, *logged):
             traffic.add(name, subject=subject, calls=calls, inside=inside, across=across)
 
 

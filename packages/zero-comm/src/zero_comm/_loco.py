@@ -98,23 +98,35 @@ class LocoErrors:
             self._kept[level] = [self._no_errors(part) for part in parts]
         kept = self._kept[level]
         for part, row, errors in zip(parts, rows, kept, strict=True):
-            error = self._read(errors, part)
-            wanted = part + error  # float32, whatever the part is
-            codec.encode(wanted, row)
-            lost = wanted.sub_(codec.decode(row, torch.empty_like(wanted)))
-            error.lerp_(lost, 1 - self.loco.err_beta)
-            # An overflow is for whoever skips the step to see, and not for ever after.
-            self._write(error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0), errors)
+            for span in codec.spans(part, granule=self._granule):
+                self._encode_span(part, row, errors, codec, span)
+
+    def _encode_span(
+        self, part: Tensor, row: Tensor, kept: Tensor, codec: AbstractCodec, span: slice
+    ) -> None:
+        where = {"start": span.start, "numel": part.numel()}
+        error = self._read(kept, span, part.numel())
+        wanted = part[span] + error  # float32, whatever the part is
+        codec.encode_span(wanted, row, **where)
+        codec.decode_span(row, sent := torch.empty_like(wanted), **where)
+        lost = wanted.sub_(sent).mul_(1 - self.loco.err_beta)
+        error.mul_(self.loco.err_beta).add_(lost)
+        # An overflow is for whoever skips the step to see, and not for ever after.
+        error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        if self.loco.kept is not None:
+            self.loco.kept.encode_span(error, kept, **where)
+
+    @property
+    def _granule(self) -> int:
+        return 1 if self.loco.kept is None else self.loco.kept.granule
 
     def _no_errors(self, part: Tensor) -> Tensor:
         zeros = torch.zeros(part.numel(), device=part.device)
         return zeros if self.loco.kept is None else self.loco.kept.encode(zeros)
 
-    def _read(self, kept: Tensor, part: Tensor) -> Tensor:
+    def _read(self, kept: Tensor, span: slice, numel: int) -> Tensor:
         if self.loco.kept is None:
-            return kept
-        return self.loco.kept.decode(kept, torch.empty_like(part, dtype=torch.float32))
-
-    def _write(self, error: Tensor, kept: Tensor) -> None:
-        if self.loco.kept is not None:
-            self.loco.kept.encode(error, kept)
+            return kept[span]
+        error = torch.empty(span.stop - span.start, device=kept.device)
+        self.loco.kept.decode_span(kept, error, start=span.start, numel=numel)
+        return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 from attrs import frozen
 
@@ -77,7 +78,28 @@ def sent_of(
     Returns:
         Inside the rank's node, and across nodes.
     """
-    payload = splits if payload is None else payload
+    return _sent_of(
+        tuple(splits),
+        tuple(splits if payload is None else payload),
+        tuple(nodes),
+        rank=rank,
+        sends_own=sends_own,
+        itemsize=itemsize,
+        codec=codec,
+    )
+
+
+@lru_cache(maxsize=4096)  # the same collectives come again in every step
+def _sent_of(
+    splits: tuple[int, ...],
+    payload: tuple[int, ...],
+    nodes: tuple[int, ...],
+    *,
+    rank: int,
+    sends_own: bool,
+    itemsize: int,
+    codec: AbstractCodec | None,
+) -> tuple[Sent, Sent]:
     levels: tuple[Counter[tuple[int, int]], ...] = (Counter(), Counter())
     for peer in range(len(splits)):
         if peer != rank:
@@ -85,13 +107,19 @@ def sent_of(
             is_across = bool(nodes) and nodes[peer] != nodes[rank]
             levels[is_across][splits[chunk], payload[chunk]] += 1
     inside, across = (
-        sum((chunk_sent(*of, itemsize, codec) * times for of, times in level.items()), Sent())
+        sum(
+            (
+                chunk_sent(*of, itemsize=itemsize, codec=codec) * times
+                for of, times in level.items()
+            ),
+            Sent(),
+        )
         for level in levels
     )
     return inside, across
 
 
-def chunk_sent(numel: int, payload: int, itemsize: int, codec: AbstractCodec | None) -> Sent:
+def chunk_sent(numel: int, payload: int, *, itemsize: int, codec: AbstractCodec | None) -> Sent:
     """What a chunk of `numel` elements is, of which `payload` carry data, once it is sent."""
     if codec is None:
         return Sent(payload, payload * itemsize, (numel - payload) * itemsize)

@@ -82,6 +82,18 @@ class Traffic:
         return [self.operations[name] for name in chosen if name in self.operations]
 
 
+@define(eq=False)
+class TrafficLog:
+    """What was sent since the last turn, and in the one before: for who asks afterwards."""
+
+    now: Traffic = Factory(Traffic)
+    last: Traffic | None = None  # None before the first turn
+
+    def turn(self) -> None:
+        """Begin anew."""
+        self.now, self.last = Traffic(), self.now
+
+
 @contextmanager
 def record_traffic(group: Group) -> Iterator[Traffic]:
     """Count every collective of `group` launched inside the context. Local.

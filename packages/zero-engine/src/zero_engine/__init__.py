@@ -60,7 +60,7 @@ from ._saver import Saver, Snapshot
 from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from ._shard import shard, unshard
 from ._stop_signals import StopSignals
-from ._tables import schedule_table
+from ._tables import report, schedule_table
 
 __all__ = [
     "ChainedOptimizer",
@@ -129,6 +129,7 @@ __all__ = [
     "register_external_parameter",
     "release_buffers",
     "reload_states",
+    "report",
     "save",
     "save_picture",
     "schedule_table",

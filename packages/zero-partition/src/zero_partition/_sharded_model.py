@@ -237,6 +237,7 @@ class ShardedModel:
         self.reducer.take_back()
         self.has_stepped = True
         self._publish()
+        self.routes.log.turn()  # gathers that are launched from here on are the next step's
         self.schedule.step()
 
     def finish_update(self) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from attrs import Attribute, field, frozen
-from zero_comm import Group, Levels
+from attrs import Attribute, evolve, field, frozen
+from zero_comm import Group, Levels, TrafficLog
 
 from ._errors import PartitionError
 from ._placement import Placement, Placements
@@ -64,6 +64,22 @@ class Wire:
             PartitionError: `levels` are of another group, or nodes have one rank.
             zero_comm.GroupMismatchError: The group is no whole number of nodes.
         """
+        log = TrafficLog()
+        routes = self._routes(group, timeout_s=timeout_s)
+        groups = {id(each): evolve(each, log=log) for each in routes.groups}
+
+        def logged(group: Group | None) -> Any:
+            return None if group is None else groups[id(group)]
+
+        return Routes(
+            logged(routes.whole),
+            logged(routes.shards),
+            logged(routes.replicas),
+            logged(routes.node),
+            log,
+        )
+
+    def _routes(self, group: Group, *, timeout_s: float) -> Routes:
         levels = self.levels
         if isinstance(levels, Levels):
             if levels.whole.process_group is not group.process_group:
@@ -118,6 +134,7 @@ class Routes:
     shards: Group  # those over which it is sharded: all, or those of a replica
     replicas: Group | None = None  # those with the same shards as this rank
     node: Group | None = None  # those that keep a copy of gathered values together
+    log: TrafficLog = field(factory=TrafficLog)  # of what this rank sends in all of them; by steps
 
     @property
     def groups(self) -> tuple[Group, ...]:
