@@ -19,7 +19,7 @@ import zero_engine
 from parity import Recipe, ZeroConfig
 from torch import Tensor, nn
 from zero_comm import DivergenceError, Group, Levels, record_traffic
-from zero_engine import ConfigError, Offload, Wire
+from zero_engine import ConfigError, Offload, Precision, Wire
 from zero_engine._manifest import MANIFEST, read_manifest
 from zero_partition import PartitionError, StateError
 
@@ -151,6 +151,40 @@ def _one_rank_has_it(group: Group, stage: int) -> tuple[float, bool, bool]:
     optimizer.zero_grad()
     (model(x, False).sum() * (float("inf") if group.rank == 2 else 1.0)).backward()
     return norm.item(), has_rare, zero_engine.unscale_and_clip_(model).is_finite
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cut between rows": {"cut": "row"},
+    "small ones whole": {"small_param_numel": 13},
+    "no window": {"window": 1, "prefetch_numel": 0},
+    "divided first": {"precision": Precision(masters=None, predivide_factor=4.0)},
+    "summed": {"precision": Precision(masters=None, reduces_mean=False)},
+}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_other_choices_change_no_bit(ranks, stage: int) -> None:
+    """By powers of two a sum is exact, so that divisions may come in any place."""
+    ranks(4).run(_other_choices, stage=stage)
+
+
+def _other_choices(group: Group, stage: int) -> None:
+    def train(rate: float, **options: Any) -> parity.Curve:
+        recipe = Recipe(
+            make=parity.tiny_float32,
+            num_steps=2,
+            optimizer=lambda model: torch.optim.SGD(
+                [param for param in model.parameters() if param.requires_grad], lr=rate
+            ),
+        )
+        return parity.train_sharded(group, recipe, ZeroConfig(stage, wire=REPLICAS, **options))
+
+    expected = train(0.25)
+    for how, options in OPTIONS.items():
+        found = train(0.0625 if how == "summed" else 0.25, **options)
+        assert found.losses == expected.losses, how
+        if group.rank == 0:
+            parity.assert_same_weights(found.weights, expected.weights, what=how)
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])

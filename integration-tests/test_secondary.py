@@ -17,7 +17,7 @@ from parity import Recipe, ZeroConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zero_comm import Group, Levels, Sent, even_splits, record_traffic
-from zero_engine import ConfigError, Wire
+from zero_engine import ConfigError, Offload, Precision, Wire
 from zero_partition import PartitionError, find_sharded, memory_report
 
 BLOCK = 64 * 64
@@ -55,6 +55,20 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cut between rows": {"cut": "row"},
+    "shards on the host": {"offload": Offload(optimizer="host", params="host")},
+    "small ones whole": {"small_param_numel": 13},
+    "bf16 with masters": {"precision": Precision(params=torch.bfloat16)},
+}
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+def test_so_it_is_with_every_other_choice(ranks, how: str) -> None:
+    """Uneven shards, shards elsewhere and masters each have a way of their own to be gathered."""
+    ranks(4).run(_train_both, window=1, num_steps=2, how=how)
+
+
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("window", [1, 3])
 def test_training_with_secondary_shards_changes_no_bit(ranks, how: str, window: int) -> None:
@@ -62,10 +76,10 @@ def test_training_with_secondary_shards_changes_no_bit(ranks, how: str, window: 
     ranks(4).run(_train_both, window=window, **HOW[how])
 
 
-def _train_both(group: Group, window: int, **settings: Any) -> None:
-    recipe = Recipe(**settings)
-    expected = parity.train_sharded(group, recipe, ZeroConfig(3, window=window))
-    found = parity.train_sharded(group, recipe, ZeroConfig(3, window=window, wire=NEAR))
+def _train_both(group: Group, window: int, how: str | None = None, **settings: Any) -> None:
+    recipe, options = Recipe(**settings), OPTIONS[how] if how else {}
+    configs = [ZeroConfig(3, window=window, wire=wire, **options) for wire in (Wire(), NEAR)]
+    expected, found = (parity.train_sharded(group, recipe, config) for config in configs)
 
     assert found.losses == expected.losses
     torch.testing.assert_close(found.weights, expected.weights, rtol=0, atol=0)

@@ -112,7 +112,7 @@ class ShardedModel:
         self.refuse_parked("a forward", StateKind.PARAMS)
         if not is_in_backward():
             self._refuse_callers()
-            self._tree.check(self.group.rank)
+            self._tree.check(self.whole.rank)
             self._give_up_open_backward()
             self.outside.forget()
             with plain_access():
@@ -318,13 +318,13 @@ class ShardedModel:
         if self.gathers:
             raise StateError(
                 f"{what} inside {self.gathers[-1]}: the parameters that are whole there would be "
-                f"out of date or lost; leave the context first (rank {self.group.rank})"
+                f"out of date or lost; leave the context first (rank {self.whole.rank})"
             )
 
     def refuse_parked(self, what: str, *kinds: StateKind) -> None:
         """Raise StateError where something of these kinds is parked."""
         if self.parked is not None:
-            self.parked.refuse(what, kinds, rank=self.group.rank)
+            self.parked.refuse(what, kinds, rank=self.whole.rank)
 
     def drop_gradients(self, *, set_to_none: bool) -> None:
         """What `optimizer.zero_grad()` means for gradients that are on their way."""

@@ -46,8 +46,9 @@ class Wire:
             node. (ZeRO++ calls it hpZ, arXiv 2306.10209.)
         replicas: Stages 1 to 3: shards are those of a node, and each node has all of them; gradient
             shards are reduced inside a node and then averaged over the nodes. Costs the memory of
-            as many ranks as a node has, and no gather leaves it. (MiCS, arXiv 2205.00119; hybrid
-            sharding.)
+            as many ranks as a node has, and no gather leaves it. What a rank writes to its own part
+            (`set_local_param`) must be the same on the ranks of other nodes that have that part.
+            (MiCS, arXiv 2205.00119; hybrid sharding.)
 
     Raises:
         PartitionError: Names the field, what was expected and what came.
