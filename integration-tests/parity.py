@@ -200,7 +200,7 @@ class Curve:
 
     losses: list[float] = field(factory=list)
     weights: dict[str, Tensor] = field(factory=dict)  # rank 0 only
-    first_grads: list[Tensor | None] = field(factory=list)  # averaged, before clipping
+    first_grads: list[Tensor | None] = field(factory=list)  # if asked for; before clipping
 
 
 # ---- Three ways to train ----
@@ -210,6 +210,8 @@ def train_sharded(
     group: Group,
     recipe: Recipe,
     config: ZeroConfig,
+    *,
+    keeps_grads: bool = False,
 ) -> Curve:
     """Ours, through the front door."""
     model = build(recipe.make)
@@ -226,7 +228,7 @@ def train_sharded(
                 loss = recipe.loss_of(model, recipe.batch(step, micro, group.rank))
                 loss.backward()
             curve.losses.append(loss.item())
-        if not step:
+        if not step and keeps_grads:
             curve.first_grads = whole_gradients(model, optimizer, group)
         if recipe.max_norm is not None:
             zero_engine.clip_grad_norm_(model, recipe.max_norm)
@@ -238,7 +240,7 @@ def train_sharded(
     return curve
 
 
-def train_ddp(group: Group, recipe: Recipe) -> Curve:
+def train_ddp(group: Group, recipe: Recipe, *, keeps_grads: bool = False) -> Curve:
     """The same with torch's DistributedDataParallel over the same ranks; plain torch if alone."""
     model = build(recipe.make)
     optimizer = _optimizer_of(recipe, model)
@@ -253,7 +255,7 @@ def train_ddp(group: Group, recipe: Recipe) -> Curve:
                 loss = recipe.loss_of(wrapped, recipe.batch(step, micro, group.rank))
                 loss.backward()
             curve.losses.append(loss.item())
-        if not step:
+        if not step and keeps_grads:
             curve.first_grads = [_clone(param.grad) for param in _trained(optimizer)]
         if recipe.max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm)
@@ -344,8 +346,7 @@ def train_alone(
         optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
-    for curve in curves:
-        curve.weights = model.state_dict()
+    curves[0].weights = model.state_dict()
     return curves
 
 
@@ -546,11 +547,12 @@ def _clip(
 ) -> None:
     """As the docstring of zero_partition.clip_grad_norm_ says."""
     params = dict(model.named_parameters())
+    buffers = _buffers(model, optimizer, world_size, cut if stage else Cut.FLAT)
     sums = []
     for rank in range(world_size if stage else 1):
         norms = [
             torch.linalg.vector_norm(part.float()).to(torch.float64)
-            for buffer in _buffers(model, optimizer, world_size, cut if stage else Cut.FLAT)
+            for buffer in buffers
             for part in _parts(buffer, params, rank if stage else None)
         ]
         total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
