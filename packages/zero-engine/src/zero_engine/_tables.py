@@ -46,7 +46,8 @@ def report(model: nn.Module) -> str:
         [name, operation.calls, *_bytes_of([operation])]
         for name, operation in sorted(traffic.operations.items())
     ]
-    total = ["total", sum(row[1] for row in operations), *_bytes_of(traffic.operations.values())]
+    every = traffic.operations.values()
+    total = ["total", sum(operation.calls for operation in every), *_bytes_of(every)]
     units = [
         [subject or "(no unit)", *_bytes_of(of_subject.values())]
         for subject, of_subject in traffic.subjects.items()

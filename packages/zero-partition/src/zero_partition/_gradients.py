@@ -234,14 +234,17 @@ class BufferGradients:
         if routes.replicas is not None:
             self._across = partial(self._launch_across, routes.replicas, scaling.op)
 
-    def go_across(self) -> None:
-        """Where replicas have the same shard: wait for ours, and start the reduction of both.
+    def go_across(self) -> bool:
+        """Where replicas have the same shard: wait for ours, and start the reduction of all.
 
-        Nothing happens where there are none, or it has started.
+        Returns:
+            Whether it starts now, with the accumulator empty; not where there are none, or twice.
         """
-        if self.in_flight is not None and self._across is not None:
-            launch, self._across = self._across, None
-            self.in_flight = launch(self._wait())
+        if self.in_flight is None or self._across is None:
+            return False
+        launch, self._across = self._across, None
+        self.in_flight = launch(self._wait())
+        return True
 
     def _launch_across(self, replicas: Group, op: Reduction, shard: Tensor) -> Handle[Tensor]:
         layout = self.buffer.plan.layout

@@ -83,7 +83,7 @@ class GradientReducer:
         ring = ring_bytes([(g.wire_bytes, g.unit.plan.is_outer) for g in gradients])
         pool: SlotPool[BufferGradients] = SlotPool.plan(
             ring if placement is Placement.SHARDED else (),
-            num_slots=num_slots + (routes.replicas is not None),
+            num_slots=num_slots,
             device=routes.whole.device,
             is_busy=lambda owner: owner.has_local or owner.in_flight is not None,
         )
@@ -307,18 +307,22 @@ class GradientReducer:
             self._finish(g)
         self._ensure_accumulator(g)
         g.launch(self.routes)
-        for earlier in self._in_flight:
-            earlier.go_across()
+        self._send_across(self._in_flight)
         self._in_flight.append(g)
         while len(self._in_flight) > self.max_in_flight:
             self._finish(self._in_flight[0])
 
     def _finish(self, g: BufferGradients) -> None:
-        for earlier in self._in_flight[: self._in_flight.index(g)]:
-            earlier.go_across()  # in one order on every rank
+        self._send_across(self._in_flight[: self._in_flight.index(g)])
         g.finish()
         self._in_flight.remove(g)
         self._return_accumulator(g)
+
+    def _send_across(self, reduced: Sequence[BufferGradients]) -> None:
+        """Replicas are next, in one order on every rank; the accumulators are free."""
+        for g in reduced:
+            if g.go_across() and self.placement is Placement.SHARDED:
+                g.leave_accumulator()
 
     def _flush(self) -> None:
         while self._in_flight:
