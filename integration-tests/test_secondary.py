@@ -66,7 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", OPTIONS)
 def test_so_it_is_with_every_other_choice(ranks, how: str) -> None:
     """Uneven shards, shards elsewhere and masters each have a way of their own to be gathered."""
-    ranks(4).run(_train_both, window=1, num_steps=2, how=how)
+    ranks(4).run(_train_both, window=1, make=Recomputed, num_steps=2, how=how)
 
 
 @pytest.mark.parametrize("how", HOW)
