@@ -122,21 +122,10 @@ def _heats(options: argparse.Namespace) -> list[list[str]]:
 
 def _row(entry: Entry, *, without: Entry, by_name: dict[str, Entry]) -> dict[str, Any]:
     """The figures of one system; those that a failure cost it, or another, are missing."""
-    row: dict[str, Any] = {
-        "system": entry.system.name,
-        "title": entry.system.title,
-        "heat": entry.heat,
-        "error": entry.error,
-    }
+    row = entry.figures()
     if entry.error:
         return row
-    row |= {
-        "ms": statistics.median(itertools.chain(*entry.round_ms)),
-        "round_ms": entry.round_ms,
-        "round_disk_bytes": entry.round_disk_bytes,  # of all ranks
-        "peak_bytes": max(report["peak_bytes"] for report in entry.reports),
-        "losses": [report["losses"] for report in entry.reports],
-    }
+    row["round_disk_bytes"] = entry.round_disk_bytes  # of all ranks
     for kind in ("device_bytes", "host_bytes", "disk_bytes"):  # at rest, the fullest rank
         if kind in entry.reports[0]:
             row[kind] = max(report[kind] for report in entry.reports)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import statistics
 import sys
@@ -93,23 +92,14 @@ def _plan_heats(names: list[str], *, at_once: int) -> list[list[str]]:
 
 def _row(entry: Entry, *, reference: Entry, numel: int) -> dict[str, Any]:
     """The figures of one system; those that a failure cost it are missing."""
-    row: dict[str, Any] = {
-        "system": entry.system.name,
-        "title": entry.system.title,
-        "heat": entry.heat,
-        "error": entry.error,
-    }
+    row = entry.figures()
     if entry.error:
         return row
     row |= {
-        "ms": statistics.median(itertools.chain(*entry.round_ms)),
-        "round_ms": entry.round_ms,
-        "peak_bytes": max(report["peak_bytes"] for report in entry.reports),
         "setup_peak_bytes": max(rank["setup_peak_bytes"] for rank in entry.setup),
         "idle_resident_bytes": max(report["idle_resident_bytes"] for report in entry.reports),
         "idle_bytes_per_param": max(r["idle_tensor_bytes"] for r in entry.reports) / numel,
         "last_loss": statistics.fmean(report["losses"][-1] for report in entry.reports),
-        "losses": [report["losses"] for report in entry.reports],
     }
     if not reference.error:
         ratios = round_ratios(entry, reference)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
@@ -41,6 +42,23 @@ class Entry:
             name if place in ("own", name) else f"{name} ({place})": version
             for rank in self.setup
             for name, version in rank["versions"].items()
+        }
+
+    def figures(self) -> dict[str, Any]:
+        """What every table begins with; of a system that failed, its name and how."""
+        row: dict[str, Any] = {
+            "system": self.system.name,
+            "title": self.system.title,
+            "heat": self.heat,
+            "error": self.error,
+        }
+        if self.error:
+            return row
+        return row | {
+            "ms": statistics.median(itertools.chain(*self.round_ms)),
+            "round_ms": self.round_ms,
+            "peak_bytes": max(report["peak_bytes"] for report in self.reports),
+            "losses": [report["losses"] for report in self.reports],
         }
 
     def ask(self, verb: str, *arguments: object) -> list[dict[str, Any]]:

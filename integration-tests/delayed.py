@@ -10,6 +10,7 @@ import parity
 import torch
 import zero_engine
 from attrs import define, field, frozen
+from one_dtype import OneDtype
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
@@ -20,25 +21,6 @@ from zero_partition import find_sharded
 BF16: Final = torch.bfloat16
 NUM_STEPS: Final = 4
 NUM_MICRO: Final = 2
-
-
-class Net(nn.Module):
-    """Blocks, a tie, a frozen parameter and an unused one; all of it computes in one dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
-        self.blocks = nn.ModuleList(parity.Block() for _ in range(3))
-        self.frozen = nn.Parameter(torch.randn(parity.WIDTH), requires_grad=False)
-        self.unused = nn.Parameter(torch.randn(5))
-        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
-        x = self.embed(tokens) + self.frozen
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).float()
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -90,7 +72,7 @@ class Late:
     @classmethod
     def of(cls, case: Case) -> Late:
         """Before the first step; masters keep the values from before the rounding."""
-        given = parity.build(Net)
+        given = parity.build(OneDtype)
         trained = [nn.Parameter(p.detach().clone()) for p in trainable(given)]
         return cls(given.to(BF16 if case.is_bf16 else torch.float32), trained, case.make(trained))
 
@@ -157,7 +139,7 @@ def copy_of(grad: Tensor | None) -> Tensor | None:
 
 def build(case: Case, group: Group) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same model in every training, sharded."""
-    model = parity.build(Net)
+    model = parity.build(OneDtype)
     optimizer = case.make(trainable(model))
     return zero_engine.shard(model, optimizer, case.config, group=group)
 

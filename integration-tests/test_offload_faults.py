@@ -196,7 +196,10 @@ def _drop(group: Group, folder: str) -> None:
     parity.run_steps(model, optimizer, range(2), rank=0)
     assert list(Path(folder).iterdir())
     del model, optimizer
-    gc.collect()
+    deadline = time.monotonic() + 10  # a thread of the store may hold on to it until it has ended
+    while list(Path(folder).iterdir()) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
     assert not list(Path(folder).iterdir())
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import zero_engine
 from attrs import define, field, frozen
+from one_dtype import OneDtype
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group, record_traffic
@@ -19,25 +20,6 @@ from zero_engine import Precision
 from zero_partition import PartitionError, StateError, memory_report
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-class _Net(nn.Module):
-    """Blocks, a tie, a frozen parameter and an unused one; all of it computes in one dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
-        self.blocks = nn.ModuleList(parity.Block() for _ in range(2))
-        self.frozen = nn.Parameter(torch.randn(parity.WIDTH), requires_grad=False)
-        self.unused = nn.Parameter(torch.randn(5))
-        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.frozen
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).float()
 
 
 @frozen
@@ -75,7 +57,7 @@ class _Curve:
 
 
 def _build(case: _Case) -> nn.Module:
-    return parity.build(_Net).to(case.given)
+    return parity.build(OneDtype).to(case.given)
 
 
 def _adamw(params: Any) -> torch.optim.Optimizer:
@@ -286,7 +268,7 @@ def test_what_is_loaded_or_set_is_what_training_goes_on_from(ranks, stage: int) 
 def _load_and_set(group: Group, stage: int) -> None:
     config = ZeroConfig(stage, precision=Precision(params=BF16))
     model, optimizer = _build_sharded(group, config)
-    other = parity.build(_Net, seed=1)
+    other = parity.build(OneDtype, seed=1)
     model.load_state_dict(other.state_dict())
     for name, param in model.named_parameters():
         value = zero_engine.full_param(param)
@@ -383,10 +365,10 @@ def _build_under_init(group: Group, stage: int) -> None:
     config = ZeroConfig(stage, precision=Precision(params=BF16))
     torch.manual_seed(0)
     with zero_engine.Init(group=group, config=config):
-        model = _Net()
+        model = OneDtype()
     trained = [param for param in model.parameters() if param.requires_grad]
     zero_engine.shard(model, _adamw(trained), config, group=group)
-    plain = parity.build(_Net)
+    plain = parity.build(OneDtype)
 
     for name, param in model.named_parameters():
         expected = plain.get_parameter(name)
@@ -425,7 +407,7 @@ def test_what_no_field_can_be_is_refused(options: dict[str, Any]) -> None:
 
 
 def _build_sharded(group: Group, config: ZeroConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = parity.build(_Net)
+    model = parity.build(OneDtype)
     optimizer = _adamw([param for param in model.parameters() if param.requires_grad])
     return zero_engine.shard(model, optimizer, config, group=group)
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ._checks import check_flag
-from ._engine_facts import EngineFacts
+from ._engine_accumulation import EngineAccumulation
 from ._errors import ConfigError, FileError
 from ._file_system import FILE_SYSTEM, named
 from ._load import load
@@ -25,7 +25,7 @@ from ._writing import warn_of_gradients
 _COUNTERS: Final = ("global_steps", "micro_steps", "global_samples", "_skipped_steps")
 
 
-class EngineFiles(EngineFacts):
+class EngineFiles(EngineAccumulation):
     """Saving and loading of an engine."""
 
     def save_checkpoint(
@@ -177,13 +177,6 @@ class EngineFiles(EngineFacts):
         return True
 
     save_fp16_model = save_16bit_model
-
-    def _begin_anew(self) -> None:
-        """Forget micro-batches since the last boundary, and their gradients."""
-        raise NotImplementedError
-
-    def _check_alive(self, what: str) -> None:
-        raise NotImplementedError
 
 
 def _has_state(scheduler: Any) -> bool:

@@ -92,6 +92,18 @@ class OffloadedUpdater(AbstractUpdater):
         self._state.step(groups, grads, factor=factor, opening=opening)
         self._state.read_ahead()  # each as soon as its slot is written: the disk need not wait
 
+    @property
+    def is_delayed(self) -> bool:
+        """See `AbstractUpdater.is_delayed`."""
+        return False
+
+    def held_back(self) -> Collection[nn.Parameter]:
+        """See `AbstractUpdater.held_back`: `step` writes targets itself."""
+        return ()
+
+    def bring_in(self, opening: Opening) -> None:
+        """See `AbstractUpdater.bring_in`: there is nothing."""
+
     def begin_backward(self) -> None:
         """See `AbstractUpdater.begin_backward`."""
         self._state.read_ahead()

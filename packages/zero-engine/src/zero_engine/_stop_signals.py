@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final, final
 
 from torch import nn
@@ -72,12 +72,7 @@ class StopSignals:
             raise StateError(f"StopSignals: {error}; enter it in the main thread") from error
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._put_back()
 
     def _note(self, number: int, frame: FrameType | None) -> None:

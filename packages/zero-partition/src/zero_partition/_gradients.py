@@ -18,13 +18,14 @@ from zero_comm import (
 )
 
 from ._cut import Cut
+from ._early_norms import EarlyNorms
 from ._errors import StateError
 from ._flat_buffer import FlatBuffer
 from ._gradient_home import AbstractGradientHome
 from ._guards import GradientShard
 from ._precision import AS_IT_IS, Precision
 from ._slots import Slot
-from ._torch_compat import foreach_add_, foreach_copy_, foreach_norm
+from ._torch_compat import foreach_add_, foreach_copy_
 from ._unit import Unit
 
 # NOTE(arrival): autograd gives away a gradient it has just made when `param.grad` is None, and adds
@@ -50,11 +51,6 @@ from ._unit import Unit
 # gradients of parameters with a cut of their own are plain tensors, and None where this rank keeps
 # nothing: every optimizer skips a parameter without a gradient. Before and after the step they are
 # all there, so that ranks make the same calls (GradScaler's check for inf is a collective).
-
-
-# NOTE(norms): of a gradient that leaves the device the norm is taken while it is still there. It
-# holds as long as nobody writes to the gradient, which its version tells (-1: it is on its way);
-# with a further backward that adds to it no norm is known.
 
 SMALL_BYTES: Final = 2**14  # gradients up to this size may wait
 MAX_WAITING: Final = 64  # so many of them, in one buffer; what was just made is still in the cache
@@ -89,7 +85,7 @@ class BufferGradients:
     in_flight: Handle[Tensor] | None = None
     factor_after: float = field(default=1.0, init=False)  # of the reduction in flight
     received: Tensor | None = None  # where the reduction in flight ends, if not in the shard
-    norms: dict[int, tuple[Tensor, int]] = field(factory=dict, init=False)  # see NOTE(norms)
+    norms: EarlyNorms = field(factory=EarlyNorms, init=False)  # of what has left the device
     _structured: tuple[int, ...] = field(init=False)  # parameters with a cut of their own
 
     def __attrs_post_init__(self) -> None:
@@ -281,21 +277,12 @@ class BufferGradients:
         self.hand_over([position for position, filled in enumerate(self.filled) if filled])
         self.forget_local()
 
-    def note_versions(self) -> None:
-        """Gradients are there: from now on whoever writes to one makes its norm void."""
-        self.norms = {
-            position: (norm, self.parts[position]._version if version < 0 else version)
-            for position, (norm, version) in self.norms.items()
-        }
-
     def norm_of(self, position: int) -> Tensor | None:
-        """Of order 2, of a gradient that has left the device and is as it came."""
-        norm, version = self.norms.get(position, (None, -1))
-        is_as_it_came = norm is not None and (
-            self.targets[position].grad is self.parts[position]
-            and self.parts[position]._version == version
-        )
-        return norm if is_as_it_came else None
+        """Of order 2, of a gradient that has left the device and is as it came; else None."""
+        part = self.parts[position] if self.parts else None
+        if part is None or self.targets[position].grad is not part:
+            return None
+        return self.norms.of(position, part)
 
     def hand_over(self, positions: Collection[int]) -> None:
         """What was reduced becomes the gradients that the optimizer reads."""
@@ -422,7 +409,7 @@ class BufferGradients:
                 part.copy_(param.grad)  # the user put another there
         if self.home is not None and self.shard is not None and len(set(has_first)) == 1:
             if has_first[0] and received.dtype == self.shard.dtype:
-                self._take_norms(received)
+                self.norms.take(self.buffer.parts_of(received))
             self.home.deliver(received, self.shard, adds=not has_first[0])
             return
         more = self.buffer.parts_of(received)
@@ -435,14 +422,6 @@ class BufferGradients:
                 part.copy_(other)
             else:
                 part.add_(other)
-
-    def _take_norms(self, received: Tensor) -> None:
-        parts = [part for part in self.buffer.parts_of(received) if part.numel()]
-        wide = torch.float32 if received.dtype.itemsize < torch.float32.itemsize else None
-        norms = iter(foreach_norm(parts, 2.0, dtype=wide) if parts else ())
-        self.norms = {
-            position: (next(norms), -1) for position, part in enumerate(self.parts) if part.numel()
-        }
 
     def _accumulates_in_place(self, position: int) -> bool:
         grad = None if self.shards_state else self.buffer.params[position].grad

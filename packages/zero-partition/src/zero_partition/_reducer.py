@@ -181,10 +181,8 @@ class GradientReducer:
                 if not g.launched or (g.has_local and g.in_flight is None):
                     self._launch(g)
             self._flush()
-            if self.home is not None:
-                self.home.settle()
-                for g in self.gradients:
-                    g.note_versions()
+            for g in self.gradients if self.home is not None else ():
+                g.norms.settle(g.parts)
             self._agree_on_arrivals()
             self._settle_order()
         self._forget_turns()
@@ -320,6 +318,8 @@ class GradientReducer:
     def _flush(self) -> None:
         while self._in_flight:
             self._finish(self._in_flight[0])
+        if self.home is not None:
+            self.home.settle()
 
     def _forget_turns(self) -> None:
         self._turn = 0

@@ -71,25 +71,25 @@ class AbstractUpdater(ABC):
         """
 
     @property
+    @abstractmethod
     def is_delayed(self) -> bool:
         """Whether `step` returns while it goes on, and holds new values back until `bring_in`.
 
         Every target then has a master, from the start on: what is stepped is not what the model
         computes with. What `started`, `read` and `write` say is as after the step.
         """
-        return False
 
+    @abstractmethod
     def held_back(self) -> Collection[nn.Parameter]:
         """Targets whose new values are held back, in order. Blocks until these are known."""
-        return ()
 
+    @abstractmethod
     def bring_in(self, opening: Opening) -> None:
-        """Give targets the values that are held back.
+        """Give targets the values that are held back, if any are.
 
         Args:
             opening: As for `step`.
         """
-        raise NotImplementedError(f"{type(self).__name__} is not delayed")
 
     @abstractmethod
     def begin_backward(self) -> None:
