@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_comm import Group, record_traffic
 from zero_engine import Plan, Precision, _residence
 from zero_offload import CPUAdam
-from zero_partition import RestPlan, memory_report
+from zero_partition import RestPlan, find_sharded, memory_report, plan_parts
 
 OPTIMIZERS: Final[dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
     **parity.OPTIMIZERS,
@@ -154,6 +154,7 @@ def _compare(group: Group, config: ZeroConfig, *, name: str = "adamw") -> None:
         optimizer.step()
     optimizer.zero_grad()
     assert _sent(traffic) == _planned(plan), what
+    assert _given_bytes(model) == plan.save.num_bytes, what
     del model, optimizer
 
 
@@ -161,6 +162,13 @@ def _assert_equal(report: Any, planned: Any, what: str) -> None:
     found, expected = attrs.asdict(report), attrs.asdict(planned)
     different = {key: (found[key], expected[key]) for key in found if found[key] != expected[key]}
     assert not different, f"{what}: (allocated, planned) of what differs: {different}"
+
+
+def _given_bytes(model: nn.Module) -> int:
+    """What this rank writes when all is saved."""
+    sharded = find_sharded(model)
+    parts = plan_parts(sharded, has_state=True)
+    return sum(part.num_bytes for batch in parts.batches for part in batch.parts)
 
 
 def _live_bytes(model: nn.Module) -> int:
@@ -320,6 +328,7 @@ def _compare_elsewhere(group: Group, cell: Cell, config: ZeroConfig) -> None:
 
     what = f"{cell}, {config.precision}, rank {group.rank}"
     report = memory_report(model)
+    assert _given_bytes(model) == plan.save.num_bytes, what
     passing = report.host_bytes - plan.at_rest.host_bytes if cell.params == "disk" else 0
     assert 0 <= passing <= plan.passing_bytes, what
     _assert_equal(attrs.evolve(report, host_bytes=report.host_bytes - passing), plan.at_rest, what)

@@ -15,8 +15,10 @@ from zero_partition import (
     ModelPlan,
     PlannedMemory,
     PlannedOperation,
+    PlannedSave,
     plan_memory,
     plan_model,
+    plan_save,
     plan_traffic,
 )
 
@@ -58,6 +60,7 @@ class Plan:
     buffers_bytes: int  # of the model's buffers, which every rank keeps
     memory: PlannedMemory
     passing_bytes: int  # at most, of host memory besides: shards that come from and go to disk
+    save: PlannedSave  # what this rank gives to a checkpoint, the model's buffers apart
     traffic: tuple[PlannedOperation, ...]  # of a step of one micro-batch
     units: tuple[UnitRow, ...]
 
@@ -188,6 +191,7 @@ def plan(
             home_disk_bytes=elsewhere.home_disk_bytes,
         ),
         passing_bytes=elsewhere.passing_bytes,
+        save=plan_save(planned, rank),
         traffic=traffic,
         units=_rows(planned, rank, traffic),
     )

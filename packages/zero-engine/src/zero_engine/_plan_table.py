@@ -47,6 +47,8 @@ def plan_table(plan: Plan) -> str:
         f"peak of a step   {in_units(plan.memory.step_peak_bytes)}, without activations{passing}\n"
         f"peak of shard()  {in_units(plan.memory.init_peak_bytes)}, of a model that is whole on "
         "the device\n"
+        f"a checkpoint     {in_units(plan.save.num_bytes)} written by this rank; save() reads "
+        f"{in_units(plan.save.batch_bytes)} at a time, a Saver copies all of it to the host\n"
         f"sent in a step   {in_units(plan.sent_bytes)}{across}\n\n{units}"
     )
 

@@ -39,7 +39,7 @@ class ModelPlan:
     limits: Limits
     rests: RestPlan
     group_of: Mapping[str, int]  # param group by name of what the optimizer steps
-    state: StatePlan  # of what is stepped on the device
+    state: StatePlan
     user_bytes: Mapping[str, int]  # of each parameter before it is sharded
 
     @cached_property
@@ -145,7 +145,7 @@ def plan_model(
         state=StatePlan({}),
         user_bytes={name: param.numel() * param.element_size() for name, param in named.items()},
     )
-    if optimizer is None or rests.state:
+    if optimizer is None:
         return partial_plan
     return evolve(partial_plan, state=plan_state(optimizer, _kinds_of(partial_plan)))
 
