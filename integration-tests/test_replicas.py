@@ -48,10 +48,9 @@ def _equals_both_oracles(group: Group, **settings: Any) -> None:
     recipe = Recipe(**settings)
     close = Recipe(**settings, make=parity.tiny_float32, optimizer="sgd")
     ddp = parity.train_ddp(group, close)
+    by_stage = parity.train_alone_by_stage(group, recipe, ranks_per_node=2)
     for stage in STAGES:
-        alone = parity.train_alone(
-            recipe, rank=group.rank, world_size=4, stage=stage, ranks_per_node=2
-        )
+        alone = by_stage[stage]
         config = ZeroConfig(stage, wire=REPLICAS)
         found = parity.train_sharded(group, recipe, config)
 
@@ -73,7 +72,7 @@ def test_nodes_of_one_and_one_node_of_all_are_no_special_case(ranks, ranks_per_n
 
 def _ends_of_the_scale(group: Group, size: int) -> None:
     recipe = Recipe(max_norm=0.05)
-    alone = parity.train_alone(recipe, rank=group.rank, world_size=4, stage=3, ranks_per_node=size)
+    alone = parity.train_alone(recipe, world_size=4, stage=3, ranks_per_node=size)[group.rank]
     config = ZeroConfig(3, wire=Wire(levels=size, replicas=True))
     found = parity.train_sharded(group, recipe, config)
 

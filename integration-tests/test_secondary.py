@@ -71,21 +71,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", OPTIONS)
-def test_so_it_is_with_every_other_choice(ranks, how: str) -> None:
+@pytest.mark.parametrize("option", OPTIONS)
+def test_so_it_is_with_every_other_choice(ranks, option: str) -> None:
     """Uneven shards, shards elsewhere and masters each have a way of their own to be gathered."""
-    ranks(4).run(_train_both, window=1, make=Recomputed, num_steps=2, how=how)
+    ranks(4).run(_train_both, window=1, num_steps=2, option=option)
 
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("window", [1, 3])
 def test_training_with_secondary_shards_changes_no_bit(ranks, how: str, window: int) -> None:
     """A copy that is one step old, or another unit's, would train without an error."""
-    ranks(4).run(_train_both, window=window, **HOW[how])
+    ranks(4).run(_train_both, window=window, how=how)
 
 
-def _train_both(group: Group, window: int, how: str | None = None, **settings: Any) -> None:
-    recipe, options = Recipe(**settings), OPTIONS[how] if how else {}
+def _train_both(
+    group: Group, window: int, how: str | None = None, option: str | None = None, **settings: Any
+) -> None:
+    recipe = Recipe(**settings, **(HOW[how] if how else {"make": Recomputed}))
+    options = OPTIONS[option] if option else {}
     configs = [ZeroConfig(3, window=window, wire=wire, **options) for wire in (Wire(), NEAR)]
     expected, found = (parity.train_sharded(group, recipe, config) for config in configs)
 

@@ -13,7 +13,8 @@ from attrs import define, field
 from torch import Tensor
 
 from ._agreement import check_agreement
-from ._compositions import all_gather_flat, check_tensor, count_traffic
+from ._chunks import check_tensor, count_traffic
+from ._compositions import all_gather_flat
 from ._errors import CommError, GroupMismatchError
 from ._group import Group
 from ._peer_memory import PeerMemory

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from ._by_messages import gather_to_by_messages
 from ._by_reading import gather_to_by_reading
-from ._compositions import check_tensor, chunks_of, key_of, watch_of
+from ._chunks import check_tensor, chunks_of
 from ._errors import GroupMismatchError
 from ._group import Group
 from ._handle import Handle
-from ._traffic import Sent
+from ._launches import key_of, watch_of
+from ._sent import Sent
 
 
 def gather_flat(

@@ -14,9 +14,10 @@ from attrs import Factory, evolve, field, frozen
 from ._backend import BACKENDS, Backend
 from ._errors import CommError
 from ._peer_memory import PeerMemory
+from ._sent import Sent
 from ._shared_host import shared_host
 from ._torch_compat import let_gloo_finish_at_exit
-from ._traffic import Sent, Traffic, TrafficLog
+from ._traffic import Traffic, TrafficLog
 from ._watch import Purpose, Watch
 
 if TYPE_CHECKING:

@@ -6,43 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from attrs import Factory, define, frozen
+from attrs import Factory, define, field
+
+from ._sent import Sent
 
 if TYPE_CHECKING:
     from ._group import Group
-
-
-@frozen
-class Sent:
-    """What went out, summed over the peers it was sent to."""
-
-    payload_numel: int = 0  # elements that carry data
-    payload_bytes: int = 0
-    padding_bytes: int = 0
-    scale_bytes: int = 0  # what a codec adds to its integers
-
-    @property
-    def num_bytes(self) -> int:
-        """All of it."""
-        return self.payload_bytes + self.padding_bytes + self.scale_bytes
-
-    def __add__(self, other: Sent) -> Sent:
-        """Both."""
-        return Sent(
-            self.payload_numel + other.payload_numel,
-            self.payload_bytes + other.payload_bytes,
-            self.padding_bytes + other.padding_bytes,
-            self.scale_bytes + other.scale_bytes,
-        )
-
-    def __sub__(self, other: Sent) -> Sent:
-        """The rest."""
-        return Sent(
-            self.payload_numel - other.payload_numel,
-            self.payload_bytes - other.payload_bytes,
-            self.padding_bytes - other.padding_bytes,
-            self.scale_bytes - other.scale_bytes,
-        )
 
 
 @define
@@ -54,7 +23,9 @@ class OperationTraffic:
     payload_bytes: int = 0
     padding_bytes: int = 0
     scale_bytes: int = 0  # what codecs add to their integers
-    across: Sent = Sent()  # of all this, what was sent to other nodes, as far as these are known
+    across: Sent = field(
+        factory=Sent
+    )  # of all this, what was sent to other nodes, as far as these are known
 
     @property
     def sent(self) -> Sent:

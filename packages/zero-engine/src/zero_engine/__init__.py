@@ -49,6 +49,11 @@ from ._load_deepspeed import DeepSpeedLoadReport, load_deepspeed
 from ._loss_scale import DynamicLossScale, LossScaler, StaticLossScale
 from ._offload import Offload
 from ._parking import offload_states, reload_states
+from ._plan import Plan, UnitRow, plan
+from ._plan_options import Option, Room, plan_options, recommend
+from ._plan_picture import save_picture
+from ._plan_source import GPTSize
+from ._plan_table import options_table, plan_table
 from ._pretrained import load_pretrained, open_weights
 from ._save import SaveReport, save
 from ._saver import Saver, Snapshot
@@ -67,6 +72,7 @@ __all__ = [
     "EngineConfig",
     "ExportReport",
     "FileError",
+    "GPTSize",
     "GatheredParameters",
     "Init",
     "LRRangeTest",
@@ -77,12 +83,16 @@ __all__ = [
     "NotBuiltError",
     "Offload",
     "OneCycle",
+    "Option",
+    "Plan",
     "Precision",
+    "Room",
     "SaveReport",
     "Saver",
     "Snapshot",
     "StaticLossScale",
     "StopSignals",
+    "UnitRow",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
@@ -110,12 +120,18 @@ __all__ = [
     "no_sync",
     "offload_states",
     "open_weights",
+    "options_table",
     "parameter_status",
+    "plan",
+    "plan_options",
+    "plan_table",
+    "recommend",
     "register_external_parameter",
     "release_buffers",
     "reload_states",
     "report",
     "save",
+    "save_picture",
     "schedule_table",
     "set_full_grad",
     "set_full_optimizer_state",

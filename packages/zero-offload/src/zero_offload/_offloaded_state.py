@@ -12,14 +12,15 @@ from torch.optim import Optimizer
 
 from ._arena import HostArena
 from ._footprint import Footprint
-from ._gradient_stream import GradientStream, bytes_of
+from ._gradient_stream import GradientStream
 from ._host_state import MASTER
 from ._pipeline import Turn
+from ._state_plan import plan_state
 from ._stepper import Stepper
 from ._store import AbstractStore
 from ._subgroup_state import SubGroupState
-from ._subgroups import Item, Residence, Shares, SubGroup, check_sizes, plan_subgroups
-from ._transit import Transit, is_here, room_of
+from ._subgroups import Residence, Shares, SubGroup, check_sizes
+from ._transit import Transit
 from ._visits import Visits
 
 Param: TypeAlias = (
@@ -115,6 +116,46 @@ class OffloadedState:
 
     # ---- Planning ----
 
+    @staticmethod
+    def footprint_like(
+        optimizer: Optimizer,
+        positions: Mapping[Param, int],
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        state: Literal["host", "disk"],
+        fraction: Mapping[str, float] | None = None,
+        own_masters: Mapping[torch.dtype, torch.dtype],
+        subgroup_bytes: int = 64 * 2**20,
+        small_bytes: int = 2**20,
+    ) -> Footprint:
+        """What one that is `like` this optimizer would hold after `add`. Takes nothing. Local.
+
+        Args:
+            optimizer: As for `like`, as are `state` and all that follow.
+            positions: As for `add`; parameters need have no memory. On meta they count as on a
+                device other than the CPU.
+            groups: As for `add`.
+            state: See `like`.
+            fraction: Likewise.
+            own_masters: Likewise.
+            subgroup_bytes: Likewise.
+            small_bytes: Likewise.
+
+        Raises:
+            UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group.
+            ValueError: An argument makes no sense.
+        """
+        check_sizes(subgroup_bytes, small_bytes)
+        return plan_state(
+            positions,
+            groups,
+            stepper=Stepper.like(optimizer, own_masters=own_masters),
+            shares=Shares.of(state, fraction or {}),
+            grads_leave=False,
+            subgroup_bytes=subgroup_bytes,
+            small_bytes=small_bytes,
+        ).footprint
+
     def add(self, positions: Mapping[Param, int], groups: Sequence[dict[str, Any]]) -> None:
         """Plan further parameters and take their room; nothing is added if that fails.
 
@@ -124,47 +165,30 @@ class OffloadedState:
         """
         if not positions:
             return
-        params = list(positions)
-        kinds: dict[Any, Any] = {}
-        for param, at in positions.items():
-            if (param.ndim, param.dtype, at) not in kinds:
-                entries = self.stepper.entries(param.ndim, param.dtype, groups[at])
-                kinds[param.ndim, param.dtype, at] = entries
-        items = [
-            Item(
-                numel=param.numel(),
-                entries=kinds[param.ndim, param.dtype, at],
-                is_divisible=self.stepper.is_native and _is_dense(param),
-                place=str(param.device),
-            )
-            for param, at in positions.items()
-        ]
-        plans = plan_subgroups(
-            items,
+        planned = plan_state(
+            positions,
+            groups,
+            stepper=self.stepper,
             shares=self.shares,
+            grads_leave=self.grads_leave,
             subgroup_bytes=self.subgroup_bytes,
             small_bytes=self.small_bytes,
         )
-        states = [self._state(plan, params, positions) for plan in plans]
-        all_plans = [*self._plans, *plans]
-        on_device = {param for state in states if not state.on_host for param in state.params}
-        leaving = [p for p in params if self.grads_leave and not is_here(p) and p not in on_device]
-        room = max(_room(state, set(leaving)) for state in states)
-        room = max(room, self.footprint.transit_bytes // 2)
-        footprint = Footprint.of(
-            all_plans,
-            gradient_bytes=self.footprint.gradient_bytes + bytes_of(leaving),
-            transit_bytes=2 * room,
+        states = [self._state(each, planned.params, positions) for each in planned.subgroups]
+        footprint = planned.with_others(
+            self._plans,
+            gradient_bytes=self.footprint.gradient_bytes,
+            room_bytes=self.footprint.transit_bytes // 2,
         )
         footprint.check(self.budget_bytes)
         first = len(self._visits.states)
-        self._transit.reserve(room)
+        self._transit.reserve(footprint.transit_bytes // 2)
         self._visits.add(states)
-        self.gradients.add(leaving)
+        self.gradients.add(planned.leaving)
         for number, state in enumerate(states, first):
             for param in dict.fromkeys(state.params):
                 self._where.setdefault(param, []).append(number)
-        self._plans = all_plans
+            self._plans.append(state.plan)
         self.footprint = footprint
 
     def _state(
@@ -350,25 +374,6 @@ class OffloadedState:
         self.gradients.close()
         self._visits.close(keeps_store=keeps_store)
         self._where, self._plans = {}, []
-
-
-def _room(state: SubGroupState, leaving: Collection[Tensor]) -> int:
-    """In transit, while it is stepped; gradients that have left their device are here already."""
-    if not state.on_host or is_here(state.params[0]):
-        return 0
-    return sum(
-        room_of(
-            piece.numel,
-            param.element_size(),
-            0 if param in leaving else max(4, param.element_size()),  # masters take fp32
-        )
-        for piece, param in zip(state.plan.pieces, state.params, strict=True)
-    )
-
-
-def _is_dense(param: Tensor) -> bool:
-    """Whether it is, or is going to be once it has memory: an expanded number stands for that."""
-    return param.is_contiguous() or not any(param.stride())
 
 
 def _nothing() -> None:

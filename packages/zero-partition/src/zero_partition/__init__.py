@@ -32,6 +32,8 @@ from ._limits import Limits
 from ._loading import LoadReport, load_ranges
 from ._materialise import materialise
 from ._memory import MemoryReport
+from ._memory_plan import PlannedMemory, plan_memory
+from ._model_plan import ModelPlan, plan_model
 from ._needs import CutChoice
 from ._norm import GradientReport
 from ._param_access import (
@@ -64,6 +66,8 @@ from ._public import (
 )
 from ._range_reader import AbstractRangeReader
 from ._redundancy import ZeroRedundancyOptimizer
+from ._rest_plan import RestPlan
+from ._room_plan import RoomPlan, plan_room
 from ._schedule_report import ScheduleReport, ScheduleRow
 from ._shard_home import AbstractShardHome, Pending, ShardSize
 from ._sharded_model import ShardedModel
@@ -76,6 +80,7 @@ from ._state_access import (
 )
 from ._state_load import StateLoad, StateSource, param_groups_of, plan_load
 from ._state_parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
+from ._traffic_plan import PlannedOperation, plan_traffic
 from ._unsharded import unsharded
 from ._updater import MASTER, AbstractUpdater, Opening, UpdaterReport
 from ._wire import Routes, Wire
@@ -104,6 +109,7 @@ __all__ = [
     "LoadReport",
     "LostEditError",
     "MemoryReport",
+    "ModelPlan",
     "Opening",
     "OverlapError",
     "ParameterPlan",
@@ -115,7 +121,11 @@ __all__ = [
     "Piece",
     "Placement",
     "Placements",
+    "PlannedMemory",
+    "PlannedOperation",
     "Precision",
+    "RestPlan",
+    "RoomPlan",
     "Routes",
     "ScheduleReport",
     "ScheduleRow",
@@ -157,7 +167,11 @@ __all__ = [
     "park",
     "partition",
     "plan_load",
+    "plan_memory",
+    "plan_model",
     "plan_parts",
+    "plan_room",
+    "plan_traffic",
     "plan_units",
     "register_external_parameter",
     "release_buffers",

@@ -15,6 +15,7 @@ from ._buffer_plan import BufferPlan
 from ._early_shard import find_early
 from ._flat_buffer import FlatBuffer
 from ._grouping import UnitPlan
+from ._model_plan import resting_of
 from ._placement import Placement
 from ._residence import Residence
 from ._rest import AbstractRest, AtHome, InMemory, WithState
@@ -80,10 +81,7 @@ def distribute(
 
 def placements_of(plans: Sequence[UnitPlan], placement: Placement) -> dict[int, Placement]:
     """Of parameters, by position of their unit: small ones may rest whole."""
-    return {
-        position: Placement.REPLICATED if plan.rests_whole else placement
-        for position, plan in enumerate(plans)
-    }
+    return dict(enumerate(resting_of(plans, placement)))
 
 
 def expose_shards(units: Sequence[Unit], group: Group) -> Exposure | None:

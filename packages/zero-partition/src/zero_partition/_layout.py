@@ -133,12 +133,17 @@ class FlatLayout:
 
     def payload_of(self, splits: Iterable[int], *, start: int = 0) -> tuple[int, ...]:
         """Elements that belong to a tensor, in chunks of these sizes that begin at `start`."""
-        ends = accumulate(splits, initial=start)
-        chunks = [Span(begin, end) for begin, end in pairwise(ends)]
-        return tuple(
-            sum(part.numel for span in self.spans if (part := span.overlap(chunk)) is not None)
-            for chunk in chunks
-        )
+        chunks = [Span(*ends) for ends in pairwise(accumulate(splits, initial=start))]
+        numels, first = [0] * len(chunks), 0
+        for span in self.spans:
+            while first < len(chunks) and chunks[first].stop <= span.start:
+                first += 1
+            for index in range(first, len(chunks)):
+                if chunks[index].start >= span.stop:
+                    break
+                part = span.overlap(chunks[index])
+                numels[index] += 0 if part is None else part.numel
+        return tuple(numels)
 
     def shard(self, rank: int) -> Span:
         """The span that `rank` keeps."""

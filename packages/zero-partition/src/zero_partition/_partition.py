@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
-from attrs import asdict, evolve
+from attrs import asdict
 from torch import nn
 from zero_comm import Group, check_agreement
 
@@ -15,15 +15,17 @@ from ._content import check_content
 from ._distribute import distribute, expose_shards, first_index, placements_of
 from ._errors import PartitionError
 from ._gradient_home import AbstractGradientHome
-from ._grouping import UnitPlan, choose_small, choose_units, plan_units
+from ._grouping import UnitPlan
 from ._hooks import find_sharded, install_module_hooks, install_optimizer_hooks
 from ._limits import Limits
-from ._needs import CutChoice, choose_cuts
+from ._model_plan import as_they_hold, check_masters, plan_model_units
+from ._needs import CutChoice
 from ._optimizer import check_optimizer, describe_optimizer, param_group_of, shard_optimizer
 from ._placement import STAGES, Placement, Placements, Stage
 from ._precision import AS_IT_IS, Precision
 from ._purposes import purposes_of
 from ._reducer import GradientReducer
+from ._reduction_plan import REDUCTION_SLOTS
 from ._residence import Residence
 from ._schedule import Schedule
 from ._shard_home import AbstractShardHome
@@ -34,7 +36,6 @@ from ._updater import AbstractUpdater
 from ._wire import AS_ONE, Wire
 
 _DEFAULT_LIMITS: Final = Limits()
-_REDUCTION_SLOTS: Final = 2  # one fills while the other travels
 
 
 def partition(
@@ -104,28 +105,27 @@ def partition(
     wire.check(placements)
     routes = wire.routes(group, timeout_s=timeout_s)
     group = routes.shards
-    if group.world_size == 1 and home is None:  # its shard is the whole: nothing to make whole
-        placements = evolve(placements, params=Placement.REPLICATED)
-    if optimizer is None:
-        precision = evolve(precision, masters=None)
+    placements, precision = as_they_hold(
+        placements,
+        precision,
+        world_size=group.world_size,
+        has_home=home is not None,
+        has_optimizer=optimizer is not None,
+    )
     _check(model, optimizer, routes.whole, placements, precision)
     residence = Residence(routes, home, updater, gradient_home, precision)
     residence.check(optimizer, placements)
-    cuts = choose_cuts(model, optimizer, cut) if placements.optim is Placement.SHARDED else {}
-    if units is None:
-        units = choose_units(model, max_unit_bytes=max_unit_bytes, min_unit_bytes=min_unit_bytes)
-    small: Collection[int] = ()
-    if placements.params is Placement.SHARDED:
-        small = choose_small(
-            model, small_param_numel=small_param_numel, max_small_numel=max_small_numel
-        )
-    plans = plan_units(
+    plans = plan_model_units(
         model,
-        units,
+        optimizer,
         world_size=group.world_size,
-        cuts=cuts,
-        group_of=param_group_of(optimizer),
-        small=small,
+        placements=placements,
+        units=units,
+        max_unit_bytes=max_unit_bytes,
+        min_unit_bytes=min_unit_bytes,
+        small_param_numel=small_param_numel,
+        max_small_numel=max_small_numel,
+        cut=cut,
         precision=precision,
     )
     facts = _describe(plans, placements, limits) | describe_optimizer(optimizer)
@@ -161,7 +161,7 @@ def partition(
             routes=routes,
             placement=placements.grads,
             shards_state=placements.optim is Placement.SHARDED,
-            num_slots=_REDUCTION_SLOTS,
+            num_slots=REDUCTION_SLOTS,
             precision=precision,
             home=gradient_home,
         ),
@@ -198,14 +198,7 @@ def _check(
     _check_devices(model, group)
     check_adoptable(model, group)
     check_content(model)
-    if placements.optim is Placement.REPLICATED:
-        for name, param in model.named_parameters():
-            if param.requires_grad and precision.master_of(precision.dtype_of(param)) is not None:
-                raise PartitionError(
-                    f"parameter {name!r} would have a {precision.masters} master, and at stage 0 "
-                    "the optimizer updates the parameters themselves; use stage 1, which gives the "
-                    "same numbers with less memory, or Precision(masters=None)"
-                )
+    check_masters(model, placements, precision)
     if optimizer is not None:
         check_optimizer(optimizer, model, shards_state=placements.optim is Placement.SHARDED)
 

@@ -16,8 +16,9 @@ from ._gradient_home import AbstractGradientHome
 from ._gradients import BufferGradients
 from ._placement import Placement
 from ._precision import AS_IT_IS, Precision
+from ._reduction_plan import ring_bytes
 from ._shard_state import ShardState
-from ._slots import Slot, SlotPool
+from ._slots import SlotPool
 from ._unit import Unit
 from ._wire import Routes
 
@@ -79,7 +80,7 @@ class GradientReducer:
             for buffer in unit.buffers
             if buffer.plan.trainable
         )
-        ring = [g.wire_bytes for g in gradients if not g.unit.plan.is_outer]
+        ring = ring_bytes([(g.wire_bytes, g.unit.plan.is_outer) for g in gradients])
         pool: SlotPool[BufferGradients] = SlotPool.plan(
             ring if placement is Placement.SHARDED else (),
             num_slots=num_slots,
@@ -346,19 +347,10 @@ class GradientReducer:
         alone = g.unit.plan.is_outer
         while not alone and self._in_flight and self.pool.find(g.wire_bytes) is None:
             self._finish(self._in_flight[0])
-        slot = self._slot_for(g, g.wire_bytes, alone=alone)
+        slot = self.pool.take_again(g, g.wire_bytes, alone=alone)
         slot.owner = g
         memory = slot.allocate(self.pool.device)[: g.wire_bytes]
         g.use_accumulator(memory.view(g.buffer.wire_dtype), slot)
-
-    def _slot_for(
-        self, g: BufferGradients, num_bytes: int, *, alone: bool
-    ) -> Slot[BufferGradients]:
-        # Outer units keep their slot's size to themselves, and find it again in the next step.
-        for slot in self.pool.extra:
-            if slot.owner is None and slot.num_bytes == num_bytes:
-                return slot
-        return self.pool.take(g, num_bytes, alone=alone)
 
     def _return_accumulator(self, g: BufferGradients) -> None:
         """The accumulator is empty: give it to the next unit, unless this unit keeps it."""
