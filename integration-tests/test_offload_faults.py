@@ -197,6 +197,9 @@ def _drop(group: Group, folder: str) -> None:
     assert list(Path(folder).iterdir())
     del model, optimizer
     gc.collect()
+    deadline = time.monotonic() + SOON_S
+    while list(Path(folder).iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.01)  # a thread that has just read ahead lets go of the store a moment later
     assert not list(Path(folder).iterdir())
 
 
