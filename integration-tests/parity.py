@@ -276,11 +276,15 @@ def as_ddp(model: nn.Module, group: Group, *, finds_unused: bool = True) -> nn.M
     )
 
 
-def train_alone_by_stage(group: Group, recipe: Recipe, *, cut: Cut = Cut.FLAT) -> list[Curve]:
+def train_alone_by_stage(
+    group: Group, recipe: Recipe, *, cut: Cut = Cut.FLAT, ranks_per_node: int | None = None
+) -> list[Curve]:
     """What `train_alone` says for this rank at each stage; worked out once for all. Collective."""
     size = group.world_size
     curves: dict[int, list[Curve]] = {
-        stage: train_alone(recipe, world_size=size, stage=stage, cut=cut)
+        stage: train_alone(
+            recipe, world_size=size, stage=stage, cut=cut, ranks_per_node=ranks_per_node
+        )
         for stage in (0, 1)  # the arithmetic of 2 and 3 is that of 1
         if stage % size == group.rank
     }
@@ -291,7 +295,14 @@ def train_alone_by_stage(group: Group, recipe: Recipe, *, cut: Cut = Cut.FLAT) -
     return [curves[min(stage, 1)][group.rank] for stage in STAGES]
 
 
-def train_alone(recipe: Recipe, *, world_size: int, stage: int, cut: Cut = Cut.FLAT) -> list[Curve]:
+def train_alone(
+    recipe: Recipe,
+    *,
+    world_size: int,
+    stage: int,
+    cut: Cut = Cut.FLAT,
+    ranks_per_node: int | None = None,
+) -> list[Curve]:
     """One process: every rank's gradients in turn, combined in the order that is documented.
 
     As each rank sees it: the losses are its own.
@@ -300,7 +311,9 @@ def train_alone(recipe: Recipe, *, world_size: int, stage: int, cut: Cut = Cut.F
     - Under `no_sync` each rank adds its micro-batches first, and the sum is reduced.
     - Otherwise, at stages 1 to 3, reduced gradients are added in order of micro-batches. Stage 0
       does as DDP: each rank adds to the gradient that is already reduced, and reduces the sum.
+    - With replicas of so many ranks each, it is the mean over the replicas of their means.
     """
+    size = world_size if ranks_per_node is None else ranks_per_node
     model = build(recipe.make)
     optimizer = _optimizer_of(recipe, model)
     scheduler = scheduler_for(optimizer) if recipe.scheduler != "none" else None
@@ -322,12 +335,13 @@ def train_alone(recipe: Recipe, *, world_size: int, stage: int, cut: Cut = Cut.F
                 carried = [add(mine, reduced) for mine in local]
                 reduced = mean(carried)
             else:
-                reduced = add(reduced, mean(local))
+                nodes = [mean(local[first : first + size]) for first in range(0, world_size, size)]
+                reduced = add(reduced, mean(nodes))
             local = [[None] * len(params) for _ in range(world_size)]
         for param, grad in zip(params, reduced, strict=True):
             param.grad = grad
         if recipe.max_norm is not None:
-            _clip(model, optimizer, recipe.max_norm, world_size=world_size, stage=stage, cut=cut)
+            _clip(model, optimizer, recipe.max_norm, world_size=size, stage=stage, cut=cut)
         optimizer.step()
         optimizer.zero_grad()
         if scheduler is not None:
@@ -350,6 +364,9 @@ def whole_gradients(
     ]
     sharded = zero_partition.find_sharded(model)
     if group.world_size == 1 or not sharded.reducer.shards_state:
+        return mine
+    group = sharded.group  # with replicas, those of one
+    if group.world_size == 1:
         return mine
     everyone: list[list[Tensor | None]] = [[] for _ in range(group.world_size)]
     dist.all_gather_object(everyone, mine, group=group.process_group)

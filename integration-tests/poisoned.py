@@ -22,7 +22,7 @@ from zero_engine._disk import Disk
 from zero_engine._residence import Elsewhere
 from zero_engine._shard_updater import OffloadedUpdater
 from zero_offload import AbstractStore, StoreError
-from zero_partition import AbstractShardHome, ShardSize
+from zero_partition import AbstractGradientHome, AbstractShardHome, ShardSize
 
 
 def poison(memory: Tensor) -> None:
@@ -226,6 +226,34 @@ class PoisonedStore(AbstractStore):
         self.rooms, self.values, self.is_closed = {}, {}, True
 
 
+@final
+@define(eq=False)
+class PoisonedGradients(AbstractGradientHome):
+    """Memory in which a gradient is NaN until somebody has settled; what was lent is NaN then."""
+
+    _deliveries: list[tuple[Tensor, Tensor, bool]] = field(factory=list)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """See `AbstractGradientHome.allocate`."""
+        return torch.zeros(numel, dtype=dtype)
+
+    def deliver(self, received: Tensor, into: Tensor, *, adds: bool) -> None:
+        """See `AbstractGradientHome.deliver`."""
+        on_their_way = [memory.data_ptr() for _, memory, _ in self._deliveries]
+        if not adds and into.numel():
+            assert into.data_ptr() not in on_their_way, "what came before was never settled"
+            poison(into)
+        self._deliveries.append((received, into, adds))
+
+    def settle(self) -> None:
+        """See `AbstractGradientHome.settle`."""
+        for received, into, adds in self._deliveries:
+            assert adds or is_poison(into), "a gradient was written to while it was on its way"
+            into.add_(received) if adds else into.copy_(received)
+            poison(received)
+        self._deliveries.clear()
+
+
 class PoisonedDisk(Disk):
     """A store that is poisoned, whatever the path."""
 
@@ -236,7 +264,7 @@ class PoisonedDisk(Disk):
 
 
 class Poisoned:
-    """What the engine makes of an Offload, with "disk" poisoned for both."""
+    """What the engine makes of an Offload, with "disk" poisoned, and gradients as on CUDA."""
 
     @staticmethod
     def of(offload: Offload | None, device: torch.device) -> Elsewhere:
@@ -248,7 +276,9 @@ class Poisoned:
         if offload.optimizer == "device" or not offload.fraction:
             return Elsewhere(home=home)
         disk = PoisonedDisk(offload) if offload.optimizer == "disk" else None
-        return Elsewhere(home=home, updater=OffloadedUpdater(offload, disk, lambda: 0))
+        updater = OffloadedUpdater(offload, disk, lambda: 0)
+        gradients: Any = PoisonedGradients() if offload.fraction == 1 else None
+        return Elsewhere(home=home, updater=updater, gradient_home=gradients)
 
 
 class HostApart:

@@ -196,10 +196,10 @@ def _drop(group: Group, folder: str) -> None:
     parity.run_steps(model, optimizer, range(2), rank=0)
     assert list(Path(folder).iterdir())
     del model, optimizer
-    gc.collect()
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + 10  # a thread of the store may hold on to it until it has ended
     while list(Path(folder).iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.01)  # a thread that has just read ahead lets go of the store a moment later
+        gc.collect()
+        time.sleep(0.01)
     assert not list(Path(folder).iterdir())
 
 

@@ -34,7 +34,7 @@ from zero_engine import GatheredParameters, Precision
 from zero_offload import CPUAdam
 
 CELLS: Final = (
-    Cell(1, "disk", "device", 0.3, "poisoned"),
+    Cell(1, "disk", "device", 1, "poisoned"),
     Cell(3, "disk", "disk", 0.3, "poisoned"),
     Cell(3, "device", "disk", 1, "poisoned"),
 )
@@ -111,6 +111,48 @@ def _missing(run: Run) -> None:
             run.step(model, optimizer, number)
         finally:
             model.gates = nn.ModuleList(gates)
+    run.end(model, optimizer)
+
+
+def _writes_gradients(run: Run) -> None:
+    """Between backward and the norm: which must be that of what is there then."""
+    model, optimizer = run.shard()
+    for step in range(3):
+        parity.loss_of(model, parity.batch(step, 0, run.group.rank)).backward()
+        if step:  # else as they came
+            with torch.no_grad():
+                for shard in optimizer.param_groups[0]["params"][:step]:
+                    shard.grad.mul_(3)
+        run.seen[f"norm {step}"] = zero_engine.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.end(model, optimizer)
+
+
+class _StopError(Exception):
+    """Of a backward."""
+
+
+def _fails_in_backward(run: Run) -> None:
+    """What was on its way then is nobody's: the next backward begins anew."""
+    model, optimizer = run.shard()
+
+    def fail(grad: Tensor) -> None:
+        raise _StopError
+
+    def fail_later(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    for step in range(3):
+        batch = parity.batch(step, 0, run.group.rank)
+        embedded = model.embed.register_forward_hook(fail_later)
+        with pytest.raises(_StopError):
+            parity.loss_of(model, batch).backward()
+        embedded.remove()
+        optimizer.zero_grad()
+        parity.loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     run.end(model, optimizer)
 
 
@@ -347,6 +389,8 @@ _BF16: Final = Precision(params=torch.bfloat16)
 LOOPS: Final[dict[str, Callable[[Run], None]]] = {
     "odd steps": _odd_steps,
     "missing gradients": _missing,
+    "gradients written to": _writes_gradients,
+    "a backward that failed": _fails_in_backward,
     "closures": _closures,
     "grad scaler": _grad_scaler,
     "clipped in the step": _clips_in_step,

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import pytest
 import save_loops
-from attrs import define
+from attrs import define, field
 from save_loops import check_newest, make, save_step
 from zero_comm import Group
 from zero_engine import FileError
@@ -35,6 +35,7 @@ class _Faulty:
     is_dead_then: bool
     num_calls: int = 0
     failed_in: str = ""
+    open_files: set[int] = field(factory=set)
 
     def system(self) -> FileSystem:
         return FileSystem(**{name: self._wrap(name) for name in CALLS})
@@ -48,9 +49,19 @@ class _Faulty:
                 if name == "write" and not is_dead:  # as a full disk does: half of it
                     os.write(args[0], args[1][: len(args[1]) // 2])
                 raise self.error
-            return getattr(FILE_SYSTEM, name)(*args)
+            found = getattr(FILE_SYSTEM, name)(*args)
+            if name == "open":
+                self.open_files.add(found)
+            elif name == "close":
+                self.open_files.remove(args[0])
+            return found
 
         return call
+
+    def bury(self) -> None:
+        """What the kernel does for the dead."""
+        while self.open_files:
+            os.close(self.open_files.pop())
 
 
 @pytest.mark.parametrize("tag", [None, "same"], ids=["new", "replaced"])
@@ -75,9 +86,13 @@ def test_a_fault_at_any_call_leaves_a_whole_checkpoint(tmp_path, is_crash: bool,
         else:
             assert check_newest(folder) == 3
         seen.add(faulty.failed_in)
-        if at % 8 == 0:  # nothing stands in the way of the next
+        faulty.bury()
+        if is_crash or at % 8 == 0:  # nothing stands in the way of the next, and nothing stays
             save_step(folder, model, optimizer, 4, tag=tag, keep=1)
             assert check_newest(folder) == 4
+            hidden = [path for path in folder.iterdir() if path.name.startswith(".")]
+            stays = [path for path in hidden if any(path.iterdir())]  # young, it may be in the make
+            assert not stays, (faulty.failed_in, stays)
         if faulty.num_calls < at:
             break
     assert seen >= {"", "mkdir", "open", "write", "fsync", "close", "rename", "unlink", "link"}
@@ -141,14 +156,18 @@ def test_a_rank_that_dies_in_the_middle_is_named_to_the_others(tmp_path: Path) -
     assert {path.name for path in folder.iterdir()} == {"step-1", "step-3", "latest"}
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("call", ["mkdir", "open", "listdir"])
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, call: str, code: int) -> None:
     """With what to do."""
-    tmp_path.chmod(0o500)
     model, optimizer = make(Group.solo())
 
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    system = attrs.evolve(FILE_SYSTEM, **{call: refuse})
     with pytest.raises(FileError, match="save to a folder that this process may write to"):
-        save_step(tmp_path / "there", model, optimizer, 1)
+        save_step(tmp_path / "there", model, optimizer, 1, system=system)
 
 
 def test_a_file_where_the_folder_should_be_is_named(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from zero_comm import Group
 from zero_engine import FileError, Offload, Saver
 from zero_engine._checkpoint import Checkpoint
 from zero_engine._file_system import FILE_SYSTEM
+from zero_offload import host_memory
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -101,7 +102,12 @@ def _measure(group: Group, folder: Path) -> None:
     optimizer.step()
     with Saver(folder, model, optimizer) as saver:
         snapshot = saver.save(step=1)
+        held = [host_memory()["copies of a checkpoint"]]
+        saver.save(step=2)
+        held.append(host_memory()["copies of a checkpoint"])
 
+    assert held[0] == held[1] >= snapshot.num_bytes, "the memory of the first is that of the second"
+    assert "copies of a checkpoint" not in host_memory()
     of_values = 12 * 4 * 64 * 64 // group.world_size
     assert of_values <= snapshot.num_bytes <= of_values + 30_000  # generators' states, and counts
     assert snapshot.seconds > 0

@@ -146,9 +146,9 @@ def test_the_callers_own_error_is_the_one_that_is_raised(tmp_path: Path) -> None
     assert not synced
 
 
-def test_the_caller_goes_on_while_a_block_is_written(tmp_path: Path) -> None:
-    """That is what the second block is for: gathering values and writing them take turns else."""
-    may_write, content = Event(), random.Random(0).randbytes(2 * BLOCK - 1)
+def test_the_caller_goes_on_while_blocks_are_written(tmp_path: Path) -> None:
+    """That is what the others are for: gathering values and writing them take turns else."""
+    may_write, content = Event(), random.Random(0).randbytes(4 * BLOCK - 1)
 
     def write_late(file: int, view: memoryview) -> int:
         assert may_write.wait(20)
@@ -162,13 +162,13 @@ def test_the_caller_goes_on_while_a_block_is_written(tmp_path: Path) -> None:
 
 
 def test_a_block_is_not_filled_anew_while_it_is_written(tmp_path: Path) -> None:
-    """A slow disk would get the bytes of the next block but one."""
+    """A slow disk would get the bytes of a block that comes later."""
 
     def write_slowly(file: int, view: memoryview) -> int:
         time.sleep(0.02)
         return os.write(file, view)
 
-    _assert_written(tmp_path, _disk(write_slowly), 5 * BLOCK)
+    _assert_written(tmp_path, _disk(write_slowly), 10 * BLOCK)
 
 
 def test_a_file_is_on_disk_before_it_is_closed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from zero_partition import (
     Cut,
     GatheredParameters,
     Precision,
+    Wire,
     backward_without_batch,
     clip_grad_norm_,
     coalesce_reduction,
@@ -48,13 +49,18 @@ from ._load_deepspeed import DeepSpeedLoadReport, load_deepspeed
 from ._loss_scale import DynamicLossScale, LossScaler, StaticLossScale
 from ._offload import Offload
 from ._parking import offload_states, reload_states
+from ._plan import Plan, UnitRow, plan
+from ._plan_options import Option, Room, plan_options, recommend
+from ._plan_picture import save_picture
+from ._plan_source import GPTSize
+from ._plan_table import options_table, plan_table
 from ._pretrained import load_pretrained, open_weights
 from ._save import SaveReport, save
 from ._saver import Saver, Snapshot
 from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from ._shard import shard, unshard
 from ._stop_signals import StopSignals
-from ._tables import schedule_table
+from ._tables import report, schedule_table
 
 __all__ = [
     "ChainedOptimizer",
@@ -66,6 +72,7 @@ __all__ = [
     "EngineConfig",
     "ExportReport",
     "FileError",
+    "GPTSize",
     "GatheredParameters",
     "Init",
     "LRRangeTest",
@@ -76,15 +83,20 @@ __all__ = [
     "NotBuiltError",
     "Offload",
     "OneCycle",
+    "Option",
+    "Plan",
     "Precision",
+    "Room",
     "SaveReport",
     "Saver",
     "Snapshot",
     "StaticLossScale",
     "StopSignals",
+    "UnitRow",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "Wire",
     "ZeroConfig",
     "__version__",
     "backward_without_batch",
@@ -108,11 +120,18 @@ __all__ = [
     "no_sync",
     "offload_states",
     "open_weights",
+    "options_table",
     "parameter_status",
+    "plan",
+    "plan_options",
+    "plan_table",
+    "recommend",
     "register_external_parameter",
     "release_buffers",
     "reload_states",
+    "report",
     "save",
+    "save_picture",
     "schedule_table",
     "set_full_grad",
     "set_full_optimizer_state",

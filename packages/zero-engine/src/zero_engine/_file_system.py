@@ -58,9 +58,9 @@ class FileSystem:
         finally:
             self.close(file)
 
-    def remove_folder(self, path: Path) -> None:
-        """And the files in it."""
-        for name in self.listdir(path):
+    def remove_folder(self, path: Path, *, last: str | None = None) -> None:
+        """And the files in it, one of them after the others."""
+        for name in sorted(self.listdir(path), key=lambda name: name == last):
             inner = path / name
             if inner.is_dir() and not inner.is_symlink():
                 self.remove_folder(inner)

@@ -72,10 +72,8 @@ class HeldBack:
         """A tensor for each, of its shape; those of one dtype and device are one memory."""
         alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for target in targets:
-            dtype = torch.promote_types(target.dtype, torch.float32) if widens else target.dtype
-            on_host = widens and self.grads_leave
-            device = torch.device("cpu") if on_host else target.device
-            alike.setdefault((dtype, device), []).append(target)
+            place = place_of(target, widens=widens, grads_leave=self.grads_leave)
+            alike.setdefault(place, []).append(target)
         found = {}
         for (dtype, device), some in alike.items():
             numels = [target.numel() for target in some]
@@ -86,3 +84,24 @@ class HeldBack:
             for target, part in zip(some, memory.split(numels), strict=True):
                 found[target] = part.view(target.shape)
         return found
+
+
+def place_of(
+    target: nn.Parameter, *, widens: bool, grads_leave: bool
+) -> tuple[torch.dtype, torch.device]:
+    """Of what is held back of a target, or with `widens` of its gradient: dtype, and where."""
+    dtype = torch.promote_types(target.dtype, torch.float32) if widens else target.dtype
+    on_host = widens and grads_leave
+    return dtype, torch.device("cpu") if on_host else target.device
+
+
+def held_back_bytes(targets: Collection[nn.Parameter], *, grads_leave: bool) -> tuple[int, int]:
+    """On the device and on the host, as `HeldBack` would take them. Arithmetic only."""
+    on_device = on_host = 0
+    for target in targets:
+        for widens in (False, True):
+            dtype, device = place_of(target, widens=widens, grads_leave=grads_leave)
+            num_bytes = target.numel() * dtype.itemsize
+            on_host += num_bytes if device.type == "cpu" else 0
+            on_device += num_bytes if device.type != "cpu" else 0
+    return on_device, on_host

@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import zlib
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -15,14 +16,15 @@ from attrs import define, field
 
 from ._file_system import FileSystem
 
-_BLOCK_BYTES: Final = 4 * 2**20  # written at a time; two of them are in memory
+_BLOCK_BYTES: Final = 4 * 2**20  # written at a time
+_NUM_BLOCKS: Final = 4  # in memory: one fills; a disk is not steady, and others may wait for it
 _ALIGN_BYTES: Final = 4096  # what O_DIRECT asks for, of any disk
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
 # NOTE(direct): through the page cache a checkpoint is copied once more, pushes out what others have
-# there, and is written when `fsync` asks. So bytes are gathered in aligned blocks, of which one is
-# written, past the cache, while the next fills. What does not fill a page at the end, and all of it
-# where the file system has no O_DIRECT, goes the usual way.
+# there, and is written when `fsync` asks. So bytes are gathered in aligned blocks, and each goes
+# past the cache while the next fills. What does not fill a page at the end, and all of it where the
+# file system has no O_DIRECT, goes the usual way.
 
 
 @define(eq=False)
@@ -35,28 +37,28 @@ class NewFile:
     crc32: int = field(default=0, init=False)
     _file: int = field(init=False)
     _is_direct: bool = field(default=bool(_DIRECT), init=False)
-    _blocks: list[mmap.mmap] = field(init=False)
+    _blocks: deque[mmap.mmap] = field(init=False)  # the first fills; the last were given away last
     _filled: int = field(default=0, init=False)  # bytes of the first block
     _writer: ThreadPoolExecutor = field(init=False)
-    _under_way: Future[None] | None = field(default=None, init=False)  # of the second block
+    _under_way: deque[Future[None]] = field(factory=deque, init=False)  # of the last blocks
 
     def __enter__(self) -> NewFile:
         self._file = self._open()
-        self._blocks = [mmap.mmap(-1, _BLOCK_BYTES) for _ in range(2)]  # each starts on a page
+        self._blocks = deque(mmap.mmap(-1, _BLOCK_BYTES) for _ in range(_NUM_BLOCKS))  # on a page
         self._writer = ThreadPoolExecutor(1, "zero-checkpoint")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         try:
             if kind is None:
-                self._wait()
+                self._wait_for(0)
                 whole = self._filled - self._filled % _ALIGN_BYTES
                 self._write(memoryview(self._blocks[0])[:whole])
                 self._be_usual()
                 self._write(memoryview(self._blocks[0])[whole : self._filled])
                 self.system.fsync(self._file)
         finally:
-            self._writer.shutdown()
+            self._writer.shutdown(cancel_futures=True)
             self.system.close(self._file)
 
     def put(self, view: memoryview) -> None:
@@ -70,9 +72,10 @@ class NewFile:
             self.crc32 = zlib.crc32(part, self.crc32)  # while it is in the processor's cache
             self._filled += len(part)
             if self._filled == _BLOCK_BYTES:
-                self._wait()
-                self._blocks.reverse()
-                self._under_way = self._writer.submit(self._write, memoryview(self._blocks[1]))
+                block = memoryview(self._blocks[0])
+                self._under_way.append(self._writer.submit(self._write, block))
+                self._wait_for(_NUM_BLOCKS - 1)
+                self._blocks.rotate(-1)
                 self._filled = 0
 
     def _open(self) -> int:
@@ -87,10 +90,10 @@ class NewFile:
                 flags &= ~os.O_EXCL  # it may have been made all the same
         return self.system.open(self.path, flags, 0o666)
 
-    def _wait(self) -> None:
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+    def _wait_for(self, num_left: int) -> None:
+        """Until so many blocks, at most, are still to be written."""
+        while len(self._under_way) > num_left:
+            self._under_way.popleft().result()
 
     def _write(self, view: memoryview) -> None:
         while view:

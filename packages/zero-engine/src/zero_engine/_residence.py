@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from attrs import frozen
 from zero_offload import HostArena
+from zero_partition import RestPlan
 
 from ._delayed_updater import DelayedUpdater
 from ._disk import Disk
@@ -32,7 +33,7 @@ class Elsewhere:
         """
         if offload is None:
             return cls()
-        disk, home = Disk(offload), None
+        disk, home, where = Disk(offload), None, rests_of(offload, device)
         if offload.params == "disk":
             home = DiskHome(
                 disk,
@@ -40,19 +41,18 @@ class Elsewhere:
                 max_host_numel=offload.max_host_numel,
                 budget_bytes=offload.budget_bytes,
             )
-        elif offload.params == "host" and device.type != "cpu":
+        elif where.params:
             home = HostHome(HostArena("parameters", is_pinned=offload.pin))
-        if offload.optimizer == "device" or not offload.fraction:
+        if not where.state:
             return cls(home=home)
-        grads_leave = device.type != "cpu" and offload.fraction == 1
-        room = HeldBack(HostArena("delayed update", is_pinned=offload.pin), grads_leave=grads_leave)
+        room = HeldBack(HostArena("delayed update", is_pinned=offload.pin), grads_leave=where.grads)
         inner = OffloadedUpdater(
             offload,
             disk if offload.optimizer == "disk" else None,
             lambda: room.host_bytes + (0 if home is None else home.host_bytes),
         )
-        updater = DelayedUpdater(inner, room) if offload.delayed_update else inner
-        if not grads_leave:
+        updater = DelayedUpdater(inner, room) if where.is_delayed else inner
+        if not where.grads:
             return cls(home=home, updater=updater)
         gradients = HostGradients(HostArena("gradients", is_pinned=offload.pin))
         return cls(home=home, updater=updater, gradient_home=gradients)
@@ -63,3 +63,19 @@ class Elsewhere:
             self.home.end()
         if self.updater is not None:
             self.updater.end()
+
+
+def rests_of(offload: Offload | None, device: torch.device) -> RestPlan:
+    """Which kinds rest outside the device. Arithmetic only."""
+    is_cpu = device.type == "cpu"
+    if offload is None:
+        return RestPlan(host_is_device=is_cpu)
+    params = offload.params == "disk" or (offload.params == "host" and not is_cpu)
+    state = offload.optimizer != "device" and offload.fraction > 0
+    return RestPlan(
+        params=params,
+        state=state,
+        grads=state and not is_cpu and offload.fraction == 1,
+        is_delayed=state and offload.delayed_update,
+        host_is_device=is_cpu,
+    )

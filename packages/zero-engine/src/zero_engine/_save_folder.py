@@ -25,7 +25,8 @@ _NO_LOCK_S: Final = 60.0  # a folder without a lock is younger only where its jo
 
 # NOTE(order): everything is written to `.TAG.partial-XXXX` and on disk before that is renamed to
 # TAG; whatever has a name without a dot is complete. What is to go is renamed first, and deleted
-# then. Rank 0's process holds a lock in the partial folder: what has none any more is left over.
+# then. Rank 0's process holds a lock in the partial folder: where nobody does, it is left over. The
+# lock's file is the first in a folder and the last that goes, so that a kill leaves none without.
 
 
 def check_tag(tag: Any) -> str:
@@ -97,10 +98,11 @@ class PartialFolder:
         """
         try:
             self.system.write_file(self.path / MANIFEST, seal(manifest))
-            self.system.unlink(self.path / _LOCK)
             self.system.sync_folder(self.path)
             self._rename()
             self.system.sync_folder(self.folder)
+            with suppress(OSError):  # it does no harm there
+                self.system.unlink(self.folder / self.tag / _LOCK)
             self._release()
             if is_latest:
                 _point_latest(self.folder, self.tag, self.system)
@@ -116,7 +118,7 @@ class PartialFolder:
         """Remove it, as far as that can be. Again, or after `publish`: nothing happens."""
         with suppress(OSError):
             if self.path.exists():
-                self.system.remove_folder(self.path)
+                self.system.remove_folder(self.path, last=_LOCK)
         self._release()
 
     def _rename(self) -> None:
@@ -165,7 +167,11 @@ def _remove_leftovers(folder: Path, system: FileSystem) -> None:
                 system.rename(path, folder / tag)
             else:
                 _remove(path, system)
-        elif _PRUNED in path.name or (_PARTIAL in path.name and _is_left_over(path)):
+        elif (
+            REPLACED in path.name  # and half removed
+            or _PRUNED in path.name
+            or (_PARTIAL in path.name and _is_left_over(path))
+        ):
             _remove(path, system)
         elif path.name.startswith(f".{LATEST}{_PARTIAL}"):
             system.unlink(path)
@@ -197,7 +203,7 @@ def _is_left_over(path: Path) -> bool:
 def _remove(path: Path, system: FileSystem) -> None:
     """A folder that is no complete checkpoint by its name. What cannot go now goes another time."""
     with suppress(OSError):
-        system.remove_folder(path)
+        system.remove_folder(path, last=_LOCK)
 
 
 def _point_latest(folder: Path, tag: str, system: FileSystem) -> None:

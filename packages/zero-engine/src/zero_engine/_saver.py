@@ -13,10 +13,11 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
 from zero_comm import Group, all_gather_json
+from zero_offload import HostArena
 
 from ._errors import FileError
 from ._file_system import FILE_SYSTEM, FileSystem, named
-from ._part_writer import GivenBatch
+from ._part_writer import Given, GivenBatch
 from ._save import SaveReport, report_of
 from ._together import together
 from ._writing import Writing
@@ -51,7 +52,8 @@ class Saver:
                     saver.save(step=step)
 
     One checkpoint at a time is written; its copy takes as much host memory as this rank has of
-    parameters and optimizer state. Leaving the block waits for the last one.
+    parameters and optimizer state, which is kept for the next until `close`. Leaving the block
+    waits for the last one.
 
     Args:
         folder: As for `zero_engine.save`, and so below.
@@ -81,6 +83,7 @@ class Saver:
         }
         self._asked |= {"is_latest": True, "system": system}
         self._under_way: _Background | None = None
+        self._copies = _Copies()
 
     def save(
         self, *, step: int, extra: Any = None, scheduler: Any = None, tag: str | None = None
@@ -111,7 +114,9 @@ class Saver:
             **self._asked,
         )
         try:
-            sizes = together(lambda: _copy(writing), what="Saver.save()", group=writing.group)
+            sizes = together(
+                lambda: self._copies.take(writing), what="Saver.save()", group=writing.group
+            )
         except BaseException:
             writing.abandon()
             raise
@@ -138,8 +143,11 @@ class Saver:
         return under_way.finish()
 
     def close(self) -> None:
-        """As `wait`."""
-        self.wait()
+        """As `wait`, and give back the memory of copies."""
+        try:
+            self.wait()
+        finally:
+            self._copies = _Copies()
 
     def __enter__(self) -> Saver:
         return self
@@ -222,20 +230,40 @@ class _Background:
                     raise named(error, at) from error
 
 
-def _copy(writing: Writing) -> int:
-    """Let it be written from copies; returns their bytes."""
-    writing.frozen_batches = [_copied(batch) for batch in writing.frozen_batches]
-    writing.batches = [_copied(batch) for batch in writing.batches]
-    return sum(batch.num_bytes for batch in (*writing.frozen_batches, *writing.batches))
+@define(eq=False)
+class _Copies:
+    """Host memory that holds what is being written.
 
+    It is kept: to fault its pages in anew for every checkpoint takes longer than to fill them.
+    """
 
-def _copied(batch: GivenBatch) -> GivenBatch:
-    values = [value.detach().to("cpu", copy=True) for value in batch.read()]
+    _arena: HostArena = field(factory=lambda: HostArena("copies of a checkpoint"), init=False)
+    _memory: dict[Given, Tensor] = field(factory=dict, init=False)
 
-    def read() -> list[Tensor]:
-        return values
+    def take(self, writing: Writing) -> int:
+        """Let it be written from copies; returns their bytes."""
+        of_frozen, of_others = writing.frozen_batches, writing.batches
+        runs = {run for batch in (*of_frozen, *of_others) for run in batch.runs}
+        for run in self._memory.keys() - runs:  # of a model that has changed
+            del self._memory[run]
+        writing.frozen_batches = [self._copied(batch) for batch in of_frozen]
+        writing.batches = [self._copied(batch) for batch in of_others]
+        if writing.group.device.type == "cuda":
+            torch.cuda.synchronize(writing.group.device)
+        return sum(copy.nbytes for copy in self._memory.values())
 
-    return GivenBatch(batch.runs, read)
+    def _copied(self, batch: GivenBatch) -> GivenBatch:
+        values = []
+        for run, value in zip(batch.runs, batch.read(), strict=True):
+            copy = self._memory.get(run)
+            if copy is None or copy.numel() != value.numel():
+                copy = self._memory[run] = self._arena.allocate(value.numel(), dtype=value.dtype)
+            values.append(copy.copy_(value.detach().view(-1), non_blocking=True))
+
+        def read() -> list[Tensor]:
+            return values
+
+        return GivenBatch(batch.runs, read)
 
 
 def _said_at(path: Path, rank: int) -> Path:

@@ -17,8 +17,8 @@ from zero_partition import AbstractShardHome, ShardSize
 from ._disk import Disk
 
 _NUMBERS: Final = itertools.count()
-_FREE_SHARDS: Final = 2  # of the largest size, as memory that waits for a shard of its size
-_WRITES_BEHIND: Final = 2  # shards that are written while the next is made
+FREE_SHARDS: Final = 2  # of the largest size, as memory that waits for a shard of its size
+WRITES_BEHIND: Final = 2  # shards that are written while the next is made
 
 
 @frozen(eq=False)
@@ -141,11 +141,7 @@ class DiskHome(AbstractShardHome):
 
     def allocate(self, sizes: Mapping[int, ShardSize]) -> None:
         """See `AbstractShardHome.allocate`."""
-        room, on_host = self.max_host_numel, {}
-        for index, size in sizes.items():
-            if size.numel <= room:
-                on_host[index] = size
-                room -= size.numel
+        on_host = first_that_fit(sizes, self.max_host_numel)
         needed = sum(size.num_bytes for size in on_host.values())
         if self.budget_bytes is not None and needed > self.budget_bytes:
             raise BudgetError(
@@ -204,7 +200,7 @@ class DiskHome(AbstractShardHome):
             return
         memory = self._open.pop(index)
         self._behind.append((index, memory, self._opened.write(self._keys[index], memory)))
-        while len(self._behind) > _WRITES_BEHIND:
+        while len(self._behind) > WRITES_BEHIND:
             self._keep_oldest()
 
     def settle(self) -> None:
@@ -306,7 +302,7 @@ class DiskHome(AbstractShardHome):
         Else a model of units that all differ would end with all of its shards in host memory.
         """
         free = sum(memory.nbytes for some in self._free.values() for memory in some)
-        if free > _FREE_SHARDS * max(size.num_bytes for size in self._sizes.values()):
+        if free > FREE_SHARDS * max(size.num_bytes for size in self._sizes.values()):
             self._free.clear()
             self._passing_bytes -= free
 
@@ -318,6 +314,16 @@ class DiskHome(AbstractShardHome):
             self._unkept[index] = memory  # nothing is lost: it is written when it is next changed
             raise
         self.give_back(memory, None)
+
+
+def first_that_fit(sizes: Mapping[int, ShardSize], max_host_numel: int) -> dict[int, ShardSize]:
+    """Shards that rest on the host although the others rest on disk. Arithmetic only."""
+    room, on_host = max_host_numel, {}
+    for index, size in sizes.items():
+        if size.numel <= room:
+            on_host[index] = size
+            room -= size.numel
+    return on_host
 
 
 @frozen(eq=False)

@@ -17,6 +17,16 @@ from ._offload import Offload
 _SMALL_BYTES = 2**20  # sub-groups with less state stay in memory
 
 
+def shares_of(offload: Offload) -> dict[str, Any]:
+    """Where how much of the state rests, as `OffloadedState.like` takes it."""
+    return {
+        "state": "host" if offload.optimizer == "host" else "disk",
+        "fraction": {"device": 1 - offload.fraction},
+        "subgroup_bytes": offload.subgroup_bytes,
+        "small_bytes": min(_SMALL_BYTES, offload.subgroup_bytes // 2),
+    }
+
+
 @final
 @define(eq=False)
 class OffloadedUpdater(AbstractUpdater):
@@ -50,14 +60,11 @@ class OffloadedUpdater(AbstractUpdater):
         self._closes = self.disk is not None
         self._kept = OffloadedState.like(
             optimizer,
-            state="host" if offload.optimizer == "host" else "disk",
-            fraction={"device": 1 - offload.fraction},
             store=store,
             own_masters=masters,
-            subgroup_bytes=offload.subgroup_bytes,
-            small_bytes=min(_SMALL_BYTES, offload.subgroup_bytes // 2),
             budget_bytes=None if budget is None else max(0, budget - self.taken_bytes()),
             is_pinned=offload.pin,
+            **shares_of(offload),
         )
         self._kept.add(targets, optimizer.param_groups)
 

@@ -220,13 +220,16 @@ class AbstractCPUOptimizer(Optimizer, ABC):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; parameters must be dense CPU tensors of fp32, bf16 or fp16.
 
+        Those on meta can be planned with, and not stepped.
+
         Raises:
             UnsupportedTensorError: One is not; the group is not added.
         """
         super().add_param_group(param_group)
         try:
             for param in self.param_groups[-1]["params"]:
-                check_param(param, self._policy, where=type(self).__name__)
+                if not param.is_meta:
+                    check_param(param, self._policy, where=type(self).__name__)
         except UnsupportedTensorError:
             self.param_groups.pop()
             raise

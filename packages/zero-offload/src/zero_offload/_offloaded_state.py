@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, Literal, TypeAlias, final
 
 import torch
@@ -13,22 +11,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ._arena import HostArena
-from ._errors import TornStepError
 from ._footprint import Footprint
-from ._gradient_stream import GradientStream, bytes_of
+from ._gradient_stream import GradientStream
 from ._host_state import MASTER
-from ._pipeline import Pipeline, Turn, plan_turns
+from ._pipeline import Turn
+from ._state_plan import plan_state
 from ._stepper import Stepper
 from ._store import AbstractStore
 from ._subgroup_state import SubGroupState
-from ._subgroups import Item, Residence, Shares, SubGroup, check_sizes, plan_subgroups
-from ._swapper import Swapper
-from ._transit import Transit, is_here, room_of
-
-
-def _nothing() -> None:
-    return
-
+from ._subgroups import Residence, Shares, SubGroup, check_sizes
+from ._transit import Transit
+from ._visits import Visits
 
 Param: TypeAlias = (
     Any  # a tensor; mappings are invariant in their keys, and callers have Parameters
@@ -63,22 +56,16 @@ class OffloadedState:
     footprint: Footprint = field(factory=Footprint, init=False)
     gradients: GradientStream = field(init=False)
     is_pinned: bool = field(default=True, kw_only=True)
-    _arena: HostArena = field(init=False)
-    _pipeline: Pipeline = field(init=False)
-    _unusable: str = field(default="", init=False)
-    _swapper: Swapper | None = field(init=False)
+    _visits: Visits = field(init=False)
     _transit: Transit = field(init=False)
     _plans: list[SubGroup] = field(factory=list, init=False)
-    _states: list[SubGroupState] = field(factory=list, init=False)
-    _memories: dict[int, Tensor] = field(factory=dict, init=False)  # of those that are not swapped
     _where: dict[Tensor, list[int]] = field(factory=dict, init=False)  # sub-groups of a parameter
 
     def __attrs_post_init__(self) -> None:
-        self._arena = HostArena("state", is_pinned=self.is_pinned)
-        self._pipeline = Pipeline(read=self._swap_in, write=self._swap_out)
-        self.gradients = GradientStream(self._arena)
-        self._swapper = None if self.store is None else Swapper(self.store, self._arena)
-        self._transit = Transit(self._arena)
+        arena = HostArena("state", is_pinned=self.is_pinned)
+        self._visits = Visits(arena, self.store)
+        self.gradients = GradientStream(arena)
+        self._transit = Transit(arena)
 
     @classmethod
     def like(
@@ -129,6 +116,46 @@ class OffloadedState:
 
     # ---- Planning ----
 
+    @staticmethod
+    def footprint_like(
+        optimizer: Optimizer,
+        positions: Mapping[Param, int],
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        state: Literal["host", "disk"],
+        fraction: Mapping[str, float] | None = None,
+        own_masters: Mapping[torch.dtype, torch.dtype],
+        subgroup_bytes: int = 64 * 2**20,
+        small_bytes: int = 2**20,
+    ) -> Footprint:
+        """What one that is `like` this optimizer would hold after `add`. Takes nothing. Local.
+
+        Args:
+            optimizer: As for `like`, as are `state` and all that follow.
+            positions: As for `add`; parameters need have no memory. On meta they count as on a
+                device other than the CPU.
+            groups: As for `add`.
+            state: See `like`.
+            fraction: Likewise.
+            own_masters: Likewise.
+            subgroup_bytes: Likewise.
+            small_bytes: Likewise.
+
+        Raises:
+            UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group.
+            ValueError: An argument makes no sense.
+        """
+        check_sizes(subgroup_bytes, small_bytes)
+        return plan_state(
+            positions,
+            groups,
+            stepper=Stepper.like(optimizer, own_masters=own_masters),
+            shares=Shares.of(state, fraction or {}),
+            grads_leave=False,
+            subgroup_bytes=subgroup_bytes,
+            small_bytes=small_bytes,
+        ).footprint
+
     def add(self, positions: Mapping[Param, int], groups: Sequence[dict[str, Any]]) -> None:
         """Plan further parameters and take their room; nothing is added if that fails.
 
@@ -138,48 +165,30 @@ class OffloadedState:
         """
         if not positions:
             return
-        params = list(positions)
-        kinds: dict[Any, Any] = {}
-        for param, at in positions.items():
-            if (param.ndim, param.dtype, at) not in kinds:
-                entries = self.stepper.entries(param.ndim, param.dtype, groups[at])
-                kinds[param.ndim, param.dtype, at] = entries
-        items = [
-            Item(
-                numel=param.numel(),
-                entries=kinds[param.ndim, param.dtype, at],
-                is_divisible=self.stepper.is_native and _is_dense(param),
-                place=str(param.device),
-            )
-            for param, at in positions.items()
-        ]
-        plans = plan_subgroups(
-            items,
+        planned = plan_state(
+            positions,
+            groups,
+            stepper=self.stepper,
             shares=self.shares,
+            grads_leave=self.grads_leave,
             subgroup_bytes=self.subgroup_bytes,
             small_bytes=self.small_bytes,
         )
-        states = [self._state(plan, params, positions) for plan in plans]
-        all_plans = [*self._plans, *plans]
-        on_device = {param for state in states if not state.on_host for param in state.params}
-        leaving = [p for p in params if self.grads_leave and not is_here(p) and p not in on_device]
-        room = max(_room(state, set(leaving)) for state in states)
-        room = max(room, self.footprint.transit_bytes // 2)
-        footprint = Footprint.of(
-            all_plans,
-            gradient_bytes=self.footprint.gradient_bytes + bytes_of(leaving),
-            transit_bytes=2 * room,
+        states = [self._state(each, planned.params, positions) for each in planned.subgroups]
+        footprint = planned.with_others(
+            self._plans,
+            gradient_bytes=self.footprint.gradient_bytes,
+            room_bytes=self.footprint.transit_bytes // 2,
         )
         footprint.check(self.budget_bytes)
-        self._take_room(states, room)
-        self.gradients.add(leaving)
-        for state in states:
-            for param in state.params:
-                at = self._where.setdefault(param, [])
-                if len(self._states) not in at:
-                    at.append(len(self._states))
-            self._states.append(state)
-            self._plans.append(state.plan)
+        first = len(self._visits.states)
+        self._transit.reserve(footprint.transit_bytes // 2)
+        self._visits.add(states)
+        self.gradients.add(planned.leaving)
+        for number, state in enumerate(states, first):
+            for param in dict.fromkeys(state.params):
+                self._where.setdefault(param, []).append(number)
+        self._plans = [*self._plans, *planned.subgroups]
         self.footprint = footprint
 
     def _state(
@@ -188,27 +197,7 @@ class OffloadedState:
         owners = [params[piece.item] for piece in plan.pieces]
         return SubGroupState(plan, owners, [positions[param] for param in owners], self.stepper)
 
-    def _take_room(self, states: Sequence[SubGroupState], room: int) -> None:
-        """Slots and the store last: they are what a full disk refuses, and it takes all or none."""
-        first = len(self._states)
-        numbered = list(enumerate(states, first))
-        resident = {k: s for k, s in numbered if s.plan.residence is Residence.HOST}
-        beside = {k: s for k, s in numbered if s.plan.residence is Residence.DEVICE}
-        swapped = {k: s for k, s in numbered if s.plan.residence is Residence.DISK}
-        memories = _carve(
-            self._arena.allocate(sum(s.plan.nbytes for s in resident.values())),
-            {k: s.plan.nbytes for k, s in resident.items()},
-        )
-        for k, state in beside.items():
-            device = state.params[0].device
-            memories[k] = torch.zeros(state.plan.nbytes, dtype=torch.uint8, device=device)
-        self._transit.reserve(room)
-        if swapped:
-            assert self._swapper is not None, "the constructor asked for a store"
-            self._swapper.add({k: s.plan.nbytes for k, s in swapped.items()})
-        self._memories |= memories
-
-    # ---- Visiting ----
+    # ---- Who has state ----
 
     def is_planned(self, param: Tensor) -> bool:
         """Whether there is room for its state."""
@@ -218,7 +207,7 @@ class OffloadedState:
         """Parameters that have state, besides these entries."""
         found = {
             param
-            for state in self._states
+            for state in self._visits.states
             for piece, param in enumerate(state.params)
             if state.is_started(piece, besides)
         }
@@ -228,27 +217,21 @@ class OffloadedState:
         """Parameters that a step writes and does not read: `own_masters` are stepped, and there."""
         read = {
             param
-            for state in self._states
+            for state in self._visits.states
             for piece, param in enumerate(state.params)
             if not state.has_own_master(piece)
         }
         return [param for param in self._where if param not in read]
 
-    def all_subgroups(self) -> list[int]:
-        """Each, in order."""
-        return list(range(len(self._states)))
-
     def subgroups_of(self, params: Collection[Tensor]) -> list[int]:
         """Those that have a piece of one of these parameters, in order."""
         return sorted({k for param in params for k in self._where.get(param, ())})
 
+    # ---- What is done there ----
+
     def read_ahead(self) -> None:
         """A step of everything comes next: begin to read what it needs first."""
-        self.check("reading ahead")
-        try:
-            self._pipeline.read_ahead(self._turns(self.all_subgroups()))
-        except Exception as error:
-            raise self._tear("writing state", "the write of a sub-group", error) from error
+        self._visits.read_ahead()
 
     def settle(self) -> None:
         """Block until all state is where it rests; steps return before that.
@@ -256,103 +239,15 @@ class OffloadedState:
         Raises:
             TornStepError: Something of it could not be written.
         """
-        self.check("settle()")
-        try:
-            self._pipeline.settle()
-        except Exception as error:
-            raise self._tear("writing state", "the write of a sub-group", error) from error
+        self._visits.settle()
 
     def check(self, what: str) -> None:
         """Raise TornStepError if an error has left states of two different steps."""
-        if self._unusable:
-            raise TornStepError(f"{what}: {self._unusable}")
+        self._visits.check(what)
 
     def mend(self) -> None:
         """All states are going to be replaced: what cannot be read any more is forgotten."""
-        self._come_to_rest()
-        for turn in self._turns(self.all_subgroups()) if self._unusable else ():
-            if turn.slot is not None and self._swapper is not None:
-                try:
-                    self._swap_in(turn).result()
-                except Exception:
-                    self._swapper.forget(turn.subgroup)
-                    self._states[turn.subgroup].forget()
-        self._pipeline.has_failed, self._unusable = False, ""
-
-    def _come_to_rest(self) -> None:
-        self._pipeline.forget_reads()
-        with contextlib.suppress(Exception):
-            self._pipeline.settle()
-
-    def look(self, subgroups: Sequence[int], act: Callable[[Turn], None]) -> None:
-        """Do something with each sub-group's state in memory that does not change it. Blocking."""
-        self._visit(subgroups, act, writes=False)
-
-    def change(
-        self,
-        what: str,
-        subgroups: Sequence[int],
-        act: Callable[[Turn], None],
-        *,
-        finish: Callable[[], None] = _nothing,
-    ) -> None:
-        """Do something that changes it; after an error midway nothing else is done until a load.
-
-        The last writes are under way when it returns; see `settle`. `finish` belongs to it.
-        """
-        self.check(what)
-        begun: list[int] = []
-
-        def noted(turn: Turn) -> None:
-            begun.append(turn.subgroup)
-            act(turn)
-
-        try:
-            self._visit(subgroups, noted, writes=True)
-            finish()
-        except BaseException as error:
-            if not begun and not self._pipeline.has_failed:
-                raise
-            where = f"sub-group {len(begun)} of {len(subgroups)}"
-            torn = self._tear(what, where, error)
-            if isinstance(error, Exception):
-                raise torn from error
-            raise
-
-    def _tear(self, what: str, where: str, error: BaseException) -> TornStepError:
-        self._unusable = (
-            f"{what} ended in {where}, so parameters and state are of two different steps: "
-            f"load_state_dict(), and the model's. It ended with {type(error).__name__}: {error}"
-        )
-        return TornStepError(self._unusable)
-
-    def _visit(
-        self, subgroups: Sequence[int], act: Callable[[Turn], None], *, writes: bool
-    ) -> None:
-        def attached(turn: Turn) -> None:
-            self._states[turn.subgroup].attach(self._memory(turn))
-            act(turn)
-
-        self._pipeline.run(self._turns(subgroups), attached, writes=writes)
-
-    def _turns(self, subgroups: Sequence[int]) -> tuple[Turn, ...]:
-        return plan_turns(subgroups, lambda k: k not in self._memories)
-
-    def _swap_in(self, turn: Turn) -> Future[Any]:
-        assert self._swapper is not None, "something is swapped"
-        return self._swapper.swap_in(turn)
-
-    def _swap_out(self, turn: Turn) -> Future[Any]:
-        assert self._swapper is not None, "something is swapped"
-        return self._swapper.swap_out(turn)
-
-    def _memory(self, turn: Turn) -> Tensor:
-        if turn.slot is None:
-            return self._memories[turn.subgroup]
-        assert self._swapper is not None, "something is swapped"
-        return self._swapper.memory(turn)
-
-    # ---- What is done there ----
+        self._visits.mend()
 
     def step(
         self,
@@ -378,7 +273,7 @@ class OffloadedState:
         """
 
         def act(turn: Turn) -> None:
-            params = self._states[turn.subgroup].params
+            params = self._visits.states[turn.subgroup].params
             if opening is not None:
                 opening([param for param in params if param in grads])
             self._step(turn, groups, grads, factor)
@@ -387,7 +282,7 @@ class OffloadedState:
             if opening is not None:
                 opening(())
 
-        self.change("step()", self.subgroups_of(grads), act, finish=finish)
+        self._visits.change("step()", self.subgroups_of(grads), act, finish=finish)
 
     def _step(
         self,
@@ -396,7 +291,7 @@ class OffloadedState:
         grads: Mapping[Param, Tensor],
         factor: float,
     ) -> None:
-        state, transit = self._states[turn.subgroup], self._transit
+        state, transit = self._visits.states[turn.subgroup], self._transit
         mine = [grads.get(param) for param in state.params]
         if not state.on_host:
             state.step(groups, mine, factor, fetch=_same, send=_copy, wait=_nothing)
@@ -407,18 +302,18 @@ class OffloadedState:
 
     def let_go(self) -> None:
         """Keep no view of parameters' memory until the next step."""
-        for state in self._states:
+        for state in self._visits.states:
             state.let_go()
 
     def refresh(self) -> None:
         """Set masters from their parameters. Blocking."""
 
         def act(turn: Turn) -> None:
-            state = self._states[turn.subgroup]
+            state = self._visits.states[turn.subgroup]
             for piece in range(len(state.params)):
                 state.refresh(piece)
 
-        self.change("refresh_masters()", self.all_subgroups(), act)
+        self._visits.change("refresh_masters()", self._visits.all_subgroups(), act)
 
     def read(
         self, params: Iterable[Param], names: Collection[str] | None = None
@@ -432,12 +327,12 @@ class OffloadedState:
         wanted: dict[Param, dict[str, Any]] = {param: {} for param in params}
 
         def act(turn: Turn) -> None:
-            state = self._states[turn.subgroup]
+            state = self._visits.states[turn.subgroup]
             for piece, param in enumerate(state.params):
                 if param in wanted:
                     state.copy_into(piece, wanted[param], names)
 
-        self.look(self.subgroups_of(wanted), act)
+        self._visits.look(self.subgroups_of(wanted), act)
         return wanted
 
     def hides_master(self, param: Tensor) -> bool:
@@ -449,9 +344,9 @@ class OffloadedState:
         self.check("describing state")
         wanted: dict[Param, dict[str, Any]] = {param: {} for param in params}
         for k in self.subgroups_of(wanted):
-            for piece, param in enumerate(self._states[k].params):
+            for piece, param in enumerate(self._visits.states[k].params):
                 if param in wanted:
-                    self._states[k].describe_into(piece, wanted[param])
+                    self._visits.states[k].describe_into(piece, wanted[param])
         return wanted
 
     def write(self, states: Mapping[Param, Mapping[str, Any]], *, replaces: bool = True) -> None:
@@ -466,45 +361,23 @@ class OffloadedState:
         """
 
         def act(turn: Turn) -> None:
-            state = self._states[turn.subgroup]
+            state = self._visits.states[turn.subgroup]
             for piece, param in enumerate(state.params):
                 if param in states:
                     hidden = (MASTER,) if self.hides_master(param) else ()
                     state.load(piece, states[param], hidden if replaces else None)
 
-        self.change("writing state", self.subgroups_of(states), act)
+        self._visits.change("writing state", self.subgroups_of(states), act)
 
     def close(self, *, keeps_store: bool) -> None:
         """Release everything; the store's values too where it lives on."""
         self.gradients.close()
-        self._come_to_rest()
-        if self._swapper is not None:
-            self._swapper.close(deletes=keeps_store)
-        self._states, self._memories, self._where, self._plans = [], {}, {}, []
+        self._visits.close(keeps_store=keeps_store)
+        self._where, self._plans = {}, []
 
 
-def _carve(memory: Tensor, sizes: Mapping[int, int]) -> dict[int, Tensor]:
-    parts = memory.split(list(sizes.values())) if sizes else ()
-    return dict(zip(sizes, parts, strict=True))
-
-
-def _room(state: SubGroupState, leaving: Collection[Tensor]) -> int:
-    """In transit, while it is stepped; gradients that have left their device are here already."""
-    if not state.on_host or is_here(state.params[0]):
-        return 0
-    return sum(
-        room_of(
-            piece.numel,
-            param.element_size(),
-            0 if param in leaving else max(4, param.element_size()),  # masters take fp32
-        )
-        for piece, param in zip(state.plan.pieces, state.params, strict=True)
-    )
-
-
-def _is_dense(param: Tensor) -> bool:
-    """Whether it is, or is going to be once it has memory: an expanded number stands for that."""
-    return param.is_contiguous() or not any(param.stride())
+def _nothing() -> None:
+    return
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ from ._limits import Limits
 from ._loading import LoadReport, load_ranges
 from ._materialise import materialise
 from ._memory import MemoryReport
+from ._memory_plan import PlannedMemory, plan_memory
+from ._model_plan import ModelPlan, plan_model
 from ._needs import CutChoice
 from ._norm import GradientReport
 from ._param_access import (
@@ -57,12 +59,16 @@ from ._public import (
     park,
     release_buffers,
     schedule_report,
+    traffic_report,
     unpark,
     unpartition,
     unscale_and_clip_,
 )
 from ._range_reader import AbstractRangeReader
 from ._redundancy import ZeroRedundancyOptimizer
+from ._rest_plan import RestPlan
+from ._room_plan import RoomPlan, plan_room
+from ._save_plan import PlannedSave, plan_save
 from ._schedule_report import ScheduleReport, ScheduleRow
 from ._shard_home import AbstractShardHome, Pending, ShardSize
 from ._sharded_model import ShardedModel
@@ -75,8 +81,10 @@ from ._state_access import (
 )
 from ._state_load import StateLoad, StateSource, param_groups_of, plan_load
 from ._state_parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
+from ._traffic_plan import PlannedOperation, plan_traffic
 from ._unsharded import unsharded
 from ._updater import MASTER, AbstractUpdater, Opening, UpdaterReport
+from ._wire import Routes, Wire
 
 __all__ = [
     "AS_IT_IS",
@@ -102,6 +110,7 @@ __all__ = [
     "LoadReport",
     "LostEditError",
     "MemoryReport",
+    "ModelPlan",
     "Opening",
     "OverlapError",
     "ParameterPlan",
@@ -113,7 +122,13 @@ __all__ = [
     "Piece",
     "Placement",
     "Placements",
+    "PlannedMemory",
+    "PlannedOperation",
+    "PlannedSave",
     "Precision",
+    "RestPlan",
+    "RoomPlan",
+    "Routes",
     "ScheduleReport",
     "ScheduleRow",
     "ShardSize",
@@ -128,6 +143,7 @@ __all__ = [
     "UnitPlan",
     "UpdaterReport",
     "WholeTensor",
+    "Wire",
     "ZeroRedundancyOptimizer",
     "__version__",
     "backward_without_batch",
@@ -153,7 +169,12 @@ __all__ = [
     "park",
     "partition",
     "plan_load",
+    "plan_memory",
+    "plan_model",
     "plan_parts",
+    "plan_room",
+    "plan_save",
+    "plan_traffic",
     "plan_units",
     "register_external_parameter",
     "release_buffers",
@@ -165,6 +186,7 @@ __all__ = [
     "set_local_grad",
     "set_local_optimizer_state",
     "set_local_param",
+    "traffic_report",
     "unpark",
     "unpartition",
     "unregister_external_parameter",

@@ -57,6 +57,21 @@ def choose_slots(
     return tuple(tuple(slot.units) for slot in _spread(packed, moments_of, extents))
 
 
+def slot_bytes(groups: Sequence[Sequence[int]], extents: Mapping[int, Extent]) -> list[int]:
+    """Of the slot in which the units of each group take turns: as large as the largest of them."""
+    return [max(extents[unit].num_bytes for unit in group) for group in groups]
+
+
+def slot_conflicts(
+    groups: Sequence[Sequence[int]], extents: Mapping[int, Extent], limits: Limits
+) -> int:
+    """Slots beyond the window, for units that must be whole besides."""
+    if limits.max_live_numel is not None:
+        return 0
+    shared = sum(any(not extents[unit].is_outer for unit in group) for group in groups)
+    return max(0, shared - limits.window)
+
+
 def _spread(
     packed: list[_Slot], moments_of: Mapping[int, int], extents: Mapping[int, Extent]
 ) -> list[_Slot]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Final
 
 import torch
@@ -13,19 +14,23 @@ from zero_comm import (
     DivergenceError,
     Group,
     Handle,
+    Reduction,
     all_reduce_flat,
+    even_splits,
     reduce_scatter_flat,
 )
 
 from ._cut import Cut
+from ._early_norms import EarlyNorms
 from ._errors import StateError
 from ._flat_buffer import FlatBuffer
 from ._gradient_home import AbstractGradientHome
 from ._guards import GradientShard
 from ._precision import AS_IT_IS, Precision
 from ._slots import Slot
-from ._torch_compat import foreach_add_, foreach_copy_, foreach_norm
+from ._torch_compat import foreach_add_, foreach_copy_
 from ._unit import Unit
+from ._wire import Routes
 
 # NOTE(arrival): autograd gives away a gradient it has just made when `param.grad` is None, and adds
 # into what it finds otherwise. We let it give away, and copy into the flat buffer: 8 bytes of
@@ -50,11 +55,6 @@ from ._unit import Unit
 # gradients of parameters with a cut of their own are plain tensors, and None where this rank keeps
 # nothing: every optimizer skips a parameter without a gradient. Before and after the step they are
 # all there, so that ranks make the same calls (GradScaler's check for inf is a collective).
-
-
-# NOTE(norms): of a gradient that leaves the device the norm is taken while it is still there. It
-# holds as long as nobody writes to the gradient, which its version tells (-1: it is on its way);
-# with a further backward that adds to it no norm is known.
 
 SMALL_BYTES: Final = 2**14  # gradients up to this size may wait
 MAX_WAITING: Final = 64  # so many of them, in one buffer; what was just made is still in the cache
@@ -87,9 +87,10 @@ class BufferGradients:
     lent: dict[int, Tensor | None] = field(factory=dict, init=False)  # see NOTE(lending)
     is_lending: bool = field(default=False, init=False)
     in_flight: Handle[Tensor] | None = None
+    _across: Callable[[Tensor], Handle[Tensor]] | None = None  # launches what follows `in_flight`
     factor_after: float = field(default=1.0, init=False)  # of the reduction in flight
     received: Tensor | None = None  # where the reduction in flight ends, if not in the shard
-    norms: dict[int, tuple[Tensor, int]] = field(factory=dict, init=False)  # see NOTE(norms)
+    norms: EarlyNorms = field(factory=EarlyNorms, init=False)  # of what has left the device
     _structured: tuple[int, ...] = field(init=False)  # parameters with a cut of their own
 
     def __attrs_post_init__(self) -> None:
@@ -189,8 +190,9 @@ class BufferGradients:
         self.arrived.update(grads)
         self._make_room()
 
-    def launch(self, group: Group) -> None:
+    def launch(self, routes: Routes) -> None:
         """Start the reduction; parameters without a gradient count as zero."""
+        group = routes.shards
         assert self.accumulator is not None, "the reducer gives one first"
         if not all(self.filled):
             for position, filled in enumerate(self.filled):
@@ -200,7 +202,7 @@ class BufferGradients:
         self._forget_arrivals()
         layout, tag = self.buffer.plan.layout, self.buffer.reduce_tag
         splits, payload = layout.splits, layout.payload_splits
-        scaling = self.precision.scaling_of(group.world_size)
+        scaling = self.precision.scaling_of(routes.whole.world_size)
         self.factor_after = scaling.after
         if scaling.divisor_before != 1.0:
             self.accumulator.div_(scaling.divisor_before)
@@ -229,6 +231,43 @@ class BufferGradients:
             out=self.shard if self.received is None else self.received,
             tag=tag,
         )
+        if routes.replicas is not None:
+            self._across = partial(self._launch_across, routes.replicas, scaling.op)
+
+    def go_across(self) -> bool:
+        """Where replicas have the same shard: wait for ours, and start the reduction of all.
+
+        Returns:
+            Whether it starts now, with the accumulator empty; not where there are none, or twice.
+        """
+        if self.in_flight is None or self._across is None:
+            return False
+        launch, self._across = self._across, None
+        self.in_flight = launch(self._wait())
+        return True
+
+    def _launch_across(self, replicas: Group, op: Reduction, shard: Tensor) -> Handle[Tensor]:
+        layout = self.buffer.plan.layout
+        splits = even_splits(shard.numel(), replicas.world_size)
+        return all_reduce_flat(
+            shard,
+            group=replicas,
+            op=op,
+            splits=splits,
+            payload=layout.payload_of(splits, start=layout.shard(self.buffer.group.rank).start),
+            tag=self.buffer.reduce_tag,
+        )
+
+    def _wait(self) -> Tensor:
+        assert self.in_flight is not None, "the reducer lists what is in flight"
+        try:
+            return self.in_flight.wait()
+        except DivergenceError:
+            raise  # it names the units
+        except CommError as error:
+            raise CommError(
+                f"reducing the gradients of unit {self.unit.name!r}: {error}"
+            ) from error
 
     def ensure_shard(self) -> None:
         """Memory for this rank's part of the reduced gradients; see NOTE(shards)."""
@@ -260,15 +299,8 @@ class BufferGradients:
 
     def finish(self) -> None:
         """Wait for the reduction, and add it to what the optimizer has."""
-        assert self.in_flight is not None, "the reducer lists what is in flight"
-        try:
-            self.in_flight.wait()
-        except DivergenceError:
-            raise  # it names the units
-        except CommError as error:
-            raise CommError(
-                f"reducing the gradients of unit {self.unit.name!r}: {error}"
-            ) from error
+        self.go_across()
+        self._wait()
         self.in_flight = None
         if self.factor_after != 1.0:
             ours = self.shard if self.shards_state else self.accumulator
@@ -281,21 +313,12 @@ class BufferGradients:
         self.hand_over([position for position, filled in enumerate(self.filled) if filled])
         self.forget_local()
 
-    def note_versions(self) -> None:
-        """Gradients are there: from now on whoever writes to one makes its norm void."""
-        self.norms = {
-            position: (norm, self.parts[position]._version if version < 0 else version)
-            for position, (norm, version) in self.norms.items()
-        }
-
     def norm_of(self, position: int) -> Tensor | None:
-        """Of order 2, of a gradient that has left the device and is as it came."""
-        norm, version = self.norms.get(position, (None, -1))
-        is_as_it_came = norm is not None and (
-            self.targets[position].grad is self.parts[position]
-            and self.parts[position]._version == version
-        )
-        return norm if is_as_it_came else None
+        """Of order 2, of a gradient that has left the device and is as it came; else None."""
+        part = self.parts[position] if self.parts else None
+        if part is None or self.targets[position].grad is not part:
+            return None
+        return self.norms.of(position, part)
 
     def hand_over(self, positions: Collection[int]) -> None:
         """What was reduced becomes the gradients that the optimizer reads."""
@@ -422,7 +445,7 @@ class BufferGradients:
                 part.copy_(param.grad)  # the user put another there
         if self.home is not None and self.shard is not None and len(set(has_first)) == 1:
             if has_first[0] and received.dtype == self.shard.dtype:
-                self._take_norms(received)
+                self.norms.take(self.buffer.parts_of(received))
             self.home.deliver(received, self.shard, adds=not has_first[0])
             return
         more = self.buffer.parts_of(received)
@@ -435,14 +458,6 @@ class BufferGradients:
                 part.copy_(other)
             else:
                 part.add_(other)
-
-    def _take_norms(self, received: Tensor) -> None:
-        parts = [part for part in self.buffer.parts_of(received) if part.numel()]
-        wide = torch.float32 if received.dtype.itemsize < torch.float32.itemsize else None
-        norms = iter(foreach_norm(parts, 2.0, dtype=wide) if parts else ())
-        self.norms = {
-            position: (next(norms), -1) for position, part in enumerate(self.parts) if part.numel()
-        }
 
     def _accumulates_in_place(self, position: int) -> bool:
         grad = None if self.shards_state else self.buffer.params[position].grad

@@ -108,6 +108,7 @@ def plan_units(
     group_of: Mapping[int, int] | None = None,
     small: Collection[int] = (),
     precision: Precision = AS_IT_IS,
+    may_be_meta: bool = False,
 ) -> tuple[UnitPlan, ...]:
     """Give every parameter of `model` to exactly one unit, and lay each unit out.
 
@@ -123,6 +124,7 @@ def plan_units(
             side by side.
         small: Ids of parameters that rest whole on every rank, in a unit of their own.
         precision: Parameters lie in buffers of the dtype that it gives them.
+        may_be_meta: Whether parameters on the meta device, which have no memory, are planned too.
 
     Raises:
         PartitionError: A name is no module, or has no forward to hook, or a parameter cannot be
@@ -144,7 +146,8 @@ def plan_units(
     names = _names_of(model)
     by_id = {id(param): param for param in model.parameters()}
     for key, param_names in names.items():
-        check_parameter(by_id[key], param_names[0])
+        if not (may_be_meta and by_id[key].is_meta):
+            check_parameter(by_id[key], param_names[0])
         home = of_small if key in small else members[_innermost(param_names, members)]
         home.append(by_id[key])
     _check_storages(by_id, names)
@@ -203,7 +206,7 @@ def _names_of(model: nn.Module) -> dict[int, tuple[str, ...]]:
 def _check_storages(by_id: dict[int, nn.Parameter], names: dict[int, tuple[str, ...]]) -> None:
     seen: dict[int, str] = {}
     for key, param in by_id.items():
-        if not param.numel():
+        if not param.numel() or param.is_meta:
             continue
         address = param.untyped_storage().data_ptr()
         if address in seen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -58,9 +59,7 @@ class GradientGuard(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answer questions about shape; refuse everything that would read or write values."""
-        is_attribute = getattr(func, "__name__", "") == "__get__"
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if (is_attribute and attribute not in _VALUES) or func in _METADATA:
+        if _is_metadata(func):
             return plain_call(func, args, kwargs or {})
         raise StateError(
             f"{getattr(func, '__name__', func)} was called on the gradient of a parameter whose "
@@ -87,6 +86,13 @@ _METADATA = {
 }
 
 
+def _is_metadata(func: Any) -> bool:
+    """Whether it neither reads nor writes elements, nor gives away a way to."""
+    is_attribute = getattr(func, "__name__", "") == "__get__"
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    return (is_attribute and attribute not in _VALUES) or func in _METADATA
+
+
 class GradientShard(Tensor):
     """`grad` of a parameter shard: an ordinary tensor, but for what needs all ranks.
 
@@ -96,6 +102,7 @@ class GradientShard(Tensor):
 
     _group: Group
     is_unscaled: bool = False  # GradScaler has taken the loss scale out
+    is_touched: bool = False  # others had its elements; writes through `data` leave no other trace
 
     @classmethod
     def over(cls, tensor: Tensor, group: Group) -> Tensor:
@@ -117,10 +124,12 @@ class GradientShard(Tensor):
                 "grad.as_subclass(torch.Tensor)."
             )
         result = plain_call(func, args, kwargs or {})
+        if not _is_metadata(func):
+            for shard in _shards_in(args):
+                shard.is_touched = True
         if func is unscale_and_find_inf_:
-            for shard in args[0]:
-                if isinstance(shard, GradientShard):
-                    shard.is_unscaled = True
+            for shard in _shards_in(args[:1]):
+                shard.is_unscaled = True
             group, found_inf = _group_of(args), args[1]
             if group is not None and group.world_size > 1:
                 total = found_inf.detach().reshape(1).to(group.device)
@@ -145,10 +154,12 @@ _NORMS = {
 }
 
 
-def _group_of(args: tuple) -> Group | None:
+def _shards_in(args: tuple) -> Iterator[GradientShard]:
     for arg in args:
-        candidates = arg if isinstance(arg, list | tuple) else (arg,)
-        for candidate in candidates:
+        for candidate in arg if isinstance(arg, list | tuple) else (arg,):
             if isinstance(candidate, GradientShard):
-                return getattr(candidate, "_group", None)
-    return None
+                yield candidate
+
+
+def _group_of(args: tuple) -> Group | None:
+    return next((getattr(shard, "_group", None) for shard in _shards_in(args)), None)

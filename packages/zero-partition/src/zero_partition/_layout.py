@@ -129,10 +129,21 @@ class FlatLayout:
     @cached_property
     def payload_splits(self) -> tuple[int, ...]:
         """Elements per rank that belong to a tensor."""
-        return tuple(
-            sum(piece.in_tensor.numel for piece in self.pieces(rank))
-            for rank in range(len(self.shards))
-        )
+        return self.payload_of(self.splits)
+
+    def payload_of(self, splits: Iterable[int], *, start: int = 0) -> tuple[int, ...]:
+        """Elements that belong to a tensor, in chunks of these sizes that begin at `start`."""
+        chunks = [Span(*ends) for ends in pairwise(accumulate(splits, initial=start))]
+        numels, first = [0] * len(chunks), 0
+        for span in self.spans:
+            while first < len(chunks) and chunks[first].stop <= span.start:
+                first += 1
+            for index in range(first, len(chunks)):
+                if chunks[index].start >= span.stop:
+                    break
+                part = span.overlap(chunks[index])
+                numels[index] += 0 if part is None else part.numel
+        return tuple(numels)
 
     def shard(self, rank: int) -> Span:
         """The span that `rank` keeps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attrs import Attribute, field, frozen
+from attrs import Attribute, evolve, field, frozen
 
 from ._errors import PartitionError
 
@@ -48,3 +48,11 @@ class Limits:
     prefetch_numel: int | None = field(default=None, validator=_at_least(0), kw_only=True)
     max_reuse_numel: int | None = field(default=None, validator=_at_least(0), kw_only=True)
     read_ahead: int = field(default=2, validator=_at_least(0), kw_only=True)
+
+    def where_shards_are_read(self) -> Limits:
+        """The same where peers' shards can be read without them.
+
+        A unit is then whole when it is needed, by no one's leave: there is nothing to hide by
+        asking early.
+        """
+        return evolve(self, prefetch_numel=0)

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from attrs import define, evolve, field
+from attrs import define, field
 
-from ._gather_plan import Extent, Gather, choose_slots, plan_gathers
+from ._gather_plan import (
+    Extent,
+    Gather,
+    choose_slots,
+    plan_gathers,
+    slot_bytes,
+    slot_conflicts,
+)
 from ._limits import Limits
 from ._order import ExecutionOrder, Use
 from ._placement import Placement
@@ -100,10 +107,8 @@ class Lookahead:
         self._deal_by_size()
 
     def _limits_of_now(self) -> Limits:
-        # Where peers' shards can be read, a unit is whole when it is needed, by no one's leave:
-        # there is nothing to hide by asking early.
         is_exposed = any(unit.exposure is not None for unit in self.units)
-        return evolve(self.limits, prefetch_numel=0) if is_exposed else self.limits
+        return self.limits.where_shards_are_read() if is_exposed else self.limits
 
     def _deal(self, groups: Sequence[tuple[int, ...]]) -> None:
         """One slot for each group of units."""
@@ -111,11 +116,8 @@ class Lookahead:
             return
         for unit in self.units:
             unit.release_slot()
-        sizes = [max(self.extents[index].num_bytes for index in group) for group in groups]
-        self.pool.deal(sizes)
-        if self.limits.max_live_numel is None:
-            shared = sum(any(not self.extents[i].is_outer for i in group) for group in groups)
-            self.pool.conflicts = max(0, shared - self.limits.window)
+        self.pool.deal(slot_bytes(groups, self.extents))
+        self.pool.conflicts = slot_conflicts(groups, self.extents, self.limits)
         for slot, group in zip(self.pool.ring, groups, strict=True):
             for index in group:
                 self.units[index].slot = slot

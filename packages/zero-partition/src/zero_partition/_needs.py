@@ -75,7 +75,8 @@ def _choose_for(
         for param in group["params"]:
             cut = cuts.setdefault(id(param), said or need or Cut.FLAT)
             if need is None:
-                samples[index].append(Sample(names[id(param)], param.shape, param.device, cut))
+                device = torch.device("cpu") if param.is_meta else param.device  # it has values
+                samples[index].append(Sample(names[id(param)], param.shape, device, cut))
             elif not cut.keeps(need, param.shape):
                 raise PartitionError(
                     f"parameter {names[id(param)]!r} of shape {tuple(param.shape)}: a {kind} needs "

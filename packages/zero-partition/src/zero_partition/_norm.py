@@ -87,12 +87,15 @@ def _gradients(sharded: ShardedModel, what: str, across: Group | None) -> list[_
         sharded.reducer.before_step()
     sharded.take_gradients()
     counts_all = across is None or across.rank == 0
-    return [
-        _Grad(target.grad.as_subclass(Tensor), counts_all or _is_split(param), g.norm_of(position))
-        for g in sharded.reducer.gradients
-        for position, (target, param) in enumerate(zip(g.targets, g.buffer.params, strict=True))
-        if target.grad is not None and target.grad.numel()
-    ]
+    with plain_access():
+        return [
+            _Grad(
+                target.grad.as_subclass(Tensor), counts_all or _is_split(param), g.norm_of(position)
+            )
+            for g in sharded.reducer.gradients
+            for position, (target, param) in enumerate(zip(g.targets, g.buffer.params, strict=True))
+            if target.grad is not None and target.grad.numel()
+        ]
 
 
 def _is_split(param: nn.Parameter) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
-from attrs import asdict, evolve
+from attrs import asdict
 from torch import nn
 from zero_comm import Group, check_agreement
 
@@ -15,15 +15,17 @@ from ._content import check_content
 from ._distribute import distribute, expose_shards, first_index, placements_of
 from ._errors import PartitionError
 from ._gradient_home import AbstractGradientHome
-from ._grouping import UnitPlan, choose_small, choose_units, plan_units
+from ._grouping import UnitPlan
 from ._hooks import find_sharded, install_module_hooks, install_optimizer_hooks
 from ._limits import Limits
-from ._needs import CutChoice, choose_cuts
+from ._model_plan import as_they_hold, check_masters, plan_model_units
+from ._needs import CutChoice
 from ._optimizer import check_optimizer, describe_optimizer, param_group_of, shard_optimizer
 from ._placement import STAGES, Placement, Placements, Stage
 from ._precision import AS_IT_IS, Precision
 from ._purposes import purposes_of
 from ._reducer import GradientReducer
+from ._reduction_plan import REDUCTION_SLOTS
 from ._residence import Residence
 from ._schedule import Schedule
 from ._shard_home import AbstractShardHome
@@ -31,9 +33,9 @@ from ._sharded_model import ShardedModel
 from ._state_dict import install_state_dict_hooks
 from ._updated_state import hand_over_state
 from ._updater import AbstractUpdater
+from ._wire import AS_ONE, Wire
 
 _DEFAULT_LIMITS: Final = Limits()
-_REDUCTION_SLOTS: Final = 2  # one fills while the other travels
 
 
 def partition(
@@ -54,6 +56,7 @@ def partition(
     home: AbstractShardHome | None = None,
     updater: AbstractUpdater | None = None,
     gradient_home: AbstractGradientHome | None = None,
+    wire: Wire = AS_ONE,
     timeout_s: float = 60.0,
 ) -> ShardedModel:
     """Distribute a model's parameters, gradients and optimizer state over a group. Collective.
@@ -66,7 +69,7 @@ def partition(
         optimizer: Any torch optimizer built from the model's parameters, new or used. One that
             looks at more than single elements says so by `needs_cut`, is one of torch's, or is
             tried on small tensors.
-        group: The ranks to distribute over.
+        group: The ranks that train it.
         placements: What rests sharded; see `STAGES`. On one rank parameters rest whole.
         units: Names of the modules that are unsharded and reduced as one; chosen when None.
         max_unit_bytes: What is larger is split where it can be, when units are chosen.
@@ -87,6 +90,7 @@ def partition(
         updater: Keeps the optimizer's state and masters, and steps shards in its place; the
             optimizer does, on the device, when None. At stage 0 nothing can rest elsewhere.
         gradient_home: Where reduced gradients wait for the updater; on the device when None.
+        wire: Which of the ranks exchange what; all with all when left out.
         timeout_s: How long to wait for ranks that do not call this, in seconds.
 
     Returns:
@@ -95,30 +99,33 @@ def partition(
     Raises:
         PartitionError: The model or the optimizer cannot be partitioned as it is.
         zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
+        zero_comm.GroupMismatchError: The ranks are no whole number of nodes, and `wire` needs them.
         zero_comm.CommError: A rank did not take part in time.
     """
-    if group.world_size == 1 and home is None:  # its shard is the whole: nothing to make whole
-        placements = evolve(placements, params=Placement.REPLICATED)
-    if optimizer is None:
-        precision = evolve(precision, masters=None)
-    _check(model, optimizer, group, placements, precision)
-    residence = Residence(group, home, updater, gradient_home, precision)
-    residence.check(optimizer, placements)
-    cuts = choose_cuts(model, optimizer, cut) if placements.optim is Placement.SHARDED else {}
-    if units is None:
-        units = choose_units(model, max_unit_bytes=max_unit_bytes, min_unit_bytes=min_unit_bytes)
-    small: Collection[int] = ()
-    if placements.params is Placement.SHARDED:
-        small = choose_small(
-            model, small_param_numel=small_param_numel, max_small_numel=max_small_numel
-        )
-    plans = plan_units(
-        model,
-        units,
+    wire.check(placements)
+    routes = wire.routes(group, timeout_s=timeout_s)
+    group = routes.shards
+    placements, precision = as_they_hold(
+        placements,
+        precision,
         world_size=group.world_size,
-        cuts=cuts,
-        group_of=param_group_of(optimizer),
-        small=small,
+        has_home=home is not None,
+        has_optimizer=optimizer is not None,
+    )
+    _check(model, optimizer, routes.whole, placements, precision)
+    residence = Residence(routes, home, updater, gradient_home, precision)
+    residence.check(optimizer, placements)
+    plans = plan_model_units(
+        model,
+        optimizer,
+        world_size=group.world_size,
+        placements=placements,
+        units=units,
+        max_unit_bytes=max_unit_bytes,
+        min_unit_bytes=min_unit_bytes,
+        small_param_numel=small_param_numel,
+        max_small_numel=max_small_numel,
+        cut=cut,
         precision=precision,
     )
     facts = _describe(plans, placements, limits) | describe_optimizer(optimizer)
@@ -126,8 +133,8 @@ def partition(
     facts["precision"] = str(precision)
     facts["parameters rest elsewhere"] = type(home).__name__
     facts["optimizer state rests elsewhere"] = type(updater).__name__
-    facts |= describe_early(model)
-    check_agreement(facts, group=group, timeout_s=timeout_s)
+    facts |= describe_early(model) | wire.facts(routes)
+    check_agreement(facts, group=routes.whole, timeout_s=timeout_s)
 
     resting = placements_of(plans, placements.params)
     residence.prepare(
@@ -138,23 +145,23 @@ def partition(
         group_of=_group_of_names(model, optimizer),
         timeout_s=timeout_s,
     )
-    runtime = distribute(model, plans, group, resting, residence)
+    runtime = distribute(model, plans, routes, resting, residence)
     if optimizer is not None and placements.optim is Placement.SHARDED:
         shard_optimizer(optimizer, runtime)
         if updater is not None:
             hand_over_state(optimizer, updater, runtime)
     sharded = ShardedModel(
         model=model,
-        group=group,
+        routes=routes,
         placements=placements,
         units=runtime,
         schedule=Schedule.plan(runtime, limits=limits, device=group.device, home=home),
         reducer=GradientReducer.plan(
             runtime,
-            group=group,
+            routes=routes,
             placement=placements.grads,
             shards_state=placements.optim is Placement.SHARDED,
-            num_slots=_REDUCTION_SLOTS,
+            num_slots=REDUCTION_SLOTS,
             precision=precision,
             home=gradient_home,
         ),
@@ -165,7 +172,8 @@ def partition(
         output_dtype=precision.outputs,
     )
     tags = {"control_tag": sharded.reducer.control_tag, "access_tag": sharded.access_tag}
-    group.explain(purposes_of(runtime, **tags))
+    for each in routes.groups:
+        each.explain(purposes_of(runtime, **tags))
     release_modules(model)
     install_module_hooks(model, sharded)
     install_state_dict_hooks(sharded)
@@ -190,14 +198,7 @@ def _check(
     _check_devices(model, group)
     check_adoptable(model, group)
     check_content(model)
-    if placements.optim is Placement.REPLICATED:
-        for name, param in model.named_parameters():
-            if param.requires_grad and precision.master_of(precision.dtype_of(param)) is not None:
-                raise PartitionError(
-                    f"parameter {name!r} would have a {precision.masters} master, and at stage 0 "
-                    "the optimizer updates the parameters themselves; use stage 1, which gives the "
-                    "same numbers with less memory, or Precision(masters=None)"
-                )
+    check_masters(model, placements, precision)
     if optimizer is not None:
         check_optimizer(optimizer, model, shards_state=placements.optim is Placement.SHARDED)
 

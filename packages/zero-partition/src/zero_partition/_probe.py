@@ -107,6 +107,25 @@ def entries_after_step(
         options: Per param group, in place of its own.
     """
     params = [[nn.Parameter(torch.ones((2,) * num_dims)) for num_dims in of] for of in dims]
+    states = states_after_step(optimizer, params, options)
+    if states is None:
+        return [{} for _ in dims]
+    return [{param.dim(): frozenset(states.get(param, ())) for param in group} for group in params]
+
+
+def states_after_step(
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[list[nn.Parameter]],
+    options: Sequence[Mapping[str, Any]] | None = None,
+) -> Mapping[Any, Mapping[str, Any]] | None:
+    """What state one step of a copy leaves for tiny parameters; None where it fails. Local.
+
+    Args:
+        optimizer: Is not changed.
+        params: Per param group; they are stepped.
+        options: Per param group, in place of its own; its own when None.
+    """
+    options = [{} for _ in params] if options is None else options
     with _undisturbed(optimizer):
         for make in (_copy, _construct):
             try:
@@ -118,11 +137,8 @@ def entries_after_step(
                 twin.step(lambda: 0.0) if _needs_closure(twin) else twin.step()
             except Exception:  # it needs a warmed-up model, say
                 continue
-            return [
-                {param.dim(): frozenset(twin.state.get(param, ())) for param in group}
-                for group in params
-            ]
-    return [{} for _ in dims]
+            return twin.state
+    return None
 
 
 def _choose(samples: Sequence[Sample]) -> list[Sample]:

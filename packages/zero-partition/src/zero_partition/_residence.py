@@ -10,23 +10,23 @@ from torch import nn
 from zero_comm import Group, all_gather_json
 
 from ._buffer_plan import BufferPlan
-from ._chained import ChainedOptimizer
 from ._errors import PartitionError
 from ._gradient_home import AbstractGradientHome
 from ._grouping import UnitPlan
 from ._placement import Placement, Placements
 from ._precision import Precision
-from ._shard_home import AbstractShardHome, ShardSize
+from ._rest_plan import RestPlan
+from ._room_plan import Targets, plan_room
+from ._shard_home import AbstractShardHome
 from ._updater import AbstractUpdater
-
-Targets = tuple[nn.Parameter, ...]
+from ._wire import Routes
 
 
 @define(eq=False)
 class Residence:
     """Who keeps what of one model outside the device."""
 
-    group: Group
+    routes: Routes
     home: AbstractShardHome | None  # of shards of parameters that rest sharded
     updater: AbstractUpdater | None  # of optimizer state and masters
     gradients: AbstractGradientHome | None  # of reduced gradients, for the updater
@@ -34,26 +34,29 @@ class Residence:
     targets: dict[int, Targets] = field(factory=dict, init=False)  # by number of the buffer
     _updated: set[nn.Parameter] = field(factory=set, init=False)  # those in a param group
 
+    @property
+    def group(self) -> Group:
+        """The ranks over which the model is sharded."""
+        return self.routes.shards
+
     def home_of(self, placement: Placement) -> AbstractShardHome | None:
         """Where the shard of a buffer whose parameters rest so is kept; None: on the device."""
         return self.home if placement is Placement.SHARDED else None
 
     def master_of(self, plan: BufferPlan, placement: Placement) -> torch.dtype | None:
-        """Dtype of its masters, None if it has none.
+        """Dtype of its masters, None if it has none; see `RestPlan.master_of`."""
+        return self.rests.master_of(self.precision, plan, placement)
 
-        What rests elsewhere than where it is stepped is not stepped itself: a copy that is needed
-        anyway to step it would have to be read first. Nor is what the model still computes with.
-        """
-        if not plan.trainable:
-            return None
-        chosen = self.precision.master_of(plan.dtype)
-        is_elsewhere = self.home_of(placement) is not None or (
-            self.updater is not None
-            and (
-                self.updater.is_delayed or self.home is not None or self.group.device.type != "cpu"
-            )
+    @property
+    def rests(self) -> RestPlan:
+        """Which kinds rest elsewhere."""
+        return RestPlan(
+            params=self.home is not None,
+            state=self.updater is not None,
+            grads=self.gradients is not None,
+            is_delayed=self.updater is not None and self.updater.is_delayed,
+            host_is_device=self.group.device.type == "cpu",
         )
-        return plan.dtype if chosen is None and is_elsewhere else chosen
 
     @property
     def stepped_device(self) -> torch.device:
@@ -66,38 +69,7 @@ class Residence:
 
     def check(self, optimizer: torch.optim.Optimizer | None, placements: Placements) -> None:
         """Raise PartitionError for what cannot rest elsewhere."""
-        if self.home is not None and placements.params is Placement.REPLICATED:
-            raise PartitionError(
-                "parameters were to rest outside the device, and rest whole on it at stages 0 to "
-                "2; use stage 3"
-            )
-        if self.updater is not None and placements.optim is Placement.REPLICATED:
-            raise PartitionError(
-                "optimizer state was to rest outside the device, and at stage 0 it is the "
-                "optimizer's own on every rank; use stage 1, which gives the same numbers"
-            )
-        if self.gradients is not None and self.updater is None:
-            raise PartitionError(
-                "gradients were to wait outside the device for an optimizer that steps on it; they "
-                "go where an updater keeps all of its state"
-            )
-        if self.updater is None:
-            return
-        if optimizer is None:
-            raise PartitionError(
-                "optimizer state was to rest outside the device, but there is no optimizer; pass "
-                "one, or leave that out"
-            )
-        if isinstance(optimizer, ChainedOptimizer):
-            raise PartitionError(
-                "optimizer state of a ChainedOptimizer cannot rest outside the device; use one "
-                "optimizer, or leave its state on the device"
-            )
-        if self.precision.masters not in (torch.float32, None):
-            raise PartitionError(
-                f"masters that rest with the optimizer's state outside the device are float32, got "
-                f"Precision(masters={self.precision.masters})"
-            )
+        self.rests.check(optimizer, placements, self.precision)
 
     def prepare(
         self,
@@ -131,14 +103,14 @@ class Residence:
         except Exception as error:
             problem = error
         mine = "" if problem is None else f"{type(problem).__name__}: {problem}"
-        said = all_gather_json(mine, group=self.group, timeout_s=timeout_s)
+        said = all_gather_json(mine, group=self.routes.whole, timeout_s=timeout_s)
         if problem is not None:
             raise problem
         for rank, theirs in enumerate(said):
             if theirs:
                 raise PartitionError(
                     f"nothing was sharded: rank {rank} cannot keep its part outside the device "
-                    f"(seen on rank {self.group.rank}): {theirs}"
+                    f"(seen on rank {self.routes.whole.rank}): {theirs}"
                 )
 
     def end(self) -> None:
@@ -156,42 +128,20 @@ class Residence:
         optimizer: torch.optim.Optimizer | None,
         group_of: Mapping[str, int],
     ) -> None:
-        sizes: dict[int, ShardSize] = {}
-        positions: dict[nn.Parameter, int] = {}
-        masters: dict[torch.dtype, torch.dtype] = {}
-        index = first_index
-        for position, unit in enumerate(plans):
-            for buffer in unit.buffers:
-                at_home = self.home_of(placements[position]) is not None
-                if at_home:
-                    numel = buffer.layout.splits[self.group.rank]
-                    sizes[index] = ShardSize(numel, buffer.dtype)
-                if self.updater is not None and buffer.trainable:
-                    self.targets[index] = self._targets(buffer, at_home=at_home)
-                    for param, target in zip(buffer.params, self.targets[index], strict=True):
-                        if param.name in group_of:
-                            positions[target] = group_of[param.name]
-                    master = self.master_of(buffer, placements[position])
-                    if master is not None:
-                        masters[buffer.dtype] = master
-                index += 1
+        room = plan_room(
+            plans,
+            [placements[position] for position in range(len(plans))],
+            rests=self.rests,
+            precision=self.precision,
+            rank=self.group.rank,
+            device=self.group.device,
+            group_of=group_of,
+            first_index=first_index,
+        )
+        self.targets = room.targets
         if self.home is not None:
-            self.home.allocate(sizes)
+            self.home.allocate(room.sizes)
         if self.updater is not None:
             assert optimizer is not None, "checked"
-            self.updater.plan(positions, optimizer, masters=masters)
-            self._updated = set(positions)
-
-    def _targets(self, plan: BufferPlan, *, at_home: bool) -> Targets:
-        numels = {
-            piece.index: piece.in_tensor.numel for piece in plan.layout.pieces(self.group.rank)
-        }
-        device = torch.device("cpu") if at_home else self.group.device
-        return tuple(
-            nn.Parameter(
-                torch.empty((), dtype=plan.dtype, device=device).expand(
-                    param.cut.shard_shape(param.shape, numels.get(position, 0))
-                )
-            )
-            for position, param in enumerate(plan.params)
-        )
+            self.updater.plan(room.positions, optimizer, masters=room.masters)
+            self._updated = set(room.positions)

@@ -105,6 +105,16 @@ class SlotPool(Generic[Owner]):
         slot.last_use = self._clock
         return slot
 
+    def take_again(self, owner: Owner, num_bytes: int, *, alone: bool = False) -> Slot[Owner]:
+        """As `take`, but first one beyond the ring of just this size that nobody has.
+
+        Who has a slot alone finds it again in the next step.
+        """
+        for slot in self.extra:
+            if slot.owner is None and slot.num_bytes == num_bytes:
+                return slot
+        return self.take(owner, num_bytes, alone=alone)
+
     def release(self) -> None:
         """Give all memory back and forget who had which slot; it is allocated again when taken."""
         for slot in self.slots:

@@ -1,0 +1,347 @@
+"""What a plan says is what is then allocated and sent: computed without the model's memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import attrs
+import parity
+import pytest
+import torch
+import zero_engine
+from parity import ZeroConfig
+from residences import Cell, cells, resting_as
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from zero_comm import Group, record_traffic
+from zero_engine import Plan, Precision, _residence
+from zero_offload import CPUAdam
+from zero_partition import RestPlan, find_sharded, memory_report, plan_parts
+
+OPTIMIZERS: Final[dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
+    **parity.OPTIMIZERS,
+    "sgd-plain": lambda params: torch.optim.SGD(params, lr=0.1),
+    "amsgrad": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
+    "cpu-adam": lambda params: CPUAdam(params, lr=1e-2),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
+}
+
+
+class Mixed(nn.Module):
+    """Tied, frozen, odd and bf16 parameters, and units of several sizes; all of it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
+        self.frozen = nn.Parameter(torch.randn(parity.WIDTH), requires_grad=False)
+        self.blocks = nn.ModuleList(parity.Block() for _ in range(3))
+        self.gates = nn.ModuleList(parity.Gate() for _ in range(2))
+        self.lift = nn.Linear(parity.WIDTH, parity.WIDTH, bias=False, dtype=torch.bfloat16)
+        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
+        self.head.weight = self.embed.weight
+        self.register_buffer("positions", torch.linspace(-1, 1, 4)[:, None])
+
+    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
+        x = self.embed(tokens) + (self.positions + self.frozen).to(self.embed.weight.dtype)
+        for part in (*self.blocks, *self.gates):
+            x = part(x)
+        return self.head(self.lift(x.to(self.lift.weight.dtype)).to(x.dtype)).float()
+
+
+def _groups(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    return OPTIMIZERS[name](parity.param_groups(model))
+
+
+def _plan(make: Callable[[], nn.Module], name: str, config: ZeroConfig, **how: Any) -> Plan:
+    """From a model that has no memory at all."""
+    with torch.device("meta"):
+        model = make()
+    optimizer = _groups(model, name)
+    return zero_engine.plan(model, config, optimizer=optimizer, device="cpu", **how)
+
+
+# ---- Device residence ----
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_plan_is_what_the_memory_report_then_says(ranks, world_size: int) -> None:
+    """A plan that is off by a buffer sends its reader to the wrong machine."""
+    ranks(world_size).run(_compare_stages, timeout_s=60)
+
+
+def _compare_stages(group: Group) -> None:
+    for stage in parity.STAGES:
+        for window in (1, 3) if stage == 3 else (3,):
+            _compare(group, ZeroConfig(stage, window=window))
+    if group.world_size > 1:
+        _compare(parity.by_messages(), ZeroConfig(3, window=2))
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_any_optimizers_state_is_planned(ranks, name: str) -> None:
+    """What it keeps is asked of the optimizer itself, so one that nobody knows is planned too."""
+    ranks(2).run(_compare_optimizer, name=name)
+
+
+def _compare_optimizer(group: Group, name: str) -> None:
+    for stage in (0, 2, 3):
+        _compare(group, ZeroConfig(stage), name=name)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_masters_and_other_dtypes_are_planned(ranks, world_size: int) -> None:
+    """Masters are most of the memory of a model in bf16."""
+    ranks(world_size).run(_compare_precision)
+
+
+def _compare_precision(group: Group) -> None:
+    for stage in (1, 2, 3):
+        for precision in (
+            Precision(params=torch.bfloat16),
+            Precision(params=torch.bfloat16, reduce=torch.float32),
+            Precision(params=torch.bfloat16, masters=None),
+        ):
+            _compare(group, ZeroConfig(stage, precision=precision))
+
+
+def test_small_parameters_limits_and_cuts_are_planned(ranks) -> None:
+    """Every setting that moves a byte moves it in the plan."""
+    ranks(2).run(_compare_settings)
+
+
+def _compare_settings(group: Group) -> None:
+    for settings in (
+        {"small_param_numel": 13},
+        {"small_param_numel": 40, "max_small_numel": 60},
+        {"max_live_numel": 400},
+        {"max_live_numel": 4000, "prefetch_numel": 100, "max_reuse_numel": 1000},
+        {"cut": "row"},
+        {"cut": "tensor"},
+        {"units": ["blocks.1", "blocks.0"]},
+        {"units": []},
+    ):
+        for on in (group, parity.by_messages()):
+            _compare(on, ZeroConfig(3, **settings))
+
+
+def _compare(group: Group, config: ZeroConfig, *, name: str = "adamw") -> None:
+    """Train a real one for some steps, and compare with the plan at each moment."""
+    plan = _plan(
+        Mixed,
+        name,
+        config,
+        world_size=group.world_size,
+        rank=group.rank,
+        reads_peers=group.peers is not None,
+    )
+    what = f"{config}, {name}, rank {group.rank}"
+    parity.count_from_here()
+    model = parity.build(Mixed)
+    optimizer = _groups(model, name)
+    zero_engine.shard(model, optimizer, config, group=group)
+    parity.run_steps(model, optimizer, range(3), rank=group.rank)
+
+    _assert_equal(memory_report(model), plan.at_rest, what)
+    assert _live_bytes(model) == plan.at_rest.total_bytes, what
+
+    with record_traffic(group) as traffic:
+        parity.loss_of(model, parity.batch(3, 0, group.rank)).backward()
+        _assert_equal(memory_report(model), plan.memory.before_step, f"{what}, before the step")
+        optimizer.step()
+    optimizer.zero_grad()
+    assert _sent(traffic) == _planned(plan), what
+    assert _given_bytes(model) == plan.save.num_bytes, what
+    del model, optimizer
+
+
+def _assert_equal(report: Any, planned: Any, what: str) -> None:
+    found, expected = attrs.asdict(report), attrs.asdict(planned)
+    different = {key: (found[key], expected[key]) for key in found if found[key] != expected[key]}
+    assert not different, f"{what}: (allocated, planned) of what differs: {different}"
+
+
+def _given_bytes(model: nn.Module) -> int:
+    """What this rank writes when all is saved."""
+    sharded = find_sharded(model)
+    parts = plan_parts(sharded, has_state=True)
+    return sum(part.num_bytes for batch in parts.batches for part in batch.parts)
+
+
+def _live_bytes(model: nn.Module) -> int:
+    """Of all tensors that Python keeps alive, whoever counts them, without the model's buffers."""
+    return parity.live_bytes() - sum(buffer.nbytes for buffer in model.buffers())
+
+
+def _sent(traffic: Any) -> dict[str, tuple[int, int, int, int]]:
+    return {
+        name: (of.calls, of.payload_numel, of.payload_bytes, of.padding_bytes)
+        for name, of in traffic.operations.items()
+        if name != "agree"
+    }
+
+
+def _planned(plan: Plan) -> dict[str, tuple[int, ...]]:
+    sums: dict[str, list[int]] = {}
+    for each in plan.traffic:
+        total = sums.setdefault(each.name, [0, 0, 0, 0])
+        total[0] += each.calls
+        total[1] += each.sent.payload_numel
+        total[2] += each.sent.payload_bytes
+        total[3] += each.sent.padding_bytes
+    return {name: tuple(total) for name, total in sums.items()}
+
+
+# ---- Peaks ----
+
+
+def test_the_peak_of_a_step_is_planned(ranks) -> None:
+    """It is what decides whether a step fits; activations apart, which here are small."""
+    ranks(2).run(_compare_step_peak)
+
+
+def _compare_step_peak(group: Group) -> None:
+    samples: list[int] = []
+    block_bytes = 4 * 64 * 64
+
+    def sample(*_: object) -> None:
+        samples.append(parity.live_bytes(at_least=block_bytes // 2))
+
+    for stage in parity.STAGES:
+        parity.count_from_here()
+        model = parity.build(parity.Chain)
+        optimizer = parity.adamw(model)
+        config = ZeroConfig(stage)
+        plan = zero_engine.plan(parity.Chain(), config, world_size=2, device="cpu", rank=group.rank)
+        zero_engine.shard(model, optimizer, config, group=group)
+        _chain_step(model, optimizer)
+        samples.clear()
+        for param in model.parameters():
+            param.register_hook(sample)
+            param.register_post_accumulate_grad_hook(sample)
+        optimizer.register_step_pre_hook(sample)
+        _chain_step(model, optimizer)
+
+        small = plan.memory.before_step.scalars_bytes
+        assert max(samples) == plan.memory.step_peak_bytes - small, f"stage {stage}"
+        del model, optimizer
+
+
+def _chain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_the_peak_of_sharding_is_planned(ranks) -> None:
+    """A model that trains but cannot be sharded is found out only when all ranks have started."""
+    ranks(2).run(_compare_init_peak)
+
+
+class _Sampling(TorchDispatchMode):
+    """Looks at what is alive after every operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.peak = max(self.peak, parity.live_bytes(at_least=256))
+        return result
+
+
+def _compare_init_peak(group: Group) -> None:
+    for stage, precision in ((2, None), (3, None), (3, Precision(params=torch.bfloat16))):
+        config = ZeroConfig(stage, precision=precision)
+        plan = zero_engine.plan(parity.Chain(), config, world_size=2, device="cpu")
+        parity.count_from_here()
+        model = parity.build(parity.Chain)
+        optimizer = parity.adamw(model)
+        with _Sampling() as sampling:
+            zero_engine.shard(model, optimizer, config, group=group)
+
+        assert 0 <= plan.memory.init_peak_bytes - sampling.peak <= 64, (stage, precision)
+        del model, optimizer
+
+
+# ---- What rests elsewhere ----
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_rests_elsewhere_is_planned(ranks, tmp_path: Path, stage: int) -> None:
+    """Which memory is short decides what goes where: host and disk count as the device does."""
+    ranks(2).run(_compare_cells, folder=str(tmp_path), stage=stage, timeout_s=60)
+
+
+def _compare_cells(group: Group, folder: str, stage: int) -> None:
+    chosen = [cell for cell in cells(stage) if cell.residence == "engine"]
+    for number, cell in enumerate(chosen):
+        precision = Precision(params=torch.bfloat16) if number % 2 else None
+        config = ZeroConfig(stage, offload=cell.offload(folder), precision=precision)
+        _compare_elsewhere(group, cell, config)
+
+
+def test_four_ranks_keep_a_quarter_each_elsewhere(ranks, tmp_path: Path) -> None:
+    """Shards of four ranks are uneven where those of two are not."""
+    ranks(4).run(_compare_on_four, folder=str(tmp_path), timeout_s=60)
+
+
+def _compare_on_four(group: Group, folder: str) -> None:
+    for cell in (Cell(2, "disk"), Cell(3, "host", "host", 0.3), Cell(3, "disk", "disk")):
+        config = ZeroConfig(cell.stage, offload=cell.offload(folder))
+        _compare_elsewhere(group, cell, config)
+
+
+def test_settings_of_offload_are_planned(ranks, tmp_path: Path) -> None:
+    """A delayed update takes memory twice over; a bound on the host moves shards there."""
+    ranks(2).run(_compare_offloads, folder=str(tmp_path), timeout_s=60)
+
+
+def _compare_offloads(group: Group, folder: str) -> None:
+    for cell, changes in (
+        (Cell(3, "disk", "disk"), {"max_host_numel": 100}),
+        (Cell(2, "host"), {"delayed_update": True}),
+        (Cell(3, "disk", "host"), {"delayed_update": True, "subgroup_bytes": 4096}),
+    ):
+        offload = attrs.evolve(cell.offload(folder), **changes)
+        _compare_elsewhere(group, cell, ZeroConfig(cell.stage, offload=offload))
+
+
+def _compare_elsewhere(group: Group, cell: Cell, config: ZeroConfig) -> None:
+    with resting_as(cell), planned_apart():
+        plan = _plan(
+            Mixed,
+            "cpu-adam",
+            config,
+            world_size=group.world_size,
+            rank=group.rank,
+            reads_peers=group.peers is not None,
+        )
+        model = parity.build(Mixed)
+        optimizer = _groups(model, "cpu-adam")
+        zero_engine.shard(model, optimizer, config, group=group)
+    parity.run_steps(model, optimizer, range(3), rank=group.rank)
+
+    what = f"{cell}, {config.precision}, rank {group.rank}"
+    report = memory_report(model)
+    assert _given_bytes(model) == plan.save.num_bytes, what
+    passing = report.host_bytes - plan.at_rest.host_bytes if cell.params == "disk" else 0
+    assert 0 <= passing <= plan.passing_bytes, what
+    _assert_equal(attrs.evolve(report, host_bytes=report.host_bytes - passing), plan.at_rest, what)
+    zero_engine.unshard(model, optimizer)
+
+
+@contextlib.contextmanager
+def planned_apart() -> Iterator[None]:
+    """Plan for a host whose memory is not the device's, as `residences.RESIDENCES` has it."""
+
+    def rests_of(offload: Any, device: torch.device) -> RestPlan:
+        found = _residence.rests_of(offload, torch.device("meta"))
+        return attrs.evolve(found, grads=False, host_is_device=device.type == "cpu")
+
+    with mock.patch("zero_engine._plan.rests_of", rests_of):
+        yield

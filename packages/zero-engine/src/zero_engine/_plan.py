@@ -1,0 +1,229 @@
+"""plan(): what training will take, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, final
+
+import attrs
+import torch
+from attrs import frozen
+from zero_partition import (
+    AS_IT_IS,
+    MemoryReport,
+    ModelPlan,
+    PlannedMemory,
+    PlannedOperation,
+    PlannedSave,
+    plan_memory,
+    plan_model,
+    plan_save,
+    plan_traffic,
+)
+
+from ._config import ZeroConfig
+from ._elsewhere_plan import plan_elsewhere
+from ._errors import ConfigError
+from ._plan_source import OptimizerMaker, model_of, optimizer_of
+from ._residence import rests_of
+
+
+@final
+@frozen(kw_only=True)
+class UnitRow:
+    """What one unit takes and sends, on one rank."""
+
+    name: str
+    numel: int  # of its whole parameters
+    whole_bytes: int  # of its slot where its parameters rest sharded, padding included
+    shard_bytes: int  # of this rank's part of its parameters, padding included
+    gathers: int  # in a step
+    sent_bytes: int  # in a step, padding included
+
+
+@final
+@frozen(kw_only=True)
+class Plan:
+    """What one rank takes and sends, as the same configuration then allocates and counts.
+
+    Bytes are those of tensors: activations, the model's buffers and what libraries take come on
+    top. `memory.at_rest` and `memory.before_step` are what `zero_partition.memory_report` says
+    then.
+    """
+
+    world_size: int
+    rank: int  # whose: the one with most, if none was asked for
+    config: ZeroConfig
+    optimizer: str  # its class, or "none"
+    numel: int  # parameters of the model, each once
+    buffers_bytes: int  # of the model's buffers, which every rank keeps
+    memory: PlannedMemory
+    passing_bytes: int  # at most, of host memory besides: shards that come from and go to disk
+    save: PlannedSave  # what this rank gives to a checkpoint, the model's buffers apart
+    traffic: tuple[PlannedOperation, ...]  # of a step of one micro-batch
+    units: tuple[UnitRow, ...]
+
+    @property
+    def at_rest(self) -> MemoryReport:
+        """Between steps."""
+        return self.memory.at_rest
+
+    @property
+    def payload_bytes(self) -> int:
+        """Sent in a step, without padding."""
+        return sum(each.sent.payload_bytes for each in self.traffic)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Sent in a step, inside the node and across nodes."""
+        return sum(each.sent.num_bytes for each in self.traffic)
+
+    @property
+    def across_bytes(self) -> int:
+        """Sent in a step to ranks of other nodes."""
+        return sum(each.across.num_bytes for each in self.traffic)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, as JSON has them."""
+        plain: dict[str, Any] = _plain(self)
+        sums = ("payload_bytes", "sent_bytes", "across_bytes")
+        plain |= {name: getattr(self, name) for name in sums}
+        moments = ((m, getattr(self.memory, m)) for m in ("at_rest", "before_step"))
+        for moment, report in moments:
+            plain["memory"][moment]["total_bytes"] = report.total_bytes
+        return plain
+
+
+def plan(
+    model: Any,
+    config: ZeroConfig | None = None,
+    *,
+    world_size: int,
+    stage: int | None = None,
+    optimizer: str | OptimizerMaker | torch.optim.Optimizer | None = "adamw",
+    device: str | torch.device = "cuda",
+    rank: int | None = None,
+    ranks_per_node: int | None = None,
+    reads_peers: bool | None = None,
+) -> Plan:
+    """Say what `shard` with this configuration would take and send, on any number of ranks. Local.
+
+    The same layouts that are allocated then are planned here; nothing is allocated, and no other
+    rank takes part. Units are taken to be used in the order of the model's modules, each once, and
+    all trainable parameters to get a gradient.
+
+    Args:
+        model: A module, best on meta (`with torch.device("meta")`), a `GPTSize`, or a
+            configuration of transformers: object, dict, config.json or a folder with one.
+        config: As for `shard`; `ZeroConfig()` when None.
+        world_size: Number of ranks.
+        stage: In place of a configuration that sets nothing else.
+        optimizer: A name as in DeepSpeed's files, a torch optimizer of the model, what makes one of
+            its parameters, or None for inference.
+        device: Of the model in training: "cuda", or "cpu".
+        rank: Whose bytes; those of the rank that keeps most when None.
+        ranks_per_node: Ranks that share a node, neighbours in rank order; all do when None.
+        reads_peers: Whether ranks read each other's shards, as processes of one host on the CPU do;
+            they do on the CPU when None.
+
+    Raises:
+        ConfigError: An argument cannot be.
+        FileError: There is no such file.
+        zero_partition.PartitionError: The model or the optimizer cannot be sharded so.
+    """
+    if config is not None and stage is not None:
+        raise ConfigError(f"plan(): expected config or stage={stage}, got both; set config.stage")
+    if config is None:
+        config = ZeroConfig() if stage is None else ZeroConfig(stage)
+    for name, value, lowest in (
+        ("world_size", world_size, 1),
+        ("rank", rank, 0),
+        ("ranks_per_node", ranks_per_node, 1),
+    ):
+        if name != "world_size" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+            raise ConfigError(f"plan(): expected {name} to be at least {lowest}, got {value!r}")
+    if rank is not None and rank >= world_size:
+        raise ConfigError(f"plan(): expected a rank below {world_size}, got {rank}")
+    if ranks_per_node is not None and world_size % ranks_per_node:
+        raise ConfigError(
+            f"plan(): expected ranks_per_node to divide world_size={world_size}, got "
+            f"{ranks_per_node}"
+        )
+    device = torch.device(device)
+    model = model_of(model)
+    made = optimizer_of(optimizer, model)
+    planned = plan_model(
+        model,
+        made,
+        world_size=world_size,
+        placements=config.placements,
+        units=config.units,
+        max_unit_bytes=config.max_unit_bytes,
+        min_unit_bytes=config.min_unit_bytes,
+        limits=config.limits,
+        small_param_numel=config.small_param_numel,
+        max_small_numel=config.max_small_numel,
+        precision=config.precision or AS_IT_IS,
+        cut=config.cut,
+        rests=rests_of(config.offload, device),
+        reads_peers=device.type == "cpu" if reads_peers is None else reads_peers,
+    )
+    if rank is None:
+        trained = planned.trained_bytes_per_rank
+        rank = max(range(world_size), key=lambda each: (trained[each], -each))
+    elsewhere = plan_elsewhere(planned, rank, config.offload, made, device)
+    traffic = plan_traffic(planned, rank, ranks_per_node=ranks_per_node)
+    return Plan(
+        world_size=world_size,
+        rank=rank,
+        config=config,
+        optimizer="none" if made is None else type(made).__name__,
+        numel=sum(param.numel() for param in model.parameters()),
+        buffers_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        memory=plan_memory(
+            planned,
+            rank,
+            updater=elsewhere.updater,
+            home_host_bytes=elsewhere.home_host_bytes,
+            home_disk_bytes=elsewhere.home_disk_bytes,
+        ),
+        passing_bytes=elsewhere.passing_bytes,
+        save=plan_save(planned, rank),
+        traffic=traffic,
+        units=_rows(planned, rank, traffic),
+    )
+
+
+def _rows(
+    planned: ModelPlan, rank: int, traffic: tuple[PlannedOperation, ...]
+) -> tuple[UnitRow, ...]:
+    rows = []
+    for unit in planned.units:
+        mine = [operation for operation in traffic if operation.unit == unit.name]
+        gathers = [operation.calls for operation in mine if operation.name == "all_gather"]
+        rows.append(
+            UnitRow(
+                name=unit.name or "(model)",
+                numel=unit.extent.numel,
+                whole_bytes=unit.num_bytes,
+                shard_bytes=sum(b.layout.splits[rank] * b.dtype.itemsize for b in unit.buffers),
+                gathers=max(gathers, default=0),
+                sent_bytes=sum(each.sent.num_bytes for each in mine),
+            )
+        )
+    return tuple(rows)
+
+
+def _plain(value: Any) -> Any:
+    if attrs.has(type(value)):
+        return {each.name: _plain(getattr(value, each.name)) for each in attrs.fields(type(value))}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return value if isinstance(value, bool | int | float | str | None) else str(value)

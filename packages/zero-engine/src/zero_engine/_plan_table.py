@@ -1,0 +1,144 @@
+"""Plans as tables and sentences to print."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from tabulate import tabulate
+
+from ._plan import Plan, UnitRow
+from ._plan_options import Option, Room, name_of, recommend
+
+_UNITS: Final = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
+KINDS: Final = {  # of memory on the device, as `MemoryReport` has them, in words
+    "params_bytes": "parameters",
+    "gradients_bytes": "gradients",
+    "optimizer_bytes": "optimizer state",
+    "padding_bytes": "padding",
+    "slots_bytes": "slots",
+    "reduction_bytes": "reduction",
+    "scalars_bytes": "single numbers",
+}
+
+
+def plan_table(plan: Plan) -> str:
+    """What one rank takes and sends, and each of its units; those that are alike share a line."""
+    at_rest, before_step = plan.at_rest, plan.memory.before_step
+    rows = [
+        [words, in_units(getattr(at_rest, kind)), in_units(getattr(before_step, kind))]
+        for kind, words in KINDS.items()
+    ]
+    rows.append(["device", in_units(at_rest.total_bytes), in_units(before_step.total_bytes)])
+    rows.append(["host", in_units(at_rest.host_bytes), in_units(before_step.host_bytes)])
+    rows.append(["disk", in_units(at_rest.disk_bytes), in_units(before_step.disk_bytes)])
+    memory = tabulate(rows, headers=["", "at rest", "before the step"], colalign=_RIGHT)
+    units = tabulate(
+        list(_unit_rows(plan.units)),
+        headers=["unit", "count", "parameters", "whole", "shard", "gathers", "sent in a step"],
+        disable_numparse=True,
+    )
+    across = f", {in_units(plan.across_bytes)} of it to other nodes" if plan.across_bytes else ""
+    passing = f" (and at most {in_units(plan.passing_bytes)} in transit)" * bool(plan.passing_bytes)
+    return (
+        f"{name_of(plan.config)}, {plan.numel:,} parameters, {plan.optimizer}, rank {plan.rank} of "
+        f"{plan.world_size}\n\n{memory}\n\n"
+        f"peak of a step   {in_units(plan.memory.step_peak_bytes)}, without activations{passing}\n"
+        f"peak of shard()  {in_units(plan.memory.init_peak_bytes)}, of a model that is whole on "
+        "the device\n"
+        f"a checkpoint     {in_units(plan.save.num_bytes)} written by this rank; save() reads "
+        f"{in_units(plan.save.batch_bytes)} at a time, a Saver copies all of it to the host\n"
+        f"sent in a step   {in_units(plan.sent_bytes)}{across}\n\n{units}"
+    )
+
+
+def options_table(options: Sequence[Option], room: Room) -> str:
+    """All options, a line each, and which one to take."""
+    rows = [
+        [
+            option.name,
+            in_units(option.device_bytes),
+            in_units(option.host_bytes),
+            in_units(option.disk_bytes),
+            in_units(option.plan.sent_bytes),
+            "yes" if option.fits else "no",
+        ]
+        for option in options
+    ]
+    headers = ["", "device", "host of a machine", "disk of a machine", "sent in a step", "fits"]
+    table = tabulate(rows, headers=headers, disable_numparse=True)
+    return f"{table}\n\n{recommendation(options, room)}"
+
+
+def recommendation(options: Sequence[Option], room: Room) -> str:
+    """In words: the cheapest that fits, or what comes nearest; and what smaller devices take."""
+    lines, chosen = [], recommend(options)
+    if room.device is not None or room.host is not None or room.disk is not None:
+        if chosen is None:
+            least = min(options, key=lambda option: option.device_bytes)
+            lines.append(
+                f"Nothing fits. {least.name} needs least of a device: "
+                f"{in_units(least.device_bytes)}, {in_units(least.host_bytes)} of each machine's "
+                f"host memory and {in_units(least.disk_bytes)} of its disk."
+            )
+        else:
+            where = "" if room.device is None else f" in {in_units(room.device)}"
+            lines.append(f"{chosen.name} fits{where}: {_needs(chosen)}.")
+            if room.device is not None and chosen.plan.memory.init_peak_bytes > room.device:
+                lines.append(
+                    "Build the model under zero_engine.Init: whole on one device, it would not fit."
+                )
+    lines.append(_smallest(options))
+    return "\n".join(lines)
+
+
+def in_units(num_bytes: int) -> str:
+    """A decimal size with three digits or more."""
+    for size, unit in _UNITS:
+        if num_bytes >= size:
+            digits = 2 if num_bytes < 10 * size else 1 if num_bytes < 100 * size else 0
+            return f"{num_bytes / size:.{digits}f} {unit}"
+    return f"{num_bytes} B"
+
+
+_RIGHT: Final = ("left", "right", "right")
+_SIZES: Final = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 192)  # of devices, in GB
+
+
+def _smallest(options: Sequence[Option]) -> str:
+    """Of each option that asks for a smaller device than those before it: which one that is."""
+    said, smallest = [], None
+    for option in options:
+        fitting = next((size for size in _SIZES if option.device_bytes <= size * 10**9), None)
+        if fitting is not None and (smallest is None or fitting < smallest):
+            said.append(f"{option.name} fits in {fitting} GB")
+            smallest = fitting
+    return "; ".join(said) + "." if said else f"Nothing fits in {_SIZES[-1]} GB."
+
+
+def _needs(option: Option) -> str:
+    needs = [f"{in_units(option.device_bytes)} of a device"]
+    needs += [f"{in_units(option.host_bytes)} of a machine's host"] * bool(option.host_bytes)
+    needs += [f"{in_units(option.disk_bytes)} of its disk"] * bool(option.disk_bytes)
+    return ", ".join(needs)
+
+
+def _unit_rows(units: Sequence[UnitRow]) -> Iterator[list[object]]:
+    """One line for units that are alike but for the numbers in their names."""
+    alike: dict[tuple[object, ...], list[UnitRow]] = {}
+    for row in units:
+        pattern = re.sub(r"\d+", "*", row.name)
+        key = (pattern, row.numel, row.whole_bytes, row.shard_bytes, row.gathers, row.sent_bytes)
+        alike.setdefault(key, []).append(row)
+    for (pattern, *_), rows in alike.items():
+        first = rows[0]
+        yield [
+            first.name if len(rows) == 1 else pattern,
+            len(rows),
+            f"{first.numel:,}",
+            in_units(first.whole_bytes),
+            in_units(first.shard_bytes),
+            first.gathers,
+            in_units(first.sent_bytes),
+        ]

@@ -1,0 +1,259 @@
+"""What `memory_report` will say of a model on one rank, from layouts alone. Planning only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from attrs import define, evolve, frozen
+
+from ._buffer_plan import BufferPlan, ParameterPlan
+from ._cut import Cut
+from ._gather_plan import choose_slots, slot_bytes, slot_conflicts
+from ._memory import MemoryReport
+from ._model_plan import ModelPlan
+from ._placement import Placement
+from ._reduction_plan import PlannedGradients, ReductionPlan
+from ._updater import UpdaterReport
+
+_NOTHING: Final = UpdaterReport(device_bytes=0, host_bytes=0, disk_bytes=0)
+
+
+@frozen(kw_only=True)
+class PlannedMemory:
+    """One rank's bytes at the moments of training, activations and the model's buffers apart.
+
+    `step_peak_bytes` is of the device, with what autograd holds of the gradient that it has made
+    last and what travels in another dtype; what the optimizer allocates to step is not in it.
+    """
+
+    at_rest: MemoryReport  # between steps, gradients dropped, from the second step on
+    before_step: MemoryReport  # gradients wait for the optimizer
+    init_peak_bytes: int  # of the device, while a model is sharded that is whole on it
+    step_peak_bytes: int
+
+
+def plan_memory(
+    plan: ModelPlan,
+    rank: int,
+    *,
+    updater: UpdaterReport | None = None,
+    home_host_bytes: int = 0,
+    home_disk_bytes: int = 0,
+) -> PlannedMemory:
+    """Where one rank's bytes will be. Local.
+
+    Every trainable parameter is taken to get a gradient in every backward.
+
+    Args:
+        plan: Of the model.
+        rank: Whose.
+        updater: What keeps the optimizer's state elsewhere, if something does.
+        home_host_bytes: Of shards of parameters that rest on the host, where these rest elsewhere.
+        home_disk_bytes: Likewise on disk.
+    """
+    counts = _Counts(plan, rank, has_updater=updater is not None)
+    for unit, placement in zip(plan.units, plan.resting, strict=True):
+        for buffer in unit.buffers:
+            counts.add(buffer, placement)
+    held = _NOTHING if updater is None else updater
+    slots, conflicts = plan_slots(plan)
+    at_rest = MemoryReport(
+        params_bytes=counts.params,
+        gradients_bytes=0,
+        optimizer_bytes=counts.state + held.device_bytes,
+        padding_bytes=counts.padding,
+        slots_bytes=slots,
+        secondary_bytes=0,  # secondary shards are not planned yet
+        reduction_bytes=_pool_bytes(plan)
+        + counts.accumulators
+        + counts.shards
+        + counts.shard_padding,
+        gathered_bytes=0,
+        scalars_bytes=counts.scalars + plan.world_size * counts.num_flags * (plan.world_size > 1),
+        parked_bytes=0,
+        num_slot_conflicts=conflicts,
+        trained_bytes_per_rank=plan.trained_bytes_per_rank,
+        host_bytes=held.host_bytes + home_host_bytes + counts.host_grads,
+        disk_bytes=held.disk_bytes + home_disk_bytes,
+    )
+    before_step = evolve(
+        at_rest,
+        gradients_bytes=counts.grads,
+        padding_bytes=at_rest.padding_bytes + counts.shard_padding,
+        reduction_bytes=at_rest.reduction_bytes - counts.grads - counts.shard_padding,
+    )
+    return PlannedMemory(
+        at_rest=at_rest,
+        before_step=before_step,
+        init_peak_bytes=_init_peak_bytes(plan, rank),
+        step_peak_bytes=before_step.total_bytes + counts.on_their_way,
+    )
+
+
+def plan_slots(plan: ModelPlan) -> tuple[int, int]:
+    """Bytes of the slots in which units become whole, and how many are beyond the window."""
+    groups = choose_slots(plan.uses, plan.extents, plan.limits)
+    return sum(slot_bytes(groups, plan.extents)), slot_conflicts(groups, plan.extents, plan.limits)
+
+
+@define
+class _Counts:
+    """Bytes of what was added, by kind."""
+
+    plan: ModelPlan
+    rank: int
+    has_updater: bool
+    params: int = 0
+    padding: int = 0
+    state: int = 0
+    scalars: int = 0
+    accumulators: int = 0  # whole gradients that stay
+    shards: int = 0  # payload of gradients' shards on the device
+    shard_padding: int = 0
+    host_grads: int = 0
+    grads: int = 0  # that the optimizer reads
+    num_flags: int = 0
+    on_their_way: int = 0  # most, at a time, between autograd and where they rest
+
+    def add(self, buffer: BufferPlan, placement: Placement) -> None:
+        """One buffer, whose parameters rest so."""
+        plan, layout = self.plan, buffer.layout
+        itemsize = buffer.dtype.itemsize
+        payload, numel = layout.payload_splits[self.rank], layout.splits[self.rank]
+        self.scalars += len(buffer.params) * itemsize
+        if not (plan.rests.params and placement is Placement.SHARDED):
+            is_whole = placement is Placement.REPLICATED
+            mine, all_mine = (layout.payload_numel, layout.numel) if is_whole else (payload, numel)
+            self.params += mine * itemsize
+            self.padding += (all_mine - mine) * itemsize
+        if not buffer.trainable:
+            return
+        self.num_flags += len(buffer.params)
+        master = plan.rests.master_of(plan.precision, buffer, placement)
+        dtype = master or buffer.dtype
+        if master is not None and not self.has_updater:
+            self.state += payload * dtype.itemsize
+            self.padding += (numel - payload) * dtype.itemsize
+        self._add_gradients(buffer, dtype)
+        if not self.has_updater:
+            for state, scalars in self._states(buffer, dtype):
+                self.state += state
+                self.scalars += scalars
+
+    def _add_gradients(self, buffer: BufferPlan, dtype: torch.dtype) -> None:
+        plan, layout = self.plan, buffer.layout
+        payload, numel = layout.payload_splits[self.rank], layout.splits[self.rank]
+        wire = plan.precision.wire_of(buffer.dtype)
+        way = max(_arriving(param) for param in buffer.params)
+        if plan.placements.grads is Placement.REPLICATED:
+            self.accumulators += layout.numel * dtype.itemsize
+        if plan.placements.optim is Placement.REPLICATED:
+            self.grads += layout.payload_numel * dtype.itemsize
+        elif plan.rests.grads:
+            self.host_grads += numel * dtype.itemsize
+            way = max(way, numel * wire.itemsize)
+        else:
+            self.shards += payload * dtype.itemsize
+            self.shard_padding += (numel - payload) * dtype.itemsize
+            self.grads += payload * dtype.itemsize
+            if wire != dtype:
+                way = max(way, numel * wire.itemsize)
+        self.on_their_way = max(self.on_their_way, way)
+
+    def _states(self, buffer: BufferPlan, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+        for param, shape in self._stepped(buffer):
+            group = self.plan.group_of.get(param.name)
+            if group is not None:
+                yield self.plan.state.bytes_of((group, len(shape), dtype), shape)
+
+    def _stepped(self, buffer: BufferPlan) -> Iterator[tuple[ParameterPlan, tuple[int, ...]]]:
+        """Parameters, and the shape of what this rank steps of each."""
+        if self.plan.placements.optim is Placement.REPLICATED:
+            yield from ((param, tuple(param.shape)) for param in buffer.params)
+            return
+        pieces = {piece.index: piece for piece in buffer.layout.pieces(self.rank)}
+        for position, param in enumerate(buffer.params):
+            piece = pieces.get(position)
+            is_absent = piece is None and param.shape.numel() > 0
+            if is_absent and param.cut != Cut.FLAT:
+                continue  # it has no gradient there, and no state
+            numel = 0 if piece is None else piece.in_tensor.numel
+            yield param, param.cut.shard_shape(param.shape, numel)
+
+
+def _arriving(param: ParameterPlan) -> int:
+    """Bytes of a gradient that is about to be copied."""
+    return param.shape.numel() * param.dtype.itemsize
+
+
+def _pool_bytes(plan: ModelPlan) -> int:
+    """Of slots that gradients are collected in, after a backward in the canonical order."""
+    if plan.placements.grads is Placement.REPLICATED:
+        return 0
+    gradients = [
+        [
+            PlannedGradients(
+                buffer.layout.numel * plan.precision.wire_of(buffer.dtype).itemsize, unit.is_outer
+            )
+            for buffer in unit.buffers
+            if buffer.trainable
+        ]
+        for unit in plan.units
+    ]
+    reduction = ReductionPlan.of([each for some in gradients for each in some])
+    for index, begins in _backward_of(plan):
+        for each in gradients[index]:
+            reduction.collect(each) if begins else reduction.launch(each)
+    return reduction.pool.num_bytes
+
+
+def _backward_of(plan: ModelPlan) -> Iterator[tuple[int, bool]]:
+    """Units whose gradients begin to come, and have all come."""
+    small = [index for index, unit in enumerate(plan.units) if unit.rests_whole]
+    open_units: list[int] = small.copy()
+    yield from ((index, True) for index in small)
+    for use in plan.uses:
+        if use.phase == "backward":
+            while open_units and open_units[-1] not in use.in_use and open_units[-1] not in small:
+                yield open_units.pop(), False
+            open_units.append(use.unit)
+            yield use.unit, True
+    while open_units:
+        yield open_units.pop(), False
+
+
+def _init_peak_bytes(plan: ModelPlan, rank: int) -> int:
+    """While units are laid down one after the other; those to come are the user's still."""
+    user = [[_bytes_of_user(plan, buffer) for buffer in unit.buffers] for unit in plan.units]
+    left, laid, peak = sum(map(sum, user)), 0, 0
+    for unit, of_unit, placement in zip(plan.units, user, plan.resting, strict=True):
+        for buffer in unit.buffers:
+            passing, rests = _laying(plan, buffer, placement, rank)
+            peak = max(peak, left + laid + passing)
+            laid += rests
+        left -= sum(of_unit)
+    return max(peak, laid + left)
+
+
+def _bytes_of_user(plan: ModelPlan, buffer: BufferPlan) -> int:
+    return sum(plan.user_bytes[param.name] for param in buffer.params)
+
+
+def _laying(
+    plan: ModelPlan, buffer: BufferPlan, placement: Placement, rank: int
+) -> tuple[int, int]:
+    """Bytes while one buffer is laid down, and once it is."""
+    layout = buffer.layout
+    master = plan.rests.master_of(plan.precision, buffer, placement)
+    source, shard = (master or buffer.dtype).itemsize, layout.splits[rank]
+    whole, scalars = layout.numel * source, len(buffer.params) * buffer.dtype.itemsize
+    masters = shard * source if master is not None and not plan.rests.state else 0
+    if placement is Placement.REPLICATED:
+        converted = layout.numel * buffer.dtype.itemsize
+        if master is None or master == buffer.dtype:
+            return whole + masters, converted + masters + scalars
+        return whole + converted + masters, converted + masters + scalars
+    resting = 0 if plan.rests.params else shard * buffer.dtype.itemsize
+    return whole + shard * source, resting + masters + scalars
