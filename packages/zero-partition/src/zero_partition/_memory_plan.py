@@ -70,6 +70,8 @@ def plan_memory(
         + counts.accumulators
         + counts.shards
         + counts.shard_padding,
+        encoded_bytes=0,  # nor are codecs
+        loco_bytes=0,
         gathered_bytes=0,
         scalars_bytes=counts.scalars + plan.world_size * counts.num_flags * (plan.world_size > 1),
         parked_bytes=0,
