@@ -73,6 +73,8 @@ def plan_memory(
         + counts.accumulators
         + counts.shards
         + counts.shard_padding,
+        encoded_bytes=0,  # nor are codecs
+        loco_bytes=0,
         gathered_bytes=0,
         scalars_bytes=counts.scalars + num_ranks * counts.num_flags * (num_ranks > 1),
         parked_bytes=0,
