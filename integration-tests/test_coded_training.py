@@ -74,11 +74,27 @@ def _choices_agree(group: Group, option: str) -> None:
         parity.assert_same_weights(found.weights, expected.weights, what=option)
 
 
+class OneDtype(nn.Module):
+    """Blocks that may be of any dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
+        self.blocks = nn.Sequential(*(parity.Block() for _ in range(3)))
+        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
+        return self.head(self.blocks(self.embed(tokens))).float()
+
+
 EVERY = Wire(params="int8", gradients="int4", levels=2, loco=zero_engine.Loco())
 EQUAL: dict[str, tuple[Wire, dict[str, Any]]] = {
     "all at once": (EVERY, {"window": 1}),
     "replicas": (Wire(params="int8", gradients="int8", levels=2, replicas=True), {}),
-    "bf16 with masters": (EVERY, {"precision": Precision(params=torch.bfloat16)}),
+    "bf16 with masters": (
+        EVERY,
+        {"precision": Precision(params=torch.bfloat16), "make": OneDtype},
+    ),
 }
 
 
@@ -95,7 +111,10 @@ def test_all_ranks_compute_with_equal_weights(ranks, how: str) -> None:
 
 def _weights_in_forward(group: Group, how: str) -> list[dict[str, Tensor]]:
     wire, options = EQUAL[how]
-    model, optimizer = parity.build_sharded(group, ZeroConfig(3, wire=wire, **options))
+    make = options.get("make", parity.Tiny)
+    options = {name: value for name, value in options.items() if name != "make"}
+    config = ZeroConfig(3, wire=wire, **options)
+    model, optimizer = parity.build_sharded(group, config, make=make)
     seen: list[dict[str, Tensor]] = []
 
     def look(name: str) -> Any:

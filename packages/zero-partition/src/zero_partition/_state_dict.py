@@ -122,7 +122,8 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
 
 def _is_whole(place: tuple[Unit, int, int]) -> bool:
     unit, buffer_index, position = place
-    return unit.state is ShardState.UNSHARDED or position in unit.buffers[buffer_index].held
+    is_exact = unit.state is ShardState.UNSHARDED and unit.codec is None
+    return is_exact or position in unit.buffers[buffer_index].held
 
 
 @define(eq=False, slots=False)  # torch sets an attribute of its own on hooks of state_dict
