@@ -1,6 +1,6 @@
 """A script as people write them for DeepSpeed, after its public examples; one import is changed.
 
-Run by torchrun in test_compat.py. All that is particular to the test is at its end.
+Run by test_compat.py. All that is particular to the test is at its end.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A language model trained as people do with transformers and ZeRO-3; one import is changed.
 
-Run by torchrun in test_huggingface_script.py.
+Run by test_huggingface_script.py.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final, Literal
@@ -97,7 +97,7 @@ def tiny_float32() -> Tiny:
 
 def build(make: Callable[[], nn.Module] = Tiny, *, seed: int = 0) -> nn.Module:
     """The same model at every call."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch's would note a stack for each kind of device
     return make()
 
 
@@ -200,7 +200,7 @@ class Curve:
 
     losses: list[float] = field(factory=list)
     weights: dict[str, Tensor] = field(factory=dict)  # rank 0 only
-    first_grads: list[Tensor | None] = field(factory=list)  # averaged, before clipping
+    first_grads: list[Tensor | None] = field(factory=list)  # if asked for; before clipping
 
 
 # ---- Three ways to train ----
@@ -210,6 +210,8 @@ def train_sharded(
     group: Group,
     recipe: Recipe,
     config: ZeroConfig,
+    *,
+    keeps_grads: bool = False,
 ) -> Curve:
     """Ours, through the front door."""
     model = build(recipe.make)
@@ -226,7 +228,7 @@ def train_sharded(
                 loss = recipe.loss_of(model, recipe.batch(step, micro, group.rank))
                 loss.backward()
             curve.losses.append(loss.item())
-        if not step:
+        if not step and keeps_grads:
             curve.first_grads = whole_gradients(model, optimizer, group)
         if recipe.max_norm is not None:
             zero_engine.clip_grad_norm_(model, recipe.max_norm)
@@ -238,7 +240,7 @@ def train_sharded(
     return curve
 
 
-def train_ddp(group: Group, recipe: Recipe) -> Curve:
+def train_ddp(group: Group, recipe: Recipe, *, keeps_grads: bool = False) -> Curve:
     """The same with torch's DistributedDataParallel over the same ranks; plain torch if alone."""
     model = build(recipe.make)
     optimizer = _optimizer_of(recipe, model)
@@ -253,7 +255,7 @@ def train_ddp(group: Group, recipe: Recipe) -> Curve:
                 loss = recipe.loss_of(wrapped, recipe.batch(step, micro, group.rank))
                 loss.backward()
             curve.losses.append(loss.item())
-        if not step:
+        if not step and keeps_grads:
             curve.first_grads = [_clone(param.grad) for param in _trained(optimizer)]
         if recipe.max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm)
@@ -274,21 +276,49 @@ def as_ddp(model: nn.Module, group: Group, *, finds_unused: bool = True) -> nn.M
     )
 
 
+def train_alone_by_stage(
+    group: Group, recipe: Recipe, *, cut: Cut = Cut.FLAT, ranks_per_node: int | None = None
+) -> list[Curve]:
+    """What `train_alone` says for this rank at each stage; worked out once for all. Collective."""
+    size = group.world_size
+    curves: dict[int, list[Curve]] = {
+        stage: train_alone(
+            recipe, world_size=size, stage=stage, cut=cut, ranks_per_node=ranks_per_node
+        )
+        for stage in (0, 1)  # the arithmetic of 2 and 3 is that of 1
+        if stage % size == group.rank
+    }
+    if size > 1:
+        everyone: list[Any] = [None] * size
+        dist.all_gather_object(everyone, curves, group=group.process_group)
+        curves = {stage: found for each in everyone for stage, found in each.items()}
+    return [curves[min(stage, 1)][group.rank] for stage in STAGES]
+
+
 def train_alone(
-    recipe: Recipe, *, rank: int, world_size: int, stage: int, cut: Cut = Cut.FLAT
-) -> Curve:
+    recipe: Recipe,
+    *,
+    world_size: int,
+    stage: int,
+    cut: Cut = Cut.FLAT,
+    ranks_per_node: int | None = None,
+) -> list[Curve]:
     """One process: every rank's gradients in turn, combined in the order that is documented.
+
+    As each rank sees it: the losses are its own.
 
     - A reduction is ((g0 + g1) + g2 + ...) / N, in rank order.
     - Under `no_sync` each rank adds its micro-batches first, and the sum is reduced.
     - Otherwise, at stages 1 to 3, reduced gradients are added in order of micro-batches. Stage 0
       does as DDP: each rank adds to the gradient that is already reduced, and reduces the sum.
+    - With replicas of so many ranks each, it is the mean over the replicas of their means.
     """
+    size = world_size if ranks_per_node is None else ranks_per_node
     model = build(recipe.make)
     optimizer = _optimizer_of(recipe, model)
     scheduler = scheduler_for(optimizer) if recipe.scheduler != "none" else None
     params = _trained(optimizer)
-    curve = Curve()
+    curves = [Curve() for _ in range(world_size)]
     for step in range(recipe.num_steps):
         reduced: list[Tensor | None] = [None] * len(params)
         local: list[list[Tensor | None]] = [[None] * len(params) for _ in range(world_size)]
@@ -296,8 +326,7 @@ def train_alone(
             for peer in range(world_size):
                 loss = recipe.loss_of(model, recipe.batch(step, micro, peer))
                 loss.backward()
-                if peer == rank:
-                    curve.losses.append(loss.item())
+                curves[peer].losses.append(loss.item())
                 local[peer] = add(local[peer], [_clone(param.grad) for param in params])
                 model.zero_grad()
             if recipe.reduces_once and micro + 1 < recipe.num_micro_batches:
@@ -306,20 +335,19 @@ def train_alone(
                 carried = [add(mine, reduced) for mine in local]
                 reduced = mean(carried)
             else:
-                reduced = add(reduced, mean(local))
+                nodes = [mean(local[first : first + size]) for first in range(0, world_size, size)]
+                reduced = add(reduced, mean(nodes))
             local = [[None] * len(params) for _ in range(world_size)]
         for param, grad in zip(params, reduced, strict=True):
             param.grad = grad
-        if not step:
-            curve.first_grads = [_clone(param.grad) for param in params]
         if recipe.max_norm is not None:
-            _clip(model, optimizer, recipe.max_norm, world_size=world_size, stage=stage, cut=cut)
+            _clip(model, optimizer, recipe.max_norm, world_size=size, stage=stage, cut=cut)
         optimizer.step()
         optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
-    curve.weights = model.state_dict()
-    return curve
+    curves[0].weights = model.state_dict()
+    return curves
 
 
 def whole_gradients(
@@ -336,6 +364,9 @@ def whole_gradients(
     ]
     sharded = zero_partition.find_sharded(model)
     if group.world_size == 1 or not sharded.reducer.shards_state:
+        return mine
+    group = sharded.group  # with replicas, those of one
+    if group.world_size == 1:
         return mine
     everyone: list[list[Tensor | None]] = [[] for _ in range(group.world_size)]
     dist.all_gather_object(everyone, mine, group=group.process_group)
@@ -407,15 +438,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-@contextlib.contextmanager
-def counting_from_here() -> Iterator[None]:
-    """Let `live_bytes` overlook what is alive already, which also makes it fast."""
+def count_from_here() -> None:
+    """Let `live_bytes` overlook what is alive already, for good, which also makes it fast."""
     gc.collect()
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def live_bytes(*, at_least: int = 0) -> int:
@@ -521,11 +547,12 @@ def _clip(
 ) -> None:
     """As the docstring of zero_partition.clip_grad_norm_ says."""
     params = dict(model.named_parameters())
+    buffers = _buffers(model, optimizer, world_size, cut if stage else Cut.FLAT)
     sums = []
     for rank in range(world_size if stage else 1):
         norms = [
             torch.linalg.vector_norm(part.float()).to(torch.float64)
-            for buffer in _buffers(model, optimizer, world_size, cut if stage else Cut.FLAT)
+            for buffer in buffers
             for part in _parts(buffer, params, rank if stage else None)
         ]
         total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)

@@ -28,28 +28,28 @@ def test_what_is_alive_is_what_the_report_counts(ranks, world_size: int) -> None
 
 def _count_the_living(group: Group) -> None:
     for stage in parity.STAGES:
-        with parity.counting_from_here():
-            model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
-            _assert_report_is_complete(model, f"stage {stage}, new")
+        parity.count_from_here()
+        model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
+        _assert_report_is_complete(model, f"stage {stage}, new")
 
-            parity.run_steps(model, optimizer, range(2), rank=group.rank)
-            _assert_report_is_complete(model, f"stage {stage}, between steps")
+        parity.run_steps(model, optimizer, range(2), rank=group.rank)
+        _assert_report_is_complete(model, f"stage {stage}, between steps")
 
-            with zero_engine.unsharded(model):
-                _assert_report_is_complete(model, f"stage {stage}, whole")
-            with zero_engine.GatheredParameters([model.scale, model.blocks[0].up.weight]):
-                _assert_report_is_complete(model, f"stage {stage}, partly whole")
+        with zero_engine.unsharded(model):
+            _assert_report_is_complete(model, f"stage {stage}, whole")
+        with zero_engine.GatheredParameters([model.scale, model.blocks[0].up.weight]):
+            _assert_report_is_complete(model, f"stage {stage}, partly whole")
 
-            parity.loss_of(model, parity.batch(2, 0, group.rank)).backward()
-            _assert_report_is_complete(model, f"stage {stage}, before the step")
-            del model, optimizer
+        parity.loss_of(model, parity.batch(2, 0, group.rank)).backward()
+        _assert_report_is_complete(model, f"stage {stage}, before the step")
+        del model, optimizer
 
-            model = parity.build(parity.Chain)  # all parameters get a gradient on every rank
-            optimizer = parity.adamw(model)
-            zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
-            _step(model, optimizer)
-            _assert_report_is_complete(model, f"stage {stage}, nothing unused")
-            del model, optimizer
+        model = parity.build(parity.Chain)  # all parameters get a gradient on every rank
+        optimizer = parity.adamw(model)
+        zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+        _step(model, optimizer)
+        _assert_report_is_complete(model, f"stage {stage}, nothing unused")
+        del model, optimizer
 
 
 def _assert_report_is_complete(model: nn.Module, what: str) -> None:
@@ -156,20 +156,20 @@ def _release_and_go_on(group: Group) -> None:
         undisturbed, its_optimizer = parity.build_sharded(group, ZeroConfig(stage))
         expected = parity.run_steps(undisturbed, its_optimizer, range(4), rank=group.rank)
         weights = zero_engine.full_state_dict(undisturbed)
-        with parity.counting_from_here():
-            model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
-            losses = parity.run_steps(model, optimizer, range(2), rank=group.rank)
+        parity.count_from_here()
+        model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
+        losses = parity.run_steps(model, optimizer, range(2), rank=group.rank)
 
-            zero_engine.release_buffers(model)
+        zero_engine.release_buffers(model)
 
-            report = memory_report(model)
-            assert (report.slots_bytes, report.reduction_bytes) == (0, 0), f"stage {stage}"
-            _assert_report_is_complete(model, f"stage {stage}")
-            losses += parity.run_steps(model, optimizer, range(2, 4), rank=group.rank)
-            assert losses == expected, f"stage {stage}"
-            after = zero_engine.full_state_dict(model)
-            parity.assert_same_weights(after, weights, what=f"stage {stage}")
-            del model, optimizer
+        report = memory_report(model)
+        assert (report.slots_bytes, report.reduction_bytes) == (0, 0), f"stage {stage}"
+        _assert_report_is_complete(model, f"stage {stage}")
+        losses += parity.run_steps(model, optimizer, range(2, 4), rank=group.rank)
+        assert losses == expected, f"stage {stage}"
+        after = zero_engine.full_state_dict(model)
+        parity.assert_same_weights(after, weights, what=f"stage {stage}")
+        del model, optimizer
 
 
 # ---- The peak of a step ----
@@ -194,20 +194,20 @@ def _peak_of_a_step(group: Group, window: int) -> int:
     def sample(*_: object) -> None:
         samples.append(parity.live_bytes(at_least=BLOCK_BYTES // 2))  # activations are smaller
 
-    with parity.counting_from_here():
-        model = parity.build(parity.Chain)
-        optimizer = parity.adamw(model)
-        zero_engine.shard(model, optimizer, ZeroConfig(3, window=window), group=group)
-        _step(model, optimizer)
-        for layer in model.layers:
-            layer.register_forward_pre_hook(sample)
-            layer.register_forward_hook(sample)
-        for param in model.parameters():
-            param.register_hook(sample)
-            param.register_post_accumulate_grad_hook(sample)
-        optimizer.register_step_pre_hook(sample)
-        optimizer.register_step_post_hook(sample)
-        _step(model, optimizer)
+    parity.count_from_here()
+    model = parity.build(parity.Chain)
+    optimizer = parity.adamw(model)
+    zero_engine.shard(model, optimizer, ZeroConfig(3, window=window), group=group)
+    _step(model, optimizer)
+    for layer in model.layers:
+        layer.register_forward_pre_hook(sample)
+        layer.register_forward_hook(sample)
+    for param in model.parameters():
+        param.register_hook(sample)
+        param.register_post_accumulate_grad_hook(sample)
+    optimizer.register_step_pre_hook(sample)
+    optimizer.register_step_post_hook(sample)
+    _step(model, optimizer)
 
     assert len(samples) == 4 * NUM_BLOCKS + 2
     return max(samples)
@@ -229,14 +229,14 @@ def test_a_deleted_model_is_freed(ranks) -> None:
 
 def _delete(group: Group) -> None:
     for stage in parity.STAGES:
-        with parity.counting_from_here():
-            model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
-            parity.run_steps(model, optimizer, range(1), rank=group.rank)
-            parity.loss_of(model, parity.batch(1, 0, group.rank)).backward()
-            del model, optimizer
+        parity.count_from_here()
+        model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
+        parity.run_steps(model, optimizer, range(1), rank=group.rank)
+        parity.loss_of(model, parity.batch(1, 0, group.rank)).backward()
+        del model, optimizer
 
-            # A rank's shards stay until its peers have deleted theirs: they may still read them.
-            deadline = time.monotonic() + 5
-            while parity.live_bytes() and time.monotonic() < deadline:
-                time.sleep(0.02)
-            assert parity.live_bytes() == 0, f"stage {stage}"
+        # A rank's shards stay until its peers have deleted theirs: they may still read them.
+        deadline = time.monotonic() + 5
+        while parity.live_bytes() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert parity.live_bytes() == 0, f"stage {stage}"

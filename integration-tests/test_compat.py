@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +13,7 @@ import torch
 import zero_ckpt
 import zero_engine
 from deepspeed_script import Images, Net
+from scripts import WORLD_SIZE, launch, on_ranks
 from torch import nn
 from torch.utils.data import DistributedSampler
 from zero_comm import Group
@@ -25,7 +23,6 @@ from zero_engine.compat.deepspeed import utils
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-WORLD_SIZE: Final = 2
 SCRIPT: Final = Path(__file__).with_name("deepspeed_script.py")
 
 
@@ -33,7 +30,7 @@ SCRIPT: Final = Path(__file__).with_name("deepspeed_script.py")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_deepspeed_script_runs_with_one_line_changed(tmp_path: Path, stage: int) -> None:
+def test_a_deepspeed_script_runs_with_one_line_changed(ranks, tmp_path: Path, stage: int) -> None:
     """It is the reason for this package: nobody rewrites a script to try us."""
     settings = {
         "train_batch_size": 8,
@@ -51,20 +48,11 @@ def test_a_deepspeed_script_runs_with_one_line_changed(tmp_path: Path, stage: in
     }
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(WORLD_SIZE), str(SCRIPT)]
-    command += ["--deepspeed", "--deepspeed_config", str(path), "--out", str(tmp_path / "run")]
+    arguments = ["--deepspeed", "--deepspeed_config", str(path), "--out", str(tmp_path / "run")]
 
-    ran = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-    )
+    run = launch if stage == 3 else on_ranks(ranks)
+    run(str(SCRIPT), arguments)
 
-    assert ran.returncode == 0, ran.stderr
     reports = [json.loads((tmp_path / f"run.{rank}.json").read_text()) for rank in range(2)]
     expected = _train_alone(settings)
     for rank, report in enumerate(reports):

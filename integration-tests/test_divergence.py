@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zero_comm import DivergenceError, Group
 from zero_partition import set_leaf_modules
 
-PATIENCE_S = 0.5
+PATIENCE_S = 0.25
 SOON_S = 15.0  # the machine may be busy; the group's own timeout is longer by far
 WIDTH = 4
 STEPS = 3

@@ -60,8 +60,8 @@ def _compare_with_plain_loops(group: Group, stage: int, count: int, max_norm: fl
     if recipe.max_norm is None and (recipe.reduces_once or count == 1):
         ddp = parity.train_ddp(group, recipe)
         parity.assert_same(curve, ddp, rank=group.rank, what="DDP")
-    alone = parity.train_alone(recipe, rank=group.rank, world_size=group.world_size, stage=stage)
-    parity.assert_same(curve, alone, rank=group.rank, what="one process")
+    alone = parity.train_alone_by_stage(group, recipe)
+    parity.assert_same(curve, alone[stage], rank=group.rank, what="one process")
 
 
 # ---- The boundary ----

@@ -6,10 +6,7 @@ The oracle is one process: each batch is that of all ranks, laid end to end.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -22,11 +19,11 @@ from torch.utils.data import DistributedSampler
 pytest.importorskip("transformers")
 
 import huggingface_script as script
+from scripts import WORLD_SIZE, Runner, launch, on_ranks
 from transformers import GPT2LMHeadModel, get_linear_schedule_with_warmup, set_seed
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-WORLD_SIZE: Final = 2
 MICRO_BATCH: Final = 2
 NUM_MICRO_BATCHES: Final = 2
 NUM_EPOCHS: Final = 2
@@ -69,10 +66,11 @@ def _configuration(stage: int, dtype: torch.dtype) -> dict[str, Any]:
     ("stage", "dtype"), [(0, torch.float32), (2, torch.float16), (3, torch.bfloat16)], ids=str
 )
 def test_a_script_for_transformers_runs_with_one_line_changed(
-    tmp_path: Path, stage: int, dtype: torch.dtype
+    ranks, tmp_path: Path, stage: int, dtype: torch.dtype
 ) -> None:
     """Models of transformers are what people train with ZeRO-3, and they come with such scripts."""
-    printed = _run_script(tmp_path, _configuration(stage, dtype), recomputes=stage == 3)
+    run = launch if stage == 3 else on_ranks(ranks)
+    printed = _run_script(run, tmp_path, _configuration(stage, dtype), recomputes=stage == 3)
 
     expected = _train_alone(dtype)
     assert printed["batch"] == WORLD_SIZE * MICRO_BATCH * NUM_MICRO_BATCHES
@@ -94,29 +92,21 @@ def test_a_script_for_transformers_runs_with_one_line_changed(
     assert printed["generated"] == prompt.tolist()
 
 
-def _run_script(folder: Path, settings: dict[str, Any], *, recomputes: bool) -> dict[str, Any]:
+def _run_script(
+    run: Runner, folder: Path, settings: dict[str, Any], *, recomputes: bool
+) -> dict[str, Any]:
     path = folder / "ds_config.json"
     path.write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(WORLD_SIZE), script.__file__]
-    command += ["--deepspeed", "--deepspeed_config", str(path)]
-    command += ["--output_dir", str(folder / "model"), "--num_train_epochs", str(NUM_EPOCHS)]
-    command += ["--gradient_checkpointing"] * recomputes
-    ran = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-    )
-    assert ran.returncode == 0, ran.stderr
-    found = dict(re.findall(r"^(batch|norms|lr|generated|steps) (.*)$", ran.stdout, re.MULTILINE))
+    arguments = ["--deepspeed", "--deepspeed_config", str(path)]
+    arguments += ["--output_dir", str(folder / "model"), "--num_train_epochs", str(NUM_EPOCHS)]
+    arguments += ["--gradient_checkpointing"] * recomputes
+    printed = run(script.__file__, arguments)
+    found = dict(re.findall(r"^(batch|norms|lr|generated|steps) (.*)$", printed, re.MULTILINE))
     return {
         **{name: json.loads(text) for name, text in found.items()},
-        "losses": _numbers_after("^loss", ran.stdout),
-        "grad_norms": _numbers_after("^grad_norm", ran.stdout),
-        "evals": _numbers_after("eval", ran.stdout),
+        "losses": _numbers_after("^loss", printed),
+        "grad_norms": _numbers_after("^grad_norm", printed),
+        "evals": _numbers_after("eval", printed),
     }
 
 

@@ -220,44 +220,44 @@ def _count_bytes(group: Group) -> None:
     numel = sum(param.numel() for param in parity.Chain().parameters())
     part = numel // group.world_size
     for stage in (1, 2, 3):
-        with parity.counting_from_here():
-            model = parity.build(parity.Chain)
-            optimizer = parity.adamw(model)
-            zero_engine.shard(model, optimizer, ZeroConfig(stage, precision=MASTERS), group=group)
-            x = torch.randn(4, 64, dtype=torch.bfloat16)
-            for _ in range(2):
-                model(x).float().square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        parity.count_from_here()
+        model = parity.build(parity.Chain)
+        optimizer = parity.adamw(model)
+        zero_engine.shard(model, optimizer, ZeroConfig(stage, precision=MASTERS), group=group)
+        x = torch.randn(4, 64, dtype=torch.bfloat16)
+        for _ in range(2):
             model(x).float().square().mean().backward()
-            expected = {
-                StateKind.PARAMS: 2 * (part if stage == 3 else numel),
-                StateKind.MASTERS: 4 * part,
-                StateKind.GRADS: 4 * part,
-                StateKind.OPTIM: 8 * part,
-            }
-            zero_engine.release_buffers(model)
-            before = parity.live_bytes(at_least=1024)
-            for kind, num_bytes in expected.items():
-                keeper = PoisoningKeeper()
-                park(model, keeper, [kind])
-                gc.collect()
-                report = zero_partition.memory_report(model)
-
-                assert sum(keeper.sizes.values()) == num_bytes, f"stage {stage}, {kind}"
-                assert before - parity.live_bytes(at_least=1024) == num_bytes
-                assert report.parked_bytes == num_bytes
-                unpark(model)
-                assert parity.live_bytes(at_least=1024) == before
-            park(model, PoisoningKeeper(), ALL)
+            optimizer.step()
+            optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        expected = {
+            StateKind.PARAMS: 2 * (part if stage == 3 else numel),
+            StateKind.MASTERS: 4 * part,
+            StateKind.GRADS: 4 * part,
+            StateKind.OPTIM: 8 * part,
+        }
+        zero_engine.release_buffers(model)
+        before = parity.live_bytes(at_least=1024)
+        for kind, num_bytes in expected.items():
+            keeper = PoisoningKeeper()
+            park(model, keeper, [kind])
+            gc.collect()
             report = zero_partition.memory_report(model)
 
-            assert parity.live_bytes(at_least=1024) == 0
-            assert report.parked_bytes == sum(expected.values())
-            assert report.total_bytes == report.scalars_bytes  # step counts and stand-ins
+            assert sum(keeper.sizes.values()) == num_bytes, f"stage {stage}, {kind}"
+            assert before - parity.live_bytes(at_least=1024) == num_bytes
+            assert report.parked_bytes == num_bytes
             unpark(model)
-            assert zero_partition.memory_report(model).parked_bytes == 0
-            del model, optimizer, x
+            assert parity.live_bytes(at_least=1024) == before
+        park(model, PoisoningKeeper(), ALL)
+        report = zero_partition.memory_report(model)
+
+        assert parity.live_bytes(at_least=1024) == 0
+        assert report.parked_bytes == sum(expected.values())
+        assert report.total_bytes == report.scalars_bytes  # step counts and stand-ins
+        unpark(model)
+        assert zero_partition.memory_report(model).parked_bytes == 0
+        del model, optimizer, x
 
 
 def test_every_object_is_the_same_and_views_its_buffer_again(ranks) -> None:

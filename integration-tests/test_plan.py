@@ -192,25 +192,25 @@ def _compare(
         reads_peers=group.peers is not None,
     )
     what = f"{config}, {name}, rank {group.rank}"
-    with parity.counting_from_here():
-        model = parity.build(make)
-        optimizer = _groups(model, name)
-        zero_engine.shard(model, optimizer, config, group=group)
-        parity.run_steps(model, optimizer, range(3), rank=group.rank)
+    parity.count_from_here()
+    model = parity.build(make)
+    optimizer = _groups(model, name)
+    zero_engine.shard(model, optimizer, config, group=group)
+    parity.run_steps(model, optimizer, range(3), rank=group.rank)
 
-        _assert_equal(memory_report(model), plan.at_rest, what)
-        alive = _live_bytes(model)
-        assert alive == plan.at_rest.total_bytes, f"{what}: {alive} bytes alive, {plan.at_rest}"
+    _assert_equal(memory_report(model), plan.at_rest, what)
+    alive = _live_bytes(model)
+    assert alive == plan.at_rest.total_bytes, f"{what}: {alive} bytes alive, {plan.at_rest}"
 
-        with record_traffic(group) as traffic:
-            parity.loss_of(model, parity.batch(3, 0, group.rank)).backward()
-            _assert_equal(memory_report(model), plan.memory.before_step, f"{what}, before the step")
-            optimizer.step()
-        optimizer.zero_grad()
-        sent, planned = _sent(traffic), _planned(plan)
-        assert sent == planned, f"{what}: sent {sent}, planned {planned}"
-        assert _given_bytes(model) == plan.save.num_bytes, what
-        del model, optimizer
+    with record_traffic(group) as traffic:
+        parity.loss_of(model, parity.batch(3, 0, group.rank)).backward()
+        _assert_equal(memory_report(model), plan.memory.before_step, f"{what}, before the step")
+        optimizer.step()
+    optimizer.zero_grad()
+    sent, planned = _sent(traffic), _planned(plan)
+    assert sent == planned, f"{what}: sent {sent}, planned {planned}"
+    assert _given_bytes(model) == plan.save.num_bytes, what
+    del model, optimizer
 
 
 def _assert_equal(report: Any, planned: Any, what: str) -> None:
@@ -244,9 +244,9 @@ def _planned(plan: Plan) -> dict[str, tuple[int, ...]]:
     for each in plan.traffic:
         total = sums.setdefault(each.name, [0, 0, 0, 0])
         total[0] += each.calls
-        total[1] += each.payload_numel
-        total[2] += each.payload_bytes
-        total[3] += each.padding_bytes
+        total[1] += each.sent.payload_numel
+        total[2] += each.sent.payload_bytes
+        total[3] += each.sent.padding_bytes
     return {name: tuple(total) for name, total in sums.items()}
 
 
@@ -266,25 +266,23 @@ def _compare_step_peak(group: Group) -> None:
         samples.append(parity.live_bytes(at_least=block_bytes // 2))
 
     for stage in parity.STAGES:
-        with parity.counting_from_here():
-            model = parity.build(parity.Chain)
-            optimizer = parity.adamw(model)
-            config = ZeroConfig(stage)
-            plan = zero_engine.plan(
-                parity.Chain(), config, world_size=2, device="cpu", rank=group.rank
-            )
-            zero_engine.shard(model, optimizer, config, group=group)
-            _chain_step(model, optimizer)
-            samples.clear()
-            for param in model.parameters():
-                param.register_hook(sample)
-                param.register_post_accumulate_grad_hook(sample)
-            optimizer.register_step_pre_hook(sample)
-            _chain_step(model, optimizer)
+        parity.count_from_here()
+        model = parity.build(parity.Chain)
+        optimizer = parity.adamw(model)
+        config = ZeroConfig(stage)
+        plan = zero_engine.plan(parity.Chain(), config, world_size=2, device="cpu", rank=group.rank)
+        zero_engine.shard(model, optimizer, config, group=group)
+        _chain_step(model, optimizer)
+        samples.clear()
+        for param in model.parameters():
+            param.register_hook(sample)
+            param.register_post_accumulate_grad_hook(sample)
+        optimizer.register_step_pre_hook(sample)
+        _chain_step(model, optimizer)
 
-            small = plan.memory.before_step.scalars_bytes
-            assert max(samples) == plan.memory.step_peak_bytes - small, f"stage {stage}"
-            del model, optimizer
+        small = plan.memory.before_step.scalars_bytes
+        assert max(samples) == plan.memory.step_peak_bytes - small, f"stage {stage}"
+        del model, optimizer
 
 
 def _chain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -315,14 +313,14 @@ def _compare_init_peak(group: Group) -> None:
     for stage, precision in ((2, None), (3, None), (3, Precision(params=torch.bfloat16))):
         config = ZeroConfig(stage, precision=precision)
         plan = zero_engine.plan(parity.Chain(), config, world_size=2, device="cpu")
-        with parity.counting_from_here():
-            model = parity.build(parity.Chain)
-            optimizer = parity.adamw(model)
-            with _Sampling() as sampling:
-                zero_engine.shard(model, optimizer, config, group=group)
+        parity.count_from_here()
+        model = parity.build(parity.Chain)
+        optimizer = parity.adamw(model)
+        with _Sampling() as sampling:
+            zero_engine.shard(model, optimizer, config, group=group)
 
-            assert 0 <= plan.memory.init_peak_bytes - sampling.peak <= 64, (stage, precision)
-            del model, optimizer
+        assert 0 <= plan.memory.init_peak_bytes - sampling.peak <= 64, (stage, precision)
+        del model, optimizer
 
 
 # ---- What rests elsewhere ----

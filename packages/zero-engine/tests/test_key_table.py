@@ -14,6 +14,7 @@ from zero_engine import ConfigError, EngineConfig, Offload, ZeroConfig
 from zero_engine._file_key import Becomes, CannotMatter, FileKey, NotBuilt
 from zero_engine._key_table import KEYS, SECTIONS, WRITTEN
 from zero_offload import DiskSettings
+from zero_partition import Wire
 
 # Keys as DeepSpeed 0.19's documentation and source have them, with their defaults, at stage 3;
 # written down from there, so that it is not our table that says what is documented.
@@ -29,6 +30,7 @@ OWNERS: Final = {
     "zero": ZeroConfig,
     "zero.offload": Offload,
     "zero.offload.disk": DiskSettings,
+    "zero.wire": Wire,
 }
 BASE: Final[dict[str, Any]] = {
     "train_batch_size": 8,

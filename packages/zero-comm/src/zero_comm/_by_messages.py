@@ -89,6 +89,22 @@ def reduce_scatter_by_messages(
     return Handle(finish, (), (buffer, out, scratch), (*received, *sends))
 
 
+def exchange_by_messages(
+    buffer: Tensor, chunks: Sequence[Tensor], rows: list[Tensor], *, group: Group, launch: Launch
+) -> Handle[list[Tensor]]:
+    """Send every peer its chunk and receive in its row what it has for this rank."""
+    messages = []
+    for distance in range(1, group.world_size):
+        peer = (group.rank - distance) % group.world_size
+        if rows[peer].numel():
+            messages.append(_receive(rows[peer], peer, group, launch))
+    for distance in range(1, group.world_size):
+        peer = (group.rank + distance) % group.world_size
+        if chunks[peer].numel():
+            messages.append(_send(chunks[peer], peer, group, launch))
+    return Handle(lambda _: rows, messages, (buffer, rows))
+
+
 def gather_to_by_messages(
     shard: Tensor,
     chunks: Sequence[Tensor],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from ._peer_memory import PeerMemory
 from ._reduction import Reduction, finish_mean
 from ._transfer import RemoteBuffer, Transfer
 from ._watch import Launch
+
+T = TypeVar("T")
 
 # A piece of every rank stays in cache until it is added.
 _PIECE_BYTES: Final = 2**18
@@ -99,13 +101,33 @@ def reduce_scatter_by_reading(
     return Handle(partial(_finish, transfer, out, peers, launch.operation))
 
 
+def exchange_by_reading(
+    buffer: Tensor,
+    chunks: Sequence[Tensor],
+    rows: list[Tensor],
+    *,
+    peers: PeerMemory,
+    launch: Launch,
+) -> Handle[list[Tensor]]:
+    """Fill each peer's row with what it has for this rank."""
+    offset = _offset(chunks[peers.rank], buffer)
+
+    def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
+        for distance in range(1, peers.world_size):
+            rank = (peers.rank + distance) % peers.world_size
+            buffers[rank].read_into(rows[rank], offset=offset)
+
+    transfer = peers.launch(launch.key, buffer, carry_out, launch=launch)
+    return Handle(partial(_finish, transfer, rows, peers, launch.operation))
+
+
 def _offset(chunk: Tensor, buffer: Tensor) -> int:
     """Bytes from the start of the buffer."""
     return int(chunk.storage_offset() - buffer.storage_offset()) * buffer.element_size()
 
 
 def _finish(
-    transfer: Transfer, result: Tensor, peers: PeerMemory, what: str, timeout_s: float | None
-) -> Tensor:
+    transfer: Transfer, result: T, peers: PeerMemory, what: str, timeout_s: float | None
+) -> T:
     peers.wait(transfer, what, timeout_s=timeout_s)
     return result

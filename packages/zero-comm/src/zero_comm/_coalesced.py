@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ._codec import AbstractCodec, check_encodable
 from ._compositions import all_gather_flat, all_reduce_flat, broadcast_flat, reduce_scatter_flat
 from ._errors import GroupMismatchError
 from ._group import Group
@@ -16,7 +17,11 @@ from ._wire import by_dtype, check_list, pack, unpack
 
 
 def all_gather_coalesced(
-    shards: Sequence[Tensor], *, group: Group, out: Sequence[Tensor] | None = None
+    shards: Sequence[Tensor],
+    *,
+    group: Group,
+    out: Sequence[Tensor] | None = None,
+    codec: AbstractCodec | None = None,
 ) -> Handle[list[Tensor]]:
     """Concatenate every rank's shard of each tensor, in rank order. Collective.
 
@@ -27,14 +32,17 @@ def all_gather_coalesced(
             sizes and dtypes in the same order on every rank. Copied before this returns.
         group: The ranks that take part.
         out: 1-D tensors to fill, `world_size` times as long as their shard; allocated when None.
+        codec: As for `all_gather_flat`, of all shards of a dtype end to end.
 
     Returns:
         Handle of one 1-D tensor per shard.
 
     Raises:
         GroupMismatchError: A tensor is on another device, not contiguous, or `out` does not fit.
+        CodecError: The codec does not take the dtype of one.
     """
     check_list(shards, group)
+    check_encodable(shards, codec)
     numels = [shard.numel() for shard in shards]
     full = _outputs(shards, out, group, numels=[numel * group.world_size for numel in numels])
     handles = []
@@ -42,7 +50,8 @@ def all_gather_coalesced(
         sent = pack([shards[i] for i in chosen])
         wire = torch.empty(sent.numel() * group.world_size, dtype=dtype, device=group.device)
         splits = [sent.numel()] * group.world_size
-        handles.append((all_gather_flat(wire, splits=splits, group=group, shard=sent), chosen))
+        handle = all_gather_flat(wire, splits=splits, group=group, shard=sent, codec=codec)
+        handles.append((handle, chosen))
 
     def finish(timeout_s: float | None) -> list[Tensor]:
         for handle, chosen in handles:
@@ -61,6 +70,7 @@ def reduce_scatter_coalesced(
     group: Group,
     op: Reduction = Reduction.MEAN,
     out: Sequence[Tensor] | None = None,
+    codec: AbstractCodec | None = None,
 ) -> Handle[list[Tensor]]:
     """Combine each tensor over the ranks and keep this rank's shard of it. Collective.
 
@@ -72,14 +82,17 @@ def reduce_scatter_coalesced(
         group: The ranks that take part.
         op: MEAN or SUM.
         out: 1-D tensors to fill, `numel // world_size` long; allocated when None.
+        codec: As for `reduce_scatter_flat`, of all that goes to one rank in one dtype.
 
     Returns:
         Handle of one 1-D shard per tensor.
 
     Raises:
         GroupMismatchError: A numel does not divide by the world size, or a tensor does not fit.
+        CodecError: The codec does not take the dtype of one.
     """
     check_list(tensors, group)
+    check_encodable(tensors, codec)
     for index, tensor in enumerate(tensors):
         if tensor.numel() % group.world_size:
             raise GroupMismatchError(
@@ -94,7 +107,8 @@ def reduce_scatter_coalesced(
         rows = [tensors[i].detach().view(group.world_size, numels[i]) for i in chosen]
         wire = torch.cat(rows, dim=1).view(-1)  # all that goes to one rank, side by side
         splits = [wire.numel() // group.world_size] * group.world_size
-        handles.append((reduce_scatter_flat(wire, splits=splits, group=group, op=op), chosen))
+        handle = reduce_scatter_flat(wire, splits=splits, group=group, op=op, codec=codec)
+        handles.append((handle, chosen))
 
     def finish(timeout_s: float | None) -> list[Tensor]:
         for handle, chosen in handles:

@@ -9,29 +9,21 @@ only nccl, which documents no order, is free of that promise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._by_messages import gather_by_messages, reduce_scatter_by_messages
-from ._by_reading import gather_by_reading, reduce_scatter_by_reading
+from ._chunks import check_mean, check_tensor, count_traffic, even_splits, own_chunk
+from ._codec import AbstractCodec, check_encodable
+from ._encoded import all_reduce_encoded, gather_encoded, reduce_scatter_encoded
 from ._errors import GroupMismatchError
 from ._group import Group
 from ._handle import Handle, Message
-from ._peer_memory import PeerMemory
+from ._launches import launch_gather, launch_reduce_scatter, torch_op
 from ._reduction import Reduction
-from ._sent import sent_of
-from ._torch_compat import all_gather_single, reduce_scatter_single
-from ._watch import Watch
 
-# Tags far from those a user of torch's send and recv would choose on the same group: torch takes
-# what is positive and has 31 bits.
-_TAG_BASE: Final = 1 << 24
-_VERSION_BASE: Final = 1 << 29
-_NUM_VERSIONS: Final = 3  # so many are told apart, counted round
 _BUILT_IN: Final = -1  # torch's own collectives meet in the order of their launches
 
 
@@ -45,8 +37,13 @@ def all_gather_flat(
     version: int | None = None,
     payload: Sequence[int] | None = None,
     control: bool = False,
+    codec: AbstractCodec | None = None,
 ) -> Handle[Tensor]:
     """Fill every rank's chunk of `out` with that rank's values. Collective; returns at once.
+
+    With a codec, bytes travel, and every chunk of `out`, this rank's own too, is decoded from them
+    in `wait`: the ranks' `out` are equal, and `shard` is not written. A group of one rank sends
+    nothing, and its values stay exact.
 
     Args:
         out: 1-D, contiguous, `sum(splits)` elements, on the group's device; any dtype. Written in
@@ -54,7 +51,8 @@ def all_gather_flat(
         splits: Elements per rank, in rank order; the same on every rank.
         group: The ranks that take part.
         shard: This rank's values, `splits[rank]` elements. None when they are already in their
-            chunk of `out`, in which case nothing is copied.
+            chunk of `out`, in which case nothing is copied. With a codec, in any dtype that it
+            takes, or uint8: the `codec.wire_bytes(splits[rank])` bytes that it has written already.
         tag: Identity of this collective: those with different tags may be launched in different
             order by different ranks where the backend allows it (gloo). Those with the same tag
             must be launched in the same order everywhere.
@@ -62,31 +60,34 @@ def all_gather_flat(
             is waited for in vain, as one with another tag is (gloo; modulo 3).
         payload: Elements per rank that carry data, for the traffic count; `splits` when None.
         control: Count it as `agree`, apart from data: flags, fingerprints, scalars.
+        codec: How values are written while they travel; as they are when None.
 
     Returns:
         Handle of `out`.
 
     Raises:
         GroupMismatchError: `out` or `shard` does not fit `splits` or the group's device.
+        CodecError: The codec does not take such a dtype.
     """
-    own = _own_chunk(out, splits, group)
+    own = own_chunk(out, splits, group)
+    name = "agree" if control else "all_gather"
+    if codec is not None:
+        return _all_gather_encoded(
+            out,
+            splits,
+            group=group,
+            shard=own if shard is None else shard,
+            codec=codec,
+            name=name,
+            tag=tag,
+            version=version,
+            payload=payload,
+        )
     if shard is not None:
         check_tensor(shard, splits[group.rank], group, "shard", dtype=out.dtype)
         own.copy_(shard)
-    name = "agree" if control else "all_gather"
-    count_traffic(group, name, out, splits, payload, sends_own=True)
-    if group.world_size == 1:
-        return Handle(lambda _: out)
-    if group.backend.composes_from_peers:
-        # A message reaches its peer even if this rank ends before it is read: what controls must.
-        peers = None if control else group.peers
-        return _gather(out, splits, group=group, peers=peers, name=name, tag=tag, version=version)
-    if len(set(splits)) == 1:
-        work = all_gather_single(out, own, group=group.process_group, async_op=True)
-    else:
-        chunks = chunks_of(out, splits)
-        work = dist.all_gather(chunks, own, group=group.process_group, async_op=True)
-    return Handle(lambda _: out, (Message(work, "all_gather"),), (out,))
+    count_traffic(group, name, out, splits, payload, sends_own=True, tag=tag)
+    return launch_gather(out, splits, group=group, name=name, tag=tag, version=version)
 
 
 def reduce_scatter_flat(
@@ -98,8 +99,13 @@ def reduce_scatter_flat(
     out: Tensor | None = None,
     tag: int = 0,
     payload: Sequence[int] | None = None,
+    codec: AbstractCodec | None = None,
 ) -> Handle[Tensor]:
     """Combine all ranks' `buffer` and keep this rank's chunk of the result. Collective.
+
+    With a codec each rank's chunk for another, and its own chunk too, is encoded before this
+    returns. They are decoded and added in float32 in `wait`, in rank order on every backend. A
+    group of one rank sends nothing, and its values stay exact.
 
     Args:
         buffer: 1-D, contiguous, `sum(splits)` elements, on the group's device. Borrowed until the
@@ -111,6 +117,7 @@ def reduce_scatter_flat(
             chunk of `buffer`. Allocated when None.
         tag: As for `all_gather_flat`.
         payload: As for `all_gather_flat`.
+        codec: How values are written while they travel; as they are when None.
 
     Returns:
         Handle of `out`. On gloo the sum is taken in `wait`, in rank order.
@@ -118,15 +125,22 @@ def reduce_scatter_flat(
     Raises:
         GroupMismatchError: `buffer` or `out` does not fit `splits` or the group's device, or the
             buffer's dtype has no mean.
+        CodecError: The codec does not take such a dtype.
     """
-    own = _own_chunk(buffer, splits, group)
-    _check_mean(buffer, op, group)
+    own = own_chunk(buffer, splits, group)
+    check_mean(buffer, op, group)
     if out is None:
         out = torch.empty_like(own)
     else:
         check_tensor(out, own.numel(), group, "out", dtype=buffer.dtype)
-    count_traffic(group, "reduce_scatter", buffer, splits, payload, sends_own=False)
-    return _reduce_scatter(buffer, splits=splits, group=group, op=op, out=out, tag=tag)
+    name = "reduce_scatter"
+    check_encodable((buffer,), codec)
+    count_traffic(group, name, buffer, splits, payload, sends_own=False, tag=tag, codec=codec)
+    if codec is None or group.world_size == 1:
+        return launch_reduce_scatter(buffer, splits, group=group, op=op, out=out, tag=tag)
+    return reduce_scatter_encoded(
+        buffer, splits, group=group, op=op, codec=codec, out=out, name=name, tag=tag
+    )
 
 
 def all_reduce_flat(
@@ -137,12 +151,15 @@ def all_reduce_flat(
     splits: Sequence[int] | None = None,
     tag: int = 0,
     payload: Sequence[int] | None = None,
+    codec: AbstractCodec | None = None,
 ) -> Handle[Tensor]:
     """Combine all ranks' `buffer`, in place, into the same values everywhere. Collective.
 
     On gloo it is a reduce-scatter and an all-gather of the chunks in `splits` (even ones when
     None), so that its sums are bit for bit those of `reduce_scatter_flat`; the all-gather is
-    launched in `wait`.
+    launched in `wait`. With a codec it is that on every backend: what travels is encoded twice, as
+    a contribution and as a result, and all ranks have equal values. A group of one rank sends
+    nothing, and its values stay exact.
 
     Args:
         buffer: 1-D, contiguous, on the group's device.
@@ -152,38 +169,46 @@ def all_reduce_flat(
         tag: As for `all_gather_flat`; in addition all-reduces with the same tag must be waited on
             in the same order everywhere.
         payload: As for `all_gather_flat`.
+        codec: How values are written while they travel; as they are when None.
 
     Returns:
         Handle of `buffer`.
 
     Raises:
         GroupMismatchError: `buffer` does not fit `splits` or the group's device, or has no mean.
+        CodecError: The codec does not take such a dtype.
     """
     if splits is None:
         splits = even_splits(buffer.numel(), group.world_size)
-    own = _own_chunk(buffer, splits, group)
-    _check_mean(buffer, op, group)
-    count_traffic(group, "all_reduce", buffer, splits, payload, sends_own=False)
-    count_traffic(group, "all_reduce", buffer, splits, payload, sends_own=True, calls=False)
+    own = own_chunk(buffer, splits, group)
+    check_mean(buffer, op, group)
+    name = "all_reduce"
+    check_encodable((buffer,), codec)
+    for sends_own in (False, True):
+        count_traffic(
+            group,
+            name,
+            buffer,
+            splits,
+            payload,
+            sends_own=sends_own,
+            tag=tag,
+            calls=int(sends_own),
+            codec=codec,
+        )
     if group.world_size == 1:
         return Handle(lambda _: buffer)
+    if codec is not None:
+        return all_reduce_encoded(buffer, splits, group=group, op=op, codec=codec, tag=tag)
     if not group.backend.composes_from_peers:
-        reduce_op = _torch_op(group, op)
+        reduce_op = torch_op(group, op)
         work = dist.all_reduce(buffer, reduce_op, group=group.process_group, async_op=True)
-        return Handle(lambda _: buffer, (Message(work, "all_reduce"),), (buffer,))
-    reduction = _reduce_scatter(buffer, splits=splits, group=group, op=op, out=own, tag=tag)
+        return Handle(lambda _: buffer, (Message(work, name),), (buffer,))
+    reduction = launch_reduce_scatter(buffer, splits, group=group, op=op, out=own, tag=tag)
 
     def finish(timeout_s: float | None) -> Tensor:
         reduction.wait(timeout_s=timeout_s)
-        gathering = _gather(
-            buffer,
-            splits,
-            group=group,
-            peers=group.peers,
-            name="all_reduce",
-            tag=tag,
-            is_late=True,
-        )
+        gathering = launch_gather(buffer, splits, group=group, name=name, tag=tag, is_late=True)
         return gathering.wait(timeout_s=timeout_s)
 
     return Handle(finish, (), (buffer,))
@@ -209,8 +234,8 @@ def broadcast_flat(buffer: Tensor, *, src: int, group: Group) -> Handle[Tensor]:
             f"(rank {group.rank})"
         )
     check_tensor(buffer, buffer.numel(), group, "buffer")
-    sent = buffer.numel() * (group.world_size - 1) if group.rank == src else 0
-    group.count("broadcast", payload_numel=sent, itemsize=buffer.element_size())
+    splits = [buffer.numel() if rank == src else 0 for rank in range(group.world_size)]
+    count_traffic(group, "broadcast", buffer, splits, None, sends_own=True)
     if group.world_size == 1:
         return Handle(lambda _: buffer)
     launch = group.watch.launch("broadcast", _BUILT_IN) if group.watch is not None else None
@@ -221,152 +246,33 @@ def broadcast_flat(buffer: Tensor, *, src: int, group: Group) -> Handle[Tensor]:
     return Handle(lambda _: buffer, (Message(work, "broadcast", launch, peer),), (buffer,))
 
 
-def even_splits(numel: int, world_size: int) -> tuple[int, ...]:
-    """Cut `numel` elements into chunks that differ by one at most."""
-    quotient, rest = divmod(numel, world_size)
-    return tuple(quotient + (rank < rest) for rank in range(world_size))
-
-
-def _reduce_scatter(
-    buffer: Tensor, *, splits: Sequence[int], group: Group, op: Reduction, out: Tensor, tag: int
-) -> Handle[Tensor]:
-    own = chunks_of(buffer, splits)[group.rank]
-    if group.world_size == 1:
-        if out.data_ptr() != own.data_ptr():
-            out.copy_(own)
-        return Handle(lambda _: out)
-    if group.backend.composes_from_peers:
-        chunks, peers = chunks_of(buffer, splits), group.peers
-        launch = watch_of(group).launch("reduce_scatter", key_of(tag), tag=tag)
-        if peers is None:
-            return reduce_scatter_by_messages(
-                buffer, chunks, group=group, op=op, out=out, launch=launch
-            )
-        return reduce_scatter_by_reading(buffer, chunks, peers=peers, op=op, out=out, launch=launch)
-    if len(set(splits)) == 1:
-        work = reduce_scatter_single(
-            out, buffer, _torch_op(group, op), group=group.process_group, async_op=True
-        )
-    else:
-        work = dist.reduce_scatter(
-            out,
-            list(chunks_of(buffer, splits)),
-            _torch_op(group, op),
-            group=group.process_group,
-            async_op=True,
-        )
-    return Handle(lambda _: out, (Message(work, "reduce_scatter"),), (buffer, out))
-
-
-def _gather(
-    buffer: Tensor,
+def _all_gather_encoded(
+    out: Tensor,
     splits: Sequence[int],
     *,
     group: Group,
-    peers: PeerMemory | None,
+    shard: Tensor,
+    codec: AbstractCodec,
     name: str,
     tag: int,
-    version: int | None = None,
-    is_late: bool = False,
-) -> Handle[Tensor]:
-    chunks, key = chunks_of(buffer, splits), key_of(tag, version=version, is_late=is_late)
-    launch = watch_of(group).launch(name, key, tag=tag, version=version)
-    if peers is None:
-        return gather_by_messages(buffer, chunks, group=group, launch=launch)
-    return gather_by_reading(buffer, chunks, peers=peers, launch=launch)
-
-
-def watch_of(group: Group) -> Watch:
-    """What waits for messages of a backend that composes."""
-    assert group.watch is not None, "where a backend composes, the group has a watch"
-    return group.watch
-
-
-def key_of(tag: int, *, version: int | None = None, is_late: bool = False) -> int:
-    """What messages carry, so that only those of one collective meet.
-
-    What is launched in `wait` is late: ranks may wait before or after they launch something else.
-    """
-    part = 0 if version is None else 1 + version % _NUM_VERSIONS
-    return _TAG_BASE + 2 * tag + is_late + part * _VERSION_BASE
-
-
-def _torch_op(group: Group, op: Reduction) -> Any:
-    assert group.backend.reduces_mean, f"{group.backend.name} has no mean of its own"
-    return dist.ReduceOp.AVG if op is Reduction.MEAN else dist.ReduceOp.SUM
-
-
-def chunks_of(buffer: Tensor, splits: Sequence[int]) -> list[Tensor]:
-    """A flat buffer, cut as the splits say."""
-    return [buffer[start:stop] for start, stop in pairwise(accumulate(splits, initial=0))]
-
-
-def _own_chunk(buffer: Tensor, splits: Sequence[int], group: Group) -> Tensor:
-    if len(splits) != group.world_size:
-        raise GroupMismatchError(
-            f"expected one split per rank, {group.world_size} in all, got {len(splits)} "
-            f"(rank {group.rank})"
-        )
-    check_tensor(buffer, sum(splits), group, "buffer")
-    start = sum(splits[: group.rank])
-    return buffer[start : start + splits[group.rank]]
-
-
-def check_tensor(
-    tensor: Tensor, numel: int, group: Group, name: str, *, dtype: torch.dtype | None = None
-) -> None:
-    """Raise GroupMismatchError unless its memory can be taken as it is."""
-    is_dense = tensor.layout == torch.strided
-    if not is_dense or tensor.shape != (numel,) or not tensor.is_contiguous():
-        strides = f" with strides {tensor.stride()}" if is_dense else ""
-        raise GroupMismatchError(
-            f"expected {name} to be 1-D, dense and contiguous with {numel} elements, got "
-            f"{tensor.layout} of shape {tuple(tensor.shape)}{strides} (rank {group.rank}); flatten "
-            "it with tensor.contiguous().view(-1)"
-        )
-    if tensor.is_conj() or tensor.is_neg():
-        raise GroupMismatchError(
-            f"expected {name} with its values in memory, got a lazily conjugated or negated view "
-            f"(rank {group.rank}); pass tensor.resolve_conj().resolve_neg()"
-        )
-    if tensor.device != group.device:
-        raise GroupMismatchError(
-            f"expected {name} on {group.device}, where this group communicates, got "
-            f"{tensor.device} (rank {group.rank}); move it, or make the group for that device"
-        )
-    if dtype is not None and tensor.dtype != dtype:
-        raise GroupMismatchError(
-            f"expected {name} to be {dtype} as the buffer is, got {tensor.dtype} (rank "
-            f"{group.rank}); convert it first, values travel as they are"
-        )
-
-
-def _check_mean(buffer: Tensor, op: Reduction, group: Group) -> None:
-    if op is Reduction.MEAN and not (buffer.is_floating_point() or buffer.is_complex()):
-        raise GroupMismatchError(
-            f"expected a floating point dtype for a mean, got {buffer.dtype} (rank {group.rank}); "
-            "use Reduction.SUM"
-        )
-
-
-def count_traffic(
-    group: Group,
-    name: str,
-    buffer: Tensor,
-    splits: Sequence[int],
+    version: int | None,
     payload: Sequence[int] | None,
-    *,
-    sends_own: bool,
-    calls: bool = True,
-) -> None:
-    """Tell whoever records traffic what an operation on this buffer asks this rank to send."""
-    if not group.recorders:
-        return
-    sent = sent_of(splits, payload, rank=group.rank, sends_own=sends_own)
-    group.count(
-        name,
-        payload_numel=sent.payload_numel,
-        padding_numel=sent.padding_numel,
-        itemsize=buffer.element_size(),
-        calls=int(calls),
+) -> Handle[Tensor]:
+    """From values, or from the bytes of values."""
+    own, numel = own_chunk(out, splits, group), splits[group.rank]
+    is_written = shard.dtype == torch.uint8
+    check_tensor(shard, codec.wire_bytes(numel) if is_written else numel, group, "shard")
+    check_encodable((out,) if is_written else (out, shard), codec)
+    count_traffic(group, name, out, splits, payload, sends_own=True, tag=tag, codec=codec)
+    if group.world_size == 1:
+        return Handle(lambda _: codec.decode(shard, out) if is_written else own.copy_(shard))
+    return gather_encoded(
+        out,
+        splits,
+        group=group,
+        shard=shard,
+        codec=codec,
+        name=name,
+        tag=tag,
+        version=version,
     )

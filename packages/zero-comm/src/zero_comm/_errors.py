@@ -13,6 +13,10 @@ class GroupMismatchError(ValueError):
     """Tensors do not fit the group they were handed to: device, shape or split."""
 
 
+class CodecError(ValueError):
+    """Values, or bytes on the wire, do not fit a codec; or there is no codec of that name."""
+
+
 class AgreementError(RuntimeError):
     """Ranks that must hold the same value hold different ones."""
 

@@ -13,7 +13,8 @@ from attrs import define, field
 from torch import Tensor
 
 from ._agreement import check_agreement
-from ._compositions import all_gather_flat, check_tensor, count_traffic
+from ._chunks import check_tensor, count_traffic
+from ._compositions import all_gather_flat
 from ._errors import CommError, GroupMismatchError
 from ._group import Group
 from ._peer_memory import PeerMemory
@@ -71,6 +72,7 @@ class Exposure:
         splits: Sequence[int],
         starts: Sequence[int] | None = None,
         payload: Sequence[int] | None = None,
+        tag: int | None = None,
         timeout_s: float | None = None,
     ) -> None:
         """Fill `out` with every rank's values of `shard`. Local: peers need not call it.
@@ -81,6 +83,7 @@ class Exposure:
             splits: Elements per rank, in rank order.
             starts: Where they start in each rank's shard, in elements; at its first when None.
             payload: Elements per rank that carry data, for the traffic count; `splits` when None.
+            tag: Whose `Purpose` has the subject that it is counted under; none when None.
             timeout_s: Longest wait for a peer that is writing, in seconds; the group's when None.
 
         Raises:
@@ -92,7 +95,7 @@ class Exposure:
             self.end_write()
         starts = [0] * len(splits) if starts is None else starts
         index = self._check(shard, out, splits, starts)
-        count_traffic(self.group, "all_gather", out, splits, payload, sends_own=True)
+        count_traffic(self.group, "all_gather", out, splits, payload, sends_own=True, tag=tag)
         for rank, (begin, end) in enumerate(pairwise(accumulate(splits, initial=0))):
             first = starts[rank]
             if rank == self.group.rank:

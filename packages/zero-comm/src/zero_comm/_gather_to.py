@@ -9,10 +9,12 @@ from torch import Tensor
 
 from ._by_messages import gather_to_by_messages
 from ._by_reading import gather_to_by_reading
-from ._compositions import check_tensor, chunks_of, key_of, watch_of
+from ._chunks import check_tensor, chunks_of
 from ._errors import GroupMismatchError
 from ._group import Group
 from ._handle import Handle
+from ._launches import key_of, watch_of
+from ._sent import Sent
 
 
 def gather_flat(
@@ -49,11 +51,10 @@ def gather_flat(
         )
     check_tensor(shard, splits[group.rank], group, "shard")
     is_target = group.rank == to
-    group.count(
-        "gather",
-        payload_numel=0 if is_target else shard.numel(),
-        itemsize=shard.element_size(),
-    )
+    numel = 0 if is_target else shard.numel()
+    sent = Sent(numel, numel * shard.element_size())
+    inside, across = (Sent(), sent) if group.is_across(to) else (sent, Sent())
+    group.count("gather", inside=inside, across=across, tag=tag)
     chunks: list[Tensor] = []
     if is_target:
         out = shard.new_empty(sum(splits)) if out is None else out

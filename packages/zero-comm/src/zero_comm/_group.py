@@ -5,23 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 
 from ._backend import BACKENDS, Backend
 from ._errors import CommError
 from ._peer_memory import PeerMemory
+from ._sent import Sent
 from ._shared_host import shared_host
 from ._torch_compat import let_gloo_finish_at_exit
+from ._traffic import Traffic, TrafficLog
 from ._watch import Purpose, Watch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ._traffic import Traffic
+_NOTHING: Final = Sent()
 
 
 @frozen(eq=False)
@@ -37,6 +39,9 @@ class Group:
     watch: Watch | None = field(default=None, repr=False)  # where messages are waited for
     transport: str = ""  # how values travel, and why so, in one line
     recorders: list[Traffic] = field(default=Factory(list), repr=False)
+    purposes: dict[int, Purpose] = field(default=Factory(dict), repr=False)  # by tag
+    nodes: tuple[int, ...] = field(default=(), repr=False)  # of each rank; () where not known
+    log: TrafficLog | None = field(default=None, repr=False)  # counts like a recorder, for good
 
     @classmethod
     def solo(cls, device: torch.device | str = "cpu") -> Group:
@@ -95,15 +100,19 @@ class Group:
         world_size = dist.get_world_size(process_group)
         where = _with_index(torch.device(device))
         backend, peers, watch, transport = BACKENDS[name], None, None, BACKENDS[name].reason
+        nodes: tuple[int, ...] = ()
         if backend.composes_from_peers and world_size > 1:
             let_gloo_finish_at_exit()
             found = shared_host(
                 process_group, rank=rank, world_size=world_size, timeout_s=timeout_s
             )
             peers, watch, transport = found.peers, found.watch, found.reason
+            nodes = found.hosts
             if patience_s is not None:
                 watch.patience_s = patience_s
-        return cls(process_group, rank, world_size, where, backend, peers, watch, transport)
+        group = cls(process_group, rank, world_size, where, backend, peers, watch, transport)
+        purposes = group.purposes if watch is None else watch.purposes  # one for all who wrap it
+        return evolve(group, purposes=purposes, nodes=nodes)
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, axis: str | int | None = None) -> Group:
@@ -118,28 +127,33 @@ class Group:
         return dist.get_global_rank(self.process_group, rank)
 
     def explain(self, purposes: Mapping[int, Purpose]) -> None:
-        """Say what the collectives with these tags are for, for messages of errors. Local."""
-        if self.watch is not None:
-            self.watch.purposes.update(purposes)
+        """Say what the collectives with these tags are for: to errors, and in counts. Local."""
+        self.purposes.update(purposes)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether anyone wants to know what it sends."""
+        return bool(self.recorders) or self.log is not None
+
+    def is_across(self, rank: int) -> bool:
+        """Whether a rank of this group is known to be on another node than this one."""
+        return bool(self.nodes) and self.nodes[rank] != self.nodes[self.rank]
 
     def count(
         self,
         name: str,
         *,
-        payload_numel: int,
-        padding_numel: int = 0,
-        itemsize: int = 1,
+        inside: Sent = _NOTHING,
+        across: Sent = _NOTHING,
         calls: int = 1,
+        tag: int | None = None,
     ) -> None:
-        """Tell whoever records traffic about one call. Local."""
-        for traffic in self.recorders:
-            traffic.add(
-                name,
-                calls=calls,
-                payload_numel=payload_numel,
-                padding_numel=padding_numel,
-                itemsize=itemsize,
-            )
+        """Tell whoever records traffic about one call, and its levels apart. Local."""
+        purpose = None if tag is None else self.purposes.get(tag)
+        subject = "" if purpose is None else purpose.subject
+        logged = () if self.log is None else (self.log.now,)
+        for traffic in (*self.recorders, *logged):
+            traffic.add(name, subject=subject, calls=calls, inside=inside, across=across)
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 from attrs import frozen
+
+from ._codec import AbstractCodec
 
 
 @frozen
 class Sent:
-    """Elements that one operation on one buffer has this rank send."""
+    """What went out, summed over the peers it was sent to."""
 
-    payload_numel: int  # that carry data, summed over the peers they are sent to
-    padding_numel: int
+    payload_numel: int = 0  # elements that carry data
+    payload_bytes: int = 0
+    padding_bytes: int = 0
+    scale_bytes: int = 0  # what a codec adds to its integers
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self.payload_bytes + self.padding_bytes + self.scale_bytes
+
+    def __add__(self, other: Sent) -> Sent:
+        """Both."""
+        return Sent(
+            self.payload_numel + other.payload_numel,
+            self.payload_bytes + other.payload_bytes,
+            self.padding_bytes + other.padding_bytes,
+            self.scale_bytes + other.scale_bytes,
+        )
+
+    def __mul__(self, times: int) -> Sent:
+        """So many."""
+        return Sent(
+            self.payload_numel * times,
+            self.payload_bytes * times,
+            self.padding_bytes * times,
+            self.scale_bytes * times,
+        )
+
+    def __sub__(self, other: Sent) -> Sent:
+        """The rest."""
+        return Sent(
+            self.payload_numel - other.payload_numel,
+            self.payload_bytes - other.payload_bytes,
+            self.padding_bytes - other.padding_bytes,
+            self.scale_bytes - other.scale_bytes,
+        )
 
 
 def sent_of(
@@ -21,8 +59,10 @@ def sent_of(
     *,
     rank: int,
     sends_own: bool,
-    peers: Sequence[int] | None = None,
-) -> Sent:
+    itemsize: int,
+    codec: AbstractCodec | None = None,
+    nodes: Sequence[int] = (),
+) -> tuple[Sent, Sent]:
     """What an algorithm that sends each element once to each rank that needs it sends. Local.
 
     Args:
@@ -31,13 +71,58 @@ def sent_of(
         rank: Whose.
         sends_own: Its own chunk to every peer, as in an all-gather; else every peer its chunk, as
             in a reduce-scatter. An all-reduce does both.
-        peers: Count what goes to these other ranks only; to all of them when None.
+        itemsize: Bytes of an element, where no codec says otherwise.
+        codec: In which chunks travel.
+        nodes: Of each rank; all on one when empty.
+
+    Returns:
+        Inside the rank's node, and across nodes.
     """
-    payload = splits if payload is None else payload
+    return _sent_of(
+        tuple(splits),
+        tuple(splits if payload is None else payload),
+        tuple(nodes),
+        rank=rank,
+        sends_own=sends_own,
+        itemsize=itemsize,
+        codec=codec,
+    )
 
-    def total(chunks: Sequence[int]) -> int:
-        if peers is None:
-            return chunks[rank] * (len(chunks) - 1) if sends_own else sum(chunks) - chunks[rank]
-        return chunks[rank] * len(peers) if sends_own else sum(chunks[peer] for peer in peers)
 
-    return Sent(total(payload), total(splits) - total(payload))
+@lru_cache(maxsize=4096)  # the same collectives come again in every step
+def _sent_of(
+    splits: tuple[int, ...],
+    payload: tuple[int, ...],
+    nodes: tuple[int, ...],
+    *,
+    rank: int,
+    sends_own: bool,
+    itemsize: int,
+    codec: AbstractCodec | None,
+) -> tuple[Sent, Sent]:
+    levels: tuple[Counter[tuple[int, int]], ...] = (Counter(), Counter())
+    for peer in range(len(splits)):
+        if peer != rank:
+            chunk = rank if sends_own else peer
+            is_across = bool(nodes) and nodes[peer] != nodes[rank]
+            levels[is_across][splits[chunk], payload[chunk]] += 1
+    inside, across = (
+        sum(
+            (
+                chunk_sent(*of, itemsize=itemsize, codec=codec) * times
+                for of, times in level.items()
+            ),
+            Sent(),
+        )
+        for level in levels
+    )
+    return inside, across
+
+
+def chunk_sent(numel: int, payload: int, *, itemsize: int, codec: AbstractCodec | None) -> Sent:
+    """What a chunk of `numel` elements is, of which `payload` carry data, once it is sent."""
+    if codec is None:
+        return Sent(payload, payload * itemsize, (numel - payload) * itemsize)
+    value_bytes, scale_bytes = codec.value_bytes(payload), codec.scale_bytes(numel)
+    padding_bytes = codec.wire_bytes(numel) - value_bytes - scale_bytes
+    return Sent(payload, value_bytes, padding_bytes, scale_bytes)

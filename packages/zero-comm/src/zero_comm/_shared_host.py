@@ -50,6 +50,7 @@ class SharedHost:
     peers: PeerMemory | None
     reason: str
     watch: Watch
+    hosts: tuple[int, ...]  # of each rank; one number per host
 
 
 _FOUND: Final[WeakKeyDictionary[Any, SharedHost]] = WeakKeyDictionary()
@@ -72,6 +73,7 @@ def _find_out(table: _Table) -> SharedHost:
     where, verdict = peers.whereabouts, _try_alone()
     mine = [verdict, _boot_id(), os.getppid(), where.pid, where.address, where.token]
     hello = table.tell_all(mine)
+    hosts = tuple(row[1] for row in hello)
     interrupt = partial(break_connections, ref(table.process_group))
     watch = Watch(f"{hello[0][-1]:x}", table.rank, interrupt)  # a name that no group had before
     peers.watch = watch
@@ -92,8 +94,8 @@ def _find_out(table: _Table) -> SharedHost:
     for other, (number,) in enumerate(verdicts):
         if number != _Verdict.OK:
             reason = f"messages, because rank {other} {_REASONS[_Verdict(number)]}"
-            return SharedHost(None, reason, watch)
-    return SharedHost(peers, _REASONS[_Verdict.OK], watch)
+            return SharedHost(None, reason, watch, hosts)
+    return SharedHost(peers, _REASONS[_Verdict.OK], watch, hosts)
 
 
 def _try_alone() -> _Verdict:

@@ -1,4 +1,4 @@
-"""Count what a rank sends: calls, payload and padding, per operation."""
+"""Count what a rank sends: calls, payload, padding and scales, per operation, level and subject."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from attrs import Factory, define
+from attrs import Factory, define, field
+
+from ._sent import Sent
 
 if TYPE_CHECKING:
     from ._group import Group
@@ -20,33 +22,76 @@ class OperationTraffic:
     payload_numel: int = 0  # elements that carry data, summed over the peers they were sent to
     payload_bytes: int = 0
     padding_bytes: int = 0
+    scale_bytes: int = 0  # what codecs add to their integers
+    across: Sent = field(
+        factory=Sent
+    )  # of all this, what was sent to other nodes, as far as these are known
+
+    @property
+    def sent(self) -> Sent:
+        """To whomever."""
+        return Sent(self.payload_numel, self.payload_bytes, self.padding_bytes, self.scale_bytes)
+
+    @property
+    def inside(self) -> Sent:
+        """What stayed inside this rank's node."""
+        return self.sent - self.across
+
+    def add(self, *, calls: int, inside: Sent, across: Sent) -> None:
+        """Count what `calls` calls sent together."""
+        total = self.sent + inside + across
+        self.calls += calls
+        self.payload_numel, self.payload_bytes = total.payload_numel, total.payload_bytes
+        self.padding_bytes, self.scale_bytes = total.padding_bytes, total.scale_bytes
+        self.across += across
 
 
 @define(eq=False)
 class Traffic:
-    """Per operation: all_gather, gather, reduce_scatter, all_reduce, broadcast, agree."""
+    """Per operation: all_gather, gather, reduce_scatter, all_reduce, broadcast, agree.
+
+    `subjects` has the same again by the subject of their `Purpose`, "" where none is known.
+    """
 
     operations: dict[str, OperationTraffic] = Factory(dict)
+    subjects: dict[str, dict[str, OperationTraffic]] = Factory(dict)
 
     def payload_numel(self, *names: str) -> int:
         """Payload elements sent by the named operations; by all but `agree` when none is named.
 
         `agree` is control: fingerprints, flags and scalars. The published formulas leave it out.
         """
-        chosen = names or tuple(name for name in self.operations if name != "agree")
-        return sum(
-            self.operations[name].payload_numel for name in chosen if name in self.operations
-        )
+        return sum(operation.payload_numel for operation in self._chosen(names))
 
-    def add(
-        self, name: str, *, calls: int, payload_numel: int, padding_numel: int, itemsize: int
-    ) -> None:
+    def inside(self, *names: str) -> Sent:
+        """Sent inside this rank's node by the named operations; by all but `agree` when none is."""
+        return sum((operation.inside for operation in self._chosen(names)), start=Sent())
+
+    def across(self, *names: str) -> Sent:
+        """Sent to other nodes by the named operations; by all but `agree` when none is named."""
+        return sum((operation.across for operation in self._chosen(names)), start=Sent())
+
+    def add(self, name: str, *, subject: str, calls: int, inside: Sent, across: Sent) -> None:
         """Count what `calls` calls of `name` sent together."""
-        operation = self.operations.setdefault(name, OperationTraffic())
-        operation.calls += calls
-        operation.payload_numel += payload_numel
-        operation.payload_bytes += payload_numel * itemsize
-        operation.padding_bytes += padding_numel * itemsize
+        for operations in (self.operations, self.subjects.setdefault(subject, {})):
+            operation = operations.setdefault(name, OperationTraffic())
+            operation.add(calls=calls, inside=inside, across=across)
+
+    def _chosen(self, names: tuple[str, ...]) -> list[OperationTraffic]:
+        chosen = names or tuple(name for name in self.operations if name != "agree")
+        return [self.operations[name] for name in chosen if name in self.operations]
+
+
+@define(eq=False)
+class TrafficLog:
+    """What was sent since the last turn, and in the one before: for who asks afterwards."""
+
+    now: Traffic = Factory(Traffic)
+    last: Traffic | None = None  # None before the first turn
+
+    def turn(self) -> None:
+        """Begin anew."""
+        self.now, self.last = Traffic(), self.now
 
 
 @contextmanager
@@ -56,6 +101,8 @@ def record_traffic(group: Group) -> Iterator[Traffic]:
     What counts is what an algorithm that sends each element once to each rank that needs it sends
     from this rank: (N-1) shards for an all-gather, all but the own shard for a reduce-scatter, the
     sum of both for an all-reduce. So a buffer of M elements costs M(N-1)/N, averaged over ranks.
+
+    Of a group that is the whole of some `Levels`, what their other two groups send counts too.
     """
     traffic = Traffic()
     group.recorders.append(traffic)

@@ -7,11 +7,11 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 from weakref import ReferenceType, ref
 
-from attrs import asdict, define, field, frozen
+from attrs import asdict, define, evolve, field, frozen
 
 from ._errors import DivergenceError
 from ._torch_compat import default_store
@@ -38,6 +38,7 @@ class Purpose:
 
     what: str  # "gathering unit 'blocks.0'"
     remedy: str = ""  # what to do where a rank does not come to it
+    subject: str = ""  # what its traffic is counted under: "blocks.0"
 
 
 @define(eq=False)
@@ -58,7 +59,7 @@ class Launch:
         purpose = known or Purpose(self.operation)
         if self.version is None:
             return purpose
-        return Purpose(f"{purpose.what} (version {self.version})", purpose.remedy)
+        return evolve(purpose, what=f"{purpose.what} (version {self.version})")
 
 
 @frozen(eq=False)
@@ -75,37 +76,65 @@ class _Position:
 
     doing: str
     remedy: str
-    key: int
+    key: str
     number: int
-    peer: int
-    launched: Mapping[str, int]  # by key; a string, for JSON
+    peer: int  # in the scope
+    launched: Mapping[str, int]  # by key
 
     def lacks(self, peer: _Position) -> bool:
         """Whether that peer has yet to launch what this rank waits for."""
-        return peer.launched.get(str(self.key), 0) < self.number
+        return peer.launched.get(self.key, 0) < self.number
+
+
+@define(eq=False)
+class Scope:
+    """Where ranks tell each other: one for groups that share ranks, as a circle may go through all.
+
+    Of the first of the groups, which has all ranks of the others.
+    """
+
+    name: str  # of its own in the store, the same on every rank
+    rank: int
+    launched: dict[str, int] = field(factory=dict)  # by group and key
 
 
 @define(eq=False)
 class Watch:
     """What one rank launched on one process group, and what it waits for now."""
 
-    name: str  # of its own in the store, the same on every rank
+    name: str  # that no other group has, the same on every rank
     rank: int
     interrupt: Callable[[], None]  # ends all waits of this rank, and its peers' for it
     patience_s: float = PATIENCE_S
     purposes: dict[int, Purpose] = field(factory=dict, init=False)  # by tag
-    _launched: dict[int, int] = field(factory=dict, init=False)
+    _scope: Scope = field(init=False)
+    _ranks: Sequence[int] | None = field(default=None, init=False)  # in the scope; the same if None
     has_diverged: bool = field(default=False, init=False)  # found here, or heard of
     _waiting: tuple[Wait, float] | None = field(default=None, init=False)  # since when
     _divergence: str = field(default="", init=False)
     _told_user_of: float = field(default=0.0, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
 
+    def __attrs_post_init__(self) -> None:
+        self._scope = Scope(self.name, self.rank)
+
+    def join(self, other: Watch, ranks: Sequence[int]) -> None:
+        """Find circles that go through the other's group too. Local, on every rank of both.
+
+        Args:
+            other: Of a group that has all ranks of this one.
+            ranks: Where these are in it.
+        """
+        if self._scope is not other._scope:
+            other._scope.launched.update(self._scope.launched)
+            self._scope, self._ranks = other._scope, tuple(ranks)
+
     def launch(
         self, operation: str, key: int, *, tag: int | None = None, version: int | None = None
     ) -> Launch:
         """Count a collective that begins."""
-        number = self._launched[key] = self._launched.get(key, 0) + 1
+        launched, name = self._scope.launched, self._name_of(key)
+        number = launched[name] = launched.get(name, 0) + 1
         return Launch(self, operation, key, number, tag, version)
 
     def begin(self, wait: Wait) -> None:
@@ -131,7 +160,7 @@ class Watch:
             return None
         return DivergenceError(
             "ranks wait for each other in different collectives, and none would ever end: "
-            f"{self._divergence} (seen on rank {self.rank}; this group can be used no more)"
+            f"{self._divergence} (seen on rank {self._scope.rank}; this group can be used no more)"
         )
 
     def look(self, *, seen: float) -> float:
@@ -168,7 +197,7 @@ class Watch:
             _LOG.warning(
                 "rank %d has waited %.0f s for rank %d in %s; that rank computes, or waits for "
                 "something else than a collective of this library",
-                *(self.rank, waited_s, wait.peer, wait.launch.purpose.what),
+                *(self._scope.rank, waited_s, self._in_scope(wait.peer), wait.launch.purpose.what),
             )
 
     def _diverge(self, text: str) -> None:
@@ -177,10 +206,10 @@ class Watch:
 
     def _tell_and_follow(self, wait: Wait) -> dict[int, _Position]:
         """The ranks that wait for each other in a circle, this one among them; else nothing."""
-        mine = self._position(wait)
+        mine, rank = self._position(wait), self._scope.rank
         store = default_store()
-        store.set(self._key(str(self.rank)), json.dumps(asdict(mine)))
-        chain, last = {self.rank: mine}, mine
+        store.set(self._key(str(rank)), json.dumps(asdict(mine)))
+        chain, last = {rank: mine}, mine
         while True:
             peer = last.peer
             theirs = chain.get(peer)
@@ -191,18 +220,23 @@ class Watch:
             if not last.lacks(theirs):
                 return {}
             if peer in chain:
-                return chain if peer == self.rank else {}  # those in that circle notice it
+                return chain if peer == rank else {}  # those in that circle notice it
             chain[peer] = last = theirs
 
     def _position(self, wait: Wait) -> _Position:
         launch, purpose = wait.launch, wait.launch.purpose
-        launched = {str(key): number for key, number in dict(self._launched).items()}
-        return _Position(
-            purpose.what, purpose.remedy, launch.key, launch.number, wait.peer, launched
-        )
+        key, peer = self._name_of(launch.key), self._in_scope(wait.peer)
+        launched = dict(self._scope.launched)
+        return _Position(purpose.what, purpose.remedy, key, launch.number, peer, launched)
+
+    def _in_scope(self, rank: int) -> int:
+        return rank if self._ranks is None else self._ranks[rank]
+
+    def _name_of(self, key: int) -> str:
+        return f"{self.name}/{key}"
 
     def _key(self, what: str) -> str:
-        return f"zero_comm/watch/{self.name}/{what}"
+        return f"zero_comm/watch/{self._scope.name}/{what}"
 
 
 @define(eq=False)

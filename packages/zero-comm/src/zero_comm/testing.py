@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import hashlib
 import importlib.util
 import inspect
@@ -169,7 +170,7 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         context = get_context("forkserver")
         # Only imported there, nothing run: no thread and no CUDA context exists when it forks.
-        context.set_forkserver_preload([__name__, *({"pytest"} & sys.modules.keys())])
+        context.set_forkserver_preload(_worth_loading_once())
         for rank in range(self.world_size):
             stack_file = Path(self._folder.name, f"stack-{rank}")
             stack_file.touch()
@@ -254,6 +255,12 @@ class RankPool:
         )
 
 
+def _worth_loading_once() -> list[str]:
+    """What takes long to load: torch, what optimizers add at their first step, and our packages."""
+    ours = {name for name in sys.modules if name.startswith("zero_") and "." not in name}
+    return [__name__, "torch._dynamo", *sorted(ours | ({"pytest"} & sys.modules.keys()))]
+
+
 def _address(body: Callable[..., Any]) -> tuple[str, str]:
     name = getattr(body, "__qualname__", repr(body))
     file = inspect.getsourcefile(inspect.unwrap(body)) if inspect.isfunction(body) else None
@@ -274,6 +281,7 @@ def _serve(link: Connection, rank: int, world_size: int, stack_file: str) -> Non
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
     torch.set_num_threads(1)
+    gc.freeze()  # modules stay: collections, of which tests ask for many, need not look at them
     threading.Thread(target=_die_with_parent, daemon=True).start()
     with Path(stack_file).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
@@ -307,8 +315,7 @@ def _answer(message: bytes, rank: int, world_size: int) -> _Reply:
 
 
 def _join(request: _Request, rank: int, world_size: int) -> Group:
-    if dist.is_initialized():  # the last run's group: all ranks have answered, none needs it
-        dist.destroy_process_group()
+    _leave()
     if world_size == 1:
         return Group.solo()
     dist.init_process_group(
@@ -319,6 +326,15 @@ def _join(request: _Request, rank: int, world_size: int) -> Group:
         timeout=timedelta(seconds=request.timeout_s + _GROUP_MARGIN_S),
     )
     return Group.from_process_group()
+
+
+def _leave() -> None:
+    """Let go of the last run's group: all ranks have answered, none needs it."""
+    if dist.is_initialized():
+        last = [dist.group.WORLD]
+        dist.destroy_process_group()
+        # Its threads look up every 10 ms: whoever drops it last waits for them, and it is not us.
+        threading.Thread(target=last.clear).start()
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from zero_partition import (
     Cut,
     GatheredParameters,
     Precision,
+    Wire,
     backward_without_batch,
     clip_grad_norm_,
     coalesce_reduction,
@@ -61,7 +62,7 @@ from ._saver import Saver, Snapshot
 from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from ._shard import shard, unshard
 from ._stop_signals import StopSignals
-from ._tables import schedule_table
+from ._tables import report, schedule_table
 
 __all__ = [
     "ChainedOptimizer",
@@ -99,6 +100,7 @@ __all__ = [
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "Wire",
     "ZeroConfig",
     "__version__",
     "backward_without_batch",
@@ -133,6 +135,7 @@ __all__ = [
     "register_external_parameter",
     "release_buffers",
     "reload_states",
+    "report",
     "save",
     "save_picture",
     "schedule_table",

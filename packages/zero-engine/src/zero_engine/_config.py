@@ -14,9 +14,11 @@ from zero_partition import (
     CutChoice,
     LayoutError,
     Limits,
+    PartitionError,
     Placements,
     Precision,
     Stage,
+    Wire,
 )
 
 from ._checks import at_least, is_kind
@@ -84,6 +86,13 @@ def _check_offload(config: ZeroConfig, _: Attribute, offload: Offload | None) ->
             )
 
 
+def _check_wire(config: ZeroConfig, _: Attribute, wire: Wire) -> None:
+    try:
+        wire.check(config.placements)
+    except PartitionError as error:
+        raise ConfigError(f"ZeroConfig.wire: {error}") from error
+
+
 def _check_state_dict(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
     if value not in ("raise", "gather"):
         raise ConfigError(f"ZeroConfig.state_dict: expected 'raise' or 'gather', got {value!r}")
@@ -125,6 +134,8 @@ class ZeroConfig:
             names `full_state_dict`, "gather" makes it collective and gives every rank everything.
         offload: What rests on the host or on disk: the optimizer's state at stages 1 to 3, the
             parameters' shards at stage 3. Nothing when None.
+        wire: Which ranks exchange what: `Wire(secondary=True)` keeps gathers of backward inside a
+            node, `Wire(replicas=True)` shards over a node and averages over the nodes.
         timeout_s: How long `shard` waits for ranks that do not call it, in seconds.
 
     Raises:
@@ -151,6 +162,7 @@ class ZeroConfig:
     offload: Offload | None = field(
         default=None, validator=[is_kind(Offload, None), _check_offload], kw_only=True
     )
+    wire: Wire = field(default=Wire(), validator=[is_kind(Wire), _check_wire], kw_only=True)
     timeout_s: float = field(default=60.0, validator=at_least(0.001, (int, float)), kw_only=True)
 
     @classmethod

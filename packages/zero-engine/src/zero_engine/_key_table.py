@@ -10,6 +10,7 @@ from . import (
     _keys_of_precision,
     _keys_of_reports,
     _keys_of_training,
+    _keys_of_wire,
     _keys_of_zero,
 )
 from ._errors import ConfigError
@@ -22,6 +23,7 @@ KEYS: Final[dict[str, FileKey]] = {
         _keys_of_precision,
         _keys_of_zero,
         _keys_of_offload,
+        _keys_of_wire,
         _keys_of_reports,
     )
     for key in module.KEYS

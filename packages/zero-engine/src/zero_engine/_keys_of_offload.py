@@ -1,4 +1,4 @@
-"""Offload and ZeRO++ in `zero_optimization`, and the section `aio`."""
+"""Offload in `zero_optimization`, and the section `aio`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zero_offload import DiskSettings
 
 from ._file_key import Becomes, CannotMatter, FileKey, Gate, NotBuilt, section
 from ._offload import SUBGROUP_BYTES
-from ._value_kinds import COUNT, FLAG, FOLDER, OBJECT, POSITIVE, choice, integer, number
+from ._value_kinds import COUNT, FLAG, FOLDER, OBJECT, POSITIVE, choice, number
 
 _DEVICE: Final = choice("none", "cpu", "nvme")
 _RESIDENCES: Final = {"none": "device", "cpu": "host", "nvme": "disk"}
@@ -26,8 +26,6 @@ _ANY_ON_DISK: Final = Gate(("offload_optimizer.device", "offload_param.device"),
 _OWN_BUFFERS: Final = CannotMatter("buffers are planned from what passes through them")
 _OVERLAPS: Final = CannotMatter("reading, stepping and writing always overlap")
 _SUBMISSION: Final = CannotMatter("requests are handed over in batches, while earlier ones run")
-_QUANTIZED: Final = NotBuilt("quantized communication (ZeRO++)")
-_MICS: Final = NotBuilt("sharding within a part of the ranks (MiCS)")
 
 _ADAM_BYTES_PER_ELEMENT: Final = 12  # fp32: master, first and second moment
 _PAGE_BYTES: Final = 4096
@@ -121,19 +119,6 @@ KEYS: Final = (
             gate=Gate(("offload_optimizer.device",), ("nvme",)),
         ),
         FileKey("zenflow", OBJECT, None, NotBuilt("ZenFlow")),
-        FileKey("zero_quantized_weights", FLAG, False, _QUANTIZED, min_stage=3),
-        FileKey("zero_quantized_nontrainable_weights", FLAG, False, _QUANTIZED, min_stage=3),
-        FileKey("zero_quantized_gradients", FLAG, False, _QUANTIZED),
-        FileKey("zeropp_loco_param", OBJECT, None, _QUANTIZED),
-        FileKey(
-            "zero_hpz_partition_size",
-            POSITIVE,
-            1,
-            NotBuilt("a second copy of parameters within a node (hpZ)"),
-            min_stage=3,
-        ),
-        FileKey("mics_shard_size", integer(-1), -1, _MICS, min_stage=3),
-        FileKey("mics_hierarchical_params_gather", FLAG, False, _MICS, gate="mics_shard_size"),
     ),
     FileKey(
         "aio.block_size",

@@ -1,4 +1,4 @@
-"""The section `zero_optimization`, but for offload and ZeRO++."""
+"""The section `zero_optimization`, but for offload and the wire."""
 
 from __future__ import annotations
 

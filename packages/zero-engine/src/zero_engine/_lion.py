@@ -29,6 +29,8 @@ class Lion(torch.optim.Optimizer):
         ConfigError: Names the option, what was expected and what came.
     """
 
+    needs_cut = "flat"
+
     def __init__(
         self,
         params: Any,

@@ -85,7 +85,7 @@ def load(
         zero_comm.CommError: A rank did not take part in time.
     """
     sharded = sharded_of(model, optimizer, "load()")
-    group = sharded.group
+    group = sharded.whole
     opened: list[Checkpoint | None] = []
 
     def open_it() -> str:
@@ -185,9 +185,9 @@ def _verify(checkpoint: Checkpoint, group: Group) -> None:
 
 def _fill_own_buffers(checkpoint: Checkpoint, sharded: ShardedModel) -> None:
     """Those of this rank that were not rank 0's, if as many ranks have saved them."""
-    if checkpoint.world_size != sharded.group.world_size:
+    if checkpoint.world_size != sharded.whole.world_size:
         return
-    own = checkpoint.rank_buffers.get(sharded.group.rank, {})
+    own = checkpoint.rank_buffers.get(sharded.whole.rank, {})
     buffers = dict(sharded.model.named_buffers(remove_duplicate=False))
     for name, reader in own.items():
         if name in buffers:

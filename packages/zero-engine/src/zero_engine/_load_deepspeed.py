@@ -97,7 +97,7 @@ def load_deepspeed(
     is_plain = optimizer is None and find_sharded(model) is None
     sharded = None if is_plain else sharded_of(model, optimizer, _WHAT)
     if sharded is not None:
-        group = sharded.group
+        group = sharded.whole
     group = default_group(model) if group is None else group
     found = _opened(lambda: DeepSpeedFolder.open(folder, tag), group)
     content = {n: {k: str(r.shape) for k, r in state.items()} for n, state in found.states.items()}
@@ -144,7 +144,7 @@ def _load_sharded(
     is_strict: bool,
 ) -> tuple[tuple[str, ...], tuple[str, ...], int]:
     """Returns names that are missing, those that are unexpected, and how many entries went in."""
-    group = sharded.group
+    group = sharded.whole
     groups: list[dict[str, Any]] = [
         {"params": options["params"]} for options in param_groups_of(sharded)
     ]

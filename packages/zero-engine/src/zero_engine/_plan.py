@@ -72,17 +72,17 @@ class Plan:
     @property
     def payload_bytes(self) -> int:
         """Sent in a step, without padding."""
-        return sum(operation.payload_bytes for operation in self.traffic)
+        return sum(each.sent.payload_bytes for each in self.traffic)
 
     @property
     def sent_bytes(self) -> int:
         """Sent in a step, inside the node and across nodes."""
-        return self.payload_bytes + sum(each.padding_bytes for each in self.traffic)
+        return sum(each.sent.num_bytes for each in self.traffic)
 
     @property
     def across_bytes(self) -> int:
         """Sent in a step to ranks of other nodes."""
-        return sum(each.across_bytes for each in self.traffic)
+        return sum(each.across.num_bytes for each in self.traffic)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, as JSON has them."""
@@ -211,7 +211,7 @@ def _rows(
                 whole_bytes=unit.num_bytes,
                 shard_bytes=sum(b.layout.splits[rank] * b.dtype.itemsize for b in unit.buffers),
                 gathers=max(gathers, default=0),
-                sent_bytes=sum(each.payload_bytes + each.padding_bytes for each in mine),
+                sent_bytes=sum(each.sent.num_bytes for each in mine),
             )
         )
     return tuple(rows)

@@ -90,6 +90,7 @@ def shard(
             home=elsewhere.home,
             updater=elsewhere.updater,
             gradient_home=elsewhere.gradient_home,
+            wire=config.wire,
             timeout_s=config.timeout_s,
         )
     except BaseException:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 from tabulate import tabulate
 from torch import nn
-from zero_partition import schedule_report
+from zero_comm import OperationTraffic, Sent
+from zero_partition import schedule_report, traffic_report
 
 
 def schedule_table(model: nn.Module) -> str:
@@ -24,3 +27,39 @@ def schedule_table(model: nn.Module) -> str:
         f"{table}\n\nat most {report.peak_live_numel:,} elements whole at once; "
         f"slots of {report.slots_bytes:,} bytes"
     )
+
+
+def report(model: nn.Module) -> str:
+    """What this rank sent for a model in its last step: by operation, and by unit. Local.
+
+    Bytes, those that stay inside its node and those that go across to other nodes apart, as far as
+    nodes are known: from `Wire(levels=...)`, or from the hosts that gloo ranks run on. With
+    `Wire(replicas=True)` a reduction is a reduce_scatter inside and an all_reduce across. The
+    values behind it are `zero_partition.traffic_report(model)`.
+
+    Raises:
+        zero_partition.StateError: Not sharded.
+    """
+    traffic = traffic_report(model)
+    headers = ["inside", "across", "of these padding", "scales"]
+    operations = [
+        [name, operation.calls, *_bytes_of([operation])]
+        for name, operation in sorted(traffic.operations.items())
+    ]
+    every = traffic.operations.values()
+    total = ["total", sum(operation.calls for operation in every), *_bytes_of(every)]
+    units = [
+        [subject or "(no unit)", *_bytes_of(of_subject.values())]
+        for subject, of_subject in traffic.subjects.items()
+    ]
+    by_operation = tabulate([*operations, total], headers=["operation", "calls", *headers])
+    return f"{by_operation}\n\n{tabulate(units, headers=['unit', *headers])}"
+
+
+def _bytes_of(operations: Iterable[OperationTraffic]) -> list[str]:
+    inside, across = Sent(), Sent()
+    for operation in operations:
+        inside, across = inside + operation.inside, across + operation.across
+    both = inside + across
+    numbers = (inside.num_bytes, across.num_bytes, both.padding_bytes, both.scale_bytes)
+    return [f"{number:,}" for number in numbers]

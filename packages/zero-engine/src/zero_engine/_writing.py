@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from zero_comm import Group, check_agreement
 from zero_partition import (
@@ -95,7 +95,7 @@ class Writing:
             warn_of_gradients(stacklevel=4)
         groups = [] if optimizer is None else param_groups_of(sharded)
         request = _check(engine=engine, param_groups=groups, **asked)
-        group = sharded.group
+        group = sharded.whole
         facts = {name: str(getattr(request, name)) for name in _AGREED}
         facts["optimizer"] = str(optimizer is not None)
         check_agreement(facts, group=group, timeout_s=_TIMEOUT_S)
@@ -107,8 +107,9 @@ class Writing:
         )
         buffers = persistent_buffers(model)
         others = differing_buffers(buffers, group=group, timeout_s=_TIMEOUT_S)
+        given = parts if sharded.routes.is_first_replica else evolve(parts, batches=())
         frozen_batches, batches = given_batches(
-            parts, group.rank, buffers, others, capture_rngs(group.device)
+            given, group.rank, buffers, others, capture_rngs(group.device)
         )
         self = cls(
             group,

@@ -10,12 +10,17 @@ from zero_offload import DiskSettings
 from ._errors import ConfigError
 from ._file_key import Becomes
 from ._json_file import Source, shown
+from ._keys_of_wire import wire_of
 from ._offload import Offload
 from ._precision_settings import precision_of
 from ._settings import STAGE, Setting, Settings, read_settings
 
 # Values that several keys make together, those within others first.
-_PARTS: Final[Mapping[str, Any]] = {"zero.offload.disk": DiskSettings, "zero.offload": Offload}
+_PARTS: Final[Mapping[str, Any]] = {
+    "zero.offload.disk": DiskSettings,
+    "zero.offload": Offload,
+    "zero.wire": wire_of,
+}
 _OF_SEVERAL: Final = ("zero.precision",)  # fields that are no single key's
 
 

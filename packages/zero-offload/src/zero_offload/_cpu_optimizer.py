@@ -34,6 +34,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
     optimizers; `torch.amp.GradScaler` uses them.
     """
 
+    needs_cut = "flat"  # elementwise: a part of a parameter is stepped as in the whole
     grad_scale: Tensor | float | None  # set by others, or missing
     found_inf: Tensor | float | None
 

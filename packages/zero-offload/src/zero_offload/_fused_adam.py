@@ -43,6 +43,8 @@ class FusedAdam(torch.optim.Optimizer):
             the message says why and how to.
     """
 
+    needs_cut = "flat"  # elementwise: a part of a parameter is stepped as in the whole
+
     def __init__(
         self,
         params: Iterable[Any],

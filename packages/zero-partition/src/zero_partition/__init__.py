@@ -59,6 +59,7 @@ from ._public import (
     park,
     release_buffers,
     schedule_report,
+    traffic_report,
     unpark,
     unpartition,
     unscale_and_clip_,
@@ -83,6 +84,7 @@ from ._state_parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
 from ._traffic_plan import PlannedOperation, plan_traffic
 from ._unsharded import unsharded
 from ._updater import MASTER, AbstractUpdater, Opening, UpdaterReport
+from ._wire import Routes, Wire
 
 __all__ = [
     "AS_IT_IS",
@@ -126,6 +128,7 @@ __all__ = [
     "Precision",
     "RestPlan",
     "RoomPlan",
+    "Routes",
     "ScheduleReport",
     "ScheduleRow",
     "ShardSize",
@@ -140,6 +143,7 @@ __all__ = [
     "UnitPlan",
     "UpdaterReport",
     "WholeTensor",
+    "Wire",
     "ZeroRedundancyOptimizer",
     "__version__",
     "backward_without_batch",
@@ -182,6 +186,7 @@ __all__ = [
     "set_local_grad",
     "set_local_optimizer_state",
     "set_local_param",
+    "traffic_report",
     "unpark",
     "unpartition",
     "unregister_external_parameter",

@@ -16,6 +16,7 @@ from ._early_guards import unguard_module
 from ._early_shard import find_early, forget_early, in_batches
 from ._errors import PartitionError
 from ._placement import Placement
+from ._wire import Routes
 
 _BATCH_BYTES: Final = 2**20  # small parameters travel together
 
@@ -60,7 +61,7 @@ def release_modules(model: nn.Module) -> None:
 
 
 def adopt(
-    plan: BufferPlan, params: Sequence[nn.Parameter], *, group: Group, placement: Placement
+    plan: BufferPlan, params: Sequence[nn.Parameter], *, routes: Routes, placement: Placement
 ) -> tuple[Tensor, Tensor | None]:
     """Fill a flat buffer from parameters of which some are early sharded. Collective.
 
@@ -70,14 +71,14 @@ def adopt(
     Returns:
         This rank's shard, and the whole buffer where parameters rest replicated.
     """
-    layout, is_sharded = plan.layout, placement is Placement.SHARDED
-    numel = layout.splits[group.rank] if is_sharded else layout.numel
-    resting = torch.zeros(numel, dtype=plan.dtype, device=group.device)
-    pieces = {piece.index: piece for piece in layout.pieces(group.rank)}
+    layout, is_sharded, rank = plan.layout, placement is Placement.SHARDED, routes.shards.rank
+    numel = layout.splits[rank] if is_sharded else layout.numel
+    resting = torch.zeros(numel, dtype=plan.dtype, device=routes.whole.device)
+    pieces = {piece.index: piece for piece in layout.pieces(rank)}
     index = 0
     named = zip((param.name for param in plan.params), params, strict=True)
     for batch in in_batches(named, max_bytes=_BATCH_BYTES):
-        for value in _take([param for _, param in batch], group):
+        for value in _take([param for _, param in batch], routes.whole):
             if not is_sharded:
                 resting[layout.spans[index].as_slice()].copy_(value)
             elif (piece := pieces.get(index)) is not None:
@@ -86,7 +87,7 @@ def adopt(
             del value
     if is_sharded:
         return resting, None
-    return resting[layout.shard(group.rank).as_slice()], resting
+    return resting[layout.shard(rank).as_slice()], resting
 
 
 def _take(params: Sequence[nn.Parameter], group: Group) -> Iterator[Tensor]:

@@ -19,14 +19,16 @@ from ._model_plan import resting_of
 from ._placement import Placement
 from ._residence import Residence
 from ._rest import AbstractRest, AtHome, InMemory, WithState
+from ._secondary import SecondaryShards
 from ._shard_home import ShardSize
 from ._unit import Unit
+from ._wire import Routes
 
 
 def distribute(
     model: nn.Module,
     plans: Sequence[UnitPlan],
-    group: Group,
+    routes: Routes,
     placements: Mapping[int, Placement],
     residence: Residence,
 ) -> tuple[Unit, ...]:
@@ -35,7 +37,7 @@ def distribute(
     Args:
         model: Whose parameters.
         plans: Of its units.
-        group: The ranks.
+        routes: The ranks.
         placements: Of parameters, by position of their unit.
         residence: Where shards and masters rest, if not on the device.
     """
@@ -43,7 +45,7 @@ def distribute(
     modules = dict(model.named_modules())
     buffers = [buffer for _, buffer in model.named_buffers()]
     dense = [buffer.contiguous() for buffer in buffers]
-    broadcast_coalesced(dense, group=group).wait()
+    broadcast_coalesced(dense, group=routes.whole).wait()
     for buffer, value in zip(buffers, dense, strict=True):
         if value is not buffer:
             buffer.copy_(value)
@@ -58,7 +60,7 @@ def distribute(
                     buffer_plan,
                     owned,
                     next_index,
-                    group,
+                    routes,
                     placement=placement,
                     residence=residence,
                 )
@@ -70,7 +72,10 @@ def distribute(
             for position, param in enumerate(buffer_plan.params)
             for name in param.names
         )
-        units.append(Unit(plan, unit_index, group, placement, tuple(flat_buffers), owners))
+        unit = Unit(plan, unit_index, routes.shards, placement, tuple(flat_buffers), owners)
+        if routes.node is not None and placement is Placement.SHARDED:
+            unit.secondary = SecondaryShards(routes.node, plan.buffers)
+        units.append(unit)
     return tuple(units)
 
 
@@ -102,7 +107,7 @@ def _lay_down(
     plan: BufferPlan,
     params: tuple[nn.Parameter, ...],
     index: int,
-    group: Group,
+    routes: Routes,
     *,
     placement: Placement,
     residence: Residence,
@@ -110,7 +115,8 @@ def _lay_down(
     """Move parameters into a flat buffer; masters keep the values from before the rounding."""
     master_dtype = residence.master_of(plan, placement)
     source = plan if master_dtype is None else evolve(plan, dtype=master_dtype)
-    values, whole = _flatten(source, params, group, placement)
+    group = routes.shards
+    values, whole = _flatten(source, params, routes, placement)
     whole = None if whole is None else whole.to(plan.dtype)
     home, updater = residence.home_of(placement), residence.updater
     resting: AbstractRest
@@ -150,17 +156,17 @@ def _lay_down(
 
 
 def _flatten(
-    plan: BufferPlan, params: tuple[nn.Parameter, ...], group: Group, placement: Placement
+    plan: BufferPlan, params: tuple[nn.Parameter, ...], routes: Routes, placement: Placement
 ) -> tuple[Tensor, Tensor | None]:
     """This rank's shard, and the whole buffer where parameters rest replicated."""
     if any(find_early(param) is not None for param in params):
-        return adopt(plan, params, group=group, placement=placement)
-    whole = torch.zeros(plan.layout.numel, dtype=plan.dtype, device=group.device)
+        return adopt(plan, params, routes=routes, placement=placement)
+    whole = torch.zeros(plan.layout.numel, dtype=plan.dtype, device=routes.whole.device)
     with torch.no_grad():
         for span, param in zip(plan.layout.spans, params, strict=True):
             whole[span.as_slice()].copy_(param.detach().reshape(-1))
-    broadcast_flat(whole, src=0, group=group).wait()
-    shard = whole[plan.layout.shard(group.rank).as_slice()]
+    broadcast_flat(whole, src=0, group=routes.whole).wait()
+    shard = whole[plan.layout.shard(routes.shards.rank).as_slice()]
     if placement is Placement.SHARDED:
         return shard.clone(), None
     return shard, whole

@@ -44,7 +44,7 @@ class Gather:
 
     def check(self) -> None:
         """Raise, before anything is sent, what `GatheredParameters` documents. Local."""
-        group = self.sharded.group
+        group = self.sharded.whole
         modifier = self.modifier_rank
         self.sharded.refuse_parked(self.what, StateKind.PARAMS)
         if modifier is not None:
@@ -83,7 +83,7 @@ class Gather:
 
     def report(self, *, has_raised: bool) -> None:
         """Tell the others how this rank leaves. Launches only: they may be far behind, or gone."""
-        group = self.sharded.group
+        group = self.sharded.whole
         if self._report is not None or not self._is_open:
             return
         said = [Verdict.RAISED if has_raised else self._judge(place) for place in self.places]
@@ -102,7 +102,7 @@ class Gather:
 
     def settle(self) -> None:
         """Agree on what was changed, and keep or refuse it. Collective."""
-        group = self.sharded.group
+        group = self.sharded.whole
         assert self._report is not None, "report() comes first"
         self.sharded.unread.remove(self._report)
         reports = self._report.wait().view(group.world_size, -1).tolist()
@@ -172,7 +172,7 @@ class Gather:
         return self._watch.judge(place, may_edit=self.modifier_rank is not None)
 
     def _keep_changes(self, modifier: int) -> None:
-        group = self.sharded.group
+        group = self.sharded.whole
         self.sharded.schedule.settle()  # nobody reads the shards that we write
         handles = []
         for place in self.places:

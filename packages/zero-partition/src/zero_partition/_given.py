@@ -14,12 +14,12 @@ from ._places import Place
 
 def for_rank(place: Place, value: Any, to_rank: int | None) -> Any:
     """The value on the rank that wants it, on all when None; None elsewhere."""
-    return value if to_rank in (None, place.group.rank) else None
+    return value if to_rank in (None, place.whole.rank) else None
 
 
 def check_rank(place: Place, from_rank: int | None, what: str) -> None:
     """Raise StateError unless it is a rank of the group, or None."""
-    group = place.group
+    group = place.whole
     if from_rank is not None and not 0 <= from_rank < group.world_size:
         raise StateError(
             f"{what}: expected from_rank in 0..{group.world_size - 1}, got {from_rank} (rank "
@@ -43,7 +43,7 @@ def given_value(
         from_rank: Whose value counts; each rank's own when None.
         what: What the user called.
     """
-    (shape, dtype), group = expected, place.group
+    (shape, dtype), group = expected, place.whole
     check_rank(place, from_rank, what)
     got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
     if from_rank is not None:
@@ -70,7 +70,7 @@ def copy_given(place: Place, part: Tensor, value: Any, what: str) -> None:
         got = f"{value.numel()} elements" if isinstance(value, Tensor) else repr(value)
         raise StateError(
             f"{what}: parameter {place.name!r}: expected this rank's part, a tensor of "
-            f"{part.numel()} elements, got {got} (rank {place.group.rank})"
+            f"{part.numel()} elements, got {got} (rank {place.whole.rank})"
         )
     with torch.no_grad():
         part.copy_(value.detach().view(part.shape))

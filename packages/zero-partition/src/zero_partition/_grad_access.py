@@ -81,7 +81,7 @@ def set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     if part is None:
         raise StateError(
             f"set_local_grad(): parameter {place.name!r} has no gradient (rank "
-            f"{place.group.rank}); set_full_grad() makes one"
+            f"{place.whole.rank}); set_full_grad() makes one"
         )
     copy_given(place, part, value, "set_local_grad()")
 
@@ -133,7 +133,7 @@ def _check_grads(place: Place, what: str) -> None:
     sharded.refuse_parked(what, StateKind.GRADS)
     if sharded.is_backward_open:
         raise StateError(
-            f"{what}: a backward is running, or an exception ended it (rank {place.group.rank}); "
+            f"{what}: a backward is running, or an exception ended it (rank {place.whole.rank}); "
             "gradients are there when backward() has returned"
         )
     with plain_access():
@@ -143,7 +143,7 @@ def _check_grads(place: Place, what: str) -> None:
     if not has_any:
         raise StateError(
             f"{what}: parameter {place.name!r}: there are no gradients now (rank "
-            f"{place.group.rank}); they are there from the end of loss.backward() until "
+            f"{place.whole.rank}); they are there from the end of loss.backward() until "
             "zero_grad()"
         )
 
@@ -170,7 +170,7 @@ def _local_grad(place: Place, what: str) -> Tensor | None:
     if any(other.has_local for other in reducer.gradients):
         raise StateError(
             f"{what}: parameter {place.name!r}: inside no_sync, and until the gradients it left "
-            f"are reduced, no rank has its part (rank {place.group.rank}); call full_grad(param)"
+            f"are reduced, no rank has its part (rank {place.whole.rank}); call full_grad(param)"
         )
     _check_grads(place, what)
     with plain_access():

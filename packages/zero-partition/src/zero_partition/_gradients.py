@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Final
 
 import torch
@@ -13,7 +14,9 @@ from zero_comm import (
     DivergenceError,
     Group,
     Handle,
+    Reduction,
     all_reduce_flat,
+    even_splits,
     reduce_scatter_flat,
 )
 
@@ -27,6 +30,7 @@ from ._precision import AS_IT_IS, Precision
 from ._slots import Slot
 from ._torch_compat import foreach_add_, foreach_copy_
 from ._unit import Unit
+from ._wire import Routes
 
 # NOTE(arrival): autograd gives away a gradient it has just made when `param.grad` is None, and adds
 # into what it finds otherwise. We let it give away, and copy into the flat buffer: 8 bytes of
@@ -83,6 +87,7 @@ class BufferGradients:
     lent: dict[int, Tensor | None] = field(factory=dict, init=False)  # see NOTE(lending)
     is_lending: bool = field(default=False, init=False)
     in_flight: Handle[Tensor] | None = None
+    _across: Callable[[Tensor], Handle[Tensor]] | None = None  # launches what follows `in_flight`
     factor_after: float = field(default=1.0, init=False)  # of the reduction in flight
     received: Tensor | None = None  # where the reduction in flight ends, if not in the shard
     norms: EarlyNorms = field(factory=EarlyNorms, init=False)  # of what has left the device
@@ -185,8 +190,9 @@ class BufferGradients:
         self.arrived.update(grads)
         self._make_room()
 
-    def launch(self, group: Group) -> None:
+    def launch(self, routes: Routes) -> None:
         """Start the reduction; parameters without a gradient count as zero."""
+        group = routes.shards
         assert self.accumulator is not None, "the reducer gives one first"
         if not all(self.filled):
             for position, filled in enumerate(self.filled):
@@ -196,7 +202,7 @@ class BufferGradients:
         self._forget_arrivals()
         layout, tag = self.buffer.plan.layout, self.buffer.reduce_tag
         splits, payload = layout.splits, layout.payload_splits
-        scaling = self.precision.scaling_of(group.world_size)
+        scaling = self.precision.scaling_of(routes.whole.world_size)
         self.factor_after = scaling.after
         if scaling.divisor_before != 1.0:
             self.accumulator.div_(scaling.divisor_before)
@@ -225,6 +231,43 @@ class BufferGradients:
             out=self.shard if self.received is None else self.received,
             tag=tag,
         )
+        if routes.replicas is not None:
+            self._across = partial(self._launch_across, routes.replicas, scaling.op)
+
+    def go_across(self) -> bool:
+        """Where replicas have the same shard: wait for ours, and start the reduction of all.
+
+        Returns:
+            Whether it starts now, with the accumulator empty; not where there are none, or twice.
+        """
+        if self.in_flight is None or self._across is None:
+            return False
+        launch, self._across = self._across, None
+        self.in_flight = launch(self._wait())
+        return True
+
+    def _launch_across(self, replicas: Group, op: Reduction, shard: Tensor) -> Handle[Tensor]:
+        layout = self.buffer.plan.layout
+        splits = even_splits(shard.numel(), replicas.world_size)
+        return all_reduce_flat(
+            shard,
+            group=replicas,
+            op=op,
+            splits=splits,
+            payload=layout.payload_of(splits, start=layout.shard(self.buffer.group.rank).start),
+            tag=self.buffer.reduce_tag,
+        )
+
+    def _wait(self) -> Tensor:
+        assert self.in_flight is not None, "the reducer lists what is in flight"
+        try:
+            return self.in_flight.wait()
+        except DivergenceError:
+            raise  # it names the units
+        except CommError as error:
+            raise CommError(
+                f"reducing the gradients of unit {self.unit.name!r}: {error}"
+            ) from error
 
     def ensure_shard(self) -> None:
         """Memory for this rank's part of the reduced gradients; see NOTE(shards)."""
@@ -256,15 +299,8 @@ class BufferGradients:
 
     def finish(self) -> None:
         """Wait for the reduction, and add it to what the optimizer has."""
-        assert self.in_flight is not None, "the reducer lists what is in flight"
-        try:
-            self.in_flight.wait()
-        except DivergenceError:
-            raise  # it names the units
-        except CommError as error:
-            raise CommError(
-                f"reducing the gradients of unit {self.unit.name!r}: {error}"
-            ) from error
+        self.go_across()
+        self._wait()
         self.in_flight = None
         if self.factor_after != 1.0:
             ours = self.shard if self.shards_state else self.accumulator

@@ -129,15 +129,20 @@ class FlatLayout:
     @cached_property
     def payload_splits(self) -> tuple[int, ...]:
         """Elements per rank that belong to a tensor."""
-        numels, first = [0] * len(self.shards), 0
+        return self.payload_of(self.splits)
+
+    def payload_of(self, splits: Iterable[int], *, start: int = 0) -> tuple[int, ...]:
+        """Elements that belong to a tensor, in chunks of these sizes that begin at `start`."""
+        chunks = [Span(*ends) for ends in pairwise(accumulate(splits, initial=start))]
+        numels, first = [0] * len(chunks), 0
         for span in self.spans:
-            while first < len(self.shards) and self.shards[first].stop <= span.start:
+            while first < len(chunks) and chunks[first].stop <= span.start:
                 first += 1
-            for rank in range(first, len(self.shards)):
-                if self.shards[rank].start >= span.stop:
+            for index in range(first, len(chunks)):
+                if chunks[index].start >= span.stop:
                     break
-                part = span.overlap(self.shards[rank])
-                numels[rank] += 0 if part is None else part.numel
+                part = span.overlap(chunks[index])
+                numels[index] += 0 if part is None else part.numel
         return tuple(numels)
 
     def shard(self, rank: int) -> Span:

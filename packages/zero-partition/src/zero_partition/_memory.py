@@ -26,6 +26,7 @@ class MemoryReport:
     optimizer_bytes: int  # elements of the optimizer's state, masters of parameters included
     padding_bytes: int  # what alignment and even cuts add to the three
     slots_bytes: int  # where sharded parameters are whole while in use
+    secondary_bytes: int  # this rank's parts of its node's copy of them, padding included
     reduction_bytes: int  # where gradients are collected and received
     gathered_bytes: int  # parameters that are whole by request, or used outside their unit
     scalars_bytes: int  # stand-ins of sharded parameters, step counters, flags between ranks
@@ -47,6 +48,7 @@ class MemoryReport:
             self.model_state_bytes
             + self.padding_bytes
             + self.slots_bytes
+            + self.secondary_bytes
             + self.reduction_bytes
             + self.gathered_bytes
             + self.scalars_bytes
@@ -106,6 +108,9 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
         optimizer_bytes=state,
         padding_bytes=padding,
         slots_bytes=sharded.schedule.pool.num_bytes,
+        secondary_bytes=sum(
+            unit.secondary.num_bytes for unit in sharded.units if unit.secondary is not None
+        ),
         reduction_bytes=reduction,
         gathered_bytes=_gathered_bytes(sharded),
         scalars_bytes=scalars + state_scalars,

@@ -66,6 +66,7 @@ def plan_memory(
         optimizer_bytes=counts.state + held.device_bytes,
         padding_bytes=counts.padding,
         slots_bytes=slots,
+        secondary_bytes=0,  # secondary shards are not planned yet
         reduction_bytes=_pool_bytes(plan)
         + counts.accumulators
         + counts.shards

@@ -79,7 +79,7 @@ class OutsideUses:
 
     def refuse_write(self, place: Place, what: str) -> NoReturn:
         """A parameter at rest was to be written."""
-        rank = self.sharded.group.rank
+        rank = self.sharded.whole.rank
         raise AtRestError(
             f"{what}() would write to parameter {place.name!r} while it rests sharded, and the "
             f"change would be lost (rank {rank}). On every rank: `with GatheredParameters(param, "

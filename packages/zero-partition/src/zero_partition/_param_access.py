@@ -122,7 +122,7 @@ def set_local_param(param: nn.Parameter, value: Tensor) -> None:
     if place.unit.placement is Placement.REPLICATED:
         raise StateError(
             f"set_local_param(): parameter {place.name!r} rests whole on every rank (rank "
-            f"{place.group.rank}), and the ranks would differ; use set_full_param()"
+            f"{place.whole.rank}), and the ranks would differ; use set_full_param()"
         )
     _check_free(place, "set_local_param()")
     place.sharded.begin_write()
@@ -133,7 +133,7 @@ def set_local_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def _check_free(place: Place, what: str) -> None:
-    rank = place.group.rank
+    rank = place.whole.rank
     if place.sharded.schedule.is_in_use(place.unit):
         raise StateError(
             f"{what}: parameter {place.name!r} is in use by a forward or backward of its unit "

@@ -70,7 +70,7 @@ def unpark(sharded: ShardedModel, *, waits: bool) -> None:
 
 
 def _check_idle(sharded: ShardedModel, what: str) -> None:
-    rank = sharded.group.rank
+    rank = sharded.whole.rank
     if sharded.parked is not None:
         kinds = ", ".join(kind.value for kind in StateKind if kind in sharded.parked.kinds)
         raise StateError(
@@ -102,7 +102,7 @@ def _keep(
         if sharded.reducer.is_true_anywhere(error is not None):
             raise error or StateError(
                 f"offload_states(): another rank could not park its state, and says why (rank "
-                f"{sharded.group.rank}); on every rank all is where it was"
+                f"{sharded.whole.rank}); on every rank all is where it was"
             )
         for storage in () if waits else free:  # after the ranks' word, for which a host waits
             storage.keep(keeper, waits=False)
@@ -232,7 +232,7 @@ def _refuse_state_dicts(sharded: ShardedModel, parked: Parked) -> None:
     """An optimizer's state dict holds the tensors themselves: nobody should take it now."""
 
     def refuse(what: str, *_: Any) -> None:
-        parked.refuse(what, {StateKind.OPTIM}, rank=sharded.group.rank)
+        parked.refuse(what, {StateKind.OPTIM}, rank=sharded.whole.rank)
 
     for member in members_of(sharded.optimizer):
         for handle in (

@@ -33,6 +33,7 @@ from ._sharded_model import ShardedModel
 from ._state_dict import install_state_dict_hooks
 from ._updated_state import hand_over_state
 from ._updater import AbstractUpdater
+from ._wire import AS_ONE, Wire
 
 _DEFAULT_LIMITS: Final = Limits()
 
@@ -55,6 +56,7 @@ def partition(
     home: AbstractShardHome | None = None,
     updater: AbstractUpdater | None = None,
     gradient_home: AbstractGradientHome | None = None,
+    wire: Wire = AS_ONE,
     timeout_s: float = 60.0,
 ) -> ShardedModel:
     """Distribute a model's parameters, gradients and optimizer state over a group. Collective.
@@ -67,7 +69,7 @@ def partition(
         optimizer: Any torch optimizer built from the model's parameters, new or used. One that
             looks at more than single elements says so by `needs_cut`, is one of torch's, or is
             tried on small tensors.
-        group: The ranks to distribute over.
+        group: The ranks that train it.
         placements: What rests sharded; see `STAGES`. On one rank parameters rest whole.
         units: Names of the modules that are unsharded and reduced as one; chosen when None.
         max_unit_bytes: What is larger is split where it can be, when units are chosen.
@@ -88,6 +90,7 @@ def partition(
         updater: Keeps the optimizer's state and masters, and steps shards in its place; the
             optimizer does, on the device, when None. At stage 0 nothing can rest elsewhere.
         gradient_home: Where reduced gradients wait for the updater; on the device when None.
+        wire: Which of the ranks exchange what; all with all when left out.
         timeout_s: How long to wait for ranks that do not call this, in seconds.
 
     Returns:
@@ -96,8 +99,12 @@ def partition(
     Raises:
         PartitionError: The model or the optimizer cannot be partitioned as it is.
         zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
+        zero_comm.GroupMismatchError: The ranks are no whole number of nodes, and `wire` needs them.
         zero_comm.CommError: A rank did not take part in time.
     """
+    wire.check(placements)
+    routes = wire.routes(group, timeout_s=timeout_s)
+    group = routes.shards
     placements, precision = as_they_hold(
         placements,
         precision,
@@ -105,8 +112,8 @@ def partition(
         has_home=home is not None,
         has_optimizer=optimizer is not None,
     )
-    _check(model, optimizer, group, placements, precision)
-    residence = Residence(group, home, updater, gradient_home, precision)
+    _check(model, optimizer, routes.whole, placements, precision)
+    residence = Residence(routes, home, updater, gradient_home, precision)
     residence.check(optimizer, placements)
     plans = plan_model_units(
         model,
@@ -126,8 +133,8 @@ def partition(
     facts["precision"] = str(precision)
     facts["parameters rest elsewhere"] = type(home).__name__
     facts["optimizer state rests elsewhere"] = type(updater).__name__
-    facts |= describe_early(model)
-    check_agreement(facts, group=group, timeout_s=timeout_s)
+    facts |= describe_early(model) | wire.facts(routes)
+    check_agreement(facts, group=routes.whole, timeout_s=timeout_s)
 
     resting = placements_of(plans, placements.params)
     residence.prepare(
@@ -138,20 +145,20 @@ def partition(
         group_of=_group_of_names(model, optimizer),
         timeout_s=timeout_s,
     )
-    runtime = distribute(model, plans, group, resting, residence)
+    runtime = distribute(model, plans, routes, resting, residence)
     if optimizer is not None and placements.optim is Placement.SHARDED:
         shard_optimizer(optimizer, runtime)
         if updater is not None:
             hand_over_state(optimizer, updater, runtime)
     sharded = ShardedModel(
         model=model,
-        group=group,
+        routes=routes,
         placements=placements,
         units=runtime,
         schedule=Schedule.plan(runtime, limits=limits, device=group.device, home=home),
         reducer=GradientReducer.plan(
             runtime,
-            group=group,
+            routes=routes,
             placement=placements.grads,
             shards_state=placements.optim is Placement.SHARDED,
             num_slots=REDUCTION_SLOTS,
@@ -165,7 +172,8 @@ def partition(
         output_dtype=precision.outputs,
     )
     tags = {"control_tag": sharded.reducer.control_tag, "access_tag": sharded.access_tag}
-    group.explain(purposes_of(runtime, **tags))
+    for each in routes.groups:
+        each.explain(purposes_of(runtime, **tags))
     release_modules(model)
     install_module_hooks(model, sharded)
     install_state_dict_hooks(sharded)

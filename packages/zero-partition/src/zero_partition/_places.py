@@ -66,8 +66,13 @@ class Place:
 
     @property
     def group(self) -> Group:
-        """The ranks it is distributed over."""
+        """The ranks it is sharded over."""
         return self.sharded.group
+
+    @property
+    def whole(self) -> Group:
+        """All ranks that train it."""
+        return self.sharded.whole
 
     @property
     def piece(self) -> Piece | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zero_comm import Group
+from zero_comm import Group, Traffic
 
 from . import _memory, _norm, _parking, _schedule_report, _state_dict, _unpartition
 from ._errors import StateError
@@ -281,6 +281,21 @@ def schedule_report(model: nn.Module) -> _schedule_report.ScheduleReport:
         StateError: Not sharded.
     """
     return _schedule_report.schedule_report(_find(model))
+
+
+def traffic_report(model: nn.Module) -> Traffic:
+    """What this rank sent for a model in its last step, from one `optimizer.step()` to the next.
+
+    Local. A gather that was launched ahead counts in the step that it was launched for.
+
+    Returns:
+        Per operation, and by subject per unit; what was sent so far where none is complete.
+
+    Raises:
+        StateError: Not sharded.
+    """
+    log = _find(model).routes.log
+    return log.now if log.last is None else log.last
 
 
 def _find(model_or_optimizer: nn.Module | torch.optim.Optimizer) -> ShardedModel:

@@ -34,8 +34,9 @@ def purposes_of(units: Sequence[Unit], *, control_tag: int, access_tag: int) -> 
         gather = Purpose(
             f"{'gathering' if is_sharded else 'publishing'} unit {unit.name!r}",
             _SAME_UNITS if is_sharded else same_steps,
+            unit.name,
         )
-        reduction = Purpose(f"reducing the gradients of unit {unit.name!r}", same_steps)
+        reduction = Purpose(f"reducing the gradients of unit {unit.name!r}", same_steps, unit.name)
         for buffer in unit.buffers:
             found |= {buffer.gather_tag: gather, buffer.reduce_tag: reduction}
     return found

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from attrs import define, field
 from torch import Tensor
-from zero_comm import Group, Handle, all_gather_flat
+from zero_comm import Handle, all_gather_flat
 
 from ._errors import StateError
 from ._flat_buffer import FlatBuffer
@@ -20,6 +20,7 @@ from ._reduction_plan import ring_bytes
 from ._shard_state import ShardState
 from ._slots import SlotPool
 from ._unit import Unit
+from ._wire import Routes
 
 # NOTE(order): which buffers are reduced, and in which order, must not depend on which gradients a
 # rank happens to have: ranks that wait for each other in different order never end. So every
@@ -36,7 +37,7 @@ from ._unit import Unit
 class GradientReducer:
     """Collects gradients per flat buffer and reduces each buffer when its turn comes."""
 
-    group: Group
+    routes: Routes
     placement: Placement  # of gradients while they accumulate
     shards_state: bool  # whether the optimizer works on shards (every stage but zero)
     pool: SlotPool[BufferGradients]
@@ -65,7 +66,7 @@ class GradientReducer:
         cls,
         units: Sequence[Unit],
         *,
-        group: Group,
+        routes: Routes,
         placement: Placement,
         shards_state: bool,
         num_slots: int,
@@ -83,17 +84,17 @@ class GradientReducer:
         pool: SlotPool[BufferGradients] = SlotPool.plan(
             ring if placement is Placement.SHARDED else (),
             num_slots=num_slots,
-            device=group.device,
+            device=routes.whole.device,
             is_busy=lambda owner: owner.has_local or owner.in_flight is not None,
         )
         last = max((buffer.index for unit in units for buffer in unit.buffers), default=0)
         return cls(
-            group,
+            routes,
             placement,
             shards_state,
             pool,
             gradients,
-            max_in_flight=num_slots - 1,
+            max_in_flight=num_slots - 1 + (routes.replicas is not None),
             control_tag=2 * last + 2,
             home=home,
         )
@@ -140,8 +141,8 @@ class GradientReducer:
             return
         raise StateError(
             f"parameter {g.buffer.plan.params[position].name!r} received a gradient while its unit "
-            f"{g.unit.name!r} was sharded (rank {self.group.rank}): its backward may have read "
-            "other values. Please report the model; making the modules involved one unit "
+            f"{g.unit.name!r} was sharded (rank {self.routes.whole.rank}): its backward may have "
+            "read other values. Please report the model; making the modules involved one unit "
             "(ZeroConfig.units) avoids it."
         )
 
@@ -216,7 +217,7 @@ class GradientReducer:
 
     def is_true_anywhere(self, mine: bool) -> bool:
         """Whether any rank says so. Collective."""
-        if self.group.world_size == 1:
+        if self.routes.whole.world_size == 1:
             return mine
         return bool(self._exchange(torch.tensor([mine], dtype=torch.uint8)).wait().any())
 
@@ -299,21 +300,29 @@ class GradientReducer:
         """Bytes of the flags of the last exchange, which nobody may have needed to read."""
         if self._flags is None:
             return 0
-        return self.group.world_size * sum(len(g.targets) for g in self.gradients)
+        return self.routes.whole.world_size * sum(len(g.targets) for g in self.gradients)
 
     def _launch(self, g: BufferGradients) -> None:
         if g.in_flight is not None:
             self._finish(g)
         self._ensure_accumulator(g)
-        g.launch(self.group)
+        g.launch(self.routes)
+        self._send_across(self._in_flight)
         self._in_flight.append(g)
         while len(self._in_flight) > self.max_in_flight:
             self._finish(self._in_flight[0])
 
     def _finish(self, g: BufferGradients) -> None:
+        self._send_across(self._in_flight[: self._in_flight.index(g)])
         g.finish()
         self._in_flight.remove(g)
         self._return_accumulator(g)
+
+    def _send_across(self, reduced: Sequence[BufferGradients]) -> None:
+        """Replicas are next, in one order on every rank; the accumulators are free."""
+        for g in reduced:
+            if g.go_across() and self.placement is Placement.SHARDED:
+                g.leave_accumulator()
 
     def _flush(self) -> None:
         while self._in_flight:
@@ -332,7 +341,7 @@ class GradientReducer:
         plan = g.buffer.plan
         if self.placement is Placement.REPLICATED or not self.sync:
             dtype = g.buffer.training.dtype  # several backwards may be added up here
-            memory = torch.zeros(plan.layout.numel, dtype=dtype, device=self.group.device)
+            memory = torch.zeros(plan.layout.numel, dtype=dtype, device=self.pool.device)
             g.use_accumulator(memory, None)
             return
         alone = g.unit.plan.is_outer
@@ -340,7 +349,7 @@ class GradientReducer:
             self._finish(self._in_flight[0])
         slot = self.pool.take_again(g, g.wire_bytes, alone=alone)
         slot.owner = g
-        memory = slot.allocate(self.group.device)[: g.wire_bytes]
+        memory = slot.allocate(self.pool.device)[: g.wire_bytes]
         g.use_accumulator(memory.view(g.buffer.wire_dtype), slot)
 
     def _return_accumulator(self, g: BufferGradients) -> None:
@@ -354,7 +363,8 @@ class GradientReducer:
         Every rank says which parameters got one; only a rank that misses some needs the answer,
         so that in the usual case nobody waits.
         """
-        if self.group.world_size == 1:
+        world_size = self.routes.whole.world_size
+        if world_size == 1:
             return
         if self._flags is not None:
             self._flags.wait()
@@ -362,7 +372,7 @@ class GradientReducer:
         self._flags = self._exchange(torch.tensor(mine, dtype=torch.uint8))
         if all(mine):
             return
-        everyone = self._flags.wait().view(self.group.world_size, -1)
+        everyone = self._flags.wait().view(world_size, -1)
         self._flags = None
         anyone = iter(everyone.any(dim=0).tolist())
         for g in self.gradients:
@@ -378,7 +388,7 @@ class GradientReducer:
         full = [numbers[id(g)] for g in self._became_full]
         full += [-1] * (len(self.gradients) - len(full))
         mine = torch.tensor(full[: len(self.gradients)], dtype=torch.int64)
-        everyone = self._exchange(mine).wait() if self.group.world_size > 1 else mine
+        everyone = self._exchange(mine).wait() if self.routes.whole.world_size > 1 else mine
         first = [number for number in everyone[: len(mine)].tolist() if number >= 0]
         if not first:
             return  # nothing became full on rank 0: too early to say
@@ -387,11 +397,12 @@ class GradientReducer:
         self._order_is_settled = True
 
     def _exchange(self, mine: Tensor) -> Handle[Tensor]:
-        shard = mine.to(self.group.device)
+        group = self.routes.whole
+        shard = mine.to(group.device)
         return all_gather_flat(
-            shard.new_empty(self.group.world_size * shard.numel()),
-            splits=[shard.numel()] * self.group.world_size,
-            group=self.group,
+            shard.new_empty(group.world_size * shard.numel()),
+            splits=[shard.numel()] * group.world_size,
+            group=group,
             shard=shard,
             tag=self.control_tag,
             control=True,

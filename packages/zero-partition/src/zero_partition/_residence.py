@@ -19,19 +19,25 @@ from ._rest_plan import RestPlan
 from ._room_plan import Targets, plan_room
 from ._shard_home import AbstractShardHome
 from ._updater import AbstractUpdater
+from ._wire import Routes
 
 
 @define(eq=False)
 class Residence:
     """Who keeps what of one model outside the device."""
 
-    group: Group
+    routes: Routes
     home: AbstractShardHome | None  # of shards of parameters that rest sharded
     updater: AbstractUpdater | None  # of optimizer state and masters
     gradients: AbstractGradientHome | None  # of reduced gradients, for the updater
     precision: Precision
     targets: dict[int, Targets] = field(factory=dict, init=False)  # by number of the buffer
     _updated: set[nn.Parameter] = field(factory=set, init=False)  # those in a param group
+
+    @property
+    def group(self) -> Group:
+        """The ranks over which the model is sharded."""
+        return self.routes.shards
 
     def home_of(self, placement: Placement) -> AbstractShardHome | None:
         """Where the shard of a buffer whose parameters rest so is kept; None: on the device."""
@@ -97,14 +103,14 @@ class Residence:
         except Exception as error:
             problem = error
         mine = "" if problem is None else f"{type(problem).__name__}: {problem}"
-        said = all_gather_json(mine, group=self.group, timeout_s=timeout_s)
+        said = all_gather_json(mine, group=self.routes.whole, timeout_s=timeout_s)
         if problem is not None:
             raise problem
         for rank, theirs in enumerate(said):
             if theirs:
                 raise PartitionError(
                     f"nothing was sharded: rank {rank} cannot keep its part outside the device "
-                    f"(seen on rank {self.group.rank}): {theirs}"
+                    f"(seen on rank {self.routes.whole.rank}): {theirs}"
                 )
 
     def end(self) -> None:

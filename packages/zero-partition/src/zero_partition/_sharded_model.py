@@ -29,6 +29,7 @@ from ._torch_compat import (
 )
 from ._unit import Unit
 from ._updated_state import bring_in, step_elsewhere
+from ._wire import Routes
 
 
 @define(eq=False)
@@ -53,7 +54,7 @@ class ShardedModel:
     """What the hooks talk to. The module stays the user's own."""
 
     model: nn.Module
-    group: Group
+    routes: Routes
     placements: Placements
     units: tuple[Unit, ...]
     schedule: Schedule
@@ -87,6 +88,16 @@ class ShardedModel:
         record_places(self)
 
     @property
+    def group(self) -> Group:
+        """The ranks it is sharded over: all that train it, or those of one replica."""
+        return self.routes.shards
+
+    @property
+    def whole(self) -> Group:
+        """All ranks that train it."""
+        return self.routes.whole
+
+    @property
     def is_backward_open(self) -> bool:
         """Whether a backward is running, or ended in an exception that nobody has noticed yet."""
         return self._backward_is_open
@@ -101,7 +112,7 @@ class ShardedModel:
         self.refuse_parked("a forward", StateKind.PARAMS)
         if not is_in_backward():
             self._refuse_callers()
-            self._tree.check(self.group.rank)
+            self._tree.check(self.whole.rank)
             self._give_up_open_backward()
             self.outside.forget()
             with plain_access():
@@ -226,6 +237,7 @@ class ShardedModel:
         self.reducer.take_back()
         self.has_stepped = True
         self._publish()
+        self.routes.log.turn()  # gathers that are launched from here on are the next step's
         self.schedule.step()
 
     def finish_update(self) -> None:
@@ -306,13 +318,13 @@ class ShardedModel:
         if self.gathers:
             raise StateError(
                 f"{what} inside {self.gathers[-1]}: the parameters that are whole there would be "
-                f"out of date or lost; leave the context first (rank {self.group.rank})"
+                f"out of date or lost; leave the context first (rank {self.whole.rank})"
             )
 
     def refuse_parked(self, what: str, *kinds: StateKind) -> None:
         """Raise StateError where something of these kinds is parked."""
         if self.parked is not None:
-            self.parked.refuse(what, kinds, rank=self.group.rank)
+            self.parked.refuse(what, kinds, rank=self.whole.rank)
 
     def drop_gradients(self, *, set_to_none: bool) -> None:
         """What `optimizer.zero_grad()` means for gradients that are on their way."""

@@ -67,9 +67,9 @@ def set_full_optimizer_state(
     state, entry = _agree(place, key, what)
     if isinstance(entry, PlainEntry):
         if from_rank is not None:
-            own = value if place.group.rank == from_rank else None
+            own = value if place.whole.rank == from_rank else None
             tag = place.sharded.access_tag
-            value = all_gather_json(own, group=place.group, tag=tag)[from_rank]
+            value = all_gather_json(own, group=place.whole, tag=tag)[from_rank]
         if key in state:
             _keep(place, state, key, value)
         return
@@ -131,7 +131,7 @@ def _state_of(place: Place, what: str) -> dict[str, Any]:
     optimizer = place.sharded.optimizer
     if optimizer is None:
         raise StateError(
-            f"{what}: the model was sharded without an optimizer (rank {place.group.rank})"
+            f"{what}: the model was sharded without an optimizer (rank {place.whole.rank})"
         )
     is_sharded = place.sharded.placements.optim is Placement.SHARDED
     targets = place.buffer.shard_params if is_sharded else place.buffer.params
@@ -143,7 +143,7 @@ def _own_state(place: Place, key: str, what: str) -> dict[str, Any]:
     is_sharded = place.sharded.placements.optim is Placement.SHARDED
     if not state and is_sharded and place.piece is None:
         raise StateError(
-            f"{what}: rank {place.group.rank} keeps no part of parameter {place.name!r}, and its "
+            f"{what}: rank {place.whole.rank} keeps no part of parameter {place.name!r}, and its "
             "optimizer no state of it; local_param(param) is empty there, and "
             "full_optimizer_state(param, key) asks the others"
         )
@@ -177,7 +177,7 @@ def _on_every_rank(value: Any, world_size: int) -> Entry:
 
 
 def _check_known(place: Place, key: str, known: Mapping[str, Any], what: str) -> None:
-    rank = place.group.rank
+    rank = place.whole.rank
     if not known:
         raise StateError(
             f"{what}: the optimizer has no state for parameter {place.name!r} (rank {rank}): it is "

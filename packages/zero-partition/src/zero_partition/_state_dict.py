@@ -27,7 +27,7 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
         raise StateError("full_state_dict() was called while a forward is running")
     sharded.refuse_parked("full_state_dict()", StateKind.PARAMS)
     sharded.finish_update()  # so that weights and optimizer state are of one step
-    is_first = sharded.group.rank == 0
+    is_first = sharded.whole.rank == 0
     if sharded.placements.params is Placement.REPLICATED:
         state = sharded.model.state_dict() if is_first else {}
         copies: dict[Any, Tensor] = {}

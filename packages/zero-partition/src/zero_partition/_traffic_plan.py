@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from attrs import frozen
-from zero_comm import sent_of
+from zero_comm import Sent, sent_of
 
 from ._buffer_plan import BufferPlan
 from ._gather_plan import choose_slots, plan_gathers
@@ -20,10 +20,13 @@ class PlannedOperation:
     unit: str  # its name
     name: str  # as `record_traffic` has it
     calls: int
-    payload_numel: int
-    payload_bytes: int
-    padding_bytes: int
-    across_bytes: int  # of both: to ranks of other nodes
+    inside: Sent  # to ranks of its own node
+    across: Sent  # to those of others
+
+    @property
+    def sent(self) -> Sent:
+        """To whomever."""
+        return self.inside + self.across
 
 
 def plan_traffic(
@@ -38,9 +41,10 @@ def plan_traffic(
         rank: Whose.
         ranks_per_node: Neighbours in rank order share a node; all ranks are on one when None.
     """
-    gathered, others = gathers_of(plan), _ranks_elsewhere(plan.world_size, rank, ranks_per_node)
+    gathered = gathers_of(plan)
+    nodes = [of // (ranks_per_node or plan.world_size) for of in range(plan.world_size)]
     return tuple(
-        _operation(plan, index, buffer, rank, others, name=name, calls=calls)
+        _operation(plan, index, buffer, rank, nodes, name=name, calls=calls)
         for index, unit in enumerate(plan.units)
         for buffer in unit.buffers
         for name, calls in _operations_of(plan, index, buffer, gathered[index])
@@ -74,7 +78,7 @@ def _operation(
     index: int,
     buffer: BufferPlan,
     rank: int,
-    others: Sequence[int],
+    nodes: Sequence[int],
     *,
     name: str,
     calls: int,
@@ -87,23 +91,23 @@ def _operation(
     else:
         dtype = plan.rests.training_of(plan.precision, buffer, plan.resting[index])
     ways = [way for way in (True, False) if name == "all_reduce" or way is is_gather]
-    sent = [sent_of(layout.splits, layout.payload_splits, rank=rank, sends_own=way) for way in ways]
-    across = [sent_of(layout.splits, None, rank=rank, sends_own=way, peers=others) for way in ways]
-    payload = sum(each.payload_numel for each in sent) * calls
-    return PlannedOperation(
-        unit=plan.units[index].name,
-        name=name,
-        calls=calls,
-        payload_numel=payload,
-        payload_bytes=payload * dtype.itemsize,
-        padding_bytes=sum(each.padding_numel for each in sent) * calls * dtype.itemsize,
-        across_bytes=sum(each.payload_numel for each in across) * calls * dtype.itemsize,
+    inside, across = (
+        sum(level, Sent()) * calls
+        for level in zip(
+            *(
+                sent_of(
+                    layout.splits,
+                    layout.payload_splits,
+                    rank=rank,
+                    sends_own=way,
+                    itemsize=dtype.itemsize,
+                    nodes=nodes,
+                )
+                for way in ways
+            ),
+            strict=True,
+        )
     )
-
-
-def _ranks_elsewhere(world_size: int, rank: int, ranks_per_node: int | None) -> Sequence[int]:
-    """Those of other nodes."""
-    if ranks_per_node is None:
-        return ()
-    node = rank // ranks_per_node
-    return [other for other in range(world_size) if other // ranks_per_node != node]
+    return PlannedOperation(
+        unit=plan.units[index].name, name=name, calls=calls, inside=inside, across=across
+    )

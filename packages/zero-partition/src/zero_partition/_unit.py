@@ -13,6 +13,7 @@ from ._flat_buffer import FlatBuffer
 from ._grouping import UnitPlan
 from ._placement import Placement
 from ._rest import AtHome
+from ._secondary import SecondaryShards
 from ._shard_home import AbstractShardHome
 from ._shard_state import NEXT, ShardState
 from ._slots import Slot, SlotPool
@@ -29,6 +30,7 @@ class Unit:
     placement: Placement  # of its parameters
     buffers: tuple[FlatBuffer, ...]
     owners: tuple[tuple[nn.Module, str, int, int], ...]  # module, attribute, buffer, position
+    secondary: SecondaryShards | None = None  # its node's copy
     exposure: Exposure | None = None  # through which all shards can be read without their owners
     copies: AbstractShardHome | None = None  # which has its whole buffers for a while
     state: ShardState = field(init=False)
@@ -81,8 +83,15 @@ class Unit:
             return
         self._take_slot(pool)
         self._slot_version = self.version
+        self._handles = self._launch_gathers()
+        self._move_to(ShardState.GATHERING)
+
+    def _launch_gathers(self) -> list[Handle[Tensor]]:
+        if self.secondary is not None and self.secondary.version == self.version:
+            tags = [buffer.gather_tag for buffer in self.buffers]
+            return self.secondary.gather(self._full, tags=tags, version=self.version)
         shards = self._fetch_shards()
-        self._handles = [
+        return [
             all_gather_flat(
                 full,
                 splits=buffer.plan.layout.splits,
@@ -94,7 +103,6 @@ class Unit:
             )
             for buffer, full, shard in zip(self.buffers, self._full, shards, strict=True)
         ]
-        self._move_to(ShardState.GATHERING)
 
     def unshard(self, pool: SlotPool[Unit]) -> None:
         """Make the parameters whole; waits. Collective unless they are resident or exposed."""
@@ -127,6 +135,9 @@ class Unit:
                 f"unit {self.name!r}: its slot was asked for while its forward is running"
             )
         self.reshard()
+        has_values = self._slot_version == self.version and self.copies is None
+        if self.secondary is not None and has_values:
+            self.secondary.keep(self._full, self.version)
         self._slot_version = -1
 
     def release_slot(self) -> None:
@@ -134,6 +145,8 @@ class Unit:
         if self.placement is Placement.SHARDED:
             self.reshard()
             self.slot, self._full, self._views, self._slot_version = None, [], [], -1
+        if self.secondary is not None:
+            self.secondary.release()
 
     def check_untouched(self) -> None:
         """Raise StateError where a parameter no longer views our memory, or was written sharded."""
@@ -274,7 +287,11 @@ class Unit:
             layout = buffer.plan.layout
             try:
                 exposure.gather(
-                    buffer.shard, full, splits=layout.splits, payload=layout.payload_splits
+                    buffer.shard,
+                    full,
+                    splits=layout.splits,
+                    payload=layout.payload_splits,
+                    tag=buffer.gather_tag,
                 )
             except CommError as error:
                 raise CommError(f"gathering unit {self.name!r}: {error}") from error

@@ -63,7 +63,7 @@ def unsharded(model: Model, modules: Iterable[str] | None = None) -> Iterator[Mo
         gather.close()
     if edited:
         raise LostEditError(
-            f"unsharded(): parameter {edited[0]!r} was changed inside (rank {sharded.group.rank}), "
+            f"unsharded(): parameter {edited[0]!r} was changed inside (rank {sharded.whole.rank}), "
             "and the change is dropped; use GatheredParameters(params, modifier_rank=...) to keep "
             "one rank's changes"
         )

@@ -1,0 +1,65 @@
+"""Values in another floating-point dtype."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from ._codec import AbstractCodec
+from ._errors import CodecError
+
+NAMES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_HALF_STEP: Final = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}
+_HALF_OF_LEAST: Final = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 0.0}
+
+
+@frozen
+class Cast(AbstractCodec):
+    """Values travel as `dtype`: bfloat16, float16 or float32, rounded to the nearest.
+
+    What float16 has no room for (beyond 65504) becomes inf, as by any conversion. float32 loses
+    nothing; it is for 16-bit gradients that are to be reduced in more bits than they have.
+    """
+
+    dtype: torch.dtype = field()
+
+    @dtype.validator
+    def _check_dtype(self, _: object, dtype: torch.dtype) -> None:
+        if dtype not in NAMES:
+            raise CodecError(f"expected bfloat16, float16 or float32 to cast to, got {dtype}")
+
+    def __str__(self) -> str:
+        return NAMES[self.dtype]
+
+    def value_bytes(self, numel: int) -> int:
+        """Bytes of the values themselves."""
+        return numel * self.dtype.itemsize
+
+    def scale_bytes(self, numel: int) -> int:
+        """None are needed."""
+        return 0
+
+    @property
+    def granule(self) -> int:
+        """Each value by itself."""
+        return 1
+
+    def error_bound(self, values: Tensor) -> Tensor:
+        """Half the distance of the two nearest numbers of the dtype; inf where it has no room."""
+        size = values.float().abs()
+        bound = size * _HALF_STEP[self.dtype] + _HALF_OF_LEAST[self.dtype]
+        return bound.masked_fill_(~values.to(self.dtype).isfinite(), torch.inf)
+
+    def _encode(self, values: Tensor, written: Tensor, scales: Tensor) -> None:
+        written.view(self.dtype).copy_(values)
+
+    def _decode(self, written: Tensor, scales: Tensor, out: Tensor, *, adds: bool) -> None:
+        values = written.view(self.dtype)
+        if not adds:
+            out.copy_(values)
+            return
+        for span in self.spans(out):
+            out[span] += values[span].float()  # to add two dtypes is slow

@@ -1,0 +1,195 @@
+"""Codecs: how values are written in fewer bytes while they travel.
+
+Encoded values are one chunk of bytes, `[values | zeros up to a multiple of 4 | scales]`, whose size
+follows from the number of elements alone, so that ranks know what to expect.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from math import lcm
+from typing import Final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from ._errors import CodecError
+
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+SPAN_NUMEL: Final = 2**15
+_ALIGN: Final = 4  # bytes: of a scale
+
+
+@frozen
+class AbstractCodec(ABC):
+    """Writes float32, bfloat16 or float16 values as bytes, and reads them back. Local.
+
+    Equal values give equal bytes on every device, whatever their dtype. `str()` gives the name that
+    `parse_codec()` takes.
+    """
+
+    @abstractmethod
+    def value_bytes(self, numel: int) -> int:
+        """Bytes of the values themselves."""
+
+    @abstractmethod
+    def scale_bytes(self, numel: int) -> int:
+        """Bytes of what it takes beside them to read them back."""
+
+    @property
+    @abstractmethod
+    def granule(self) -> int:
+        """So many elements, and multiples of it, are encoded independently of the others."""
+
+    @abstractmethod
+    def error_bound(self, values: Tensor) -> Tensor:
+        """How far each value may come back from where it was: float32, as many as `values`.
+
+        For values read back as float32; in 16 bits they are rounded once more. A value that does
+        not come back finite has no bound: nan, or inf.
+        """
+
+    @abstractmethod
+    def _encode(self, values: Tensor, written: Tensor, scales: Tensor) -> None:
+        """Fill both."""
+
+    @abstractmethod
+    def _decode(self, written: Tensor, scales: Tensor, out: Tensor, *, adds: bool) -> None:
+        """Write `out`, or add to it."""
+
+    def wire_bytes(self, numel: int) -> int:
+        """Bytes of `numel` elements, once encoded: those of values, zeros and scales."""
+        return self._start_of_scales(numel) + self.scale_bytes(numel)
+
+    @torch.no_grad()
+    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+        """Write values as bytes.
+
+        Args:
+            values: 1-D, contiguous; float32, bfloat16 or float16. Not written.
+            out: Receives the bytes: uint8, 1-D, contiguous, `wire_bytes(values.numel())` of them,
+                on the same device, at a multiple of 4 bytes. Allocated when None.
+
+        Returns:
+            `out`.
+
+        Raises:
+            CodecError: A tensor does not fit.
+        """
+        numel = values.numel()
+        check_encodable((values,), self)
+        _check_flat(values, "values")
+        if out is None:
+            out = torch.empty(self.wire_bytes(numel), dtype=torch.uint8, device=values.device)
+        self._check_wire(out, numel)
+        self.encode_span(values, out, start=0, numel=numel)
+        return out
+
+    @torch.no_grad()
+    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
+        """Read values back.
+
+        Args:
+            wire: What `encode` wrote, of as many values as `out` has.
+            out: Overwritten: 1-D, contiguous; float32, bfloat16 or float16.
+
+        Returns:
+            `out`.
+
+        Raises:
+            CodecError: A tensor does not fit.
+        """
+        return self._read(wire, out, adds=False)
+
+    @torch.no_grad()
+    def decode_add(self, wire: Tensor, out: Tensor) -> Tensor:
+        """Read values back and add them to `out`, which is float32; otherwise as `decode`."""
+        if out.dtype != torch.float32:
+            raise CodecError(f"expected float32 to add decoded values to, got {out.dtype}")
+        return self._read(wire, out, adds=True)
+
+    @torch.no_grad()
+    def relative_error(self, values: Tensor) -> Tensor:
+        """What is lost of `values`, as a share: the norm of the errors by that of the values.
+
+        A float32 scalar on their device, which is not waited for; 0 where there is nothing to lose,
+        nan where a value is not finite. Encodes and decodes them all, for a report.
+        """
+        exact = values.float()
+        lost = self.decode(self.encode(values), torch.empty_like(exact)).sub_(exact)
+        share = torch.linalg.vector_norm(lost) / torch.linalg.vector_norm(exact)
+        return torch.where((exact == 0).all(), torch.zeros_like(share), share)
+
+    def _read(self, wire: Tensor, out: Tensor, *, adds: bool) -> Tensor:
+        numel = out.numel()
+        check_encodable((out,), self)
+        _check_flat(out, "out")
+        self._check_wire(wire, numel)
+        self.decode_span(wire, out, start=0, numel=numel, adds=adds)
+        return out
+
+    def encode_span(self, values: Tensor, wire: Tensor, *, start: int, numel: int) -> None:
+        """Write a span of `numel` values that begins at a multiple of the granule. Unchecked."""
+        written, scales = self._span(wire, start, values.numel(), numel)
+        self._encode(values, written, scales)
+        if start + values.numel() == numel:
+            wire[self.value_bytes(numel) : self._start_of_scales(numel)] = 0
+
+    def decode_span(
+        self, wire: Tensor, out: Tensor, *, start: int, numel: int, adds: bool = False
+    ) -> None:
+        """Read a span of `numel` values back, as `encode_span` wrote it. Unchecked."""
+        written, scales = self._span(wire, start, out.numel(), numel)
+        self._decode(written, scales, out, adds=adds)
+
+    def spans(self, values: Tensor, *, granule: int = 1) -> Iterator[slice]:
+        """Cuts of values that several passes leave in the cache of a CPU; one on other devices."""
+        numel, step = values.numel(), lcm(self.granule, granule)
+        step = max(1, SPAN_NUMEL // step) * step if values.device.type == "cpu" else numel
+        for start in range(0, numel, max(1, step)):
+            yield slice(start, min(start + step, numel))
+
+    def _span(self, wire: Tensor, start: int, length: int, numel: int) -> tuple[Tensor, Tensor]:
+        """Where values and scales of a span are written."""
+        at, scales_at = self.value_bytes(start), self._start_of_scales(numel)
+        scales_at += self.scale_bytes(start)
+        written = wire[at : at + self.value_bytes(length)]
+        return written, wire[scales_at : scales_at + self.scale_bytes(length)]
+
+    def _start_of_scales(self, numel: int) -> int:
+        return -(-self.value_bytes(numel) // _ALIGN) * _ALIGN
+
+    def _check_wire(self, wire: Tensor, numel: int) -> None:
+        expected = self.wire_bytes(numel)
+        if (
+            wire.dtype != torch.uint8
+            or wire.shape != (expected,)
+            or not wire.is_contiguous()
+            or wire.storage_offset() % _ALIGN
+        ):
+            raise CodecError(
+                f"{self} writes {numel} elements as {expected} bytes: expected that many uint8, "
+                f"1-D, contiguous, at a multiple of {_ALIGN} bytes, got {wire.dtype} of shape "
+                f"{tuple(wire.shape)} at byte {wire.storage_offset()}; `wire_bytes()` says how "
+                "many bytes it takes"
+            )
+
+
+def check_encodable(tensors: Sequence[Tensor], codec: AbstractCodec | None) -> None:
+    """Raise CodecError if a codec does not take their dtypes."""
+    for tensor in tensors:
+        if codec is not None and tensor.dtype not in DTYPES:
+            raise CodecError(
+                f"{codec} encodes float32, bfloat16 and float16, got {tensor.dtype}; convert the "
+                "values, or let them travel as they are, without a codec"
+            )
+
+
+def _check_flat(values: Tensor, name: str) -> None:
+    if values.dim() != 1 or not values.is_contiguous():
+        raise CodecError(
+            f"expected {name} to be 1-D and contiguous, got shape {tuple(values.shape)}; flatten "
+            "them with tensor.contiguous().view(-1)"
+        )

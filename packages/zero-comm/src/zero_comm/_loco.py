@@ -1,0 +1,132 @@
+"""What encoding loses, made up for in the next reduction (LoCo, arXiv 2407.04480)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from ._blockwise import Blockwise
+from ._codec import AbstractCodec
+from ._errors import CodecError
+
+# NOTE(telescope): with h = g + e sent as q, r = h - q lost, and e' = b e + (1 - b) r kept, what the
+# reductions lack in all is the sum of r - e = (e' - e) / (1 - b), which telescopes to the last
+# error alone: the mean over many reductions is as exact as one likes, though each is coarse.
+
+
+@frozen
+class Loco:
+    """How errors of encoding are fed back. The names are DeepSpeed's.
+
+    Args:
+        err_beta: What remains of the error kept so far when the newest one is taken into their
+            moving average: 0 or more, less than 1.
+        reset_T: Reductions after which the errors are forgotten, as gradients of long ago are of
+            another model.
+        kept: How errors are kept between reductions; as float32 when None. They are as many as the
+            elements of a whole gradient, on every rank.
+    """
+
+    err_beta: float = field(default=0.8)
+    reset_T: int = field(default=1024)
+    kept: AbstractCodec | None = field(default=Blockwise(bits=8))
+
+    @err_beta.validator
+    def _check_beta(self, _: object, err_beta: float) -> None:
+        if not 0 <= err_beta < 1:
+            raise CodecError(f"expected err_beta in [0, 1), got {err_beta!r}")
+
+    @reset_T.validator
+    def _check_reset(self, _: object, reset_t: int) -> None:
+        if reset_t < 1:
+            raise CodecError(f"expected reset_T of at least 1 reduction, got {reset_t!r}")
+
+
+class Level(Enum):
+    """Where values travel, and so are encoded."""
+
+    INSIDE = "inside"
+    ACROSS = "across"
+
+
+@define(eq=False)
+class LocoErrors:
+    """The errors of one buffer's reductions, on one rank; zero at first. Local.
+
+    One for each buffer (or list of tensors), used in every reduction of it and no other. Not part
+    of a checkpoint: to lose them is a reset.
+    """
+
+    loco: Loco = field(factory=Loco)
+    _num_reductions: int = field(default=0, init=False)
+    _numels: dict[Level, list[int]] = field(factory=dict, init=False)
+    _kept: dict[Level, list[Tensor]] = field(factory=dict, init=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """What they occupy."""
+        return sum(part.nbytes for parts in self._kept.values() for part in parts)
+
+    def reset(self) -> None:
+        """Forget them, and give their memory back."""
+        self._kept.clear()
+        self._num_reductions = 0
+
+    def begin(self) -> None:
+        """A reduction begins; forgets the errors if their time is up."""
+        if self._num_reductions == self.loco.reset_T:
+            self.reset()
+        self._num_reductions += 1
+
+    @torch.no_grad()
+    def encode(
+        self, level: Level, parts: Sequence[Tensor], rows: Sequence[Tensor], codec: AbstractCodec
+    ) -> None:
+        """Fill each part's row from its values and the errors, and keep the new errors."""
+        numels = [part.numel() for part in parts]
+        if self._numels.setdefault(level, numels) != numels:
+            raise CodecError(
+                f"these errors are of a buffer cut into {self._numels[level]} elements, got one of "
+                f"{numels}; every buffer needs a LocoErrors of its own, and a new one when its "
+                "layout changes"
+            )
+        if level not in self._kept:
+            self._kept[level] = [self._no_errors(part) for part in parts]
+        kept = self._kept[level]
+        for part, row, errors in zip(parts, rows, kept, strict=True):
+            for span in codec.spans(part, granule=self._granule):
+                self._encode_span(part, row, errors, codec, span)
+
+    def _encode_span(
+        self, part: Tensor, row: Tensor, kept: Tensor, codec: AbstractCodec, span: slice
+    ) -> None:
+        where = {"start": span.start, "numel": part.numel()}
+        error = self._read(kept, span, part.numel())
+        wanted = part[span] + error  # float32, whatever the part is
+        codec.encode_span(wanted, row, **where)
+        codec.decode_span(row, sent := torch.empty_like(wanted), **where)
+        lost = wanted.sub_(sent).mul_(1 - self.loco.err_beta)
+        error.mul_(self.loco.err_beta).add_(lost)
+        # An overflow is for whoever skips the step to see, and not for ever after.
+        error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        if self.loco.kept is not None:
+            self.loco.kept.encode_span(error, kept, **where)
+
+    @property
+    def _granule(self) -> int:
+        return 1 if self.loco.kept is None else self.loco.kept.granule
+
+    def _no_errors(self, part: Tensor) -> Tensor:
+        zeros = torch.zeros(part.numel(), device=part.device)
+        return zeros if self.loco.kept is None else self.loco.kept.encode(zeros)
+
+    def _read(self, kept: Tensor, span: slice, numel: int) -> Tensor:
+        if self.loco.kept is None:
+            return kept[span]
+        error = torch.empty(span.stop - span.start, device=kept.device)
+        self.loco.kept.decode_span(kept, error, start=span.start, numel=numel)
+        return error

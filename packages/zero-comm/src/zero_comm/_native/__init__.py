@@ -1,0 +1,123 @@
+"""The compiled codecs, loaded once, or the reason why there are none. Nothing compiles here."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from attrs import frozen
+from torch import Tensor
+
+from zero_comm._errors import CodecError
+
+from ._compile import LIBRARY
+
+HERE: Final = Path(__file__).parent
+ABI: Final = 1
+SWITCHES: Final = ("auto", "require", "off")
+_BUILD_HINT: Final = "`python -m zero_comm.build` compiles it"
+_LOG: Final = logging.getLogger("zero_comm")
+
+
+@frozen(eq=False)
+class Kernels:
+    """The library's functions, for contiguous tensors of a CPU whose sizes fit."""
+
+    library: ctypes.CDLL
+
+    def encode(
+        self, values: Tensor, integers: Tensor, scales: Tensor, *, bits: int, block: int
+    ) -> None:
+        """Write float32 values as integers and scales, both uint8."""
+        self.library.zero_comm_encode(
+            values.data_ptr(), values.numel(), bits, block, integers.data_ptr(), scales.data_ptr()
+        )
+
+    def decode(
+        self, integers: Tensor, scales: Tensor, out: Tensor, *, bits: int, block: int, adds: bool
+    ) -> None:
+        """Write float32 `out`, or add to it."""
+        self.library.zero_comm_decode(
+            *(integers.data_ptr(), scales.data_ptr(), out.numel()),
+            *(bits, block, out.data_ptr(), adds),
+        )
+
+
+def native_status() -> str:
+    """Why blockwise codecs of a CPU run in plain torch; empty if compiled ones do. Local.
+
+    Raises:
+        CodecError: ZERO_COMM_NATIVE=require, and there are none.
+    """
+    return _loaded()[1]
+
+
+def kernels() -> Kernels | None:
+    """The compiled codecs, loaded at the first call; None where plain torch does the work.
+
+    Raises:
+        CodecError: ZERO_COMM_NATIVE=require, and there are none.
+    """
+    return _loaded()[0]
+
+
+@cache
+def _loaded() -> tuple[Kernels | None, str]:
+    found, reason = load(HERE / LIBRARY, os.environ)
+    if found is None:
+        _LOG.warning("codecs run in plain torch, some ten times slower, because %s", reason)
+    return found, reason
+
+
+def load(path: Path, environment: Mapping[str, str]) -> tuple[Kernels | None, str]:
+    """Load the library at `path` as ZERO_COMM_NATIVE asks: auto, require or off.
+
+    Raises:
+        CodecError: It is required and missing, or the switch has a value it does not know.
+    """
+    switch = environment.get("ZERO_COMM_NATIVE") or "auto"
+    if switch not in SWITCHES:
+        raise CodecError(f"ZERO_COMM_NATIVE={switch!r}: expected one of {', '.join(SWITCHES)}")
+    if switch == "off":
+        return None, "ZERO_COMM_NATIVE=off"
+    if not path.exists():
+        reason = (
+            f"{path} does not exist: it was not compiled when this was installed; {_BUILD_HINT}"
+        )
+    else:
+        try:
+            return Kernels(open_library(path)), ""
+        except OSError as error:
+            reason = f"{path} cannot be loaded: {error}; {_BUILD_HINT} anew"
+    if switch == "require":
+        raise CodecError(f"ZERO_COMM_NATIVE=require, but {reason}")
+    return None, reason
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Load a library and give its functions their types.
+
+    Raises:
+        OSError: It cannot be loaded, or was built from another version of the sources.
+    """
+    try:
+        library = ctypes.CDLL(str(path))
+        built_for = library.zero_comm_abi()
+    except AttributeError as error:
+        raise OSError(str(error)) from error
+    if built_for != ABI:
+        raise OSError(f"it was built for ABI {built_for}, this package calls ABI {ABI}")
+    pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.zero_comm_encode.argtypes = (pointer, count, number, count, pointer, pointer)
+    library.zero_comm_encode.restype = None
+    library.zero_comm_decode.argtypes = (
+        *(pointer, pointer, count),
+        *(number, count, pointer, number),
+    )
+    library.zero_comm_decode.restype = None
+    return library

@@ -1,0 +1,34 @@
+"""Codecs by name."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ._blockwise import BLOCK, Blockwise
+from ._cast import NAMES, Cast
+from ._codec import AbstractCodec
+from ._errors import CodecError
+
+_CASTS: Final = {name: dtype for dtype, name in NAMES.items()}
+_BITS: Final = {"int8": 8, "int4": 4}
+
+
+def parse_codec(name: str) -> AbstractCodec | None:
+    """The codec of a name: "none", "bf16", "fp16", "fp32", "int8", "int4", "int8:128" (its block).
+
+    None for "none": values travel as they are.
+
+    Raises:
+        CodecError: There is none of that name.
+    """
+    kind, colon, block = name.partition(":")
+    if kind in _BITS and (block.isdecimal() if colon else True):
+        return Blockwise(bits=_BITS[kind], block=int(block) if colon else BLOCK)
+    if name == "none":
+        return None
+    if name in _CASTS:
+        return Cast(_CASTS[name])
+    raise CodecError(
+        f"no codec is called {name!r}: expected none, {', '.join((*_CASTS, *_BITS))}, or one of "
+        "the latter two with a block size, such as int8:128"
+    )
