@@ -165,10 +165,63 @@ def test_nodes_must_be_known_to_be_planned() -> None:
             _plan(Mixed, "adamw", config, world_size=16, **how)
 
 
-def _compare(group: Group, config: ZeroConfig, *, name: str = "adamw") -> None:
+class Nested(nn.Module):
+    """Blocks too large for a unit, with units inside them; the first trains nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
+        self.first = nn.ModuleList(parity.Block() for _ in range(2))
+        self.blocks = nn.ModuleList(NestedBlock() for _ in range(3))
+        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
+        for module in (self.embed, self.first):
+            module.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
+        x = self.embed(tokens)
+        for part in (*self.first, *self.blocks):
+            x = part(x)
+        return self.head(x)
+
+
+class NestedBlock(nn.Module):
+    """Two units, and parameters around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(parity.WIDTH)
+        self.inner = nn.ModuleList(parity.Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        y = self.norm(x)
+        for part in self.inner:
+            y = part(y)
+        return x + y
+
+
+def test_units_inside_units_and_frozen_ones_are_planned(ranks) -> None:
+    """What encloses others is whole as long as they are; frozen first layers see no backward."""
+    ranks(2).run(_compare_nested)
+
+
+def _compare_nested(group: Group) -> None:
+    for on in (group, parity.by_messages()):
+        for settings in ({}, {"window": 1}, {"window": 2, "prefetch_numel": 200}):
+            config = ZeroConfig(3, max_unit_bytes=1000, **settings)
+            _compare(on, config, make=Nested)
+    _compare(group, ZeroConfig(2, max_unit_bytes=1000), make=Nested)
+
+
+def _compare(
+    group: Group,
+    config: ZeroConfig,
+    *,
+    name: str = "adamw",
+    make: Callable[[], nn.Module] = Mixed,
+) -> None:
     """Train a real one for some steps, and compare with the plan at each moment."""
     plan = _plan(
-        Mixed,
+        make,
         name,
         config,
         world_size=group.world_size,
@@ -177,20 +230,22 @@ def _compare(group: Group, config: ZeroConfig, *, name: str = "adamw") -> None:
     )
     what = f"{config}, {name}, rank {group.rank}"
     parity.count_from_here()
-    model = parity.build(Mixed)
+    model = parity.build(make)
     optimizer = _groups(model, name)
     zero_engine.shard(model, optimizer, config, group=group)
     parity.run_steps(model, optimizer, range(3), rank=group.rank)
 
     _assert_equal(memory_report(model), plan.at_rest, what)
-    assert _live_bytes(model) == plan.at_rest.total_bytes, what
+    alive = _live_bytes(model)
+    assert alive == plan.at_rest.total_bytes, f"{what}: {alive} bytes alive, {plan.at_rest}"
 
     with record_traffic(group) as traffic:
         parity.loss_of(model, parity.batch(3, 0, group.rank)).backward()
         _assert_equal(memory_report(model), plan.memory.before_step, f"{what}, before the step")
         optimizer.step()
     optimizer.zero_grad()
-    assert _sent(traffic) == _planned(plan), what
+    sent, planned = _sent(traffic), _planned(plan)
+    assert sent == planned, f"{what}: sent {sent}, planned {planned}"
     is_saved = find_sharded(model).routes.is_first_replica
     assert (_given_bytes(model) if is_saved else 0) == plan.save.num_bytes, what
     del model, optimizer

@@ -155,7 +155,7 @@ def test_traffic_of_zeropp_across_nodes() -> None:
     plan = zero_engine.plan(model, config, world_size=512, rank=511, reads_peers=False)
     share = 512 / 511 / 4 / plan.numel  # of M, as many ranks have it
     gathered, reduced = (
-        sum(each.payload_bytes for each in plan.traffic if each.name == name) * share
+        sum(each.sent.payload_bytes for each in plan.traffic if each.name == name) * share
         for name in ("all_gather", "reduce_scatter")
     )
     forward = backward = gathered / 2

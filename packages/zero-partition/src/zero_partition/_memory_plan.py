@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
@@ -215,39 +216,26 @@ def _arriving(param: ParameterPlan) -> int:
 
 
 def _pool_bytes(plan: ModelPlan) -> int:
-    """Of slots that gradients are collected in, after a backward in the canonical order."""
+    """Of slots that gradients are collected in; they come in the reverse order of parameters."""
     if plan.placements.grads is Placement.REPLICATED:
         return 0
-    gradients = [
-        [
-            PlannedGradients(
-                buffer.layout.numel * plan.precision.wire_of(buffer.dtype).itemsize, unit.is_outer
-            )
-            for buffer in unit.buffers
-            if buffer.trainable
-        ]
-        for unit in plan.units
-    ]
-    reduction = ReductionPlan.of([each for some in gradients for each in some])
-    for index, begins in _backward_of(plan):
-        for each in gradients[index]:
-            reduction.collect(each) if begins else reduction.launch(each)
+    of_param: dict[str, PlannedGradients] = {}
+    for unit in plan.units:
+        for buffer in unit.buffers:
+            if buffer.trainable:
+                itemsize = plan.precision.wire_of(buffer.dtype).itemsize
+                gradients = PlannedGradients(buffer.layout.numel * itemsize, unit.is_outer)
+                of_param |= {param.name: gradients for param in buffer.params}
+    missing = Counter(map(id, of_param.values()))
+    reduction = ReductionPlan.of(list({id(each): each for each in of_param.values()}.values()))
+    for name in reversed([name for name in plan.user_bytes if name in of_param]):
+        gradients = of_param[name]
+        if gradients.slot is None:
+            reduction.collect(gradients)
+        missing[id(gradients)] -= 1
+        if not missing[id(gradients)]:
+            reduction.launch(gradients)
     return reduction.pool.num_bytes
-
-
-def _backward_of(plan: ModelPlan) -> Iterator[tuple[int, bool]]:
-    """Units whose gradients begin to come, and have all come."""
-    small = [index for index, unit in enumerate(plan.units) if unit.rests_whole]
-    open_units: list[int] = small.copy()
-    yield from ((index, True) for index in small)
-    for use in plan.uses:
-        if use.phase == "backward":
-            while open_units and open_units[-1] not in use.in_use and open_units[-1] not in small:
-                yield open_units.pop(), False
-            open_units.append(use.unit)
-            yield use.unit, True
-    while open_units:
-        yield open_units.pop(), False
 
 
 def _init_peak_bytes(plan: ModelPlan, rank: int) -> int:

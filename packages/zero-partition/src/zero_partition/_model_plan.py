@@ -42,7 +42,7 @@ class ModelPlan:
     rests: RestPlan
     group_of: Mapping[str, int]  # param group by name of what the optimizer steps
     state: StatePlan
-    user_bytes: Mapping[str, int]  # of each parameter before it is sharded
+    user_bytes: Mapping[str, int]  # of each parameter before it is sharded, in the model's order
 
     @property
     def world_size(self) -> int:
@@ -276,12 +276,13 @@ def plan_model_units(
 def plan_uses(model: nn.Module, units: Sequence[UnitPlan]) -> tuple[Use, ...]:
     """The uses of units in one step, in the order of the model's modules; NOTE(canonical order)."""
     indices = {unit.name: index for index, unit in enumerate(units) if not unit.rests_whole}
-    names = [name for name, _ in model.named_modules() if name in indices]
-    trains, reached = False, set()
-    for name in names:
-        trains |= any(buffer.trainable for buffer in units[indices[name]].buffers)
-        if trains:
-            reached.update([name, *_around(name, indices)])
+    names, reached, trains = [], set(), False
+    for name, module in model.named_modules():
+        if name in indices:
+            names.append(name)
+            if trains or any(param.requires_grad for param in module.parameters()):
+                reached.add(name)
+        trains |= any(param.requires_grad for param in module.parameters(recurse=False))
 
     def use(name: str, phase: str) -> Use:
         return Use(
