@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from network import Node
 from systems import System
 from team import Team, TeamError
 from text import read_stdlib
@@ -31,6 +32,7 @@ class Entry:
     setup: list[dict[str, Any]] = field(default_factory=list)  # per rank
     round_ms: list[list[float]] = field(default_factory=list)  # per round and step: slowest rank
     round_disk_bytes: list[float] = field(default_factory=list)  # per step, of all ranks
+    round_sent_bytes: list[float] = field(default_factory=list)  # per step, of the busiest node
     reports: list[dict[str, Any]] = field(default_factory=list)  # per rank
     error: str = ""
 
@@ -105,8 +107,16 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     return {key: value for key, value in vars(options).items() if key not in places}
 
 
-def run_heat(entries: list[Entry], options: argparse.Namespace) -> None:
-    """Build all systems of the heat, then let them train in turns: A B C A B C."""
+def run_heat(
+    entries: list[Entry], options: argparse.Namespace, *, nodes: Sequence[Node] = ()
+) -> None:
+    """Build all systems of the heat, then let them train in turns: A B C A B C.
+
+    Args:
+        entries: Of the systems.
+        options: Of the suite.
+        nodes: On which to run, as many ranks on each; no particular place when empty.
+    """
     heat = f"heat {entries[0].heat}"
     with tempfile.TemporaryDirectory() as name, ExitStack() as teams:
         folder, disk = Path(name), ""
@@ -115,22 +125,28 @@ def run_heat(entries: list[Entry], options: argparse.Namespace) -> None:
         (folder / "text").write_bytes(read_stdlib(TEXT_BYTES))
         for entry in entries:
             say(f"{heat}: building {entry.system.name}")
-            entry.team = _start(entry.system, options, folder, disk)
+            entry.team = _start(entry.system, options, folder, disk, nodes)
             teams.callback(entry.team.end)
             entry.setup = entry.ask("warm_up", options.warmup)
         for number in range(1, options.rounds + 1):
             say(f"{heat}: round {number} of {options.rounds}")
             for entry in entries:
+                before = [node.sent_bytes() for node in nodes]
                 answers = entry.ask("run", options.steps_per_round)
+                sent = [node.sent_bytes() - b for node, b in zip(nodes, before, strict=True)]
                 by_step = zip(*(answer["ms"] for answer in answers), strict=True)
                 entry.round_ms.append([max(step) for step in by_step])
                 moved = sum(answer["disk_bytes"] for answer in answers)
                 entry.round_disk_bytes.append(moved / options.steps_per_round)
+                # With the step before those that count.
+                entry.round_sent_bytes.append(max(sent, default=0) / (1 + options.steps_per_round))
         for entry in entries:
             entry.reports = entry.ask("report")
 
 
-def _start(system: System, options: argparse.Namespace, folder: Path, disk: str) -> Team:
+def _start(
+    system: System, options: argparse.Namespace, folder: Path, disk: str, nodes: Sequence[Node]
+) -> Team:
     world_size = 1 if system.is_alone else options.ranks
     assignments = [
         Assignment(
@@ -154,6 +170,7 @@ def _start(system: System, options: argparse.Namespace, folder: Path, disk: str)
         python=options.pythons[system.environment],
         is_foreign=system.environment != "own",
         folder=folder,
+        nodes=nodes,
     )
 
 

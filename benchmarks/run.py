@@ -19,6 +19,7 @@ SUITES: Final = {
     "residence": "bench_residence",  # a step with state on host or disk, against one without
     "delayed": "bench_delayed",  # the loss curve of delayed updates beside the exact one
     "saving": "bench_saving",  # save and load, against torch.save, torch's checkpoints and the disk
+    "wire": "bench_wire",  # a step on two nodes with a slow network between them
     "codecs": "bench_codecs",  # encoding and decoding, against a copy of the same memory
     "collectives": "bench_collectives",  # compositions of collectives against the built-in ones
 }

@@ -244,9 +244,14 @@ def _ours(
     stage: int,
     reads_peers: bool = True,
     offload: dict[str, Any] | None = None,
+    wire: dict[str, Any] | None = None,
     **options: Any,
 ) -> Step:
     import zero_engine
+
+    if wire is not None:
+        per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        options["wire"] = zero_engine.Wire(levels=per_node, **wire)
 
     if offload is not None:
         arguments: dict[str, Any] = {**offload, "subgroup_bytes": setting.subgroup_bytes}
@@ -305,6 +310,21 @@ system(
     imports=("zero_engine",),
     is_variant=True,
 )(partial(_ours, stage=3, reads_peers=False, prefetch_numel=0))
+
+
+for _suffix, _title, _wire in (
+    ("", "exact", {}),
+    ("_qwz", "weights in int8", {"params": "int8"}),
+    ("_hpz", "secondary shards", {"secondary": True}),
+    ("_qgz", "gradients in int4", {"gradients": "int4"}),
+    ("_all", "all three", {"params": "int8", "secondary": True, "gradients": "int4"}),
+):
+    system(
+        f"ours, stage 3 on nodes, {_title}",
+        name=f"zero3_nodes{_suffix}",
+        imports=("zero_engine",),
+        is_variant=True,
+    )(partial(_ours, stage=3, wire=_wire))
 
 
 @system("no training: the disk by itself", imports=("zero_offload",), is_variant=True)

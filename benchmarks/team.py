@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, final
 
 if TYPE_CHECKING:
+    from network import Node
     from worker import Assignment
 
 WORKER: Final = Path(__file__).with_name("worker.py")
@@ -26,7 +28,13 @@ class Team:
     """All ranks of one system. Between requests they block on their pipes and cost no CPU."""
 
     def __init__(
-        self, assignments: list[Assignment], *, python: str, is_foreign: bool, folder: Path
+        self,
+        assignments: list[Assignment],
+        *,
+        python: str,
+        is_foreign: bool,
+        folder: Path,
+        nodes: Sequence[Node] = (),
     ) -> None:
         """Start one process per assignment.
 
@@ -35,6 +43,8 @@ class Team:
             python: The interpreter of the system's environment.
             is_foreign: Whether that is not ours, so that our paths must not leak into it.
             folder: Where the ranks' output goes, one log each.
+            nodes: On which they run, as many on each, in their order; nowhere in particular when
+                empty.
         """
         self.name = assignments[0].system
         self._timeout_s = assignments[0].timeout_s
@@ -42,17 +52,28 @@ class Team:
         self._pipes: list[Connection] = []
         self._logs = [folder / f"{self.name}-{one.rank}.log" for one in assignments]
         for assignment, log in zip(assignments, self._logs, strict=True):
+            environment, launcher = _environment(assignment, is_foreign), []
+            if nodes:
+                per_node = assignment.world_size // len(nodes)
+                node = nodes[assignment.rank // per_node]
+                launcher = node.launcher
+                local = {"LOCAL_RANK": assignment.rank % per_node, "LOCAL_WORLD_SIZE": per_node}
+                environment |= node.environment | {k: str(v) for k, v in local.items()}
             with log.open("wb") as output:
-                self._start(assignment, python, _environment(assignment, is_foreign), output)
+                self._start(assignment, [*launcher, python], environment, output)
 
     def _start(
-        self, assignment: Assignment, python: str, environment: dict[str, str], output: IO[bytes]
+        self,
+        assignment: Assignment,
+        python: Sequence[str],
+        environment: dict[str, str],
+        output: IO[bytes],
     ) -> None:
         ours, theirs = Pipe()
         self._pipes.append(ours)
         self._processes.append(
             subprocess.Popen(
-                [python, str(WORKER), str(theirs.fileno())],
+                [*python, str(WORKER), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

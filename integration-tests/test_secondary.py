@@ -14,11 +14,19 @@ import pytest
 import torch
 import zero_engine
 from parity import Recipe, ZeroConfig
+from parking import PoisoningKeeper
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zero_comm import Group, Levels, Sent, even_splits, record_traffic
 from zero_engine import ConfigError, Offload, Precision, Wire
-from zero_partition import PartitionError, find_sharded, memory_report
+from zero_partition import (
+    PartitionError,
+    StateKind,
+    find_sharded,
+    memory_report,
+    park,
+    unpark,
+)
 
 BLOCK = 64 * 64
 NUM_BLOCKS = 4
@@ -232,6 +240,24 @@ def _write_between_forwards(group: Group, write: str) -> None:
         WRITES[write](model, torch.full((64, 64), 0.01))
         expected = 0.5 * 0.64**NUM_BLOCKS
         torch.testing.assert_close(model(x), torch.full((1, 64), expected))
+
+
+def test_parking_gives_its_memory_back_and_training_goes_on(ranks) -> None:
+    """Between phases another process wants the memory, and a copy is no state to keep."""
+    ranks(4).run(_park_after_each_step)
+
+
+def _park_after_each_step(group: Group) -> None:
+    losses = []
+    for wire in (Wire(), NEAR):
+        model, optimizer = parity.build_sharded(group, ZeroConfig(3, window=1, wire=wire))
+        for step in range(3):
+            losses += parity.run_steps(model, optimizer, [step], rank=group.rank)
+            park(model, PoisoningKeeper(), StateKind)
+            assert memory_report(model).secondary_bytes == 0
+            unpark(model)
+
+    assert losses[:3] == losses[3:]
 
 
 # ---- Where there is nothing for it to do ----

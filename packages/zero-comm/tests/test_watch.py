@@ -24,7 +24,7 @@ from zero_comm import (
     reduce_scatter_flat,
 )
 
-PATIENCE_S = 0.4
+PATIENCE_S = 0.2
 SOON_S = 15.0  # the machine may be busy; the group's own timeout is longer by far
 
 UNTOUCHED = -1.0

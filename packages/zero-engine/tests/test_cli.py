@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from zero_engine._cli import _num_bytes, main
+from zero_engine._cli import main
+from zero_engine._cli_values import num_bytes_of
 
 
 def test_the_command_says_what_is_wrong_on_one_line(tmp_path: Path, capsys) -> None:
@@ -47,7 +48,7 @@ def test_the_command_refuses_arguments_that_make_no_sense(arguments: list[str], 
 )
 def test_sizes_are_decimal_but_for_those_with_an_i(text: str, num_bytes: int) -> None:
     """As Hugging Face reads them."""
-    assert _num_bytes(text) == num_bytes
+    assert num_bytes_of(text) == num_bytes
 
 
 def test_the_module_is_the_command() -> None:

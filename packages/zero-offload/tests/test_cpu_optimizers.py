@@ -305,8 +305,11 @@ def test_strides_change_nothing(dtype: torch.dtype) -> None:
 def test_what_cannot_be_stepped_is_refused_by_name() -> None:
     """A kernel given a device pointer would end the process."""
     weight = nn.Parameter(torch.zeros(3, 2))
+    without_memory = nn.Parameter(torch.zeros(3, device="meta"))
+    without_memory.grad = torch.zeros(3, device="meta")
+    planned = CPUAdam([without_memory])  # which may be planned with
     with pytest.raises(UnsupportedTensorError, match=r"got one of shape \(3,\) on meta"):
-        CPUAdam([weight, nn.Parameter(torch.zeros(3, device="meta"))])
+        planned.step()
     with pytest.raises(UnsupportedTensorError, match="float64"):
         CPUAdam([nn.Parameter(torch.zeros(3, dtype=torch.float64))])
     optimizer = CPUAdam([weight])

@@ -366,7 +366,7 @@ def _elsewhere(
     params: Iterable[nn.Parameter], monkeypatch: pytest.MonkeyPatch
 ) -> list[nn.Parameter]:
     """Parameters that count as a device's from now on."""
-    from zero_offload import _offloaded_state, _subgroup_state, _transit
+    from zero_offload import _state_plan, _subgroup_state, _transit
 
     params = list(params)
     spans = [(param.data_ptr(), param.data_ptr() + param.nbytes) for param in params]
@@ -374,6 +374,6 @@ def _elsewhere(
     def is_here(tensor: torch.Tensor) -> bool:
         return not any(start <= tensor.data_ptr() < stop for start, stop in spans)
 
-    for module in (_offloaded_state, _subgroup_state, _transit):
+    for module in (_state_plan, _subgroup_state, _transit):
         monkeypatch.setattr(module, "is_here", is_here)
     return params

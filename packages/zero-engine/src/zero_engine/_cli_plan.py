@@ -18,7 +18,8 @@ from ._plan import plan
 from ._plan_options import Room, plan_options, recommend
 from ._plan_picture import save_picture
 from ._plan_source import GPTSize
-from ._plan_table import options_table, plan_table
+from ._plan_table import options_table, plan_table, times_table
+from ._rates import Rates, estimate_step
 
 _DISK: Final = Path("/")  # a plan opens no file
 _PLACES: Final = ("device", "host", "disk")
@@ -55,6 +56,8 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     training.add_argument("--config", metavar="FILE", help="written for DeepSpeed, in detail")
     training.add_argument("--optimizer-rests", choices=_PLACES, default="device")
     training.add_argument("--params-rest", choices=_PLACES, default="device")
+    training.add_argument("--rates", metavar="FILE", help="from zero probe --json: step time")
+    training.add_argument("--tokens", type=_number, help="that a rank computes with in a step")
     room = parser.add_argument_group("what there is")
     for name, what in (
         ("device", "of each device"),
@@ -81,6 +84,9 @@ def _run(options: argparse.Namespace) -> None:
         disk=options.disk_memory,
         activations=options.activations_memory or 0,
     )
+    if (options.rates is None) is not (options.tokens is None):
+        raise ConfigError("expected --rates and --tokens, or neither: a step takes both to time")
+    rates = None if options.rates is None else Rates.load(options.rates)
     model, detailed = _model(options), _detailed(options)
     if detailed is not None:
         one = plan(model, detailed, **arguments)
@@ -105,6 +111,10 @@ def _run(options: argparse.Namespace) -> None:
             ],
             "recommended": None if chosen is None else chosen.name,
         }
+    if rates is not None:
+        times = [estimate_step(each, rates, tokens=options.tokens) for each in plans]
+        table += "\n\n" + times_table(plans, times)
+        found["step_seconds"] = [dict(each.seconds) for each in times]
     if options.picture is not None:
         save_picture(plans, options.picture)
     print(json.dumps(found, indent=1) if options.json else table)

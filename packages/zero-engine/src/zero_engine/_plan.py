@@ -15,8 +15,10 @@ from zero_partition import (
     ModelPlan,
     PlannedMemory,
     PlannedOperation,
+    PlannedSave,
     plan_memory,
     plan_model,
+    plan_save,
     plan_traffic,
 )
 
@@ -58,6 +60,7 @@ class Plan:
     buffers_bytes: int  # of the model's buffers, which every rank keeps
     memory: PlannedMemory
     passing_bytes: int  # at most, of host memory besides: shards that come from and go to disk
+    save: PlannedSave  # what this rank gives to a checkpoint, the model's buffers apart
     traffic: tuple[PlannedOperation, ...]  # of a step of one micro-batch
     units: tuple[UnitRow, ...]
 
@@ -120,7 +123,8 @@ def plan(
             its parameters, or None for inference.
         device: Of the model in training: "cuda", or "cpu".
         rank: Whose bytes; those of the rank that keeps most when None.
-        ranks_per_node: Ranks that share a node, neighbours in rank order; all do when None.
+        ranks_per_node: Ranks that share a node, neighbours in rank order; all do when None. Where
+            `config.wire` needs nodes it says so itself, or this does.
         reads_peers: Whether ranks read each other's shards, as processes of one host on the CPU do;
             they do on the CPU when None.
 
@@ -166,13 +170,16 @@ def plan(
         precision=config.precision or AS_IT_IS,
         cut=config.cut,
         rests=rests_of(config.offload, device),
+        wire=config.wire,
+        ranks_per_node=ranks_per_node,
         reads_peers=device.type == "cpu" if reads_peers is None else reads_peers,
     )
     if rank is None:
         trained = planned.trained_bytes_per_rank
-        rank = max(range(world_size), key=lambda each: (trained[each], -each))
-    elsewhere = plan_elsewhere(planned, rank, config.offload, made, device)
-    traffic = plan_traffic(planned, rank, ranks_per_node=ranks_per_node)
+        rank = max(range(len(trained)), key=lambda each: (trained[each], -each))
+    mine = planned.routes.shard_rank(rank)
+    elsewhere = plan_elsewhere(planned, mine, config.offload, made, device)
+    traffic = plan_traffic(planned, rank)
     return Plan(
         world_size=world_size,
         rank=rank,
@@ -188,8 +195,9 @@ def plan(
             home_disk_bytes=elsewhere.home_disk_bytes,
         ),
         passing_bytes=elsewhere.passing_bytes,
+        save=plan_save(planned, rank),
         traffic=traffic,
-        units=_rows(planned, rank, traffic),
+        units=_rows(planned, mine, traffic),
     )
 
 

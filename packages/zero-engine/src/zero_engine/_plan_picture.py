@@ -11,6 +11,7 @@ from ._plan import Plan
 from ._plan_options import name_of
 from ._plan_table import KINDS
 
+_GREY: Final = "0.5"
 _SKIPPED: Final = "scalars_bytes"  # which nobody would see
 
 
@@ -37,13 +38,14 @@ def save_picture(plans: Sequence[Plan], path: str | Path) -> None:
         sizes = [getattr(report, f"{place}_bytes") for report in reports]
         if any(sizes):
             panels[place] = {place: sizes}
-    figure = figure_of(figsize=(2 + (1 + 0.9 * len(plans)) * len(panels), 5), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    size = (2.5 + 0.9 * len(plans), 1.5 + 2.5 * len(panels))
+    figure = figure_of(figsize=size, layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
     names = [name_of(plan.config).replace(" + ", "\n") for plan in plans]
     for axis, (place, kinds) in zip(axes, panels.items(), strict=True):
         _stack(axis, names, kinds)
-        axis.set_title(f"{place}, a rank")
-    axes[0].set_ylabel("GB before the optimizer's step, without activations")
+        axis.set_ylabel(f"{place}, GB a rank")
+    axes[0].set_title("Before the optimizer's step, without activations")
     axes[0].legend(frameon=False)
     try:
         figure.savefig(path, dpi=120)
@@ -58,7 +60,14 @@ def _stack(axis: Any, names: Sequence[str], kinds: dict[str, list[int]]) -> None
     for words, sizes in kinds.items():
         if any(sizes):
             heights = [size / 10**9 for size in sizes]
-            axis.bar(range(len(names)), heights, bottom=bottom, label=words, width=0.7)
+            axis.bar(
+                range(len(names)),
+                heights,
+                bottom=bottom,
+                label=words,
+                width=0.7,
+                color=_GREY if len(kinds) == 1 else None,
+            )
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axis.set_xticks(range(len(names)), names, fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)

@@ -73,7 +73,7 @@ class GPTSize:
             )
             for _ in range(self.layers)
         ]
-        model.append(nn.Sequential(*blocks))
+        model.add_module("blocks", nn.Sequential(*blocks))
         return model
 
 

@@ -10,6 +10,7 @@ from tabulate import tabulate
 
 from ._plan import Plan, UnitRow
 from ._plan_options import Option, Room, name_of, recommend
+from ._rates import StepEstimate
 
 _UNITS: Final = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
 KINDS: Final = {  # of memory on the device, as `MemoryReport` has them, in words
@@ -47,6 +48,8 @@ def plan_table(plan: Plan) -> str:
         f"peak of a step   {in_units(plan.memory.step_peak_bytes)}, without activations{passing}\n"
         f"peak of shard()  {in_units(plan.memory.init_peak_bytes)}, of a model that is whole on "
         "the device\n"
+        f"a checkpoint     {in_units(plan.save.num_bytes)} written by this rank; save() reads "
+        f"{in_units(plan.save.batch_bytes)} at a time, a Saver copies all of it to the host\n"
         f"sent in a step   {in_units(plan.sent_bytes)}{across}\n\n{units}"
     )
 
@@ -67,6 +70,16 @@ def options_table(options: Sequence[Option], room: Room) -> str:
     headers = ["", "device", "host of a machine", "disk of a machine", "sent in a step", "fits"]
     table = tabulate(rows, headers=headers, disable_numparse=True)
     return f"{table}\n\n{recommendation(options, room)}"
+
+
+def times_table(plans: Sequence[Plan], times: Sequence[StepEstimate]) -> str:
+    """How long a step takes by each plan, and what takes longest."""
+    rows = [
+        [name_of(plan.config), f"{each.least_s:.3g}", f"{each.most_s:.3g}", each.bottleneck]
+        for plan, each in zip(plans, times, strict=True)
+    ]
+    headers = ["", "s a step at least", "at most", "longest"]
+    return tabulate(rows, headers=headers, disable_numparse=True)
 
 
 def recommendation(options: Sequence[Option], room: Room) -> str:

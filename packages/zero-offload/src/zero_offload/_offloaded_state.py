@@ -188,7 +188,7 @@ class OffloadedState:
         for number, state in enumerate(states, first):
             for param in dict.fromkeys(state.params):
                 self._where.setdefault(param, []).append(number)
-            self._plans.append(state.plan)
+        self._plans = [*self._plans, *planned.subgroups]
         self.footprint = footprint
 
     def _state(

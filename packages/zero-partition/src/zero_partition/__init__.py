@@ -70,6 +70,7 @@ from ._range_reader import AbstractRangeReader
 from ._redundancy import ZeroRedundancyOptimizer
 from ._rest_plan import RestPlan
 from ._room_plan import RoomPlan, plan_room
+from ._save_plan import PlannedSave, plan_save
 from ._schedule_report import ScheduleReport, ScheduleRow
 from ._shard_home import AbstractShardHome, Pending, ShardSize
 from ._sharded_model import ShardedModel
@@ -126,6 +127,7 @@ __all__ = [
     "Placements",
     "PlannedMemory",
     "PlannedOperation",
+    "PlannedSave",
     "Precision",
     "RestPlan",
     "RoomPlan",
@@ -174,6 +176,7 @@ __all__ = [
     "plan_model",
     "plan_parts",
     "plan_room",
+    "plan_save",
     "plan_traffic",
     "plan_units",
     "record_codec_errors",

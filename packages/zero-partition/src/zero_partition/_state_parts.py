@@ -19,7 +19,7 @@ from ._state_entry import Entry, PlainEntry, Said, TensorEntry
 from ._updater import MASTER
 from ._whole_state import ask_states, plan_state
 
-_BATCH_BYTES: Final = 16 * 2**20  # read together where state rests elsewhere
+BATCH_BYTES: Final = 16 * 2**20  # read together where state rests elsewhere
 
 # NOTE(batches): what rests outside the device is read to be given, a whole sub-group at a time,
 # whoever asks for how little. So parts are read in batches; a larger part is a batch of its own.
@@ -203,7 +203,7 @@ def _batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:
     batch: list[_Item] = []
     num_bytes = 0
     for item in items:
-        if batch and num_bytes + item.part.num_bytes > _BATCH_BYTES:
+        if batch and num_bytes + item.part.num_bytes > BATCH_BYTES:
             yield batch
             batch, num_bytes = [], 0
         batch.append(item)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from attrs import frozen
-from zero_comm import Sent, sent_of
+from zero_comm import Sent, even_splits, sent_of
 
 from ._buffer_plan import BufferPlan
 from ._gather_plan import choose_slots, plan_gathers
@@ -29,25 +30,23 @@ class PlannedOperation:
         return self.inside + self.across
 
 
-def plan_traffic(
-    plan: ModelPlan, rank: int, *, ranks_per_node: int | None = None
-) -> tuple[PlannedOperation, ...]:
+def plan_traffic(plan: ModelPlan, rank: int) -> tuple[PlannedOperation, ...]:
     """What one rank sends in a step of one micro-batch, from the second step on. Local.
 
     Control messages, which are flags and scalars, are left out.
 
     Args:
         plan: Of the model.
-        rank: Whose.
-        ranks_per_node: Neighbours in rank order share a node; all ranks are on one when None.
+        rank: Whose, of all that train it.
     """
     gathered = gathers_of(plan)
-    nodes = [of // (ranks_per_node or plan.world_size) for of in range(plan.world_size)]
     return tuple(
-        _operation(plan, index, buffer, rank, nodes, name=name, calls=calls)
+        PlannedOperation(unit=unit.name, name=name, calls=calls, inside=inside, across=across)
         for index, unit in enumerate(plan.units)
         for buffer in unit.buffers
-        for name, calls in _operations_of(plan, index, buffer, gathered[index])
+        for name, calls, (inside, across) in _operations_of(
+            plan, index, buffer, rank, gathered[index]
+        )
         if calls
     )
 
@@ -62,52 +61,68 @@ def gathers_of(plan: ModelPlan) -> list[int]:
 
 
 def _operations_of(
-    plan: ModelPlan, index: int, buffer: BufferPlan, num_gathers: int
-) -> Iterator[tuple[str, int]]:
+    plan: ModelPlan, index: int, buffer: BufferPlan, rank: int, num_gathers: int
+) -> Iterator[tuple[str, int, tuple[Sent, Sent]]]:
+    """Names, how often, and what all of these calls send inside a node and across."""
+    routes, layout = plan.routes, buffer.layout
     is_sharded = plan.placements.optim is Placement.SHARDED
+    shards = _Ranks(
+        layout.splits,
+        layout.payload_splits,
+        routes.shard_rank(rank),
+        tuple(of // routes.per_node for of in range(routes.shards)),
+    )
     if plan.resting[index] is Placement.SHARDED:
-        yield "all_gather", num_gathers
-    elif is_sharded and buffer.trainable:
-        yield "all_gather", 1  # of what was updated
-    if buffer.trainable:
-        yield "reduce_scatter" if is_sharded else "all_reduce", 1
-
-
-def _operation(
-    plan: ModelPlan,
-    index: int,
-    buffer: BufferPlan,
-    rank: int,
-    nodes: Sequence[int],
-    *,
-    name: str,
-    calls: int,
-) -> PlannedOperation:
-    layout, is_gather = buffer.layout, name == "all_gather"
-    if is_gather:
-        dtype = buffer.dtype
-    elif name == "reduce_scatter":
-        dtype = plan.precision.wire_of(buffer.dtype)
-    else:
+        local = num_gathers - 1 if routes.has_secondary and num_gathers else 0
+        inside, across = shards.send(buffer.dtype, num_gathers - local, sends_own=True)
+        if local:
+            splits = even_splits(layout.numel, routes.per_node)
+            payload = layout.payload_of(splits)
+            node = _Ranks(splits, payload, rank % routes.per_node, (0,) * routes.per_node)
+            inside += node.send(buffer.dtype, local, sends_own=True)[0]
+        yield "all_gather", num_gathers, (inside, across)
+    elif is_sharded and buffer.trainable:  # of what was updated
+        yield "all_gather", 1, shards.send(buffer.dtype, 1, sends_own=True)
+    if not buffer.trainable:
+        return
+    if not is_sharded:
         dtype = plan.rests.training_of(plan.precision, buffer, plan.resting[index])
-    ways = [way for way in (True, False) if name == "all_reduce" or way is is_gather]
-    inside, across = (
-        sum(level, Sent()) * calls
-        for level in zip(
-            *(
-                sent_of(
-                    layout.splits,
-                    layout.payload_splits,
-                    rank=rank,
-                    sends_own=way,
-                    itemsize=dtype.itemsize,
-                    nodes=nodes,
-                )
-                for way in ways
-            ),
-            strict=True,
+        yield "all_reduce", 1, shards.all_reduce(dtype)
+        return
+    dtype = plan.precision.wire_of(buffer.dtype)
+    yield "reduce_scatter", 1, shards.send(dtype, 1, sends_own=False)
+    if routes.num_replicas > 1:
+        shard = layout.shard(routes.shard_rank(rank))
+        splits = even_splits(shard.numel, routes.num_replicas)
+        payload = layout.payload_of(splits, start=shard.start)
+        nodes = tuple(range(routes.num_replicas))
+        replicas = _Ranks(splits, payload, routes.replica(rank), nodes)
+        yield "all_reduce", 1, replicas.all_reduce(dtype)
+
+
+@frozen
+class _Ranks:
+    """Ranks that exchange a buffer, and which of them this one is."""
+
+    splits: Sequence[int]
+    payload: Sequence[int]
+    rank: int
+    nodes: Sequence[int]
+
+    def send(self, dtype: torch.dtype, calls: int, *, sends_own: bool) -> tuple[Sent, Sent]:
+        """Inside a node and across, of so many calls; see `sent_of`."""
+        inside, across = sent_of(
+            self.splits,
+            self.payload,
+            rank=self.rank,
+            sends_own=sends_own,
+            itemsize=dtype.itemsize,
+            nodes=self.nodes,
         )
-    )
-    return PlannedOperation(
-        unit=plan.units[index].name, name=name, calls=calls, inside=inside, across=across
-    )
+        return inside * calls, across * calls
+
+    def all_reduce(self, dtype: torch.dtype) -> tuple[Sent, Sent]:
+        """A reduce-scatter and an all-gather."""
+        both = (self.send(dtype, 1, sends_own=way) for way in (True, False))
+        (inside, across), (more_inside, more_across) = both
+        return inside + more_inside, across + more_across

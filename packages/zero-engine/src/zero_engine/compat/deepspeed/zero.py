@@ -27,6 +27,7 @@ from zero_engine._zero_settings import stage_of
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
     "register_external_parameter",
     "unregister_external_parameter",
     "unwrap_model_for_generation",
@@ -107,6 +108,22 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
         settings = ZeroConfig(stage_of(settings))
     sharding = zero_engine.Init(module, group=group, config=settings)
     return sharding if dtype is None else _both(sharding, dtype)
+
+
+def MiCS_Init(
+    module: nn.Module | None = None, data_parallel_group: Any = None, **options: Any
+) -> AbstractContextManager[Any]:
+    """`Init`, for a model that `mics_shard_size` will replicate. Collective.
+
+    While it is built each rank keeps its part of all ranks', which takes less memory than its part
+    of a replica's; `initialize` hands that out.
+
+    Args:
+        module: As for `Init`, as are the others.
+        data_parallel_group: Likewise: all ranks, not those of a replica.
+        options: Likewise, by name.
+    """
+    return Init(module, data_parallel_group, **options)
 
 
 @contextmanager

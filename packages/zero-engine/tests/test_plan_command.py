@@ -1,0 +1,86 @@
+"""`zero plan`: tables, JSON and a picture from the shell."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from zero_engine._cli import main
+
+SIZE = ["--layers", "4", "--hidden", "256"]
+
+
+def test_all_options_are_listed_and_one_is_recommended(capsys: pytest.CaptureFixture) -> None:
+    """The question is which stage to take, before any of them is tried."""
+    status = main(["plan", *SIZE, "--world-size", "8", "--device-memory", "40MB"])
+
+    out = capsys.readouterr().out
+    assert status == 0
+    assert "stage 3 + host optimizer" in out
+    assert "fits in 40.0 MB" in out
+
+
+def test_one_stage_is_shown_in_detail(capsys: pytest.CaptureFixture) -> None:
+    """Alike units share a line: a model of 80 blocks has a table of a few lines."""
+    arguments = ["--world-size", "8", "--ranks-per-node", "2", "--stage", "3"]
+
+    status = main(["plan", *SIZE, "--dtype", "bf16", *arguments, "--optimizer-rests", "host"])
+
+    out = capsys.readouterr().out
+    assert status == 0
+    assert "stage 3 + host optimizer, 3,145,728 parameters, AdamW, rank 0 of 8" in out
+    assert "blocks.*" in out
+    assert "of it to other nodes" in out
+
+
+@pytest.mark.parametrize("arguments", [[], ["--stage", "2"]], ids=["options", "one"])
+def test_json_is_json(capsys: pytest.CaptureFixture, arguments: list[str]) -> None:
+    """Scripts read it."""
+    main(["plan", *SIZE, "--world-size", "8", "--json", *arguments])
+
+    found = json.loads(capsys.readouterr().out)
+    one = found["options"][2]["plan"] if "options" in found else found
+    assert one["config"]["stage"] == 2
+    assert one["numel"] == 12 * 4 * 256**2
+
+
+def test_a_file_for_deepspeed_is_planned(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """Who comes from there has one."""
+    path = tmp_path / "ds.json"
+    content = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
+    path.write_text(json.dumps(content))
+
+    assert main(["plan", *SIZE, "--world-size", "8", "--config", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("stage 2,")
+
+
+def test_a_picture_is_written(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """Beside the table."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+
+    assert main(["plan", *SIZE, "--world-size", "8", "--picture", str(path)]) == 0
+    assert path.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world-size", "8"], "expected MODEL, or --layers"),
+        (["somewhere", *SIZE, "--world-size", "8"], "got both"),
+        (["nowhere", "--world-size", "8"], "nowhere: cannot be read"),
+        ([*SIZE, "--world-size", "8", "--params-rest", "disk"], "expected --stage"),
+        ([*SIZE, "--world-size", "8", "--stage", "1", "--params-rest", "disk"], "at stage 1"),
+        ([*SIZE, "--world-size", "8", "--stage", "0", "--dtype", "bf16"], "use stage 1"),
+    ],
+)
+def test_what_cannot_be_is_a_line_on_stderr(
+    capsys: pytest.CaptureFixture, arguments: list[str], message: str
+) -> None:
+    """No traceback for a typing error."""
+    assert main(["plan", *arguments]) == 1
+
+    error = capsys.readouterr().err
+    assert error.startswith("zero: ")
+    assert message in error

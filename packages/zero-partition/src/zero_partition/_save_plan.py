@@ -1,0 +1,79 @@
+"""How many bytes of parameters and optimizer state each rank gives to a checkpoint. Planning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from attrs import frozen
+
+from ._buffer_plan import BufferPlan
+from ._cut import Cut
+from ._model_plan import ModelPlan
+from ._placement import Placement
+from ._state_parts import BATCH_BYTES
+from ._updater import MASTER
+
+
+@frozen(kw_only=True)
+class PlannedSave:
+    """What one rank gives when all is saved; every element is given once, by one rank."""
+
+    num_bytes: int  # all of it: what it writes, or copies to the host to write it later
+    batch_bytes: int  # most that is read together, where that takes memory of its own
+
+
+def plan_save(plan: ModelPlan, rank: int) -> PlannedSave:
+    """Say what `plan_parts` will say of a rank's parts, from the second step on. Local."""
+    if plan.routes.replica(rank):
+        return PlannedSave(num_bytes=0, batch_bytes=0)
+    sizes = [
+        size
+        for unit, placement in zip(plan.units, plan.resting, strict=True)
+        for buffer in unit.buffers
+        for size in _sizes_of(plan, buffer, placement, rank)
+    ]
+    total = sum(sizes)
+    return PlannedSave(
+        num_bytes=total, batch_bytes=min(total, max(BATCH_BYTES, *sizes, 0) if sizes else 0)
+    )
+
+
+def _sizes_of(
+    plan: ModelPlan, buffer: BufferPlan, placement: Placement, rank: int
+) -> Iterator[int]:
+    """Of each run of elements that the rank gives, in bytes."""
+    dtype = plan.rests.training_of(plan.precision, buffer, placement)
+    pieces = {piece.index: piece.in_tensor.numel for piece in buffer.layout.pieces(rank)}
+    is_ours = (  # masters that are kept elsewhere count as values of their parameter
+        plan.rests.state and plan.rests.master_of(plan.precision, buffer, placement) is not None
+    )
+    is_whole = plan.placements.optim is Placement.REPLICATED
+    for position, param in enumerate(buffer.params):
+        mine = pieces.get(position, 0)
+        shape = tuple(param.shape) if is_whole else param.cut.shard_shape(param.shape, mine)
+        group = plan.group_of.get(param.name, -1) if buffer.trainable else -1
+        entries = {
+            each.name: each for each in plan.state.of_kind.get((group, len(shape), dtype), ())
+        }
+        master = entries.pop(MASTER, None)  # the optimizer's own, which is what is trained
+        yield mine * (dtype if master is None or is_ours else master.dtype).itemsize
+        owner = _first_with(buffer, position)
+        for entry in entries.values():
+            numel = math.prod(entry.shape_for(shape))
+            if is_whole:  # every rank has it: each gives an equal run
+                given = numel * (rank + 1) // plan.world_size - numel * rank // plan.world_size
+            elif entry.name == "step" or not entry.shape:  # one value for the whole parameter
+                given = numel if rank == owner else 0
+            else:
+                given = numel if mine else 0
+            yield given * entry.dtype.itemsize
+
+
+def _first_with(buffer: BufferPlan, position: int) -> int:
+    """The first rank that has state of a parameter."""
+    param, span = buffer.params[position], buffer.layout.spans[position]
+    if param.cut == Cut.FLAT or not param.shape.numel():
+        return 0  # all have
+    shards = enumerate(buffer.layout.shards)
+    return next(rank for rank, shard in shards if span.overlap(shard) is not None)
