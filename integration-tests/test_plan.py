@@ -18,7 +18,7 @@ from residences import Cell, cells, resting_as
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_comm import Group, record_traffic
-from zero_engine import Plan, Precision, _residence
+from zero_engine import Plan, Precision, Wire, _residence
 from zero_offload import CPUAdam
 from zero_partition import RestPlan, find_sharded, memory_report, plan_parts
 
@@ -175,6 +175,20 @@ def _compare_nested(group: Group) -> None:
     _compare(group, ZeroConfig(2, max_unit_bytes=1000), make=Nested)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nodes_are_planned(ranks, stage: int) -> None:
+    """What crosses the slow network is why there are secondary shards and replicas."""
+    ranks(4).run(_compare_nodes, stage=stage, timeout_s=60)
+
+
+def _compare_nodes(group: Group, stage: int) -> None:
+    wires = [Wire(levels=2), Wire(levels=2, replicas=True)]
+    wires += [Wire(levels=2, secondary=True)] * (stage == 3)
+    for wire in wires:
+        for window in (1, 3) if stage == 3 else (3,):
+            _compare(group, ZeroConfig(stage, wire=wire, window=window))
+
+
 def _compare(
     group: Group,
     config: ZeroConfig,
@@ -207,9 +221,12 @@ def _compare(
         _assert_equal(memory_report(model), plan.memory.before_step, f"{what}, before the step")
         optimizer.step()
     optimizer.zero_grad()
+    across = (traffic.across().num_bytes, traffic.inside().num_bytes)
+    expected = (plan.across_bytes, plan.sent_bytes - plan.across_bytes)
+    assert across == expected, f"{what}: across nodes and inside {across}, planned {expected}"
     sent, planned = _sent(traffic), _planned(plan)
     assert sent == planned, f"{what}: sent {sent}, planned {planned}"
-    assert _given_bytes(model) == plan.save.num_bytes, what
+    assert _given_bytes(model) == plan.save.num_bytes, f"{what}, saved"
     del model, optimizer
 
 
@@ -223,6 +240,8 @@ def _given_bytes(model: nn.Module) -> int:
     """What this rank writes when all is saved."""
     sharded = find_sharded(model)
     parts = plan_parts(sharded, has_state=True)
+    if not sharded.routes.is_first_replica:
+        return 0
     return sum(part.num_bytes for batch in parts.batches for part in batch.parts)
 
 

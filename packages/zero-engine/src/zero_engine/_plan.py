@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, final
@@ -9,6 +10,7 @@ from typing import Any, final
 import attrs
 import torch
 from attrs import frozen
+from zero_comm import Levels
 from zero_partition import (
     AS_IT_IS,
     MemoryReport,
@@ -38,7 +40,7 @@ class UnitRow:
     numel: int  # of its whole parameters
     whole_bytes: int  # of its slot where its parameters rest sharded, padding included
     shard_bytes: int  # of this rank's part of its parameters, padding included
-    gathers: int  # in a step
+    gathers: int  # in a step, before its uses
     sent_bytes: int  # in a step, padding included
 
 
@@ -123,7 +125,8 @@ def plan(
             its parameters, or None for inference.
         device: Of the model in training: "cuda", or "cpu".
         rank: Whose bytes; those of the rank that keeps most when None.
-        ranks_per_node: Ranks that share a node, neighbours in rank order; all do when None.
+        ranks_per_node: Ranks that share a node, neighbours in rank order, where `config.wire` does
+            not say it; all do when None.
         reads_peers: Whether ranks read each other's shards, as processes of one host on the CPU do;
             they do on the CPU when None.
 
@@ -152,6 +155,9 @@ def plan(
             f"plan(): expected ranks_per_node to divide world_size={world_size}, got "
             f"{ranks_per_node}"
         )
+    if isinstance(config.wire.levels, Levels):  # groups are nothing that a plan needs, or can print
+        wire = attrs.evolve(config.wire, levels=config.wire.levels.inside.world_size)
+        config = attrs.evolve(config, wire=wire)
     device = torch.device(device)
     model = model_of(model)
     made = optimizer_of(optimizer, model)
@@ -169,13 +175,15 @@ def plan(
         precision=config.precision or AS_IT_IS,
         cut=config.cut,
         rests=rests_of(config.offload, device),
+        wire=config.wire,
+        ranks_per_node=ranks_per_node,
         reads_peers=device.type == "cpu" if reads_peers is None else reads_peers,
     )
     if rank is None:
         trained = planned.trained_bytes_per_rank
-        rank = max(range(world_size), key=lambda each: (trained[each], -each))
-    elsewhere = plan_elsewhere(planned, rank, config.offload, made, device)
-    traffic = plan_traffic(planned, rank, ranks_per_node=ranks_per_node)
+        rank = max(range(len(trained)), key=lambda each: (trained[each], -each))
+    elsewhere = plan_elsewhere(planned, planned.routes.shard_of(rank), config.offload, made, device)
+    traffic = plan_traffic(planned, rank)
     return Plan(
         world_size=world_size,
         rank=rank,
@@ -200,21 +208,22 @@ def plan(
 def _rows(
     planned: ModelPlan, rank: int, traffic: tuple[PlannedOperation, ...]
 ) -> tuple[UnitRow, ...]:
-    rows = []
-    for unit in planned.units:
-        mine = [operation for operation in traffic if operation.unit == unit.name]
-        gathers = [operation.calls for operation in mine if operation.name == "all_gather"]
-        rows.append(
-            UnitRow(
-                name=unit.name or "(model)",
-                numel=unit.extent.numel,
-                whole_bytes=unit.num_bytes,
-                shard_bytes=sum(b.layout.splits[rank] * b.dtype.itemsize for b in unit.buffers),
-                gathers=max(gathers, default=0),
-                sent_bytes=sum(each.sent.num_bytes for each in mine),
-            )
+    sent: Counter[str] = Counter()
+    for operation in traffic:
+        sent[operation.unit] += operation.sent.num_bytes
+    gathers = Counter(gather.unit for gather in planned.gathers)
+    mine = planned.routes.shard_of(rank)
+    return tuple(
+        UnitRow(
+            name=unit.name or "(model)",
+            numel=unit.extent.numel,
+            whole_bytes=unit.num_bytes,
+            shard_bytes=sum(b.layout.splits[mine] * b.dtype.itemsize for b in unit.buffers),
+            gathers=gathers[index],
+            sent_bytes=sent[unit.name],
         )
-    return tuple(rows)
+        for index, unit in enumerate(planned.units)
+    )
 
 
 def _plain(value: Any) -> Any:

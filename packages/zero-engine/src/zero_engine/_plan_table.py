@@ -19,6 +19,7 @@ KINDS: Final = {  # of memory on the device, as `MemoryReport` has them, in word
     "optimizer_bytes": "optimizer state",
     "padding_bytes": "padding",
     "slots_bytes": "slots",
+    "secondary_bytes": "secondary shards",
     "reduction_bytes": "reduction",
     "scalars_bytes": "single numbers",
 }

@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 from torch import nn
 
 from ._errors import PartitionError
-from ._gather_plan import Extent
+from ._gather_plan import Extent, Gather, choose_slots, plan_gathers
 from ._grouping import UnitPlan, choose_small, choose_units, plan_units
 from ._limits import Limits
 from ._needs import CutChoice, choose_cuts
@@ -19,7 +19,9 @@ from ._order import Use
 from ._placement import Placement, Placements
 from ._precision import AS_IT_IS, Precision
 from ._rest_plan import RestPlan
+from ._route_plan import RoutePlan
 from ._state_plan import Kind, StatePlan, plan_state
+from ._wire import AS_ONE, Wire
 
 # NOTE(canonical order): without running the model nobody knows in which order units are used. A
 # plan takes the order of its modules, each once, and in backward the reverse; what encloses others
@@ -33,7 +35,7 @@ class ModelPlan:
 
     units: tuple[UnitPlan, ...]
     uses: tuple[Use, ...]  # of one step, in sequence; see NOTE(canonical order)
-    world_size: int
+    routes: RoutePlan
     placements: Placements  # as they hold: on one rank parameters rest whole
     precision: Precision  # likewise
     limits: Limits
@@ -41,6 +43,11 @@ class ModelPlan:
     group_of: Mapping[str, int]  # param group by name of what the optimizer steps
     state: StatePlan
     user_bytes: Mapping[str, int]  # of each parameter before it is sharded, in the model's order
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over which it is sharded."""
+        return self.routes.shards
 
     @cached_property
     def resting(self) -> tuple[Placement, ...]:
@@ -55,6 +62,19 @@ class ModelPlan:
             for index, unit in enumerate(self.units)
             if self.resting[index] is Placement.SHARDED
         }
+
+    @cached_property
+    def slots(self) -> tuple[tuple[int, ...], ...]:
+        """Units that take turns in one slot, by position."""
+        return choose_slots(self.uses, self.extents, self.limits)
+
+    @cached_property
+    def gathers(self) -> tuple[Gather, ...]:
+        """Of a step."""
+        slot_of = {unit: slot for slot, units in enumerate(self.slots) for unit in units}
+        uses = [use for use in self.uses if use.unit in self.extents]
+        prefetch_numel = self.limits.prefetch_numel
+        return plan_gathers(uses, self.extents, slot_of, prefetch_numel=prefetch_numel)
 
     @cached_property
     def trained_bytes_per_rank(self) -> tuple[int, ...]:
@@ -82,6 +102,8 @@ def plan_model(
     precision: Precision = AS_IT_IS,
     cut: CutChoice = None,
     rests: RestPlan = RestPlan(),  # noqa: B008 - frozen
+    wire: Wire = AS_ONE,
+    ranks_per_node: int | None = None,
     reads_peers: bool = False,
 ) -> ModelPlan:
     """Plan what `partition` with the same arguments would do. Local; allocates nothing.
@@ -90,7 +112,7 @@ def plan_model(
         model: On any device; on meta no size is too large.
         optimizer: Built from its parameters.
         world_size: Number of ranks.
-        placements: As for `partition`, as are all that follow but the last two.
+        placements: As for `partition`, as are all that follow but the last.
         units: Likewise.
         max_unit_bytes: Likewise.
         min_unit_bytes: Likewise.
@@ -100,15 +122,19 @@ def plan_model(
         precision: Likewise.
         cut: Likewise.
         rests: What rests outside the device.
+        wire: As for `partition`.
+        ranks_per_node: Where `wire` does not say it: neighbours in rank order share a node.
         reads_peers: Whether ranks read each other's shards: processes of one host, on the CPU.
 
     Raises:
         PartitionError: The model or the optimizer cannot be partitioned so.
     """
+    wire.check(placements)
+    routes = RoutePlan.of(wire, world_size, ranks_per_node)
     placements, precision = as_they_hold(
         placements,
         precision,
-        world_size=world_size,
+        world_size=routes.shards,
         has_home=rests.params,
         has_optimizer=optimizer is not None,
     )
@@ -119,7 +145,7 @@ def plan_model(
     planned = plan_model_units(
         model,
         optimizer,
-        world_size=world_size,
+        world_size=routes.shards,
         placements=placements,
         units=units,
         max_unit_bytes=max_unit_bytes,
@@ -130,16 +156,18 @@ def plan_model(
         precision=precision,
         may_be_meta=True,
     )
+    # Ranks of several nodes never read each other's memory; see `Levels`.
+    is_exposed = reads_peers and not rests.params and _is_near(routes, wire)
     group_of_id = param_group_of(optimizer)
     named = dict(model.named_parameters())
     group_of = {n: group_of_id[id(p)] for n, p in named.items() if id(p) in group_of_id}
     partial_plan = ModelPlan(
         units=planned,
         uses=plan_uses(model, planned),
-        world_size=world_size,
+        routes=routes,
         placements=placements,
         precision=precision,
-        limits=limits.where_shards_are_read() if reads_peers and not rests.params else limits,
+        limits=limits.where_shards_are_read() if is_exposed else limits,
         rests=rests,
         group_of=group_of,
         state=StatePlan({}),
@@ -148,6 +176,11 @@ def plan_model(
     if optimizer is None:
         return partial_plan
     return evolve(partial_plan, state=plan_state(optimizer, _kinds_of(partial_plan)))
+
+
+def _is_near(routes: RoutePlan, wire: Wire) -> bool:
+    has_levels = wire.levels is not None or wire.secondary or wire.replicas
+    return not has_levels or routes.replicas > 1 or routes.num_nodes == 1
 
 
 def _kinds_of(plan: ModelPlan) -> list[Kind]:

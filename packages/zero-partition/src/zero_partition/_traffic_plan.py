@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from attrs import frozen
-from zero_comm import Sent, sent_of
+from attrs import evolve, frozen
+from zero_comm import Sent, even_splits, sent_of
 
 from ._buffer_plan import BufferPlan
-from ._gather_plan import choose_slots, plan_gathers
 from ._model_plan import ModelPlan
 from ._placement import Placement
 
@@ -29,85 +29,102 @@ class PlannedOperation:
         return self.inside + self.across
 
 
-def plan_traffic(
-    plan: ModelPlan, rank: int, *, ranks_per_node: int | None = None
-) -> tuple[PlannedOperation, ...]:
+@frozen(kw_only=True)
+class _Collective:
+    """One that a unit launches for one of its buffers, and how often in a step."""
+
+    name: str
+    calls: int
+    splits: Sequence[int]
+    payload: Sequence[int]
+    rank: int  # this one's, among the ranks that take part
+    nodes: Sequence[int]  # of these
+    itemsize: int
+
+    def of_unit(self, unit: str) -> PlannedOperation:
+        """What it sends."""
+        is_gather, is_both = self.name == "all_gather", self.name == "all_reduce"
+        levels = [
+            sent_of(
+                self.splits,
+                self.payload,
+                rank=self.rank,
+                sends_own=sends_own,
+                itemsize=self.itemsize,
+                nodes=self.nodes,
+            )
+            for sends_own in (True, False)
+            if is_both or sends_own is is_gather
+        ]
+        inside, across = (sum(of, Sent()) * self.calls for of in zip(*levels, strict=True))
+        return PlannedOperation(unit, self.name, self.calls, inside, across)
+
+
+def plan_traffic(plan: ModelPlan, rank: int) -> tuple[PlannedOperation, ...]:
     """What one rank sends in a step of one micro-batch, from the second step on. Local.
 
     Control messages, which are flags and scalars, are left out.
 
     Args:
         plan: Of the model.
-        rank: Whose.
-        ranks_per_node: Neighbours in rank order share a node; all ranks are on one when None.
+        rank: Of all that train it.
     """
-    gathered = gathers_of(plan)
-    nodes = [of // (ranks_per_node or plan.world_size) for of in range(plan.world_size)]
+    counts = Counter(gather.unit for gather in plan.gathers)
     return tuple(
-        _operation(plan, index, buffer, rank, nodes, name=name, calls=calls)
+        collective.of_unit(unit.name)
         for index, unit in enumerate(plan.units)
         for buffer in unit.buffers
-        for name, calls in _operations_of(plan, index, buffer, gathered[index])
-        if calls
+        for collective in _collectives_of(plan, index, buffer, rank, num_gathers=counts[index])
+        if collective.calls
     )
 
 
-def gathers_of(plan: ModelPlan) -> list[int]:
-    """How often each unit is gathered in a step."""
-    groups = choose_slots(plan.uses, plan.extents, plan.limits)
-    slot_of = {unit: slot for slot, units in enumerate(groups) for unit in units}
-    uses = [use for use in plan.uses if use.unit in plan.extents]
-    gathers = plan_gathers(uses, plan.extents, slot_of, prefetch_numel=plan.limits.prefetch_numel)
-    return [sum(gather.unit == index for gather in gathers) for index in range(len(plan.units))]
-
-
-def _operations_of(
-    plan: ModelPlan, index: int, buffer: BufferPlan, num_gathers: int
-) -> Iterator[tuple[str, int]]:
+def _collectives_of(
+    plan: ModelPlan, index: int, buffer: BufferPlan, rank: int, *, num_gathers: int
+) -> Iterator[_Collective]:
+    routes, layout, placement = plan.routes, buffer.layout, plan.resting[index]
+    dtype = plan.rests.training_of(plan.precision, buffer, placement)
+    wire_dtype = plan.precision.wire_of(buffer.dtype)
+    every = _Collective(
+        name="all_gather",
+        calls=1,
+        splits=layout.splits,
+        payload=layout.payload_splits,
+        rank=routes.shard_of(rank),
+        nodes=routes.nodes_of_shards(rank),
+        itemsize=buffer.dtype.itemsize,
+    )
     is_sharded = plan.placements.optim is Placement.SHARDED
-    if plan.resting[index] is Placement.SHARDED:
-        yield "all_gather", num_gathers
-    elif is_sharded and buffer.trainable:
-        yield "all_gather", 1  # of what was updated
-    if buffer.trainable:
-        yield "reduce_scatter" if is_sharded else "all_reduce", 1
-
-
-def _operation(
-    plan: ModelPlan,
-    index: int,
-    buffer: BufferPlan,
-    rank: int,
-    nodes: Sequence[int],
-    *,
-    name: str,
-    calls: int,
-) -> PlannedOperation:
-    layout, is_gather = buffer.layout, name == "all_gather"
-    if is_gather:
-        dtype = buffer.dtype
-    elif name == "reduce_scatter":
-        dtype = plan.precision.wire_of(buffer.dtype)
-    else:
-        dtype = plan.rests.training_of(plan.precision, buffer, plan.resting[index])
-    ways = [way for way in (True, False) if name == "all_reduce" or way is is_gather]
-    inside, across = (
-        sum(level, Sent()) * calls
-        for level in zip(
-            *(
-                sent_of(
-                    layout.splits,
-                    layout.payload_splits,
-                    rank=rank,
-                    sends_own=way,
-                    itemsize=dtype.itemsize,
-                    nodes=nodes,
-                )
-                for way in ways
-            ),
-            strict=True,
+    if placement is Placement.SHARDED and routes.node is None:
+        yield evolve(every, calls=num_gathers)
+    elif placement is Placement.SHARDED:
+        yield evolve(every, calls=min(num_gathers, 1))  # the others find what the node has kept
+        splits = even_splits(layout.numel, routes.node)
+        yield evolve(
+            every,
+            calls=max(0, num_gathers - 1),
+            splits=splits,
+            payload=layout.payload_of(splits),
+            rank=rank % routes.node,
+            nodes=(),
         )
-    )
-    return PlannedOperation(
-        unit=plan.units[index].name, name=name, calls=calls, inside=inside, across=across
-    )
+    elif is_sharded and buffer.trainable:
+        yield every  # of what was updated
+    if not buffer.trainable:
+        return
+    if not is_sharded:
+        yield evolve(every, name="all_reduce", itemsize=dtype.itemsize)
+        return
+    yield evolve(every, name="reduce_scatter", itemsize=wire_dtype.itemsize)
+    if routes.replicas > 1:
+        shard = layout.shard(every.rank)
+        splits = even_splits(shard.numel, routes.replicas)
+        yield evolve(
+            every,
+            name="all_reduce",
+            splits=splits,
+            payload=layout.payload_of(splits, start=shard.start),
+            rank=rank // routes.shards,
+            nodes=tuple(range(routes.replicas)),
+            itemsize=wire_dtype.itemsize,
+        )
