@@ -111,7 +111,7 @@ def _train(
     if case is not None and order == "after":
         case.apply(model)
     losses = training.train(
-        model, optimizer, partial(training.token_loss, rank=group.rank), num_steps=3
+        model, optimizer, partial(training.token_loss, rank=group.rank), num_steps=2
     )
     return losses, torch.get_rng_state(), zero_engine.full_state_dict(model)
 

@@ -256,9 +256,12 @@ class RankPool:
 
 
 def _worth_loading_once() -> list[str]:
-    """What takes long to load: torch, what optimizers add at their first step, and our packages."""
+    """What ranks would each load for themselves: torch, and what this session has of the rest.
+
+    An optimizer loads torch._dynamo at its first step, which takes as long as torch itself.
+    """
     ours = {name for name in sys.modules if name.startswith("zero_") and "." not in name}
-    return [__name__, "torch._dynamo", *sorted(ours | ({"pytest"} & sys.modules.keys()))]
+    return [__name__, *sorted(ours | ({"pytest", "torch._dynamo"} & sys.modules.keys()))]
 
 
 def _address(body: Callable[..., Any]) -> tuple[str, str]:

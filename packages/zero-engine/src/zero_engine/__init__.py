@@ -1,5 +1,6 @@
 """ZeRO for a plain PyTorch loop: shard a model and its optimizer, keep the loop."""
 
+from zero_comm import Loco
 from zero_partition import (
     ChainedOptimizer,
     Cut,
@@ -20,6 +21,7 @@ from zero_partition import (
     local_param,
     no_sync,
     parameter_status,
+    record_codec_errors,
     register_external_parameter,
     release_buffers,
     set_full_grad,
@@ -79,6 +81,7 @@ __all__ = [
     "Init",
     "LRRangeTest",
     "LoadReport",
+    "Loco",
     "LossScaleError",
     "LossScaler",
     "NamedSpec",
@@ -132,6 +135,7 @@ __all__ = [
     "plan_table",
     "probe",
     "recommend",
+    "record_codec_errors",
     "register_external_parameter",
     "release_buffers",
     "reload_states",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, final
@@ -40,7 +39,7 @@ class UnitRow:
     numel: int  # of its whole parameters
     whole_bytes: int  # of its slot where its parameters rest sharded, padding included
     shard_bytes: int  # of this rank's part of its parameters, padding included
-    gathers: int  # in a step, before its uses
+    gathers: int  # in a step
     sent_bytes: int  # in a step, padding included
 
 
@@ -125,8 +124,8 @@ def plan(
             its parameters, or None for inference.
         device: Of the model in training: "cuda", or "cpu".
         rank: Whose bytes; those of the rank that keeps most when None.
-        ranks_per_node: Ranks that share a node, neighbours in rank order, where `config.wire` does
-            not say it; all do when None.
+        ranks_per_node: Ranks that share a node, neighbours in rank order; all do when None. Where
+            `config.wire` needs nodes it says so itself, or this does.
         reads_peers: Whether ranks read each other's shards, as processes of one host on the CPU do;
             they do on the CPU when None.
 
@@ -182,7 +181,8 @@ def plan(
     if rank is None:
         trained = planned.trained_bytes_per_rank
         rank = max(range(len(trained)), key=lambda each: (trained[each], -each))
-    elsewhere = plan_elsewhere(planned, planned.routes.shard_of(rank), config.offload, made, device)
+    mine = planned.routes.shard_rank(rank)
+    elsewhere = plan_elsewhere(planned, mine, config.offload, made, device)
     traffic = plan_traffic(planned, rank)
     return Plan(
         world_size=world_size,
@@ -201,29 +201,28 @@ def plan(
         passing_bytes=elsewhere.passing_bytes,
         save=plan_save(planned, rank),
         traffic=traffic,
-        units=_rows(planned, rank, traffic),
+        units=_rows(planned, mine, traffic),
     )
 
 
 def _rows(
     planned: ModelPlan, rank: int, traffic: tuple[PlannedOperation, ...]
 ) -> tuple[UnitRow, ...]:
-    sent: Counter[str] = Counter()
-    for operation in traffic:
-        sent[operation.unit] += operation.sent.num_bytes
-    gathers = Counter(gather.unit for gather in planned.gathers)
-    mine = planned.routes.shard_of(rank)
-    return tuple(
-        UnitRow(
-            name=unit.name or "(model)",
-            numel=unit.extent.numel,
-            whole_bytes=unit.num_bytes,
-            shard_bytes=sum(b.layout.splits[mine] * b.dtype.itemsize for b in unit.buffers),
-            gathers=gathers[index],
-            sent_bytes=sent[unit.name],
+    rows = []
+    for unit in planned.units:
+        mine = [operation for operation in traffic if operation.unit == unit.name]
+        gathers = [operation.calls for operation in mine if operation.name == "all_gather"]
+        rows.append(
+            UnitRow(
+                name=unit.name or "(model)",
+                numel=unit.extent.numel,
+                whole_bytes=unit.num_bytes,
+                shard_bytes=sum(b.layout.splits[rank] * b.dtype.itemsize for b in unit.buffers),
+                gathers=max(gathers, default=0),
+                sent_bytes=sum(each.sent.num_bytes for each in mine),
+            )
         )
-        for index, unit in enumerate(planned.units)
-    )
+    return tuple(rows)
 
 
 def _plain(value: Any) -> Any:

@@ -28,6 +28,8 @@ class MemoryReport:
     slots_bytes: int  # where sharded parameters are whole while in use
     secondary_bytes: int  # this rank's parts of its node's copy of them, padding included
     reduction_bytes: int  # where gradients are collected and received
+    encoded_bytes: int  # parameters on their way into slots, as a codec has written them
+    loco_bytes: int  # what encoding gradients lost, kept for the next reduction
     gathered_bytes: int  # parameters that are whole by request, or used outside their unit
     scalars_bytes: int  # stand-ins of sharded parameters, step counters, flags between ranks
     parked_bytes: int  # of the above kinds, elsewhere until reload_states(); not in `total_bytes`
@@ -50,6 +52,8 @@ class MemoryReport:
             + self.slots_bytes
             + self.secondary_bytes
             + self.reduction_bytes
+            + self.encoded_bytes
+            + self.loco_bytes
             + self.gathered_bytes
             + self.scalars_bytes
         )
@@ -112,6 +116,8 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
             unit.secondary.num_bytes for unit in sharded.units if unit.secondary is not None
         ),
         reduction_bytes=reduction,
+        encoded_bytes=sum(unit.encoded_bytes for unit in sharded.units),
+        loco_bytes=sharded.reducer.loco_bytes,
         gathered_bytes=_gathered_bytes(sharded),
         scalars_bytes=scalars + state_scalars,
         parked_bytes=0 if parked is None else parked.num_bytes,

@@ -12,7 +12,7 @@ from zero_comm import even_splits
 
 from ._buffer_plan import BufferPlan, ParameterPlan
 from ._cut import Cut
-from ._gather_plan import slot_bytes, slot_conflicts
+from ._gather_plan import choose_slots, slot_bytes, slot_conflicts
 from ._memory import MemoryReport
 from ._model_plan import ModelPlan
 from ._placement import Placement
@@ -50,32 +50,36 @@ def plan_memory(
 
     Args:
         plan: Of the model.
-        rank: Whose.
+        rank: Whose, of all that train it.
         updater: What keeps the optimizer's state elsewhere, if something does.
         home_host_bytes: Of shards of parameters that rest on the host, where these rest elsewhere.
         home_disk_bytes: Likewise on disk.
     """
-    counts = _Counts(plan, plan.routes.shard_of(rank), has_updater=updater is not None)
+    mine = plan.routes.shard_rank(rank)
+    counts = _Counts(plan, mine, has_updater=updater is not None)
     for unit, placement in zip(plan.units, plan.resting, strict=True):
         for buffer in unit.buffers:
             counts.add(buffer, placement)
     held = _NOTHING if updater is None else updater
-    whole = plan.routes.whole
+    slots, conflicts = plan_slots(plan)
+    num_ranks = plan.routes.whole
     at_rest = MemoryReport(
         params_bytes=counts.params,
         gradients_bytes=0,
         optimizer_bytes=counts.state + held.device_bytes,
         padding_bytes=counts.padding,
-        slots_bytes=sum(slot_bytes(plan.slots, plan.extents)),
+        slots_bytes=slots,
         secondary_bytes=_secondary_bytes(plan, rank),
         reduction_bytes=_pool_bytes(plan)
         + counts.accumulators
         + counts.shards
         + counts.shard_padding,
+        encoded_bytes=0,  # nor are codecs
+        loco_bytes=0,
         gathered_bytes=0,
-        scalars_bytes=counts.scalars + whole * counts.num_flags * (whole > 1),
+        scalars_bytes=counts.scalars + num_ranks * counts.num_flags * (num_ranks > 1),
         parked_bytes=0,
-        num_slot_conflicts=slot_conflicts(plan.slots, plan.extents, plan.limits),
+        num_slot_conflicts=conflicts,
         trained_bytes_per_rank=plan.trained_bytes_per_rank,
         host_bytes=held.host_bytes + home_host_bytes + counts.host_grads,
         disk_bytes=held.disk_bytes + home_disk_bytes,
@@ -89,8 +93,35 @@ def plan_memory(
     return PlannedMemory(
         at_rest=at_rest,
         before_step=before_step,
-        init_peak_bytes=_init_peak_bytes(plan, plan.routes.shard_of(rank)),
+        init_peak_bytes=_init_peak_bytes(plan, mine),
         step_peak_bytes=before_step.total_bytes + counts.on_their_way,
+    )
+
+
+def plan_slots(plan: ModelPlan) -> tuple[int, int]:
+    """Bytes of the slots in which units become whole, and how many are beyond the window."""
+    groups = choose_slots(plan.uses, plan.extents, plan.limits)
+    return sum(slot_bytes(groups, plan.extents)), slot_conflicts(groups, plan.extents, plan.limits)
+
+
+def _secondary_bytes(plan: ModelPlan, rank: int) -> int:
+    """Of a node's copy: units whose slot goes to another within a step."""
+    if not plan.routes.has_secondary:
+        return 0
+    groups = choose_slots(plan.uses, plan.extents, plan.limits)
+    slot_of = {unit: slot for slot, units in enumerate(groups) for unit in units}
+    owners: dict[int, int] = {}
+    kept: set[int] = set()
+    for use in plan.uses:
+        if use.unit in slot_of:
+            previous = owners.get(slot_of[use.unit], use.unit)
+            owners[slot_of[use.unit]] = use.unit
+            kept |= {previous} - {use.unit}
+    size = plan.routes.per_node
+    return sum(
+        even_splits(buffer.layout.numel, size)[rank % size] * buffer.dtype.itemsize
+        for unit in kept
+        for buffer in plan.units[unit].buffers
     )
 
 
@@ -182,19 +213,6 @@ class _Counts:
 def _arriving(param: ParameterPlan) -> int:
     """Bytes of a gradient that is about to be copied."""
     return param.shape.numel() * param.dtype.itemsize
-
-
-def _secondary_bytes(plan: ModelPlan, rank: int) -> int:
-    """Of this rank's parts of what its node keeps: of units whose slot another takes in a step."""
-    size = plan.routes.node
-    if size is None:
-        return 0
-    kept = {gather.unit for gather in plan.gathers if gather.released is not None}
-    return sum(
-        even_splits(buffer.layout.numel, size)[rank % size] * buffer.dtype.itemsize
-        for index in kept
-        for buffer in plan.units[index].buffers
-    )
 
 
 def _pool_bytes(plan: ModelPlan) -> int:

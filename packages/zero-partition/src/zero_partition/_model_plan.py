@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 from torch import nn
 
 from ._errors import PartitionError
-from ._gather_plan import Extent, Gather, choose_slots, plan_gathers
+from ._gather_plan import Extent
 from ._grouping import UnitPlan, choose_small, choose_units, plan_units
 from ._limits import Limits
 from ._needs import CutChoice, choose_cuts
@@ -19,7 +19,7 @@ from ._order import Use
 from ._placement import Placement, Placements
 from ._precision import AS_IT_IS, Precision
 from ._rest_plan import RestPlan
-from ._route_plan import RoutePlan
+from ._routes_plan import PlannedRoutes, plan_routes
 from ._state_plan import Kind, StatePlan, plan_state
 from ._wire import AS_ONE, Wire
 
@@ -35,7 +35,7 @@ class ModelPlan:
 
     units: tuple[UnitPlan, ...]
     uses: tuple[Use, ...]  # of one step, in sequence; see NOTE(canonical order)
-    routes: RoutePlan
+    routes: PlannedRoutes
     placements: Placements  # as they hold: on one rank parameters rest whole
     precision: Precision  # likewise
     limits: Limits
@@ -46,7 +46,7 @@ class ModelPlan:
 
     @property
     def world_size(self) -> int:
-        """Ranks over which it is sharded."""
+        """Number of ranks over which it is sharded."""
         return self.routes.shards
 
     @cached_property
@@ -62,19 +62,6 @@ class ModelPlan:
             for index, unit in enumerate(self.units)
             if self.resting[index] is Placement.SHARDED
         }
-
-    @cached_property
-    def slots(self) -> tuple[tuple[int, ...], ...]:
-        """Units that take turns in one slot, by position."""
-        return choose_slots(self.uses, self.extents, self.limits)
-
-    @cached_property
-    def gathers(self) -> tuple[Gather, ...]:
-        """Of a step."""
-        slot_of = {unit: slot for slot, units in enumerate(self.slots) for unit in units}
-        uses = [use for use in self.uses if use.unit in self.extents]
-        prefetch_numel = self.limits.prefetch_numel
-        return plan_gathers(uses, self.extents, slot_of, prefetch_numel=prefetch_numel)
 
     @cached_property
     def trained_bytes_per_rank(self) -> tuple[int, ...]:
@@ -112,7 +99,7 @@ def plan_model(
         model: On any device; on meta no size is too large.
         optimizer: Built from its parameters.
         world_size: Number of ranks.
-        placements: As for `partition`, as are all that follow but the last.
+        placements: As for `partition`, as are all that follow up to `cut`.
         units: Likewise.
         max_unit_bytes: Likewise.
         min_unit_bytes: Likewise.
@@ -123,14 +110,17 @@ def plan_model(
         cut: Likewise.
         rests: What rests outside the device.
         wire: As for `partition`.
-        ranks_per_node: Where `wire` does not say it: neighbours in rank order share a node.
+        ranks_per_node: Neighbours in rank order that share a node, where `wire` does not say; all
+            do when None.
         reads_peers: Whether ranks read each other's shards: processes of one host, on the CPU.
 
     Raises:
         PartitionError: The model or the optimizer cannot be partitioned so.
     """
     wire.check(placements)
-    routes = RoutePlan.of(wire, world_size, ranks_per_node)
+    routes = plan_routes(
+        wire, world_size=world_size, ranks_per_node=ranks_per_node, reads_peers=reads_peers
+    )
     placements, precision = as_they_hold(
         placements,
         precision,
@@ -156,8 +146,6 @@ def plan_model(
         precision=precision,
         may_be_meta=True,
     )
-    # Ranks of several nodes never read each other's memory; see `Levels`.
-    is_exposed = reads_peers and not rests.params and _is_near(routes, wire)
     group_of_id = param_group_of(optimizer)
     named = dict(model.named_parameters())
     group_of = {n: group_of_id[id(p)] for n, p in named.items() if id(p) in group_of_id}
@@ -167,7 +155,9 @@ def plan_model(
         routes=routes,
         placements=placements,
         precision=precision,
-        limits=limits.where_shards_are_read() if is_exposed else limits,
+        limits=limits.where_shards_are_read()
+        if routes.reads_peers and not rests.params
+        else limits,
         rests=rests,
         group_of=group_of,
         state=StatePlan({}),
@@ -176,11 +166,6 @@ def plan_model(
     if optimizer is None:
         return partial_plan
     return evolve(partial_plan, state=plan_state(optimizer, _kinds_of(partial_plan)))
-
-
-def _is_near(routes: RoutePlan, wire: Wire) -> bool:
-    has_levels = wire.levels is not None or wire.secondary or wire.replicas
-    return not has_levels or routes.replicas > 1 or routes.num_nodes == 1
 
 
 def _kinds_of(plan: ModelPlan) -> list[Kind]:

@@ -90,7 +90,8 @@ def partition(
         updater: Keeps the optimizer's state and masters, and steps shards in its place; the
             optimizer does, on the device, when None. At stage 0 nothing can rest elsewhere.
         gradient_home: Where reduced gradients wait for the updater; on the device when None.
-        wire: Which of the ranks exchange what; all with all when left out.
+        wire: Which of the ranks exchange what, and in how many bits; all with all, and exact, when
+            left out.
         timeout_s: How long to wait for ranks that do not call this, in seconds.
 
     Returns:
@@ -145,7 +146,7 @@ def partition(
         group_of=_group_of_names(model, optimizer),
         timeout_s=timeout_s,
     )
-    runtime = distribute(model, plans, routes, resting, residence)
+    runtime = distribute(model, plans, routes, resting, residence, wire=wire)
     if optimizer is not None and placements.optim is Placement.SHARDED:
         shard_optimizer(optimizer, runtime)
         if updater is not None:
@@ -164,6 +165,7 @@ def partition(
             num_slots=REDUCTION_SLOTS,
             precision=precision,
             home=gradient_home,
+            wire=wire,
         ),
         residence=residence,
         optimizer=optimizer,

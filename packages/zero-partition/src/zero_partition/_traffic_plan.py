@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from attrs import evolve, frozen
+import torch
+from attrs import frozen
 from zero_comm import Sent, even_splits, sent_of
 
 from ._buffer_plan import BufferPlan
+from ._gather_plan import choose_slots, plan_gathers
 from ._model_plan import ModelPlan
 from ._placement import Placement
 
@@ -29,37 +30,6 @@ class PlannedOperation:
         return self.inside + self.across
 
 
-@frozen(kw_only=True)
-class _Collective:
-    """One that a unit launches for one of its buffers, and how often in a step."""
-
-    name: str
-    calls: int
-    splits: Sequence[int]
-    payload: Sequence[int]
-    rank: int  # this one's, among the ranks that take part
-    nodes: Sequence[int]  # of these
-    itemsize: int
-
-    def of_unit(self, unit: str) -> PlannedOperation:
-        """What it sends."""
-        is_gather, is_both = self.name == "all_gather", self.name == "all_reduce"
-        levels = [
-            sent_of(
-                self.splits,
-                self.payload,
-                rank=self.rank,
-                sends_own=sends_own,
-                itemsize=self.itemsize,
-                nodes=self.nodes,
-            )
-            for sends_own in (True, False)
-            if is_both or sends_own is is_gather
-        ]
-        inside, across = (sum(of, Sent()) * self.calls for of in zip(*levels, strict=True))
-        return PlannedOperation(unit, self.name, self.calls, inside, across)
-
-
 def plan_traffic(plan: ModelPlan, rank: int) -> tuple[PlannedOperation, ...]:
     """What one rank sends in a step of one micro-batch, from the second step on. Local.
 
@@ -67,64 +37,92 @@ def plan_traffic(plan: ModelPlan, rank: int) -> tuple[PlannedOperation, ...]:
 
     Args:
         plan: Of the model.
-        rank: Of all that train it.
+        rank: Whose, of all that train it.
     """
-    counts = Counter(gather.unit for gather in plan.gathers)
+    gathered = gathers_of(plan)
     return tuple(
-        collective.of_unit(unit.name)
+        PlannedOperation(unit=unit.name, name=name, calls=calls, inside=inside, across=across)
         for index, unit in enumerate(plan.units)
         for buffer in unit.buffers
-        for collective in _collectives_of(plan, index, buffer, rank, num_gathers=counts[index])
-        if collective.calls
-    )
-
-
-def _collectives_of(
-    plan: ModelPlan, index: int, buffer: BufferPlan, rank: int, *, num_gathers: int
-) -> Iterator[_Collective]:
-    routes, layout, placement = plan.routes, buffer.layout, plan.resting[index]
-    dtype = plan.rests.training_of(plan.precision, buffer, placement)
-    wire_dtype = plan.precision.wire_of(buffer.dtype)
-    every = _Collective(
-        name="all_gather",
-        calls=1,
-        splits=layout.splits,
-        payload=layout.payload_splits,
-        rank=routes.shard_of(rank),
-        nodes=routes.nodes_of_shards(rank),
-        itemsize=buffer.dtype.itemsize,
-    )
-    is_sharded = plan.placements.optim is Placement.SHARDED
-    if placement is Placement.SHARDED and routes.node is None:
-        yield evolve(every, calls=num_gathers)
-    elif placement is Placement.SHARDED:
-        yield evolve(every, calls=min(num_gathers, 1))  # the others find what the node has kept
-        splits = even_splits(layout.numel, routes.node)
-        yield evolve(
-            every,
-            calls=max(0, num_gathers - 1),
-            splits=splits,
-            payload=layout.payload_of(splits),
-            rank=rank % routes.node,
-            nodes=(),
+        for name, calls, (inside, across) in _operations_of(
+            plan, index, buffer, rank, gathered[index]
         )
-    elif is_sharded and buffer.trainable:
-        yield every  # of what was updated
+        if calls
+    )
+
+
+def gathers_of(plan: ModelPlan) -> list[int]:
+    """How often each unit is gathered in a step."""
+    groups = choose_slots(plan.uses, plan.extents, plan.limits)
+    slot_of = {unit: slot for slot, units in enumerate(groups) for unit in units}
+    uses = [use for use in plan.uses if use.unit in plan.extents]
+    gathers = plan_gathers(uses, plan.extents, slot_of, prefetch_numel=plan.limits.prefetch_numel)
+    return [sum(gather.unit == index for gather in gathers) for index in range(len(plan.units))]
+
+
+def _operations_of(
+    plan: ModelPlan, index: int, buffer: BufferPlan, rank: int, num_gathers: int
+) -> Iterator[tuple[str, int, tuple[Sent, Sent]]]:
+    """Names, how often, and what all of these calls send inside a node and across."""
+    routes, layout = plan.routes, buffer.layout
+    is_sharded = plan.placements.optim is Placement.SHARDED
+    shards = _Ranks(
+        layout.splits,
+        layout.payload_splits,
+        routes.shard_rank(rank),
+        tuple(of // routes.per_node for of in range(routes.shards)),
+    )
+    if plan.resting[index] is Placement.SHARDED:
+        local = num_gathers - 1 if routes.has_secondary and num_gathers else 0
+        inside, across = shards.send(buffer.dtype, num_gathers - local, sends_own=True)
+        if local:
+            splits = even_splits(layout.numel, routes.per_node)
+            payload = layout.payload_of(splits)
+            node = _Ranks(splits, payload, rank % routes.per_node, (0,) * routes.per_node)
+            inside += node.send(buffer.dtype, local, sends_own=True)[0]
+        yield "all_gather", num_gathers, (inside, across)
+    elif is_sharded and buffer.trainable:  # of what was updated
+        yield "all_gather", 1, shards.send(buffer.dtype, 1, sends_own=True)
     if not buffer.trainable:
         return
     if not is_sharded:
-        yield evolve(every, name="all_reduce", itemsize=dtype.itemsize)
+        dtype = plan.rests.training_of(plan.precision, buffer, plan.resting[index])
+        yield "all_reduce", 1, shards.all_reduce(dtype)
         return
-    yield evolve(every, name="reduce_scatter", itemsize=wire_dtype.itemsize)
-    if routes.replicas > 1:
-        shard = layout.shard(every.rank)
-        splits = even_splits(shard.numel, routes.replicas)
-        yield evolve(
-            every,
-            name="all_reduce",
-            splits=splits,
-            payload=layout.payload_of(splits, start=shard.start),
-            rank=rank // routes.shards,
-            nodes=tuple(range(routes.replicas)),
-            itemsize=wire_dtype.itemsize,
+    dtype = plan.precision.wire_of(buffer.dtype)
+    yield "reduce_scatter", 1, shards.send(dtype, 1, sends_own=False)
+    if routes.num_replicas > 1:
+        shard = layout.shard(routes.shard_rank(rank))
+        splits = even_splits(shard.numel, routes.num_replicas)
+        payload = layout.payload_of(splits, start=shard.start)
+        nodes = tuple(range(routes.num_replicas))
+        replicas = _Ranks(splits, payload, routes.replica(rank), nodes)
+        yield "all_reduce", 1, replicas.all_reduce(dtype)
+
+
+@frozen
+class _Ranks:
+    """Ranks that exchange a buffer, and which of them this one is."""
+
+    splits: Sequence[int]
+    payload: Sequence[int]
+    rank: int
+    nodes: Sequence[int]
+
+    def send(self, dtype: torch.dtype, calls: int, *, sends_own: bool) -> tuple[Sent, Sent]:
+        """Inside a node and across, of so many calls; see `sent_of`."""
+        inside, across = sent_of(
+            self.splits,
+            self.payload,
+            rank=self.rank,
+            sends_own=sends_own,
+            itemsize=dtype.itemsize,
+            nodes=self.nodes,
         )
+        return inside * calls, across * calls
+
+    def all_reduce(self, dtype: torch.dtype) -> tuple[Sent, Sent]:
+        """A reduce-scatter and an all-gather."""
+        both = (self.send(dtype, 1, sends_own=way) for way in (True, False))
+        (inside, across), (more_inside, more_across) = both
+        return inside + more_inside, across + more_across
