@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from zero_comm import Loco
 from zero_partition import Precision, Wire
 
 from ._cli_values import dtype_of, num_bytes_of
@@ -62,6 +63,9 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     training.add_argument(
         "--replicas", action="store_true", help="shards are those of a node; gradients are averaged"
     )
+    training.add_argument("--encode-params", metavar="CODEC", help="stage 3: int8, bf16, ...")
+    training.add_argument("--encode-gradients", metavar="CODEC", help="int4, int8, bf16, ...")
+    training.add_argument("--loco", action="store_true", help="what that loses is fed back")
     training.add_argument("--rates", metavar="FILE", help="from zero probe --json: step time")
     training.add_argument("--tokens", type=_number, help="that a rank computes with in a step")
     room = parser.add_argument_group("what there is")
@@ -96,7 +100,8 @@ def _run(options: argparse.Namespace) -> None:
     model, detailed = _model(options), _detailed(options)
     if detailed is not None:
         one = plan(model, detailed, **arguments)
-        plans, table, found = [one], plan_table(one), one.to_dict()
+        plans, table = [one], plan_table(one)
+        found: dict[str, Any] = one.to_dict()
     else:
         every = plan_options(
             model,
@@ -147,7 +152,7 @@ def _detailed(options: argparse.Namespace) -> ZeroConfig | None:
     """The one configuration that was asked for; None: all of them."""
     rests = (options.optimizer_rests, options.params_rest)
     if options.config is not None:
-        asked = options.stage is not None or options.secondary or options.replicas
+        asked = options.stage is not None or _wire(options) != Wire()
         if asked or rests != ("device", "device"):
             raise ConfigError("expected --config, or --stage and what rests where, got both")
         return ZeroConfig.from_deepspeed(options.config)
@@ -171,7 +176,13 @@ def _precision(options: argparse.Namespace) -> Precision | None:
 
 
 def _wire(options: argparse.Namespace) -> Wire:
-    return Wire(secondary=options.secondary, replicas=options.replicas)
+    return Wire(
+        secondary=options.secondary,
+        replicas=options.replicas,
+        params=options.encode_params,
+        gradients=options.encode_gradients,
+        loco=Loco() if options.loco else None,
+    )
 
 
 def _number(text: str) -> int:

@@ -21,6 +21,8 @@ KINDS: Final = {  # of memory on the device, as `MemoryReport` has them, in word
     "slots_bytes": "slots",
     "secondary_bytes": "secondary shards",
     "reduction_bytes": "reduction",
+    "encoded_bytes": "encoded, on their way",
+    "loco_bytes": "kept by LoCo",
     "scalars_bytes": "single numbers",
 }
 
