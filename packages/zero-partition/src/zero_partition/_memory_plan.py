@@ -17,6 +17,7 @@ from ._memory import MemoryReport
 from ._model_plan import ModelPlan
 from ._placement import Placement
 from ._reduction_plan import PlannedGradients, ReductionPlan
+from ._traffic_plan import gathers_of
 from ._updater import UpdaterReport
 
 _NOTHING: Final = UpdaterReport(device_bytes=0, host_bytes=0, disk_bytes=0)
@@ -74,8 +75,8 @@ def plan_memory(
         + counts.accumulators
         + counts.shards
         + counts.shard_padding,
-        encoded_bytes=0,  # nor are codecs
-        loco_bytes=0,
+        encoded_bytes=_encoded_bytes(plan),
+        loco_bytes=counts.loco,
         gathered_bytes=0,
         scalars_bytes=counts.scalars + num_ranks * counts.num_flags * (num_ranks > 1),
         parked_bytes=0,
@@ -86,6 +87,7 @@ def plan_memory(
     )
     before_step = evolve(
         at_rest,
+        encoded_bytes=0,
         gradients_bytes=counts.grads,
         padding_bytes=at_rest.padding_bytes + counts.shard_padding,
         reduction_bytes=at_rest.reduction_bytes - counts.grads - counts.shard_padding,
@@ -108,21 +110,41 @@ def _secondary_bytes(plan: ModelPlan, rank: int) -> int:
     """Of a node's copy: units whose slot goes to another within a step."""
     if not plan.routes.has_secondary:
         return 0
-    groups = choose_slots(plan.uses, plan.extents, plan.limits)
-    slot_of = {unit: slot for slot, units in enumerate(groups) for unit in units}
-    owners: dict[int, int] = {}
-    kept: set[int] = set()
-    for use in plan.uses:
-        if use.unit in slot_of:
-            previous = owners.get(slot_of[use.unit], use.unit)
-            owners[slot_of[use.unit]] = use.unit
-            kept |= {previous} - {use.unit}
+    kept = {gather.unit for gather in gathers_of(plan) if gather.released is not None}
     size = plan.routes.per_node
     return sum(
         even_splits(buffer.layout.numel, size)[rank % size] * buffer.dtype.itemsize
         for unit in kept
         for buffer in plan.units[unit].buffers
     )
+
+
+def _encoded_bytes(plan: ModelPlan) -> int:
+    """Of gathers that are launched before the first use of a step: between steps they travel."""
+    if plan.routes.reads_peers and not plan.rests.params:
+        return 0  # nobody asks ahead
+    ahead = [gather.unit for gather in gathers_of(plan) if gather.launched < 0]
+    return sum(
+        sum(map(codec.wire_bytes, buffer.layout.splits))
+        for unit in ahead
+        for buffer in plan.units[unit].buffers
+        if (codec := plan.routes.codec_of(buffer.dtype)) is not None
+    )
+
+
+def _loco_bytes(plan: ModelPlan, buffer: BufferPlan, rank: int) -> int:
+    """Of what is kept for the hops that move something, of as many elements as each encodes."""
+    routes, splits = plan.routes, buffer.layout.splits
+    codec = routes.gradient_codec_of(plan.precision.wire_of(buffer.dtype))
+    if routes.loco is None or codec is None or routes.num_replicas > 1:
+        return 0
+    encoded: list[int] = []
+    if routes.per_node > 1:
+        encoded += splits
+    if routes.per_node < routes.whole:
+        encoded += splits[rank % routes.per_node :: routes.per_node]
+    kept = routes.loco.kept
+    return sum(4 * numel if kept is None else kept.wire_bytes(numel) for numel in encoded)
 
 
 @define
@@ -142,6 +164,7 @@ class _Counts:
     host_grads: int = 0
     grads: int = 0  # that the optimizer reads
     num_flags: int = 0
+    loco: int = 0
     on_their_way: int = 0  # most, at a time, between autograd and where they rest
 
     def add(self, buffer: BufferPlan, placement: Placement) -> None:
@@ -164,6 +187,7 @@ class _Counts:
             self.state += payload * dtype.itemsize
             self.padding += (numel - payload) * dtype.itemsize
         self._add_gradients(buffer, dtype)
+        self.loco += _loco_bytes(plan, buffer, self.rank)
         if not self.has_updater:
             for state, scalars in self._states(buffer, dtype):
                 self.state += state
@@ -173,7 +197,10 @@ class _Counts:
         plan, layout = self.plan, buffer.layout
         payload, numel = layout.payload_splits[self.rank], layout.splits[self.rank]
         wire = plan.precision.wire_of(buffer.dtype)
+        codec = plan.routes.gradient_codec_of(wire)
         way = max(_arriving(param) for param in buffer.params)
+        if codec is not None:
+            way = max(way, sum(map(codec.wire_bytes, layout.splits)))
         if plan.placements.grads is Placement.REPLICATED:
             self.accumulators += layout.numel * dtype.itemsize
         if plan.placements.optim is Placement.REPLICATED:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 from attrs import frozen
-from zero_comm import Sent, even_splits, sent_of
+from zero_comm import AbstractCodec, Sent, even_splits, sent_by_levels, sent_of
 
 from ._buffer_plan import BufferPlan
-from ._gather_plan import choose_slots, plan_gathers
+from ._gather_plan import Gather, choose_slots, plan_gathers
 from ._model_plan import ModelPlan
 from ._placement import Placement
 
@@ -39,7 +40,7 @@ def plan_traffic(plan: ModelPlan, rank: int) -> tuple[PlannedOperation, ...]:
         plan: Of the model.
         rank: Whose, of all that train it.
     """
-    gathered = gathers_of(plan)
+    gathered = Counter(gather.unit for gather in gathers_of(plan))
     return tuple(
         PlannedOperation(unit=unit.name, name=name, calls=calls, inside=inside, across=across)
         for index, unit in enumerate(plan.units)
@@ -51,13 +52,12 @@ def plan_traffic(plan: ModelPlan, rank: int) -> tuple[PlannedOperation, ...]:
     )
 
 
-def gathers_of(plan: ModelPlan) -> list[int]:
-    """How often each unit is gathered in a step."""
+def gathers_of(plan: ModelPlan) -> tuple[Gather, ...]:
+    """Of a step."""
     groups = choose_slots(plan.uses, plan.extents, plan.limits)
     slot_of = {unit: slot for slot, units in enumerate(groups) for unit in units}
     uses = [use for use in plan.uses if use.unit in plan.extents]
-    gathers = plan_gathers(uses, plan.extents, slot_of, prefetch_numel=plan.limits.prefetch_numel)
-    return [sum(gather.unit == index for gather in gathers) for index in range(len(plan.units))]
+    return plan_gathers(uses, plan.extents, slot_of, prefetch_numel=plan.limits.prefetch_numel)
 
 
 def _operations_of(
@@ -74,7 +74,8 @@ def _operations_of(
     )
     if plan.resting[index] is Placement.SHARDED:
         local = num_gathers - 1 if routes.has_secondary and num_gathers else 0
-        inside, across = shards.send(buffer.dtype, num_gathers - local, sends_own=True)
+        codec = routes.codec_of(buffer.dtype)
+        inside, across = shards.send(buffer.dtype, num_gathers - local, sends_own=True, codec=codec)
         if local:
             splits = even_splits(layout.numel, routes.per_node)
             payload = layout.payload_of(splits)
@@ -90,14 +91,25 @@ def _operations_of(
         yield "all_reduce", 1, shards.all_reduce(dtype)
         return
     dtype = plan.precision.wire_of(buffer.dtype)
-    yield "reduce_scatter", 1, shards.send(dtype, 1, sends_own=False)
+    codec = routes.gradient_codec_of(dtype)
+    if codec is not None and routes.num_replicas == 1:
+        hops = sent_by_levels(
+            layout.splits,
+            layout.payload_splits,
+            rank=rank,
+            ranks_per_node=routes.per_node,
+            codec=codec,
+        )
+        yield "reduce_scatter", 1, hops
+        return
+    yield "reduce_scatter", 1, shards.send(dtype, 1, sends_own=False, codec=codec)
     if routes.num_replicas > 1:
         shard = layout.shard(routes.shard_rank(rank))
         splits = even_splits(shard.numel, routes.num_replicas)
         payload = layout.payload_of(splits, start=shard.start)
         nodes = tuple(range(routes.num_replicas))
         replicas = _Ranks(splits, payload, routes.replica(rank), nodes)
-        yield "all_reduce", 1, replicas.all_reduce(dtype)
+        yield "all_reduce", 1, replicas.all_reduce(dtype, codec=codec)
 
 
 @frozen
@@ -109,7 +121,14 @@ class _Ranks:
     rank: int
     nodes: Sequence[int]
 
-    def send(self, dtype: torch.dtype, calls: int, *, sends_own: bool) -> tuple[Sent, Sent]:
+    def send(
+        self,
+        dtype: torch.dtype,
+        calls: int,
+        *,
+        sends_own: bool,
+        codec: AbstractCodec | None = None,
+    ) -> tuple[Sent, Sent]:
         """Inside a node and across, of so many calls; see `sent_of`."""
         inside, across = sent_of(
             self.splits,
@@ -118,11 +137,14 @@ class _Ranks:
             sends_own=sends_own,
             itemsize=dtype.itemsize,
             nodes=self.nodes,
+            codec=codec,
         )
         return inside * calls, across * calls
 
-    def all_reduce(self, dtype: torch.dtype) -> tuple[Sent, Sent]:
+    def all_reduce(
+        self, dtype: torch.dtype, *, codec: AbstractCodec | None = None
+    ) -> tuple[Sent, Sent]:
         """A reduce-scatter and an all-gather."""
-        both = (self.send(dtype, 1, sends_own=way) for way in (True, False))
+        both = (self.send(dtype, 1, sends_own=way, codec=codec) for way in (True, False))
         (inside, across), (more_inside, more_across) = both
         return inside + more_inside, across + more_across
