@@ -17,10 +17,10 @@ from parity import ZeroConfig
 from residences import Cell, cells, resting_as
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from zero_comm import Group, record_traffic
-from zero_engine import Plan, Precision, _residence
+from zero_comm import Group, Loco, record_traffic
+from zero_engine import Plan, Precision, Wire, _residence
 from zero_offload import CPUAdam
-from zero_partition import RestPlan, find_sharded, memory_report, plan_parts
+from zero_partition import PartitionError, RestPlan, find_sharded, memory_report, plan_parts
 
 OPTIMIZERS: Final[dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
     **parity.OPTIMIZERS,
@@ -128,10 +128,124 @@ def _compare_settings(group: Group) -> None:
             _compare(on, ZeroConfig(3, **settings))
 
 
-def _compare(group: Group, config: ZeroConfig, *, name: str = "adamw") -> None:
+WIRES: Final = {
+    "near": Wire(levels=2, secondary=True),
+    "replicas": Wire(levels=2, replicas=True),
+    "replicas of one": Wire(levels=1, replicas=True),
+    "one node": Wire(levels=4, secondary=True),
+    "levels alone": Wire(levels=2),
+}
+
+
+@pytest.mark.parametrize("how", WIRES)
+def test_which_ranks_exchange_what_is_planned(ranks, how: str) -> None:
+    """What crosses the network is what such a choice is made for."""
+    ranks(4).run(_compare_wires, timeout_s=60, how=how)
+
+
+def _compare_wires(group: Group, how: str) -> None:
+    wire = WIRES[how]
+    for stage in (3,) if wire.secondary else (1, 2, 3):
+        for window in (1, 3) if stage == 3 else (3,):
+            _compare(group, ZeroConfig(stage, window=window, wire=wire))
+
+
+CODECS: Final = {
+    "int8 weights": Wire(levels=2, params="int8"),
+    "int4 gradients": Wire(levels=2, gradients="int4"),
+    "all of ZeRO++": Wire(
+        levels=2, secondary=True, params="int8:128", gradients="int4", loco=Loco()
+    ),
+    "replicas": Wire(levels=2, replicas=True, params="bf16", gradients="int8"),
+    "exact errors": Wire(levels=4, gradients="int8", loco=Loco(kept=None)),
+}
+
+
+@pytest.mark.parametrize("how", CODECS)
+def test_what_travels_encoded_is_planned(ranks, how: str) -> None:
+    """Codecs are chosen for their bytes: integers, scales, padding, and memory on the way."""
+    ranks(4).run(_compare_codecs, timeout_s=60, how=how)
+
+
+def _compare_codecs(group: Group, how: str) -> None:
+    wire = CODECS[how]
+    for stage in (3,) if wire.secondary or wire.params else (1, 2, 3):
+        for window in (1, 3) if stage == 3 else (3,):
+            _compare(group, ZeroConfig(stage, window=window, wire=wire))
+
+
+def test_nodes_must_be_known_to_be_planned() -> None:
+    """A plan for one node would show nothing that crosses, and be believed."""
+    secondary = ZeroConfig(3, wire=Wire(secondary=True))
+    plan = _plan(Mixed, "adamw", secondary, world_size=16, ranks_per_node=8)
+    assert plan.config is secondary
+    for config, how, text in (
+        (secondary, {}, "needs to know how many ranks make a node"),
+        (secondary, {"ranks_per_node": 1}, "one rank to a node.*use stage 2"),
+        (ZeroConfig(3, wire=Wire(levels=4)), {"ranks_per_node": 8}, "nodes of 4 ranks, as Wire"),
+        (ZeroConfig(3, wire=Wire(levels=3)), {}, "nodes of 3 ranks to divide 16 ranks"),
+    ):
+        with pytest.raises(PartitionError, match=text):
+            _plan(Mixed, "adamw", config, world_size=16, **how)
+
+
+class Nested(nn.Module):
+    """Blocks too large for a unit, with units inside them; the first trains nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
+        self.first = nn.ModuleList(parity.Block() for _ in range(2))
+        self.blocks = nn.ModuleList(NestedBlock() for _ in range(3))
+        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
+        for module in (self.embed, self.first):
+            module.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
+        x = self.embed(tokens)
+        for part in (*self.first, *self.blocks):
+            x = part(x)
+        return self.head(x)
+
+
+class NestedBlock(nn.Module):
+    """Two units, and parameters around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(parity.WIDTH)
+        self.inner = nn.ModuleList(parity.Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        y = self.norm(x)
+        for part in self.inner:
+            y = part(y)
+        return x + y
+
+
+def test_units_inside_units_and_frozen_ones_are_planned(ranks) -> None:
+    """What encloses others is whole as long as they are; frozen first layers see no backward."""
+    ranks(2).run(_compare_nested)
+
+
+def _compare_nested(group: Group) -> None:
+    for on in (group, parity.by_messages()):
+        for settings in ({}, {"window": 1}, {"window": 2, "prefetch_numel": 200}):
+            config = ZeroConfig(3, max_unit_bytes=1000, **settings)
+            _compare(on, config, make=Nested)
+    _compare(group, ZeroConfig(2, max_unit_bytes=1000), make=Nested)
+
+
+def _compare(
+    group: Group,
+    config: ZeroConfig,
+    *,
+    name: str = "adamw",
+    make: Callable[[], nn.Module] = Mixed,
+) -> None:
     """Train a real one for some steps, and compare with the plan at each moment."""
     plan = _plan(
-        Mixed,
+        make,
         name,
         config,
         world_size=group.world_size,
@@ -140,21 +254,24 @@ def _compare(group: Group, config: ZeroConfig, *, name: str = "adamw") -> None:
     )
     what = f"{config}, {name}, rank {group.rank}"
     parity.count_from_here()
-    model = parity.build(Mixed)
+    model = parity.build(make)
     optimizer = _groups(model, name)
     zero_engine.shard(model, optimizer, config, group=group)
     parity.run_steps(model, optimizer, range(3), rank=group.rank)
 
     _assert_equal(memory_report(model), plan.at_rest, what)
-    assert _live_bytes(model) == plan.at_rest.total_bytes, what
+    alive = _live_bytes(model)
+    assert alive == plan.at_rest.total_bytes, f"{what}: {alive} bytes alive, {plan.at_rest}"
 
     with record_traffic(group) as traffic:
         parity.loss_of(model, parity.batch(3, 0, group.rank)).backward()
         _assert_equal(memory_report(model), plan.memory.before_step, f"{what}, before the step")
         optimizer.step()
     optimizer.zero_grad()
-    assert _sent(traffic) == _planned(plan), what
-    assert _given_bytes(model) == plan.save.num_bytes, what
+    sent, planned = _sent(traffic), _planned(plan)
+    assert sent == planned, f"{what}: sent {sent}, planned {planned}"
+    is_saved = find_sharded(model).routes.is_first_replica
+    assert (_given_bytes(model) if is_saved else 0) == plan.save.num_bytes, what
     del model, optimizer
 
 
@@ -176,9 +293,16 @@ def _live_bytes(model: nn.Module) -> int:
     return parity.live_bytes() - sum(buffer.nbytes for buffer in model.buffers())
 
 
-def _sent(traffic: Any) -> dict[str, tuple[int, int, int, int]]:
+def _sent(traffic: Any) -> dict[str, tuple[int, ...]]:
     return {
-        name: (of.calls, of.payload_numel, of.payload_bytes, of.padding_bytes)
+        name: (
+            of.calls,
+            of.payload_numel,
+            of.payload_bytes,
+            of.padding_bytes,
+            of.scale_bytes,
+            of.across.num_bytes,
+        )
         for name, of in traffic.operations.items()
         if name != "agree"
     }
@@ -187,11 +311,13 @@ def _sent(traffic: Any) -> dict[str, tuple[int, int, int, int]]:
 def _planned(plan: Plan) -> dict[str, tuple[int, ...]]:
     sums: dict[str, list[int]] = {}
     for each in plan.traffic:
-        total = sums.setdefault(each.name, [0, 0, 0, 0])
+        total = sums.setdefault(each.name, [0] * 6)
         total[0] += each.calls
         total[1] += each.sent.payload_numel
         total[2] += each.sent.payload_bytes
         total[3] += each.sent.padding_bytes
+        total[4] += each.sent.scale_bytes
+        total[5] += each.across.num_bytes
     return {name: tuple(total) for name, total in sums.items()}
 
 

@@ -59,6 +59,10 @@ class AbstractCodec(ABC):
     def _decode(self, written: Tensor, scales: Tensor, out: Tensor, *, adds: bool) -> None:
         """Write `out`, or add to it."""
 
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether it encodes values of this dtype."""
+        return dtype in DTYPES
+
     def wire_bytes(self, numel: int) -> int:
         """Bytes of `numel` elements, once encoded: those of values, zeros and scales."""
         return self._start_of_scales(numel) + self.scale_bytes(numel)

@@ -1,5 +1,6 @@
 """ZeRO for a plain PyTorch loop: shard a model and its optimizer, keep the loop."""
 
+from zero_comm import Loco
 from zero_partition import (
     ChainedOptimizer,
     Cut,
@@ -20,6 +21,7 @@ from zero_partition import (
     local_param,
     no_sync,
     parameter_status,
+    record_codec_errors,
     register_external_parameter,
     release_buffers,
     set_full_grad,
@@ -53,8 +55,10 @@ from ._plan import Plan, UnitRow, plan
 from ._plan_options import Option, Room, plan_options, recommend
 from ._plan_picture import save_picture
 from ._plan_source import GPTSize
-from ._plan_table import options_table, plan_table
+from ._plan_table import options_table, plan_table, times_table
 from ._pretrained import load_pretrained, open_weights
+from ._probe import probe
+from ._rates import Rates, StepEstimate, estimate_step
 from ._save import SaveReport, save
 from ._saver import Saver, Snapshot
 from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -77,6 +81,7 @@ __all__ = [
     "Init",
     "LRRangeTest",
     "LoadReport",
+    "Loco",
     "LossScaleError",
     "LossScaler",
     "NamedSpec",
@@ -86,11 +91,13 @@ __all__ = [
     "Option",
     "Plan",
     "Precision",
+    "Rates",
     "Room",
     "SaveReport",
     "Saver",
     "Snapshot",
     "StaticLossScale",
+    "StepEstimate",
     "StopSignals",
     "UnitRow",
     "WarmupCosineLR",
@@ -102,6 +109,7 @@ __all__ = [
     "backward_without_batch",
     "clip_grad_norm_",
     "coalesce_reduction",
+    "estimate_step",
     "export",
     "finish_update",
     "full_grad",
@@ -125,7 +133,9 @@ __all__ = [
     "plan",
     "plan_options",
     "plan_table",
+    "probe",
     "recommend",
+    "record_codec_errors",
     "register_external_parameter",
     "release_buffers",
     "reload_states",
@@ -141,6 +151,7 @@ __all__ = [
     "set_local_optimizer_state",
     "set_local_param",
     "shard",
+    "times_table",
     "unregister_external_parameter",
     "unscale_and_clip_",
     "unset_leaf_modules",

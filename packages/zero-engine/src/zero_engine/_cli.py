@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from zero_offload import StoreError
 from zero_partition import PartitionError
 
 from .__about__ import __version__
 from ._cli_plan import add_plan
+from ._cli_probe import add_probe
 from ._cli_values import DTYPES, dtype_of, num_bytes_of
 from ._errors import ConfigError, FileError
 from ._export import export
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         options.run(options)
-    except (ConfigError, FileError, PartitionError) as error:
+    except (ConfigError, FileError, PartitionError, StoreError) as error:
         print(f"zero: {error}", file=sys.stderr)
         return 1
     return 0
@@ -92,4 +94,4 @@ def _progress_bar() -> Iterator[Callable[[int], object] | None]:
         yield bar.update
 
 
-_COMMANDS: Final = (_add_export, add_plan)
+_COMMANDS: Final = (_add_export, add_plan, add_probe)

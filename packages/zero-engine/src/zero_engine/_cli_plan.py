@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from zero_partition import Precision
+from zero_comm import Loco
+from zero_partition import Precision, Wire
 
 from ._cli_values import dtype_of, num_bytes_of
 from ._config import ZeroConfig
@@ -18,7 +19,8 @@ from ._plan import plan
 from ._plan_options import Room, plan_options, recommend
 from ._plan_picture import save_picture
 from ._plan_source import GPTSize
-from ._plan_table import options_table, plan_table
+from ._plan_table import options_table, plan_table, times_table
+from ._rates import Rates, estimate_step
 
 _DISK: Final = Path("/")  # a plan opens no file
 _PLACES: Final = ("device", "host", "disk")
@@ -55,6 +57,17 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     training.add_argument("--config", metavar="FILE", help="written for DeepSpeed, in detail")
     training.add_argument("--optimizer-rests", choices=_PLACES, default="device")
     training.add_argument("--params-rest", choices=_PLACES, default="device")
+    training.add_argument(
+        "--secondary", action="store_true", help="stage 3: a node keeps what it has gathered"
+    )
+    training.add_argument(
+        "--replicas", action="store_true", help="shards are those of a node; gradients are averaged"
+    )
+    training.add_argument("--encode-params", metavar="CODEC", help="stage 3: int8, bf16, ...")
+    training.add_argument("--encode-gradients", metavar="CODEC", help="int4, int8, bf16, ...")
+    training.add_argument("--loco", action="store_true", help="what that loses is fed back")
+    training.add_argument("--rates", metavar="FILE", help="from zero probe --json: step time")
+    training.add_argument("--tokens", type=_number, help="that a rank computes with in a step")
     room = parser.add_argument_group("what there is")
     for name, what in (
         ("device", "of each device"),
@@ -81,13 +94,20 @@ def _run(options: argparse.Namespace) -> None:
         disk=options.disk_memory,
         activations=options.activations_memory or 0,
     )
+    if (options.rates is None) is not (options.tokens is None):
+        raise ConfigError("expected --rates and --tokens, or neither: a step takes both to time")
+    rates = None if options.rates is None else Rates.load(options.rates)
     model, detailed = _model(options), _detailed(options)
     if detailed is not None:
         one = plan(model, detailed, **arguments)
-        plans, table, found = [one], plan_table(one), one.to_dict()
+        plans, table = [one], plan_table(one)
+        found: dict[str, Any] = one.to_dict()
     else:
         every = plan_options(
-            model, ZeroConfig(precision=_precision(options)), room=room, **arguments
+            model,
+            ZeroConfig(precision=_precision(options), wire=_wire(options)),
+            room=room,
+            **arguments,
         )
         chosen = recommend(every)
         plans, table = [each.plan for each in every], options_table(every, room)
@@ -105,6 +125,10 @@ def _run(options: argparse.Namespace) -> None:
             ],
             "recommended": None if chosen is None else chosen.name,
         }
+    if rates is not None:
+        times = [estimate_step(each, rates, tokens=options.tokens) for each in plans]
+        table += "\n\n" + times_table(plans, times)
+        found["step_seconds"] = [dict(each.seconds) for each in times]
     if options.picture is not None:
         save_picture(plans, options.picture)
     print(json.dumps(found, indent=1) if options.json else table)
@@ -128,7 +152,8 @@ def _detailed(options: argparse.Namespace) -> ZeroConfig | None:
     """The one configuration that was asked for; None: all of them."""
     rests = (options.optimizer_rests, options.params_rest)
     if options.config is not None:
-        if options.stage is not None or rests != ("device", "device"):
+        asked = options.stage is not None or _wire(options) != Wire()
+        if asked or rests != ("device", "device"):
             raise ConfigError("expected --config, or --stage and what rests where, got both")
         return ZeroConfig.from_deepspeed(options.config)
     if options.stage is None:
@@ -139,13 +164,25 @@ def _detailed(options: argparse.Namespace) -> ZeroConfig | None:
     if rests != ("device", "device"):
         path = _DISK if "disk" in rests else None
         offload = Offload(optimizer=rests[0], params=rests[1], path=path)
-    return ZeroConfig(options.stage, offload=offload, precision=_precision(options))
+    return ZeroConfig(
+        options.stage, offload=offload, precision=_precision(options), wire=_wire(options)
+    )
 
 
 def _precision(options: argparse.Namespace) -> Precision | None:
     if options.dtype is None:
         return None
     return Precision(params=options.dtype, masters=None if options.no_masters else torch.float32)
+
+
+def _wire(options: argparse.Namespace) -> Wire:
+    return Wire(
+        secondary=options.secondary,
+        replicas=options.replicas,
+        params=options.encode_params,
+        gradients=options.encode_gradients,
+        loco=Loco() if options.loco else None,
+    )
 
 
 def _number(text: str) -> int:

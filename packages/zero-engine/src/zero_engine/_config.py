@@ -135,7 +135,8 @@ class ZeroConfig:
         offload: What rests on the host or on disk: the optimizer's state at stages 1 to 3, the
             parameters' shards at stage 3. Nothing when None.
         wire: Which ranks exchange what: `Wire(secondary=True)` keeps gathers of backward inside a
-            node, `Wire(replicas=True)` shards over a node and averages over the nodes.
+            node, `Wire(replicas=True)` shards over a node and averages over the nodes; and how they
+            are written on the way: `Wire(params="int8", gradients="int4")`.
         timeout_s: How long `shard` waits for ranks that do not call it, in seconds.
 
     Raises:

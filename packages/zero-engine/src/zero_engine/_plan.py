@@ -9,6 +9,7 @@ from typing import Any, final
 import attrs
 import torch
 from attrs import frozen
+from zero_comm import Levels
 from zero_partition import (
     AS_IT_IS,
     MemoryReport,
@@ -123,7 +124,8 @@ def plan(
             its parameters, or None for inference.
         device: Of the model in training: "cuda", or "cpu".
         rank: Whose bytes; those of the rank that keeps most when None.
-        ranks_per_node: Ranks that share a node, neighbours in rank order; all do when None.
+        ranks_per_node: Ranks that share a node, neighbours in rank order; all do when None. Where
+            `config.wire` needs nodes it says so itself, or this does.
         reads_peers: Whether ranks read each other's shards, as processes of one host on the CPU do;
             they do on the CPU when None.
 
@@ -152,6 +154,9 @@ def plan(
             f"plan(): expected ranks_per_node to divide world_size={world_size}, got "
             f"{ranks_per_node}"
         )
+    if isinstance(config.wire.levels, Levels):  # groups are nothing that a plan needs, or can print
+        wire = attrs.evolve(config.wire, levels=config.wire.levels.inside.world_size)
+        config = attrs.evolve(config, wire=wire)
     device = torch.device(device)
     model = model_of(model)
     made = optimizer_of(optimizer, model)
@@ -169,13 +174,16 @@ def plan(
         precision=config.precision or AS_IT_IS,
         cut=config.cut,
         rests=rests_of(config.offload, device),
+        wire=config.wire,
+        ranks_per_node=ranks_per_node,
         reads_peers=device.type == "cpu" if reads_peers is None else reads_peers,
     )
     if rank is None:
         trained = planned.trained_bytes_per_rank
-        rank = max(range(world_size), key=lambda each: (trained[each], -each))
-    elsewhere = plan_elsewhere(planned, rank, config.offload, made, device)
-    traffic = plan_traffic(planned, rank, ranks_per_node=ranks_per_node)
+        rank = max(range(len(trained)), key=lambda each: (trained[each], -each))
+    mine = planned.routes.shard_rank(rank)
+    elsewhere = plan_elsewhere(planned, mine, config.offload, made, device)
+    traffic = plan_traffic(planned, rank)
     return Plan(
         world_size=world_size,
         rank=rank,
@@ -193,7 +201,7 @@ def plan(
         passing_bytes=elsewhere.passing_bytes,
         save=plan_save(planned, rank),
         traffic=traffic,
-        units=_rows(planned, rank, traffic),
+        units=_rows(planned, mine, traffic),
     )
 
 

@@ -10,6 +10,7 @@ from tabulate import tabulate
 
 from ._plan import Plan, UnitRow
 from ._plan_options import Option, Room, name_of, recommend
+from ._rates import StepEstimate
 
 _UNITS: Final = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
 KINDS: Final = {  # of memory on the device, as `MemoryReport` has them, in words
@@ -18,7 +19,10 @@ KINDS: Final = {  # of memory on the device, as `MemoryReport` has them, in word
     "optimizer_bytes": "optimizer state",
     "padding_bytes": "padding",
     "slots_bytes": "slots",
+    "secondary_bytes": "secondary shards",
     "reduction_bytes": "reduction",
+    "encoded_bytes": "encoded, on their way",
+    "loco_bytes": "kept by LoCo",
     "scalars_bytes": "single numbers",
 }
 
@@ -69,6 +73,16 @@ def options_table(options: Sequence[Option], room: Room) -> str:
     headers = ["", "device", "host of a machine", "disk of a machine", "sent in a step", "fits"]
     table = tabulate(rows, headers=headers, disable_numparse=True)
     return f"{table}\n\n{recommendation(options, room)}"
+
+
+def times_table(plans: Sequence[Plan], times: Sequence[StepEstimate]) -> str:
+    """How long a step takes by each plan, and what takes longest."""
+    rows = [
+        [name_of(plan.config), f"{each.least_s:.3g}", f"{each.most_s:.3g}", each.bottleneck]
+        for plan, each in zip(plans, times, strict=True)
+    ]
+    headers = ["", "s a step at least", "at most", "longest"]
+    return tabulate(rows, headers=headers, disable_numparse=True)
 
 
 def recommendation(options: Sequence[Option], room: Room) -> str:

@@ -3,6 +3,7 @@
 from .__about__ import __version__
 from ._buffer_plan import BufferPlan, ParameterPlan
 from ._chained import ChainedOptimizer
+from ._codec_errors import CodecErrors
 from ._cut import Cut
 from ._errors import (
     AtRestError,
@@ -57,6 +58,7 @@ from ._public import (
     memory_report,
     no_sync,
     park,
+    record_codec_errors,
     release_buffers,
     schedule_report,
     traffic_report,
@@ -98,6 +100,7 @@ __all__ = [
     "AtRestError",
     "BufferPlan",
     "ChainedOptimizer",
+    "CodecErrors",
     "Cut",
     "CutChoice",
     "FlatLayout",
@@ -176,6 +179,7 @@ __all__ = [
     "plan_save",
     "plan_traffic",
     "plan_units",
+    "record_codec_errors",
     "register_external_parameter",
     "release_buffers",
     "schedule_report",

@@ -18,11 +18,11 @@ from ._grouping import UnitPlan
 from ._model_plan import resting_of
 from ._placement import Placement
 from ._residence import Residence
-from ._rest import AbstractRest, AtHome, InMemory, WithState
+from ._rest import AbstractRest, AtHome, Encoded, InMemory, WithState
 from ._secondary import SecondaryShards
 from ._shard_home import ShardSize
 from ._unit import Unit
-from ._wire import Routes
+from ._wire import Routes, Wire
 
 
 def distribute(
@@ -31,6 +31,8 @@ def distribute(
     routes: Routes,
     placements: Mapping[int, Placement],
     residence: Residence,
+    *,
+    wire: Wire,
 ) -> tuple[Unit, ...]:
     """Move the parameters into flat buffers, unit by unit, with the values of rank 0.
 
@@ -40,6 +42,7 @@ def distribute(
         routes: The ranks.
         placements: Of parameters, by position of their unit.
         residence: Where shards and masters rest, if not on the device.
+        wire: How shards are gathered.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules())
@@ -63,6 +66,7 @@ def distribute(
                     routes,
                     placement=placement,
                     residence=residence,
+                    wire=wire,
                 )
             )
             next_index += 1
@@ -72,7 +76,9 @@ def distribute(
             for position, param in enumerate(buffer_plan.params)
             for name in param.names
         )
-        unit = Unit(plan, unit_index, routes.shards, placement, tuple(flat_buffers), owners)
+        unit = Unit(
+            plan, unit_index, routes.shards, placement, tuple(flat_buffers), owners, wire.params
+        )
         if routes.node is not None and placement is Placement.SHARDED:
             unit.secondary = SecondaryShards(routes.node, plan.buffers)
         units.append(unit)
@@ -85,8 +91,13 @@ def placements_of(plans: Sequence[UnitPlan], placement: Placement) -> dict[int, 
 
 
 def expose_shards(units: Sequence[Unit], group: Group) -> Exposure | None:
-    """Let peers read this rank's shards of what is gathered, where they can."""
+    """Let peers read this rank's shards of what is gathered, where they can.
+
+    Not where they travel encoded: then all ranks compute with other values than rest there.
+    """
     sharded = [unit for unit in units if unit.placement is Placement.SHARDED]
+    if any(unit.codec is not None for unit in sharded):
+        return None
     memories = [buffer.resting.memory for unit in sharded for buffer in unit.buffers]
     shards = [memory for memory in memories if memory is not None]
     if not shards or len(shards) < len(memories):
@@ -111,6 +122,7 @@ def _lay_down(
     *,
     placement: Placement,
     residence: Residence,
+    wire: Wire,
 ) -> FlatBuffer:
     """Move parameters into a flat buffer; masters keep the values from before the rounding."""
     master_dtype = residence.master_of(plan, placement)
@@ -124,6 +136,9 @@ def _lay_down(
         size = ShardSize(plan.layout.splits[group.rank], plan.dtype)
         resting = AtHome(home, index, size, group.device)
         resting.write(values)
+    elif wire.rests_encoded(plan, placement):
+        assert wire.frozen is not None, "what it says"
+        resting = Encoded.of(values.to(plan.dtype), wire.frozen)
     elif whole is not None:
         resting = InMemory(whole[plan.layout.shard(group.rank).as_slice()])
     else:

@@ -10,13 +10,16 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 from zero_comm import (
+    AbstractCodec,
     CommError,
     DivergenceError,
     Group,
     Handle,
+    LocoErrors,
     Reduction,
     all_reduce_flat,
     even_splits,
+    reduce_scatter_by_levels,
     reduce_scatter_flat,
 )
 
@@ -30,7 +33,7 @@ from ._precision import AS_IT_IS, Precision
 from ._slots import Slot
 from ._torch_compat import foreach_add_, foreach_copy_
 from ._unit import Unit
-from ._wire import Routes
+from ._wire import Routes, Wire
 
 # NOTE(arrival): autograd gives away a gradient it has just made when `param.grad` is None, and adds
 # into what it finds otherwise. We let it give away, and copy into the flat buffer: 8 bytes of
@@ -73,6 +76,8 @@ class BufferGradients:
     views: tuple[Tensor, ...] = ()  # of the accumulator; kept while a slot may come back
     views_at: int = 0  # its address
     slot: Slot[BufferGradients] | None = None
+    codec: AbstractCodec | None = None  # in which they travel; see `Wire.gradients`
+    loco_errors: LocoErrors | None = None  # what that lost before, to be made up for
     filled: list[bool] = field(init=False)  # holds a local gradient that was not reduced yet
     guarded: list[bool] = field(init=False)  # we put a guard into `param.grad`
     waiting: list[int] = field(factory=list, init=False)  # arrived, still in `param.grad`
@@ -142,6 +147,12 @@ class BufferGradients:
             self.views = ()  # nothing else keeps that memory
         self.accumulator, self.slot = None, None
 
+    def use_wire(self, wire: Wire) -> None:
+        """Travel as it says."""
+        if wire.gradients is not None and wire.gradients.takes(self.buffer.wire_dtype):
+            self.codec = wire.gradients
+            self.loco_errors = None if wire.loco is None else LocoErrors(wire.loco)
+
     def forget_address(self) -> None:
         """The accumulator may lie elsewhere now; the views are its own all the same."""
         if self.accumulator is not None:
@@ -198,6 +209,9 @@ class BufferGradients:
             for position, filled in enumerate(self.filled):
                 if not filled and not self._accumulates_in_place(position):
                     self.views[position].zero_()
+        if self.codec is not None:  # what another unit left there would count in a block's scale
+            for gap in self.buffer.plan.layout.gaps:
+                self.accumulator[gap.as_slice()].zero_()
         self.launched = True
         self._forget_arrivals()
         layout, tag = self.buffer.plan.layout, self.buffer.reduce_tag
@@ -222,14 +236,33 @@ class BufferGradients:
         if is_elsewhere or self.holds_gradients or wire_dtype != self.buffer.training.dtype:
             numel = self.buffer.shard_numel
             self.received = torch.empty(numel, dtype=wire_dtype, device=group.device)
+        values, out = self.accumulator.to(wire_dtype), self.received
+        out = self.shard if out is None else out
+        if self.codec is not None and self.unit.errors is not None:
+            parts = values.split(splits)
+            self.unit.errors.gradients.note(self.unit.name, self.codec, parts)
+        if self.codec is not None and routes.hops is not None:
+            self.in_flight = reduce_scatter_by_levels(
+                values,
+                splits=splits,
+                levels=routes.hops,
+                codec=self.codec,
+                errors=self.loco_errors,
+                op=scaling.op,
+                out=out,
+                tag=tag,
+                payload=payload,
+            )
+            return
         self.in_flight = reduce_scatter_flat(
-            self.accumulator.to(wire_dtype),
+            values,
             group=group,
             op=scaling.op,
             splits=splits,
             payload=payload,
-            out=self.shard if self.received is None else self.received,
+            out=out,
             tag=tag,
+            codec=self.codec,
         )
         if routes.replicas is not None:
             self._across = partial(self._launch_across, routes.replicas, scaling.op)
@@ -256,6 +289,7 @@ class BufferGradients:
             splits=splits,
             payload=layout.payload_of(splits, start=layout.shard(self.buffer.group.rank).start),
             tag=self.buffer.reduce_tag,
+            codec=self.codec,
         )
 
     def _wait(self) -> Tensor:

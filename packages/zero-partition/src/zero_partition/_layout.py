@@ -131,6 +131,13 @@ class FlatLayout:
         """Elements per rank that belong to a tensor."""
         return self.payload_of(self.splits)
 
+    @cached_property
+    def gaps(self) -> tuple[Span, ...]:
+        """What belongs to no tensor: padding, in order."""
+        starts = (0, *(span.stop for span in self.spans))
+        stops = (*(span.start for span in self.spans), self.numel)
+        return tuple(Span(*ends) for ends in zip(starts, stops, strict=True) if ends[0] < ends[1])
+
     def payload_of(self, splits: Iterable[int], *, start: int = 0) -> tuple[int, ...]:
         """Elements that belong to a tensor, in chunks of these sizes that begin at `start`."""
         chunks = [Span(*ends) for ends in pairwise(accumulate(splits, initial=start))]

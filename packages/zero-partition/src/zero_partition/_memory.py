@@ -8,6 +8,7 @@ from attrs import frozen
 from torch import Tensor
 
 from ._placement import Placement
+from ._rest import Encoded
 from ._sharded_model import ShardedModel
 
 
@@ -28,6 +29,8 @@ class MemoryReport:
     slots_bytes: int  # where sharded parameters are whole while in use
     secondary_bytes: int  # this rank's parts of its node's copy of them, padding included
     reduction_bytes: int  # where gradients are collected and received
+    encoded_bytes: int  # parameters on their way into slots, as a codec has written them
+    loco_bytes: int  # what encoding gradients lost, kept for the next reduction
     gathered_bytes: int  # parameters that are whole by request, or used outside their unit
     scalars_bytes: int  # stand-ins of sharded parameters, step counters, flags between ranks
     parked_bytes: int  # of the above kinds, elsewhere until reload_states(); not in `total_bytes`
@@ -50,6 +53,8 @@ class MemoryReport:
             + self.slots_bytes
             + self.secondary_bytes
             + self.reduction_bytes
+            + self.encoded_bytes
+            + self.loco_bytes
             + self.gathered_bytes
             + self.scalars_bytes
         )
@@ -69,7 +74,13 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
         for buffer in unit.buffers:
             layout, itemsize = buffer.plan.layout, buffer.plan.dtype.itemsize
             scalars += len(buffer.params) * itemsize
-            memory = buffer.resting.memory
+            rest, memory = buffer.resting, buffer.resting.memory
+            if isinstance(rest, Encoded):
+                numels = (layout.splits[rank], layout.payload_splits[rank])
+                unused = rest.codec.value_bytes(numels[0]) - rest.codec.value_bytes(numels[1])
+                params += rest.wire.nbytes - unused
+                padding += unused
+                continue
             if memory is None or is_gone(memory):
                 continue
             whole = unit.placement is Placement.REPLICATED
@@ -112,6 +123,8 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
             unit.secondary.num_bytes for unit in sharded.units if unit.secondary is not None
         ),
         reduction_bytes=reduction,
+        encoded_bytes=sum(unit.encoded_bytes for unit in sharded.units),
+        loco_bytes=sharded.reducer.loco_bytes,
         gathered_bytes=_gathered_bytes(sharded),
         scalars_bytes=scalars + state_scalars,
         parked_bytes=0 if parked is None else parked.num_bytes,

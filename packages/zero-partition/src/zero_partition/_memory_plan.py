@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
 import torch
 from attrs import define, evolve, frozen
+from zero_comm import even_splits
 
 from ._buffer_plan import BufferPlan, ParameterPlan
 from ._cut import Cut
@@ -15,6 +17,7 @@ from ._memory import MemoryReport
 from ._model_plan import ModelPlan
 from ._placement import Placement
 from ._reduction_plan import PlannedGradients, ReductionPlan
+from ._traffic_plan import gathers_of
 from ._updater import UpdaterReport
 
 _NOTHING: Final = UpdaterReport(device_bytes=0, host_bytes=0, disk_bytes=0)
@@ -48,30 +51,34 @@ def plan_memory(
 
     Args:
         plan: Of the model.
-        rank: Whose.
+        rank: Whose, of all that train it.
         updater: What keeps the optimizer's state elsewhere, if something does.
         home_host_bytes: Of shards of parameters that rest on the host, where these rest elsewhere.
         home_disk_bytes: Likewise on disk.
     """
-    counts = _Counts(plan, rank, has_updater=updater is not None)
+    mine = plan.routes.shard_rank(rank)
+    counts = _Counts(plan, mine, has_updater=updater is not None)
     for unit, placement in zip(plan.units, plan.resting, strict=True):
         for buffer in unit.buffers:
             counts.add(buffer, placement)
     held = _NOTHING if updater is None else updater
     slots, conflicts = plan_slots(plan)
+    num_ranks = plan.routes.whole
     at_rest = MemoryReport(
         params_bytes=counts.params,
         gradients_bytes=0,
         optimizer_bytes=counts.state + held.device_bytes,
         padding_bytes=counts.padding,
         slots_bytes=slots,
-        secondary_bytes=0,  # secondary shards are not planned yet
+        secondary_bytes=_secondary_bytes(plan, rank),
         reduction_bytes=_pool_bytes(plan)
         + counts.accumulators
         + counts.shards
         + counts.shard_padding,
+        encoded_bytes=_encoded_bytes(plan),
+        loco_bytes=counts.loco,
         gathered_bytes=0,
-        scalars_bytes=counts.scalars + plan.world_size * counts.num_flags * (plan.world_size > 1),
+        scalars_bytes=counts.scalars + num_ranks * counts.num_flags * (num_ranks > 1),
         parked_bytes=0,
         num_slot_conflicts=conflicts,
         trained_bytes_per_rank=plan.trained_bytes_per_rank,
@@ -80,6 +87,7 @@ def plan_memory(
     )
     before_step = evolve(
         at_rest,
+        encoded_bytes=0,
         gradients_bytes=counts.grads,
         padding_bytes=at_rest.padding_bytes + counts.shard_padding,
         reduction_bytes=at_rest.reduction_bytes - counts.grads - counts.shard_padding,
@@ -87,7 +95,7 @@ def plan_memory(
     return PlannedMemory(
         at_rest=at_rest,
         before_step=before_step,
-        init_peak_bytes=_init_peak_bytes(plan, rank),
+        init_peak_bytes=_init_peak_bytes(plan, mine),
         step_peak_bytes=before_step.total_bytes + counts.on_their_way,
     )
 
@@ -96,6 +104,47 @@ def plan_slots(plan: ModelPlan) -> tuple[int, int]:
     """Bytes of the slots in which units become whole, and how many are beyond the window."""
     groups = choose_slots(plan.uses, plan.extents, plan.limits)
     return sum(slot_bytes(groups, plan.extents)), slot_conflicts(groups, plan.extents, plan.limits)
+
+
+def _secondary_bytes(plan: ModelPlan, rank: int) -> int:
+    """Of a node's copy: units whose slot goes to another within a step."""
+    if not plan.routes.has_secondary:
+        return 0
+    kept = {gather.unit for gather in gathers_of(plan) if gather.released is not None}
+    size = plan.routes.per_node
+    return sum(
+        even_splits(buffer.layout.numel, size)[rank % size] * buffer.dtype.itemsize
+        for unit in kept
+        for buffer in plan.units[unit].buffers
+    )
+
+
+def _encoded_bytes(plan: ModelPlan) -> int:
+    """Of gathers that are launched before the first use of a step: between steps they travel."""
+    if plan.routes.reads_peers and not plan.rests.params:
+        return 0  # nobody asks ahead
+    ahead = [gather.unit for gather in gathers_of(plan) if gather.launched < 0]
+    return sum(
+        sum(map(codec.wire_bytes, buffer.layout.splits))
+        for unit in ahead
+        for buffer in plan.units[unit].buffers
+        if (codec := plan.routes.codec_of(buffer.dtype)) is not None
+    )
+
+
+def _loco_bytes(plan: ModelPlan, buffer: BufferPlan, rank: int) -> int:
+    """Of what is kept for the hops that move something, of as many elements as each encodes."""
+    routes, splits = plan.routes, buffer.layout.splits
+    codec = routes.gradient_codec_of(plan.precision.wire_of(buffer.dtype))
+    if routes.loco is None or codec is None or routes.num_replicas > 1:
+        return 0
+    encoded: list[int] = []
+    if routes.per_node > 1:
+        encoded += splits
+    if routes.per_node < routes.whole:
+        encoded += splits[rank % routes.per_node :: routes.per_node]
+    kept = routes.loco.kept
+    return sum(4 * numel if kept is None else kept.wire_bytes(numel) for numel in encoded)
 
 
 @define
@@ -115,6 +164,7 @@ class _Counts:
     host_grads: int = 0
     grads: int = 0  # that the optimizer reads
     num_flags: int = 0
+    loco: int = 0
     on_their_way: int = 0  # most, at a time, between autograd and where they rest
 
     def add(self, buffer: BufferPlan, placement: Placement) -> None:
@@ -137,6 +187,7 @@ class _Counts:
             self.state += payload * dtype.itemsize
             self.padding += (numel - payload) * dtype.itemsize
         self._add_gradients(buffer, dtype)
+        self.loco += _loco_bytes(plan, buffer, self.rank)
         if not self.has_updater:
             for state, scalars in self._states(buffer, dtype):
                 self.state += state
@@ -146,7 +197,10 @@ class _Counts:
         plan, layout = self.plan, buffer.layout
         payload, numel = layout.payload_splits[self.rank], layout.splits[self.rank]
         wire = plan.precision.wire_of(buffer.dtype)
+        codec = plan.routes.gradient_codec_of(wire)
         way = max(_arriving(param) for param in buffer.params)
+        if codec is not None:
+            way = max(way, sum(map(codec.wire_bytes, layout.splits)))
         if plan.placements.grads is Placement.REPLICATED:
             self.accumulators += layout.numel * dtype.itemsize
         if plan.placements.optim is Placement.REPLICATED:
@@ -189,39 +243,26 @@ def _arriving(param: ParameterPlan) -> int:
 
 
 def _pool_bytes(plan: ModelPlan) -> int:
-    """Of slots that gradients are collected in, after a backward in the canonical order."""
+    """Of slots that gradients are collected in; they come in the reverse order of parameters."""
     if plan.placements.grads is Placement.REPLICATED:
         return 0
-    gradients = [
-        [
-            PlannedGradients(
-                buffer.layout.numel * plan.precision.wire_of(buffer.dtype).itemsize, unit.is_outer
-            )
-            for buffer in unit.buffers
-            if buffer.trainable
-        ]
-        for unit in plan.units
-    ]
-    reduction = ReductionPlan.of([each for some in gradients for each in some])
-    for index, begins in _backward_of(plan):
-        for each in gradients[index]:
-            reduction.collect(each) if begins else reduction.launch(each)
+    of_param: dict[str, PlannedGradients] = {}
+    for unit in plan.units:
+        for buffer in unit.buffers:
+            if buffer.trainable:
+                itemsize = plan.precision.wire_of(buffer.dtype).itemsize
+                gradients = PlannedGradients(buffer.layout.numel * itemsize, unit.is_outer)
+                of_param |= {param.name: gradients for param in buffer.params}
+    missing = Counter(map(id, of_param.values()))
+    reduction = ReductionPlan.of(list({id(each): each for each in of_param.values()}.values()))
+    for name in reversed([name for name in plan.user_bytes if name in of_param]):
+        gradients = of_param[name]
+        if gradients.slot is None:
+            reduction.collect(gradients)
+        missing[id(gradients)] -= 1
+        if not missing[id(gradients)]:
+            reduction.launch(gradients)
     return reduction.pool.num_bytes
-
-
-def _backward_of(plan: ModelPlan) -> Iterator[tuple[int, bool]]:
-    """Units whose gradients begin to come, and have all come."""
-    small = [index for index, unit in enumerate(plan.units) if unit.rests_whole]
-    open_units: list[int] = small.copy()
-    yield from ((index, True) for index in small)
-    for use in plan.uses:
-        if use.phase == "backward":
-            while open_units and open_units[-1] not in use.in_use and open_units[-1] not in small:
-                yield open_units.pop(), False
-            open_units.append(use.unit)
-            yield use.unit, True
-    while open_units:
-        yield open_units.pop(), False
 
 
 def _init_peak_bytes(plan: ModelPlan, rank: int) -> int:

@@ -19,7 +19,9 @@ from ._order import Use
 from ._placement import Placement, Placements
 from ._precision import AS_IT_IS, Precision
 from ._rest_plan import RestPlan
+from ._routes_plan import PlannedRoutes, plan_routes
 from ._state_plan import Kind, StatePlan, plan_state
+from ._wire import AS_ONE, Wire
 
 # NOTE(canonical order): without running the model nobody knows in which order units are used. A
 # plan takes the order of its modules, each once, and in backward the reverse; what encloses others
@@ -33,14 +35,19 @@ class ModelPlan:
 
     units: tuple[UnitPlan, ...]
     uses: tuple[Use, ...]  # of one step, in sequence; see NOTE(canonical order)
-    world_size: int
+    routes: PlannedRoutes
     placements: Placements  # as they hold: on one rank parameters rest whole
     precision: Precision  # likewise
     limits: Limits
     rests: RestPlan
     group_of: Mapping[str, int]  # param group by name of what the optimizer steps
     state: StatePlan
-    user_bytes: Mapping[str, int]  # of each parameter before it is sharded
+    user_bytes: Mapping[str, int]  # of each parameter before it is sharded, in the model's order
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks over which it is sharded."""
+        return self.routes.shards
 
     @cached_property
     def resting(self) -> tuple[Placement, ...]:
@@ -82,6 +89,8 @@ def plan_model(
     precision: Precision = AS_IT_IS,
     cut: CutChoice = None,
     rests: RestPlan = RestPlan(),  # noqa: B008 - frozen
+    wire: Wire = AS_ONE,
+    ranks_per_node: int | None = None,
     reads_peers: bool = False,
 ) -> ModelPlan:
     """Plan what `partition` with the same arguments would do. Local; allocates nothing.
@@ -90,7 +99,7 @@ def plan_model(
         model: On any device; on meta no size is too large.
         optimizer: Built from its parameters.
         world_size: Number of ranks.
-        placements: As for `partition`, as are all that follow but the last two.
+        placements: As for `partition`, as are all that follow up to `cut`.
         units: Likewise.
         max_unit_bytes: Likewise.
         min_unit_bytes: Likewise.
@@ -100,15 +109,22 @@ def plan_model(
         precision: Likewise.
         cut: Likewise.
         rests: What rests outside the device.
+        wire: As for `partition`.
+        ranks_per_node: Neighbours in rank order that share a node, where `wire` does not say; all
+            do when None.
         reads_peers: Whether ranks read each other's shards: processes of one host, on the CPU.
 
     Raises:
         PartitionError: The model or the optimizer cannot be partitioned so.
     """
+    wire.check(placements)
+    routes = plan_routes(
+        wire, world_size=world_size, ranks_per_node=ranks_per_node, reads_peers=reads_peers
+    )
     placements, precision = as_they_hold(
         placements,
         precision,
-        world_size=world_size,
+        world_size=routes.shards,
         has_home=rests.params,
         has_optimizer=optimizer is not None,
     )
@@ -119,7 +135,7 @@ def plan_model(
     planned = plan_model_units(
         model,
         optimizer,
-        world_size=world_size,
+        world_size=routes.shards,
         placements=placements,
         units=units,
         max_unit_bytes=max_unit_bytes,
@@ -136,10 +152,12 @@ def plan_model(
     partial_plan = ModelPlan(
         units=planned,
         uses=plan_uses(model, planned),
-        world_size=world_size,
+        routes=routes,
         placements=placements,
         precision=precision,
-        limits=limits.where_shards_are_read() if reads_peers and not rests.params else limits,
+        limits=limits.where_shards_are_read()
+        if routes.reads_peers and not rests.params
+        else limits,
         rests=rests,
         group_of=group_of,
         state=StatePlan({}),
@@ -258,12 +276,13 @@ def plan_model_units(
 def plan_uses(model: nn.Module, units: Sequence[UnitPlan]) -> tuple[Use, ...]:
     """The uses of units in one step, in the order of the model's modules; NOTE(canonical order)."""
     indices = {unit.name: index for index, unit in enumerate(units) if not unit.rests_whole}
-    names = [name for name, _ in model.named_modules() if name in indices]
-    trains, reached = False, set()
-    for name in names:
-        trains |= any(buffer.trainable for buffer in units[indices[name]].buffers)
-        if trains:
-            reached.update([name, *_around(name, indices)])
+    names, reached, trains = [], set(), False
+    for name, module in model.named_modules():
+        if name in indices:
+            names.append(name)
+            if trains or any(param.requires_grad for param in module.parameters()):
+                reached.add(name)
+        trains |= any(param.requires_grad for param in module.parameters(recurse=False))
 
     def use(name: str, phase: str) -> Use:
         return Use(

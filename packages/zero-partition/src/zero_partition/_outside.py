@@ -15,7 +15,7 @@ from ._parked import StateKind
 from ._places import Place
 from ._shard_state import ShardState
 from ._torch_compat import is_in_backward, modules_being_called
-from ._whole import launch_whole
+from ._whole import as_computed, launch_whole
 
 if TYPE_CHECKING:
     from ._sharded_model import ShardedModel
@@ -55,7 +55,7 @@ class OutsideUses:
         is_whole = place.unit.state is ShardState.UNSHARDED or place.position in place.buffer.held
         if not is_whole and place.key not in self._values and place.key not in self._in_flight:
             self.num_gathers += 1
-            self._in_flight[place.key] = launch_whole(place)
+            self._in_flight[place.key] = launch_whole(place, as_computed(place))
 
     def value(self, place: Place, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
         """What stands in for a parameter at rest, or its `data`, in a call of `what`. Collective.
@@ -101,7 +101,7 @@ class OutsideUses:
             self._refuse_read(place, what)
         if key not in self._in_flight:
             self.num_gathers += 1
-            self._in_flight[key] = launch_whole(place)
+            self._in_flight[key] = launch_whole(place, as_computed(place))
         wait = self._in_flight.pop(key)
         value = wait() if is_inside else wait(timeout_s=_PATIENCE_S)
         if is_kept:

@@ -90,7 +90,8 @@ def partition(
         updater: Keeps the optimizer's state and masters, and steps shards in its place; the
             optimizer does, on the device, when None. At stage 0 nothing can rest elsewhere.
         gradient_home: Where reduced gradients wait for the updater; on the device when None.
-        wire: Which of the ranks exchange what; all with all when left out.
+        wire: Which of the ranks exchange what, and in how many bits; all with all, and exact, when
+            left out.
         timeout_s: How long to wait for ranks that do not call this, in seconds.
 
     Returns:
@@ -103,6 +104,11 @@ def partition(
         zero_comm.CommError: A rank did not take part in time.
     """
     wire.check(placements)
+    if wire.frozen is not None and home is not None:
+        raise PartitionError(
+            f"Wire(frozen='{wire.frozen}') together with a home of shards, where they would rest "
+            "as they are: keep parameters on the device, or leave out frozen"
+        )
     routes = wire.routes(group, timeout_s=timeout_s)
     group = routes.shards
     placements, precision = as_they_hold(
@@ -145,7 +151,7 @@ def partition(
         group_of=_group_of_names(model, optimizer),
         timeout_s=timeout_s,
     )
-    runtime = distribute(model, plans, routes, resting, residence)
+    runtime = distribute(model, plans, routes, resting, residence, wire=wire)
     if optimizer is not None and placements.optim is Placement.SHARDED:
         shard_optimizer(optimizer, runtime)
         if updater is not None:
@@ -164,6 +170,7 @@ def partition(
             num_slots=REDUCTION_SLOTS,
             precision=precision,
             home=gradient_home,
+            wire=wire,
         ),
         residence=residence,
         optimizer=optimizer,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from zero_comm import Group, Traffic
 
 from . import _memory, _norm, _parking, _schedule_report, _state_dict, _unpartition
+from ._codec_errors import CodecErrors
 from ._errors import StateError
 from ._hooks import find_sharded, find_sharded_by_optimizer
 from ._parked import AbstractKeeper, StateKind
@@ -296,6 +297,32 @@ def traffic_report(model: nn.Module) -> Traffic:
     """
     log = _find(model).routes.log
     return log.now if log.last is None else log.last
+
+
+@contextmanager
+def record_codec_errors(model: nn.Module) -> Iterator[CodecErrors]:
+    """Find out what codecs lose of what this rank sends within the context. Local.
+
+    Of its shards in gathers that are launched there, and of its own gradients in the first hop of
+    their reduction, without what `Loco` adds to them. What it sends is encoded and decoded once
+    more to see; nothing else changes.
+
+    Yields:
+        `params.relative()` and `gradients.relative()`: by unit, the norm of what was lost by the
+        norm of what was to be sent; only units of which something was sent encoded.
+
+    Raises:
+        StateError: Not sharded.
+    """
+    units, errors = _find(model).units, CodecErrors()
+    before = [unit.errors for unit in units]
+    for unit in units:
+        unit.errors = errors
+    try:
+        yield errors
+    finally:
+        for unit, outer in zip(units, before, strict=True):
+            unit.errors = outer
 
 
 def _find(model_or_optimizer: nn.Module | torch.optim.Optimizer) -> ShardedModel:

@@ -20,7 +20,7 @@ from ._reduction_plan import ring_bytes
 from ._shard_state import ShardState
 from ._slots import SlotPool
 from ._unit import Unit
-from ._wire import Routes
+from ._wire import AS_ONE, Routes, Wire
 
 # NOTE(order): which buffers are reduced, and in which order, must not depend on which gradients a
 # rank happens to have: ranks that wait for each other in different order never end. So every
@@ -72,6 +72,7 @@ class GradientReducer:
         num_slots: int,
         precision: Precision = AS_IT_IS,
         home: AbstractGradientHome | None = None,
+        wire: Wire = AS_ONE,
     ) -> GradientReducer:
         """One reducer for the trainable buffers of these units."""
         gradients = tuple(
@@ -80,6 +81,8 @@ class GradientReducer:
             for buffer in unit.buffers
             if buffer.plan.trainable
         )
+        for g in gradients:
+            g.use_wire(wire)
         ring = ring_bytes([(g.wire_bytes, g.unit.plan.is_outer) for g in gradients])
         pool: SlotPool[BufferGradients] = SlotPool.plan(
             ring if placement is Placement.SHARDED else (),
@@ -290,6 +293,11 @@ class GradientReducer:
         return own + idle + self.pool.num_bytes
 
     @property
+    def loco_bytes(self) -> int:
+        """Bytes of errors of encoding, kept for the next reductions."""
+        return sum(g.loco_errors.num_bytes for g in self.gradients if g.loco_errors is not None)
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of gradients, or room for them, that are on the host."""
         shards = [g.shard for g in self.gradients if g.shard is not None]
@@ -313,6 +321,9 @@ class GradientReducer:
             self._finish(self._in_flight[0])
 
     def _finish(self, g: BufferGradients) -> None:
+        if self.routes.hops is not None:  # the second hop is launched as the first is waited for
+            while self._in_flight[0] is not g:
+                self._finish(self._in_flight[0])
         self._send_across(self._in_flight[: self._in_flight.index(g)])
         g.finish()
         self._in_flight.remove(g)

@@ -25,6 +25,8 @@ class PlannedSave:
 
 def plan_save(plan: ModelPlan, rank: int) -> PlannedSave:
     """Say what `plan_parts` will say of a rank's parts, from the second step on. Local."""
+    if plan.routes.replica(rank):
+        return PlannedSave(num_bytes=0, batch_bytes=0)
     sizes = [
         size
         for unit, placement in zip(plan.units, plan.resting, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ._shard_state import ShardState
 from ._sharded_model import ShardedModel
 from ._torch_compat import plain_access
 from ._unit import Unit
+from ._whole import launch_buffer
 
 Places = dict[str, tuple[Unit, int, int]]  # attribute of a module: its unit, buffer and position
 
@@ -43,9 +44,9 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     for unit in sharded.units:
         if not is_first and unit.exposure is not None:
             continue  # rank 0 reads what it needs
-        unit.unshard(sharded.schedule.pool)
-        for param in [p for buffer in unit.buffers for p in buffer.params] if is_first else ():
-            values[id(param)] = param.detach().to("cpu", copy=True)
+        for param, value in _exact_values(unit, sharded):
+            if is_first:
+                values[id(param)] = value.detach().to("cpu", copy=True)
         unit.reshard()
     if sharded.exposure is not None:  # nobody leaves before rank 0 has read
         sharded.exposure.begin_write()
@@ -60,6 +61,15 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
         if id(param) in values:  # by object: modules may have moved since they were sharded
             whole[name] = values[id(param)]
     return {key: _find(key, value, whole) for key, value in state.items()}
+
+
+def _exact_values(unit: Unit, sharded: ShardedModel) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Whole, as they rest: not what a codec leaves of them, which is what slots get. Collective."""
+    if unit.codec is None:
+        unit.unshard(sharded.schedule.pool)
+    for buffer in unit.buffers:
+        values = buffer.params if unit.codec is None else launch_buffer(buffer)()
+        yield from zip(buffer.params, values, strict=True)
 
 
 def _find(key: str, value: Any, whole: Mapping[str, Tensor]) -> Any:
@@ -102,16 +112,18 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
             module.register_load_state_dict_post_hook(_AfterLoad(loaded)),
         ]
         if any(unit.placement is Placement.SHARDED for unit, _, _ in places.values()):
+            exact: dict[str, Tensor] = {}
             handles += [
-                module.register_state_dict_pre_hook(_BeforeExport(sharded, places)),
-                module.register_state_dict_post_hook(_AfterExport(sharded, places)),
+                module.register_state_dict_pre_hook(_BeforeExport(sharded, places, exact)),
+                module.register_state_dict_post_hook(_AfterExport(sharded, places, exact)),
             ]
         sharded.removers += [handle.remove for handle in handles]
 
 
 def _is_whole(place: tuple[Unit, int, int]) -> bool:
     unit, buffer_index, position = place
-    return unit.state is ShardState.UNSHARDED or position in unit.buffers[buffer_index].held
+    is_exact = unit.state is ShardState.UNSHARDED and unit.codec is None
+    return is_exact or position in unit.buffers[buffer_index].held
 
 
 @define(eq=False, slots=False)  # torch sets an attribute of its own on hooks of state_dict
@@ -120,6 +132,7 @@ class _BeforeExport(Bound):
 
     sharded: ShardedModel
     places: Places
+    exact: dict[str, Tensor]  # by attribute: of units whose slots have what a codec leaves
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         units = {id(unit): unit for unit, _, _ in self.places.values()}.values()
@@ -137,6 +150,14 @@ class _BeforeExport(Bound):
         self.sharded.refuse_parked("state_dict()", StateKind.PARAMS)
         for unit in units:
             unit.unshard(self.sharded.schedule.pool)
+        encoded = {id(unit): unit for unit in units if unit.codec is not None}
+        values = {
+            key: [launch_buffer(buffer)() for buffer in unit.buffers]
+            for key, unit in encoded.items()
+        }
+        for attribute, (unit, buffer_index, position) in self.places.items():
+            if id(unit) in encoded:
+                self.exact[attribute] = values[id(unit)][buffer_index][position]
 
 
 @define(eq=False, slots=False)
@@ -145,13 +166,16 @@ class _AfterExport(Bound):
 
     sharded: ShardedModel
     places: Places
+    exact: dict[str, Tensor]
 
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
         if self.sharded.exports_stand_ins:
             return
         for attribute, (unit, _, _) in self.places.items():
+            value = self.exact.pop(attribute, None)
             if prefix + attribute in state:
-                state[prefix + attribute] = state[prefix + attribute].detach().clone()
+                value = state[prefix + attribute].detach() if value is None else value
+                state[prefix + attribute] = value.clone()
             if not self.sharded.schedule.is_in_use(unit):
                 unit.reshard()
 

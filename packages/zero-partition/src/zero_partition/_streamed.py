@@ -10,6 +10,7 @@ from ._places import Place
 from ._shard_home import AbstractShardHome, ShardSize
 from ._sharded_model import ShardedModel
 from ._unit import Unit
+from ._whole import launch_flat
 
 # NOTE(copies): what does not fit on the device sharded does not fit whole. So each rank keeps whole
 # copies of units where its shards rest, and a unit is read from there into its slot when it is
@@ -63,6 +64,9 @@ def _fill(sharded: ShardedModel, units: Sequence[Unit], copies: AbstractShardHom
         }
     )
     for unit in units:
+        if unit.codec is not None:  # the slot gets what that leaves of them
+            unit.keep_copies(copies, [launch_flat(buffer)() for buffer in unit.buffers])
+            continue
         unit.unshard(sharded.schedule.pool)
         unit.keep_copies(copies)
         unit.reshard()

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import is_
 
 from attrs import Factory, define, field
 from torch import Tensor, nn
-from zero_comm import CommError, DivergenceError, Exposure, Group, Handle, all_gather_flat
+from zero_comm import (
+    AbstractCodec,
+    CommError,
+    DivergenceError,
+    Exposure,
+    Group,
+    Handle,
+    all_gather_flat,
+)
 
+from ._codec_errors import CodecErrors
 from ._errors import StateError
 from ._flat_buffer import FlatBuffer
 from ._grouping import UnitPlan
 from ._placement import Placement
-from ._rest import AtHome
+from ._rest import AtHome, Encoded
 from ._secondary import SecondaryShards
 from ._shard_home import AbstractShardHome
 from ._shard_state import NEXT, ShardState
@@ -30,6 +40,7 @@ class Unit:
     placement: Placement  # of its parameters
     buffers: tuple[FlatBuffer, ...]
     owners: tuple[tuple[nn.Module, str, int, int], ...]  # module, attribute, buffer, position
+    codec: AbstractCodec | None = None  # of gathers; see `Wire.params`
     secondary: SecondaryShards | None = None  # its node's copy
     exposure: Exposure | None = None  # through which all shards can be read without their owners
     copies: AbstractShardHome | None = None  # which has its whole buffers for a while
@@ -37,6 +48,7 @@ class Unit:
     version: int = 0  # how often the optimizer has changed its values
     depth: int = 0  # forwards of its module that are running
     slot: Slot[Unit] | None = None  # assigned at first use, for good; see NOTE(slots)
+    errors: CodecErrors | None = None  # asks what is lost on the way
     is_held: bool = False  # every parameter is whole in memory of a gather's, and no slot needed
     _slot_version: int = field(default=-1, init=False)  # version of the values in the slot
     _handles: list[Handle[Tensor]] = field(default=Factory(list), init=False)
@@ -91,6 +103,8 @@ class Unit:
             tags = [buffer.gather_tag for buffer in self.buffers]
             return self.secondary.gather(self._full, tags=tags, version=self.version)
         shards = self._fetch_shards()
+        if self.errors is not None:
+            self._note_errors(self.errors, shards)
         return [
             all_gather_flat(
                 full,
@@ -100,9 +114,31 @@ class Unit:
                 shard=shard,
                 tag=buffer.gather_tag,
                 version=self.version,
+                codec=self.codec_of(buffer),
             )
             for buffer, full, shard in zip(self.buffers, self._full, shards, strict=True)
         ]
+
+    def codec_of(self, buffer: FlatBuffer) -> AbstractCodec | None:
+        """How its shards are written in gathers of the unit; None: as they are."""
+        if isinstance(buffer.resting, Encoded):
+            return buffer.resting.codec
+        is_sent = self.placement is Placement.SHARDED and self.group.world_size > 1
+        if not is_sent or self.codec is None or not self.codec.takes(buffer.plan.dtype):
+            return None
+        return self.codec
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes of encoded shards that are on their way into the slot."""
+        is_whole = self.secondary is not None and self.secondary.version == self.version
+        if self.state is not ShardState.GATHERING or is_whole:
+            return 0
+        return sum(
+            sum(map(codec.wire_bytes, buffer.plan.layout.splits))
+            for buffer in self.buffers
+            if (codec := self.codec_of(buffer)) is not None
+        )
 
     def unshard(self, pool: SlotPool[Unit]) -> None:
         """Make the parameters whole; waits. Collective unless they are resident or exposed."""
@@ -250,7 +286,9 @@ class Unit:
             ]
 
     def _fetch_shards(self) -> list[Tensor | None]:
-        """What this rank contributes to each gather; None: it is in its place in the slot.
+        """What this rank contributes to each gather, encoded if it rests so.
+
+        None: it is in its place in the slot.
 
         Shards at a home are read into that place, all at a time; waits for them.
         """
@@ -261,12 +299,20 @@ class Unit:
                 pending.append(buffer.resting.home.read(buffer.index, own))
         for read in pending:
             read.wait()
-        return [buffer.resting.memory for buffer in self.buffers]
+        rests = [buffer.resting for buffer in self.buffers]
+        return [rest.wire if isinstance(rest, Encoded) else rest.memory for rest in rests]
 
-    def keep_copies(self, copies: AbstractShardHome) -> None:
-        """Copy its whole buffers, which are in its slot now, to where they can be read alone."""
-        for buffer, full in zip(self.buffers, self._full, strict=True):
-            copies.open(buffer.index, reads=False).copy_(full)
+    def _note_errors(self, errors: CodecErrors, shards: Sequence[Tensor | None]) -> None:
+        for buffer, full, shard in zip(self.buffers, self._full, shards, strict=True):
+            codec = self.codec_of(buffer)
+            if codec is not None and not isinstance(buffer.resting, Encoded):  # lost long ago
+                own = full[buffer.plan.layout.shard(self.group.rank).as_slice()]
+                errors.params.note(self.name, codec, [own if shard is None else shard])
+
+    def keep_copies(self, copies: AbstractShardHome, full: Sequence[Tensor] | None = None) -> None:
+        """Copy its whole buffers, in its slot now when None, to where they can be read alone."""
+        for buffer, whole in zip(self.buffers, self._full if full is None else full, strict=True):
+            copies.open(buffer.index, reads=False).copy_(whole)
             copies.close(buffer.index)
 
     def _read_copies(self, copies: AbstractShardHome, pool: SlotPool[Unit]) -> None:

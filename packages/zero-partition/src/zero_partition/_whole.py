@@ -32,6 +32,18 @@ def refuse_parked_values(place: Place, what: str) -> None:
     place.sharded.refuse_parked(what, StateKind.MASTERS if has_master else StateKind.PARAMS)
 
 
+def as_computed(place: Place) -> Tensor | None:
+    """This rank's part of a parameter as the model computes with it; None: as it rests. Local.
+
+    Encoded and decoded with the whole shard, so that it is the same as in a gather of the unit.
+    """
+    buffer, codec = place.buffer, place.unit.codec_of(place.buffer)
+    if codec is None or place.unit.copies is not None:
+        return None
+    shard = buffer.shard
+    return part_of(place, codec.decode(codec.encode(shard), torch.empty_like(shard)))
+
+
 def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tensor]:
     """Launch the gather of one parameter from the ranks' parts.
 
@@ -103,6 +115,21 @@ def _launch_copy(place: Place, copies: AbstractShardHome) -> Callable[..., Tenso
     return wait
 
 
+def launch_flat(buffer: FlatBuffer, shard: Tensor | None = None) -> Callable[[], Tensor]:
+    """As `launch_buffer`; gives the whole flat buffer, 1-D."""
+    layout = buffer.plan.layout
+    shard = buffer.shard if shard is None else shard
+    handle = all_gather_flat(
+        shard.new_empty(layout.numel),
+        splits=layout.splits,
+        payload=layout.payload_splits,
+        group=buffer.group,
+        shard=shard,
+        tag=buffer.gather_tag,
+    )
+    return handle.wait
+
+
 def launch_buffer(
     buffer: FlatBuffer, shard: Tensor | None = None
 ) -> Callable[[], tuple[Tensor, ...]]:
@@ -115,17 +142,8 @@ def launch_buffer(
     Returns:
         Call it once to wait; gives each parameter's value, views of one new tensor.
     """
-    layout = buffer.plan.layout
-    shard = buffer.shard if shard is None else shard
-    handle = all_gather_flat(
-        shard.new_empty(layout.numel),
-        splits=layout.splits,
-        payload=layout.payload_splits,
-        group=buffer.group,
-        shard=shard,
-        tag=buffer.gather_tag,
-    )
-    return lambda: buffer.views_of(handle.wait())
+    wait = launch_flat(buffer, shard)
+    return lambda: buffer.views_of(wait())
 
 
 def write_whole(place: Place, value: Tensor) -> None:

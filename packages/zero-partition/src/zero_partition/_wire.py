@@ -1,12 +1,21 @@
-"""Which ranks exchange what: a choice beside the stage, and the groups that follow from it."""
+"""Which ranks exchange what, and how it is written on the way: a choice beside the stage."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 from attrs import Attribute, evolve, field, frozen
-from zero_comm import Group, Levels, TrafficLog
+from zero_comm import (
+    AbstractCodec,
+    CodecError,
+    Group,
+    Levels,
+    Loco,
+    TrafficLog,
+    parse_codec,
+)
 
+from ._buffer_plan import BufferPlan
 from ._errors import PartitionError
 from ._placement import Placement, Placements
 
@@ -25,6 +34,38 @@ def _is_flag(_: Wire, attribute: Attribute, value: Any) -> None:
         raise PartitionError(f"Wire.{attribute.name}: expected True or False, got {value!r}")
 
 
+def _as_codec(value: Any) -> Any:
+    try:
+        return parse_codec(value) if isinstance(value, str) else value
+    except CodecError as error:
+        raise PartitionError(f"Wire: {error}") from error
+
+
+def _is_codec(_: Wire, attribute: Attribute, value: Any) -> None:
+    if value is not None and not isinstance(value, AbstractCodec):
+        raise PartitionError(
+            f"Wire.{attribute.name}: expected a codec of zero_comm, its name, such as 'int8', or "
+            f"None, got {value!r}"
+        )
+
+
+def _is_loco(wire: Wire, _: Attribute, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Loco):
+        raise PartitionError(f"Wire.loco: expected a zero_comm.Loco or None, got {value!r}")
+    if wire.gradients is None:
+        raise PartitionError(
+            "Wire(loco=...) feeds back what encoding gradients loses, and these travel as they "
+            "are; say how they are encoded, as in Wire(gradients='int4', loco=Loco())"
+        )
+    if wire.replicas:
+        raise PartitionError(
+            "Wire(loco=..., replicas=True): with replicas the second reduction, across nodes, ends "
+            "on every one of them, and has no feedback; leave out loco, or replicas"
+        )
+
+
 def _excludes_secondary(wire: Wire, _: Attribute, replicas: bool) -> None:
     if replicas and wire.secondary:
         raise PartitionError(
@@ -36,6 +77,10 @@ def _excludes_secondary(wire: Wire, _: Attribute, replicas: bool) -> None:
 @frozen(kw_only=True)
 class Wire:
     """How values travel between ranks. The same on every rank.
+
+    Codecs are those of zero_comm or their names: "int8", "int4", "bf16", "int8:128" (its block).
+    What a codec does not take (float64, integers) travels as it is, as does everything in a group
+    of one rank.
 
     Args:
         levels: Which ranks are near each other: `Levels`, or so many consecutive ranks make a node.
@@ -49,6 +94,21 @@ class Wire:
             as many ranks as a node has, and no gather leaves it. What a rank writes to its own part
             (`set_local_param`) must be the same on the ranks of other nodes that have that part.
             (MiCS, arXiv 2205.00119; hybrid sharding.)
+        params: Stage 3: how shards are written in the gathers of units. Every rank, the owner too,
+            computes with what it decodes; the shards themselves stay exact, and so does what is
+            stepped, saved and given by request (`full_param`, `GatheredParameters`). A node's copy
+            (`secondary`) is of decoded values. Parameters that rest whole travel as they are, and
+            so do single ones that are used outside their unit, after they are rounded alike.
+            (ZeRO++ calls it qwZ.)
+        gradients: Stages 1 to 3: how gradients are written while they are reduced, in two hops:
+            each rank's inside its node, then the node's sums, encoded anew, across nodes. One hop
+            where there is one node, or one rank to a node. Sums are taken in float32. With
+            `replicas`, the mean over nodes is encoded once more, as a result. (qgZ)
+        frozen: Stage 3: how shards of parameters that do not train rest, and travel as they rest.
+            They are rounded once, when they are sharded or loaded, and are what is given by request
+            and saved. For what adapters are trained on. Not for shards outside the device.
+        loco: What encoding gradients loses is fed back in the next reduction; costs memory, see
+            `Loco`. Not saved: training that goes on from a file begins without.
 
     Raises:
         PartitionError: Names the field, what was expected and what came.
@@ -57,6 +117,10 @@ class Wire:
     levels: Levels | int | None = field(default=None, validator=_is_levels)
     secondary: bool = field(default=False, validator=_is_flag)
     replicas: bool = field(default=False, validator=[_is_flag, _excludes_secondary])
+    params: AbstractCodec | None = field(default=None, converter=_as_codec, validator=_is_codec)
+    gradients: AbstractCodec | None = field(default=None, converter=_as_codec, validator=_is_codec)
+    frozen: AbstractCodec | None = field(default=None, converter=_as_codec, validator=_is_codec)
+    loco: Loco | None = field(default=None, validator=_is_loco)
 
     def routes(self, group: Group, *, timeout_s: float = 60.0) -> Routes:
         """The groups that follow for a model that all ranks of `group` train. Collective.
@@ -72,11 +136,15 @@ class Wire:
         def logged(group: Group | None) -> Any:
             return None if group is None else groups[id(group)]
 
+        hops = routes.hops
+        if hops is not None:
+            hops = Levels(*map(logged, (hops.whole, hops.inside, hops.across)))
         return Routes(
             logged(routes.whole),
             logged(routes.shards),
             logged(routes.replicas),
             logged(routes.node),
+            hops,
             log,
         )
 
@@ -90,7 +158,7 @@ class Wire:
                     f"{levels.whole.world_size} (rank {group.rank}); pass Levels.of_nodes(group), "
                     "or the number of ranks of a node"
                 )
-        elif levels is not None or self.secondary or self.replicas:
+        elif levels is not None or self.secondary or self.replicas or self.gradients is not None:
             levels = Levels.of_nodes(group, levels, timeout_s=timeout_s)
         if levels is None:
             return Routes(group, group)
@@ -104,7 +172,8 @@ class Wire:
                 "it; use stage 2, which does so without a gather, or say with Wire(levels=...) how "
                 f"many ranks are near each other (rank {group.rank} of {group.world_size})"
             )
-        return Routes(levels.whole, levels.whole, node=node)
+        hops = None if self.gradients is None else levels
+        return Routes(levels.whole, levels.whole, node=node, hops=hops)
 
     def check(self, placements: Placements) -> None:
         """Raise PartitionError for what these placements leave nothing to do for. Local."""
@@ -119,10 +188,34 @@ class Wire:
                 "replica; use stage 1, 2 or 3, or leave it out"
             )
 
+        if self.params is not None and placements.params is Placement.REPLICATED:
+            raise PartitionError(
+                f"Wire(params='{self.params}') is for parameters that are gathered before use, and "
+                "at stages 0 to 2 they rest whole: what was sent would take the place of the exact "
+                "values, and small updates would be lost; use stage 3, or leave it out"
+            )
+        if self.frozen is not None and placements.params is Placement.REPLICATED:
+            raise PartitionError(
+                f"Wire(frozen='{self.frozen}') is for shards of parameters, and at stages 0 to 2 "
+                "these rest whole; use stage 3, or leave it out"
+            )
+        if self.gradients is not None and placements.optim is Placement.REPLICATED:
+            raise PartitionError(
+                f"Wire(gradients='{self.gradients}') is for gradients that are reduced into "
+                "shards, and at stage 0 every rank keeps them whole; use stage 1, which gives the "
+                "same numbers with less memory, or leave it out"
+            )
+
+    def rests_encoded(self, plan: BufferPlan, placement: Placement) -> bool:
+        """Whether shards of a buffer of parameters that rest so are kept encoded."""
+        is_frozen = placement is Placement.SHARDED and not plan.trainable
+        return is_frozen and self.frozen is not None and self.frozen.takes(plan.dtype)
+
     def facts(self, routes: Routes) -> dict[str, str]:
         """What ranks must agree on."""
         return {
-            "wire": f"secondary={self.secondary}, replicas={self.replicas}",
+            "wire": f"secondary={self.secondary}, replicas={self.replicas}, params={self.params}, "
+            f"gradients={self.gradients}, frozen={self.frozen}, loco={self.loco}",
             "ranks that share shards": str(routes.shards.world_size),
         }
 
@@ -135,13 +228,15 @@ class Routes:
     shards: Group  # those over which it is sharded: all, or those of a replica
     replicas: Group | None = None  # those with the same shards as this rank
     node: Group | None = None  # those that keep a copy of gathered values together
+    hops: Levels | None = None  # in which encoded gradients are reduced, if not among `shards`
     log: TrafficLog = field(factory=TrafficLog)  # of what this rank sends in all of them; by steps
 
     @property
     def groups(self) -> tuple[Group, ...]:
         """All of them, each once."""
-        optional = tuple(group for group in (self.replicas, self.node) if group is not None)
-        return (self.whole, *(() if self.shards is self.whole else (self.shards,)), *optional)
+        hops = () if self.hops is None else (self.hops.inside, self.hops.across)
+        every = (self.whole, self.shards, self.replicas, self.node, *hops)
+        return tuple({id(group): group for group in every if group is not None}.values())
 
     @property
     def is_first_replica(self) -> bool:
