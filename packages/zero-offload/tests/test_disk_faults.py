@@ -7,14 +7,16 @@ import os
 import resource
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import faults
 import pytest
 import torch
+from attrs import evolve
 from zero_offload import DiskSettings, DiskStore, StoreError
-from zero_offload._system import System
+from zero_offload._system import SYSTEM, System
 
 THREADS = DiskSettings(uses_uring=False)
 
@@ -170,6 +172,28 @@ def test_a_really_full_disk_is_an_error_and_what_was_written_stays(
         assert torch.equal(store.read("kept", found).result(), kept)
 
     assert list(small_disk.iterdir()) == []
+
+
+def test_a_write_under_way_is_waited_for_before_room_is_taken(tmp_path: Path) -> None:
+    """Who hears of its error at once, and asks for less room, would hear that there is some."""
+    begun, may_fail = threading.Event(), threading.Event()
+
+    def fallocate(fd: int, start: int, numel: int) -> None:
+        if not begun.is_set():
+            begun.set()
+            assert may_fail.wait(20)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(fd, start, numel)
+
+    with DiskStore(tmp_path, system=evolve(SYSTEM, fallocate=fallocate)) as store:
+        writing = store.write("a", torch.zeros(100))
+        assert begun.wait(20)
+        threading.Timer(0.05, may_fail.set).start()
+        store.allocate({"a": 40})
+
+        assert store.sizes() == {"a": 40}
+        with pytest.raises(StoreError, match="free some of the disk"):
+            writing.result()
 
 
 def _truncate(path: Path) -> None:

@@ -123,9 +123,11 @@ class DiskStore(AbstractStore):
         """See `AbstractStore.allocate`."""
         rooms = {key: align_up(nbytes, self._direct.align_bytes) for key, nbytes in sizes.items()}
         with self._state:
+            # A write that has just failed is known to its caller before it is out of the way.
+            self._state.wait_for(lambda: self._waiting.keys().isdisjoint(sizes))
             self._check_open()
             for key in sizes:
-                if key in self._files or key in self._waiting:
+                if key in self._files:
                     raise StoreError(f"{key!r} is allocated already", key=key)
             needed, free = sum(rooms.values()), self._free_bytes()
             if needed > free:
