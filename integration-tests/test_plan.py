@@ -18,7 +18,7 @@ from residences import Cell, cells, resting_as
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_comm import Group, record_traffic
-from zero_engine import Plan, Precision, Wire, _residence
+from zero_engine import Loco, Plan, Precision, Wire, _residence
 from zero_offload import CPUAdam
 from zero_partition import PartitionError, RestPlan, find_sharded, memory_report, plan_parts
 
@@ -134,6 +134,11 @@ WIRES: Final = {
     "replicas of one": Wire(levels=1, replicas=True),
     "one node": Wire(levels=4, secondary=True),
     "levels alone": Wire(levels=2),
+    "encoded": Wire(levels=2, params="int8", gradients="int4", frozen="int4:16", loco=Loco()),
+    "encoded, one node": Wire(levels=4, gradients="int8:8", loco=Loco(kept=None)),
+    "encoded, one rank to a node": Wire(levels=1, gradients="int4", frozen="bf16", loco=Loco()),
+    "encoded replicas": Wire(levels=2, replicas=True, params="int8", gradients="int4"),
+    "encoded and near": Wire(levels=2, secondary=True, params="int8"),
 }
 
 
@@ -145,7 +150,7 @@ def test_which_ranks_exchange_what_is_planned(ranks, how: str) -> None:
 
 def _compare_wires(group: Group, how: str) -> None:
     wire = WIRES[how]
-    for stage in (3,) if wire.secondary else (1, 2, 3):
+    for stage in (3,) if wire.secondary or wire.params or wire.frozen else (1, 2, 3):
         for window in (1, 3) if stage == 3 else (3,):
             _compare(group, ZeroConfig(stage, window=window, wire=wire))
 
@@ -153,9 +158,11 @@ def _compare_wires(group: Group, how: str) -> None:
 def test_nodes_must_be_known_to_be_planned() -> None:
     """A plan for one node would show nothing that crosses, and be believed."""
     secondary = ZeroConfig(3, wire=Wire(secondary=True))
+    gradients = ZeroConfig(3, wire=Wire(gradients="int4"))
     plan = _plan(Mixed, "adamw", secondary, world_size=16, ranks_per_node=8)
     assert plan.config is secondary
     for config, how, text in (
+        (gradients, {}, "needs to know how many ranks make a node"),
         (secondary, {}, "needs to know how many ranks make a node"),
         (secondary, {"ranks_per_node": 1}, "one rank to a node.*use stage 2"),
         (ZeroConfig(3, wire=Wire(levels=4)), {"ranks_per_node": 8}, "nodes of 4 ranks, as Wire"),

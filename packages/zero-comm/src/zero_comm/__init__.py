@@ -4,7 +4,7 @@ from .__about__ import __version__
 from ._agreement import all_gather_json, check_agreement
 from ._backend import BACKENDS, Backend
 from ._blockwise import Blockwise
-from ._by_levels import reduce_scatter_by_levels
+from ._by_levels import reduce_scatter_by_levels, sent_by_levels
 from ._cast import Cast
 from ._chunks import even_splits
 from ._coalesced import (
@@ -89,5 +89,6 @@ __all__ = [
     "reduce_scatter_by_levels",
     "reduce_scatter_coalesced",
     "reduce_scatter_flat",
+    "sent_by_levels",
     "sent_of",
 ]

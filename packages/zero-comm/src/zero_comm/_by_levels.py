@@ -142,6 +142,30 @@ def count_hops(
     levels.whole.count(_NAME, inside=inside, across=across, tag=tag)
 
 
+def sent_by_levels(
+    splits: Sequence[int],
+    payload: Sequence[int],
+    *,
+    rank: int,
+    ranks_per_node: int,
+    codec: AbstractCodec,
+) -> tuple[Sent, Sent]:
+    """What one rank sends in a `reduce_scatter_by_levels`. Local.
+
+    Args:
+        splits: Elements per rank, in rank order.
+        payload: Those of them that carry data.
+        rank: Whose.
+        ranks_per_node: Neighbours in rank order share a node.
+        codec: How values are written.
+
+    Returns:
+        Inside the rank's node, and across nodes.
+    """
+    rows = [tuple((numel,) for numel in numels) for numels in (splits, payload)]
+    return _sent(*rows, rank=rank, num_local=ranks_per_node, codec=codec)
+
+
 @lru_cache(maxsize=4096)  # the same reductions come again in every step
 def _sent(
     numels: tuple[tuple[int, ...], ...],

@@ -13,10 +13,11 @@ from zero_comm import even_splits
 from ._buffer_plan import BufferPlan, ParameterPlan
 from ._cut import Cut
 from ._gather_plan import choose_slots, slot_bytes, slot_conflicts
-from ._memory import MemoryReport
+from ._memory import MemoryReport, encoded_bytes
 from ._model_plan import ModelPlan
 from ._placement import Placement
 from ._reduction_plan import PlannedGradients, ReductionPlan
+from ._traffic_plan import gathers_in_step
 from ._updater import UpdaterReport
 
 _NOTHING: Final = UpdaterReport(device_bytes=0, host_bytes=0, disk_bytes=0)
@@ -27,7 +28,8 @@ class PlannedMemory:
     """One rank's bytes at the moments of training, activations and the model's buffers apart.
 
     `step_peak_bytes` is of the device, with what autograd holds of the gradient that it has made
-    last and what travels in another dtype; what the optimizer allocates to step is not in it.
+    last and what travels in another dtype; what the optimizer allocates to step, and what a codec
+    writes for the way, is not in it.
     """
 
     at_rest: MemoryReport  # between steps, gradients dropped, from the second step on
@@ -74,8 +76,8 @@ def plan_memory(
         + counts.accumulators
         + counts.shards
         + counts.shard_padding,
-        encoded_bytes=0,  # nor are codecs
-        loco_bytes=0,
+        encoded_bytes=_encoded_bytes(plan),
+        loco_bytes=_loco_bytes(plan, rank),
         gathered_bytes=0,
         scalars_bytes=counts.scalars + num_ranks * counts.num_flags * (num_ranks > 1),
         parked_bytes=0,
@@ -87,6 +89,7 @@ def plan_memory(
     before_step = evolve(
         at_rest,
         gradients_bytes=counts.grads,
+        encoded_bytes=0,
         padding_bytes=at_rest.padding_bytes + counts.shard_padding,
         reduction_bytes=at_rest.reduction_bytes - counts.grads - counts.shard_padding,
     )
@@ -125,6 +128,36 @@ def _secondary_bytes(plan: ModelPlan, rank: int) -> int:
     )
 
 
+def _encoded_bytes(plan: ModelPlan) -> int:
+    """Of the gathers that are on their way between steps, for the next forward."""
+    return sum(
+        sum(map(codec.wire_bytes, buffer.layout.splits))
+        for gather in gathers_in_step(plan)
+        for buffer in plan.units[gather.unit].buffers
+        if gather.launched < 0
+        and (codec := plan.wire.codec_of_gathers(buffer, Placement.SHARDED)) is not None
+    )
+
+
+def _loco_bytes(plan: ModelPlan, rank: int) -> int:
+    """Of errors of encoding, kept of what this rank sends in each of two hops."""
+    loco, routes = plan.wire.loco, plan.routes
+    if loco is None:
+        return 0
+    size, local = routes.per_node, rank % routes.per_node
+    numels: list[int] = []
+    for unit in plan.units:
+        for buffer in unit.buffers:
+            dtype = plan.precision.wire_of(buffer.dtype)
+            if not buffer.trainable or plan.wire.codec_of_gradients(dtype) is None:
+                continue
+            splits = buffer.layout.splits
+            numels += splits if size > 1 else ()
+            numels += splits[local::size] if size < routes.whole else ()
+    kept = loco.kept
+    return sum(numel * 4 if kept is None else kept.wire_bytes(numel) for numel in numels)
+
+
 @define
 class _Counts:
     """Bytes of what was added, by kind."""
@@ -153,8 +186,13 @@ class _Counts:
         if not (plan.rests.params and placement is Placement.SHARDED):
             is_whole = placement is Placement.REPLICATED
             mine, all_mine = (layout.payload_numel, layout.numel) if is_whole else (payload, numel)
-            self.params += mine * itemsize
-            self.padding += (all_mine - mine) * itemsize
+            used, unused = mine * itemsize, (all_mine - mine) * itemsize
+            if plan.wire.rests_encoded(buffer, placement):
+                assert plan.wire.frozen is not None, "what it says"
+                used, unused = encoded_bytes(plan.wire.frozen, numel, payload)
+                self.scalars += itemsize
+            self.params += used
+            self.padding += unused
         if not buffer.trainable:
             return
         self.num_flags += len(buffer.params)
@@ -270,4 +308,7 @@ def _laying(
             return whole + masters, converted + masters + scalars
         return whole + converted + masters, converted + masters + scalars
     resting = 0 if plan.rests.params else shard * buffer.dtype.itemsize
+    if plan.wire.rests_encoded(buffer, placement):
+        assert plan.wire.frozen is not None, "what it says"
+        resting = plan.wire.frozen.wire_bytes(shard)
     return whole + shard * source, resting + masters + scalars

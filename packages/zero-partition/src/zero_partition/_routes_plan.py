@@ -59,7 +59,9 @@ def plan_routes(
             f"expected nodes of {per_node} ranks, as Wire.levels says, got ranks_per_node="
             f"{ranks_per_node}; give one of them"
         )
-    has_levels = per_node is not None or wire.secondary or wire.replicas
+    has_levels = (
+        per_node is not None or wire.secondary or wire.replicas or wire.gradients is not None
+    )
     per_node = per_node or ranks_per_node
     if per_node is None and has_levels and world_size > 1:
         raise PartitionError(

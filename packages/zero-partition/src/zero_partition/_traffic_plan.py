@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from attrs import frozen
-from zero_comm import Sent, even_splits, sent_of
+from zero_comm import AbstractCodec, Sent, even_splits, sent_by_levels, sent_of
 
 from ._buffer_plan import BufferPlan
-from ._gather_plan import choose_slots, plan_gathers
+from ._gather_plan import Gather, choose_slots, plan_gathers
 from ._model_plan import ModelPlan
 from ._placement import Placement
 
@@ -53,11 +53,16 @@ def plan_traffic(plan: ModelPlan, rank: int) -> tuple[PlannedOperation, ...]:
 
 def gathers_of(plan: ModelPlan) -> list[int]:
     """How often each unit is gathered in a step."""
+    gathers = gathers_in_step(plan)
+    return [sum(gather.unit == index for gather in gathers) for index in range(len(plan.units))]
+
+
+def gathers_in_step(plan: ModelPlan) -> tuple[Gather, ...]:
+    """Every gather of a step, in the order of their uses."""
     groups = choose_slots(plan.uses, plan.extents, plan.limits)
     slot_of = {unit: slot for slot, units in enumerate(groups) for unit in units}
     uses = [use for use in plan.uses if use.unit in plan.extents]
-    gathers = plan_gathers(uses, plan.extents, slot_of, prefetch_numel=plan.limits.prefetch_numel)
-    return [sum(gather.unit == index for gather in gathers) for index in range(len(plan.units))]
+    return plan_gathers(uses, plan.extents, slot_of, prefetch_numel=plan.limits.prefetch_numel)
 
 
 def _operations_of(
@@ -74,7 +79,8 @@ def _operations_of(
     )
     if plan.resting[index] is Placement.SHARDED:
         local = num_gathers - 1 if routes.has_secondary and num_gathers else 0
-        inside, across = shards.send(buffer.dtype, num_gathers - local, sends_own=True)
+        codec = plan.wire.codec_of_gathers(buffer, plan.resting[index])
+        inside, across = shards.send(buffer.dtype, num_gathers - local, sends_own=True, codec=codec)
         if local:
             splits = even_splits(layout.numel, routes.per_node)
             payload = layout.payload_of(splits)
@@ -90,14 +96,25 @@ def _operations_of(
         yield "all_reduce", 1, shards.all_reduce(dtype)
         return
     dtype = plan.precision.wire_of(buffer.dtype)
-    yield "reduce_scatter", 1, shards.send(dtype, 1, sends_own=False)
+    codec = plan.wire.codec_of_gradients(dtype)
+    if codec is None or routes.num_replicas > 1:
+        yield "reduce_scatter", 1, shards.send(dtype, 1, sends_own=False, codec=codec)
+    else:
+        sent = sent_by_levels(
+            layout.splits,
+            layout.payload_splits,
+            rank=rank,
+            ranks_per_node=routes.per_node,
+            codec=codec,
+        )
+        yield "reduce_scatter", 1, sent
     if routes.num_replicas > 1:
         shard = layout.shard(routes.shard_rank(rank))
         splits = even_splits(shard.numel, routes.num_replicas)
         payload = layout.payload_of(splits, start=shard.start)
         nodes = tuple(range(routes.num_replicas))
         replicas = _Ranks(splits, payload, routes.replica(rank), nodes)
-        yield "all_reduce", 1, replicas.all_reduce(dtype)
+        yield "all_reduce", 1, replicas.all_reduce(dtype, codec)
 
 
 @frozen
@@ -109,7 +126,14 @@ class _Ranks:
     rank: int
     nodes: Sequence[int]
 
-    def send(self, dtype: torch.dtype, calls: int, *, sends_own: bool) -> tuple[Sent, Sent]:
+    def send(
+        self,
+        dtype: torch.dtype,
+        calls: int,
+        *,
+        sends_own: bool,
+        codec: AbstractCodec | None = None,
+    ) -> tuple[Sent, Sent]:
         """Inside a node and across, of so many calls; see `sent_of`."""
         inside, across = sent_of(
             self.splits,
@@ -117,12 +141,15 @@ class _Ranks:
             rank=self.rank,
             sends_own=sends_own,
             itemsize=dtype.itemsize,
+            codec=codec,
             nodes=self.nodes,
         )
         return inside * calls, across * calls
 
-    def all_reduce(self, dtype: torch.dtype) -> tuple[Sent, Sent]:
+    def all_reduce(
+        self, dtype: torch.dtype, codec: AbstractCodec | None = None
+    ) -> tuple[Sent, Sent]:
         """A reduce-scatter and an all-gather."""
-        both = (self.send(dtype, 1, sends_own=way) for way in (True, False))
+        both = (self.send(dtype, 1, sends_own=way, codec=codec) for way in (True, False))
         (inside, across), (more_inside, more_across) = both
         return inside + more_inside, across + more_across
