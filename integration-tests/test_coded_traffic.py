@@ -173,25 +173,29 @@ def _resume(group: Group, folder: Path) -> None:
         parity.assert_same_weights(found, wanted, what="resumed")
 
 
-def test_weights_by_request_are_exact(ranks) -> None:
+@pytest.mark.parametrize("place", ["device", "disk"])
+def test_weights_by_request_are_exact(ranks, place: str, tmp_path: Path) -> None:
     """An export must not be of what happened to travel."""
-    ranks(2).run(_ask_for_weights)
+    ranks(2).run(_ask_for_weights, folder=tmp_path if place == "disk" else None)
 
 
-def _ask_for_weights(group: Group) -> None:
-    config = ZeroConfig(3, wire=Wire(params="int4"), state_dict="gather")
+def _ask_for_weights(group: Group, folder: Path | None) -> None:
+    offload = None if folder is None else Offload(params="disk", path=folder)
+    config = ZeroConfig(3, wire=Wire(params="int4"), state_dict="gather", offload=offload)
     model = parity.build(parity.tiny_float32)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     zero_engine.shard(model, None, config, group=group)
     parity.loss_of(model, parity.batch(0, 0, group.rank))
     gathered = model.state_dict()
     whole = zero_engine.full_state_dict(model)
-    with zero_engine.unsharded(model):
-        inside = {name: value.clone() for name, value in model.named_parameters()}
-    for name, value in inside.items():
-        assert torch.equal(value, expected[name]), name
+    plain = parity.build(parity.tiny_float32)
+    data = parity.batch(0, 0, group.rank)
+    with zero_engine.unsharded(model), torch.no_grad():
+        assert torch.equal(parity.loss_of(model, data), parity.loss_of(plain, data))
+    for name, param in model.named_parameters():
+        value = zero_engine.full_param(param)
         assert torch.equal(gathered[name], expected[name]), name
-        assert torch.equal(zero_engine.full_param(dict(model.named_parameters())[name]), value)
+        assert torch.equal(value, expected[name]), name
         assert group.rank or torch.equal(whole[name], expected[name]), name
 
 

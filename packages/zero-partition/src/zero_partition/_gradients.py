@@ -149,9 +149,9 @@ class BufferGradients:
 
     def use_wire(self, wire: Wire) -> None:
         """Travel as it says."""
-        if wire.gradients is not None and wire.gradients.takes(self.buffer.wire_dtype):
-            self.codec = wire.gradients
-            self.loco_errors = None if wire.loco is None else LocoErrors(wire.loco)
+        self.codec = wire.codec_of_gradients(self.buffer.wire_dtype)
+        if self.codec is not None and wire.loco is not None:
+            self.loco_errors = LocoErrors(wire.loco)
 
     def forget_address(self) -> None:
         """The accumulator may lie elsewhere now; the views are its own all the same."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from attrs import frozen
 from torch import Tensor
+from zero_comm import AbstractCodec
 
 from ._placement import Placement
 from ._rest import Encoded
@@ -77,8 +78,9 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
             rest, memory = buffer.resting, buffer.resting.memory
             if isinstance(rest, Encoded):
                 numels = (layout.splits[rank], layout.payload_splits[rank])
-                unused = rest.codec.value_bytes(numels[0]) - rest.codec.value_bytes(numels[1])
-                params += rest.wire.nbytes - unused
+                used, unused = encoded_bytes(rest.codec, *numels)
+                scalars += itemsize  # what stands in for the values in `shard_params`
+                params += used
                 padding += unused
                 continue
             if memory is None or is_gone(memory):
@@ -133,6 +135,12 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
         host_bytes=sum(keeper.host_bytes for keeper in (sharded.reducer, *elsewhere)),
         disk_bytes=sum(keeper.disk_bytes for keeper in elsewhere),
     )
+
+
+def encoded_bytes(codec: AbstractCodec, numel: int, payload: int) -> tuple[int, int]:
+    """Of a shard that rests encoded: of its payload, scales included, and of padding."""
+    padding = codec.value_bytes(numel) - codec.value_bytes(payload)
+    return codec.wire_bytes(numel) - padding, padding
 
 
 def _optimizer_bytes(sharded: ShardedModel, is_gone: Callable[[Tensor], bool]) -> tuple[int, int]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 from attrs import frozen
-from zero_comm import AbstractCodec, Levels, Loco
+from zero_comm import Levels
 
 from ._errors import PartitionError
 from ._wire import AS_ONE, Wire
@@ -19,24 +18,11 @@ class PlannedRoutes:
     per_node: int  # of them, those of one node
     has_secondary: bool = False  # whether nodes keep what they have gathered
     reads_peers: bool = False  # whether shards are read without their owners
-    params: AbstractCodec | None = None  # in which shards travel in gathers
-    gradients: AbstractCodec | None = None
-    loco: Loco | None = None  # how what that loses is fed back
 
     @property
     def num_replicas(self) -> int:
         """How many ranks have the same shard."""
         return self.whole // self.shards
-
-    def codec_of(self, dtype: torch.dtype) -> AbstractCodec | None:
-        """In which parameters of this dtype travel; None: as they are."""
-        is_encoded = self.shards > 1 and self.params is not None and self.params.takes(dtype)
-        return self.params if is_encoded else None
-
-    def gradient_codec_of(self, dtype: torch.dtype) -> AbstractCodec | None:
-        """Likewise gradients, of the dtype in which they would travel."""
-        is_encoded = self.gradients is not None and self.gradients.takes(dtype)
-        return self.gradients if is_encoded else None
 
     def shard_rank(self, rank: int) -> int:
         """Which shard a rank of the whole keeps."""
@@ -73,8 +59,9 @@ def plan_routes(
             f"expected nodes of {per_node} ranks, as Wire.levels says, got ranks_per_node="
             f"{ranks_per_node}; give one of them"
         )
-    needs_levels = wire.secondary or wire.replicas or wire.gradients is not None
-    has_levels = per_node is not None or needs_levels
+    has_levels = (
+        per_node is not None or wire.secondary or wire.replicas or wire.gradients is not None
+    )
     per_node = per_node or ranks_per_node
     if per_node is None and has_levels and world_size > 1:
         raise PartitionError(
@@ -96,10 +83,5 @@ def plan_routes(
         per_node=per_node,
         has_secondary=wire.secondary and has_nodes,
         # Levels are believed: ranks of different nodes do not read each other's shards.
-        reads_peers=reads_peers
-        and wire.params is None
-        and (not (has_levels and has_nodes) or wire.replicas),
-        params=wire.params,
-        gradients=wire.gradients,
-        loco=wire.loco,
+        reads_peers=reads_peers and (not (has_levels and has_nodes) or wire.replicas),
     )

@@ -42,6 +42,7 @@ def streamed(
     try:
         _fill(sharded, units, copies)
         for unit in units:
+            unit.forget_values()
             unit.copies = copies
         sharded.gathers.append(what)
         try:
@@ -49,7 +50,8 @@ def streamed(
         finally:
             sharded.gathers.remove(what)
     finally:
-        for unit in units:
+        for unit in units:  # ranks have read different units, and exact values
+            unit.forget_values()
             unit.copies = None
         sharded.outside.forget()
         copies.end()

@@ -176,6 +176,11 @@ class Unit:
             self.secondary.keep(self._full, self.version)
         self._slot_version = -1
 
+    def forget_values(self) -> None:
+        """What is in its slot, if it has one, is not what the next use needs. Local."""
+        self.reshard()
+        self._slot_version = -1
+
     def release_slot(self) -> None:
         """Forget the slot, whose memory is given back."""
         if self.placement is Placement.SHARDED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import torch
 from attrs import Attribute, evolve, field, frozen
 from zero_comm import (
     AbstractCodec,
@@ -210,6 +211,19 @@ class Wire:
         """Whether shards of a buffer of parameters that rest so are kept encoded."""
         is_frozen = placement is Placement.SHARDED and not plan.trainable
         return is_frozen and self.frozen is not None and self.frozen.takes(plan.dtype)
+
+    def codec_of_gathers(self, plan: BufferPlan, placement: Placement) -> AbstractCodec | None:
+        """How shards of a buffer of parameters that rest so travel; None: as they are."""
+        if self.rests_encoded(plan, placement):
+            return self.frozen
+        is_taken = self.params is not None and self.params.takes(plan.dtype)
+        return self.params if placement is Placement.SHARDED and is_taken else None
+
+    def codec_of_gradients(self, dtype: torch.dtype) -> AbstractCodec | None:
+        """How gradients of this dtype travel; None: as they are."""
+        return (
+            self.gradients if self.gradients is not None and self.gradients.takes(dtype) else None
+        )
 
     def facts(self, routes: Routes) -> dict[str, str]:
         """What ranks must agree on."""
