@@ -34,6 +34,19 @@ def test_one_stage_is_shown_in_detail(capsys: pytest.CaptureFixture) -> None:
     assert "of it to other nodes" in out
 
 
+def test_what_travels_is_asked_for_by_name(capsys: pytest.CaptureFixture) -> None:
+    """What all three of ZeRO++ bring is seen before they are tried."""
+    arguments = [*SIZE, "--world-size", "8", "--ranks-per-node", "2", "--stage", "3", "--json"]
+    near = ["--secondary", "--encode-params", "int8", "--encode-gradients", "int4", "--loco"]
+
+    across = []
+    for further in ([], near):
+        assert main(["plan", *arguments, *further]) == 0
+        across.append(json.loads(capsys.readouterr().out)["across_bytes"])
+
+    assert across[1] < across[0] / 4
+
+
 @pytest.mark.parametrize("arguments", [[], ["--stage", "2"]], ids=["options", "one"])
 def test_json_is_json(capsys: pytest.CaptureFixture, arguments: list[str]) -> None:
     """Scripts read it."""
@@ -73,6 +86,8 @@ def test_a_picture_is_written(capsys: pytest.CaptureFixture, tmp_path: Path) -> 
         ([*SIZE, "--world-size", "8", "--params-rest", "disk"], "expected --stage"),
         ([*SIZE, "--world-size", "8", "--stage", "1", "--params-rest", "disk"], "at stage 1"),
         ([*SIZE, "--world-size", "8", "--stage", "0", "--dtype", "bf16"], "use stage 1"),
+        ([*SIZE, "--world-size", "8", "--stage", "3", "--encode-params", "int7"], "int7"),
+        ([*SIZE, "--world-size", "8", "--stage", "3", "--loco"], "loco"),
     ],
 )
 def test_what_cannot_be_is_a_line_on_stderr(

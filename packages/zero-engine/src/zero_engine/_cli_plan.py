@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from zero_partition import Precision
+from zero_comm import Loco
+from zero_partition import Precision, Wire
 
 from ._cli_values import dtype_of, num_bytes_of
 from ._config import ZeroConfig
@@ -56,6 +57,15 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     training.add_argument("--config", metavar="FILE", help="written for DeepSpeed, in detail")
     training.add_argument("--optimizer-rests", choices=_PLACES, default="device")
     training.add_argument("--params-rest", choices=_PLACES, default="device")
+    training.add_argument(
+        "--secondary", action="store_true", help="stage 3: a node keeps what it has gathered"
+    )
+    training.add_argument(
+        "--replicas", action="store_true", help="shards are those of a node; gradients are averaged"
+    )
+    training.add_argument("--encode-params", metavar="CODEC", help="stage 3: int8, bf16, ...")
+    training.add_argument("--encode-gradients", metavar="CODEC", help="int4, int8, bf16, ...")
+    training.add_argument("--loco", action="store_true", help="what that loses is fed back")
     training.add_argument("--rates", metavar="FILE", help="from zero probe --json: step time")
     training.add_argument("--tokens", type=_number, help="that a rank computes with in a step")
     room = parser.add_argument_group("what there is")
@@ -90,10 +100,14 @@ def _run(options: argparse.Namespace) -> None:
     model, detailed = _model(options), _detailed(options)
     if detailed is not None:
         one = plan(model, detailed, **arguments)
-        plans, table, found = [one], plan_table(one), one.to_dict()
+        plans, table = [one], plan_table(one)
+        found: dict[str, Any] = one.to_dict()
     else:
         every = plan_options(
-            model, ZeroConfig(precision=_precision(options)), room=room, **arguments
+            model,
+            ZeroConfig(precision=_precision(options), wire=_wire(options)),
+            room=room,
+            **arguments,
         )
         chosen = recommend(every)
         plans, table = [each.plan for each in every], options_table(every, room)
@@ -138,7 +152,8 @@ def _detailed(options: argparse.Namespace) -> ZeroConfig | None:
     """The one configuration that was asked for; None: all of them."""
     rests = (options.optimizer_rests, options.params_rest)
     if options.config is not None:
-        if options.stage is not None or rests != ("device", "device"):
+        asked = options.stage is not None or _wire(options) != Wire()
+        if asked or rests != ("device", "device"):
             raise ConfigError("expected --config, or --stage and what rests where, got both")
         return ZeroConfig.from_deepspeed(options.config)
     if options.stage is None:
@@ -149,13 +164,25 @@ def _detailed(options: argparse.Namespace) -> ZeroConfig | None:
     if rests != ("device", "device"):
         path = _DISK if "disk" in rests else None
         offload = Offload(optimizer=rests[0], params=rests[1], path=path)
-    return ZeroConfig(options.stage, offload=offload, precision=_precision(options))
+    return ZeroConfig(
+        options.stage, offload=offload, precision=_precision(options), wire=_wire(options)
+    )
 
 
 def _precision(options: argparse.Namespace) -> Precision | None:
     if options.dtype is None:
         return None
     return Precision(params=options.dtype, masters=None if options.no_masters else torch.float32)
+
+
+def _wire(options: argparse.Namespace) -> Wire:
+    return Wire(
+        secondary=options.secondary,
+        replicas=options.replicas,
+        params=options.encode_params,
+        gradients=options.encode_gradients,
+        loco=Loco() if options.loco else None,
+    )
 
 
 def _number(text: str) -> int:

@@ -9,6 +9,7 @@ from typing import Any, final
 import attrs
 import torch
 from attrs import frozen
+from zero_comm import Levels
 from zero_partition import (
     AS_IT_IS,
     MemoryReport,
@@ -153,6 +154,9 @@ def plan(
             f"plan(): expected ranks_per_node to divide world_size={world_size}, got "
             f"{ranks_per_node}"
         )
+    if isinstance(config.wire.levels, Levels):  # groups are nothing that a plan needs, or can print
+        wire = attrs.evolve(config.wire, levels=config.wire.levels.inside.world_size)
+        config = attrs.evolve(config, wire=wire)
     device = torch.device(device)
     model = model_of(model)
     made = optimizer_of(optimizer, model)

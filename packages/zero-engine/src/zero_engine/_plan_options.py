@@ -12,6 +12,7 @@ from zero_partition import PartitionError
 
 from ._checks import at_least
 from ._config import ZeroConfig
+from ._errors import ConfigError
 from ._offload import Offload
 from ._plan import Plan, plan
 from ._plan_source import model_of
@@ -75,6 +76,7 @@ class Option:
 def name_of(config: ZeroConfig) -> str:
     """A configuration in words: the stage, and what rests elsewhere."""
     words, offload = [f"stage {int(config.stage)}"], config.offload
+    words += ["secondary shards"] * config.wire.secondary + ["replicas"] * config.wire.replicas
     if offload is not None:
         words += [f"{offload.optimizer} optimizer"] * (offload.optimizer != "device")
         words += [f"{offload.params} parameters"] * (offload.params != "device")
@@ -109,12 +111,12 @@ def plan_options(
     for stage, optimizer, params in _RESTS:
         if (optimizer, params) != ("device", "device") and arguments.get("optimizer", "") is None:
             continue
-        each = attrs.evolve(config, stage=stage, offload=_offload(config, optimizer, params))
         try:
+            each = attrs.evolve(config, stage=stage, offload=_offload(config, optimizer, params))
             planned = plan(
                 model, each, world_size=world_size, ranks_per_node=ranks_per_node, **arguments
             )
-        except PartitionError as error:  # masters at stage 0, say
+        except (ConfigError, PartitionError) as error:  # masters at stage 0, say
             problem = error
             continue
         options.append(_option(planned, room, ranks_per_node or world_size))
