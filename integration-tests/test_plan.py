@@ -17,8 +17,8 @@ from parity import ZeroConfig
 from residences import Cell, cells, resting_as
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from zero_comm import Group, record_traffic
-from zero_engine import Loco, Plan, Precision, Wire, _residence
+from zero_comm import Group, Loco, record_traffic
+from zero_engine import Plan, Precision, Wire, _residence
 from zero_offload import CPUAdam
 from zero_partition import PartitionError, RestPlan, find_sharded, memory_report, plan_parts
 
@@ -134,11 +134,6 @@ WIRES: Final = {
     "replicas of one": Wire(levels=1, replicas=True),
     "one node": Wire(levels=4, secondary=True),
     "levels alone": Wire(levels=2),
-    "encoded": Wire(levels=2, params="int8", gradients="int4", frozen="int4:16", loco=Loco()),
-    "encoded, one node": Wire(levels=4, gradients="int8:8", loco=Loco(kept=None)),
-    "encoded, one rank to a node": Wire(levels=1, gradients="int4", frozen="bf16", loco=Loco()),
-    "encoded replicas": Wire(levels=2, replicas=True, params="int8", gradients="int4"),
-    "encoded and near": Wire(levels=2, secondary=True, params="int8"),
 }
 
 
@@ -150,6 +145,32 @@ def test_which_ranks_exchange_what_is_planned(ranks, how: str) -> None:
 
 def _compare_wires(group: Group, how: str) -> None:
     wire = WIRES[how]
+    for stage in (3,) if wire.secondary else (1, 2, 3):
+        for window in (1, 3) if stage == 3 else (3,):
+            _compare(group, ZeroConfig(stage, window=window, wire=wire))
+
+
+CODECS: Final = {
+    "int8 weights": Wire(levels=2, params="int8"),
+    "int4 gradients": Wire(levels=2, gradients="int4"),
+    "all of ZeRO++": Wire(
+        levels=2, secondary=True, params="int8:128", gradients="int4", loco=Loco()
+    ),
+    "replicas": Wire(levels=2, replicas=True, params="bf16", gradients="int8"),
+    "frozen ones at rest": Wire(levels=2, params="int8", frozen="int4:16"),
+    "frozen ones alone": Wire(frozen="int8"),
+    "exact errors": Wire(levels=4, gradients="int8", loco=Loco(kept=None)),
+}
+
+
+@pytest.mark.parametrize("how", CODECS)
+def test_what_travels_encoded_is_planned(ranks, how: str) -> None:
+    """Codecs are chosen for their bytes: integers, scales, padding, and memory on the way."""
+    ranks(4).run(_compare_codecs, timeout_s=60, how=how)
+
+
+def _compare_codecs(group: Group, how: str) -> None:
+    wire = CODECS[how]
     for stage in (3,) if wire.secondary or wire.params or wire.frozen else (1, 2, 3):
         for window in (1, 3) if stage == 3 else (3,):
             _compare(group, ZeroConfig(stage, window=window, wire=wire))
@@ -158,11 +179,9 @@ def _compare_wires(group: Group, how: str) -> None:
 def test_nodes_must_be_known_to_be_planned() -> None:
     """A plan for one node would show nothing that crosses, and be believed."""
     secondary = ZeroConfig(3, wire=Wire(secondary=True))
-    gradients = ZeroConfig(3, wire=Wire(gradients="int4"))
     plan = _plan(Mixed, "adamw", secondary, world_size=16, ranks_per_node=8)
     assert plan.config is secondary
     for config, how, text in (
-        (gradients, {}, "needs to know how many ranks make a node"),
         (secondary, {}, "needs to know how many ranks make a node"),
         (secondary, {"ranks_per_node": 1}, "one rank to a node.*use stage 2"),
         (ZeroConfig(3, wire=Wire(levels=4)), {"ranks_per_node": 8}, "nodes of 4 ranks, as Wire"),
@@ -278,7 +297,14 @@ def _live_bytes(model: nn.Module) -> int:
 
 def _sent(traffic: Any) -> dict[str, tuple[int, ...]]:
     return {
-        name: (of.calls, of.payload_numel, of.payload_bytes, of.padding_bytes, of.across.num_bytes)
+        name: (
+            of.calls,
+            of.payload_numel,
+            of.payload_bytes,
+            of.padding_bytes,
+            of.scale_bytes,
+            of.across.num_bytes,
+        )
         for name, of in traffic.operations.items()
         if name != "agree"
     }
@@ -287,12 +313,13 @@ def _sent(traffic: Any) -> dict[str, tuple[int, ...]]:
 def _planned(plan: Plan) -> dict[str, tuple[int, ...]]:
     sums: dict[str, list[int]] = {}
     for each in plan.traffic:
-        total = sums.setdefault(each.name, [0, 0, 0, 0, 0])
+        total = sums.setdefault(each.name, [0] * 6)
         total[0] += each.calls
         total[1] += each.sent.payload_numel
         total[2] += each.sent.payload_bytes
         total[3] += each.sent.padding_bytes
-        total[4] += each.across.num_bytes
+        total[4] += each.sent.scale_bytes
+        total[5] += each.across.num_bytes
     return {name: tuple(total) for name, total in sums.items()}
 
 

@@ -150,20 +150,17 @@ def sent_by_levels(
     ranks_per_node: int,
     codec: AbstractCodec,
 ) -> tuple[Sent, Sent]:
-    """What one rank sends in a `reduce_scatter_by_levels`. Local.
+    """What one rank sends in a `reduce_scatter_by_levels`: inside its node, and across. Local.
 
     Args:
         splits: Elements per rank, in rank order.
         payload: Those of them that carry data.
         rank: Whose.
         ranks_per_node: Neighbours in rank order share a node.
-        codec: How values are written.
-
-    Returns:
-        Inside the rank's node, and across nodes.
+        codec: In which chunks travel.
     """
-    rows = [tuple((numel,) for numel in numels) for numels in (splits, payload)]
-    return _sent(*rows, rank=rank, num_local=ranks_per_node, codec=codec)
+    numels, carried = (tuple((numel,) for numel in of) for of in (splits, payload))
+    return _sent(numels, carried, rank=rank, num_local=ranks_per_node, codec=codec)
 
 
 @lru_cache(maxsize=4096)  # the same reductions come again in every step

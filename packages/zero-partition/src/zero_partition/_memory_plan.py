@@ -17,7 +17,7 @@ from ._memory import MemoryReport, encoded_bytes
 from ._model_plan import ModelPlan
 from ._placement import Placement
 from ._reduction_plan import PlannedGradients, ReductionPlan
-from ._traffic_plan import gathers_in_step
+from ._traffic_plan import gathers_of
 from ._updater import UpdaterReport
 
 _NOTHING: Final = UpdaterReport(device_bytes=0, host_bytes=0, disk_bytes=0)
@@ -28,8 +28,7 @@ class PlannedMemory:
     """One rank's bytes at the moments of training, activations and the model's buffers apart.
 
     `step_peak_bytes` is of the device, with what autograd holds of the gradient that it has made
-    last and what travels in another dtype; what the optimizer allocates to step, and what a codec
-    writes for the way, is not in it.
+    last and what travels in another dtype; what the optimizer allocates to step is not in it.
     """
 
     at_rest: MemoryReport  # between steps, gradients dropped, from the second step on
@@ -77,7 +76,7 @@ def plan_memory(
         + counts.shards
         + counts.shard_padding,
         encoded_bytes=_encoded_bytes(plan),
-        loco_bytes=_loco_bytes(plan, rank),
+        loco_bytes=counts.loco,
         gathered_bytes=0,
         scalars_bytes=counts.scalars + num_ranks * counts.num_flags * (num_ranks > 1),
         parked_bytes=0,
@@ -88,8 +87,8 @@ def plan_memory(
     )
     before_step = evolve(
         at_rest,
-        gradients_bytes=counts.grads,
         encoded_bytes=0,
+        gradients_bytes=counts.grads,
         padding_bytes=at_rest.padding_bytes + counts.shard_padding,
         reduction_bytes=at_rest.reduction_bytes - counts.grads - counts.shard_padding,
     )
@@ -111,15 +110,7 @@ def _secondary_bytes(plan: ModelPlan, rank: int) -> int:
     """Of a node's copy: units whose slot goes to another within a step."""
     if not plan.routes.has_secondary:
         return 0
-    groups = choose_slots(plan.uses, plan.extents, plan.limits)
-    slot_of = {unit: slot for slot, units in enumerate(groups) for unit in units}
-    owners: dict[int, int] = {}
-    kept: set[int] = set()
-    for use in plan.uses:
-        if use.unit in slot_of:
-            previous = owners.get(slot_of[use.unit], use.unit)
-            owners[slot_of[use.unit]] = use.unit
-            kept |= {previous} - {use.unit}
+    kept = {gather.unit for gather in gathers_of(plan) if gather.released is not None}
     size = plan.routes.per_node
     return sum(
         even_splits(buffer.layout.numel, size)[rank % size] * buffer.dtype.itemsize
@@ -129,33 +120,31 @@ def _secondary_bytes(plan: ModelPlan, rank: int) -> int:
 
 
 def _encoded_bytes(plan: ModelPlan) -> int:
-    """Of the gathers that are on their way between steps, for the next forward."""
+    """Of gathers that are launched before the first use of a step: between steps they travel."""
+    if plan.routes.reads_peers and not plan.rests.params:
+        return 0  # nobody asks ahead
+    ahead = [gather.unit for gather in gathers_of(plan) if gather.launched < 0]
     return sum(
         sum(map(codec.wire_bytes, buffer.layout.splits))
-        for gather in gathers_in_step(plan)
-        for buffer in plan.units[gather.unit].buffers
-        if gather.launched < 0
-        and (codec := plan.wire.codec_of_gathers(buffer, Placement.SHARDED)) is not None
+        for unit in ahead
+        for buffer in plan.units[unit].buffers
+        if (codec := plan.routes.codec_of(buffer)) is not None
     )
 
 
-def _loco_bytes(plan: ModelPlan, rank: int) -> int:
-    """Of errors of encoding, kept of what this rank sends in each of two hops."""
-    loco, routes = plan.wire.loco, plan.routes
-    if loco is None:
+def _loco_bytes(plan: ModelPlan, buffer: BufferPlan, rank: int) -> int:
+    """Of what is kept for the hops that move something, of as many elements as each encodes."""
+    routes, splits = plan.routes, buffer.layout.splits
+    codec = routes.gradient_codec_of(plan.precision.wire_of(buffer.dtype))
+    if routes.loco is None or codec is None or routes.num_replicas > 1:
         return 0
-    size, local = routes.per_node, rank % routes.per_node
-    numels: list[int] = []
-    for unit in plan.units:
-        for buffer in unit.buffers:
-            dtype = plan.precision.wire_of(buffer.dtype)
-            if not buffer.trainable or plan.wire.codec_of_gradients(dtype) is None:
-                continue
-            splits = buffer.layout.splits
-            numels += splits if size > 1 else ()
-            numels += splits[local::size] if size < routes.whole else ()
-    kept = loco.kept
-    return sum(numel * 4 if kept is None else kept.wire_bytes(numel) for numel in numels)
+    encoded: list[int] = []
+    if routes.per_node > 1:
+        encoded += splits
+    if routes.per_node < routes.whole:
+        encoded += splits[rank % routes.per_node :: routes.per_node]
+    kept = routes.loco.kept
+    return sum(4 * numel if kept is None else kept.wire_bytes(numel) for numel in encoded)
 
 
 @define
@@ -175,6 +164,7 @@ class _Counts:
     host_grads: int = 0
     grads: int = 0  # that the optimizer reads
     num_flags: int = 0
+    loco: int = 0
     on_their_way: int = 0  # most, at a time, between autograd and where they rest
 
     def add(self, buffer: BufferPlan, placement: Placement) -> None:
@@ -187,9 +177,9 @@ class _Counts:
             is_whole = placement is Placement.REPLICATED
             mine, all_mine = (layout.payload_numel, layout.numel) if is_whole else (payload, numel)
             used, unused = mine * itemsize, (all_mine - mine) * itemsize
-            if plan.wire.rests_encoded(buffer, placement):
-                assert plan.wire.frozen is not None, "what it says"
-                used, unused = encoded_bytes(plan.wire.frozen, numel, payload)
+            codec = None if is_whole else plan.routes.resting_codec_of(buffer)
+            if codec is not None:
+                used, unused = encoded_bytes(codec, numel, payload)
                 self.scalars += itemsize
             self.params += used
             self.padding += unused
@@ -202,6 +192,7 @@ class _Counts:
             self.state += payload * dtype.itemsize
             self.padding += (numel - payload) * dtype.itemsize
         self._add_gradients(buffer, dtype)
+        self.loco += _loco_bytes(plan, buffer, self.rank)
         if not self.has_updater:
             for state, scalars in self._states(buffer, dtype):
                 self.state += state
@@ -211,7 +202,10 @@ class _Counts:
         plan, layout = self.plan, buffer.layout
         payload, numel = layout.payload_splits[self.rank], layout.splits[self.rank]
         wire = plan.precision.wire_of(buffer.dtype)
+        codec = plan.routes.gradient_codec_of(wire)
         way = max(_arriving(param) for param in buffer.params)
+        if codec is not None:
+            way = max(way, sum(map(codec.wire_bytes, layout.splits)))
         if plan.placements.grads is Placement.REPLICATED:
             self.accumulators += layout.numel * dtype.itemsize
         if plan.placements.optim is Placement.REPLICATED:
@@ -307,8 +301,7 @@ def _laying(
         if master is None or master == buffer.dtype:
             return whole + masters, converted + masters + scalars
         return whole + converted + masters, converted + masters + scalars
-    resting = 0 if plan.rests.params else shard * buffer.dtype.itemsize
-    if plan.wire.rests_encoded(buffer, placement):
-        assert plan.wire.frozen is not None, "what it says"
-        resting = plan.wire.frozen.wire_bytes(shard)
+    codec = plan.routes.resting_codec_of(buffer)
+    kept = shard * buffer.dtype.itemsize if codec is None else codec.wire_bytes(shard)
+    resting = 0 if plan.rests.params else kept
     return whole + shard * source, resting + masters + scalars

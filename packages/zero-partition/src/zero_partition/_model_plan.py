@@ -43,7 +43,6 @@ class ModelPlan:
     group_of: Mapping[str, int]  # param group by name of what the optimizer steps
     state: StatePlan
     user_bytes: Mapping[str, int]  # of each parameter before it is sharded, in the model's order
-    wire: Wire = AS_ONE  # whose codecs count; `routes` has the rest
 
     @property
     def world_size(self) -> int:
@@ -118,7 +117,7 @@ def plan_model(
     Raises:
         PartitionError: The model or the optimizer cannot be partitioned so.
     """
-    wire.check(placements)
+    wire.check(placements, has_home=rests.params)
     routes = plan_routes(
         wire, world_size=world_size, ranks_per_node=ranks_per_node, reads_peers=reads_peers
     )
@@ -147,28 +146,25 @@ def plan_model(
         precision=precision,
         may_be_meta=True,
     )
+    sharded = [u for u in planned if placements.params is Placement.SHARDED and not u.rests_whole]
+    if any(routes.resting_codec_of(buffer) for unit in sharded for buffer in unit.buffers):
+        routes = evolve(routes, reads_peers=False)
     group_of_id = param_group_of(optimizer)
     named = dict(model.named_parameters())
     group_of = {n: group_of_id[id(p)] for n, p in named.items() if id(p) in group_of_id}
-    buffers = [
-        (buffer, placement)
-        for unit, placement in zip(planned, resting_of(planned, placements.params), strict=True)
-        for buffer in unit.buffers
-    ]
-    is_encoded = wire.params is not None or any(wire.rests_encoded(*of) for of in buffers)
-    are_read = routes.reads_peers and not rests.params and not is_encoded
     partial_plan = ModelPlan(
         units=planned,
         uses=plan_uses(model, planned),
         routes=routes,
         placements=placements,
         precision=precision,
-        limits=limits.where_shards_are_read() if are_read else limits,
+        limits=limits.where_shards_are_read()
+        if routes.reads_peers and not rests.params
+        else limits,
         rests=rests,
         group_of=group_of,
         state=StatePlan({}),
         user_bytes={name: param.numel() * param.element_size() for name, param in named.items()},
-        wire=wire,
     )
     if optimizer is None:
         return partial_plan

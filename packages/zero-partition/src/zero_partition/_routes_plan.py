@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from attrs import frozen
-from zero_comm import Levels
+from zero_comm import AbstractCodec, Levels, Loco
 
+from ._buffer_plan import BufferPlan
 from ._errors import PartitionError
 from ._wire import AS_ONE, Wire
 
@@ -18,11 +20,31 @@ class PlannedRoutes:
     per_node: int  # of them, those of one node
     has_secondary: bool = False  # whether nodes keep what they have gathered
     reads_peers: bool = False  # whether shards are read without their owners
+    params: AbstractCodec | None = None  # in which shards travel in gathers
+    frozen: AbstractCodec | None = None  # in which those of frozen parameters rest, and travel
+    gradients: AbstractCodec | None = None
+    loco: Loco | None = None  # how what that loses is fed back
 
     @property
     def num_replicas(self) -> int:
         """How many ranks have the same shard."""
         return self.whole // self.shards
+
+    def codec_of(self, buffer: BufferPlan) -> AbstractCodec | None:
+        """In which a buffer's shards travel; None: as they are."""
+        codec = self.resting_codec_of(buffer) or self.params
+        is_encoded = self.shards > 1 and codec is not None and codec.takes(buffer.dtype)
+        return codec if is_encoded else None
+
+    def resting_codec_of(self, buffer: BufferPlan) -> AbstractCodec | None:
+        """In which they rest, if the buffer's parameters rest sharded; None: as they are."""
+        is_encoded = not buffer.trainable and self.frozen is not None
+        return self.frozen if is_encoded and self.frozen.takes(buffer.dtype) else None
+
+    def gradient_codec_of(self, dtype: torch.dtype) -> AbstractCodec | None:
+        """Likewise gradients, of the dtype in which they would travel."""
+        is_encoded = self.gradients is not None and self.gradients.takes(dtype)
+        return self.gradients if is_encoded else None
 
     def shard_rank(self, rank: int) -> int:
         """Which shard a rank of the whole keeps."""
@@ -59,9 +81,8 @@ def plan_routes(
             f"expected nodes of {per_node} ranks, as Wire.levels says, got ranks_per_node="
             f"{ranks_per_node}; give one of them"
         )
-    has_levels = (
-        per_node is not None or wire.secondary or wire.replicas or wire.gradients is not None
-    )
+    needs_levels = wire.secondary or wire.replicas or wire.gradients is not None
+    has_levels = per_node is not None or needs_levels
     per_node = per_node or ranks_per_node
     if per_node is None and has_levels and world_size > 1:
         raise PartitionError(
@@ -83,5 +104,11 @@ def plan_routes(
         per_node=per_node,
         has_secondary=wire.secondary and has_nodes,
         # Levels are believed: ranks of different nodes do not read each other's shards.
-        reads_peers=reads_peers and (not (has_levels and has_nodes) or wire.replicas),
+        reads_peers=reads_peers
+        and wire.params is None
+        and (not (has_levels and has_nodes) or wire.replicas),
+        params=wire.params,
+        frozen=wire.frozen,
+        gradients=wire.gradients,
+        loco=wire.loco,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -39,7 +40,7 @@ def plan_traffic(plan: ModelPlan, rank: int) -> tuple[PlannedOperation, ...]:
         plan: Of the model.
         rank: Whose, of all that train it.
     """
-    gathered = gathers_of(plan)
+    gathered = Counter(gather.unit for gather in gathers_of(plan))
     return tuple(
         PlannedOperation(unit=unit.name, name=name, calls=calls, inside=inside, across=across)
         for index, unit in enumerate(plan.units)
@@ -51,14 +52,8 @@ def plan_traffic(plan: ModelPlan, rank: int) -> tuple[PlannedOperation, ...]:
     )
 
 
-def gathers_of(plan: ModelPlan) -> list[int]:
-    """How often each unit is gathered in a step."""
-    gathers = gathers_in_step(plan)
-    return [sum(gather.unit == index for gather in gathers) for index in range(len(plan.units))]
-
-
-def gathers_in_step(plan: ModelPlan) -> tuple[Gather, ...]:
-    """Every gather of a step, in the order of their uses."""
+def gathers_of(plan: ModelPlan) -> tuple[Gather, ...]:
+    """Of a step."""
     groups = choose_slots(plan.uses, plan.extents, plan.limits)
     slot_of = {unit: slot for slot, units in enumerate(groups) for unit in units}
     uses = [use for use in plan.uses if use.unit in plan.extents]
@@ -79,7 +74,7 @@ def _operations_of(
     )
     if plan.resting[index] is Placement.SHARDED:
         local = num_gathers - 1 if routes.has_secondary and num_gathers else 0
-        codec = plan.wire.codec_of_gathers(buffer, plan.resting[index])
+        codec = routes.codec_of(buffer)
         inside, across = shards.send(buffer.dtype, num_gathers - local, sends_own=True, codec=codec)
         if local:
             splits = even_splits(layout.numel, routes.per_node)
@@ -96,25 +91,25 @@ def _operations_of(
         yield "all_reduce", 1, shards.all_reduce(dtype)
         return
     dtype = plan.precision.wire_of(buffer.dtype)
-    codec = plan.wire.codec_of_gradients(dtype)
-    if codec is None or routes.num_replicas > 1:
-        yield "reduce_scatter", 1, shards.send(dtype, 1, sends_own=False, codec=codec)
-    else:
-        sent = sent_by_levels(
+    codec = routes.gradient_codec_of(dtype)
+    if codec is not None and routes.num_replicas == 1:
+        hops = sent_by_levels(
             layout.splits,
             layout.payload_splits,
             rank=rank,
             ranks_per_node=routes.per_node,
             codec=codec,
         )
-        yield "reduce_scatter", 1, sent
+        yield "reduce_scatter", 1, hops
+        return
+    yield "reduce_scatter", 1, shards.send(dtype, 1, sends_own=False, codec=codec)
     if routes.num_replicas > 1:
         shard = layout.shard(routes.shard_rank(rank))
         splits = even_splits(shard.numel, routes.num_replicas)
         payload = layout.payload_of(splits, start=shard.start)
         nodes = tuple(range(routes.num_replicas))
         replicas = _Ranks(splits, payload, routes.replica(rank), nodes)
-        yield "all_reduce", 1, replicas.all_reduce(dtype, codec)
+        yield "all_reduce", 1, replicas.all_reduce(dtype, codec=codec)
 
 
 @frozen
@@ -141,13 +136,13 @@ class _Ranks:
             rank=self.rank,
             sends_own=sends_own,
             itemsize=dtype.itemsize,
-            codec=codec,
             nodes=self.nodes,
+            codec=codec,
         )
         return inside * calls, across * calls
 
     def all_reduce(
-        self, dtype: torch.dtype, codec: AbstractCodec | None = None
+        self, dtype: torch.dtype, *, codec: AbstractCodec | None = None
     ) -> tuple[Sent, Sent]:
         """A reduce-scatter and an all-gather."""
         both = (self.send(dtype, 1, sends_own=way, codec=codec) for way in (True, False))

@@ -176,8 +176,18 @@ class Wire:
         hops = None if self.gradients is None else levels
         return Routes(levels.whole, levels.whole, node=node, hops=hops)
 
-    def check(self, placements: Placements) -> None:
-        """Raise PartitionError for what these placements leave nothing to do for. Local."""
+    def check(self, placements: Placements, *, has_home: bool = False) -> None:
+        """Raise PartitionError for what these placements leave nothing to do for. Local.
+
+        Args:
+            placements: Of parameters, gradients and optimizer state.
+            has_home: Whether shards of parameters rest outside the device.
+        """
+        if self.frozen is not None and has_home:
+            raise PartitionError(
+                f"Wire(frozen='{self.frozen}') is for shards that rest on the device, and these "
+                "rest outside it, as they are; keep parameters on the device, or leave out frozen"
+            )
         if self.secondary and placements.params is Placement.REPLICATED:
             raise PartitionError(
                 "Wire(secondary=True) is for parameters that are gathered, and these rest whole at "
@@ -211,13 +221,6 @@ class Wire:
         """Whether shards of a buffer of parameters that rest so are kept encoded."""
         is_frozen = placement is Placement.SHARDED and not plan.trainable
         return is_frozen and self.frozen is not None and self.frozen.takes(plan.dtype)
-
-    def codec_of_gathers(self, plan: BufferPlan, placement: Placement) -> AbstractCodec | None:
-        """How shards of a buffer of parameters that rest so travel; None: as they are."""
-        if self.rests_encoded(plan, placement):
-            return self.frozen
-        is_taken = self.params is not None and self.params.takes(plan.dtype)
-        return self.params if placement is Placement.SHARDED and is_taken else None
 
     def codec_of_gradients(self, dtype: torch.dtype) -> AbstractCodec | None:
         """How gradients of this dtype travel; None: as they are."""
