@@ -17,12 +17,14 @@ def train_coded(
     *,
     params: AbstractCodec | None = None,
     gradients: AbstractCodec | None = None,
+    frozen: AbstractCodec | None = None,
     world_size: int = 4,
     ranks_per_node: int = 4,
 ) -> list[parity.Curve]:
     """Every rank's gradients in turn; as each rank sees it.
 
     - All compute with what each rank's shard of a flat buffer decodes to; what is stepped is exact.
+    - Frozen ones may rest so, and then are that from the start.
     - Of gradients, each rank's chunk for each other is encoded; decoded ones are added in float32,
       in rank order. Nodes' sums are encoded and added in the same way, in the order of nodes.
     - Where there is one rank, or one node, to add, nothing is encoded.
@@ -33,9 +35,11 @@ def train_coded(
     optimizer = parity.OPTIMIZERS[recipe.optimizer](parity.param_groups(exact))
     scheduler = parity.scheduler_for(optimizer)
     buffers = _plan(exact, optimizer, world_size)
+    _round(exact, exact, [plan for plan in buffers if not plan.trainable], frozen)
     curves = [parity.Curve() for _ in range(world_size)]
     for step in range(recipe.num_steps):
-        _round(model, exact, buffers, params)
+        _round(model, exact, [plan for plan in buffers if plan.trainable], params)
+        _round(model, exact, [plan for plan in buffers if not plan.trainable], frozen or params)
         local = []
         for peer in range(world_size):
             loss = recipe.loss_of(model, recipe.batch(step, 0, peer))

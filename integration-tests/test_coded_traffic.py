@@ -15,7 +15,7 @@ import torch
 import zero_engine
 from parity import Recipe, ZeroConfig
 from zero_comm import Group, GroupMismatchError, Loco, Sent, parse_codec, record_traffic
-from zero_engine import ConfigError, Wire
+from zero_engine import ConfigError, Offload, Wire
 from zero_partition import PartitionError, StateError, find_sharded, memory_report
 
 BLOCK = 64 * 64
@@ -86,6 +86,27 @@ def _count_errors(group: Group) -> None:
     assert report.total_bytes - report.scalars_bytes == found, f"{report} {found}"
 
 
+def test_frozen_parameters_rest_in_a_byte_each(ranks) -> None:
+    """What adapters are trained on is nearly all of a model's memory."""
+    ranks(4).run(_count_frozen)
+
+
+def _count_frozen(group: Group) -> None:
+    parity.count_from_here()
+    model = parity.build(parity.Chain)
+    for layer in model.layers[1:]:
+        layer.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.layers[0].parameters(), fused=True)
+    config = ZeroConfig(3, wire=Wire(frozen="int8"), window=1, prefetch_numel=0)
+    zero_engine.shard(model, optimizer, config, group=group)
+    for _ in range(2):
+        _step(model, optimizer)
+
+    report = memory_report(model)
+    assert report.params_bytes == CHUNK * 4 + (NUM_BLOCKS - 1) * (CHUNK + SCALES)
+    assert report.total_bytes - report.scalars_bytes == parity.live_bytes(at_least=CHUNK)
+
+
 @pytest.mark.parametrize("codec", ["int8", "int4", "bf16"])
 def test_what_is_lost_is_told_by_unit(ranks, codec: str) -> None:
     """Whoever sees a worse loss wants to know which layer is too coarse."""
@@ -137,7 +158,7 @@ def test_training_goes_on_from_a_file_as_if_it_had_not_ended(ranks, tmp_path: Pa
 
 
 def _resume(group: Group, folder: Path) -> None:
-    wire = Wire(params="int8", gradients="int4", levels=2)
+    wire = Wire(params="int8", gradients="int4", frozen="int8", levels=2)
     config = ZeroConfig(3, wire=wire)
     model, optimizer = parity.build_sharded(group, config, make=parity.tiny_float32)
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
@@ -188,6 +209,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: Wire(gradients="int4", loco=True), PartitionError, "expected a zero_comm.Loco"),
     (lambda: ZeroConfig(2, wire=Wire(params="int8")), ConfigError, "use stage 3"),
+    (lambda: ZeroConfig(2, wire=Wire(frozen="int8")), ConfigError, "these rest whole"),
     (lambda: ZeroConfig(0, wire=Wire(gradients="int8")), ConfigError, "use stage 1"),
 ]
 
@@ -201,12 +223,15 @@ def test_what_cannot_be_is_refused_when_it_is_said(
         make()
 
 
-def test_gradients_need_to_know_what_a_node_is(ranks) -> None:
-    """Two hops or one: a guess would be sent over the slowest link."""
-    ranks(2).run(_without_levels)
+def test_what_is_seen_when_sharding_is_refused_there(ranks, tmp_path: Path) -> None:
+    """A guess what a node is would be sent over the slowest link."""
+    ranks(2).run(_refuse_to_shard, folder=tmp_path)
 
 
-def _without_levels(group: Group) -> None:
+def _refuse_to_shard(group: Group, folder: Path) -> None:
+    offload = Offload(params="disk", path=folder)
+    with pytest.raises(PartitionError, match="leave out frozen"):
+        parity.build_sharded(group, ZeroConfig(3, wire=Wire(frozen="int8"), offload=offload))
     with pytest.raises(GroupMismatchError, match="start with torchrun, or pass ranks_per_node"):
         _chain(group, Wire(gradients="int4"))
     with (

@@ -5,6 +5,7 @@ Four ranks are two nodes of two, or one of four.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import coded
@@ -26,8 +27,18 @@ WIRES: dict[str, dict[str, Any]] = {
     "int4 gradients, one hop": {"gradients": "int4", "levels": 4},
     "int4 gradients, two hops": {"gradients": "int4", "levels": 2},
     "int4 gradients, one rank to a node": {"gradients": "int4", "levels": 1},
+    "frozen ones rest in int8": {"frozen": "int8"},
+    "frozen ones rest in another": {"frozen": "int8:8", "params": "int4"},
     "both": {"params": "int8", "gradients": "int4:32", "levels": 2},
 }
+
+
+def half_frozen() -> nn.Module:
+    """Two blocks of three, the embedding and the adapter's base do not train."""
+    model = parity.Tiny()
+    for part in (model.embed, *model.blocks[:2], model.lift):
+        part.requires_grad_(False)
+    return model
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -37,11 +48,12 @@ def test_one_process_that_encodes_gets_the_same_bits(ranks, wire: str) -> None:
 
 
 def _equals_the_oracle(group: Group, wire: str) -> None:
-    settings, recipe = WIRES[wire], Recipe()
+    settings = WIRES[wire]
+    recipe = Recipe(make=half_frozen if "frozen" in settings else parity.Tiny)
     said = {name: value for name, value in settings.items() if name != "levels"}
     codecs = {name: parse_codec(value) for name, value in said.items()}
     expected = coded.train_coded(recipe, ranks_per_node=settings.get("levels", 4), **codecs)
-    for stage in (3,) if "params" in said else (1, 2, 3):
+    for stage in (3,) if said.keys() - {"gradients"} else (1, 2, 3):
         found = parity.train_sharded(group, recipe, ZeroConfig(stage, wire=Wire(**settings)))
         assert found.losses == expected[group.rank].losses, stage
         if group.rank == 0:
@@ -51,20 +63,22 @@ def _equals_the_oracle(group: Group, wire: str) -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "no window": {"window": 1, "prefetch_numel": 0},
     "secondary": {"window": 1, "wire": {"secondary": True}},
-    "shards on the host": {"offload": Offload(params="host")},
+    "shards on the disk": {"offload": True},
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_other_choices_change_no_bit(ranks, option: str) -> None:
+def test_other_choices_change_no_bit(ranks, option: str, tmp_path: Path) -> None:
     """A node's copy, shards elsewhere, and slots that are reused hold what was decoded."""
-    ranks(4).run(_choices_agree, option=option)
+    ranks(4).run(_choices_agree, option=option, folder=tmp_path)
 
 
-def _choices_agree(group: Group, option: str) -> None:
+def _choices_agree(group: Group, option: str, folder: Path) -> None:
     recipe = Recipe(make=parity.tiny_float32, num_steps=2)
     settings: dict[str, Any] = {"params": "int8", "gradients": "int8", "levels": 2}
     more = dict(OPTIONS[option])
+    if "offload" in more:
+        more["offload"] = Offload(params="disk", path=folder)
     changed = settings | more.pop("wire", {})
     expected = parity.train_sharded(group, recipe, ZeroConfig(3, wire=Wire(**settings)))
     found = parity.train_sharded(group, recipe, ZeroConfig(3, wire=Wire(**changed), **more))

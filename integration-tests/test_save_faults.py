@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -150,7 +151,8 @@ def test_a_rank_that_dies_in_the_middle_is_named_to_the_others(tmp_path: Path) -
         timeout=60,
     )
 
-    assert "rank 1" in done.stdout and "did not finish" in done.stdout, done.stderr
+    # Its death is seen before the receive has begun, or while that waits.
+    assert re.search(r"rank 1.*did not (begin|finish)", done.stdout), done.stdout + done.stderr
     assert check_newest(folder) == 1
     save_step(folder, *make(Group.solo()), 3)
     assert {path.name for path in folder.iterdir()} == {"step-1", "step-3", "latest"}

@@ -33,6 +33,7 @@ def _wire(**keys: Any) -> Wire:
         ({"mics_shard_size": 8, "zero_hpz_partition_size": 1}, Wire(levels=8, replicas=True)),
         # Codecs; what a node is, torchrun says, unless the file does.
         ({"zero_quantized_weights": True}, Wire(params="int8")),
+        ({"zero_quantized_nontrainable_weights": True}, Wire(frozen="int8")),
         ({"zero_quantized_weights": False, "zero_quantized_gradients": False}, Wire()),
         ({"zero_quantized_gradients": True}, Wire(gradients="int4")),
         (

@@ -201,11 +201,6 @@ WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
         f"{Z}.save_muon_momentum_buffer_in_memory",
         "expected false",
     ),
-    (
-        {Z: {"stage": 3, "zero_quantized_nontrainable_weights": True}},
-        f"{Z}.zero_quantized_nontrainable_weights",
-        "rest quantized",
-    ),
     ({"tensorboard": {"enabled": True}}, "tensorboard.enabled", "expected false"),
     ({"amp": {"enabled": True}}, "amp.enabled", "torch_autocast"),
 ]

@@ -9,12 +9,8 @@ from zero_comm import CodecError, Loco
 from zero_partition import Wire
 
 from ._errors import ConfigError
-from ._file_key import Becomes, CannotMatter, FileKey, NotBuilt, section
+from ._file_key import Becomes, CannotMatter, FileKey, section
 from ._value_kinds import FLAG, OBJECT, POSITIVE, integer
-
-_FROZEN: Final = NotBuilt(
-    "frozen parameters that rest quantized; zero_quantized_weights lets all parameters travel so"
-)
 
 
 def _codec(name: str) -> Callable[[bool], str | None]:
@@ -44,7 +40,13 @@ KEYS: Final = section(
         Becomes("zero.wire.params", _codec("int8")),
         min_stage=3,
     ),
-    FileKey("zero_quantized_nontrainable_weights", FLAG, False, _FROZEN, min_stage=3),
+    FileKey(
+        "zero_quantized_nontrainable_weights",
+        FLAG,
+        False,
+        Becomes("zero.wire.frozen", _codec("int8")),
+        min_stage=3,
+    ),
     FileKey(
         "zero_quantized_gradients",
         FLAG,
@@ -86,6 +88,7 @@ def wire_of(
     replicas: int = -1,
     params: str | None = None,
     gradients: str | None = None,
+    frozen: str | None = None,
     loco: Loco | None = None,
 ) -> Wire:
     """A Wire from what the file gives: ranks of a node, ranks of a replica, and codecs.
@@ -113,5 +116,6 @@ def wire_of(
         replicas=replicas > 0,
         params=params,
         gradients=gradients,
+        frozen=frozen,
         loco=loco,
     )

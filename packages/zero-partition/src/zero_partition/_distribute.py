@@ -18,7 +18,7 @@ from ._grouping import UnitPlan
 from ._model_plan import resting_of
 from ._placement import Placement
 from ._residence import Residence
-from ._rest import AbstractRest, AtHome, InMemory, WithState
+from ._rest import AbstractRest, AtHome, Encoded, InMemory, WithState
 from ._secondary import SecondaryShards
 from ._shard_home import ShardSize
 from ._unit import Unit
@@ -66,6 +66,7 @@ def distribute(
                     routes,
                     placement=placement,
                     residence=residence,
+                    wire=wire,
                 )
             )
             next_index += 1
@@ -121,6 +122,7 @@ def _lay_down(
     *,
     placement: Placement,
     residence: Residence,
+    wire: Wire,
 ) -> FlatBuffer:
     """Move parameters into a flat buffer; masters keep the values from before the rounding."""
     master_dtype = residence.master_of(plan, placement)
@@ -134,6 +136,9 @@ def _lay_down(
         size = ShardSize(plan.layout.splits[group.rank], plan.dtype)
         resting = AtHome(home, index, size, group.device)
         resting.write(values)
+    elif wire.rests_encoded(plan, placement):
+        assert wire.frozen is not None, "what it says"
+        resting = Encoded.of(values.to(plan.dtype), wire.frozen)
     elif whole is not None:
         resting = InMemory(whole[plan.layout.shard(group.rank).as_slice()])
     else:

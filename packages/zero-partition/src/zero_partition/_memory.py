@@ -8,6 +8,7 @@ from attrs import frozen
 from torch import Tensor
 
 from ._placement import Placement
+from ._rest import Encoded
 from ._sharded_model import ShardedModel
 
 
@@ -73,7 +74,13 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
         for buffer in unit.buffers:
             layout, itemsize = buffer.plan.layout, buffer.plan.dtype.itemsize
             scalars += len(buffer.params) * itemsize
-            memory = buffer.resting.memory
+            rest, memory = buffer.resting, buffer.resting.memory
+            if isinstance(rest, Encoded):
+                numels = (layout.splits[rank], layout.payload_splits[rank])
+                unused = rest.codec.value_bytes(numels[0]) - rest.codec.value_bytes(numels[1])
+                params += rest.wire.nbytes - unused
+                padding += unused
+                continue
             if memory is None or is_gone(memory):
                 continue
             whole = unit.placement is Placement.REPLICATED

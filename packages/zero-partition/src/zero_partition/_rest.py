@@ -1,4 +1,4 @@
-"""Where the values of one flat shard rest: in memory, at a home, or with the optimizer's state."""
+"""Where the values of one flat shard rest: in memory, encoded, at a home, or with the state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import final
 import torch
 from attrs import frozen
 from torch import Tensor, nn
+from zero_comm import AbstractCodec
 
 from ._layout import Piece
 from ._shard_home import AbstractShardHome, ShardSize
@@ -111,6 +112,52 @@ class AtHome(AbstractRest):
         """See `AbstractRest.write`."""
         self.home.open(self.index, reads=False).copy_(values)
         self.home.close(self.index)
+
+
+@final
+@frozen(eq=False)
+class Encoded(AbstractRest):
+    """On the device, in the bytes in which they travel too.
+
+    What is written comes back rounded. To write a part, as `edit` does, changes no block of others,
+    since to encode again what was decoded gives the same bytes.
+    """
+
+    codec: AbstractCodec
+    wire: Tensor  # uint8, 1-D
+    numel: int
+    value_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, values: Tensor, codec: AbstractCodec) -> Encoded:
+        """These values, 1-D, of the dtype in which they are read."""
+        return cls(codec, codec.encode(values), values.numel(), values.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `AbstractRest.dtype`."""
+        return self.value_dtype
+
+    @property
+    def memory(self) -> None:
+        """See `AbstractRest.memory`."""
+        return None
+
+    def read(self) -> Tensor:
+        """See `AbstractRest.read`."""
+        values = torch.empty(self.numel, dtype=self.dtype, device=self.wire.device)
+        return self.codec.decode(self.wire, values)
+
+    @contextmanager
+    def edit(self) -> Iterator[Tensor]:
+        """See `AbstractRest.edit`."""
+        values = self.read()
+        yield values
+        self.write(values)
+
+    def write(self, values: Tensor) -> None:
+        """See `AbstractRest.write`."""
+        self.codec.encode(values.to(self.wire.device, self.dtype).contiguous(), self.wire)
 
 
 @final

@@ -22,7 +22,7 @@ from ._errors import StateError
 from ._flat_buffer import FlatBuffer
 from ._grouping import UnitPlan
 from ._placement import Placement
-from ._rest import AtHome
+from ._rest import AtHome, Encoded
 from ._secondary import SecondaryShards
 from ._shard_home import AbstractShardHome
 from ._shard_state import NEXT, ShardState
@@ -121,6 +121,8 @@ class Unit:
 
     def codec_of(self, buffer: FlatBuffer) -> AbstractCodec | None:
         """How its shards are written in gathers of the unit; None: as they are."""
+        if isinstance(buffer.resting, Encoded):
+            return buffer.resting.codec
         is_sent = self.placement is Placement.SHARDED and self.group.world_size > 1
         if not is_sent or self.codec is None or not self.codec.takes(buffer.plan.dtype):
             return None
@@ -284,7 +286,9 @@ class Unit:
             ]
 
     def _fetch_shards(self) -> list[Tensor | None]:
-        """What this rank contributes to each gather; None: it is in its place in the slot.
+        """What this rank contributes to each gather, encoded if it rests so.
+
+        None: it is in its place in the slot.
 
         Shards at a home are read into that place, all at a time; waits for them.
         """
@@ -295,12 +299,13 @@ class Unit:
                 pending.append(buffer.resting.home.read(buffer.index, own))
         for read in pending:
             read.wait()
-        return [buffer.resting.memory for buffer in self.buffers]
+        rests = [buffer.resting for buffer in self.buffers]
+        return [rest.wire if isinstance(rest, Encoded) else rest.memory for rest in rests]
 
     def _note_errors(self, errors: CodecErrors, shards: Sequence[Tensor | None]) -> None:
         for buffer, full, shard in zip(self.buffers, self._full, shards, strict=True):
             codec = self.codec_of(buffer)
-            if codec is not None:
+            if codec is not None and not isinstance(buffer.resting, Encoded):  # lost long ago
                 own = full[buffer.plan.layout.shard(self.group.rank).as_slice()]
                 errors.params.note(self.name, codec, [own if shard is None else shard])
 

@@ -15,6 +15,7 @@ from zero_comm import (
     parse_codec,
 )
 
+from ._buffer_plan import BufferPlan
 from ._errors import PartitionError
 from ._placement import Placement, Placements
 
@@ -103,6 +104,9 @@ class Wire:
             each rank's inside its node, then the node's sums, encoded anew, across nodes. One hop
             where there is one node, or one rank to a node. Sums are taken in float32. With
             `replicas`, the mean over nodes is encoded once more, as a result. (qgZ)
+        frozen: Stage 3: how shards of parameters that do not train rest, and travel as they rest.
+            They are rounded once, when they are sharded or loaded, and are what is given by request
+            and saved. For what adapters are trained on. Not for shards outside the device.
         loco: What encoding gradients loses is fed back in the next reduction; costs memory, see
             `Loco`. Not saved: training that goes on from a file begins without.
 
@@ -115,6 +119,7 @@ class Wire:
     replicas: bool = field(default=False, validator=[_is_flag, _excludes_secondary])
     params: AbstractCodec | None = field(default=None, converter=_as_codec, validator=_is_codec)
     gradients: AbstractCodec | None = field(default=None, converter=_as_codec, validator=_is_codec)
+    frozen: AbstractCodec | None = field(default=None, converter=_as_codec, validator=_is_codec)
     loco: Loco | None = field(default=None, validator=_is_loco)
 
     def routes(self, group: Group, *, timeout_s: float = 60.0) -> Routes:
@@ -189,6 +194,11 @@ class Wire:
                 "at stages 0 to 2 they rest whole: what was sent would take the place of the exact "
                 "values, and small updates would be lost; use stage 3, or leave it out"
             )
+        if self.frozen is not None and placements.params is Placement.REPLICATED:
+            raise PartitionError(
+                f"Wire(frozen='{self.frozen}') is for shards of parameters, and at stages 0 to 2 "
+                "these rest whole; use stage 3, or leave it out"
+            )
         if self.gradients is not None and placements.optim is Placement.REPLICATED:
             raise PartitionError(
                 f"Wire(gradients='{self.gradients}') is for gradients that are reduced into "
@@ -196,11 +206,16 @@ class Wire:
                 "same numbers with less memory, or leave it out"
             )
 
+    def rests_encoded(self, plan: BufferPlan, placement: Placement) -> bool:
+        """Whether shards of a buffer of parameters that rest so are kept encoded."""
+        is_frozen = placement is Placement.SHARDED and not plan.trainable
+        return is_frozen and self.frozen is not None and self.frozen.takes(plan.dtype)
+
     def facts(self, routes: Routes) -> dict[str, str]:
         """What ranks must agree on."""
         return {
             "wire": f"secondary={self.secondary}, replicas={self.replicas}, params={self.params}, "
-            f"gradients={self.gradients}, loco={self.loco}",
+            f"gradients={self.gradients}, frozen={self.frozen}, loco={self.loco}",
             "ranks that share shards": str(routes.shards.world_size),
         }
 
