@@ -80,6 +80,7 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
                 unused = rest.codec.value_bytes(numels[0]) - rest.codec.value_bytes(numels[1])
                 params += rest.wire.nbytes - unused
                 padding += unused
+                scalars += itemsize  # what stands for the shard, as the optimizer would have it
                 continue
             if memory is None or is_gone(memory):
                 continue

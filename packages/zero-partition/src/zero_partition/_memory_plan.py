@@ -121,14 +121,14 @@ def _secondary_bytes(plan: ModelPlan, rank: int) -> int:
 
 def _encoded_bytes(plan: ModelPlan) -> int:
     """Of gathers that are launched before the first use of a step: between steps they travel."""
-    if plan.routes.reads_peers and not plan.rests.params:
+    if plan.routes.reads_peers:
         return 0  # nobody asks ahead
     ahead = [gather.unit for gather in gathers_of(plan) if gather.launched < 0]
     return sum(
         sum(map(codec.wire_bytes, buffer.layout.splits))
         for unit in ahead
         for buffer in plan.units[unit].buffers
-        if (codec := plan.routes.codec_of(buffer.dtype)) is not None
+        if (codec := plan.routes.codec_of(buffer, plan.resting[unit])) is not None
     )
 
 
@@ -136,14 +136,15 @@ def _loco_bytes(plan: ModelPlan, buffer: BufferPlan, rank: int) -> int:
     """Of what is kept for the hops that move something, of as many elements as each encodes."""
     routes, splits = plan.routes, buffer.layout.splits
     codec = routes.gradient_codec_of(plan.precision.wire_of(buffer.dtype))
-    if routes.loco is None or codec is None or routes.num_replicas > 1:
+    loco = routes.wire.loco
+    if loco is None or codec is None or routes.num_replicas > 1:
         return 0
     encoded: list[int] = []
     if routes.per_node > 1:
         encoded += splits
     if routes.per_node < routes.whole:
         encoded += splits[rank % routes.per_node :: routes.per_node]
-    kept = routes.loco.kept
+    kept = loco.kept
     return sum(4 * numel if kept is None else kept.wire_bytes(numel) for numel in encoded)
 
 
@@ -173,7 +174,13 @@ class _Counts:
         itemsize = buffer.dtype.itemsize
         payload, numel = layout.payload_splits[self.rank], layout.splits[self.rank]
         self.scalars += len(buffer.params) * itemsize
-        if not (plan.rests.params and placement is Placement.SHARDED):
+        frozen = plan.routes.wire.frozen
+        if frozen is not None and plan.routes.wire.rests_encoded(buffer, placement):
+            unused = frozen.value_bytes(numel) - frozen.value_bytes(payload)
+            self.params += frozen.wire_bytes(numel) - unused
+            self.padding += unused
+            self.scalars += itemsize
+        elif not (plan.rests.params and placement is Placement.SHARDED):
             is_whole = placement is Placement.REPLICATED
             mine, all_mine = (layout.payload_numel, layout.numel) if is_whole else (payload, numel)
             self.params += mine * itemsize
@@ -297,4 +304,7 @@ def _laying(
             return whole + masters, converted + masters + scalars
         return whole + converted + masters, converted + masters + scalars
     resting = 0 if plan.rests.params else shard * buffer.dtype.itemsize
+    frozen = plan.routes.wire.frozen
+    if frozen is not None and plan.routes.wire.rests_encoded(buffer, placement):
+        resting = frozen.wire_bytes(shard)
     return whole + shard * source, resting + masters + scalars

@@ -118,6 +118,7 @@ def plan_model(
         PartitionError: The model or the optimizer cannot be partitioned so.
     """
     wire.check(placements)
+    wire.check_home(has_home=rests.params)
     routes = plan_routes(
         wire, world_size=world_size, ranks_per_node=ranks_per_node, reads_peers=reads_peers
     )
@@ -146,6 +147,13 @@ def plan_model(
         precision=precision,
         may_be_meta=True,
     )
+    resting = resting_of(planned, placements.params)
+    is_elsewhere = rests.params or any(
+        wire.rests_encoded(buffer, placement)
+        for unit, placement in zip(planned, resting, strict=True)
+        for buffer in unit.buffers
+    )
+    routes = evolve(routes, reads_peers=routes.reads_peers and not is_elsewhere)
     group_of_id = param_group_of(optimizer)
     named = dict(model.named_parameters())
     group_of = {n: group_of_id[id(p)] for n, p in named.items() if id(p) in group_of_id}
@@ -155,9 +163,7 @@ def plan_model(
         routes=routes,
         placements=placements,
         precision=precision,
-        limits=limits.where_shards_are_read()
-        if routes.reads_peers and not rests.params
-        else limits,
+        limits=limits.where_shards_are_read() if routes.reads_peers else limits,
         rests=rests,
         group_of=group_of,
         state=StatePlan({}),

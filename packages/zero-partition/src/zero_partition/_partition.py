@@ -104,11 +104,7 @@ def partition(
         zero_comm.CommError: A rank did not take part in time.
     """
     wire.check(placements)
-    if wire.frozen is not None and home is not None:
-        raise PartitionError(
-            f"Wire(frozen='{wire.frozen}') together with a home of shards, where they would rest "
-            "as they are: keep parameters on the device, or leave out frozen"
-        )
+    wire.check_home(has_home=home is not None)
     routes = wire.routes(group, timeout_s=timeout_s)
     group = routes.shards
     placements, precision = as_they_hold(

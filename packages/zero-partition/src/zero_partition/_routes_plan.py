@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from attrs import frozen
-from zero_comm import AbstractCodec, Levels, Loco
+from zero_comm import AbstractCodec, Levels
 
+from ._buffer_plan import BufferPlan
 from ._errors import PartitionError
+from ._placement import Placement
 from ._wire import AS_ONE, Wire
 
 
@@ -19,24 +21,25 @@ class PlannedRoutes:
     per_node: int  # of them, those of one node
     has_secondary: bool = False  # whether nodes keep what they have gathered
     reads_peers: bool = False  # whether shards are read without their owners
-    params: AbstractCodec | None = None  # in which shards travel in gathers
-    gradients: AbstractCodec | None = None
-    loco: Loco | None = None  # how what that loses is fed back
+    wire: Wire = AS_ONE  # how values are written
 
     @property
     def num_replicas(self) -> int:
         """How many ranks have the same shard."""
         return self.whole // self.shards
 
-    def codec_of(self, dtype: torch.dtype) -> AbstractCodec | None:
-        """In which parameters of this dtype travel; None: as they are."""
-        is_encoded = self.shards > 1 and self.params is not None and self.params.takes(dtype)
-        return self.params if is_encoded else None
+    def codec_of(self, plan: BufferPlan, placement: Placement) -> AbstractCodec | None:
+        """In which a buffer of parameters that rest so travels; None: as it is."""
+        if self.wire.rests_encoded(plan, placement):
+            return self.wire.frozen
+        params = self.wire.params if self.shards > 1 else None
+        is_sent = placement is Placement.SHARDED and params is not None
+        return params if is_sent and params.takes(plan.dtype) else None
 
     def gradient_codec_of(self, dtype: torch.dtype) -> AbstractCodec | None:
         """Likewise gradients, of the dtype in which they would travel."""
-        is_encoded = self.gradients is not None and self.gradients.takes(dtype)
-        return self.gradients if is_encoded else None
+        gradients = self.wire.gradients
+        return gradients if gradients is not None and gradients.takes(dtype) else None
 
     def shard_rank(self, rank: int) -> int:
         """Which shard a rank of the whole keeps."""
@@ -99,7 +102,5 @@ def plan_routes(
         reads_peers=reads_peers
         and wire.params is None
         and (not (has_levels and has_nodes) or wire.replicas),
-        params=wire.params,
-        gradients=wire.gradients,
-        loco=wire.loco,
+        wire=wire,
     )

@@ -74,7 +74,7 @@ def _operations_of(
     )
     if plan.resting[index] is Placement.SHARDED:
         local = num_gathers - 1 if routes.has_secondary and num_gathers else 0
-        codec = routes.codec_of(buffer.dtype)
+        codec = routes.codec_of(buffer, plan.resting[index])
         inside, across = shards.send(buffer.dtype, num_gathers - local, sends_own=True, codec=codec)
         if local:
             splits = even_splits(layout.numel, routes.per_node)

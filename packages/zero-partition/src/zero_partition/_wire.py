@@ -206,6 +206,14 @@ class Wire:
                 "same numbers with less memory, or leave it out"
             )
 
+    def check_home(self, *, has_home: bool) -> None:
+        """Raise PartitionError for what a home of shards cannot keep. Local."""
+        if self.frozen is not None and has_home:
+            raise PartitionError(
+                f"Wire(frozen='{self.frozen}') together with a home of shards, where they would "
+                "rest as they are: keep parameters on the device, or leave out frozen"
+            )
+
     def rests_encoded(self, plan: BufferPlan, placement: Placement) -> bool:
         """Whether shards of a buffer of parameters that rest so are kept encoded."""
         is_frozen = placement is Placement.SHARDED and not plan.trainable
