@@ -157,8 +157,8 @@ CODECS: Final = {
         levels=2, secondary=True, params="int8:128", gradients="int4", loco=Loco()
     ),
     "replicas": Wire(levels=2, replicas=True, params="bf16", gradients="int8"),
-    "frozen ones at rest": Wire(levels=2, params="int8", frozen="int4:16"),
-    "frozen ones alone": Wire(frozen="int8"),
+    "frozen at rest": Wire(frozen="int8"),
+    "frozen and int4": Wire(levels=2, params="int4", frozen="int8:128"),
     "exact errors": Wire(levels=4, gradients="int8", loco=Loco(kept=None)),
 }
 
@@ -173,7 +173,8 @@ def _compare_codecs(group: Group, how: str) -> None:
     wire = CODECS[how]
     for stage in (3,) if wire.secondary or wire.params or wire.frozen else (1, 2, 3):
         for window in (1, 3) if stage == 3 else (3,):
-            _compare(group, ZeroConfig(stage, window=window, wire=wire))
+            make = Nested if wire.frozen else Mixed
+            _compare(group, ZeroConfig(stage, window=window, wire=wire), make=make)
 
 
 def test_nodes_must_be_known_to_be_planned() -> None:

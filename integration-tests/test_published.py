@@ -24,8 +24,10 @@ MODELS: Final = {  # layers and width are made up: the tables say how many param
 
 @cache
 def _planned(size: GPTSize, world_size: int, stage: int) -> ModelPlan:
-    model = size.build()
-    return plan_model(model, world_size=world_size, placements=STAGES[Stage(stage)])
+    placements = STAGES[Stage(stage)]
+    return plan_model(
+        size.build(), world_size=world_size, placements=placements, max_unit_bytes=2**60
+    )
 
 
 def _states_bytes(plan: ModelPlan, bytes_per_param: tuple[float, float, float]) -> float:
