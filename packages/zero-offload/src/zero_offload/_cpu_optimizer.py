@@ -49,6 +49,11 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         super().__init__(params, defaults)
         self._step_supports_amp_scaling = True
 
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether 16-bit parameters have fp32 masters in the state, as "master"."""
+        return self._policy.masters
+
     @abstractmethod
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The state's tensors in the order of `zero_tensor`: first, second, largest."""

@@ -45,9 +45,6 @@ def _sizes_of(
     """Of each run of elements that the rank gives, in bytes."""
     dtype = plan.rests.training_of(plan.precision, buffer, placement)
     pieces = {piece.index: piece.in_tensor.numel for piece in buffer.layout.pieces(rank)}
-    is_ours = (  # masters that are kept elsewhere count as values of their parameter
-        plan.rests.state and plan.rests.master_of(plan.precision, buffer, placement) is not None
-    )
     is_whole = plan.placements.optim is Placement.REPLICATED
     for position, param in enumerate(buffer.params):
         mine = pieces.get(position, 0)
@@ -56,8 +53,8 @@ def _sizes_of(
         entries = {
             each.name: each for each in plan.state.of_kind.get((group, len(shape), dtype), ())
         }
-        master = entries.pop(MASTER, None)  # the optimizer's own, which is what is trained
-        yield mine * (dtype if master is None or is_ours else master.dtype).itemsize
+        master = entries.pop(MASTER, None)  # is written as the parameter
+        yield mine * (dtype if master is None else master.dtype).itemsize
         owner = _first_with(buffer, position)
         for entry in entries.values():
             numel = math.prod(entry.shape_for(shape))

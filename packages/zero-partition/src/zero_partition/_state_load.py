@@ -21,7 +21,9 @@ from ._probe import entries_after_step
 from ._range_reader import AbstractRangeReader
 from ._sharded_model import ShardedModel
 from ._span import Span
+from ._state_parts import own_masters_of
 from ._state_target import StateTarget, fill_buffer, read_into, write_states
+from ._updater import MASTER
 
 # How a step is computed is the new run's choice; these are not what is trained, but how.
 _NOT_RESTORED = frozenset({"foreach", "fused", "capturable", "differentiable", "cut"})
@@ -232,6 +234,7 @@ def _plan_states(
     if is_strict and theirs != [group["params"] for group in mine]:
         problems.append(_describe_groups(mine, theirs))
     state_by_name = {aliases.get(name, name): state for name, state in given.items()}
+    params_by_name = {aliases.get(name, name): reader for name, reader in source.params.items()}
     trained = {name for group in mine for name in group["params"]}
     extra = [name for name in state_by_name if name not in trained]
     if extra and is_strict:
@@ -243,9 +246,13 @@ def _plan_states(
             if plan.name not in trained:
                 continue
             target = StateTarget(buffer, position)
-            state = state_by_name.get(plan.name, {})
+            state = dict(state_by_name.get(plan.name, {}))
+            num_entries = len(state)
+            if state and own_masters_of(sharded, buffer):  # a file has them as the parameters
+                state.setdefault(MASTER, params_by_name[plan.name])
             try:
                 target.plan(state, sharded.placements.optim)
+                target.num_entries = num_entries
             except PartitionError as error:
                 problems.append(str(error))
             lacking = sorted(expected.get(plan.name, frozenset()) - state.keys()) if state else []

@@ -112,7 +112,7 @@ def plan_parts(
     for index, buffer in enumerate(buffers):
         for position, param in enumerate(buffer.plan.params):
             planned = dict(entries[index][position]) if entries is not None else {}
-            master = planned.pop(MASTER, None)  # that an updater keeps of its own accord
+            master = planned.pop(MASTER, None)  # that is kept without our asking
             dtype = master.dtype if isinstance(master, TensorEntry) else buffer.training.dtype
             if dtype != buffer.plan.dtype:
                 computes_in[param.name] = buffer.plan.dtype
@@ -225,7 +225,12 @@ def _read(sharded: ShardedModel, batch: Sequence[_Item]) -> list[Tensor]:
         elsewhere = updater.read(targets, names) if targets else {}
     state = {} if sharded.optimizer is None else sharded.optimizer.state
     resting: dict[int, Tensor] = {}
-    return [_find(item, state, elsewhere, resting) for item in batch]
+    found = []
+    for item in batch:
+        is_param = item.part.tensor.entry is None
+        own = _own_master(sharded, item) if is_param and _rests_elsewhere(item) else None
+        found.append(_find(item, state, elsewhere, resting) if own is None else own)
+    return found
 
 
 def _rests_elsewhere(item: _Item) -> bool:
@@ -250,7 +255,7 @@ def _find(
         if values is None:  # not stepped yet: the master is what the shard is
             if buffer.index not in resting:
                 resting[buffer.index] = buffer.resting.read()
-            values = resting[buffer.index].to(buffer.training.dtype)
+            values = resting[buffer.index].to(item.part.tensor.dtype)
         return values[piece.in_shard.as_slice()]
     shard, span = buffer.shard_params[item.position], item.part.span
     if shard in state:
@@ -258,7 +263,35 @@ def _find(
     return state[buffer.params[item.position]][key].detach().reshape(-1)[span.as_slice()]
 
 
+def own_masters_of(sharded: ShardedModel, buffer: FlatBuffer) -> bool:
+    """Whether the optimizer keeps masters of these parameters of its own accord, and says so."""
+    dtype, optimizer = buffer.training.dtype, sharded.optimizer
+    is_narrow = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+    is_asked = sharded.residence.updater is None and buffer.plan.trainable
+    return is_narrow and is_asked and bool(getattr(optimizer, "keeps_masters", False))
+
+
+def _own_master(sharded: ShardedModel, item: _Item) -> Tensor | None:
+    """That the optimizer keeps beside its moments; None if it has none yet."""
+    if sharded.optimizer is None or not own_masters_of(sharded, item.buffer):
+        return None
+    is_whole = sharded.placements.optim is Placement.REPLICATED
+    holder = (item.buffer.params if is_whole else item.buffer.shard_params)[item.position]
+    state = sharded.optimizer.state
+    if holder not in state or MASTER not in state[holder]:
+        return None
+    master = state[holder][MASTER].detach().reshape(-1)
+    return master[item.part.span.as_slice()] if is_whole else master
+
+
 def _visible(buffer: FlatBuffer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Masters of the partition's are values of parameters, and no entries."""
-    has_own = buffer.training.memory is not None
-    return {name: value for name, value in state.items() if name != MASTER or has_own}
+    """Masters of the partition's are values of parameters, and no entries.
+
+    One that the optimizer keeps of its own accord, of a 16-bit parameter, is of another dtype.
+    """
+    training = buffer.training
+
+    def is_own(value: Any) -> bool:
+        return training.memory is not None or value.dtype != training.dtype
+
+    return {name: value for name, value in state.items() if name != MASTER or is_own(value)}

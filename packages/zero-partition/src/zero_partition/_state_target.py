@@ -59,12 +59,14 @@ def fill_buffer(buffer: FlatBuffer, readers: Readers, updater: AbstractUpdater |
         read_into(values[piece.in_shard.as_slice()], readers[piece.index], piece.in_tensor)
     if rest.memory is None:
         rest.write(values)
+        if updater is not None and buffer.targets and rest.dtype == buffer.plan.dtype:
+            _fill_own_masters(buffer, readers, updater)
     if buffer.has_masters and buffer.whole is None:
         buffer.resting.write(values)
 
 
 def _fill_own_masters(buffer: FlatBuffer, readers: Readers, updater: AbstractUpdater) -> None:
-    """Those that an updater keeps of its own accord, of parameters that it steps where they are."""
+    """Those that an updater keeps of its own accord, of parameters of 16 bits."""
     for piece in buffer.pieces:
         reader, target = readers.get(piece.index), buffer.targets[piece.index]
         if reader is None or not target.dtype.is_floating_point or target.dtype.itemsize >= 4:
