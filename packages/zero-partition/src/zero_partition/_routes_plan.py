@@ -38,8 +38,9 @@ class PlannedRoutes:
 
     def resting_codec_of(self, buffer: BufferPlan) -> AbstractCodec | None:
         """In which they rest, if the buffer's parameters rest sharded; None: as they are."""
-        is_encoded = not buffer.trainable and self.frozen is not None
-        return self.frozen if is_encoded and self.frozen.takes(buffer.dtype) else None
+        if buffer.trainable or self.frozen is None:
+            return None
+        return self.frozen if self.frozen.takes(buffer.dtype) else None
 
     def gradient_codec_of(self, dtype: torch.dtype) -> AbstractCodec | None:
         """Likewise gradients, of the dtype in which they would travel."""
