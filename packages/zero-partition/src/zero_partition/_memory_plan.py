@@ -135,15 +135,16 @@ def _encoded_bytes(plan: ModelPlan) -> int:
 def _loco_bytes(plan: ModelPlan, buffer: BufferPlan, rank: int) -> int:
     """Of what is kept for the hops that move something, of as many elements as each encodes."""
     routes, splits = plan.routes, buffer.layout.splits
-    codec = routes.gradient_codec_of(plan.precision.wire_of(buffer.dtype))
-    if routes.loco is None or codec is None or routes.num_replicas > 1:
+    codec = routes.wire.codec_of_gradients(plan.precision.wire_of(buffer.dtype))
+    loco = routes.wire.loco
+    if loco is None or codec is None or routes.num_replicas > 1:
         return 0
     encoded: list[int] = []
     if routes.per_node > 1:
         encoded += splits
     if routes.per_node < routes.whole:
         encoded += splits[rank % routes.per_node :: routes.per_node]
-    kept = routes.loco.kept
+    kept = loco.kept
     return sum(4 * numel if kept is None else kept.wire_bytes(numel) for numel in encoded)
 
 
@@ -202,7 +203,7 @@ class _Counts:
         plan, layout = self.plan, buffer.layout
         payload, numel = layout.payload_splits[self.rank], layout.splits[self.rank]
         wire = plan.precision.wire_of(buffer.dtype)
-        codec = plan.routes.gradient_codec_of(wire)
+        codec = plan.routes.wire.codec_of_gradients(wire)
         way = max(_arriving(param) for param in buffer.params)
         if codec is not None:
             way = max(way, sum(map(codec.wire_bytes, layout.splits)))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from attrs import frozen
-from zero_comm import AbstractCodec, Levels, Loco
+from zero_comm import AbstractCodec, Levels
 
 from ._buffer_plan import BufferPlan
 from ._errors import PartitionError
+from ._placement import Placement
 from ._wire import AS_ONE, Wire
 
 
@@ -20,10 +20,7 @@ class PlannedRoutes:
     per_node: int  # of them, those of one node
     has_secondary: bool = False  # whether nodes keep what they have gathered
     reads_peers: bool = False  # whether shards are read without their owners
-    params: AbstractCodec | None = None  # in which shards travel in gathers
-    frozen: AbstractCodec | None = None  # in which those of frozen parameters rest, and travel
-    gradients: AbstractCodec | None = None
-    loco: Loco | None = None  # how what that loses is fed back
+    wire: Wire = AS_ONE  # in how many bits
 
     @property
     def num_replicas(self) -> int:
@@ -32,20 +29,13 @@ class PlannedRoutes:
 
     def codec_of(self, buffer: BufferPlan) -> AbstractCodec | None:
         """In which a buffer's shards travel; None: as they are."""
-        codec = self.resting_codec_of(buffer) or self.params
+        codec = self.resting_codec_of(buffer) or self.wire.params
         is_encoded = self.shards > 1 and codec is not None and codec.takes(buffer.dtype)
         return codec if is_encoded else None
 
     def resting_codec_of(self, buffer: BufferPlan) -> AbstractCodec | None:
         """In which they rest, if the buffer's parameters rest sharded; None: as they are."""
-        if buffer.trainable or self.frozen is None:
-            return None
-        return self.frozen if self.frozen.takes(buffer.dtype) else None
-
-    def gradient_codec_of(self, dtype: torch.dtype) -> AbstractCodec | None:
-        """Likewise gradients, of the dtype in which they would travel."""
-        is_encoded = self.gradients is not None and self.gradients.takes(dtype)
-        return self.gradients if is_encoded else None
+        return self.wire.frozen if self.wire.rests_encoded(buffer, Placement.SHARDED) else None
 
     def shard_rank(self, rank: int) -> int:
         """Which shard a rank of the whole keeps."""
@@ -108,8 +98,5 @@ def plan_routes(
         reads_peers=reads_peers
         and wire.params is None
         and (not (has_levels and has_nodes) or wire.replicas),
-        params=wire.params,
-        frozen=wire.frozen,
-        gradients=wire.gradients,
-        loco=wire.loco,
+        wire=wire,
     )

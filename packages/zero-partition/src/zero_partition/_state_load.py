@@ -248,8 +248,8 @@ def _plan_states(
             target = StateTarget(buffer, position)
             state = dict(state_by_name.get(plan.name, {}))
             num_entries = len(state)
-            if state and own_masters_of(sharded, buffer):  # a file has them as the parameters
-                state.setdefault(MASTER, params_by_name[plan.name])
+            if state and plan.name in params_by_name and own_masters_of(sharded, buffer):
+                state.setdefault(MASTER, params_by_name[plan.name])  # as a file has them
             try:
                 target.plan(state, sharded.placements.optim)
                 target.num_entries = num_entries

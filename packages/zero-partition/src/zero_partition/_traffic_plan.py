@@ -91,7 +91,7 @@ def _operations_of(
         yield "all_reduce", 1, shards.all_reduce(dtype)
         return
     dtype = plan.precision.wire_of(buffer.dtype)
-    codec = routes.gradient_codec_of(dtype)
+    codec = routes.wire.codec_of_gradients(dtype)
     if codec is not None and routes.num_replicas == 1:
         hops = sent_by_levels(
             layout.splits,

@@ -198,7 +198,6 @@ class Wire:
                 "Wire(replicas=True) is for what is sharded, and at stage 0 every rank is a "
                 "replica; use stage 1, 2 or 3, or leave it out"
             )
-
         if self.params is not None and placements.params is Placement.REPLICATED:
             raise PartitionError(
                 f"Wire(params='{self.params}') is for parameters that are gathered before use, and "
@@ -224,9 +223,8 @@ class Wire:
 
     def codec_of_gradients(self, dtype: torch.dtype) -> AbstractCodec | None:
         """How gradients of this dtype travel; None: as they are."""
-        return (
-            self.gradients if self.gradients is not None and self.gradients.takes(dtype) else None
-        )
+        is_encoded = self.gradients is not None and self.gradients.takes(dtype)
+        return self.gradients if is_encoded else None
 
     def facts(self, routes: Routes) -> dict[str, str]:
         """What ranks must agree on."""
