@@ -107,6 +107,7 @@ def _measure(group: Group, folder: Path) -> None:
         held.append(host_memory()["copies of a checkpoint"])
 
     assert held[0] == held[1] >= snapshot.num_bytes, "the memory of the first is that of the second"
+    assert held[0] - snapshot.num_bytes < 2 * 4096, "a page for every small tensor is many pages"
     assert "copies of a checkpoint" not in host_memory()
     of_values = 12 * 4 * 64 * 64 // group.world_size
     assert of_values <= snapshot.num_bytes <= of_values + 30_000  # generators' states, and counts

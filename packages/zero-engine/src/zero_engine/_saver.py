@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import Event, Thread, main_thread
 from typing import Any, Final, final
@@ -23,6 +23,7 @@ from ._together import together
 from ._writing import Writing
 
 _POLL_S: Final = 0.02
+_ALIGN_BYTES: Final = 64  # of each copy in their memory
 _AT_EXIT_S: Final = 20.0
 _SAID: Final = ".written-"  # a rank's word that its files are on disk, in the partial folder
 
@@ -243,22 +244,33 @@ class _Copies:
     def take(self, writing: Writing) -> int:
         """Let it be written from copies; returns their bytes."""
         of_frozen, of_others = writing.frozen_batches, writing.batches
-        runs = {run for batch in (*of_frozen, *of_others) for run in batch.runs}
-        for run in self._memory.keys() - runs:  # of a model that has changed
-            del self._memory[run]
+        runs = dict.fromkeys(run for batch in (*of_frozen, *of_others) for run in batch.runs)
+        if self._memory.keys() != runs.keys():
+            self._memory = {}  # before there is more
+            self._memory = self._room_for(list(runs))
         writing.frozen_batches = [self._copied(batch) for batch in of_frozen]
         writing.batches = [self._copied(batch) for batch in of_others]
         if writing.group.device.type == "cuda":
             torch.cuda.synchronize(writing.group.device)
         return sum(copy.nbytes for copy in self._memory.values())
 
+    def _room_for(self, runs: Sequence[Given]) -> dict[Given, Tensor]:
+        """At once: a mapping for each of thousands would be one too many for the kernel."""
+        sizes = [run.planned().num_bytes for run in runs]
+        aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]
+        parts = self._arena.allocate(sum(aligned)).split(aligned)
+        return {
+            run: part[:size].view(run.dtype)
+            for run, part, size in zip(runs, parts, sizes, strict=True)
+        }
+
     def _copied(self, batch: GivenBatch) -> GivenBatch:
         values = []
         for run, value in zip(batch.runs, batch.read(), strict=True):
-            copy = self._memory.get(run)
-            if copy is None or copy.numel() != value.numel():
-                copy = self._memory[run] = self._arena.allocate(value.numel(), dtype=value.dtype)
-            values.append(copy.copy_(value.detach().view(-1), non_blocking=True))
+            copy, flat = self._memory[run], value.detach().view(-1)
+            is_planned = (flat.dtype, flat.numel()) == (copy.dtype, copy.numel())
+            # What is not is for the writer to refuse.
+            values.append(copy.copy_(flat, non_blocking=True) if is_planned else flat)
 
         def read() -> list[Tensor]:
             return values
