@@ -219,7 +219,8 @@ def given_batches(
             Given(_path_of(p.tensor), p.tensor.dtype, p.tensor.shape, p.span.start, p.span.stop)
             for p in batch.parts
         )
-        (frozen_ones if batch.is_frozen else trained).append(GivenBatch(runs, batch.read))
+        given = GivenBatch(runs, batch.read, batch.is_resident)
+        (frozen_ones if batch.is_frozen else trained).append(given)
     if rank == 0:
         trained += _whole_batches(("buffers",), buffers)
     trained += _whole_batches(("rank_buffers", str(rank)), others)
