@@ -4,14 +4,14 @@
 
 Two ranks hold a model sharded at stage 3, with Adam's state: 12 bytes a parameter. The same tensors
 go to the disk in turns: by `zero_engine.save`, by `Saver` (how long training is blocked, and how
-long it takes in all), by `Saver(overlap=True)`, by `torch.save` of each rank's own part with fsync,
-by `torch.distributed.checkpoint` of the same parts, and plainly, which is the limit: as one new file
-of each rank, past the page cache, from memory and in blocks of which several are on the way. What
-the disk does where a file lies already (`DiskStore`) is shown beside it: a file system has more to
-do for a new one. Then all is read again, from the disk: the kernel is told to forget the files
-before. A ratio is that of two turns of one round; time is that of the slowest rank, from a barrier
-on. Training is blocked in the call and, with overlap, for as long as the step after the next forward
-and backward takes longer than one with nothing to wait for.
+long it takes in all), by `Saver(overlap=True)`, by `torch.save` of each rank's own part with
+fsync, by `torch.distributed.checkpoint` of the same parts, and plainly, which is the limit: as one
+new file of each rank, past the page cache, from memory, in blocks of which several are on their
+way. What the disk does where a file lies already (`DiskStore`) is shown beside it: a file system
+has more to do for a new one. Then all is read again, from the disk: the kernel is told to forget
+the files before. A ratio is that of two turns of one round; time is that of the slowest rank, from
+a barrier on. Training is blocked in the call and, with overlap, for as long as the step after the
+next forward and backward takes longer than one that has nothing to wait for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zero_comm
 import zero_engine
-from model import SHAPES, build_model
+from model import BYTES, SHAPES, build_model
 from results import write_results
 from torch import Tensor, nn
 from zero_offload import DiskStore, HostArena
@@ -141,7 +141,7 @@ def _work(model_name: str, rank: int, folder: str, orders: Connection) -> None:
     place = Path(folder)
     make = functools.partial(zero_engine.Saver, place / "saver", model, optimizer)
     saver, overlapped = make(), make(overlap=True)  # with memory from round to round
-    tokens = torch.randint(0, SHAPES[model_name].vocabulary, (1, 64))
+    tokens = torch.randint(0, BYTES, (1, SHAPES[model_name].sequence))
     ways: dict[str, Callable[[], dict[str, float]]] = {
         "limit": lambda: _limit(parts, place / f"limit-{rank}"),
         "in place": lambda: _in_place(parts, place),
@@ -257,7 +257,7 @@ def _overlapped(
     place: Path,
 ) -> dict[str, float]:
     def step() -> float:
-        model(tokens).float().square().mean().backward()
+        model(tokens, tokens).backward()
         return _timed(optimizer.step)
 
     alone = min(step() for _ in range(3))
