@@ -121,7 +121,8 @@ def test_what_rests_elsewhere_is_copied_at_once(ranks, tmp_path: Path) -> None:
 
 def _train_elsewhere(group: Group, folder: Path) -> None:
     (swap := folder / f"swap-{group.rank}").mkdir()
-    for number, cell in enumerate((Cell(3, "host"), Cell(3, "disk", "disk"), Cell(2, "disk"))):
+    cells = Cell(3, "host"), Cell(3, "device", "host"), Cell(3, "disk", "disk"), Cell(2, "disk")
+    for number, cell in enumerate(cells):
         config = ZeroConfig(cell.stage, offload=cell.offload(str(swap)))
         model, optimizer = parity.build_sharded(group, config)
         parity.run_steps(model, optimizer, range(2), rank=group.rank)
