@@ -357,3 +357,25 @@ def _refuse(group: Group) -> None:
     reduce_scatter_by_levels(torch.zeros(4), splits=(2, 2), errors=errors, **how).wait()
     with pytest.raises(CodecError, match="a LocoErrors of its own"):
         reduce_scatter_by_levels(torch.zeros(8), splits=(4, 4), errors=errors, **how)
+
+
+@each_node_size
+@pytest.mark.parametrize("name", ["int4", "none"])
+def test_the_buffer_is_free_when_the_second_hop_has_begun(ranks, size: int, name: str) -> None:
+    """A reduction slot is given to another unit then, whose gradients must not be added."""
+    ranks(4).run(_overwrite_after_the_first_hop, size=size, name=name)
+
+
+def _overwrite_after_the_first_hop(group: Group, size: int, name: str) -> None:
+    levels, splits = _levels(group, size), SPLITS[1]
+    found = []
+    for overwrites in (False, True):
+        buffer = _values(group.rank, sum(splits))
+        how = {"splits": splits, "levels": levels, "codec": parse_codec(name)}
+        handle = reduce_scatter_by_levels(buffer, **how)
+        assert handle.advance() == (size == 2)  # else there is one hop
+        if overwrites and size == 2:
+            buffer.fill_(torch.nan)
+        found.append(handle.wait())
+
+    assert torch.equal(*found)
