@@ -298,6 +298,56 @@ def _errors_bytes(group: Group) -> tuple[int, int]:
     return first, errors.num_bytes
 
 
+@each_node_size
+@pytest.mark.parametrize("kept", [None, Blockwise(8)], ids=str)
+def test_reductions_go_on_from_errors_that_were_saved(
+    ranks, size: int, kept: AbstractCodec | None
+) -> None:
+    """A run that goes on from a file must get the bits of one that was not ended."""
+    ranks(4).run(_go_on_from_errors, size=size, kept=kept)
+
+
+def _go_on_from_errors(group: Group, size: int, kept: AbstractCodec | None) -> None:
+    loco = Loco(kept=kept, reset_T=5)  # a number that is lost would move the reset
+    levels, splits = _levels(group, size), SPLITS[0]
+
+    def reduce(errors: LocoErrors, steps: range) -> list[Tensor]:
+        how = {"splits": splits, "levels": levels, "codec": Blockwise(4), "errors": errors}
+        numel = sum(splits)
+        values = [_values(group.rank, numel, step=step) for step in steps]
+        return [reduce_scatter_by_levels(each, **how).wait() for each in values]
+
+    errors = LocoErrors(loco)
+    reduce(errors, range(3))
+    state = {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in errors.state_dict().items()
+    }
+    expected = reduce(errors, range(3, 8))
+    again = LocoErrors(loco)
+    again.load_state_dict(state)
+
+    for mine, theirs in zip(reduce(again, range(3, 8)), expected, strict=True):
+        assert torch.equal(mine, theirs)
+    without = reduce(LocoErrors(loco), range(3, 4))[0]
+    assert not torch.equal(without, expected[0])
+
+
+def test_errors_of_another_buffer_are_refused(ranks) -> None:
+    """Fed back elsewhere they would be noise, and nobody would see it."""
+    ranks(2).run(_refuse_errors)
+
+
+def _refuse_errors(group: Group) -> None:
+    errors = LocoErrors()
+    with pytest.raises(CodecError, match=r"'inside' to be 1-D and torch.uint8.*got torch.float32"):
+        errors.load_state_dict({"num_reductions": 1, "inside": torch.zeros(3)})
+    errors.load_state_dict({"num_reductions": 1, "inside": torch.zeros(3, dtype=torch.uint8)})
+    how = {"splits": (4, 4), "levels": _levels(group, 2), "codec": Blockwise(4), "errors": errors}
+    with pytest.raises(CodecError, match=r"got 3: what was loaded is of another buffer"):
+        reduce_scatter_by_levels(torch.zeros(8), **how)
+
+
 # ---- Traffic, and what is refused ----
 
 
