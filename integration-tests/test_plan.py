@@ -20,7 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_comm import Group, Loco, record_traffic
 from zero_engine import Plan, Precision, Wire, _residence
 from zero_offload import CPUAdam
-from zero_partition import PartitionError, RestPlan, find_sharded, memory_report, plan_parts
+from zero_partition import (
+    PartitionError,
+    RestPlan,
+    find_sharded,
+    loco_state,
+    memory_report,
+    plan_parts,
+)
 
 OPTIMIZERS: Final[dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
     **parity.OPTIMIZERS,
@@ -288,7 +295,8 @@ def _given_bytes(model: nn.Module) -> int:
     """What this rank writes when all is saved."""
     sharded = find_sharded(model)
     parts = plan_parts(sharded, has_state=True)
-    return sum(part.num_bytes for batch in parts.batches for part in batch.parts)
+    errors = sum(tensor.nbytes for tensor in loco_state(sharded).values())
+    return errors + sum(part.num_bytes for batch in parts.batches for part in batch.parts)
 
 
 def _live_bytes(model: nn.Module) -> int:

@@ -222,7 +222,6 @@ class ShardedModel:
                 pairs = zip(g.buffer.params, g.buffer.guards, strict=True)
                 for position, (param, guard) in enumerate(pairs):
                     if param.grad is not None and param.grad is not guard:
-                        g.ensure_shard()
                         g.copy_whole(position, param.grad)
 
     def update(self) -> None:
