@@ -82,9 +82,14 @@ def round_trip(values: Tensor, codec: AbstractCodec, dtype: torch.dtype | None =
     return codec.decode(codec.encode(values.contiguous()), out)
 
 
-def round_params(model: nn.Module, exact: nn.Module, codec: AbstractCodec, num_shards: int) -> None:
+def round_params(
+    model: nn.Module,
+    exact: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    codec: AbstractCodec,
+    num_shards: int,
+) -> None:
     """Let a model compute with what shards of its trainable parameters, in its dtype, decode to."""
-    optimizer = torch.optim.SGD(parity.param_groups(exact))
     plans = _plan(model, exact, optimizer, num_shards)
     _round(model, exact, [plan for plan in plans if plan.trainable], codec)
 
