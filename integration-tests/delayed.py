@@ -14,7 +14,7 @@ from one_dtype import OneDtype
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_engine import Offload, Precision
+from zero_engine import Offload, Precision, Wire
 from zero_offload import CPUAdam
 from zero_partition import find_sharded
 
@@ -41,12 +41,13 @@ class Case:
     stage: int = 3
     is_bf16: bool = False
     make: Callable[[Any], torch.optim.Optimizer] = adam
+    wire: Wire = field(factory=Wire)
 
     @property
     def config(self) -> zero_engine.ZeroConfig:
         """For `shard`."""
         precision = Precision(params=BF16) if self.is_bf16 else None
-        return ZeroConfig(self.stage, offload=self.offload, precision=precision)
+        return ZeroConfig(self.stage, offload=self.offload, precision=precision, wire=self.wire)
 
 
 @define
@@ -97,9 +98,10 @@ def train_alone(
     world_size: int,
     finishes_after: Collection[int] = (),
     after: Callable[[int, Late], Any] = lambda step, late: None,
+    late: Late | None = None,
 ) -> Curve:
     """One process, every rank's gradients in turn, each mean over the ranks in its dtype."""
-    late, curve = Late.of(case), Curve()
+    late, curve = late or Late.of(case), Curve()
     scheduler = parity.scheduler_for(late.optimizer)
     for step in range(NUM_STEPS):
         total: list[Tensor | None] = [None] * len(late.trained)

@@ -13,6 +13,7 @@ import parity
 import pytest
 import torch
 import zero_engine
+from one_dtype import OneDtype
 from parity import Recipe, ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group, parse_codec
@@ -30,7 +31,11 @@ WIRES: dict[str, dict[str, Any]] = {
     "frozen ones rest in int8": {"frozen": "int8"},
     "frozen ones rest in another": {"frozen": "int8:8", "params": "int4"},
     "both": {"params": "int8", "gradients": "int4:32", "levels": 2},
+    "replicas": {"params": "int8:16", "gradients": "int8:32", "levels": 2, "replicas": True},
+    "replicas, weights": {"params": "int4:8", "levels": 2, "replicas": True},
+    "replicas, gradients": {"gradients": "int4:16", "levels": 2, "replicas": True},
 }
+CODECS = ("params", "gradients", "frozen")
 
 
 def half_frozen() -> nn.Module:
@@ -44,17 +49,33 @@ def half_frozen() -> nn.Module:
 @pytest.mark.parametrize("wire", WIRES)
 def test_one_process_that_encodes_gets_the_same_bits(ranks, wire: str) -> None:
     """What is lost is known: nothing else is, and nothing twice."""
-    ranks(4).run(_equals_the_oracle, wire=wire)
+    ranks(4).run(_equals_the_oracle, settings=WIRES[wire])
 
 
-def _equals_the_oracle(group: Group, wire: str) -> None:
-    settings = WIRES[wire]
-    recipe = Recipe(make=half_frozen if "frozen" in settings else parity.Tiny)
-    said = {name: value for name, value in settings.items() if name != "levels"}
-    codecs = {name: parse_codec(value) for name, value in said.items()}
-    expected = coded.train_coded(recipe, ranks_per_node=settings.get("levels", 4), **codecs)
-    for stage in (3,) if said.keys() - {"gradients"} else (1, 2, 3):
-        found = parity.train_sharded(group, recipe, ZeroConfig(stage, wire=Wire(**settings)))
+@pytest.mark.parametrize("wire", ["int8 weights", "both", "replicas"])
+def test_masters_are_rounded_once_and_then_encoded(ranks, wire: str) -> None:
+    """A model in bf16 is what codecs are used for, and its masters are in no file but exact."""
+    ranks(4).run(_equals_the_oracle, settings=WIRES[wire], dtype=torch.bfloat16)
+
+
+def _equals_the_oracle(
+    group: Group, settings: dict[str, Any], dtype: torch.dtype | None = None
+) -> None:
+    make = OneDtype if dtype is not None else parity.Tiny
+    recipe = Recipe(make=half_frozen if "frozen" in settings else make)
+    codecs = {name: parse_codec(settings[name]) for name in CODECS if name in settings}
+    how = {
+        "ranks_per_node": settings.get("levels", 4),
+        "replicas": settings.get("replicas", False),
+        "dtype": dtype,
+    }
+    precision = None if dtype is None else Precision(params=dtype)
+    expected: list[parity.Curve] = []
+    for stage in (3,) if "frozen" in settings else (3, 2, 1):
+        if stage > 1 or not expected:  # the arithmetic of 1 is that of 2
+            expected = coded.train_coded(recipe, stage=stage, **codecs, **how)
+        config = ZeroConfig(stage, wire=Wire(**settings), precision=precision)
+        found = parity.train_sharded(group, recipe, config)
         assert found.losses == expected[group.rank].losses, stage
         if group.rank == 0:
             parity.assert_same_weights(found.weights, expected[0].weights, what=f"stage {stage}")
@@ -86,19 +107,6 @@ def _choices_agree(group: Group, option: str, folder: Path) -> None:
     assert found.losses == expected.losses
     if group.rank == 0:
         parity.assert_same_weights(found.weights, expected.weights, what=option)
-
-
-class OneDtype(nn.Module):
-    """Blocks that may be of any dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
-        self.blocks = nn.Sequential(*(parity.Block() for _ in range(3)))
-        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
-        return self.head(self.blocks(self.embed(tokens))).float()
 
 
 EVERY = Wire(params="int8", gradients="int4", levels=2, loco=zero_engine.Loco())

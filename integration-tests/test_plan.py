@@ -178,7 +178,7 @@ def test_what_travels_encoded_is_planned(ranks, how: str) -> None:
 
 def _compare_codecs(group: Group, how: str) -> None:
     wire = CODECS[how]
-    for stage in (3,) if wire.secondary or wire.params or wire.frozen else (1, 2, 3):
+    for stage in (3,) if wire.secondary or wire.frozen else (1, 2, 3):
         for window in (1, 3) if stage == 3 else (3,):
             make = Nested if wire.frozen else Mixed
             _compare(group, ZeroConfig(stage, window=window, wire=wire), make=make)

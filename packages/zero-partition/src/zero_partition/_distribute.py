@@ -18,7 +18,7 @@ from ._grouping import UnitPlan
 from ._model_plan import resting_of
 from ._placement import Placement
 from ._residence import Residence
-from ._rest import AbstractRest, AtHome, Encoded, InMemory, WithState
+from ._rest import AbstractRest, AtHome, Encoded, InMemory, Rounded, WithState
 from ._secondary import SecondaryShards
 from ._shard_home import ShardSize
 from ._unit import Unit
@@ -67,6 +67,7 @@ def distribute(
                     placement=placement,
                     residence=residence,
                     wire=wire,
+                    is_small=plan.rests_whole,
                 )
             )
             next_index += 1
@@ -76,9 +77,10 @@ def distribute(
             for position, param in enumerate(buffer_plan.params)
             for name in param.names
         )
-        unit = Unit(
-            plan, unit_index, routes.shards, placement, tuple(flat_buffers), owners, wire.params
-        )
+        is_whole = placement is Placement.REPLICATED
+        is_exact = is_whole and all(buffer.codec is None for buffer in flat_buffers)
+        codec = None if is_exact else wire.params
+        unit = Unit(plan, unit_index, routes.shards, placement, tuple(flat_buffers), owners, codec)
         if routes.node is not None and placement is Placement.SHARDED:
             unit.secondary = SecondaryShards(routes.node, plan.buffers)
         units.append(unit)
@@ -123,6 +125,7 @@ def _lay_down(
     placement: Placement,
     residence: Residence,
     wire: Wire,
+    is_small: bool,
 ) -> FlatBuffer:
     """Move parameters into a flat buffer; masters keep the values from before the rounding."""
     master_dtype = residence.master_of(plan, placement)
@@ -131,8 +134,17 @@ def _lay_down(
     values, whole = _flatten(source, params, routes, placement)
     whole = None if whole is None else whole.to(plan.dtype)
     home, updater = residence.home_of(placement), residence.updater
+    masters = None
+    if master_dtype is not None and updater is None:
+        masters = values if whole is None else values.clone()
+    num_shards = group.world_size
+    codec = wire.codec_of_updates(plan, placement, is_small=is_small, num_shards=num_shards)
     resting: AbstractRest
-    if home is not None:
+    if codec is not None and masters is not None:
+        resting = Rounded(masters, plan.dtype)
+    elif codec is not None:
+        resting = InMemory(values.to(plan.dtype, copy=True))
+    elif home is not None:
         size = ShardSize(plan.layout.splits[group.rank], plan.dtype)
         resting = AtHome(home, index, size, group.device)
         resting.write(values)
@@ -144,8 +156,8 @@ def _lay_down(
     else:
         resting = InMemory(values.to(plan.dtype))
     targets, training = residence.targets.get(index, ()), resting
-    if master_dtype is not None and updater is None:
-        training = InMemory(values if whole is None else values.clone())
+    if masters is not None:
+        training = InMemory(masters)
     elif master_dtype is not None and updater is not None:
         pieces = [
             piece
@@ -167,6 +179,7 @@ def _lay_down(
         targets,
         wire_dtype,
         residence.stepped_device,
+        codec,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from attrs import define, field
 from torch import Tensor, nn
-from zero_comm import Group
+from zero_comm import AbstractCodec, Group
 
 from ._at_rest import rest_type_of
 from ._buffer_plan import BufferPlan
@@ -24,8 +24,9 @@ class FlatBuffer:
     """A plan, the parameters it places, and what rests on this rank.
 
     `resting` is this rank's span, padding included: memory of its own or a home where parameters
-    rest sharded, a view of `whole` where they rest replicated. `training` is what the optimizer
-    updates: masters of the same layout where there are some, else the same object.
+    rest sharded, a view of `whole` where they rest replicated, but beside it where `codec` rounds
+    what is gathered into that. `training` is what the optimizer updates: masters of the same layout
+    where there are some, else the same object.
     """
 
     plan: BufferPlan
@@ -38,6 +39,7 @@ class FlatBuffer:
     targets: tuple[nn.Parameter, ...]  # what an updater steps; none without one
     wire_dtype: torch.dtype  # of gradients as they travel
     stepped_device: torch.device  # of shard_params and their gradients
+    codec: AbstractCodec | None = None  # of gathers into `whole`; see `Wire.codec_of_updates`
     stand_ins: tuple[Tensor, ...] = field(init=False)  # what sharded parameters view at rest
     guards: tuple[Tensor, ...] = field(init=False)  # what `param.grad` holds while it is sharded
     pieces: tuple[Piece, ...] = field(init=False)
@@ -47,6 +49,7 @@ class FlatBuffer:
     rest_types: tuple[type[nn.Parameter], ...] = field(init=False)  # of parameters at rest
     is_at_rest: bool = field(default=False, init=False)  # the parameters are of `rest_types`
     held: dict[int, Tensor] = field(factory=dict, init=False)  # gathered apart from the unit
+    is_unrounded: bool = field(init=False)  # `whole` has values that were not gathered into it
     _views: Sequence[Tensor] = field(default=(), init=False)  # installed last
     _part_addresses: list[int] = field(init=False)  # of what shard_params view
     _addresses: list[int] | None = field(default=None, init=False)  # of these, once asked for
@@ -66,6 +69,7 @@ class FlatBuffer:
         )
         self.point_targets(None)
         self._part_addresses = [param.data_ptr() for param in self.shard_params]
+        self.is_unrounded = self.codec is not None
 
     @property
     def has_masters(self) -> bool:
@@ -81,6 +85,18 @@ class FlatBuffer:
     def trained(self) -> Tensor:
         """The same as the optimizer updates them: masters where there are some."""
         return self.training.read()
+
+    @property
+    def is_view(self) -> bool:
+        """Whether what rests is a view of the whole parameters."""
+        return self.whole is not None and self.codec is None
+
+    @property
+    def own(self) -> Tensor | None:
+        """This rank's span of parameters that rest whole, as the model computes with it."""
+        if self.whole is None:
+            return None
+        return self.whole[self.plan.layout.shard(self.group.rank).as_slice()]
 
     @property
     def shard_numel(self) -> int:
@@ -137,6 +153,7 @@ class FlatBuffer:
     def fill(self, position: int, value: Tensor) -> None:
         """Write a parameter's full value to all that rests of it on this rank."""
         flat, piece = value.detach().reshape(-1), self.piece_of(position)
+        self.is_unrounded = self.codec is not None
         with torch.no_grad():
             if self.whole is not None:
                 self.whole[self.plan.layout.spans[position].as_slice()].copy_(flat)
@@ -150,24 +167,45 @@ class FlatBuffer:
         """The part of a parameter that this rank keeps, None if there is none."""
         return next((piece for piece in self.pieces if piece.index == position), None)
 
-    def round_masters(self) -> None:
-        """The optimizer has updated masters that lie in memory: the parameters follow."""
-        if self.has_masters and self.training.memory is not None:
-            self.resting.write(self.training.memory)
+    def follow_update(self) -> None:
+        """The optimizer has updated what rests apart: this rank's part of the parameters follows.
+
+        So do those that rest whole on this rank, which the others have yet to receive.
+        """
+        memory = self.training.memory
+        if self.has_masters and memory is not None:
+            self.resting.write(memory)
+        if self.codec is not None:
+            exact = self.resting.memory if memory is None else memory
+            assert self.own is not None and exact is not None, "it rests whole, and beside that"
+            self.own.copy_(exact)
+
+    @torch.no_grad()
+    def round_whole(self) -> None:
+        """Parameters that rest whole become what a gather would make of them. Local.
+
+        Where only some were written, what the codec has left of the others is encoded again.
+        """
+        self.is_unrounded = False
+        assert self.codec is not None and self.whole is not None, "what it is for"
+        for shard in self.plan.layout.shards:
+            values = self.whole[shard.as_slice()]
+            self.codec.decode(self.codec.encode(values), values)
 
     def follow_writes(self) -> None:
-        """Parameters that rest whole, and were written to in place, are right; masters follow."""
-        if not self.has_masters or self.whole is None:
+        """Where parameters rest whole, what was written to them in place is right."""
+        is_apart = self.has_masters or self.codec is not None
+        if not is_apart or self.own is None:
             return
         versions = tuple(param._version for param in self.params)
         written = [
             piece for piece in self.pieces if versions[piece.index] != self.versions[piece.index]
         ]
-        if written:
-            with self.training.edit() as masters:
+        for rest in dict.fromkeys((self.resting, self.training)) if written else ():
+            with rest.edit() as shard:
                 for piece in written:
                     part = piece.in_shard.as_slice()
-                    masters[part].copy_(self.shard[part])
+                    shard[part].copy_(self.own[part])
         self.versions = versions
 
     def reclaim(self) -> None:

@@ -12,7 +12,6 @@ from zero_comm import CommError, Handle, all_gather_flat, broadcast_flat
 from ._edits import Verdict, Watch, data_of, home_of, raise_on
 from ._errors import OverlapError, StateError
 from ._parked import StateKind
-from ._placement import Placement
 from ._places import Place
 from ._shard_state import ShardState
 from ._sharded_model import ShardedModel
@@ -38,15 +37,11 @@ class Gather:
     def __attrs_post_init__(self) -> None:
         self._watch = Watch(self.compares_bytes)
 
-    @property
-    def _is_sharded(self) -> bool:
-        return self.sharded.placements.params is Placement.SHARDED
-
     def check(self) -> None:
         """Raise, before anything is sent, what `GatheredParameters` documents. Local."""
         group = self.sharded.whole
         modifier = self.modifier_rank
-        self.sharded.refuse_parked(self.what, StateKind.PARAMS)
+        self.sharded.refuse_parked(self.what, *self.sharded.exact_kinds)
         if modifier is not None:
             self.sharded.refuse_parked(self.what, StateKind.MASTERS)
         if modifier is not None and not 0 <= modifier < group.world_size:
@@ -74,7 +69,7 @@ class Gather:
         self.sharded.gathers.append(self.what)
         self.sharded.gathered.update(place.key for place in self.places)
         try:
-            if self._is_sharded:
+            if not self.sharded.is_exact:
                 self._gather()
         except BaseException:
             self.close()
@@ -139,7 +134,7 @@ class Gather:
 
     def edited(self) -> list[str]:
         """Names of the parameters that this rank was seen to change in vain. Local."""
-        if not self._is_sharded:
+        if self.sharded.is_exact:
             return []
         return [place.name for place in self.places if self._judge(place) != Verdict.FINE]
 
@@ -187,6 +182,6 @@ class Gather:
             handle.wait()
         for place in self.places:
             home = home_of(place)
-            if not self._is_sharded:
+            if self.sharded.is_exact:
                 place.buffer.params[place.position].data = home
             write_whole(place, home)

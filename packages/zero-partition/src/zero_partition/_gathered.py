@@ -13,7 +13,6 @@ from ._early_gather import EarlyGather
 from ._early_shard import EarlyShard, find_early
 from ._external import register_external_parameter
 from ._gather import Gather
-from ._placement import Placement
 from ._places import find_place, sort_places
 
 Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
@@ -73,8 +72,7 @@ class GatheredParameters:
         places = [place for param in chosen if (place := find_place(param)) is not None]
         for sharded in {id(place.sharded): place.sharded for place in places}.values():
             mine = sort_places(place for place in places if place.sharded is sharded)
-            is_sharded = sharded.placements.params is Placement.SHARDED
-            if is_sharded or modifier_rank is not None:
+            if not sharded.is_exact or modifier_rank is not None:
                 self._gathers.append(
                     Gather(sharded, mine, "GatheredParameters", modifier_rank, sanity_checks)
                 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from attrs import Attribute, evolve, field, frozen
 
 from ._errors import PartitionError
+
+ENCODED_IN_FLIGHT: Final = 2  # units, of those that rest whole, whose updates travel at a time
 
 
 def _at_least(minimum: int) -> Any:

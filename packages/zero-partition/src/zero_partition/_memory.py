@@ -8,7 +8,6 @@ from attrs import frozen
 from torch import Tensor
 from zero_comm import AbstractCodec
 
-from ._placement import Placement
 from ._rest import Encoded
 from ._sharded_model import ShardedModel
 
@@ -83,13 +82,12 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
                 params += used
                 padding += unused
                 continue
-            if memory is None or is_gone(memory):
-                continue
-            whole = unit.placement is Placement.REPLICATED
-            payload = layout.payload_numel if whole else layout.payload_splits[rank]
-            resting = layout.numel if whole else layout.splits[rank]
-            params += payload * itemsize
-            padding += (resting - payload) * itemsize
+            if memory is not None and not is_gone(memory) and not buffer.is_view:
+                params += layout.payload_splits[rank] * itemsize
+                padding += (layout.splits[rank] - layout.payload_splits[rank]) * itemsize
+            if buffer.whole is not None and not is_gone(buffer.whole):
+                params += layout.payload_numel * itemsize
+                padding += (layout.numel - layout.payload_numel) * itemsize
     reduction = sharded.reducer.reduction_bytes
     state, state_scalars = _optimizer_bytes(sharded, is_gone)
     for g in sharded.reducer.gradients:

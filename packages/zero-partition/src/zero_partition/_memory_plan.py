@@ -13,6 +13,7 @@ from zero_comm import even_splits
 from ._buffer_plan import BufferPlan, ParameterPlan
 from ._cut import Cut
 from ._gather_plan import choose_slots, slot_bytes, slot_conflicts
+from ._limits import ENCODED_IN_FLIGHT
 from ._memory import MemoryReport, encoded_bytes
 from ._model_plan import ModelPlan
 from ._placement import Placement
@@ -58,9 +59,9 @@ def plan_memory(
     """
     mine = plan.routes.shard_rank(rank)
     counts = _Counts(plan, mine, has_updater=updater is not None)
-    for unit, placement in zip(plan.units, plan.resting, strict=True):
+    for index, unit in enumerate(plan.units):
         for buffer in unit.buffers:
-            counts.add(buffer, placement)
+            counts.add(index, buffer)
     held = _NOTHING if updater is None else updater
     slots, conflicts = plan_slots(plan)
     num_ranks = plan.routes.whole
@@ -96,7 +97,7 @@ def plan_memory(
         at_rest=at_rest,
         before_step=before_step,
         init_peak_bytes=_init_peak_bytes(plan, mine),
-        step_peak_bytes=before_step.total_bytes + counts.on_their_way,
+        step_peak_bytes=before_step.total_bytes + max(counts.on_their_way, _publishing_bytes(plan)),
     )
 
 
@@ -130,6 +131,22 @@ def _encoded_bytes(plan: ModelPlan) -> int:
         for buffer in plan.units[unit].buffers
         if (codec := plan.routes.codec_of(buffer)) is not None
     )
+
+
+def _publishing_bytes(plan: ModelPlan) -> int:
+    """Most, at a time, of encoded shards of what a step has updated, where that rests whole."""
+    of_units = [
+        sum(
+            sum(map(codec.wire_bytes, buffer.layout.splits))
+            for buffer in unit.buffers
+            if (codec := plan.codec_of_updates(index, buffer)) is not None
+        )
+        for index, unit in enumerate(plan.units)
+        if plan.resting[index] is Placement.REPLICATED
+        and any(buffer.trainable for buffer in unit.buffers)
+    ]
+    starts = range(max(1, len(of_units) - ENCODED_IN_FLIGHT + 1))
+    return max(sum(of_units[start : start + ENCODED_IN_FLIGHT]) for start in starts)
 
 
 def loco_bytes(plan: ModelPlan, buffer: BufferPlan, rank: int) -> int:
@@ -168,9 +185,9 @@ class _Counts:
     loco: int = 0
     on_their_way: int = 0  # most, at a time, between autograd and where they rest
 
-    def add(self, buffer: BufferPlan, placement: Placement) -> None:
-        """One buffer, whose parameters rest so."""
-        plan, layout = self.plan, buffer.layout
+    def add(self, index: int, buffer: BufferPlan) -> None:
+        """One buffer of the unit at this position."""
+        plan, layout, placement = self.plan, buffer.layout, self.plan.resting[index]
         itemsize = buffer.dtype.itemsize
         payload, numel = layout.payload_splits[self.rank], layout.splits[self.rank]
         self.scalars += len(buffer.params) * itemsize
@@ -192,6 +209,9 @@ class _Counts:
         if master is not None and not self.has_updater:
             self.state += payload * dtype.itemsize
             self.padding += (numel - payload) * dtype.itemsize
+        elif plan.codec_of_updates(index, buffer) is not None:  # a shard beside the whole
+            self.params += payload * itemsize
+            self.padding += (numel - payload) * itemsize
         self._add_gradients(buffer, dtype)
         self.loco += loco_bytes(plan, buffer, self.rank)
         if not self.has_updater:
@@ -275,9 +295,9 @@ def _init_peak_bytes(plan: ModelPlan, rank: int) -> int:
     """While units are laid down one after the other; those to come are the user's still."""
     user = [[_bytes_of_user(plan, buffer) for buffer in unit.buffers] for unit in plan.units]
     left, laid, peak = sum(map(sum, user)), 0, 0
-    for unit, of_unit, placement in zip(plan.units, user, plan.resting, strict=True):
+    for index, (unit, of_unit) in enumerate(zip(plan.units, user, strict=True)):
         for buffer in unit.buffers:
-            passing, rests = _laying(plan, buffer, placement, rank)
+            passing, rests = _laying(plan, index, buffer, rank)
             peak = max(peak, left + laid + passing)
             laid += rests
         left -= sum(of_unit)
@@ -288,15 +308,15 @@ def _bytes_of_user(plan: ModelPlan, buffer: BufferPlan) -> int:
     return sum(plan.user_bytes[param.name] for param in buffer.params)
 
 
-def _laying(
-    plan: ModelPlan, buffer: BufferPlan, placement: Placement, rank: int
-) -> tuple[int, int]:
-    """Bytes while one buffer is laid down, and once it is."""
-    layout = buffer.layout
+def _laying(plan: ModelPlan, index: int, buffer: BufferPlan, rank: int) -> tuple[int, int]:
+    """Bytes while one buffer of the unit at this position is laid down, and once it is."""
+    layout, placement = buffer.layout, plan.resting[index]
     master = plan.rests.master_of(plan.precision, buffer, placement)
     source, shard = (master or buffer.dtype).itemsize, layout.splits[rank]
     whole, scalars = layout.numel * source, len(buffer.params) * buffer.dtype.itemsize
     masters = shard * source if master is not None and not plan.rests.state else 0
+    if not masters and plan.codec_of_updates(index, buffer) is not None:
+        masters = shard * buffer.dtype.itemsize  # a shard beside the whole
     if placement is Placement.REPLICATED:
         converted = layout.numel * buffer.dtype.itemsize
         if master is None or master == buffer.dtype:

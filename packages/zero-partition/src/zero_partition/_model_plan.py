@@ -8,7 +8,9 @@ from functools import cached_property
 import torch
 from attrs import evolve, frozen
 from torch import nn
+from zero_comm import AbstractCodec
 
+from ._buffer_plan import BufferPlan
 from ._errors import PartitionError
 from ._gather_plan import Extent
 from ._grouping import UnitPlan, choose_small, choose_units, plan_units
@@ -53,6 +55,15 @@ class ModelPlan:
     def resting(self) -> tuple[Placement, ...]:
         """Of the parameters of each unit."""
         return resting_of(self.units, self.placements.params)
+
+    def codec_of_updates(self, index: int, buffer: BufferPlan) -> AbstractCodec | None:
+        """In which updated shards of a buffer of this unit travel; see `Wire.codec_of_updates`."""
+        return self.routes.wire.codec_of_updates(
+            buffer,
+            self.resting[index],
+            is_small=self.units[index].rests_whole,
+            num_shards=self.routes.shards,
+        )
 
     @cached_property
     def extents(self) -> dict[int, Extent]:

@@ -69,7 +69,7 @@ def full_param(param: nn.Parameter, *, to_rank: int | None = None) -> Tensor | N
     if place.buffer.has_masters:
         part = part_of(place, place.buffer.trained)
         return for_rank(place, launch_whole(place, part.to(place.group.device))(), to_rank)
-    if place.unit.placement is Placement.SHARDED:
+    if place.unit.placement is Placement.SHARDED or place.buffer.codec is not None:
         return for_rank(place, launch_whole(place)(), to_rank)
     assert place.buffer.whole is not None, "replicated parameters have a whole buffer"
     value = place.buffer.views_of(place.buffer.whole)[place.position]

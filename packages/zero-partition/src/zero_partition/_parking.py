@@ -180,9 +180,9 @@ def _roots_of(sharded: ShardedModel) -> Iterator[tuple[StateKind, str, Tensor]]:
     """A tensor of every storage that may be parked, its kind and what it belongs to."""
     for unit in sharded.units:
         for buffer in unit.buffers:
-            params = buffer.whole if buffer.whole is not None else buffer.resting.memory
-            if params is not None:
-                yield StateKind.PARAMS, unit.name, params
+            for params in (buffer.whole, buffer.resting.memory):
+                if params is not None:
+                    yield StateKind.PARAMS, unit.name, params
             if buffer.has_masters and buffer.training.memory is not None:
                 yield StateKind.MASTERS, unit.name, buffer.training.memory
     for g in sharded.reducer.gradients:

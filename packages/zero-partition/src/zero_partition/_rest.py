@@ -1,4 +1,4 @@
-"""Where the values of one flat shard rest: in memory, encoded, at a home, or with the state."""
+"""Where a flat shard rests: in memory, in its masters, encoded, at a home, or with the state."""
 
 from __future__ import annotations
 
@@ -71,6 +71,39 @@ class InMemory(AbstractRest):
     def write(self, values: Tensor) -> None:
         """See `AbstractRest.write`."""
         self.tensor.copy_(values)
+
+
+@final
+@frozen(eq=False)
+class Rounded(AbstractRest):
+    """Nothing of its own: what masters on the device round to.
+
+    What is written goes to the masters, by who writes it, and so to nowhere here.
+    """
+
+    masters: Tensor
+    value_dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `AbstractRest.dtype`."""
+        return self.value_dtype
+
+    @property
+    def memory(self) -> None:
+        """See `AbstractRest.memory`."""
+        return None
+
+    def read(self) -> Tensor:
+        """See `AbstractRest.read`."""
+        return self.masters.to(self.dtype, copy=True)
+
+    def edit(self) -> AbstractContextManager[Tensor]:
+        """See `AbstractRest.edit`."""
+        return nullcontext(self.read())
+
+    def write(self, values: Tensor) -> None:
+        """See `AbstractRest.write`."""
 
 
 @final

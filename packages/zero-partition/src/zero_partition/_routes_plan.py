@@ -28,7 +28,7 @@ class PlannedRoutes:
         return self.whole // self.shards
 
     def codec_of(self, buffer: BufferPlan) -> AbstractCodec | None:
-        """In which a buffer's shards travel; None: as they are."""
+        """In which shards of a buffer that rests sharded travel; None: as they are."""
         codec = self.resting_codec_of(buffer) or self.wire.params
         is_encoded = self.shards > 1 and codec is not None and codec.takes(buffer.dtype)
         return codec if is_encoded else None

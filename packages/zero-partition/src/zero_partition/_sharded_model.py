@@ -12,13 +12,16 @@ from torch import Tensor, nn
 from zero_comm import Exposure, Group, Handle
 
 from ._errors import StateError
+from ._flat_buffer import FlatBuffer
 from ._late import ModuleTree
 from ._outside import OutsideUses
 from ._parked import Parked, StateKind
 from ._placement import Placement, Placements
 from ._places import Place, record_places
+from ._publish import publish
 from ._reducer import GradientReducer
 from ._residence import Residence
+from ._rest import Rounded
 from ._schedule import Call, Schedule
 from ._torch_compat import (
     call_after_backward,
@@ -71,6 +74,7 @@ class ShardedModel:
     gathered: set[tuple[int, int, int]] = field(factory=set, init=False)  # places, by their keys
     unread: list[Handle[Tensor]] = field(factory=list, init=False)  # sent as an exception passed
     _tree: ModuleTree = field(init=False)
+    _rounded: list[FlatBuffer] = field(init=False)  # that rest whole, and are gathered by a codec
     removers: list[Callable[[], None]] = field(factory=list, init=False)  # of all our hooks
     before_write: list[Callable[[], None]] = field(factory=list, init=False)  # once, whoever writes
     parked: Parked | None = field(default=None, init=False)  # what is elsewhere between phases
@@ -86,6 +90,8 @@ class ShardedModel:
     def __attrs_post_init__(self) -> None:
         self.outside = OutsideUses(self)
         self._tree = ModuleTree.of(self.model)
+        buffers = [buffer for unit in self.units for buffer in unit.buffers]
+        self._rounded = [buffer for buffer in buffers if buffer.codec is not None]
         record_places(self)
 
     @property
@@ -104,6 +110,19 @@ class ShardedModel:
         return self._backward_is_open
 
     @property
+    def is_exact(self) -> bool:
+        """Whether this rank has all parameters whole, as they rest: not what a codec leaves."""
+        is_whole = self.placements.params is Placement.REPLICATED
+        return is_whole and all(unit.codec is None for unit in self.units)
+
+    @property
+    def exact_kinds(self) -> set[StateKind]:
+        """What must not be parked for parameters to be read as they rest."""
+        rests = (buffer.resting for unit in self.units for buffer in unit.buffers)
+        masters = {StateKind.MASTERS for rest in rests if isinstance(rest, Rounded)}
+        return {StateKind.PARAMS, *masters}
+
+    @property
     def access_tag(self) -> int:
         """Identity of what gathers of single parameters agree on."""
         return self.reducer.control_tag + 1
@@ -118,6 +137,9 @@ class ShardedModel:
             self.outside.forget()
             with plain_access():
                 self._had_guards = self.reducer.before_forward()
+            for buffer in self._rounded:
+                if buffer.is_unrounded:
+                    buffer.round_whole()
             self.schedule.begin_forward()
         self.forwards += 1
 
@@ -265,12 +287,10 @@ class ShardedModel:
         for unit in self.units:
             for buffer in unit.buffers:
                 buffer.reclaim()
-                buffer.round_masters()
+                buffer.follow_update()
         self.end_write()
         if self.placements.optim is Placement.SHARDED:
-            handles = [handle for unit in self.units for handle in unit.publish()]
-            for handle in handles:
-                handle.wait()
+            publish(self.units)
         if self.residence.home is not None:
             self.residence.home.settle()
 

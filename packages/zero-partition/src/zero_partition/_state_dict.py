@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ._bound import Bound
 from ._errors import StateError
-from ._parked import StateKind
 from ._placement import Placement
 from ._shard_state import ShardState
 from ._sharded_model import ShardedModel
@@ -26,10 +25,10 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     """What the public `full_state_dict` documents."""
     if any(unit.depth for unit in sharded.units):
         raise StateError("full_state_dict() was called while a forward is running")
-    sharded.refuse_parked("full_state_dict()", StateKind.PARAMS)
+    sharded.refuse_parked("full_state_dict()", *sharded.exact_kinds)
     sharded.finish_update()  # so that weights and optimizer state are of one step
     is_first = sharded.whole.rank == 0
-    if sharded.placements.params is Placement.REPLICATED:
+    if sharded.is_exact:
         state = sharded.model.state_dict() if is_first else {}
         copies: dict[Any, Tensor] = {}
         return {key: _to_host(value, copies) for key, value in state.items()}
@@ -97,13 +96,13 @@ def _to_host(value: Any, copies: dict[Any, Tensor]) -> Any:
 def install_state_dict_hooks(sharded: ShardedModel) -> None:
     """Give `state_dict` and `load_state_dict` a meaning where parameters rest sharded.
 
-    Where they rest whole but have masters, what is loaded goes to both.
+    Also where they rest whole, but as a codec leaves them. Where they have masters, what is loaded
+    goes to both.
     """
     owned: dict[nn.Module, Places] = {}
     for unit in sharded.units:
         for module, attribute, buffer, position in unit.owners:
-            is_sharded = unit.placement is Placement.SHARDED
-            if is_sharded or unit.buffers[buffer].has_masters:
+            if not _has_exact(unit) or unit.buffers[buffer].has_masters:
                 owned.setdefault(module, {})[attribute] = (unit, buffer, position)
     for module, places in owned.items():
         loaded: set[str] = set()
@@ -111,13 +110,18 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
             module.register_load_state_dict_pre_hook(_BeforeLoad(sharded, places, loaded)),
             module.register_load_state_dict_post_hook(_AfterLoad(loaded)),
         ]
-        if any(unit.placement is Placement.SHARDED for unit, _, _ in places.values()):
+        if not all(_has_exact(unit) for unit, _, _ in places.values()):
             exact: dict[str, Tensor] = {}
             handles += [
                 module.register_state_dict_pre_hook(_BeforeExport(sharded, places, exact)),
                 module.register_state_dict_post_hook(_AfterExport(sharded, places, exact)),
             ]
         sharded.removers += [handle.remove for handle in handles]
+
+
+def _has_exact(unit: Unit) -> bool:
+    """Whether its parameters rest whole, and as they are updated."""
+    return unit.placement is Placement.REPLICATED and unit.codec is None
 
 
 def _is_whole(place: tuple[Unit, int, int]) -> bool:
@@ -141,13 +145,13 @@ class _BeforeExport(Bound):
         if not self.sharded.gathers_state_dict:
             name = prefix + next(iter(self.places))
             raise StateError(
-                f"state_dict(): parameter {name!r} is sharded over {self.sharded.group.world_size} "
-                "ranks, and gathering it needs all of them. Call "
+                f"state_dict(): parameter {name!r}, as it is updated, is sharded over "
+                f"{self.sharded.group.world_size} ranks, and gathering it needs all of them. Call "
                 "zero_engine.full_state_dict(model) on every rank (rank 0 receives the weights; "
                 "save_pretrained() takes them as state_dict=...), or set "
                 "ZeroConfig(state_dict='gather') if every rank calls state_dict()."
             )
-        self.sharded.refuse_parked("state_dict()", StateKind.PARAMS)
+        self.sharded.refuse_parked("state_dict()", *self.sharded.exact_kinds)
         for unit in units:
             unit.unshard(self.sharded.schedule.pool)
         encoded = {id(unit): unit for unit in units if unit.codec is not None}

@@ -45,8 +45,9 @@ def fill_buffer(buffer: FlatBuffer, readers: Readers, updater: AbstractUpdater |
         for position, reader in readers.items():
             span = buffer.plan.layout.spans[position]
             read_into(buffer.whole[span.as_slice()], reader, span.shifted(-span.start))
-        if not buffer.has_masters:
+        if not buffer.has_masters and buffer.codec is None:
             return
+        buffer.is_unrounded = buffer.codec is not None
     rest = buffer.training
     mine = [piece for piece in buffer.pieces if piece.index in readers]
     values = rest.memory
@@ -61,7 +62,7 @@ def fill_buffer(buffer: FlatBuffer, readers: Readers, updater: AbstractUpdater |
         rest.write(values)
         if updater is not None and buffer.targets and rest.dtype == buffer.plan.dtype:
             _fill_own_masters(buffer, readers, updater)
-    if buffer.has_masters and buffer.whole is None:
+    if buffer.has_masters and (buffer.whole is None or buffer.codec is not None):
         buffer.resting.write(values)
 
 

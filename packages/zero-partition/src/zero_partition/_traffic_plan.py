@@ -83,7 +83,8 @@ def _operations_of(
             inside += node.send(buffer.dtype, local, sends_own=True)[0]
         yield "all_gather", num_gathers, (inside, across)
     elif is_sharded and buffer.trainable:  # of what was updated
-        yield "all_gather", 1, shards.send(buffer.dtype, 1, sends_own=True)
+        codec = plan.codec_of_updates(index, buffer)
+        yield "all_gather", 1, shards.send(buffer.dtype, 1, sends_own=True, codec=codec)
     if not buffer.trainable:
         return
     if not is_sharded:

@@ -40,7 +40,7 @@ class Unit:
     placement: Placement  # of its parameters
     buffers: tuple[FlatBuffer, ...]
     owners: tuple[tuple[nn.Module, str, int, int], ...]  # module, attribute, buffer, position
-    codec: AbstractCodec | None = None  # of gathers; see `Wire.params`
+    codec: AbstractCodec | None = None  # of gathers, if they round some of it; see `Wire.params`
     secondary: SecondaryShards | None = None  # its node's copy
     exposure: Exposure | None = None  # through which all shards can be read without their owners
     copies: AbstractShardHome | None = None  # which has its whole buffers for a while
@@ -123,10 +123,10 @@ class Unit:
         """How its shards are written in gathers of the unit; None: as they are."""
         if isinstance(buffer.resting, Encoded):
             return buffer.resting.codec
-        is_sent = self.placement is Placement.SHARDED and self.group.world_size > 1
-        if not is_sent or self.codec is None or not self.codec.takes(buffer.plan.dtype):
-            return None
-        return self.codec
+        if self.placement is Placement.REPLICATED:
+            return buffer.codec
+        is_sent = self.group.world_size > 1 and self.codec is not None
+        return self.codec if is_sent and self.codec.takes(buffer.plan.dtype) else None
 
     @property
     def encoded_bytes(self) -> int:
@@ -221,20 +221,6 @@ class Unit:
                 or (is_sharded and not is_held and param._version != buffer.versions[position])
             ):
                 raise StateError(self._describe_change(param, buffer, position))
-
-    def publish(self) -> list[Handle[Tensor]]:
-        """Launch the all-gather, in place, of replicated parameters of which we updated a shard."""
-        return [
-            all_gather_flat(
-                buffer.whole,
-                splits=buffer.plan.layout.splits,
-                payload=buffer.plan.layout.payload_splits,
-                group=self.group,
-                tag=buffer.gather_tag,
-            )
-            for buffer in self.buffers
-            if buffer.plan.trainable and buffer.whole is not None
-        ]
 
     def _describe_change(
         self, param: nn.Parameter | None, buffer: FlatBuffer, position: int

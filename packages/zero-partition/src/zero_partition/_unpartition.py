@@ -37,7 +37,7 @@ def unpartition(sharded: ShardedModel) -> None:
     with plain_access():
         sharded.reducer.before_forward()  # takes guards away
     for buffer, of_buffer in zip(buffers, entries, strict=True):
-        if buffer.whole is None or buffer.has_masters:
+        if buffer.whole is None or buffer.has_masters or buffer.codec is not None:
             values = launch_buffer(buffer, buffer.trained.to(sharded.group.device))()
         else:
             values = buffer.views_of(buffer.whole)

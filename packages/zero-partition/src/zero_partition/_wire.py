@@ -95,12 +95,17 @@ class Wire:
             as many ranks as a node has, and no gather leaves it. What a rank writes to its own part
             (`set_local_param`) must be the same on the ranks of other nodes that have that part.
             (MiCS, arXiv 2205.00119; hybrid sharding.)
-        params: Stage 3: how shards are written in the gathers of units. Every rank, the owner too,
-            computes with what it decodes; the shards themselves stay exact, and so does what is
-            stepped, saved and given by request (`full_param`, `GatheredParameters`). A node's copy
-            (`secondary`) is of decoded values. Parameters that rest whole travel as they are, and
-            so do single ones that are used outside their unit, after they are rounded alike.
-            (ZeRO++ calls it qwZ.)
+        params: Stages 1 to 3: how shards are written in the gathers of units. Every rank, the owner
+            too, computes with what it decodes; the shards themselves stay exact, and so does what
+            is stepped, saved and given by request (`full_param`, `GatheredParameters`). A node's
+            copy (`secondary`) is of decoded values. Single parameters that are used outside their
+            unit travel as they are, after they are rounded alike. (ZeRO++ calls it qwZ.)
+            At stages 1 and 2 what is gathered is what a step has updated, so frozen parameters stay
+            exact. Shards then rest beside the whole parameters, if there are no masters on the
+            device: that costs the bytes of a shard. As at stage 3, `model.state_dict()` gathers or
+            raises. What is written to whole parameters in place stays until the next step; what is
+            loaded is rounded alike when the model's forward next runs. Of small parameters that
+            rest whole at stage 3 nothing is encoded.
         gradients: Stages 1 to 3: how gradients are written while they are reduced, in two hops:
             each rank's inside its node, then the node's sums, encoded anew, across nodes. One hop
             where there is one node, or one rank to a node. Sums are taken in float32. With
@@ -199,11 +204,10 @@ class Wire:
                 "Wire(replicas=True) is for what is sharded, and at stage 0 every rank is a "
                 "replica; use stage 1, 2 or 3, or leave it out"
             )
-        if self.params is not None and placements.params is Placement.REPLICATED:
+        if self.params is not None and placements.optim is Placement.REPLICATED:
             raise PartitionError(
-                f"Wire(params='{self.params}') is for parameters that are gathered before use, and "
-                "at stages 0 to 2 they rest whole: what was sent would take the place of the exact "
-                "values, and small updates would be lost; use stage 3, or leave it out"
+                f"Wire(params='{self.params}') is for parameters that are gathered, and at stage 0 "
+                "every rank updates all of them; use stage 1, 2 or 3, or leave it out"
             )
         if self.frozen is not None and placements.params is Placement.REPLICATED:
             raise PartitionError(
@@ -221,6 +225,21 @@ class Wire:
         """Whether shards of a buffer of parameters that rest so are kept encoded."""
         is_frozen = placement is Placement.SHARDED and not plan.trainable
         return is_frozen and self.frozen is not None and self.frozen.takes(plan.dtype)
+
+    def codec_of_updates(
+        self, plan: BufferPlan, placement: Placement, *, is_small: bool, num_shards: int
+    ) -> AbstractCodec | None:
+        """How updated shards of a buffer that rests whole are gathered; None: as they are.
+
+        Args:
+            plan: Of the buffer.
+            placement: Of its parameters.
+            is_small: They rest whole at stage 3 too.
+            num_shards: Number of ranks that exchange them.
+        """
+        is_gathered = placement is Placement.REPLICATED and plan.trainable and num_shards > 1
+        is_encoded = is_gathered and not is_small and self.params is not None
+        return self.params if is_encoded and self.params.takes(plan.dtype) else None
 
     def codec_of_gradients(self, dtype: torch.dtype) -> AbstractCodec | None:
         """How gradients of this dtype travel; None: as they are."""

@@ -1,0 +1,472 @@
+"""Codecs of parameters that rest whole: at stages 1 and 2 a step's updates are gathered encoded.
+
+That training has the bits of one process is seen in `test_coded_training`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import attrs
+import coded
+import delayed
+import parity
+import pytest
+import residences
+import torch
+import zero_engine
+from delayed import Case, Late
+from one_dtype import OneDtype
+from parity import Recipe, ZeroConfig
+from parking import park_and_return
+from residences import Cell, resting_as
+from torch import Tensor, nn
+from zero_comm import Group, parse_codec, record_traffic
+from zero_engine import Offload, Precision, Wire
+from zero_partition import (
+    LostEditError,
+    StateError,
+    StateKind,
+    _publish,
+    find_sharded,
+    memory_report,
+)
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+CODED = Wire(params="int8:16")
+CODEC = parse_codec("int8:16")
+MASTERS = Precision(params=torch.bfloat16)
+PRECISIONS = {"masters": MASTERS, "none": None}
+
+
+class Trained(OneDtype):
+    """All is used, and nothing is frozen: at stage 3 that would be rounded too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen.requires_grad_()
+
+    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
+        return super().forward(tokens) + self.unused.float().sum()
+
+
+def build(
+    group: Group,
+    stage: int,
+    precision: Precision | None,
+    make: Callable[[], nn.Module] = Trained,
+    **more: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model that computes in one dtype."""
+    config = ZeroConfig(stage, wire=CODED, precision=precision, **more)
+    return parity.build_sharded(group, config, make=make)
+
+
+def computed(model: nn.Module) -> dict[str, Tensor]:
+    """What the next forward reads, where parameters rest whole."""
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+# ---- However it is stepped ----
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_where_state_rests_changes_no_bit(ranks, precision: str, tmp_path: Path) -> None:
+    """Who steps a shard elsewhere writes it back piece by piece; what is sent is all of it."""
+    ranks(2).run(_rest_elsewhere, precision=PRECISIONS[precision], folder=str(tmp_path))
+
+
+def _rest_elsewhere(group: Group, precision: Precision | None, folder: str) -> None:
+    recipe = Recipe(make=OneDtype, optimizer="sgd")
+    dtype = None if precision is None else precision.params
+    expected = coded.train_coded(
+        recipe, stage=2, params=CODEC, world_size=2, ranks_per_node=2, dtype=dtype
+    )
+    for cell in (Cell(2, "host"), Cell(1, "disk"), Cell(2, "disk", fraction=0.3)):
+        offload = cell.offload(folder)
+        config = ZeroConfig(cell.stage, wire=CODED, precision=precision, offload=offload)
+        with resting_as(cell):
+            found = parity.train_sharded(group, recipe, config)
+
+        assert found.losses == expected[group.rank].losses, cell
+        if group.rank == 0:
+            parity.assert_same_weights(found.weights, expected[0].weights, what=str(cell))
+
+
+@attrs.define(eq=False)
+class CodedLate(Late):
+    """The model computes with what shards of the other copy decode to."""
+
+    exact: nn.Module
+
+    @classmethod
+    def of(cls, case: Case) -> CodedLate:
+        """Before the first step."""
+        exact = parity.build(OneDtype)
+        trained = delayed.trainable(exact)
+        model = copy.deepcopy(exact).to(torch.bfloat16 if case.is_bf16 else torch.float32)
+        late = cls(model, trained, case.make(trained), exact)
+        late.take_over()
+        return late
+
+    def take_over(self) -> None:
+        """As a gather does."""
+        coded.round_params(self.model, self.exact, self.optimizer, CODEC, 2)
+
+
+@pytest.mark.parametrize("is_bf16", [False, True], ids=["fp32", "bf16"])
+def test_a_delayed_update_is_gathered_when_it_is_brought_in(
+    ranks, tmp_path: Path, is_bf16: bool
+) -> None:
+    """The model must not compute with values that are held back, nor round them twice."""
+    for offload in (delayed.on_host(), delayed.on_disk(tmp_path)):
+        ranks(2).run(_delay, case=Case(offload, 2, is_bf16, wire=CODED))
+
+
+def _delay(group: Group, case: Case) -> None:
+    expected = delayed.train_alone(case, rank=group.rank, world_size=2, late=CodedLate.of(case))
+    found = delayed.train_sharded(case, group)
+
+    assert found.losses == expected.losses
+    assert all(map(torch.equal, found.trained, expected.trained))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_shards_that_are_not_stepped_are_rounded_once(ranks, precision: str) -> None:
+    """An expert that is seldom used would walk away with each step of its neighbours in a block."""
+    ranks(2).run(_step_others, precision=PRECISIONS[precision])
+
+
+def _step_others(group: Group, precision: Precision | None) -> None:
+    model, optimizer = build(group, 2, precision, OneDtype)
+    parity.run_steps(model, optimizer, range(3), rank=group.rank)
+    twin = copy.deepcopy(parity.build(OneDtype)).to(model.unused.dtype)
+    exact = parity.build(OneDtype)
+    for name, param in model.named_parameters():
+        exact.get_parameter(name).data = zero_engine.full_param(param).float()
+    assert torch.equal(exact.unused, parity.build(OneDtype).unused)  # nothing has stepped it
+
+    stepper = parity.OPTIMIZERS["sgd"](parity.param_groups(exact))
+    coded.round_params(twin, exact, stepper, CODEC, 2)
+    found = computed(model)
+    for name, value in twin.named_parameters():
+        if value.requires_grad:
+            assert torch.equal(found[name], value), name
+    assert torch.equal(found["frozen"].float(), exact.frozen)  # nobody gathers it
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_parked_state_comes_back_beside_what_is_computed_with(ranks, precision: str) -> None:
+    """There are two sets of values now; one in the place of the other would train on."""
+    ranks(2).run(_park, precision=PRECISIONS[precision])
+
+
+def _park(group: Group, precision: Precision | None) -> None:
+    curves = []
+    for kinds in ((), tuple(StateKind), (StateKind.PARAMS,), (StateKind.MASTERS,)):
+        model, optimizer = build(group, 2, precision)
+        losses = parity.run_steps(model, optimizer, range(1), rank=group.rank)
+        if kinds:
+            park_and_return(*kinds)(model)
+        losses += parity.run_steps(model, optimizer, range(1, 3), rank=group.rank)
+        curves.append((losses, zero_engine.full_state_dict(model)))
+        if kinds == (StateKind.MASTERS,) and precision is not None:
+            zero_engine.offload_states(model, [StateKind.MASTERS])
+            with pytest.raises(StateError, match="reload_states"):
+                zero_engine.full_state_dict(model)
+            zero_engine.reload_states(model)
+
+    for losses, weights in curves[1:]:
+        assert losses == curves[0][0]
+        assert all(torch.equal(weights[key], value) for key, value in curves[0][1].items())
+
+
+# ---- What is asked for, and what is written ----
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_weights_by_request_are_exact(ranks, precision: str) -> None:
+    """An export must not be of what happened to travel, at no stage."""
+    ranks(2).run(_ask_for_weights, precision=PRECISIONS[precision])
+
+
+def _ask_for_weights(group: Group, precision: Precision | None) -> None:
+    model, optimizer = build(group, 2, precision, state_dict="gather")
+    at_rest, _ = build(group, 3, precision, state_dict="gather")  # the same, by an older way
+    data = parity.batch(0, 0, group.rank)
+    assert torch.equal(parity.loss_of(model, data), parity.loss_of(at_rest, data))
+    parity.run_steps(model, optimizer, range(2), rank=group.rank)
+    at_rest.load_state_dict(model.state_dict())
+    expected = at_rest.state_dict()
+
+    whole, gathered = zero_engine.full_state_dict(model), model.state_dict()
+    for name, param in model.named_parameters():
+        assert torch.equal(gathered[name], expected[name]), name
+        assert group.rank or torch.equal(whole[name], expected[name]), name
+        full = zero_engine.full_param(param)
+        assert torch.equal(full.to(param.dtype), expected[name]), name
+        with zero_engine.GatheredParameters(param):
+            assert torch.equal(param, expected[name]), name
+        if param.requires_grad:
+            assert not torch.equal(param, expected[name]), name
+    with zero_engine.unsharded(model), zero_engine.unsharded(at_rest), torch.no_grad():
+        assert torch.equal(parity.loss_of(model, data), parity.loss_of(at_rest, data))
+
+    zero_engine.unshard(model, optimizer)
+    for name, param in model.named_parameters():
+        assert torch.equal(param.to(expected[name].dtype), expected[name]), name
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_local_state_dict_is_refused(ranks, stage: int) -> None:
+    """It would be of rounded weights, saved for good by who does not know."""
+    ranks(2).run(_save_locally, stage=stage)
+
+
+def _save_locally(group: Group, stage: int) -> None:
+    model, _ = build(group, stage, None)
+    with pytest.raises(StateError, match=r"full_state_dict\(model\) on every rank"):
+        model.state_dict()
+    with pytest.raises(LostEditError), zero_engine.unsharded(model), torch.no_grad():
+        model.unused.add_(1)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_values_that_are_written_count_as_at_stage_3(ranks, precision: str) -> None:
+    """Code that edits weights is not to know the stage."""
+    ranks(2).run(_write, precision=PRECISIONS[precision])
+
+
+def _write(group: Group, precision: Precision | None) -> None:
+    def train(stage: int) -> tuple[list[float], dict[str, Any]]:
+        model, optimizer = build(group, stage, precision)
+        losses = parity.run_steps(model, optimizer, range(1), rank=group.rank)
+        weight = model.blocks[1].up.weight
+        with zero_engine.GatheredParameters([weight, model.unused], modifier_rank=1):
+            if group.rank == 1:
+                weight.data.fill_(0.3)
+        zero_engine.set_full_param(model.blocks[0].up.weight, torch.full(weight.shape, 0.7))
+        model.load_state_dict(
+            {name: value * 1.1 for name, value in parity.build(Trained).state_dict().items()}
+        )
+        losses += parity.run_steps(model, optimizer, range(1, 3), rank=group.rank)
+        return losses, zero_engine.full_state_dict(model)
+
+    expected = train(3)
+    for stage in (1, 2):
+        losses, weights = train(stage)
+        assert losses == expected[0]
+        assert all(torch.equal(weights[key], value) for key, value in expected[1].items())
+
+
+def test_a_parameter_that_only_lies_beside_a_written_one_keeps_its_master(ranks) -> None:
+    """Rounding it to what travelled would undo small updates, without a word."""
+    ranks(2).run(_write_beside)
+
+
+def _write_beside(group: Group) -> None:
+    model, optimizer = build(group, 2, MASTERS)
+    parity.run_steps(model, optimizer, range(2), rank=group.rank)
+    masters = {name: zero_engine.local_param(param) for name, param in model.named_parameters()}
+    with torch.no_grad():
+        model.unused.mul_(2)  # in place, by every rank
+    written = model.unused.detach().float()
+    zero_engine.set_full_param(model.blocks[0].up.bias, torch.ones(13))
+    optimizer.step()  # without a gradient
+
+    for name, param in model.named_parameters():
+        if name not in ("unused", "blocks.0.up.bias"):
+            assert torch.equal(zero_engine.local_param(param), masters[name]), name
+    assert torch.equal(zero_engine.full_param(model.unused).float(), written)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_training_goes_on_from_a_file_as_if_it_had_not_ended(
+    ranks, precision: str, tmp_path: Path
+) -> None:
+    """What is saved is exact, and what is loaded is rounded before it is computed with."""
+    ranks(2).run(_resume, precision=PRECISIONS[precision], folder=tmp_path)
+
+
+def _resume(group: Group, precision: Precision | None, folder: Path) -> None:
+    model, optimizer = build(group, 2, precision)
+    parity.run_steps(model, optimizer, range(2), rank=group.rank)
+    zero_engine.save(folder / "saved", model, optimizer, step=2)
+    expected = parity.run_steps(model, optimizer, range(2, 4), rank=group.rank)
+    swap = Offload(optimizer="disk", path=folder, subgroup_bytes=1000)
+    for stage, offload in ((1, None), (2, None), (3, None), (2, swap)):
+        again, stepper = build(group, stage, precision, offload=offload)
+        parity.run_steps(again, stepper, range(7, 8), rank=group.rank)
+        zero_engine.load(folder / "saved", again, stepper)
+        found = parity.run_steps(again, stepper, range(2, 4), rank=group.rank)
+        assert found == expected, (stage, offload)
+
+
+# ---- What it costs ----
+
+
+def test_a_quarter_of_the_bytes_travels_after_a_step(ranks) -> None:
+    """The reason for it: the gather is half of what stage 2 sends in float32."""
+    for sent in ranks(4).run(_count):
+        elements = 3 * 4 * 64 * 64 // 4  # to three peers, a quarter of four blocks each
+        assert sent.payload_bytes == elements
+        assert sent.scale_bytes == elements // 256 * 4
+        assert not sent.padding_bytes
+
+
+def _chain(group: Group, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = parity.build(partial(parity.Chain, 4))
+    return zero_engine.shard(model, parity.adamw(model), ZeroConfig(2, **settings), group=group)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    parity.finish_step(model(torch.ones(1, 64)).square().sum(), optimizer)
+
+
+def _count(group: Group) -> Any:
+    model, optimizer = _chain(group, wire=Wire(params="int8"))
+    _step(model, optimizer)
+    with record_traffic(group) as traffic:
+        _step(model, optimizer)
+    return traffic.operations["all_gather"]
+
+
+def test_two_units_are_on_their_way_at_a_time_and_the_plan_says_so(ranks) -> None:
+    """All at once would be a second model, in bytes, at the moment when memory is scarcest."""
+    ranks(2).run(_peak)
+
+
+def _peak(group: Group) -> None:
+    samples: list[int] = []
+    wait = _publish._wait
+
+    def sample(handles: Any) -> None:
+        samples.append(parity.live_bytes(at_least=2048))
+        wait(handles)
+
+    config = {"wire": Wire(params="int8")}
+    plan = zero_engine.plan(
+        parity.Chain(4), ZeroConfig(2, **config), world_size=2, device="cpu", rank=group.rank
+    )
+    parity.count_from_here()
+    model, optimizer = _chain(group, **config)
+    _step(model, optimizer)
+    with mock.patch.object(_publish, "_wait", sample):
+        _step(model, optimizer)
+
+    in_flight = 2 * 2 * CODEC_OF_CHAIN.wire_bytes(64 * 64 // 2)
+    assert max(samples) == memory_before_step(plan) + in_flight
+    assert plan.memory.step_peak_bytes >= plan.memory.before_step.total_bytes + in_flight
+
+
+CODEC_OF_CHAIN = parse_codec("int8")
+
+
+def memory_before_step(plan: Any) -> int:
+    """Without scalars, which are too small to be seen."""
+    report = plan.memory.before_step
+    return report.total_bytes - report.scalars_bytes
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_plan_knows_the_shard_that_rests_beside_wherever_state_is(
+    ranks, stage: int, tmp_path: Path
+) -> None:
+    """With masters on the device it is nothing, and else as large as a rank's part."""
+    ranks(2).run(_plan, stage=stage, folder=tmp_path, timeout_s=60)
+
+
+def _plan(group: Group, stage: int, folder: Path) -> None:
+    for offload in (
+        None,
+        Offload(optimizer="host", subgroup_bytes=1000),
+        Offload(optimizer="disk", path=folder, subgroup_bytes=1000),
+        delayed.on_host(),
+    ):
+        for precision in PRECISIONS.values():
+            config = ZeroConfig(stage, wire=CODED, precision=precision, offload=offload)
+            with torch.device("meta"):
+                model = Trained()
+            planned = zero_engine.plan(
+                model,
+                config,
+                optimizer=residences.cpu_adam(model),
+                world_size=2,
+                rank=group.rank,
+                device="cpu",
+            )
+            model = parity.build(Trained)
+            optimizer = residences.cpu_adam(model)
+            zero_engine.shard(model, optimizer, config, group=group)
+            parity.run_steps(model, optimizer, range(2), rank=group.rank)
+            report, expected = attrs.asdict(memory_report(model)), attrs.asdict(planned.at_rest)
+            different = {
+                key: (report[key], expected[key]) for key in report if report[key] != expected[key]
+            }
+            assert not different, (different, precision, offload)
+            whole, shard = _bytes_of(model)
+            has_masters = offload is None and precision is not None
+            assert planned.at_rest.params_bytes == whole + (0 if has_masters else shard)
+            zero_engine.unshard(model, optimizer)
+
+
+def _bytes_of(model: nn.Module) -> tuple[int, int]:
+    """Of whole parameters, and of this rank's parts of those that train."""
+    params = list(model.parameters())
+    parts = [zero_engine.local_param(p).numel() * p.itemsize for p in params if p.requires_grad]
+    return sum(param.nbytes for param in params), sum(parts)
+
+
+def test_what_is_lost_is_told_by_unit(ranks) -> None:
+    """Whoever sees a worse loss wants to know which layer is too coarse."""
+    ranks(2).run(_compare_errors)
+
+
+def _compare_errors(group: Group) -> None:
+    model, optimizer = _chain(group, wire=Wire(params="int4"))
+    with zero_engine.record_codec_errors(model) as errors:
+        _step(model, optimizer)
+    found, codec = errors.params.relative(), parse_codec("int4")
+
+    assert len(found) == 4
+    for index, layer in enumerate(model.layers):
+        expected = codec.relative_error(zero_engine.local_param(layer.weight))
+        value = torch.tensor(found[f"layers.{index}"])
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=0)
+
+
+def test_small_parameters_at_stage_3_travel_as_they_are(ranks) -> None:
+    """They are kept whole as they are few and matter: norms and biases."""
+    ranks(2).run(_keep_small)
+
+
+def _keep_small(group: Group) -> None:
+    model, optimizer = build(group, 3, MASTERS, small_param_numel=13)
+    parity.run_steps(model, optimizer, range(2), rank=group.rank)
+    assert {unit.codec for unit in find_sharded(model).units} == {CODEC, None}
+
+    small = [param for param in model.parameters() if param.requires_grad and param.numel() <= 13]
+    assert small
+    for param in small:
+        exact = zero_engine.full_param(param)
+        assert torch.equal(param.detach(), exact.to(param.dtype))
+
+
+def test_one_rank_rounds_nothing(ranks) -> None:
+    """As at stage 3: nothing travels."""
+    ranks(1).run(_train_alone)
+
+
+def _train_alone(group: Group) -> None:
+    recipe = Recipe(make=OneDtype, num_steps=2)
+    found, expected = (
+        parity.train_sharded(group, recipe, ZeroConfig(2, wire=wire)) for wire in (CODED, Wire())
+    )
+    assert found.losses == expected.losses
+    parity.assert_same_weights(found.weights, expected.weights, what="one rank")
