@@ -43,14 +43,15 @@ def test_interpreted_kernels_write_and_read_the_same_bits() -> None:
 
 @needs_triton
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiled_kernels_round_as_torch_does(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capability: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fused sum, an approximate division or a flushed denormal shows in values only seldom."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for bits in (8, 4):
-        for block in (256, 1000, 10000):
-            encode, decode, decode_add = _ptx_of(dtype, bits, block)
+        for block in (256, 10000):
+            encode, decode, decode_add = _ptx_of(capability, dtype, bits, block)
             for ptx in (encode, decode, decode_add):
                 assert not re.search(r"\bfma|\bmad\.\w+\.f32|ftz|approx|div\.full", ptx)
                 assert not re.search(r"\b(add|sub|mul|div)(\.\w+)*(?<!\.rn)\.f32", ptx)
@@ -59,14 +60,14 @@ def test_compiled_kernels_round_as_torch_does(
                 assert re.search(rf"cvt\.rn\.{dtype.replace('p', '')}(x2)?\.f32", decode)
 
 
-def _ptx_of(dtype: str, bits: int, block: int) -> list[str]:
-    """Of the kernels that encode, decode, and decode to add, compiled for an H100."""
+def _ptx_of(capability: int, dtype: str, bits: int, block: int) -> list[str]:
+    """Of the kernels that encode, decode, and decode to add; compiling needs no GPU."""
     from triton import compile as compile_kernel
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from zero_comm import _triton_codec
 
-    types = {"values": f"*{dtype}", "out": f"*{dtype}", "integers": "*i8", "scales": "*fp32"}
+    types = {"values": f"*{dtype}", "out": f"*{dtype}", "integers": "*i8"}
     types |= {"numel": "i32", "num_bytes": "i32"}
     found = []
     for kernel, adds in (
@@ -83,7 +84,7 @@ def _ptx_of(dtype: str, bits: int, block: int) -> list[str]:
             _triton_codec.tile_of(bits, block) | adds,
             {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types},
         )
-        target = GPUTarget("cuda", 90, 32)
+        target = GPUTarget("cuda", capability, 32)
         compiled = compile_kernel(source, target=target, options=_triton_codec.LAUNCH)
         assert compiled.asm["cubin"]
         found.append(compiled.asm["ptx"])
@@ -119,7 +120,7 @@ def test_a_gpu_encodes_more_than_an_int_counts() -> None:
 
     assert back[-265:].eq(3).all()
     assert back[-1000:-265].eq(1).all()
-    assert back[::1001].eq(1).all()
+    assert back[:-265:1001].eq(1).all()
 
 
 @pytest.mark.gpu
