@@ -122,7 +122,8 @@ def estimate_step(
     gathered = sum(row.shard_bytes * row.gathers for row in plan.units)
     shards = sum(row.shard_bytes for row in plan.units)
     params_rest = "device" if offload is None else offload.params
-    stepped = 2 * plan.save.num_bytes + report.gradients_bytes  # all is read, all but those written
+    kept = plan.save.num_bytes - report.loco_bytes  # all is read, and all but gradients written
+    stepped = 2 * kept + report.gradients_bytes
     host = rates.host_bytes or rates.device_bytes
     seconds = {
         "computing": flops_per_param * plan.numel * tokens / rates.matmul_flops,

@@ -53,11 +53,15 @@ def loco_state(sharded: ShardedModel) -> dict[str, Tensor]:
 def restore_loco(sharded: ShardedModel, saved: Mapping[str, Tensor]) -> None:
     """Feed back what `loco_state` gave where `loco_facts` are the same; forget all if empty. Local.
 
+    Where none are kept, nothing happens.
+
     Args:
         sharded: The model, between steps.
         saved: On any device.
     """
     kept, device = _kept(sharded), sharded.group.device
+    if not kept:
+        return
     counts = saved[_NUM_REDUCTIONS].tolist() if saved else [0] * len(kept)
     for (name, errors), count in zip(kept.items(), counts, strict=True):
         prefix = f"{name}."
