@@ -265,15 +265,16 @@ def _write(group: Group, precision: Precision | None) -> None:
         assert all(torch.equal(weights[key], value) for key, value in expected[1].items())
 
 
-def test_a_parameter_that_only_lies_beside_a_written_one_keeps_its_master(ranks) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_lies_beside_a_written_parameter_stays_exact(ranks, precision: str) -> None:
     """Rounding it to what travelled would undo small updates, without a word."""
-    ranks(2).run(_write_beside)
+    ranks(2).run(_write_beside, precision=PRECISIONS[precision])
 
 
-def _write_beside(group: Group) -> None:
-    model, optimizer = build(group, 2, MASTERS)
+def _write_beside(group: Group, precision: Precision | None) -> None:
+    model, optimizer = build(group, 2, precision)
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
-    masters = {name: zero_engine.local_param(param) for name, param in model.named_parameters()}
+    exact = {name: zero_engine.local_param(param) for name, param in model.named_parameters()}
     with torch.no_grad():
         model.unused.mul_(2)  # in place, by every rank
     written = model.unused.detach().float()
@@ -282,7 +283,7 @@ def _write_beside(group: Group) -> None:
 
     for name, param in model.named_parameters():
         if name not in ("unused", "blocks.0.up.bias"):
-            assert torch.equal(zero_engine.local_param(param), masters[name]), name
+            assert torch.equal(zero_engine.local_param(param), exact[name]), name
     assert torch.equal(zero_engine.full_param(model.unused).float(), written)
 
 
