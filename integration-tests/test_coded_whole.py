@@ -137,6 +137,58 @@ def _delay(group: Group, case: Case) -> None:
     assert all(map(torch.equal, found.trained, expected.trained))
 
 
+class LooksAhead(torch.optim.Optimizer):
+    """Takes the gradient aside, and steps from where it was."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+        """With two evaluations."""
+        params = self.param_groups[0]["params"]
+        with torch.enable_grad():
+            loss = closure()
+        before = [param.clone() for param in params]
+        for param in params:
+            param.add_(param.grad, alpha=0.5)
+        with torch.enable_grad():
+            closure()
+        for param, value in zip(params, before, strict=True):
+            param.copy_(value).add_(param.grad, alpha=-0.05)
+        return loss
+
+
+def test_a_closure_computes_with_what_its_weights_decode_to(ranks) -> None:
+    """What the optimizer writes between evaluations is gathered as what it writes last is."""
+    ranks(2).run(_look_ahead)
+
+
+def _look_ahead(group: Group) -> None:
+    exact = parity.build(Trained)
+    twin, params = copy.deepcopy(exact), list(exact.parameters())
+    stepper = LooksAhead(params, {})
+
+    def evaluate_alone(number: int) -> Tensor:
+        coded.round_params(twin, exact, stepper, CODEC, 2)
+        losses = [parity.loss_of(twin, parity.batch(number, 0, peer)) for peer in range(2)]
+        grads = [torch.autograd.grad(loss, list(twin.parameters())) for loss in losses]
+        for param, grad in zip(params, parity.mean(grads), strict=True):
+            param.grad = grad
+        return losses[group.rank]
+
+    expected = [stepper.step(partial(evaluate_alone, number)).item() for number in range(3)]
+    for stage in (1, 2):
+        model = parity.build(Trained)
+        optimizer = LooksAhead(model.parameters(), {})
+        zero_engine.shard(model, optimizer, ZeroConfig(stage, wire=CODED), group=group)
+
+        def evaluate(number: int, model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = parity.loss_of(model, parity.batch(number, 0, group.rank))
+            loss.backward()
+            return loss
+
+        assert [optimizer.step(partial(evaluate, n)).item() for n in range(3)] == expected
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_shards_that_are_not_stepped_are_rounded_once(ranks, precision: str) -> None:
     """An expert that is seldom used would walk away with each step of its neighbours in a block."""
@@ -402,6 +454,7 @@ def _plan(group: Group, stage: int, folder: Path) -> None:
                 rank=group.rank,
                 device="cpu",
             )
+            parity.count_from_here()
             model = parity.build(Trained)
             optimizer = residences.cpu_adam(model)
             zero_engine.shard(model, optimizer, config, group=group)
@@ -411,6 +464,8 @@ def _plan(group: Group, stage: int, folder: Path) -> None:
                 key: (report[key], expected[key]) for key in report if report[key] != expected[key]
             }
             assert not different, (different, precision, offload)
+            if offload is None:
+                assert parity.live_bytes() == planned.at_rest.total_bytes, precision
             whole, shard = _bytes_of(model)
             has_masters = offload is None and precision is not None
             assert planned.at_rest.params_bytes == whole + (0 if has_masters else shard)
