@@ -228,7 +228,10 @@ def _park(group: Group, precision: Precision | None) -> None:
             park_and_return(*kinds)(model)
         losses += parity.run_steps(model, optimizer, range(1, 3), rank=group.rank)
         curves.append((losses, zero_engine.full_state_dict(model)))
-        if kinds == (StateKind.MASTERS,) and precision is not None:
+        zero_engine.offload_states(model, [StateKind.PARAMS, StateKind.MASTERS])
+        assert memory_report(model).params_bytes == 0
+        zero_engine.reload_states(model)
+        if precision is not None:
             zero_engine.offload_states(model, [StateKind.MASTERS])
             with pytest.raises(StateError, match="reload_states"):
                 zero_engine.full_state_dict(model)
@@ -351,12 +354,15 @@ def _resume(group: Group, precision: Precision | None, folder: Path) -> None:
     model, optimizer = build(group, 2, precision)
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
     zero_engine.save(folder / "saved", model, optimizer, step=2)
+    saved = zero_engine.full_state_dict(model)
     expected = parity.run_steps(model, optimizer, range(2, 4), rank=group.rank)
     swap = Offload(optimizer="disk", path=folder, subgroup_bytes=1000)
     for stage, offload in ((1, None), (2, None), (3, None), (2, swap)):
         again, stepper = build(group, stage, precision, offload=offload)
         parity.run_steps(again, stepper, range(7, 8), rank=group.rank)
         zero_engine.load(folder / "saved", again, stepper)
+        loaded = zero_engine.full_state_dict(again)
+        assert all(torch.equal(loaded[key], value) for key, value in saved.items()), stage
         found = parity.run_steps(again, stepper, range(2, 4), rank=group.rank)
         assert found == expected, (stage, offload)
 
