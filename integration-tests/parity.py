@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -444,12 +445,23 @@ def count_from_here() -> None:
     gc.freeze()
 
 
-def live_bytes(*, at_least: int = 0) -> int:
+def live_bytes(*, at_least: int = 0, at_most: int | None = None) -> int:
     """Bytes of all memory on the CPU that some new tensor in Python keeps alive.
 
     Args:
         at_least: Overlook pieces of memory smaller than this, in bytes.
+        at_most: What is expected, and waited for, for two seconds: gloo's threads let go of what
+            they have sent a moment after its collective is over. What is kept is kept longer.
     """
+    deadline = time.monotonic() + 2.0
+    found = _live_bytes(at_least)
+    while at_most is not None and found > at_most and time.monotonic() < deadline:
+        time.sleep(0.01)
+        found = _live_bytes(at_least)
+    return found
+
+
+def _live_bytes(at_least: int) -> int:
     gc.collect()
     storages = {}
     for value in gc.get_objects():

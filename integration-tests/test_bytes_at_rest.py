@@ -55,11 +55,7 @@ def _count_the_living(group: Group) -> None:
 def _assert_report_is_complete(model: nn.Module, what: str) -> None:
     report = memory_report(model)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    deadline = time.monotonic() + 2.0
-    alive = parity.live_bytes()
-    while alive != report.total_bytes + buffers and time.monotonic() < deadline:
-        time.sleep(0.01)  # gloo's threads let go of what they have sent a moment later
-        alive = parity.live_bytes()
+    alive = parity.live_bytes(at_most=report.total_bytes + buffers)
     assert alive == report.total_bytes + buffers, f"{what}: {alive} bytes alive, {report}"
 
 

@@ -20,7 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_comm import Group, Loco, record_traffic
 from zero_engine import Plan, Precision, Wire, _residence
 from zero_offload import CPUAdam
-from zero_partition import PartitionError, RestPlan, find_sharded, memory_report, plan_parts
+from zero_partition import (
+    PartitionError,
+    RestPlan,
+    find_sharded,
+    loco_state,
+    memory_report,
+    plan_parts,
+)
 
 OPTIMIZERS: Final[dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
     **parity.OPTIMIZERS,
@@ -263,7 +270,8 @@ def _compare(
     parity.run_steps(model, optimizer, range(3), rank=group.rank)
 
     _assert_equal(memory_report(model), plan.at_rest, what)
-    alive = _live_bytes(model)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())  # which are counted apart
+    alive = parity.live_bytes(at_most=plan.at_rest.total_bytes + buffers) - buffers
     assert alive == plan.at_rest.total_bytes, f"{what}: {alive} bytes alive, {plan.at_rest}"
 
     with record_traffic(group) as traffic:
@@ -288,12 +296,8 @@ def _given_bytes(model: nn.Module) -> int:
     """What this rank writes when all is saved."""
     sharded = find_sharded(model)
     parts = plan_parts(sharded, has_state=True)
-    return sum(part.num_bytes for batch in parts.batches for part in batch.parts)
-
-
-def _live_bytes(model: nn.Module) -> int:
-    """Of all tensors that Python keeps alive, whoever counts them, without the model's buffers."""
-    return parity.live_bytes() - sum(buffer.nbytes for buffer in model.buffers())
+    errors = sum(tensor.nbytes for tensor in loco_state(sharded).values())
+    return errors + sum(part.num_bytes for batch in parts.batches for part in batch.parts)
 
 
 def _sent(traffic: Any) -> dict[str, tuple[int, ...]]:
@@ -371,15 +375,15 @@ def test_the_peak_of_sharding_is_planned(ranks) -> None:
 
 
 class _Sampling(TorchDispatchMode):
-    """Looks at what is alive after every operation."""
+    """Looks at what is alive after every operation, which is to be so much at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_most: int) -> None:
         super().__init__()
-        self.peak = 0
+        self.at_most, self.peak = at_most, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.peak = max(self.peak, parity.live_bytes(at_least=256))
+        self.peak = max(self.peak, parity.live_bytes(at_least=256, at_most=self.at_most))
         return result
 
 
@@ -390,7 +394,7 @@ def _compare_init_peak(group: Group) -> None:
         parity.count_from_here()
         model = parity.build(parity.Chain)
         optimizer = parity.adamw(model)
-        with _Sampling() as sampling:
+        with _Sampling(plan.memory.init_peak_bytes) as sampling:
             zero_engine.shard(model, optimizer, config, group=group)
 
         difference = plan.memory.init_peak_bytes - sampling.peak

@@ -35,18 +35,18 @@ def _run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_a_run_on_a_device_goes_on_with_its_dropout(tmp_path: Path, in_background: bool) -> None:
+@pytest.mark.parametrize("how", ["save", "in background", "overlapped"])
+def test_a_run_on_a_device_goes_on_with_its_dropout(tmp_path: Path, how: str) -> None:
     """Its generator is the device's, and its step counts lie there."""
     model, optimizer = _make(0)
     _run(model, optimizer)
-    if in_background:
-        with Saver(tmp_path, model, optimizer) as saver:
-            saver.save(step=3)
-            expected = _run(model, optimizer)
-    else:
+    if how == "save":
         zero_engine.save(tmp_path, model, optimizer, step=3)
         expected = _run(model, optimizer)
+    else:
+        with Saver(tmp_path, model, optimizer, overlap=how == "overlapped") as saver:
+            saver.save(step=3)
+            expected = _run(model, optimizer)
     again, its = _make(1)
 
     zero_engine.load(tmp_path, again, its)

@@ -298,6 +298,56 @@ def _errors_bytes(group: Group) -> tuple[int, int]:
     return first, errors.num_bytes
 
 
+@each_node_size
+@pytest.mark.parametrize("kept", [None, Blockwise(8)], ids=str)
+def test_reductions_go_on_from_errors_that_were_saved(
+    ranks, size: int, kept: AbstractCodec | None
+) -> None:
+    """A run that goes on from a file must get the bits of one that was not ended."""
+    ranks(4).run(_go_on_from_errors, size=size, kept=kept)
+
+
+def _go_on_from_errors(group: Group, size: int, kept: AbstractCodec | None) -> None:
+    loco = Loco(kept=kept, reset_T=5)  # a number that is lost would move the reset
+    levels, splits = _levels(group, size), SPLITS[0]
+
+    def reduce(errors: LocoErrors, steps: range) -> list[Tensor]:
+        how = {"splits": splits, "levels": levels, "codec": Blockwise(4), "errors": errors}
+        numel = sum(splits)
+        values = [_values(group.rank, numel, step=step) for step in steps]
+        return [reduce_scatter_by_levels(each, **how).wait() for each in values]
+
+    errors = LocoErrors(loco)
+    reduce(errors, range(3))
+    state = {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in errors.state_dict().items()
+    }
+    expected = reduce(errors, range(3, 8))
+    again = LocoErrors(loco)
+    again.load_state_dict(state)
+
+    for mine, theirs in zip(reduce(again, range(3, 8)), expected, strict=True):
+        assert torch.equal(mine, theirs)
+    without = reduce(LocoErrors(loco), range(3, 4))[0]
+    assert not torch.equal(without, expected[0])
+
+
+def test_errors_of_another_buffer_are_refused(ranks) -> None:
+    """Fed back elsewhere they would be noise, and nobody would see it."""
+    ranks(2).run(_refuse_errors)
+
+
+def _refuse_errors(group: Group) -> None:
+    errors = LocoErrors()
+    with pytest.raises(CodecError, match=r"'inside' to be 1-D and torch.uint8.*got torch.float32"):
+        errors.load_state_dict({"num_reductions": 1, "inside": torch.zeros(3)})
+    errors.load_state_dict({"num_reductions": 1, "inside": torch.zeros(3, dtype=torch.uint8)})
+    how = {"splits": (4, 4), "levels": _levels(group, 2), "codec": Blockwise(4), "errors": errors}
+    with pytest.raises(CodecError, match=r"got 3: what was loaded is of another buffer"):
+        reduce_scatter_by_levels(torch.zeros(8), **how)
+
+
 # ---- Traffic, and what is refused ----
 
 
@@ -357,3 +407,25 @@ def _refuse(group: Group) -> None:
     reduce_scatter_by_levels(torch.zeros(4), splits=(2, 2), errors=errors, **how).wait()
     with pytest.raises(CodecError, match="a LocoErrors of its own"):
         reduce_scatter_by_levels(torch.zeros(8), splits=(4, 4), errors=errors, **how)
+
+
+@each_node_size
+@pytest.mark.parametrize("name", ["int4", "none"])
+def test_the_buffer_is_free_when_the_second_hop_has_begun(ranks, size: int, name: str) -> None:
+    """A reduction slot is given to another unit then, whose gradients must not be added."""
+    ranks(4).run(_overwrite_after_the_first_hop, size=size, name=name)
+
+
+def _overwrite_after_the_first_hop(group: Group, size: int, name: str) -> None:
+    levels, splits = _levels(group, size), SPLITS[1]
+    found = []
+    for overwrites in (False, True):
+        buffer = _values(group.rank, sum(splits))
+        how = {"splits": splits, "levels": levels, "codec": parse_codec(name)}
+        handle = reduce_scatter_by_levels(buffer, **how)
+        assert handle.advance() == (size == 2)  # else there is one hop
+        if overwrites and size == 2:
+            buffer.fill_(torch.nan)
+        found.append(handle.wait())
+
+    assert torch.equal(*found)

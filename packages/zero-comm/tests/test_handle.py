@@ -94,6 +94,45 @@ def _drop_a_handle(group: Group, what: str) -> list[float]:
     return all_gather_flat(out, splits=[1, 1], group=messages, tag=1).wait(timeout_s=5.0).tolist()
 
 
+def test_hops_begin_one_after_the_other_and_only_when_told() -> None:
+    """Ranks must begin the same hops in the same order: none may begin by itself."""
+    happened: list[str] = []
+
+    def hop(name: str) -> Handle[str]:
+        happened.append(f"launch {name}")
+        return Handle(lambda _: name, [Message(_FakeWork(f"wait for {name}", happened), name)])
+
+    handle = hop("a").then(lambda a: hop(a + "b").then(lambda ab: hop(ab + "c"))).map(str.upper)
+    assert happened == ["launch a"]
+    assert handle.advance()
+    assert happened[1:] == ["wait for a", "launch ab"]
+    assert handle.advance()
+    assert happened[3:] == ["wait for ab", "launch abc"]
+    assert not handle.advance()  # the last hop is left to `wait`
+    assert len(happened) == 5
+
+    assert handle.wait() == "ABC"
+    assert happened[5:] == ["wait for abc"]
+    with pytest.raises(CommError, match=r"advance\(\) after wait\(\)"):
+        handle.advance()
+
+
+def test_a_wait_goes_through_all_hops_that_are_left() -> None:
+    """Who does not care about overlap need not know how many hops a collective has."""
+    timeouts: list[float | None] = []
+
+    def hop(number: int) -> Handle[int]:
+        def finish(timeout_s: float | None) -> int:
+            timeouts.append(timeout_s)
+            return number
+
+        return Handle(finish)
+
+    handle = hop(1).then(lambda n: hop(n + 1)).then(lambda n: hop(n + 1))
+    assert handle.wait(timeout_s=2.0) == 3
+    assert timeouts == [2.0, 2.0, 2.0]
+
+
 class _FakeWork:
     def __init__(self, name: str, happened: list[str]) -> None:
         self.name, self.happened = name, happened

@@ -33,9 +33,9 @@ from ._exposure import Exposure, expose
 from ._gather_to import gather_flat
 from ._group import Group, init
 from ._handle import Handle
+from ._kernels import native_status
 from ._levels import Levels
 from ._loco import Loco, LocoErrors
-from ._native import native_status
 from ._parse_codec import parse_codec
 from ._quant_reduce import all_to_all_loco_quant_reduce, all_to_all_quant_reduce
 from ._reduction import Reduction

@@ -1,6 +1,7 @@
 """Blocks of float32 values as integers and scales, in plain torch, on any device.
 
-`_native/codec.cpp` does the same in one pass over the memory of a CPU, to the same bits.
+`_native/codec.cpp` on a CPU and `_triton_codec.py` on CUDA do the same in one pass over memory, to
+the same bits.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_LEAST_SCALE: Final = 2.0**-126  # the least normal number: smaller ones have fewer digits, or none
-_LARGEST: Final = torch.finfo(torch.float32).max * (1 - 2.0**-23)  # divided, rounded and multiplied
+LEAST_SCALE: Final = 2.0**-126  # the least normal number: smaller ones have fewer digits, or none
+LARGEST: Final = torch.finfo(torch.float32).max * (1 - 2.0**-23)  # divided, rounded and multiplied
 
 # NOTE(again): encoding what was decoded gives the same bytes. With c = 127 or 7, s = fl(a / c) for
 # the largest size a of a block, and its decoded value p = fl(c s): where a is not just above a
@@ -69,7 +70,7 @@ def scales_of(values: Tensor, *, limit: int, block: int) -> Tensor:
         return values.new_empty(0)
     largest = _rows(values, block).abs().amax(dim=1)
     # By a tensor: torch takes a number's inverse instead on CUDA, which is not the same.
-    scale = (largest / torch.full_like(largest, limit)).clamp_(_LEAST_SCALE, _LARGEST / limit)
+    scale = (largest / torch.full_like(largest, limit)).clamp_(LEAST_SCALE, LARGEST / limit)
     return scale.masked_fill_(~largest.isfinite(), torch.nan)
 
 

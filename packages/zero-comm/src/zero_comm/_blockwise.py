@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-import torch
 from attrs import field, frozen
 from torch import Tensor
 
 from ._blocks import decode_blocks, encode_blocks, scales_of
 from ._codec import AbstractCodec
 from ._errors import CodecError
-from ._native import Kernels, kernels
+from ._kernels import kernels
 
 BLOCK: Final = 256
 _SCALE_BYTES: Final = 4
@@ -73,25 +72,28 @@ class Blockwise(AbstractCodec):
         return bounds.repeat_interleave(self.block)[: values.numel()]
 
     def _encode(self, values: Tensor, written: Tensor, scales: Tensor) -> None:
-        compiled = _kernels_for(values)
-        encode = encode_blocks if compiled is None else compiled.encode
-        for part, integers, scale in self._parts(values, written, scales, compiled):
-            encode(part.float(), integers, scale, bits=self.bits, block=self.block)
+        found = kernels(values.device)
+        encode = encode_blocks if found is None else found.encode
+        at_once = found is not None and values.dtype in found.dtypes
+        for part, integers, scale in self._parts(values, written, scales, at_once=at_once):
+            source = part if at_once else part.float()
+            encode(source, integers, scale, bits=self.bits, block=self.block)
 
     def _decode(self, written: Tensor, scales: Tensor, out: Tensor, *, adds: bool) -> None:
-        compiled = _kernels_for(out)
-        decode = decode_blocks if compiled is None else compiled.decode
-        for part, integers, scale in self._parts(out, written, scales, compiled):
-            target = part.float()  # itself, where it is float32
+        found = kernels(out.device)
+        decode = decode_blocks if found is None else found.decode
+        at_once = found is not None and out.dtype in found.dtypes
+        for part, integers, scale in self._parts(out, written, scales, at_once=at_once):
+            target = part if at_once else part.float()  # which is itself, where it is float32
             decode(integers, scale, target, bits=self.bits, block=self.block, adds=adds)
             if target is not part:
                 part.copy_(target)
 
     def _parts(
-        self, values: Tensor, written: Tensor, scales: Tensor, compiled: Kernels | None
+        self, values: Tensor, written: Tensor, scales: Tensor, *, at_once: bool
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Values of whole blocks, their integers and their scales; all of it where that is best."""
-        if compiled is not None and values.dtype == torch.float32:
+        if at_once:
             yield values, written, scales
             return
         for span in self.spans(values):
@@ -99,7 +101,3 @@ class Blockwise(AbstractCodec):
                 (self.value_bytes(at), self.scale_bytes(at)) for at in (span.start, span.stop)
             )
             yield values[span], written[first[0] : last[0]], scales[first[1] : last[1]]
-
-
-def _kernels_for(values: Tensor) -> Kernels | None:
-    return kernels() if values.device.type == "cpu" else None

@@ -48,8 +48,9 @@ def reduce_scatter_by_levels(
 
     Values are encoded once for each hop, chunk by chunk, decoded, and added in float32: over the
     ranks of a node in their order, then over the nodes in theirs. A hop between one rank moves
-    nothing and encodes nothing. The second hop is launched in `wait`: reductions over the same
-    levels must be waited on in the same order everywhere.
+    nothing and encodes nothing. The second hop is launched by `advance` or `wait`, and `buffer` is
+    this rank's own again from then on: reductions over the same levels must be advanced and waited
+    on in the same order everywhere.
 
     Args:
         buffer: 1-D, contiguous, `sum(splits)` elements; float32, bfloat16 or float16, on the
@@ -86,12 +87,12 @@ def reduce_scatter_by_levels(
     count_hops(parts, [[numel] for numel in payload], levels=levels, codec=codec, tag=tag)
     reduction = add_by_levels(parts, levels=levels, codec=codec, errors=errors, tag=tag)
 
-    def finish(timeout_s: float | None) -> Tensor:
-        (total,) = reduction.wait(timeout_s=timeout_s)
+    def finish(totals: list[Tensor]) -> Tensor:
+        (total,) = totals
         finish_mean(total, op=op, world_size=whole.world_size)
         return out.copy_(total)
 
-    return Handle(finish)
+    return reduction.map(finish)
 
 
 def add_by_levels(
@@ -112,13 +113,14 @@ def add_by_levels(
     by_local = [list(chain(*parts[local::num_local])) for local in range(num_local)]
     first = inside.launch(by_local, tag=tag)
 
-    def finish(timeout_s: float | None) -> list[Tensor]:
-        sums = iter(first.wait(timeout_s=timeout_s))
-        by_node = [list(islice(sums, num_parts)) for _ in range(levels.num_nodes)]
-        second = across.launch(by_node, tag=tag, is_late=True)
-        return second.wait(timeout_s=timeout_s)
+    def launch_second(sums: list[Tensor]) -> Handle[list[Tensor]]:
+        left = iter(sums)
+        by_node = [list(islice(left, num_parts)) for _ in range(levels.num_nodes)]
+        return across.launch(by_node, tag=tag, is_late=True)
 
-    return Handle(finish)
+    if num_local == 1:
+        return launch_second(first.wait())  # nothing travels in the first
+    return first if levels.num_nodes == 1 else first.then(launch_second)
 
 
 def count_hops(

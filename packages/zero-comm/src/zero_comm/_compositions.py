@@ -157,17 +157,17 @@ def all_reduce_flat(
 
     On gloo it is a reduce-scatter and an all-gather of the chunks in `splits` (even ones when
     None), so that its sums are bit for bit those of `reduce_scatter_flat`; the all-gather is
-    launched in `wait`. With a codec it is that on every backend: what travels is encoded twice, as
-    a contribution and as a result, and all ranks have equal values. A group of one rank sends
-    nothing, and its values stay exact.
+    launched by `advance` or `wait`. With a codec it is that on every backend: what travels is
+    encoded twice, as a contribution and as a result, and all ranks have equal values. A group of
+    one rank sends nothing, and its values stay exact.
 
     Args:
         buffer: 1-D, contiguous, on the group's device.
         group: The ranks that take part.
         op: MEAN or SUM.
         splits: Which rank adds up which elements.
-        tag: As for `all_gather_flat`; in addition all-reduces with the same tag must be waited on
-            in the same order everywhere.
+        tag: As for `all_gather_flat`; in addition all-reduces with the same tag must be advanced
+            and waited on in the same order everywhere.
         payload: As for `all_gather_flat`.
         codec: How values are written while they travel; as they are when None.
 
@@ -204,14 +204,9 @@ def all_reduce_flat(
         reduce_op = torch_op(group, op)
         work = dist.all_reduce(buffer, reduce_op, group=group.process_group, async_op=True)
         return Handle(lambda _: buffer, (Message(work, name),), (buffer,))
-    reduction = launch_reduce_scatter(buffer, splits, group=group, op=op, out=own, tag=tag)
-
-    def finish(timeout_s: float | None) -> Tensor:
-        reduction.wait(timeout_s=timeout_s)
-        gathering = launch_gather(buffer, splits, group=group, name=name, tag=tag, is_late=True)
-        return gathering.wait(timeout_s=timeout_s)
-
-    return Handle(finish, (), (buffer,))
+    return launch_reduce_scatter(buffer, splits, group=group, op=op, out=own, tag=tag).then(
+        lambda _: launch_gather(buffer, splits, group=group, name=name, tag=tag, is_late=True)
+    )
 
 
 def broadcast_flat(buffer: Tensor, *, src: int, group: Group) -> Handle[Tensor]:

@@ -90,20 +90,23 @@ def all_reduce_encoded(
     codec: AbstractCodec,
     tag: int,
 ) -> Handle[Tensor]:
-    """A reduce-scatter and a gather, each of them encoded; the latter launched in `wait`."""
+    """A reduce-scatter and then a gather, each of them encoded."""
     name, own = "all_reduce", chunks_of(buffer, splits)[group.rank]
     reduction = reduce_scatter_encoded(
         buffer, splits, group=group, op=op, codec=codec, out=own, name=name, tag=tag
     )
-
-    def finish(timeout_s: float | None) -> Tensor:
-        reduction.wait(timeout_s=timeout_s)
-        gathering = gather_encoded(
-            buffer, splits, group=group, shard=own, codec=codec, name=name, tag=tag, is_late=True
+    return reduction.then(
+        lambda reduced: gather_encoded(
+            buffer,
+            splits,
+            group=group,
+            shard=reduced,
+            codec=codec,
+            name=name,
+            tag=tag,
+            is_late=True,
         )
-        return gathering.wait(timeout_s=timeout_s)
-
-    return Handle(finish)
+    )
 
 
 def encode_parts(parts: Sequence[Tensor], codec: AbstractCodec) -> Tensor:

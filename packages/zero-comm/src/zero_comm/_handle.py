@@ -18,7 +18,15 @@ from ._watch import Launch, Wait
 # that peer for good, and every later collective of the group hangs. A handle that nobody waits on,
 # because its model was deleted, say, is therefore waited on by a thread of its own.
 
+# NOTE(hops): a collective may be several exchanges of which each sends what the one before has
+# brought: a reduction inside nodes and one across, a reduction and a gather of its result. Somebody
+# must launch the next when the one before is there. On a thread of its own that would be at another
+# moment on each rank, and ranks must launch the same things in the same order. So it is left to
+# whoever holds the handle: at a moment that all ranks reach in the same order, `advance()`; at the
+# latest, `wait()`.
+
 T = TypeVar("T")
+U = TypeVar("U")
 
 _FOR_EVER: Final = timedelta(days=365)  # a wait that times out breaks all connections of its group
 _CAUSES: Final = (
@@ -65,17 +73,23 @@ def failure(what: str, error: RuntimeError, launch: Launch | None) -> CommError:
     return launch.watch.error() or CommError(f"{launch.operation}: {what}: {error}. {_CAUSES}")
 
 
+def _is_last(_: float | None) -> bool:
+    return False
+
+
 @define(eq=False)
 class Handle(Generic[T]):
     """What a collective returns. Wait once; the borrowed tensors live until then.
 
-    On CUDA `wait` makes the current stream wait and returns at once; on the CPU it blocks.
+    On CUDA `wait` makes the current stream wait and returns at once; on the CPU it blocks. One of
+    several hops may be brought further before that, by `advance`; see NOTE(hops).
     """
 
     _finish: Callable[[float | None], T]  # receives the timeout, for what it waits on itself
     _messages: Sequence[Message] = ()  # waited on in order
     _borrowed: Sequence[Any] = ()
     _late_messages: Sequence[Message] = ()  # those that `_finish` waits on
+    _advance: Callable[[float | None], bool] = field(default=_is_last, kw_only=True)
     _spent: bool = field(default=False, init=False)
 
     @property
@@ -103,10 +117,71 @@ class Handle(Generic[T]):
         self._messages, self._borrowed, self._late_messages = (), (), ()
         return result
 
+    def advance(self, *, timeout_s: float | None = None) -> bool:
+        """Go one hop further: wait for the one in flight, and launch the next. Collective.
+
+        What is launched so must be in the same order on every rank, as all that a group does.
+
+        Args:
+            timeout_s: As for `wait`.
+
+        Returns:
+            Whether it did. False if the last hop is in flight already, and then at once: that one
+            is for `wait`.
+
+        Raises:
+            CommError: It was waited on, or a peer did not take part in time.
+            DivergenceError: As `wait` does.
+        """
+        if self._spent:
+            raise CommError("Handle.advance() after wait(): nothing is in flight any more")
+        return self._advance(timeout_s)
+
+    def then(self, launch: Callable[[T], Handle[U]]) -> Handle[U]:
+        """One more hop. This handle is the other's from now on.
+
+        Args:
+            launch: Receives the result of this one, in `advance` or `wait`; begins what follows.
+
+        Returns:
+            Handle of what `launch` returns a handle of.
+        """
+        hops = _Hops(self, launch)
+        return Handle(hops.finish, advance=hops.advance)
+
+    def map(self, make: Callable[[T], U]) -> Handle[U]:
+        """A handle of what `make` makes of the result, locally. This one is the other's then."""
+        return Handle(
+            lambda timeout_s: make(self.wait(timeout_s=timeout_s)),
+            advance=lambda timeout_s: self.advance(timeout_s=timeout_s),
+        )
+
     def __del__(self) -> None:
         messages = (*self._messages, *self._late_messages)
         if messages and not self._spent and not sys.is_finalizing():
             threading.Thread(target=_outlive, args=(messages, self._borrowed), daemon=True).start()
+
+
+@define(eq=False)
+class _Hops:
+    """Those in flight, and one that follows."""
+
+    current: Handle[Any]
+    launch: Callable[[Any], Handle[Any]] | None
+
+    def advance(self, timeout_s: float | None) -> bool:
+        if self.current.advance(timeout_s=timeout_s):
+            return True
+        if self.launch is None:
+            return False
+        launch, self.launch = self.launch, None
+        self.current = launch(self.current.wait(timeout_s=timeout_s))
+        return True
+
+    def finish(self, timeout_s: float | None) -> Any:
+        while self.advance(timeout_s):
+            pass
+        return self.current.wait(timeout_s=timeout_s)
 
 
 def _is_over(_: float | None) -> NoReturn:

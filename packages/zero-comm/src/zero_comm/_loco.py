@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
 from ._blockwise import Blockwise
+from ._chunks import chunks_of
 from ._codec import AbstractCodec
 from ._errors import CodecError
 
@@ -57,19 +59,47 @@ class Level(Enum):
 class LocoErrors:
     """The errors of one buffer's reductions, on one rank; zero at first. Local.
 
-    One for each buffer (or list of tensors), used in every reduction of it and no other. Not part
-    of a checkpoint: to lose them is a reset.
+    One for each buffer (or list of tensors), used in every reduction of it and no other. To lose
+    them is a reset; `state_dict` is for who would rather go on with the same bits.
     """
 
     loco: Loco = field(factory=Loco)
     _num_reductions: int = field(default=0, init=False)
     _numels: dict[Level, list[int]] = field(factory=dict, init=False)
-    _kept: dict[Level, list[Tensor]] = field(factory=dict, init=False)
+    _kept: dict[Level, Tensor] = field(factory=dict, init=False)  # of all parts, end to end
 
     @property
     def num_bytes(self) -> int:
         """What they occupy."""
-        return sum(part.nbytes for parts in self._kept.values() for part in parts)
+        return sum(kept.nbytes for kept in self._kept.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes: `num_reductions`, and a tensor for each level there is.
+
+        Tensors are 1-D, of bytes as `Loco.kept` has written them or else float32, and not copied:
+        the next reduction changes them. They are of this rank, in groups of this size, and of this
+        buffer, cut as it is.
+        """
+        kept = {level.value: tensor for level, tensor in self._kept.items()}
+        return {"num_reductions": self._num_reductions, **kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called, with the same `Loco`. Tensors are taken as they are.
+
+        Raises:
+            CodecError: A tensor is not of the dtype in which errors are kept. That they are of
+                another buffer is found by the next reduction.
+        """
+        dtype = torch.float32 if self.loco.kept is None else torch.uint8
+        kept = {level: state[level.value] for level in Level if level.value in state}
+        for level, tensor in kept.items():
+            if tensor.dtype != dtype or tensor.dim() != 1:
+                raise CodecError(
+                    f"expected errors of level {level.value!r} to be 1-D and {dtype}, as "
+                    f"{self.loco} keeps them, got {tensor.dtype} of shape {tuple(tensor.shape)}"
+                )
+        self.reset()
+        self._kept, self._num_reductions = kept, int(state["num_reductions"])
 
     def reset(self) -> None:
         """Forget them, and give their memory back."""
@@ -94,10 +124,16 @@ class LocoErrors:
                 f"{numels}; every buffer needs a LocoErrors of its own, and a new one when its "
                 "layout changes"
             )
+        sizes = [self._size_of(numel) for numel in numels]
         if level not in self._kept:
-            self._kept[level] = [self._no_errors(part) for part in parts]
+            self._kept[level] = self._no_errors(parts, sizes)
         kept = self._kept[level]
-        for part, row, errors in zip(parts, rows, kept, strict=True):
+        if kept.numel() != sum(sizes):
+            raise CodecError(
+                f"expected errors of {sum(sizes)} elements or bytes, for a buffer cut into "
+                f"{numels} elements, got {kept.numel()}: what was loaded is of another buffer"
+            )
+        for part, row, errors in zip(parts, rows, chunks_of(kept, sizes), strict=True):
             for span in codec.spans(part, granule=self._granule):
                 self._encode_span(part, row, errors, codec, span)
 
@@ -120,9 +156,17 @@ class LocoErrors:
     def _granule(self) -> int:
         return 1 if self.loco.kept is None else self.loco.kept.granule
 
-    def _no_errors(self, part: Tensor) -> Tensor:
-        zeros = torch.zeros(part.numel(), device=part.device)
-        return zeros if self.loco.kept is None else self.loco.kept.encode(zeros)
+    def _size_of(self, numel: int) -> int:
+        return numel if self.loco.kept is None else self.loco.kept.wire_bytes(numel)
+
+    def _no_errors(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        codec, device = self.loco.kept, parts[0].device
+        if codec is None:
+            return torch.zeros(sum(sizes), device=device)
+        kept = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        for part, row in zip(parts, chunks_of(kept, sizes), strict=True):
+            codec.encode(torch.zeros(part.numel(), device=device), row)
+        return kept
 
     def _read(self, kept: Tensor, span: slice, numel: int) -> Tensor:
         if self.loco.kept is None:

@@ -82,13 +82,12 @@ def _reduce(
     count_hops(parts, payload, levels=levels, codec=codec, tag=0)
     reduction = add_by_levels(parts, levels=levels, codec=codec, errors=errors, tag=0)
 
-    def finish(timeout_s: float | None) -> list[Tensor]:
-        totals = reduction.wait(timeout_s=timeout_s)
+    def finish(totals: list[Tensor]) -> list[Tensor]:
         for total in totals:
             finish_mean(total, op=Reduction.MEAN, world_size=whole.world_size)
         return [total.to(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
 
-    return Handle(finish)
+    return reduction.map(finish)
 
 
 def _parts(tensor: Tensor, world_size: int) -> list[Tensor]:

@@ -91,6 +91,8 @@ class Checkpoint:
     optimizer: Mapping[str, Mapping[str, Any]]  # by parameter and entry: PiecesRange, or a value
     param_groups: tuple[Mapping[str, Any], ...]  # options, and "params": names
     rngs: Mapping[int, Mapping[str, PiecesRange]]  # by rank and stream
+    loco: Mapping[int, Mapping[str, PiecesRange]]  # by rank: what encoding gradients has lost
+    loco_facts: Mapping[str, str]  # what these are of; empty where none were kept
     scheduler: Any
     engine: Any
     extra: Any
@@ -164,6 +166,8 @@ class Checkpoint:
                 },
                 param_groups=tuple(from_json(group) for group in said["param_groups"]),
                 rngs={int(r): read.tensors(of) for r, of in said["rngs"].items()},
+                loco={int(r): read.tensors(of) for r, of in said.get("loco", {}).items()},
+                loco_facts=dict(said.get("loco_facts", {})),
                 scheduler=from_json(said["scheduler"]),
                 engine=from_json(said["engine"]),
                 extra=from_json(said["extra"]),

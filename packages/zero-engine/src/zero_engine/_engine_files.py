@@ -128,6 +128,8 @@ class EngineFiles(EngineAccumulation):
         if report is None:
             warnings.warn(f"{load_dir}: holds no complete checkpoint", stacklevel=2)
             return None, None
+        for what in report.begins_anew:
+            warnings.warn(f"{report.path}: begins anew: {what}", stacklevel=2)
         self._begin_anew()
         if has_all:
             saved = report.engine or {"counters": {"global_steps": report.step}}

@@ -9,7 +9,15 @@ import torch
 from attrs import frozen
 from torch import nn
 from zero_comm import Group, check_agreement
-from zero_partition import LoadError, ShardedModel, StateLoad, StateSource, plan_load
+from zero_partition import (
+    LoadError,
+    ShardedModel,
+    StateLoad,
+    StateSource,
+    loco_facts,
+    plan_load,
+    restore_loco,
+)
 
 from ._checkpoint import Checkpoint, PiecesRange
 from ._errors import FileError
@@ -34,12 +42,14 @@ class LoadReport:
     missing: tuple[str, ...]  # parameters and buffers that stayed as they were
     unexpected: tuple[str, ...]  # that the model does not have
     restores_rngs: bool  # they were saved by as many ranks
+    begins_anew: tuple[str, ...]  # what training kept and cannot go on with here, each with why
     engine: Any  # what an engine keeps
 
     def __str__(self) -> str:
+        anew = f"; begins anew: {'; '.join(self.begins_anew)}" if self.begins_anew else ""
         return (
             f"restored {self.num_tensors} of {self.num_tensors_saved} tensors, {self.num_bytes} "
-            f"bytes, of step {self.step} from {self.path}"
+            f"bytes, of step {self.step} from {self.path}{anew}"
         )
 
 
@@ -58,7 +68,9 @@ def load(
     Collective. All files are checked before anything is written; each rank then reads the elements
     that it keeps, 16 MiB at a time. Gradients that are there are dropped. Options of param groups,
     learning rates too, are the saved ones; `fused`, `foreach`, `capturable` and `differentiable`
-    stay. Random numbers go on where they were at the same world size only.
+    stay. Random numbers go on where they were at the same world size only, and so do the errors of
+    encoding gradients that `Wire.loco` feeds back, which are of one layout and wire; the report
+    says where they begin anew.
 
     Args:
         folder: Of all checkpoints.
@@ -107,6 +119,7 @@ def load(
     together(lambda: _verify(checkpoint, group), what="load()", group=group)
     if optimizer is not None:
         optimizer.zero_grad()
+    loco_problem = None if optimizer is None else _why_no_loco(checkpoint, sharded)
     does_rngs = restores_rngs and checkpoint.world_size == group.world_size
 
     def apply() -> None:
@@ -115,6 +128,9 @@ def load(
             _fill_own_buffers(checkpoint, sharded)
             if scheduler is not None and checkpoint.scheduler is not None:
                 scheduler.load_state_dict(checkpoint.scheduler)
+            if optimizer is not None:
+                own = {} if loco_problem else checkpoint.loco.get(group.rank, {})
+                restore_loco(sharded, {name: reader.whole() for name, reader in own.items()})
             if does_rngs:
                 streams = checkpoint.rngs.get(group.rank, {})
                 restore_rngs({k: r.whole() for k, r in streams.items()}, group.device)
@@ -136,6 +152,7 @@ def load(
         missing=planned.missing,
         unexpected=planned.unexpected,
         restores_rngs=does_rngs,
+        begins_anew=(loco_problem,) if loco_problem else (),
         engine=checkpoint.engine,
     )
 
@@ -192,6 +209,20 @@ def _fill_own_buffers(checkpoint: Checkpoint, sharded: ShardedModel) -> None:
     for name, reader in own.items():
         if name in buffers:
             buffers[name].copy_(reader.whole())
+
+
+def _why_no_loco(checkpoint: Checkpoint, sharded: ShardedModel) -> str | None:
+    """What to say where errors of encoding are kept, and those that were saved are of others."""
+    here, saved = loco_facts(sharded), checkpoint.loco_facts
+    if not here:
+        return None
+    what = "errors of encoding gradients (LoCo)"
+    if not saved:
+        return f"{what}, of which none were saved"
+    for name in here | dict(saved):
+        if here.get(name) != saved.get(name):
+            return f"{what}: {name} was {saved.get(name)} when they were saved, is {here.get(name)}"
+    return None
 
 
 def _tensors_of(checkpoint: Checkpoint, *, has_state: bool) -> list[PiecesRange]:

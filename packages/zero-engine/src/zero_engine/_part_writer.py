@@ -53,6 +53,7 @@ class GivenBatch:
 
     runs: tuple[Given, ...]
     read: Callable[[], Sequence[Tensor]]  # 1-D each
+    is_resident: bool = False  # see `zero_partition.PartBatch`
 
     @property
     def num_bytes(self) -> int:

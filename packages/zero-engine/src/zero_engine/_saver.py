@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from threading import Event, Thread, main_thread
 from typing import Any, Final, final
 
 import torch
 from attrs import define, field, frozen
-from torch import Tensor, nn
+from torch import nn
 from zero_comm import Group, all_gather_json
-from zero_offload import HostArena
+from zero_partition import Placement
 
+from ._copies import Copies, Copying
 from ._errors import FileError
 from ._file_system import FILE_SYSTEM, FileSystem, named
-from ._part_writer import Given, GivenBatch
 from ._save import SaveReport, report_of
 from ._together import together
-from ._writing import Writing
+from ._writing import Writing, sharded_of
 
 _POLL_S: Final = 0.02
-_ALIGN_BYTES: Final = 64  # of each copy in their memory
 _AT_EXIT_S: Final = 20.0
 _SAID: Final = ".written-"  # a rank's word that its files are on disk, in the partial folder
 
@@ -62,6 +62,10 @@ class Saver:
         optimizer: That was sharded with it, or None.
         keep: How many checkpoints to keep; all when None.
         exclude_frozen: Leave out parameters that do not train.
+        overlap: Copy while the next forward and backward run, which read the same values: `save`
+            returns at once, and whatever writes to them next, as the optimizer's step, waits for
+            what is left. Until then nobody may write to parameters or state in place. Buffers, and
+            what rests outside the device, are copied at once.
         timeout_s: How long rank 0 waits for the files of the others, in seconds.
     """
 
@@ -73,6 +77,7 @@ class Saver:
         *,
         keep: int | None = None,
         exclude_frozen: bool = False,
+        overlap: bool = False,
         timeout_s: float = 1800.0,
         system: FileSystem = FILE_SYSTEM,
     ) -> None:
@@ -83,8 +88,9 @@ class Saver:
             "has_frozen": not exclude_frozen,
         }
         self._asked |= {"is_latest": True, "system": system}
+        self._overlap = overlap
         self._under_way: _Background | None = None
-        self._copies = _Copies()
+        self._copies = Copies()
 
     def save(
         self, *, step: int, extra: Any = None, scheduler: Any = None, tag: str | None = None
@@ -114,15 +120,24 @@ class Saver:
             tag=tag,
             **self._asked,
         )
+        sharded = sharded_of(self._model, self._optimizer, "Saver.save()")
+        copying = Copying() if self._overlap else None
+        if copying is not None and sharded.placements.params is Placement.REPLICATED:
+            for name, param in self._model.named_parameters():  # shards are behind our own gates
+                copying.watch(name, param)
+
+        def take() -> int:
+            return self._copies.take(writing, copying)
+
         try:
-            sizes = together(
-                lambda: self._copies.take(writing), what="Saver.save()", group=writing.group
-            )
+            sizes = together(take, what="Saver.save()", group=writing.group)
         except BaseException:
             writing.abandon()
             raise
-        self._under_way = _Background(writing, self._timeout_s)
+        self._under_way = _Background(writing, copying, self._timeout_s)
         self._under_way.start()
+        if copying is not None:
+            sharded.before_write.append(copying.wait)
         return Snapshot(
             path=writing.request.folder / writing.request.tag,
             num_bytes=sizes[writing.group.rank],
@@ -148,7 +163,7 @@ class Saver:
         try:
             self.wait()
         finally:
-            self._copies = _Copies()
+            self._copies = Copies()
 
     def __enter__(self) -> Saver:
         return self
@@ -166,6 +181,7 @@ class _Background:
     """One save, on a thread of its own."""
 
     writing: Writing
+    copying: Copying | None  # before it is written
     timeout_s: float
     thread: Thread = field(init=False)
     is_over: Event = field(factory=Event, init=False)  # rank 0 need not wait for others' files
@@ -206,16 +222,19 @@ class _Background:
                     writing.system.unlink(_said_at(writing.path, rank))
                 writing.publish(said)
         except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they would hold the copies
             self.error = error
         finally:
             writing.abandon()
-            writing.batches, writing.frozen_batches = [], []  # the memory of the copy
+            writing.batches, writing.frozen_batches = [], []
 
     def _write(self) -> None:
         """And tell rank 0, of a failure too."""
         writing = self.writing
         at, problem = _said_at(writing.path, writing.group.rank), ""
         try:
+            if self.copying is not None:
+                self.copying.run()
             self.written = writing.write()
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
@@ -229,53 +248,6 @@ class _Background:
             except OSError as error:
                 if not problem:
                     raise named(error, at) from error
-
-
-@define(eq=False)
-class _Copies:
-    """Host memory that holds what is being written.
-
-    It is kept: to fault its pages in anew for every checkpoint takes longer than to fill them.
-    """
-
-    _arena: HostArena = field(factory=lambda: HostArena("copies of a checkpoint"), init=False)
-    _memory: dict[Given, Tensor] = field(factory=dict, init=False)
-
-    def take(self, writing: Writing) -> int:
-        """Let it be written from copies; returns their bytes."""
-        of_frozen, of_others = writing.frozen_batches, writing.batches
-        runs = dict.fromkeys(run for batch in (*of_frozen, *of_others) for run in batch.runs)
-        if self._memory.keys() != runs.keys():
-            self._memory = {}  # before there is more
-            self._memory = self._room_for(list(runs))
-        writing.frozen_batches = [self._copied(batch) for batch in of_frozen]
-        writing.batches = [self._copied(batch) for batch in of_others]
-        if writing.group.device.type == "cuda":
-            torch.cuda.synchronize(writing.group.device)
-        return sum(copy.nbytes for copy in self._memory.values())
-
-    def _room_for(self, runs: Sequence[Given]) -> dict[Given, Tensor]:
-        """At once: a mapping for each of thousands would be one too many for the kernel."""
-        sizes = [run.planned().num_bytes for run in runs]
-        aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]
-        parts = self._arena.allocate(sum(aligned)).split(aligned)
-        return {
-            run: part[:size].view(run.dtype)
-            for run, part, size in zip(runs, parts, sizes, strict=True)
-        }
-
-    def _copied(self, batch: GivenBatch) -> GivenBatch:
-        values = []
-        for run, value in zip(batch.runs, batch.read(), strict=True):
-            copy, flat = self._memory[run], value.detach().view(-1)
-            is_planned = (flat.dtype, flat.numel()) == (copy.dtype, copy.numel())
-            # What is not is for the writer to refuse.
-            values.append(copy.copy_(flat, non_blocking=True) if is_planned else flat)
-
-        def read() -> list[Tensor]:
-            return values
-
-        return GivenBatch(batch.runs, read)
 
 
 def _said_at(path: Path, rank: int) -> Path:

@@ -19,6 +19,8 @@ from zero_partition import (
     StateParts,
     WholeTensor,
     find_sharded,
+    loco_facts,
+    loco_state,
     param_groups_of,
     plan_parts,
 )
@@ -62,6 +64,7 @@ class Writing:
         request: What was asked for.
         path: Of the folder that is written to.
         num_tensors: Whole ones.
+        loco_facts: What errors of encoding gradients that are saved are of.
         frozen_batches: What this rank writes of parameters that do not train.
         batches: All else that it writes.
     """
@@ -71,6 +74,7 @@ class Writing:
     parts: StateParts
     stage: int
     num_tensors: int
+    loco_facts: dict[str, str]
     frozen_batches: list[GivenBatch]
     batches: list[GivenBatch]
     system: FileSystem
@@ -107,16 +111,21 @@ class Writing:
         )
         buffers = persistent_buffers(model)
         others = differing_buffers(buffers, group=group, timeout_s=_TIMEOUT_S)
+        has_state = optimizer is not None
+        own = {
+            "rank_buffers": others,
+            "rngs": capture_rngs(group.device),
+            "loco": loco_state(sharded) if has_state else {},
+        }
         given = parts if sharded.routes.is_first_replica else evolve(parts, batches=())
-        frozen_batches, batches = given_batches(
-            given, group.rank, buffers, others, capture_rngs(group.device)
-        )
+        frozen_batches, batches = given_batches(given, group.rank, buffers, own)
         self = cls(
             group,
             request,
             parts,
             stage_of(sharded),
             len(parts.tensors) + len(buffers),
+            loco_facts(sharded) if has_state else {},
             frozen_batches,
             batches,
             system,
@@ -208,8 +217,7 @@ def given_batches(
     parts: StateParts,
     rank: int,
     buffers: dict[str, Tensor],
-    others: dict[str, Tensor],
-    rngs: dict[str, Tensor],
+    own: dict[str, dict[str, Tensor]],
 ) -> tuple[list[GivenBatch], list[GivenBatch]]:
     """What this rank writes: of frozen parameters, and all else. Local."""
     trained: list[GivenBatch] = []
@@ -219,11 +227,12 @@ def given_batches(
             Given(_path_of(p.tensor), p.tensor.dtype, p.tensor.shape, p.span.start, p.span.stop)
             for p in batch.parts
         )
-        (frozen_ones if batch.is_frozen else trained).append(GivenBatch(runs, batch.read))
+        given = GivenBatch(runs, batch.read, batch.is_resident)
+        (frozen_ones if batch.is_frozen else trained).append(given)
     if rank == 0:
         trained += _whole_batches(("buffers",), buffers)
-    trained += _whole_batches(("rank_buffers", str(rank)), others)
-    trained += _whole_batches(("rngs", str(rank)), rngs)
+    for section, tensors in own.items():  # of this rank alone
+        trained += _whole_batches((section, str(rank)), tensors)
     return frozen_ones, trained
 
 
@@ -255,7 +264,7 @@ def manifest_of(writing: Writing, written: Sequence[Written], serial: int) -> di
     """What the manifest says. Local."""
     request, parts = writing.request, writing.parts
     sections: dict[str, Any] = {
-        name: {} for name in ("params", "buffers", "rank_buffers", "optimizer", "rngs")
+        name: {} for name in ("params", "buffers", "rank_buffers", "optimizer", "rngs", "loco")
     }
     for tensor in parts.tensors:
         _tensor_at(sections, _path_of(tensor), name_of(tensor.dtype), list(tensor.shape))
@@ -280,6 +289,7 @@ def manifest_of(writing: Writing, written: Sequence[Written], serial: int) -> di
         "stage": writing.stage,
         "excludes_frozen": not request.has_frozen,
         **sections,
+        "loco_facts": writing.loco_facts,
         "ties": dict(parts.ties),
         "param_groups": [_group_of(group) for group in request.param_groups],
         "scheduler": request.scheduler,

@@ -31,6 +31,7 @@ from ._layout import FlatLayout, Piece
 from ._leaves import get_leaf_modules, set_leaf_modules, unset_leaf_modules
 from ._limits import Limits
 from ._loading import LoadReport, load_ranges
+from ._loco_state import loco_facts, loco_state, restore_loco
 from ._materialise import materialise
 from ._memory import MemoryReport
 from ._memory_plan import PlannedMemory, plan_memory
@@ -164,6 +165,8 @@ __all__ = [
     "local_grad",
     "local_optimizer_state",
     "local_param",
+    "loco_facts",
+    "loco_state",
     "materialise",
     "memory_report",
     "no_sync",
@@ -182,6 +185,7 @@ __all__ = [
     "record_codec_errors",
     "register_external_parameter",
     "release_buffers",
+    "restore_loco",
     "schedule_report",
     "set_full_grad",
     "set_full_optimizer_state",

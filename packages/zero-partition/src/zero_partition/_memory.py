@@ -100,7 +100,7 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
         holds = g.holds_gradients
         if g.shard is not None and is_gone(g.shard):
             reduction -= 0 if holds else g.shard.nbytes
-        elif g.shard is not None and holds and g.home is None:
+        elif g.shard is not None and holds and g.result.home is None:
             gradients += payload * itemsize
             padding += (resting - payload) * itemsize
         if g.accumulator is not None and is_gone(g.accumulator):

@@ -149,7 +149,7 @@ def _publishing_bytes(plan: ModelPlan) -> int:
     return max(sum(of_units[start : start + ENCODED_IN_FLIGHT]) for start in starts)
 
 
-def _loco_bytes(plan: ModelPlan, buffer: BufferPlan, rank: int) -> int:
+def loco_bytes(plan: ModelPlan, buffer: BufferPlan, rank: int) -> int:
     """Of what is kept for the hops that move something, of as many elements as each encodes."""
     routes, splits = plan.routes, buffer.layout.splits
     codec = routes.wire.codec_of_gradients(plan.precision.wire_of(buffer.dtype))
@@ -213,7 +213,7 @@ class _Counts:
             self.params += payload * itemsize
             self.padding += (numel - payload) * itemsize
         self._add_gradients(buffer, dtype)
-        self.loco += _loco_bytes(plan, buffer, self.rank)
+        self.loco += loco_bytes(plan, buffer, self.rank)
         if not self.has_updater:
             for state, scalars in self._states(buffer, dtype):
                 self.state += state

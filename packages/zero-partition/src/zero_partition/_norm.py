@@ -90,7 +90,9 @@ def _gradients(sharded: ShardedModel, what: str, across: Group | None) -> list[_
     with plain_access():
         return [
             _Grad(
-                target.grad.as_subclass(Tensor), counts_all or _is_split(param), g.norm_of(position)
+                target.grad.as_subclass(Tensor),
+                counts_all or _is_split(param),
+                g.result.norm_of(position),
             )
             for g in sharded.reducer.gradients
             for position, (target, param) in enumerate(zip(g.targets, g.buffer.params, strict=True))

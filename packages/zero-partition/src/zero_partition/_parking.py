@@ -28,6 +28,7 @@ def park(
     kinds, exposure = frozenset(kinds), None
     try:
         _check_idle(sharded, "offload_states()")
+        sharded.await_readers()
         if StateKind.BUFFERS in kinds:
             sharded.release_buffers()
         if StateKind.PARAMS in kinds:

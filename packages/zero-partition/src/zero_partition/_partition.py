@@ -25,7 +25,6 @@ from ._placement import STAGES, Placement, Placements, Stage
 from ._precision import AS_IT_IS, Precision
 from ._purposes import purposes_of
 from ._reducer import GradientReducer
-from ._reduction_plan import REDUCTION_SLOTS
 from ._residence import Residence
 from ._schedule import Schedule
 from ._shard_home import AbstractShardHome
@@ -162,7 +161,6 @@ def partition(
             routes=routes,
             placement=placements.grads,
             shards_state=placements.optim is Placement.SHARDED,
-            num_slots=REDUCTION_SLOTS,
             precision=precision,
             home=gradient_home,
             wire=wire,

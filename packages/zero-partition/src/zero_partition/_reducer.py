@@ -8,25 +8,28 @@ from collections.abc import Sequence
 import torch
 from attrs import define, field
 from torch import Tensor
-from zero_comm import Handle, all_gather_flat
 
+from ._control import Control
 from ._errors import StateError
 from ._flat_buffer import FlatBuffer
 from ._gradient_home import AbstractGradientHome
+from ._gradient_route import GradientRoute
 from ._gradients import BufferGradients
 from ._placement import Placement
 from ._precision import AS_IT_IS, Precision
-from ._reduction_plan import ring_bytes
+from ._reduced_shard import ReducedShard
+from ._reduction_order import ReductionOrder
+from ._reduction_plan import REDUCTION_SLOTS, ring_bytes
 from ._shard_state import ShardState
 from ._slots import SlotPool
 from ._unit import Unit
 from ._wire import AS_ONE, Routes, Wire
 
-# NOTE(order): which buffers are reduced, and in which order, must not depend on which gradients a
-# rank happens to have: ranks that wait for each other in different order never end. So every
-# trainable buffer is reduced in every backward that reduces, with zeros where nothing arrived, in
-# one order: the reverse of the model's at first, and then the order in which rank 0's buffers
-# became full. A buffer that is full early waits for its turn.
+# NOTE(hops): a reduction may take several hops, and each begins when the one before has arrived.
+# When that is differs from rank to rank, and what is launched then must be in one order everywhere.
+# So reductions advance in step: whenever one is launched, those before it go one hop further, the
+# oldest first, or end. A hop has the time in which the next buffer fills, and a reduction of three
+# hops travels beside those of the next two buffers. Its slot is free after the first of them.
 
 # NOTE(leaving): with a home of gradients a reduced shard leaves the device as soon as it is there,
 # while backward goes on, and the end of backward waits for the last: from then on `grad` of a shard
@@ -42,22 +45,17 @@ class GradientReducer:
     shards_state: bool  # whether the optimizer works on shards (every stage but zero)
     pool: SlotPool[BufferGradients]
     gradients: tuple[BufferGradients, ...]
-    max_in_flight: int  # reductions that travel while the next buffer fills
-    control_tag: int  # identity of exchanges of flags, norms and the order
+    control: Control
     home: AbstractGradientHome | None = None  # where reduced gradients wait; see NOTE(leaving)
     sync: bool = True  # False inside no_sync
     has_collected: bool = field(default=False, init=False)  # in this backward
     _of_unit: dict[int, list[BufferGradients]] = field(factory=dict, init=False)
-    _order: list[BufferGradients] = field(init=False)  # see NOTE(order)
-    _order_is_settled: bool = field(default=False, init=False)
-    _turn: int = field(default=0, init=False)  # how many of the order were launched
-    _became_full: list[BufferGradients] = field(factory=list, init=False)
-    _in_flight: list[BufferGradients] = field(factory=list, init=False)
-    _flags: Handle[Tensor] | None = field(default=None, init=False)
+    _order: ReductionOrder = field(init=False)
+    _in_flight: list[BufferGradients] = field(factory=list, init=False)  # see NOTE(hops)
     _has_earlier: bool = field(default=False, init=False)  # of a backward before this one
 
     def __attrs_post_init__(self) -> None:
-        self._order = list(reversed(self.gradients))
+        self._order = ReductionOrder(self.gradients)
         for g in self.gradients:
             self._of_unit.setdefault(g.unit.index, []).append(g)
 
@@ -69,26 +67,29 @@ class GradientReducer:
         routes: Routes,
         placement: Placement,
         shards_state: bool,
-        num_slots: int,
         precision: Precision = AS_IT_IS,
         home: AbstractGradientHome | None = None,
         wire: Wire = AS_ONE,
     ) -> GradientReducer:
         """One reducer for the trainable buffers of these units."""
         gradients = tuple(
-            BufferGradients(buffer, unit, shards_state, precision, home)
+            BufferGradients(
+                buffer,
+                unit,
+                shards_state,
+                GradientRoute.plan(buffer, unit, routes=routes, precision=precision, wire=wire),
+                ReducedShard(buffer, home),
+            )
             for unit in units
             for buffer in unit.buffers
             if buffer.plan.trainable
         )
-        for g in gradients:
-            g.use_wire(wire)
         ring = ring_bytes([(g.wire_bytes, g.unit.plan.is_outer) for g in gradients])
         pool: SlotPool[BufferGradients] = SlotPool.plan(
             ring if placement is Placement.SHARDED else (),
-            num_slots=num_slots,
+            num_slots=REDUCTION_SLOTS,
             device=routes.whole.device,
-            is_busy=lambda owner: owner.has_local or owner.in_flight is not None,
+            is_busy=lambda owner: owner.has_local or owner.is_in_flight,
         )
         last = max((buffer.index for unit in units for buffer in unit.buffers), default=0)
         return cls(
@@ -97,10 +98,14 @@ class GradientReducer:
             shards_state,
             pool,
             gradients,
-            max_in_flight=num_slots - 1 + (routes.replicas is not None),
-            control_tag=2 * last + 2,
+            control=Control(routes.whole, tag=2 * last + 2),
             home=home,
         )
+
+    @property
+    def control_tag(self) -> int:
+        """Identity of exchanges of flags, norms and the order."""
+        return self.control.tag
 
     def before_backward(self, unit: Unit) -> None:
         """Let autograd give this unit's gradients away."""
@@ -121,9 +126,7 @@ class GradientReducer:
             g.filled[position] = True
             g.buffer.params[position].grad = None if g.shards_state else g.views[position]
             return
-        if g.shards_state:
-            g.ensure_shard()
-        else:
+        if not g.shards_state:
             self._ensure_accumulator(g)
         g.copy_whole(position, value)
 
@@ -160,18 +163,16 @@ class GradientReducer:
         grads = g.find_waiting()
         if not grads:
             return
-        if g.in_flight is not None:  # again in one backward: a nested one, of a checkpoint
-            self._finish(g)
+        if g.is_in_flight:  # again in one backward: a nested one, of a checkpoint
+            self._end(g)
             g.refuse_to_sum_again()
         if g.accumulator is None:
             self._ensure_accumulator(g)
         self.has_collected = True
         g.take(grads)
         if self.sync and g.is_full:
-            self._became_full.append(g)
-            while self._turn < len(self._order) and self._order[self._turn].is_full:
-                self._turn += 1
-                self._launch(self._order[self._turn - 1])
+            for full in self._order.turns_after(g):
+                self._launch(full)
 
     def keep(self) -> None:
         """Nothing arrived: what was there before stays, and is guarded."""
@@ -182,13 +183,13 @@ class GradientReducer:
         """Reduce what is left, and put every gradient where the optimizer reads it."""
         if self.sync:
             for g in self._order:
-                if not g.launched or (g.has_local and g.in_flight is None):
+                if not g.launched or (g.has_local and not g.is_in_flight):
                     self._launch(g)
             self._flush()
             for g in self.gradients if self.home is not None else ():
-                g.norms.settle(g.parts)
-            self._agree_on_arrivals()
-            self._settle_order()
+                g.result.norms.settle(g.parts)
+            self.control.agree_on_arrivals(self.gradients)
+            self._order.settle(self.control.exchange, device=self.routes.whole.device)
         self._forget_turns()
         for g in self.gradients:
             g.end_backward()
@@ -220,19 +221,17 @@ class GradientReducer:
 
     def is_true_anywhere(self, mine: bool) -> bool:
         """Whether any rank says so. Collective."""
-        if self.routes.whole.world_size == 1:
-            return mine
-        return bool(self._exchange(torch.tensor([mine], dtype=torch.uint8)).wait().any())
+        return self.control.is_true_anywhere(mine)
 
     def lend(self, *, has_closure: bool) -> None:
         """The optimizer steps now: show it the gradients as it needs them."""
         for g in self.gradients:
-            g.lend(has_closure=has_closure)
+            g.lending.begin(has_closure=has_closure)
 
     def take_back(self) -> None:
         """The optimizer has stepped."""
         for g in self.gradients:
-            g.take_back()
+            g.lending.end()
 
     def abandon(self, *, is_asked_for: bool) -> None:
         """Drop all gradients: an exception ended a backward, and some lack its part.
@@ -276,7 +275,7 @@ class GradientReducer:
                 g.leave_accumulator()
                 g.views = ()
             if not g.holds_gradients:
-                g.shard, g.parts = None, ()
+                g.result.release()
         if not any(g.slot for g in self.gradients):
             self.pool.release()
 
@@ -295,7 +294,7 @@ class GradientReducer:
     @property
     def loco_bytes(self) -> int:
         """Bytes of errors of encoding, kept for the next reductions."""
-        return sum(g.loco_errors.num_bytes for g in self.gradients if g.loco_errors is not None)
+        return sum(errors.num_bytes for g in self.gradients if (errors := g.route.loco_errors))
 
     @property
     def host_bytes(self) -> int:
@@ -306,45 +305,42 @@ class GradientReducer:
     @property
     def flags_bytes(self) -> int:
         """Bytes of the flags of the last exchange, which nobody may have needed to read."""
-        if self._flags is None:
-            return 0
-        return self.routes.whole.world_size * sum(len(g.targets) for g in self.gradients)
+        return self.control.flags_bytes(self.gradients)
 
     def _launch(self, g: BufferGradients) -> None:
-        if g.in_flight is not None:
-            self._finish(g)
+        self._end(g)
         self._ensure_accumulator(g)
-        g.launch(self.routes)
-        self._send_across(self._in_flight)
+        g.launch()
+        before = tuple(self._in_flight)
         self._in_flight.append(g)
-        while len(self._in_flight) > self.max_in_flight:
-            self._finish(self._in_flight[0])
+        self._advance(before)
 
-    def _finish(self, g: BufferGradients) -> None:
-        if self.routes.hops is not None:  # the second hop is launched as the first is waited for
-            while self._in_flight[0] is not g:
-                self._finish(self._in_flight[0])
-        self._send_across(self._in_flight[: self._in_flight.index(g)])
-        g.finish()
-        self._in_flight.remove(g)
-        self._return_accumulator(g)
-
-    def _send_across(self, reduced: Sequence[BufferGradients]) -> None:
-        """Replicas are next, in one order on every rank; the accumulators are free."""
-        for g in reduced:
-            if g.go_across() and self.placement is Placement.SHARDED:
+    def _advance(self, reductions: Sequence[BufferGradients]) -> None:
+        """These go one hop further, or end; see NOTE(hops)."""
+        arrived = []
+        for g in reductions:
+            if not g.route.advance():
+                arrived.append(g)
+            elif self.placement is Placement.SHARDED:
                 g.leave_accumulator()
+        for g in arrived:
+            g.finish()
+            self._in_flight.remove(g)
+            self._return_accumulator(g)
+
+    def _end(self, g: BufferGradients) -> None:
+        while g.is_in_flight:
+            self._advance(tuple(self._in_flight))
 
     def _flush(self) -> None:
         while self._in_flight:
-            self._finish(self._in_flight[0])
+            self._advance(tuple(self._in_flight))
         if self.home is not None:
             self.home.settle()
 
     def _forget_turns(self) -> None:
-        self._turn = 0
+        self._order.forget_turns()
         self.has_collected = False
-        self._became_full.clear()
 
     def _ensure_accumulator(self, g: BufferGradients) -> None:
         if g.accumulator is not None:
@@ -356,8 +352,8 @@ class GradientReducer:
             g.use_accumulator(memory, None)
             return
         alone = g.unit.plan.is_outer
-        while not alone and self._in_flight and self.pool.find(g.wire_bytes) is None:
-            self._finish(self._in_flight[0])
+        while not alone and self._holds_slots() and self.pool.find(g.wire_bytes) is None:
+            self._advance(tuple(self._in_flight))
         slot = self.pool.take_again(g, g.wire_bytes, alone=alone)
         slot.owner = g
         memory = slot.allocate(self.pool.device)[: g.wire_bytes]
@@ -365,56 +361,8 @@ class GradientReducer:
 
     def _return_accumulator(self, g: BufferGradients) -> None:
         """The accumulator is empty: give it to the next unit, unless this unit keeps it."""
-        if self.placement is Placement.SHARDED and g.in_flight is None:
+        if self.placement is Placement.SHARDED and not g.is_in_flight:
             g.leave_accumulator()
 
-    def _agree_on_arrivals(self) -> None:
-        """A gradient that another rank had and we had not is there all the same, from zeros.
-
-        Every rank says which parameters got one; only a rank that misses some needs the answer,
-        so that in the usual case nobody waits.
-        """
-        world_size = self.routes.whole.world_size
-        if world_size == 1:
-            return
-        if self._flags is not None:
-            self._flags.wait()
-        mine = [param.grad is not None for g in self.gradients for param in g.targets]
-        self._flags = self._exchange(torch.tensor(mine, dtype=torch.uint8))
-        if all(mine):
-            return
-        everyone = self._flags.wait().view(world_size, -1)
-        self._flags = None
-        anyone = iter(everyone.any(dim=0).tolist())
-        for g in self.gradients:
-            for position, param in enumerate(g.targets):
-                if next(anyone) and param.grad is None:
-                    g.hand_over([position])
-
-    def _settle_order(self) -> None:
-        """Take rank 0's order of becoming full for the backwards to come; see NOTE(order)."""
-        if self._order_is_settled:
-            return
-        numbers = {id(g): number for number, g in enumerate(self.gradients)}
-        full = [numbers[id(g)] for g in self._became_full]
-        full += [-1] * (len(self.gradients) - len(full))
-        mine = torch.tensor(full[: len(self.gradients)], dtype=torch.int64)
-        everyone = self._exchange(mine).wait() if self.routes.whole.world_size > 1 else mine
-        first = [number for number in everyone[: len(mine)].tolist() if number >= 0]
-        if not first:
-            return  # nothing became full on rank 0: too early to say
-        rest = [numbers[id(g)] for g in self._order if numbers[id(g)] not in first]
-        self._order = [self.gradients[number] for number in dict.fromkeys((*first, *rest))]
-        self._order_is_settled = True
-
-    def _exchange(self, mine: Tensor) -> Handle[Tensor]:
-        group = self.routes.whole
-        shard = mine.to(group.device)
-        return all_gather_flat(
-            shard.new_empty(group.world_size * shard.numel()),
-            splits=[shard.numel()] * group.world_size,
-            group=group,
-            shard=shard,
-            tag=self.control_tag,
-            control=True,
-        )
+    def _holds_slots(self) -> bool:
+        return any(g.slot is not None for g in self._in_flight)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import torch
 from attrs import frozen
 
 from ._buffer_plan import BufferPlan
 from ._cut import Cut
+from ._memory_plan import loco_bytes
 from ._model_plan import ModelPlan
 from ._placement import Placement
 from ._state_parts import BATCH_BYTES
@@ -19,7 +21,7 @@ from ._updater import MASTER
 class PlannedSave:
     """What one rank gives when all is saved; every element is given once, by one rank."""
 
-    num_bytes: int  # all of it: what it writes, or copies to the host to write it later
+    num_bytes: int  # all, errors of encoding too: what it writes, or copies to write it later
     batch_bytes: int  # most that is read together, where that takes memory of its own
 
 
@@ -34,9 +36,18 @@ def plan_save(plan: ModelPlan, rank: int) -> PlannedSave:
         for size in _sizes_of(plan, buffer, placement, rank)
     ]
     total = sum(sizes)
+    errors = _loco_bytes(plan, rank) if plan.group_of else 0
     return PlannedSave(
-        num_bytes=total, batch_bytes=min(total, max(BATCH_BYTES, *sizes, 0) if sizes else 0)
+        num_bytes=total + errors,
+        batch_bytes=min(total, max(BATCH_BYTES, *sizes, 0) if sizes else 0),
     )
+
+
+def _loco_bytes(plan: ModelPlan, rank: int) -> int:
+    """Of what `loco_state` gives: errors, and for each buffer the number of its reductions."""
+    buffers = [buffer for unit in plan.units for buffer in unit.buffers if buffer.trainable]
+    kept = [num_bytes for buffer in buffers if (num_bytes := loco_bytes(plan, buffer, rank))]
+    return sum(num_bytes + torch.int64.itemsize for num_bytes in kept)
 
 
 def _sizes_of(

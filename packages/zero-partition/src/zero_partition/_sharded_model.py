@@ -75,6 +75,7 @@ class ShardedModel:
     _tree: ModuleTree = field(init=False)
     _rounded: list[FlatBuffer] = field(init=False)  # that rest whole, and are gathered by a codec
     removers: list[Callable[[], None]] = field(factory=list, init=False)  # of all our hooks
+    before_write: list[Callable[[], None]] = field(factory=list, init=False)  # once, whoever writes
     parked: Parked | None = field(default=None, init=False)  # what is elsewhere between phases
     has_stepped: bool = field(default=False, init=False)  # the optimizer, so it has its state
     left_to_step: Tensor | None = field(default=None, init=False)  # see NOTE(in_step)
@@ -235,7 +236,6 @@ class ShardedModel:
                 pairs = zip(g.buffer.params, g.buffer.guards, strict=True)
                 for position, (param, guard) in enumerate(pairs):
                     if param.grad is not None and param.grad is not guard:
-                        g.ensure_shard()
                         g.copy_whole(position, param.grad)
 
     def update(self) -> None:
@@ -302,9 +302,15 @@ class ShardedModel:
     def begin_write(self) -> None:
         """Wait until nothing reads the shards any more. Collective where they are exposed."""
         self.refuse_parked("a write to parameters", StateKind.PARAMS, StateKind.MASTERS)
+        self.await_readers()
         self.schedule.settle()
         if self.exposure is not None:
             self.exposure.begin_write()
+
+    def await_readers(self) -> None:
+        """Wait for who copies values and state on this rank meanwhile. Local."""
+        while self.before_write:
+            self.before_write.pop()()
 
     def end_write(self, only: Unit | None = None) -> None:
         """Whole copies of a unit's parameters, all units' when None, are out of date.

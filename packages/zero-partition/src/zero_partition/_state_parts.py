@@ -55,6 +55,7 @@ class PartBatch:
     parts: tuple[Part, ...]
     is_frozen: bool  # of parameters that do not train
     read: Callable[[], list[Tensor]]  # each 1-D, in order, to look at until the next step
+    is_resident: bool  # what is read is the memory that is trained itself; see `before_write`
 
 
 @frozen(eq=False)
@@ -136,7 +137,12 @@ def plan_parts(
         tuple(tensors),
         values,
         tuple(
-            PartBatch(tuple(item.part for item in batch), is_frozen, partial(_read, sharded, batch))
+            PartBatch(
+                tuple(item.part for item in batch),
+                is_frozen,
+                partial(_read, sharded, batch),
+                sharded.residence.updater is None and all(map(_lies_in_memory, batch)),
+            )
             for is_frozen in (True, False)
             for batch in _batches(i for i in items if i.buffer.plan.trainable is not is_frozen)
         ),
@@ -231,6 +237,10 @@ def _read(sharded: ShardedModel, batch: Sequence[_Item]) -> list[Tensor]:
         own = _own_master(sharded, item) if is_param and _rests_elsewhere(item) else None
         found.append(_find(item, state, elsewhere, resting) if own is None else own)
     return found
+
+
+def _lies_in_memory(item: _Item) -> bool:
+    return item.part.tensor.entry is not None or item.buffer.training.memory is not None
 
 
 def _rests_elsewhere(item: _Item) -> bool:

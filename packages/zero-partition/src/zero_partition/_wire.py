@@ -114,7 +114,8 @@ class Wire:
             They are rounded once, when they are sharded or loaded, and are what is given by request
             and saved. For what adapters are trained on. Not for shards outside the device.
         loco: What encoding gradients loses is fed back in the next reduction; costs memory, see
-            `Loco`. Not saved: training that goes on from a file begins without.
+            `Loco`. Saved with the optimizer's state, and restored on as many ranks, with the same
+            levels, units and codec; elsewhere, training that goes on from a file begins without.
 
     Raises:
         PartitionError: Names the field, what was expected and what came.

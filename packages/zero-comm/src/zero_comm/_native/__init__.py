@@ -1,33 +1,29 @@
-"""The compiled codecs, loaded once, or the reason why there are none. Nothing compiles here."""
+"""The compiled codecs of a CPU, or the reason why there are none. Nothing compiles here."""
 
 from __future__ import annotations
 
 import ctypes
-import logging
-import os
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
+import torch
 from attrs import frozen
 from torch import Tensor
 
 from zero_comm._errors import CodecError
 
-from ._compile import LIBRARY
-
 HERE: Final = Path(__file__).parent
 ABI: Final = 1
 SWITCHES: Final = ("auto", "require", "off")
 _BUILD_HINT: Final = "`python -m zero_comm.build` compiles it"
-_LOG: Final = logging.getLogger("zero_comm")
 
 
 @frozen(eq=False)
 class Kernels:
     """The library's functions, for contiguous tensors of a CPU whose sizes fit."""
 
+    dtypes: ClassVar = (torch.float32,)
     library: ctypes.CDLL
 
     def encode(
@@ -48,41 +44,13 @@ class Kernels:
         )
 
 
-def native_status() -> str:
-    """Why blockwise codecs of a CPU run in plain torch; empty if compiled ones do. Local.
-
-    Raises:
-        CodecError: ZERO_COMM_NATIVE=require, and there are none.
-    """
-    return _loaded()[1]
-
-
-def kernels() -> Kernels | None:
-    """The compiled codecs, loaded at the first call; None where plain torch does the work.
-
-    Raises:
-        CodecError: ZERO_COMM_NATIVE=require, and there are none.
-    """
-    return _loaded()[0]
-
-
-@cache
-def _loaded() -> tuple[Kernels | None, str]:
-    found, reason = load(HERE / LIBRARY, os.environ)
-    if found is None:
-        _LOG.warning("codecs run in plain torch, some ten times slower, because %s", reason)
-    return found, reason
-
-
 def load(path: Path, environment: Mapping[str, str]) -> tuple[Kernels | None, str]:
     """Load the library at `path` as ZERO_COMM_NATIVE asks: auto, require or off.
 
     Raises:
         CodecError: It is required and missing, or the switch has a value it does not know.
     """
-    switch = environment.get("ZERO_COMM_NATIVE") or "auto"
-    if switch not in SWITCHES:
-        raise CodecError(f"ZERO_COMM_NATIVE={switch!r}: expected one of {', '.join(SWITCHES)}")
+    switch = switch_of("ZERO_COMM_NATIVE", environment)
     if switch == "off":
         return None, "ZERO_COMM_NATIVE=off"
     if not path.exists():
@@ -97,6 +65,18 @@ def load(path: Path, environment: Mapping[str, str]) -> tuple[Kernels | None, st
     if switch == "require":
         raise CodecError(f"ZERO_COMM_NATIVE=require, but {reason}")
     return None, reason
+
+
+def switch_of(name: str, environment: Mapping[str, str]) -> str:
+    """What a switch asks for; auto where it is not set.
+
+    Raises:
+        CodecError: It has a value that it does not know.
+    """
+    switch = environment.get(name) or "auto"
+    if switch not in SWITCHES:
+        raise CodecError(f"{name}={switch!r}: expected one of {', '.join(SWITCHES)}")
+    return switch
 
 
 def open_library(path: Path) -> ctypes.CDLL:
