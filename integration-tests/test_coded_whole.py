@@ -137,6 +137,58 @@ def _delay(group: Group, case: Case) -> None:
     assert all(map(torch.equal, found.trained, expected.trained))
 
 
+class LooksAhead(torch.optim.Optimizer):
+    """Takes the gradient aside, and steps from where it was."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+        """With two evaluations."""
+        params = self.param_groups[0]["params"]
+        with torch.enable_grad():
+            loss = closure()
+        before = [param.clone() for param in params]
+        for param in params:
+            param.add_(param.grad, alpha=0.5)
+        with torch.enable_grad():
+            closure()
+        for param, value in zip(params, before, strict=True):
+            param.copy_(value).add_(param.grad, alpha=-0.05)
+        return loss
+
+
+def test_a_closure_computes_with_what_its_weights_decode_to(ranks) -> None:
+    """What the optimizer writes between evaluations is gathered as what it writes last is."""
+    ranks(2).run(_look_ahead)
+
+
+def _look_ahead(group: Group) -> None:
+    exact = parity.build(Trained)
+    twin, params = copy.deepcopy(exact), list(exact.parameters())
+    stepper = LooksAhead(params, {})
+
+    def evaluate_alone(number: int) -> Tensor:
+        coded.round_params(twin, exact, stepper, CODEC, 2)
+        losses = [parity.loss_of(twin, parity.batch(number, 0, peer)) for peer in range(2)]
+        grads = [torch.autograd.grad(loss, list(twin.parameters())) for loss in losses]
+        for param, grad in zip(params, parity.mean(grads), strict=True):
+            param.grad = grad
+        return losses[group.rank]
+
+    expected = [stepper.step(partial(evaluate_alone, number)).item() for number in range(3)]
+    for stage in (1, 2):
+        model = parity.build(Trained)
+        optimizer = LooksAhead(model.parameters(), {})
+        zero_engine.shard(model, optimizer, ZeroConfig(stage, wire=CODED), group=group)
+
+        def evaluate(number: int, model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = parity.loss_of(model, parity.batch(number, 0, group.rank))
+            loss.backward()
+            return loss
+
+        assert [optimizer.step(partial(evaluate, n)).item() for n in range(3)] == expected
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_shards_that_are_not_stepped_are_rounded_once(ranks, precision: str) -> None:
     """An expert that is seldom used would walk away with each step of its neighbours in a block."""
@@ -176,7 +228,10 @@ def _park(group: Group, precision: Precision | None) -> None:
             park_and_return(*kinds)(model)
         losses += parity.run_steps(model, optimizer, range(1, 3), rank=group.rank)
         curves.append((losses, zero_engine.full_state_dict(model)))
-        if kinds == (StateKind.MASTERS,) and precision is not None:
+        zero_engine.offload_states(model, [StateKind.PARAMS, StateKind.MASTERS])
+        assert memory_report(model).params_bytes == 0
+        zero_engine.reload_states(model)
+        if precision is not None:
             zero_engine.offload_states(model, [StateKind.MASTERS])
             with pytest.raises(StateError, match="reload_states"):
                 zero_engine.full_state_dict(model)
@@ -265,15 +320,16 @@ def _write(group: Group, precision: Precision | None) -> None:
         assert all(torch.equal(weights[key], value) for key, value in expected[1].items())
 
 
-def test_a_parameter_that_only_lies_beside_a_written_one_keeps_its_master(ranks) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_lies_beside_a_written_parameter_stays_exact(ranks, precision: str) -> None:
     """Rounding it to what travelled would undo small updates, without a word."""
-    ranks(2).run(_write_beside)
+    ranks(2).run(_write_beside, precision=PRECISIONS[precision])
 
 
-def _write_beside(group: Group) -> None:
-    model, optimizer = build(group, 2, MASTERS)
+def _write_beside(group: Group, precision: Precision | None) -> None:
+    model, optimizer = build(group, 2, precision)
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
-    masters = {name: zero_engine.local_param(param) for name, param in model.named_parameters()}
+    exact = {name: zero_engine.local_param(param) for name, param in model.named_parameters()}
     with torch.no_grad():
         model.unused.mul_(2)  # in place, by every rank
     written = model.unused.detach().float()
@@ -282,7 +338,7 @@ def _write_beside(group: Group) -> None:
 
     for name, param in model.named_parameters():
         if name not in ("unused", "blocks.0.up.bias"):
-            assert torch.equal(zero_engine.local_param(param), masters[name]), name
+            assert torch.equal(zero_engine.local_param(param), exact[name]), name
     assert torch.equal(zero_engine.full_param(model.unused).float(), written)
 
 
@@ -298,12 +354,15 @@ def _resume(group: Group, precision: Precision | None, folder: Path) -> None:
     model, optimizer = build(group, 2, precision)
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
     zero_engine.save(folder / "saved", model, optimizer, step=2)
+    saved = zero_engine.full_state_dict(model)
     expected = parity.run_steps(model, optimizer, range(2, 4), rank=group.rank)
     swap = Offload(optimizer="disk", path=folder, subgroup_bytes=1000)
     for stage, offload in ((1, None), (2, None), (3, None), (2, swap)):
         again, stepper = build(group, stage, precision, offload=offload)
         parity.run_steps(again, stepper, range(7, 8), rank=group.rank)
         zero_engine.load(folder / "saved", again, stepper)
+        loaded = zero_engine.full_state_dict(again)
+        assert all(torch.equal(loaded[key], value) for key, value in saved.items()), stage
         found = parity.run_steps(again, stepper, range(2, 4), rank=group.rank)
         assert found == expected, (stage, offload)
 
@@ -401,6 +460,7 @@ def _plan(group: Group, stage: int, folder: Path) -> None:
                 rank=group.rank,
                 device="cpu",
             )
+            parity.count_from_here()
             model = parity.build(Trained)
             optimizer = residences.cpu_adam(model)
             zero_engine.shard(model, optimizer, config, group=group)
@@ -410,6 +470,8 @@ def _plan(group: Group, stage: int, folder: Path) -> None:
                 key: (report[key], expected[key]) for key in report if report[key] != expected[key]
             }
             assert not different, (different, precision, offload)
+            if offload is None:
+                assert parity.live_bytes() == planned.at_rest.total_bytes, precision
             whole, shard = _bytes_of(model)
             has_masters = offload is None and precision is not None
             assert planned.at_rest.params_bytes == whole + (0 if has_masters else shard)

@@ -6,10 +6,13 @@ from typing import Any
 
 import parity
 import pytest
+import torch
+import torch.distributed as dist
 import zero_engine
+from one_dtype import OneDtype
 from parity import ZeroConfig
 from zero_comm import Group
-from zero_engine import Engine, Wire
+from zero_engine import ConfigError, Engine, Precision, Wire
 from zero_engine.compat import deepspeed
 from zero_partition import find_sharded
 
@@ -17,6 +20,39 @@ FILES: dict[str, tuple[dict[str, Any], Wire]] = {
     "hpZ": ({"zero_hpz_partition_size": 2}, Wire(levels=2, secondary=True)),
     "MiCS": ({"mics_shard_size": 2}, Wire(levels=2, replicas=True)),
 }
+QUANTIZED: dict[str, Any] = {
+    "zero_hpz_partition_size": 2,
+    "zero_quantized_weights": True,
+    "zero_quantized_nontrainable_weights": True,
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_file_encodes_weights_at_every_stage_with_shards(ranks, stage: int) -> None:
+    """The engine's own step gathers what it has updated, as the plain loop's does."""
+    ranks(2).run(_encode_from_a_file, stage=stage)
+
+
+def _encode_from_a_file(group: Group, stage: int) -> None:
+    model, optimizer = parity.build_with_optimizer(make=OneDtype)
+    precision = Precision(params=torch.bfloat16)
+    config = zero_engine.ZeroConfig(stage, wire=Wire(params="int8"), precision=precision)
+    zero_engine.shard(model, optimizer, config, group=group)
+    expected = parity.run_steps(model, optimizer, range(3), rank=group.rank)
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "zero_quantized_weights": True,
+        },
+    }
+    built, stepper = parity.build_with_optimizer(make=OneDtype)
+    engine, *_ = deepspeed.initialize(model=built, optimizer=stepper, config=settings)
+
+    assert [_step(engine, step) for step in range(3)] == expected
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -52,3 +88,70 @@ def _step(engine: Engine, step: int) -> float:
     engine.backward(loss)
     engine.step()
     return loss.item()
+
+
+# ---- What `Init` is told as well ----
+
+
+def test_init_takes_what_its_configuration_says_too(ranks) -> None:
+    """Scripts of ZeRO++ say it in both places; trained is by the configuration, and so it is."""
+    ranks(4).run(_say_it_twice)
+
+
+def _say_it_twice(group: Group) -> None:
+    nodes = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    settings = {"zero_optimization": {"stage": 3, **QUANTIZED}}
+    for config in (
+        settings,
+        ZeroConfig(3, wire=Wire(secondary=True, params="int8", frozen="int8", levels=2)),
+    ):
+        with deepspeed.zero.Init(
+            config_dict_or_path=config,
+            zero_param_parallel_group=nodes[group.rank // 2],
+            zero_quantized_weights=True,
+            zero_quantized_nontrainable_weights=True,
+        ):
+            parity.build(parity.Block)
+    with pytest.raises(
+        ConfigError, match=rf"expected the ranks of this rank's node.*rank {group.rank}"
+    ):
+        deepspeed.zero.Init(
+            config_dict_or_path=settings, zero_param_parallel_group=group.process_group
+        )
+
+
+ALONE: list[tuple[dict[str, Any], dict[str, Any] | None, str]] = [
+    (
+        {"zero_quantized_weights": True},
+        None,
+        "got no configuration; write .*zero_quantized_weights: true",
+    ),
+    ({"zero_quantized_weights": True}, {}, "got a configuration that does not"),
+    (
+        {"zero_quantized_nontrainable_weights": True},
+        {"zero_quantized_weights": True},
+        "zero_quantized_nontrainable_weights: true there",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "keys", "text"), ALONE)
+def test_init_refuses_what_only_it_is_told(
+    ranks, arguments: dict[str, Any], keys: dict[str, Any] | None, text: str
+) -> None:
+    """`initialize` would train without, and nobody would know."""
+    ranks(2).run(_say_it_once, arguments=arguments, keys=keys, text=text)
+
+
+def _say_it_once(
+    group: Group, arguments: dict[str, Any], keys: dict[str, Any] | None, text: str
+) -> None:
+    config = None if keys is None else {"zero_optimization": {"stage": 3, **keys}}
+    with pytest.raises(ConfigError, match=text):
+        deepspeed.zero.Init(config_dict_or_path=config, **arguments)
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=False, **arguments):
+        pass
+    with pytest.raises(ConfigError, match="zero_hpz_partition_size: 2 there"):
+        deepspeed.zero.Init(
+            config_dict_or_path=config, zero_param_parallel_group=group.process_group
+        )

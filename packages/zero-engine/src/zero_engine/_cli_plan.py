@@ -63,7 +63,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     training.add_argument(
         "--replicas", action="store_true", help="shards are those of a node; gradients are averaged"
     )
-    training.add_argument("--encode-params", metavar="CODEC", help="stage 3: int8, bf16, ...")
+    training.add_argument("--encode-params", metavar="CODEC", help="int8, bf16, ...")
     training.add_argument("--encode-gradients", metavar="CODEC", help="int4, int8, bf16, ...")
     training.add_argument("--loco", action="store_true", help="what that loses is fed back")
     training.add_argument("--rates", metavar="FILE", help="from zero probe --json: step time")

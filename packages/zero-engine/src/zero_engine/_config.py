@@ -130,8 +130,9 @@ class ZeroConfig:
             function of name and parameter. What is left open (None) is `cut` in the param group, or
             what the optimizer needs: whole tensors for torch's Muon and Adafactor, else what it
             says as its attribute `needs_cut`, else anything if it is elementwise, as a trial shows.
-        state_dict: Stage 3: what `model.state_dict()` does while parameters are sharded: "raise"
-            names `full_state_dict`, "gather" makes it collective and gives every rank everything.
+        state_dict: Stage 3, and 1 and 2 with `Wire(params=...)`: what `model.state_dict()` does while
+            exact parameters are sharded: "raise" names `full_state_dict`, "gather" makes it
+            collective and gives every rank everything.
         offload: What rests on the host or on disk: the optimizer's state at stages 1 to 3, the
             parameters' shards at stage 3. Nothing when None.
         wire: Which ranks exchange what: `Wire(secondary=True)` keeps gathers of backward inside a

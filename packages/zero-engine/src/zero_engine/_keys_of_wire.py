@@ -38,7 +38,7 @@ KEYS: Final = section(
         FLAG,
         False,
         Becomes("zero.wire.params", _codec("int8")),
-        min_stage=3,
+        min_stage=1,
     ),
     FileKey(
         "zero_quantized_nontrainable_weights",
@@ -75,7 +75,8 @@ KEYS: Final = section(
         FLAG,
         False,
         CannotMatter(
-            "how a collective is composed is chosen once per group, and gives the same values"
+            "it would give the same values; ranks of a replica are taken to be near each other, "
+            "and over NCCL each shard enters a machine once anyway"
         ),
         gate="mics_shard_size",
     ),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from zero_offload import DiskSettings
+from zero_partition import Wire
 
 from ._errors import ConfigError
 from ._file_key import Becomes
@@ -38,6 +39,17 @@ def stage_of(source: Source) -> int:
     return stage
 
 
+def wire_said_in(source: Source) -> Wire:
+    """Which ranks exchange what, and how, read as `stage_of` reads. Local.
+
+    Raises:
+        ConfigError: As `stage_of`, or some of it excludes other.
+        FileError: Likewise.
+    """
+    settings = read_settings(source, model=None, auto=None, warns=False)
+    return wire_of(**_taken(_fields(settings, within="zero.wire."), "zero.wire"))
+
+
 def zero_arguments(settings: Settings) -> dict[str, Any]:
     """Keyword arguments for ZeroConfig; what the configuration leaves out keeps our defaults.
 
@@ -54,7 +66,7 @@ def zero_arguments(settings: Settings) -> dict[str, Any]:
     return _taken(fields, "zero")
 
 
-def _fields(settings: Settings) -> dict[str, Any]:
+def _fields(settings: Settings, *, within: str = "zero.") -> dict[str, Any]:
     """What single keys say of fields of ZeroConfig and its parts, by the field's path."""
     found: dict[str, Any] = {}
     said_by: dict[str, Setting] = {}
@@ -62,7 +74,7 @@ def _fields(settings: Settings) -> dict[str, Any]:
         answer = setting.key.answer
         if not isinstance(answer, Becomes) or not settings.is_read(setting.key):
             continue
-        if not answer.field.startswith("zero.") or answer.field in _OF_SEVERAL:
+        if not answer.field.startswith(within) or answer.field in _OF_SEVERAL:
             continue
         raw = settings.value(setting.key.path)
         if raw is None:  # as good as absent

@@ -41,7 +41,7 @@ class Gather:
         """Raise, before anything is sent, what `GatheredParameters` documents. Local."""
         group = self.sharded.whole
         modifier = self.modifier_rank
-        self.sharded.refuse_parked(self.what, *self.sharded.exact_kinds)
+        self.sharded.refuse_parked(self.what, StateKind.PARAMS)
         if modifier is not None:
             self.sharded.refuse_parked(self.what, StateKind.MASTERS)
         if modifier is not None and not 0 <= modifier < group.world_size:

@@ -25,7 +25,8 @@ class GatheredParameters:
     Every rank enters and leaves it, with the same parameters. `param.data` is then the whole value,
     in memory of its own; modules run as usual. Those that `Init` sharded may be gathered before
     their model is sharded; but inside `Init`, which gathers what is touched, they are left as they
-    are. So are other parameters of no sharded model, and those that rest whole.
+    are. So are other parameters of no sharded model, and those that rest whole, but for what a
+    codec has left of them (`Wire(params=...)`).
 
     - Without `modifier_rank` the values are for reading. A write that autograd counts (any in-place
       function on the parameter), or a new `param.data`, raises LostEditError on every rank at the

@@ -21,7 +21,6 @@ from ._places import Place, record_places
 from ._publish import publish
 from ._reducer import GradientReducer
 from ._residence import Residence
-from ._rest import Rounded
 from ._schedule import Call, Schedule
 from ._torch_compat import (
     call_after_backward,
@@ -114,13 +113,6 @@ class ShardedModel:
         """Whether this rank has all parameters whole, as they rest: not what a codec leaves."""
         is_whole = self.placements.params is Placement.REPLICATED
         return is_whole and all(unit.codec is None for unit in self.units)
-
-    @property
-    def exact_kinds(self) -> set[StateKind]:
-        """What must not be parked for parameters to be read as they rest."""
-        rests = (buffer.resting for unit in self.units for buffer in unit.buffers)
-        masters = {StateKind.MASTERS for rest in rests if isinstance(rest, Rounded)}
-        return {StateKind.PARAMS, *masters}
 
     @property
     def access_tag(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ._bound import Bound
 from ._errors import StateError
+from ._parked import StateKind
 from ._placement import Placement
 from ._shard_state import ShardState
 from ._sharded_model import ShardedModel
@@ -25,7 +26,7 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     """What the public `full_state_dict` documents."""
     if any(unit.depth for unit in sharded.units):
         raise StateError("full_state_dict() was called while a forward is running")
-    sharded.refuse_parked("full_state_dict()", *sharded.exact_kinds)
+    sharded.refuse_parked("full_state_dict()", StateKind.PARAMS)
     sharded.finish_update()  # so that weights and optimizer state are of one step
     is_first = sharded.whole.rank == 0
     if sharded.is_exact:
@@ -151,7 +152,7 @@ class _BeforeExport(Bound):
                 "save_pretrained() takes them as state_dict=...), or set "
                 "ZeroConfig(state_dict='gather') if every rank calls state_dict()."
             )
-        self.sharded.refuse_parked("state_dict()", *self.sharded.exact_kinds)
+        self.sharded.refuse_parked("state_dict()", StateKind.PARAMS)
         for unit in units:
             unit.unshard(self.sharded.schedule.pool)
         encoded = {id(unit): unit for unit in units if unit.codec is not None}

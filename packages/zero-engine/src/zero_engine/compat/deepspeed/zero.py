@@ -22,7 +22,9 @@ from zero_engine import (
     unregister_external_parameter,
 )
 from zero_engine._mpu import check_mpu, data_group_of
-from zero_engine._zero_settings import stage_of
+from zero_engine._zero_settings import stage_of, wire_said_in
+
+from ._wire_arguments import check_wire_arguments
 
 __all__ = [
     "GatheredParameters",
@@ -67,25 +69,24 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
             when None, also with fp16 or bf16 in the configuration: `initialize` rounds them then,
             and keeps what was lost in its masters.
         mpu: Its `get_data_parallel_group()` is the group.
-        zero_param_parallel_group: Not built yet: None.
-        zero_quantized_weights: Not built yet: False.
-        zero_quantized_nontrainable_weights: Not built yet: False.
+        zero_param_parallel_group: This rank's node, where the configuration has
+            `zero_hpz_partition_size`: that says it already.
+        zero_quantized_weights: Taken where the configuration says so, which is what `initialize`
+            trains by.
+        zero_quantized_nontrainable_weights: Likewise.
         sequence_data_parallel_group: Not built yet: None.
         param_swapper: See `remote_device`.
 
     Raises:
         zero_engine.NotBuiltError: Names the argument.
-        zero_engine.ConfigError: `dtype` is no floating-point dtype, `mpu` knows no group, or as
-            `zero_engine.Init`.
+        zero_engine.ConfigError: `dtype` is no floating-point dtype, `mpu` knows no group, the
+            configuration does not say what an argument says, or as `zero_engine.Init`.
     """
     if not enabled:
         return nullcontext()
     for name, value in (
         ("remote_device", remote_device not in (None, "none", "cuda") and remote_device),
         ("pin_memory", pin_memory),
-        ("zero_param_parallel_group", zero_param_parallel_group),
-        ("zero_quantized_weights", zero_quantized_weights),
-        ("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights),
         ("sequence_data_parallel_group", sequence_data_parallel_group),
         ("param_swapper", param_swapper),
     ):
@@ -104,6 +105,16 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
     else:
         group = zero_comm.init()
     settings = config_dict_or_path if config is None else config
+    wire = None
+    if settings is not None:
+        wire = settings.wire if isinstance(settings, ZeroConfig) else wire_said_in(settings)
+    check_wire_arguments(
+        wire,
+        weights=zero_quantized_weights,
+        nontrainable_weights=zero_quantized_nontrainable_weights,
+        param_group=zero_param_parallel_group,
+        group=group,
+    )
     if not isinstance(settings, ZeroConfig | None):
         settings = ZeroConfig(stage_of(settings))
     sharding = zero_engine.Init(module, group=group, config=settings)
