@@ -16,6 +16,7 @@ SUITES: Final = {
     "disk": "bench_disk",  # swapping a large tensor to disk, against what the disk can do
     "redundancy": "bench_redundancy",  # ZeroRedundancyOptimizer against torch's
     "swap": "bench_swap",  # a pipelined step from disk, against the disk and the step alone
+    "plan": "bench_plan",  # a step against how long it was estimated to take
     "residence": "bench_residence",  # a step with state on host or disk, against one without
     "delayed": "bench_delayed",  # the loss curve of delayed updates beside the exact one
     "saving": "bench_saving",  # save and load, against torch.save, torch's checkpoints and the disk

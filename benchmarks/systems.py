@@ -20,6 +20,7 @@ from torch.optim import AdamW
 if TYPE_CHECKING:
     from model import GPT
     from torch import Tensor, nn
+    from zero_engine import ZeroConfig
 
 Step = Callable[["Tensor", "Tensor"], "Tensor"]  # tokens, targets -> loss
 
@@ -237,32 +238,31 @@ _of_deepspeed("DeepSpeed stage 3, buckets of 1e7", name="deepspeed3_1e7", is_var
 )
 
 
-def _ours(
-    model: GPT,
-    setting: Setting,
-    *,
-    stage: int,
-    reads_peers: bool = True,
-    offload: dict[str, Any] | None = None,
-    wire: dict[str, Any] | None = None,
-    **options: Any,
-) -> Step:
+def our_config(setting: Setting, **arguments: Any) -> ZeroConfig:
+    """Of one of ours, from its arguments in `OURS`."""
     import zero_engine
 
+    wire, offload = arguments.pop("wire", None), arguments.pop("offload", None)
     if wire is not None:
-        per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-        options["wire"] = zero_engine.Wire(levels=per_node, **wire)
-
+        arguments["wire"] = zero_engine.Wire(
+            **{"levels": int(os.environ.get("LOCAL_WORLD_SIZE", "1")), **wire}
+        )
     if offload is not None:
-        arguments: dict[str, Any] = {**offload, "subgroup_bytes": setting.subgroup_bytes}
-        if "disk" in offload.values():
-            arguments["path"] = setting.path
-        options["offload"] = zero_engine.Offload(**arguments)
+        further = {"path": setting.path} if "disk" in offload.values() else {}
+        arguments["offload"] = zero_engine.Offload(
+            **offload, **further, subgroup_bytes=setting.subgroup_bytes
+        )
+    if setting.window is not None:
+        arguments["window"] = setting.window
+    return zero_engine.ZeroConfig(**arguments)
+
+
+def _ours(model: GPT, setting: Setting, *, reads_peers: bool = True, **arguments: Any) -> Step:
+    import zero_engine
+
     if not reads_peers:  # as between hosts: every gather needs every rank
         os.environ["ZERO_COMM_PEER_MEMORY"] = "0"
-    if setting.window is not None:
-        options["window"] = setting.window
-    config = zero_engine.ZeroConfig(stage, **options)
+    config = our_config(setting, **arguments)
     optimizer = AdamW(model.parameters(), lr=setting.lr, fused=True)
     sharded, sharded_optimizer = zero_engine.shard(model, optimizer, config)
     return ReportingStep(_plain_step(sharded, sharded_optimizer), partial(_bytes_of, sharded))
@@ -279,39 +279,41 @@ def _bytes_of(sharded: Any) -> dict[str, Any]:
     }
 
 
+OURS: Final[dict[str, dict[str, Any]]] = {}  # what `_ours` is given, by name
+
+
+def _register(name: str, title: str, *, is_variant: bool = True, **arguments: Any) -> None:
+    OURS[name] = arguments
+    register = system(title, name=name, imports=("zero_engine",), is_variant=is_variant)
+    register(partial(_ours, **arguments))
+
+
 for _stage in (0, 1, 2, 3):
-    system(f"ours, stage {_stage}", name=f"zero{_stage}", imports=("zero_engine",))(
-        partial(_ours, stage=_stage)
-    )
+    _register(f"zero{_stage}", f"ours, stage {_stage}", stage=_stage, is_variant=False)
 for _stage in (1, 2, 3):
     for _place in ("host", "disk"):
-        system(
+        _register(
+            f"zero{_stage}_{_place}",
             f"ours, stage {_stage}, optimizer on {_place}",
-            name=f"zero{_stage}_{_place}",
-            imports=("zero_engine",),
-            is_variant=True,
-        )(partial(_ours, stage=_stage, offload={"optimizer": _place}))
+            stage=_stage,
+            offload={"optimizer": _place},
+        )
 for _place in ("host", "disk"):
-    system(
+    _register(
+        f"zero3_{_place}_all",
         f"ours, stage 3, optimizer and parameters on {_place}",
-        name=f"zero3_{_place}_all",
-        imports=("zero_engine",),
-        is_variant=True,
-    )(partial(_ours, stage=3, offload={"optimizer": _place, "params": _place}))
-system(
-    "ours, stage 3 by messages",
-    name="zero3_messages",
-    imports=("zero_engine",),
-    is_variant=True,
-)(partial(_ours, stage=3, reads_peers=False))
-system(
+        stage=3,
+        offload={"optimizer": _place, "params": _place},
+    )
+_register("zero3_messages", "ours, stage 3 by messages", stage=3, reads_peers=False)
+_register(
+    "zero3_messages_no_prefetch",
     "ours, stage 3 by messages, no prefetch",
-    name="zero3_messages_no_prefetch",
-    imports=("zero_engine",),
-    is_variant=True,
-)(partial(_ours, stage=3, reads_peers=False, prefetch_numel=0))
-
-
+    stage=3,
+    reads_peers=False,
+    prefetch_numel=0,
+)
+_register("zero3_by_two", "ours, stage 3 on nodes of two ranks", stage=3, wire={"levels": 2})
 for _suffix, _title, _wire in (
     ("", "exact", {}),
     ("_qwz", "weights in int8", {"params": "int8"}),
@@ -319,12 +321,7 @@ for _suffix, _title, _wire in (
     ("_qgz", "gradients in int4", {"gradients": "int4"}),
     ("_all", "all three", {"params": "int8", "secondary": True, "gradients": "int4"}),
 ):
-    system(
-        f"ours, stage 3 on nodes, {_title}",
-        name=f"zero3_nodes{_suffix}",
-        imports=("zero_engine",),
-        is_variant=True,
-    )(partial(_ours, stage=3, wire=_wire))
+    _register(f"zero3_nodes{_suffix}", f"ours, stage 3 on nodes, {_title}", stage=3, wire=_wire)
 
 
 @system("no training: the disk by itself", imports=("zero_offload",), is_variant=True)
@@ -359,6 +356,26 @@ def disk(model: GPT, setting: Setting) -> Step:
         return done
 
     return step
+
+
+@system("no training: the rates of the machine", imports=("zero_engine",), is_variant=True)
+def probe(model: GPT, setting: Setting) -> Step:
+    """What `zero probe` measures, once a step."""
+    import attrs
+    import torch
+    import zero_engine
+    from zero_comm import Group
+
+    del model
+    group, path, done = Group.from_process_group(), setting.path or None, torch.zeros(())
+    found: list[dict[str, Any]] = []
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        del tokens, targets
+        found.append(attrs.asdict(zero_engine.probe(group, path=path)))
+        return done
+
+    return ReportingStep(step, lambda: {"rates": found})
 
 
 def _plain_step(model: nn.Module, optimizer: Any) -> Step:

@@ -281,6 +281,7 @@ def _compare(
     optimizer.zero_grad()
     sent, planned = _sent(traffic), _planned(plan)
     assert sent == planned, f"{what}: sent {sent}, planned {planned}"
+    assert _stepped_bytes(optimizer, config) == plan.step.num_bytes, what
     is_saved = find_sharded(model).routes.is_first_replica
     assert (_given_bytes(model) if is_saved else 0) == plan.save.num_bytes, what
     del model, optimizer
@@ -290,6 +291,16 @@ def _assert_equal(report: Any, planned: Any, what: str) -> None:
     found, expected = attrs.asdict(report), attrs.asdict(planned)
     different = {key: (found[key], expected[key]) for key in found if found[key] != expected[key]}
     assert not different, f"{what}: (allocated, planned) of what differs: {different}"
+
+
+def _stepped_bytes(optimizer: torch.optim.Optimizer, config: ZeroConfig) -> int:
+    """Values, state and gradients read, values and state written, and masters rounded."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    states = (v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
+    has_masters = config.precision is not None
+    rounded = [param.numel() for param in params if has_masters and param.dtype == torch.float32]
+    values = sum(param.nbytes for param in params)
+    return 3 * values + 2 * sum(value.nbytes for value in states) + 2 * sum(rounded)
 
 
 def _given_bytes(model: nn.Module) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 import pytest
 import zero_engine
-from zero_comm import Group
+from zero_comm import Group, Levels
 from zero_engine import ConfigError, FileError, GPTSize, Offload, Rates, ZeroConfig
 from zero_engine._cli import main
 
@@ -21,7 +21,10 @@ RATES = Rates(
     send_across_bytes=1e10,
     disk_read_bytes=5e9,
     disk_write_bytes=2e9,
+    layer_s=1e-4,
+    launch_s=1e-3,
 )
+ON_CPU = attrs.evolve(RATES, transfer_bytes=None, host_bytes=None)
 SIZE = GPTSize(24, 2048)
 
 
@@ -57,12 +60,84 @@ def test_what_rests_on_disk_is_read_and_written_once() -> None:
     assert estimate.bottleneck == "writing the disk"
 
 
-def test_what_overlaps_takes_as_long_as_the_longest() -> None:
-    """Two bounds: all hidden, and nothing hidden."""
-    _, estimate = _estimate(ZeroConfig(3))
+def test_adam_goes_through_28_bytes_of_each_parameter() -> None:
+    """Four tensors of 4 bytes read, three written; at stage 0 every rank does so with all."""
+    for stage, share in ((0, 1), (1, 8), (2, 8), (3, 8)):
+        plan, estimate = _estimate(ZeroConfig(stage))
 
-    assert estimate.least_s == max(estimate.seconds.values())
-    assert estimate.most_s == sum(estimate.seconds.values())
+        scalars = 2 * 4 * 4 * SIZE.layers  # how many steps each of 4 parameters of a block has had
+        assert estimate.seconds["stepping"] * 1e12 == pytest.approx(
+            28 * plan.numel / share + scalars
+        )
+
+
+def test_a_frozen_parameter_is_not_stepped_moved_or_written() -> None:
+    """Of a model that is trained by adapters, nearly nothing is."""
+    model = SIZE.build()
+    for block in list(model.blocks)[1:]:  # type: ignore[arg-type]
+        block.requires_grad_(False)
+    trained = 12 * 2048**2 // 8  # of a rank
+    offload = Offload(optimizer="disk", params="disk", path="/")
+    plan = zero_engine.plan(model, ZeroConfig(3, offload=offload), world_size=8)
+
+    seconds = zero_engine.estimate_step(plan, RATES, tokens=1).seconds
+
+    assert plan.step.params_bytes == plan.step.grads_bytes == 4 * trained
+    written = 16 * trained  # values, their masters, two moments
+    assert seconds["writing the disk"] == pytest.approx(written / 2e9, rel=1e-3)
+
+
+def test_what_is_small_takes_its_time_all_the_same() -> None:
+    """A model of small layers waits for calls and for launches, not for arithmetic."""
+    plan, estimate = _estimate(ZeroConfig(2))
+
+    assert plan.num_layers == 4 * SIZE.layers
+    assert estimate.seconds["calling layers"] == plan.num_layers * 1e-4
+    calls = sum(each.calls for each in plan.traffic) + 1  # and one of control
+    assert estimate.seconds["launching collectives"] == calls * 1e-3
+    alone = zero_engine.plan(SIZE, ZeroConfig(2), world_size=1)
+    seconds = zero_engine.estimate_step(alone, RATES, tokens=1).seconds
+    assert seconds.keys() == {"computing", "calling layers", "stepping"}
+
+
+@pytest.mark.parametrize(
+    ("offload", "moved"),
+    [
+        (Offload(optimizer="host"), 4 + 4),  # gradients there, parameters back
+        (Offload(optimizer="host", fraction=0.25), (4 + 4) / 4),
+        (Offload(optimizer="host", params="host"), 4 + 4 + 4),  # gradients, and two gathers
+        (Offload(params="host"), 4 + 4 + 4),  # two gathers, and parameters when stepped
+    ],
+)
+def test_what_moves_between_device_and_host_is_a_share_of_a_rank(
+    offload: Offload, moved: float
+) -> None:
+    """Over a slow bus it is what a step waits for."""
+    size = attrs.evolve(SIZE, params=SIZE.blocks_numel)
+    plan = zero_engine.plan(size, ZeroConfig(3, offload=offload), world_size=8, reads_peers=False)
+    seconds = zero_engine.estimate_step(plan, RATES, tokens=1).seconds
+
+    gathers = sum(row.shard_bytes * (row.gathers - 2) for row in plan.units)  # but those of two
+    gathers *= offload.params == "host"
+    assert seconds["transferring"] * 2e10 == pytest.approx(moved * plan.numel / 8 + gathers)
+
+
+def test_what_overlaps_takes_as_long_as_the_longest() -> None:
+    """Two bounds: all hidden that can be, and nothing hidden. A step follows its backward."""
+    _, estimate = _estimate(ZeroConfig(3))
+    _, on_cpu = _estimate(ZeroConfig(3), rates=ON_CPU)
+    offload = Offload(optimizer="host", delayed_update=True)
+    _, delayed = _estimate(ZeroConfig(3, offload=offload))
+
+    for each, in_turns in (
+        (estimate, ("computing", "stepping")),
+        (on_cpu, ("computing", "stepping", "calling layers")),
+        (delayed, ("computing",)),
+    ):
+        seconds = each.seconds
+        alone = (value for name, value in seconds.items() if name not in in_turns)
+        assert each.least_s == max(sum(seconds[name] for name in in_turns), *alone)
+        assert each.most_s == sum(seconds.values())
 
 
 @pytest.mark.parametrize(
@@ -78,6 +153,15 @@ def test_the_bottleneck_is_what_is_slow(change: dict[str, float], expected: str)
     _, estimate = _estimate(ZeroConfig(2), rates=attrs.evolve(RATES, **change))
 
     assert estimate.bottleneck == expected
+
+
+@pytest.mark.parametrize("tokens", [0, -1, True, "many", float("nan")])
+def test_a_number_of_tokens_that_is_none_is_refused(tokens: object) -> None:
+    """The time of no step, or of less."""
+    plan = zero_engine.plan(SIZE, world_size=2)
+
+    with pytest.raises(ConfigError, match=r"expected tokens to be above 0"):
+        zero_engine.estimate_step(plan, RATES, tokens=tokens)  # type: ignore[arg-type]
 
 
 def test_a_rate_that_is_missing_is_named() -> None:
@@ -144,7 +228,19 @@ def test_ranks_agree_on_their_rates(ranks) -> None:
 
     assert first == second
     assert first["send_bytes"] > 0
+    assert first["launch_s"] > 0
+    assert first["send_across_bytes"] is None
 
 
-def _probe(group: Group) -> dict[str, float | None]:
-    return attrs.asdict(zero_engine.probe(group, size=0.02))
+def _probe(group: Group, *, ranks_per_node: int | None = None) -> dict[str, float | None]:
+    levels = None if ranks_per_node is None else Levels.of_nodes(group, ranks_per_node)
+    return attrs.asdict(zero_engine.probe(group, size=0.02, levels=levels))
+
+
+def test_what_is_sent_across_nodes_is_measured_apart(ranks) -> None:
+    """The network between nodes is what a step on several waits for."""
+    for per_node, has_inside in ((2, True), (1, False)):
+        (found, *_) = ranks(4).run(_probe, ranks_per_node=per_node)
+
+        assert (found["send_bytes"] is not None) is has_inside
+        assert found["send_across_bytes"] > 0

@@ -44,6 +44,7 @@ from ._construct import Init, materialise
 from ._engine import Engine
 from ._engine_config import EngineConfig, NamedSpec
 from ._errors import ConfigError, FileError, LossScaleError, NotBuiltError
+from ._estimate import StepEstimate, estimate_step
 from ._export import ExportReport, export
 from ._initialize import initialize
 from ._load import LoadReport, load
@@ -58,7 +59,7 @@ from ._plan_source import GPTSize
 from ._plan_table import options_table, plan_table, times_table
 from ._pretrained import load_pretrained, open_weights
 from ._probe import probe
-from ._rates import Rates, StepEstimate, estimate_step
+from ._rates import Rates
 from ._save import SaveReport, save
 from ._saver import Saver, Snapshot
 from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR

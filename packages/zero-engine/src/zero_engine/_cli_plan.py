@@ -14,13 +14,14 @@ from zero_partition import Precision, Wire
 from ._cli_values import dtype_of, num_bytes_of
 from ._config import ZeroConfig
 from ._errors import ConfigError
+from ._estimate import estimate_step
 from ._offload import Offload
 from ._plan import plan
 from ._plan_options import Room, plan_options, recommend
 from ._plan_picture import save_picture
 from ._plan_source import GPTSize
 from ._plan_table import options_table, plan_table, times_table
-from ._rates import Rates, estimate_step
+from ._rates import Rates
 
 _DISK: Final = Path("/")  # a plan opens no file
 _PLACES: Final = ("device", "host", "disk")

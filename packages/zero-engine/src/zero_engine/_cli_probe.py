@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import Final
 
 import attrs
 import torch
 import zero_comm
 from tabulate import tabulate
+from zero_comm import Levels
 
 from ._cli_values import dtype_of
 from ._probe import probe
 
-_WORDS: Final = {
+_PER_S: Final = {
     "matmul_flops": ("matrix products", "GFLOP/s"),
     "device_bytes": ("memory of the device, read and written", "GB/s"),
     "host_bytes": ("memory of the host, read and written", "GB/s"),
@@ -23,6 +25,10 @@ _WORDS: Final = {
     "send_across_bytes": ("sent by a rank to other nodes", "GB/s"),
     "disk_read_bytes": ("read from disk", "GB/s"),
     "disk_write_bytes": ("written to disk", "GB/s"),
+}
+_SECONDS: Final = {
+    "layer_s": "forward and backward of the smallest layer",
+    "launch_s": "the smallest collective",
 }
 
 
@@ -44,12 +50,28 @@ def add_probe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _run(options: argparse.Namespace) -> None:
     group = zero_comm.init()
-    rates = probe(group, path=options.path, dtype=options.dtype, size=options.size)
+    rates = probe(
+        group,
+        path=options.path,
+        dtype=options.dtype,
+        size=options.size,
+        levels=Levels.of_nodes(group) if _has_nodes() else None,
+    )
     if group.rank:
         return
     found = {name: value for name, value in attrs.asdict(rates).items() if value is not None}
     if options.json:
         print(json.dumps(found, indent=1))
         return
-    rows = [[_WORDS[name][0], value / 10**9, _WORDS[name][1]] for name, value in found.items()]
+    per_s = ((words, found.get(name), unit) for name, (words, unit) in _PER_S.items())
+    rows = [(words, value / 10**9, unit) for words, value, unit in per_s if value is not None]
+    rows += [
+        (words, found[name] * 10**6, "us") for name, words in _SECONDS.items() if name in found
+    ]
     print(tabulate(rows, floatfmt=".2f", tablefmt="plain"))
+
+
+def _has_nodes() -> bool:
+    """Whether torchrun says that ranks are of several nodes."""
+    local, whole = (os.environ.get(name, "1") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    return local != whole

@@ -17,9 +17,11 @@ from zero_partition import (
     PlannedMemory,
     PlannedOperation,
     PlannedSave,
+    PlannedStep,
     plan_memory,
     plan_model,
     plan_save,
+    plan_step,
     plan_traffic,
 )
 
@@ -58,9 +60,12 @@ class Plan:
     config: ZeroConfig
     optimizer: str  # its class, or "none"
     numel: int  # parameters of the model, each once
+    num_layers: int  # modules with parameters of their own
     buffers_bytes: int  # of the model's buffers, which every rank keeps
     memory: PlannedMemory
     passing_bytes: int  # at most, of host memory besides: shards that come from and go to disk
+    shards_on_disk_bytes: int  # of parameters, among what rests on disk
+    step: PlannedStep  # what its optimizer goes through
     save: PlannedSave  # what this rank gives to a checkpoint, the model's buffers apart
     traffic: tuple[PlannedOperation, ...]  # of a step of one micro-batch
     units: tuple[UnitRow, ...]
@@ -190,6 +195,9 @@ def plan(
         config=config,
         optimizer="none" if made is None else type(made).__name__,
         numel=sum(param.numel() for param in model.parameters()),
+        num_layers=sum(
+            1 for each in model.modules() if next(each.parameters(recurse=False), None) is not None
+        ),
         buffers_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         memory=plan_memory(
             planned,
@@ -199,6 +207,8 @@ def plan(
             home_disk_bytes=elsewhere.home_disk_bytes,
         ),
         passing_bytes=elsewhere.passing_bytes,
+        shards_on_disk_bytes=elsewhere.home_disk_bytes,
+        step=plan_step(planned, rank),
         save=plan_save(planned, rank),
         traffic=traffic,
         units=_rows(planned, mine, traffic),

@@ -8,9 +8,9 @@ from typing import Final
 
 from tabulate import tabulate
 
+from ._estimate import StepEstimate
 from ._plan import Plan, UnitRow
 from ._plan_options import Option, Room, name_of, recommend
-from ._rates import StepEstimate
 
 _UNITS: Final = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
 KINDS: Final = {  # of memory on the device, as `MemoryReport` has them, in words

@@ -84,6 +84,7 @@ from ._state_access import (
 )
 from ._state_load import StateLoad, StateSource, param_groups_of, plan_load
 from ._state_parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
+from ._step_plan import PlannedStep, plan_step
 from ._traffic_plan import PlannedOperation, plan_traffic
 from ._unsharded import unsharded
 from ._updater import MASTER, AbstractUpdater, Opening, UpdaterReport
@@ -129,6 +130,7 @@ __all__ = [
     "PlannedMemory",
     "PlannedOperation",
     "PlannedSave",
+    "PlannedStep",
     "Precision",
     "RestPlan",
     "RoomPlan",
@@ -180,6 +182,7 @@ __all__ = [
     "plan_parts",
     "plan_room",
     "plan_save",
+    "plan_step",
     "plan_traffic",
     "plan_units",
     "record_codec_errors",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -11,13 +10,13 @@ from attrs import define, evolve, frozen
 from zero_comm import even_splits
 
 from ._buffer_plan import BufferPlan, ParameterPlan
-from ._cut import Cut
 from ._gather_plan import choose_slots, slot_bytes, slot_conflicts
 from ._limits import ENCODED_IN_FLIGHT
 from ._memory import MemoryReport, encoded_bytes
 from ._model_plan import ModelPlan
 from ._placement import Placement
 from ._reduction_plan import PlannedGradients, ReductionPlan
+from ._step_plan import state_bytes, stepped_params
 from ._traffic_plan import gathers_of
 from ._updater import UpdaterReport
 
@@ -215,7 +214,8 @@ class _Counts:
         self._add_gradients(buffer, dtype)
         self.loco += loco_bytes(plan, buffer, self.rank)
         if not self.has_updater:
-            for state, scalars in self._states(buffer, dtype):
+            for param, shape in stepped_params(plan, buffer, self.rank):
+                state, scalars = state_bytes(plan, param, shape, dtype)
                 self.state += state
                 self.scalars += scalars
 
@@ -241,26 +241,6 @@ class _Counts:
             if wire != dtype:
                 way = max(way, numel * wire.itemsize)
         self.on_their_way = max(self.on_their_way, way)
-
-    def _states(self, buffer: BufferPlan, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-        for param, shape in self._stepped(buffer):
-            group = self.plan.group_of.get(param.name)
-            if group is not None:
-                yield self.plan.state.bytes_of((group, len(shape), dtype), shape)
-
-    def _stepped(self, buffer: BufferPlan) -> Iterator[tuple[ParameterPlan, tuple[int, ...]]]:
-        """Parameters, and the shape of what this rank steps of each."""
-        if self.plan.placements.optim is Placement.REPLICATED:
-            yield from ((param, tuple(param.shape)) for param in buffer.params)
-            return
-        pieces = {piece.index: piece for piece in buffer.layout.pieces(self.rank)}
-        for position, param in enumerate(buffer.params):
-            piece = pieces.get(position)
-            is_absent = piece is None and param.shape.numel() > 0
-            if is_absent and param.cut != Cut.FLAT:
-                continue  # it has no gradient there, and no state
-            numel = 0 if piece is None else piece.in_tensor.numel
-            yield param, param.cut.shard_shape(param.shape, numel)
 
 
 def _arriving(param: ParameterPlan) -> int:
