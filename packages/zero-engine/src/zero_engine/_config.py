@@ -130,8 +130,8 @@ class ZeroConfig:
             function of name and parameter. What is left open (None) is `cut` in the param group, or
             what the optimizer needs: whole tensors for torch's Muon and Adafactor, else what it
             says as its attribute `needs_cut`, else anything if it is elementwise, as a trial shows.
-        state_dict: Stage 3, and 1 and 2 with `Wire(params=...)`: what `model.state_dict()` does while
-            exact parameters are sharded: "raise" names `full_state_dict`, "gather" makes it
+        state_dict: Stage 3, and 1 and 2 with `Wire(params=...)`: what `model.state_dict()` does
+            while exact parameters are sharded: "raise" names `full_state_dict`, "gather" makes it
             collective and gives every rank everything.
         offload: What rests on the host or on disk: the optimizer's state at stages 1 to 3, the
             parameters' shards at stage 3. Nothing when None.
