@@ -196,7 +196,7 @@ def _result(write_s: float, read_s: float, blocked_s: float | None = None) -> di
 def _limit(parts: dict[str, Tensor], path: Path) -> dict[str, float]:
     """All of it as one new file, past the page cache."""
     num_bytes = sum(part.nbytes for part in parts.values()) // BLOCK_BYTES * BLOCK_BYTES
-    memory = memoryview(HostArena("limit").allocate(num_bytes).numpy())
+    memory = HostArena("limit").allocate(num_bytes).numpy().data
 
     def move(flags: int, act: Callable[[int, list[memoryview], int], int]) -> None:
         file = os.open(path, flags | os.O_DIRECT, 0o666)

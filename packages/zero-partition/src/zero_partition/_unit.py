@@ -125,8 +125,9 @@ class Unit:
             return buffer.resting.codec
         if self.placement is Placement.REPLICATED:
             return buffer.codec
-        is_sent = self.group.world_size > 1 and self.codec is not None
-        return self.codec if is_sent and self.codec.takes(buffer.plan.dtype) else None
+        if self.codec is None or self.group.world_size == 1:
+            return None
+        return self.codec if self.codec.takes(buffer.plan.dtype) else None
 
     @property
     def encoded_bytes(self) -> int:

@@ -238,8 +238,9 @@ class Wire:
             num_shards: Number of ranks that exchange them.
         """
         is_gathered = placement is Placement.REPLICATED and plan.trainable and num_shards > 1
-        is_encoded = is_gathered and not is_small and self.params is not None
-        return self.params if is_encoded and self.params.takes(plan.dtype) else None
+        if self.params is None or not is_gathered or is_small:
+            return None
+        return self.params if self.params.takes(plan.dtype) else None
 
     def codec_of_gradients(self, dtype: torch.dtype) -> AbstractCodec | None:
         """How gradients of this dtype travel; None: as they are."""
