@@ -49,13 +49,13 @@ def half_frozen() -> nn.Module:
 @pytest.mark.parametrize("wire", WIRES)
 def test_one_process_that_encodes_gets_the_same_bits(ranks, wire: str) -> None:
     """What is lost is known: nothing else is, and nothing twice."""
-    ranks(4).run(_equals_the_oracle, settings=WIRES[wire])
+    ranks(4).run(_equals_the_oracle, settings=WIRES[wire], timeout_s=60)
 
 
 @pytest.mark.parametrize("wire", ["int8 weights", "both", "replicas"])
 def test_masters_are_rounded_once_and_then_encoded(ranks, wire: str) -> None:
     """A model in bf16 is what codecs are used for, and its masters are in no file but exact."""
-    ranks(4).run(_equals_the_oracle, settings=WIRES[wire], dtype=torch.bfloat16)
+    ranks(4).run(_equals_the_oracle, settings=WIRES[wire], dtype=torch.bfloat16, timeout_s=60)
 
 
 def _equals_the_oracle(
@@ -72,7 +72,7 @@ def _equals_the_oracle(
     precision = None if dtype is None else Precision(params=dtype)
     expected: list[parity.Curve] = []
     for stage in (3,) if "frozen" in settings else (3, 2, 1):
-        if stage > 1 or not expected:  # the arithmetic of 1 is that of 2
+        if not expected or (stage == 2 and "params" in settings):  # frozen ones are not gathered
             expected = coded.train_coded(recipe, stage=stage, **codecs, **how)
         config = ZeroConfig(stage, wire=Wire(**settings), precision=precision)
         found = parity.train_sharded(group, recipe, config)
