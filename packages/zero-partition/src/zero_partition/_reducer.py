@@ -15,6 +15,7 @@ from ._flat_buffer import FlatBuffer
 from ._gradient_home import AbstractGradientHome
 from ._gradient_route import GradientRoute
 from ._gradients import BufferGradients
+from ._in_flight import InFlight
 from ._placement import Placement
 from ._precision import AS_IT_IS, Precision
 from ._reduced_shard import ReducedShard
@@ -24,12 +25,6 @@ from ._shard_state import ShardState
 from ._slots import SlotPool
 from ._unit import Unit
 from ._wire import AS_ONE, Routes, Wire
-
-# NOTE(hops): a reduction may take several hops, and each begins when the one before has arrived.
-# When that is differs from rank to rank, and what is launched then must be in one order everywhere.
-# So reductions advance in step: whenever one is launched, those before it go one hop further, the
-# oldest first, or end. A hop has the time in which the next buffer fills, and a reduction of three
-# hops travels beside those of the next two buffers. Its slot is free after the first of them.
 
 # NOTE(leaving): with a home of gradients a reduced shard leaves the device as soon as it is there,
 # while backward goes on, and the end of backward waits for the last: from then on `grad` of a shard
@@ -51,11 +46,12 @@ class GradientReducer:
     has_collected: bool = field(default=False, init=False)  # in this backward
     _of_unit: dict[int, list[BufferGradients]] = field(factory=dict, init=False)
     _order: ReductionOrder = field(init=False)
-    _in_flight: list[BufferGradients] = field(factory=list, init=False)  # see NOTE(hops)
+    _in_flight: InFlight = field(init=False)
     _has_earlier: bool = field(default=False, init=False)  # of a backward before this one
 
     def __attrs_post_init__(self) -> None:
         self._order = ReductionOrder(self.gradients)
+        self._in_flight = InFlight(keeps_accumulators=self.placement is Placement.REPLICATED)
         for g in self.gradients:
             self._of_unit.setdefault(g.unit.index, []).append(g)
 
@@ -164,7 +160,7 @@ class GradientReducer:
         if not grads:
             return
         if g.is_in_flight:  # again in one backward: a nested one, of a checkpoint
-            self._end(g)
+            self._in_flight.end(g)
             g.refuse_to_sum_again()
         if g.accumulator is None:
             self._ensure_accumulator(g)
@@ -254,7 +250,7 @@ class GradientReducer:
                 g.drop()
             g.forget_local()
             g.end_backward()
-            self._return_accumulator(g)
+            self._in_flight.return_accumulator(g)
         self._has_earlier = False
 
     def drop(self, *, set_to_none: bool) -> None:
@@ -265,7 +261,7 @@ class GradientReducer:
                 g.drop()
             g.carried.clear()
             g.forget_local()
-            self._return_accumulator(g)
+            self._in_flight.return_accumulator(g)
         self._has_earlier = False
 
     def release(self) -> None:
@@ -308,33 +304,12 @@ class GradientReducer:
         return self.control.flags_bytes(self.gradients)
 
     def _launch(self, g: BufferGradients) -> None:
-        self._end(g)
+        self._in_flight.end(g)
         self._ensure_accumulator(g)
-        g.launch()
-        before = tuple(self._in_flight)
-        self._in_flight.append(g)
-        self._advance(before)
-
-    def _advance(self, reductions: Sequence[BufferGradients]) -> None:
-        """These go one hop further, or end; see NOTE(hops)."""
-        arrived = []
-        for g in reductions:
-            if not g.route.advance():
-                arrived.append(g)
-            elif self.placement is Placement.SHARDED:
-                g.leave_accumulator()
-        for g in arrived:
-            g.finish()
-            self._in_flight.remove(g)
-            self._return_accumulator(g)
-
-    def _end(self, g: BufferGradients) -> None:
-        while g.is_in_flight:
-            self._advance(tuple(self._in_flight))
+        self._in_flight.launch(g)
 
     def _flush(self) -> None:
-        while self._in_flight:
-            self._advance(tuple(self._in_flight))
+        self._in_flight.end_all()
         if self.home is not None:
             self.home.settle()
 
@@ -352,17 +327,9 @@ class GradientReducer:
             g.use_accumulator(memory, None)
             return
         alone = g.unit.plan.is_outer
-        while not alone and self._holds_slots() and self.pool.find(g.wire_bytes) is None:
-            self._advance(tuple(self._in_flight))
+        while not alone and self._in_flight.holds_slots and self.pool.find(g.wire_bytes) is None:
+            self._in_flight.advance()
         slot = self.pool.take_again(g, g.wire_bytes, alone=alone)
         slot.owner = g
         memory = slot.allocate(self.pool.device)[: g.wire_bytes]
         g.use_accumulator(memory.view(g.buffer.wire_dtype), slot)
-
-    def _return_accumulator(self, g: BufferGradients) -> None:
-        """The accumulator is empty: give it to the next unit, unless this unit keeps it."""
-        if self.placement is Placement.SHARDED and not g.is_in_flight:
-            g.leave_accumulator()
-
-    def _holds_slots(self) -> bool:
-        return any(g.slot is not None for g in self._in_flight)
