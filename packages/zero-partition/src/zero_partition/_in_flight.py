@@ -13,7 +13,7 @@ from ._gradients import BufferGradients
 # So reductions advance in step: whenever one is launched, those before it go one hop further, the
 # oldest first, or end. A hop has the time in which the next buffer fills, and a reduction of three
 # hops travels beside those of the next two buffers. Its slot is free after the first of them
-# (docs/decisions/reductions-advance-in-step.md).
+# (docs/decisions/0038-reductions-advance-in-step.md).
 
 
 @define(eq=False)
