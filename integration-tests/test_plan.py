@@ -246,6 +246,46 @@ def _compare_nested(group: Group) -> None:
     _compare(group, ZeroConfig(2, max_unit_bytes=1000), make=Nested)
 
 
+class Deep(nn.Module):
+    """What encloses a unit is enclosed itself, in parameters of as many bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(parity.VOCABULARY, parity.WIDTH)
+        self.blocks = nn.ModuleList(Wrap(Wrap(parity.Block())) for _ in range(2))
+        self.head = nn.Linear(parity.WIDTH, parity.VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # noqa: D102
+        x = self.embed(tokens)
+        for part in self.blocks:
+            x = part(x)
+        return self.head(x)
+
+
+class Wrap(nn.Module):
+    """A norm, and something inside."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(parity.WIDTH)
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        return x + self.inside(self.norm(x))
+
+
+def test_gradients_of_one_unit_travel_while_the_next_of_its_size_are_collected(ranks) -> None:
+    """Two that enclose each other follow each other in backward: each needs memory of its own."""
+    ranks(2).run(_compare_deep)
+
+
+def _compare_deep(group: Group) -> None:
+    wraps = [f"blocks.{block}{inside}" for block in (0, 1) for inside in ("", ".inside")]
+    units = [*wraps, *(f"{wrap}.inside" for wrap in wraps[1::2])]
+    for stage in (2, 3):
+        _compare(group, ZeroConfig(stage, units=units), make=Deep)
+
+
 def _compare(
     group: Group,
     config: ZeroConfig,

@@ -189,7 +189,7 @@ def test_param_groups_go_before_the_file() -> None:
     ("type", "options", "message"),
     [
         ("AdamX", {}, "optimizer.type: expected one of adam, *got 'AdamX'; did you mean 'adam'?"),
-        ("RMSprop", {}, "optimizer.type: *initialize(optimizer=...)"),
+        ("RMSprop", {}, "optimizer.type: *optimizer=..."),
         (None, {}, "optimizer.type: *got None"),
         ("OneBitAdam", {}, "optimizer.type: 'OneBitAdam' is refused: *compressed"),
         ("onebitlamb", {}, "optimizer.type: 'onebitlamb' is refused"),

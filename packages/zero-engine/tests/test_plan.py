@@ -69,6 +69,26 @@ def test_a_file_that_is_no_configuration_is_named(
         zero_engine.plan(path, world_size=2)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gptx"}, "gptx"),
+        ({"model_type": "gpt2", "n_embd": "wide"}, "wide"),
+        ({"model_type": "gpt2", "n_embd": 10, "n_head": 3}, "divisible|multiple"),
+    ],
+)
+def test_a_configuration_that_builds_nothing_says_so(config: dict, message: str) -> None:
+    """In a line: what transformers says is its own, and may list all models that there are."""
+    pytest.importorskip("transformers")
+
+    with pytest.raises(ConfigError, match=message) as caught:
+        zero_engine.plan(config, world_size=2)
+
+    assert "transformers" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     """As above."""
     with pytest.raises(FileError, match="cannot be read"):
@@ -177,7 +197,7 @@ def test_nothing_is_recommended_where_nothing_fits() -> None:
     options = zero_engine.plan_options(_mlp(), world_size=2, room=room)
 
     assert zero_engine.recommend(options) is None
-    assert "Nothing fits." in zero_engine.options_table(options, room)
+    assert "Nothing fits in 1.00 KB of a device." in zero_engine.options_table(options, room)
 
 
 def test_activations_take_of_the_device() -> None:

@@ -80,7 +80,7 @@ def test_a_picture_is_written(capsys: pytest.CaptureFixture, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--world-size", "8"], "expected MODEL, or --layers"),
+        (["--world-size", "8"], "expected MODEL (a config.json of transformers), or --layers"),
         (["somewhere", *SIZE, "--world-size", "8"], "got both"),
         (["nowhere", "--world-size", "8"], "nowhere: cannot be read"),
         ([*SIZE, "--world-size", "8", "--params-rest", "disk"], "expected --stage"),
@@ -99,3 +99,20 @@ def test_what_cannot_be_is_a_line_on_stderr(
     error = capsys.readouterr().err
     assert error.startswith("zero: ")
     assert message in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "got none of them"),
+        (["--params", "7.5e9"], "got --params"),
+        (["--layers", "0", "--hidden", "8"], "GPTSize.layers: expected int of at least 1, got 0"),
+        (["config.json", "--layers", "2"], "got both: 'config.json' and --layers"),
+    ],
+)
+def test_half_a_model_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    """What is missing is said, and what came."""
+    assert main(["plan", *arguments, "--world-size", "8"]) == 1
+    assert message in capsys.readouterr().err

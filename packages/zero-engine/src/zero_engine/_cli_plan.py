@@ -136,14 +136,20 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _model(options: argparse.Namespace) -> Any:
+    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "params")}
+    given = [f"--{name}" for name, value in sizes.items() if value is not None]
     if options.model is not None:
-        if options.layers or options.hidden or options.params:
+        if given:
             raise ConfigError(
-                f"expected MODEL or --layers, --hidden and --params, got both: {options.model!r}"
+                f"expected MODEL or --layers and --hidden, got both: {options.model!r} and "
+                + ", ".join(given)
             )
         return options.model
-    if not (options.layers and options.hidden):
-        raise ConfigError("expected MODEL, or --layers and --hidden with or without --params")
+    if options.layers is None or options.hidden is None:
+        raise ConfigError(
+            "expected MODEL (a config.json of transformers), or --layers and --hidden, with or "
+            f"without --params; got {', '.join(given) or 'none of them'}"
+        )
     return GPTSize(
         options.layers, options.hidden, options.params, dtype=options.dtype or torch.float32
     )

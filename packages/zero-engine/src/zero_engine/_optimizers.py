@@ -199,7 +199,7 @@ def _refused(type: Any) -> ConfigError:
     return ConfigError(
         f"optimizer.type: expected one of {', '.join(_MAKERS)}, got {type!r}"
         f"{f'; did you mean {near!r}?' if near else ''}. Any other optimizer is passed as an "
-        "object: initialize(optimizer=...)"
+        "object: optimizer=..."
     )
 
 

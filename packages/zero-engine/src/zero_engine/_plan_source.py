@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from attrs import field, frozen
@@ -14,6 +15,8 @@ from torch import nn
 from ._checks import at_least
 from ._errors import ConfigError, FileError
 from ._optimizers import make_optimizer
+
+_LONGEST: Final = 300  # characters of an error of others: some list all there is
 
 # What makes an optimizer of parameters: the class, or a function that gives it its arguments.
 OptimizerMaker: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -148,6 +151,17 @@ def _hugging_face_model(config: Any) -> nn.Module:
             "plan(): a configuration of transformers needs that package to be built: pip install "
             "transformers, or pass a model on meta, or GPTSize(layers, hidden)"
         ) from error
+    try:
+        return _build(transformers, config)
+    except Exception as error:  # whatever a model's own code makes of it
+        text = re.sub(r"\s+", " ", str(error))
+        raise ConfigError(
+            f"plan(): transformers {transformers.__version__} builds no model of this "
+            f"configuration: {type(error).__name__}: {text[:_LONGEST]}"
+        ) from error
+
+
+def _build(transformers: Any, config: Any) -> nn.Module:
     if isinstance(config, Mapping):
         given = {key: value for key, value in config.items() if key != "model_type"}
         config = transformers.AutoConfig.for_model(config["model_type"], **given)

@@ -92,7 +92,7 @@ def recommendation(options: Sequence[Option], room: Room) -> str:
         if chosen is None:
             least = min(options, key=lambda option: option.device_bytes)
             lines.append(
-                f"Nothing fits. {least.name} needs least of a device: "
+                f"Nothing fits in {_there_is(room)}. {least.name} needs least of a device: "
                 f"{in_units(least.device_bytes)}, {in_units(least.host_bytes)} of each machine's "
                 f"host memory and {in_units(least.disk_bytes)} of its disk."
             )
@@ -129,6 +129,12 @@ def _smallest(options: Sequence[Option]) -> str:
             said.append(f"{option.name} fits in {fitting} GB")
             smallest = fitting
     return "; ".join(said) + "." if said else f"Nothing fits in {_SIZES[-1]} GB."
+
+
+def _there_is(room: Room) -> str:
+    bounds = ((room.device, "a device"), (room.host, "host memory"), (room.disk, "disk"))
+    said = [f"{in_units(there_is)} of {what}" for there_is, what in bounds if there_is is not None]
+    return ", ".join(said)
 
 
 def _needs(option: Option) -> str:

@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from zero_comm import Group, Levels, all_gather_flat, all_gather_json
 from zero_offload import DiskStore, HostArena
 
+from ._config import ZeroConfig
 from ._errors import ConfigError
 from ._rates import Rates
+from ._shard import shard
 
 _COPIED_BYTES: Final = 64 * 2**20  # far more than a cache
 _SENT_BYTES: Final = 16 * 2**20
 _DISK_BYTES: Final = 64 * 2**20
-_LAYERS: Final = 64
-_LAUNCHES: Final = 32
+_BLOCKS: Final = 6
+_LEAST: Final = 0.01  # a share of what was measured, where two measurements say less than nothing
 _WIDTH: Final = {"cpu": 1024, "cuda": 8192}
 _RUNS: Final = 5
 
@@ -62,9 +64,7 @@ def probe(
     if device.type != "cpu":
         mine["host_bytes"] = _copy(torch.device("cpu"), size)
         mine["transfer_bytes"] = _transfer(device, size)
-    mine["layer_s"] = _layer_s(device, dtype)
-    if group.world_size > 1:
-        mine["launch_s"] = _launch_s(group)
+    mine |= _small(group)
     inside = group if levels is None else levels.inside
     if inside.world_size > 1:
         mine["send_bytes"] = _send(inside, size)
@@ -120,25 +120,47 @@ def _transfer(device: torch.device, size: float) -> float:
     return host.nbytes / _median_s(lambda: target.copy_(host, non_blocking=True), device)
 
 
-def _layer_s(device: torch.device, dtype: torch.dtype) -> float:
-    layers = nn.Sequential(*(nn.Linear(8, 8, device=device, dtype=dtype) for _ in range(_LAYERS)))
-    x = torch.ones(1, 8, device=device, dtype=dtype)
+def _small(group: Group) -> dict[str, float]:
+    """What layers and collectives cost besides arithmetic and bytes, as in training.
+
+    The same tiny blocks are trained as one unit, and as a unit for each layer: these differ in
+    collectives.
+    """
+    layers = [name for name, module in _blocks(group).named_modules() if _is_layer(module)]
+    one_s, each_s = (_step_s(group, units) for units in ([], layers))
+    if group.world_size == 1:
+        return {"layer_s": one_s / len(layers)}
+    # Of a unit at stage 2: a reduction and a gather. On a busy machine times differ by chance.
+    launch_s = max(each_s - one_s, _LEAST * one_s) / (2 * (len(layers) - 1))
+    layer_s = max(one_s - 2 * launch_s, _LEAST * one_s) / len(layers)
+    return {"layer_s": layer_s, "launch_s": launch_s}
+
+
+def _blocks(group: Group) -> nn.Module:
+    """With what comes between layers with parameters: attention, activations, sums."""
+    return nn.Sequential(
+        *(
+            nn.TransformerEncoderLayer(8, 1, 8, dropout=0.0, batch_first=True, device=group.device)
+            for _ in range(_BLOCKS)
+        )
+    )
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def _step_s(group: Group, units: list[str]) -> float:
+    blocks, x = _blocks(group), torch.ones(1, 2, 8, device=group.device)
+    optimizer = torch.optim.SGD(blocks.parameters(), lr=0.0)
+    shard(blocks, optimizer, ZeroConfig(2, units=units), group=group)
 
     def step() -> None:
-        layers(x).sum().backward()
-        layers.zero_grad()
+        blocks(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    return _median_s(step, device) / _LAYERS
-
-
-def _launch_s(group: Group) -> float:
-    out, splits = torch.zeros(group.world_size, device=group.device), [1] * group.world_size
-
-    def gather() -> None:
-        for _ in range(_LAUNCHES):
-            all_gather_flat(out, splits=splits, group=group).wait()
-
-    return _median_s(gather, group.device) / _LAUNCHES
+    return _median_s(step, group.device)
 
 
 def _send(group: Group, size: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -140,17 +141,17 @@ class FlatLayout:
 
     def payload_of(self, splits: Iterable[int], *, start: int = 0) -> tuple[int, ...]:
         """Elements that belong to a tensor, in chunks of these sizes that begin at `start`."""
-        chunks = [Span(*ends) for ends in pairwise(accumulate(splits, initial=start))]
-        numels, first = [0] * len(chunks), 0
-        for span in self.spans:
-            while first < len(chunks) and chunks[first].stop <= span.start:
-                first += 1
-            for index in range(first, len(chunks)):
-                if chunks[index].start >= span.stop:
-                    break
-                part = span.overlap(chunks[index])
-                numels[index] += 0 if part is None else part.numel
-        return tuple(numels)
+        starts = [span.start for span in self.spans]
+        before = [0, *accumulate(span.numel for span in self.spans)]
+
+        def payload_before(place: int) -> int:
+            index = bisect(starts, place) - 1  # of the last tensor that starts there or before
+            if index < 0:
+                return 0
+            return before[index] + min(place - starts[index], self.spans[index].numel)
+
+        places = accumulate(splits, initial=start)
+        return tuple(right - left for left, right in pairwise(map(payload_before, places)))
 
     def shard(self, rank: int) -> Span:
         """The span that `rank` keeps."""
