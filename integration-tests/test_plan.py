@@ -155,6 +155,8 @@ def _compare_wires(group: Group, how: str) -> None:
     for stage in (3,) if wire.secondary else (1, 2, 3):
         for window in (1, 3) if stage == 3 else (3,):
             _compare(group, ZeroConfig(stage, window=window, wire=wire))
+    if wire.secondary:  # and where every unit has a slot to itself
+        _compare(group, ZeroConfig(3, window=16, prefetch_numel=0, wire=wire))
 
 
 CODECS: Final = {
@@ -263,15 +265,15 @@ class Deep(nn.Module):
 
 
 class Wrap(nn.Module):
-    """A norm, and something inside."""
+    """More parameters than what is inside."""
 
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(parity.WIDTH)
+        self.lift = nn.Linear(parity.WIDTH, 500)
         self.inside = inside
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        return x + self.inside(self.norm(x))
+        return x + self.inside(x + self.lift(x).mean())
 
 
 def test_gradients_of_one_unit_travel_while_the_next_of_its_size_are_collected(ranks) -> None:
