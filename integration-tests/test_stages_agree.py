@@ -39,9 +39,12 @@ def _stages_equal_ddp(group: Group, **recipe: Any) -> None:
         parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
 
 
+# An optimizer that looks at single elements does not know how many ranks there are.
 @pytest.mark.parametrize("how", ORDERS)
-@pytest.mark.parametrize("optimizer", parity.OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "optimizer"),
+    [(size, name) for size in (1, 2) for name in parity.OPTIMIZERS] + [(4, "adamw"), (4, "sgd")],
+)
 def test_every_stage_does_the_documented_arithmetic(
     ranks, world_size: int, optimizer: str, how: str
 ) -> None:
@@ -65,11 +68,13 @@ def _stages_equal_the_oracle(group: Group, **recipe: Any) -> None:
 )
 def test_another_order_of_adding_stays_close_to_ddp(ranks, world_size: int, how: str) -> None:
     """The oracle proves the arithmetic that we meant; DDP proves that we meant the right one."""
-    ranks(world_size).run(_stages_are_close_to_ddp, **ORDERS[how])
+    all_but_fused = [name for name in parity.OPTIMIZERS if name != "adamw-fused"]
+    chosen = all_but_fused if world_size == 2 else ["adamw", "sgd"]
+    ranks(world_size).run(_stages_are_close_to_ddp, optimizers=chosen, **ORDERS[how])
 
 
-def _stages_are_close_to_ddp(group: Group, **recipe: Any) -> None:
-    for optimizer in (name for name in parity.OPTIMIZERS if name != "adamw-fused"):
+def _stages_are_close_to_ddp(group: Group, optimizers: list[str], **recipe: Any) -> None:
+    for optimizer in optimizers:
         chosen = parity.Recipe(optimizer=optimizer, make=parity.tiny_float32, **recipe)
         ddp = parity.train_ddp(group, chosen, keeps_grads=True)
         for stage in parity.STAGES:
