@@ -79,7 +79,7 @@ def _rates(probed: Entry, options: argparse.Namespace) -> list[Rates]:
     return [Rates(**{name: _median(name, probes) for name in probes[0]}) for probes in rounds]
 
 
-def _median(name: str, probes: Sequence[dict[str, float | None]]) -> float | None:
+def _median(name: str, probes: Sequence[dict[str, Any]]) -> Any:
     values = [probe[name] for probe in probes if probe[name] is not None]
     return statistics.median(values) if values else None
 

@@ -244,11 +244,10 @@ def our_config(setting: Setting, **arguments: Any) -> ZeroConfig:
 
     wire, offload = arguments.pop("wire", None), arguments.pop("offload", None)
     if wire is not None:
-        arguments["wire"] = zero_engine.Wire(
-            **{"levels": int(os.environ.get("LOCAL_WORLD_SIZE", "1")), **wire}
-        )
+        how: dict[str, Any] = {"levels": int(os.environ.get("LOCAL_WORLD_SIZE", "1")), **wire}
+        arguments["wire"] = zero_engine.Wire(**how)
     if offload is not None:
-        further = {"path": setting.path} if "disk" in offload.values() else {}
+        further: dict[str, Any] = {"path": setting.path} if "disk" in offload.values() else {}
         arguments["offload"] = zero_engine.Offload(
             **offload, **further, subgroup_bytes=setting.subgroup_bytes
         )
