@@ -76,14 +76,11 @@ def _rates(probed: Entry, options: argparse.Namespace) -> list[Rates]:
     found = probed.reports[0]["rates"][options.warmup :]
     per_round = 1 + options.steps_per_round
     rounds = [found[first + 1 : first + per_round] for first in range(0, len(found), per_round)]
-    medians: list[dict[str, Any]] = [
-        {n: _median(n, probes) for n in probes[0]} for probes in rounds
-    ]
-    return [Rates(**each) for each in medians]
+    return [Rates(**{name: _median(name, probes) for name in probes[0]}) for probes in rounds]
 
 
-def _median(name: str, probes: Sequence[dict[str, float | None]]) -> float | None:
-    values = [value for probe in probes if (value := probe[name]) is not None]
+def _median(name: str, probes: Sequence[dict[str, Any]]) -> Any:
+    values = [probe[name] for probe in probes if probe[name] is not None]
     return statistics.median(values) if values else None
 
 

@@ -242,13 +242,12 @@ def our_config(setting: Setting, **arguments: Any) -> ZeroConfig:
     """Of one of ours, from its arguments in `OURS`."""
     import zero_engine
 
-    wire: Any = arguments.pop("wire", None)
-    offload: Any = arguments.pop("offload", None)
+    wire, offload = arguments.pop("wire", None), arguments.pop("offload", None)
     if wire is not None:
-        levels: Any = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        arguments["wire"] = zero_engine.Wire(**{"levels": levels, **wire})
+        how: dict[str, Any] = {"levels": int(os.environ.get("LOCAL_WORLD_SIZE", "1")), **wire}
+        arguments["wire"] = zero_engine.Wire(**how)
     if offload is not None:
-        further: Any = {"path": setting.path} if "disk" in offload.values() else {}
+        further: dict[str, Any] = {"path": setting.path} if "disk" in offload.values() else {}
         arguments["offload"] = zero_engine.Offload(
             **offload, **further, subgroup_bytes=setting.subgroup_bytes
         )
