@@ -23,6 +23,7 @@ pytestmark = [
 ]
 
 _IMPORT_S = 90.0  # transformers takes its time, on the first run of each rank
+_STAGES = 2, 3  # 0 and 1 have fewer of their hooks and none of their own: test_stages_agree.py
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
@@ -35,7 +36,7 @@ def _stages_equal_ddp(group: Group, name: str) -> None:
     recipe = zoo.ZOO[name].recipe(group.rank)
     expected = parity.train_ddp(group, recipe)
 
-    for stage in parity.STAGES:
+    for stage in _STAGES:
         curve = parity.train_sharded(group, recipe, ZeroConfig(stage))
         parity.assert_same(curve, expected, rank=group.rank, what=f"{name}, stage {stage}")
 
@@ -119,7 +120,7 @@ def _checkpointed_equals_ddp(group: Group, name: str, use_reentrant: bool) -> No
 
     recipe = specimen.recipe(group.rank, num_steps=3, make=make)
     expected = parity.train_ddp(group, recipe)
-    for stage in parity.STAGES:
+    for stage in _STAGES:
         curve = parity.train_sharded(group, recipe, ZeroConfig(stage))
         parity.assert_same(curve, expected, rank=group.rank, what=f"{name}, stage {stage}")
 

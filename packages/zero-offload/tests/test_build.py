@@ -154,8 +154,9 @@ def test_plain_torch_says_so_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["wheel", "sdist"])
-@pytest.mark.parametrize("has_compiler", [True, False])
+@pytest.mark.parametrize(
+    ("form", "has_compiler"), [("wheel", True), ("wheel", False), ("sdist", True)]
+)
 def test_an_installation_works(tmp_path: Path, form: str, has_compiler: bool) -> None:
     """With a compiler it steps natively, without one it installs all the same and says why not."""
     pytest.importorskip("hatchling")
