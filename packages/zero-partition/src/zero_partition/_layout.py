@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 from attrs import frozen
@@ -114,8 +114,7 @@ class FlatLayout:
 
     @classmethod
     def _of(cls, spans: Sequence[Span], starts: Sequence[int], numel: int) -> FlatLayout:
-        shards = tuple(Span(start, stop) for start, stop in pairwise((*starts, numel)))
-        return cls(tuple(spans), shards, numel)
+        return _layout_of(tuple(spans), tuple(starts), numel)
 
     @cached_property
     def splits(self) -> tuple[int, ...]:
@@ -165,6 +164,12 @@ class FlatLayout:
             for index, span in enumerate(self.spans)
             if (part := span.overlap(shard)) is not None
         )
+
+
+@lru_cache(maxsize=16)  # blocks of a model are alike, and a plan has thousands of ranks for each
+def _layout_of(spans: tuple[Span, ...], starts: tuple[int, ...], numel: int) -> FlatLayout:
+    shards = tuple(Span(start, stop) for start, stop in pairwise((*starts, numel)))
+    return FlatLayout(spans, shards, numel)
 
 
 def byte_offsets(sizes: Iterable[int], *, align_bytes: int = 64) -> tuple[int, ...]:
