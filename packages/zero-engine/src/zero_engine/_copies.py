@@ -35,18 +35,21 @@ class Copying:
     _pending: list[tuple[Tensor, Tensor]] = field(factory=list, init=False)  # copy and source
     _watched: list[_Watched] = field(factory=list, init=False)
     _is_over: Event = field(factory=Event, init=False)
-    _is_ready: torch.cuda.Event | None = field(default=None, init=False)
+    _device: torch.device | None = field(default=None, init=False)
+    _is_ready: torch.cuda.Event | None = field(default=None, init=False)  # on that device
 
     def watch(self, name: str, tensor: Tensor) -> None:
         """Fail if somebody writes to this before all is copied."""
         self._watched.append(_Watched(name, tensor, tensor._version))
 
     def add(self, copy: Tensor, source: Tensor) -> None:
-        """Have this copied, as it is after all that has been launched by now."""
-        if source.is_cuda and self._is_ready is None:
-            self._is_ready = torch.cuda.Event()
-            self._is_ready.record()
+        """Have this copied."""
         self._pending.append((copy, source))
+
+    def follow(self, device: torch.device) -> None:
+        """Have it done after all that has been launched on a device by now, and after that only."""
+        self._device, self._is_ready = device, torch.cuda.Event()
+        self._is_ready.record(torch.cuda.current_stream(device))
 
     def run(self) -> None:
         """On the thread.
@@ -72,13 +75,13 @@ class Copying:
         self._is_over.wait()
 
     def _copy(self) -> None:
-        on_device = [pair for pair in self._pending if pair[1].is_cuda]
         if self._is_ready is not None:
-            stream = torch.cuda.Stream(on_device[0][1].device)
+            stream = torch.cuda.Stream(self._device)
             with torch.cuda.stream(stream):
                 stream.wait_event(self._is_ready)
-                for copy, source in on_device:
-                    copy.copy_(source, non_blocking=True)
+                for copy, source in self._pending:
+                    if source.is_cuda:
+                        copy.copy_(source, non_blocking=True)
             stream.synchronize()
         for copy, source in self._pending:
             if not source.is_cuda:  # one core: torch would take all of those that training has
@@ -109,8 +112,11 @@ class Copies:
             self._memory = self._room_for(list(runs))
         writing.frozen_batches = [self._copied(batch, copying) for batch in of_frozen]
         writing.batches = [self._copied(batch, copying) for batch in of_others]
-        if writing.group.device.type == "cuda":
-            torch.cuda.current_stream(writing.group.device).synchronize()
+        device = writing.group.device
+        if device.type == "cuda" and copying is not None:
+            copying.follow(device)
+        elif device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
         return sum(copy.nbytes for copy in self._memory.values())
 
     def _room_for(self, runs: Sequence[Given]) -> dict[Given, Tensor]:

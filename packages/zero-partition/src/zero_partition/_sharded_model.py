@@ -207,8 +207,8 @@ class ShardedModel:
         with plain_access():
             self.reducer.before_step()
         self.take_gradients()
-        self._follow_writes()
         self.begin_write()
+        self._follow_writes()
         if has_closure:
             self._published = self._shard_versions()
         self.reducer.lend(has_closure=has_closure)
@@ -265,8 +265,8 @@ class ShardedModel:
             raise StateError(
                 "finish_update() was called while a forward is running; call it between steps"
             )
-        self._follow_writes()
         self.begin_write()
+        self._follow_writes()
         bring_in(self.residence, self.reducer.gradients)
         self._publish()
 
