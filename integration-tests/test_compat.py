@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import attrs
 import parity
 import pytest
 import torch
@@ -14,10 +17,10 @@ import zero_ckpt
 import zero_engine
 from deepspeed_script import Images, Net
 from scripts import WORLD_SIZE, launch, on_ranks
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from zero_comm import Group
-from zero_engine import ConfigError, NotBuiltError, ZeroConfig
+from zero_engine import ConfigError, EngineConfig, NotBuiltError, ZeroConfig
 from zero_engine.compat import deepspeed
 from zero_engine.compat.deepspeed import utils
 
@@ -144,28 +147,168 @@ def _use_accessors(group: Group, stage: int) -> None:
     assert not utils.safe_get_full_optimizer_state(param, "exp_avg").any()
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_nothing_is_known_of_a_frozen_parameter(ranks, stage: int) -> None:
+    """Scripts that log the norms of every parameter ask for all, and pass over None."""
+    ranks(2).run(_ask_for_frozen, stage=stage)
+
+
+def _ask_for_frozen(group: Group, stage: int) -> None:
+    model = parity.build(parity.tiny_float32)
+    frozen, trained = model.blocks[0].up.weight.requires_grad_(False), model.blocks[1].up.weight
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+    optimizer = torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    ask = (
+        utils.safe_get_full_fp32_param,
+        utils.safe_get_full_grad,
+        utils.safe_get_local_fp32_param,
+        utils.safe_get_local_grad,
+        partial(utils.safe_get_full_optimizer_state, optim_state_key="exp_avg"),
+        partial(utils.safe_get_local_optimizer_state, optim_state_key="exp_avg"),
+    )
+    engine.backward(parity.loss_of(engine, parity.batch(0, 0, group.rank)))
+    engine.step()
+    engine.backward(parity.loss_of(engine, parity.batch(1, 0, group.rank)))
+
+    assert [function(frozen) for function in ask] == [None] * 6
+    assert all(function(trained) is not None for function in ask)
+
+
+class Experts(nn.Module):
+    """Of which each rank uses another, called by index: the list has no forward to hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, chosen: int) -> Tensor:  # noqa: D102
+        return x + self.experts[chosen](x).tanh()
+
+
+class Mixture(nn.Module):
+    """Two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Experts(), Experts()
+
+    def forward(self, x: Tensor, chosen: int) -> Tensor:  # noqa: D102
+        return self.second(self.first(x, chosen), chosen).square().mean()
+
+
+QUALIFIED: Final = f"{Experts.__module__}.{Experts.__qualname__}"
+
+
 def test_leaf_modules_are_found_by_all_of_their_names() -> None:
     """Mixtures of experts are declared by class in one script, and by name in the next."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
-    inner = model[1]
+    model = Mixture()
+    first, second = model.first, model.second
+    lists, layers = [first.experts, second.experts], [*first.experts, *second.experts]
 
-    assert utils.set_z3_leaf_modules_by_name(model, ["1"]) == [inner]
-    assert utils.get_z3_leaf_modules(model) == [inner]
-    assert utils.z3_leaf_module(inner) and not utils.z3_leaf_module(model)
-    assert utils.z3_leaf_parameter(inner[0].weight)
-    assert not utils.z3_leaf_parameter(model[0].weight)
-
-    utils.set_z3_leaf_module(inner, False)
+    # What each function of DeepSpeed 0.19.8 returned for such a model, and which of them raised.
+    assert utils.set_z3_leaf_modules(model, [nn.Linear, nn.ModuleList]) == [
+        *(*first.experts, first.experts, *second.experts, second.experts)  # inner ones first
+    ]
+    assert utils.get_z3_leaf_modules(first) == [first.experts, *first.experts]
+    assert utils.unset_z3_leaf_modules(model, ["Linear", "ModuleList", "Experts"])[-1] is second
     assert utils.get_z3_leaf_modules(model) == []
-    assert not utils.z3_leaf_parameter(inner[0].weight)
-    assert utils.set_z3_leaf_modules_by_suffix(model, [".0"]) == [inner[0]]
-    assert utils.unset_z3_leaf_modules(model, [nn.Linear]) == [inner[0]]
-    assert utils.set_z3_leaf_modules(model, [nn.Linear]) == [model[0], inner[0]]
-    utils.unset_z3_leaf_modules(model, [nn.Linear])
-    assert utils.set_z3_leaf_modules_by_suffix(model, "1.0", raise_if_not_found=False) == [inner[0]]
-    with pytest.raises(ConfigError, match=r"\['2'\], which fit none of this Sequential"):
-        utils.set_z3_leaf_modules_by_name(model, ["2"])
-    assert utils.set_z3_leaf_modules_by_name(model, ["2"], raise_if_not_found=False) == []
+    assert utils.set_z3_leaf_modules(model, [QUALIFIED, "None"]) == [first, second]  # one will do
+    assert utils.z3_leaf_module(second) and not utils.z3_leaf_module(model)
+    assert utils.z3_leaf_parameter(layers[3].weight)
+    utils.set_z3_leaf_module(second, False)
+    assert not utils.z3_leaf_parameter(layers[3].weight)
+
+    by_name, by_suffix = utils.set_z3_leaf_modules_by_name, utils.set_z3_leaf_modules_by_suffix
+    assert by_name(model, ["second", "first"]) == ([second, first], [])
+    assert by_name(model, ["second"], flag=False) == ([second], [])
+    assert not utils.z3_leaf_module(second)
+    assert by_suffix(model, ["perts", "s.1", "2"], raise_if_not_found=False) == (
+        [*lists, layers[1], layers[3]],
+        ["2"],
+    )
+    assert by_name(model, ["1", "first"], raise_if_not_found=False) == ([first], ["1"])
+    assert utils.set_z3_leaf_modules(model, ["Lin"], raise_if_not_found=False) == []
+    for wrong in (["Lin"], ["first"], []):
+        for function in (utils.set_z3_leaf_modules, utils.unset_z3_leaf_modules):
+            with pytest.raises(ValueError, match="there are Experts, Linear, Mixture, ModuleList"):
+                function(model, wrong)
+    for function in (by_name, by_suffix):
+        with pytest.raises(ValueError, match=r"\['2'\], which fit none of this Mixture"):
+            function(model, ["2", "first"])
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"classes": ["torch.nn.modules.container.ModuleList"]},
+        {"classes": "Experts"},
+        {"classes": "Mixture"},
+        {"names": ["first", "second.experts"]},
+        {"name_suffixes": ["xperts"]},
+    ],
+    ids=str,
+)
+def test_a_file_names_leaf_modules(ranks, section: dict[str, Any]) -> None:
+    """Ranks that gather by messages may then choose other experts: else they diverge."""
+    ranks(2).run(_train_leaves, section=section)
+
+
+def _train_leaves(group: Group, section: dict[str, Any]) -> None:
+    plain, model = parity.build(Mixture), parity.build(Mixture)
+    plain_optimizer, ddp = parity.adamw(plain), parity.as_ddp(plain, group)
+    config = EngineConfig.from_deepspeed(
+        {
+            "train_batch_size": 4,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": 3, "leaf_module": section},
+        },
+        world_size=2,
+    )
+    # Units as small as can be: else all of it were one, leaf or not.
+    config = attrs.evolve(config, zero=attrs.evolve(config.zero, min_unit_bytes=0))
+    engine, *_ = zero_engine.initialize(
+        model=model,
+        optimizer=parity.adamw(model),
+        config=config,
+        group=parity.by_messages(patience_s=0.25),
+    )
+
+    for step in range(3):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + group.rank))
+        chosen = (step + group.rank) % 2
+        expected = ddp(x, chosen)
+        loss = engine(x, chosen)
+        assert torch.equal(loss, expected), f"step {step}"
+        parity.finish_step(expected, plain_optimizer)
+        engine.backward(loss)
+        engine.step()
+
+    whole = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        parity.assert_same_weights(whole, plain.state_dict(), what=str(section))
+
+
+def test_what_no_leaf_is_by_a_file_is_said(ranks) -> None:
+    """A typo there is a divergence after hours."""
+    section = {"classes": ["Expert"], "names": ["first", "third"], "name_suffixes": "4"}
+    settings = {"train_batch_size": 4, "zero_optimization": {"stage": 3, "leaf_module": section}}
+
+    ranks(2).run(_mistype, settings=settings)
+
+    with pytest.warns(UserWarning, match=r"leaf_module\.names.*: a ZeroConfig has no place"):
+        ZeroConfig.from_deepspeed(settings)
+    settings["zero_optimization"]["stage"] = 2
+    with pytest.raises(ConfigError, match=r"leaf_module\.\w+: expected it from stage 3 on"):
+        EngineConfig.from_deepspeed(settings)
+
+
+def _mistype(group: Group, settings: dict[str, Any]) -> None:
+    said = r"classes: 'Expert', names: 'third', name_suffixes: '4'; nothing"
+    model = Mixture()
+    with pytest.warns(UserWarning, match=said) if not group.rank else nullcontext():
+        deepspeed.initialize(model=model, optimizer=parity.adamw(model), config=settings)
+    assert utils.get_z3_leaf_modules(model) == [model.first]
 
 
 def test_a_parameter_may_be_external_before_its_model_is_sharded(ranks) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -177,8 +178,9 @@ class ZeroConfig:
     ) -> ZeroConfig:
         """Read what a configuration written for DeepSpeed says of ZeRO and of dtypes. Local.
 
-        For a plain loop: batch sizes, optimizer, scheduler and clipping stay with the caller. The
-        whole file is checked all the same; `EngineConfig.from_deepspeed` says how.
+        For a plain loop: batch sizes, optimizer, scheduler and clipping stay with the caller, and
+        so do leaf modules, with a warning. The whole file is checked all the same;
+        `EngineConfig.from_deepspeed` says how.
 
         Args:
             source: A dict, the path of a JSON file, or its base64.
@@ -189,7 +191,19 @@ class ZeroConfig:
             ConfigError: Starts with the path of the key that is wrong.
             FileError: There is no such file, or it is not JSON.
         """
-        return cls(**zero_arguments(read_settings(source, model=model, auto=auto)))
+        settings = read_settings(source, model=model, auto=auto)
+        leaves = [
+            setting.written
+            for setting in settings.given()
+            if ".leaf_module." in setting.key.path and not setting.key.is_neutral(setting.value)
+        ]
+        if leaves:
+            warnings.warn(
+                f"{', '.join(leaves)}: a ZeroConfig has no place for names of modules; pass them "
+                "to zero_engine.set_leaf_modules(model, ...) before shard()",
+                stacklevel=2,
+            )
+        return cls(**zero_arguments(settings))
 
     @property
     def placements(self) -> Placements:

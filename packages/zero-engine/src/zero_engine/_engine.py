@@ -226,6 +226,13 @@ class Engine(EngineFiles):
         non_blocking = check_flag("Engine.reload_states()", non_blocking)
         reload_states(self.module, non_blocking=non_blocking)
 
+    def empty_partition_cache(self) -> None:
+        """As `zero_engine.release_buffers`, and the device gets back what torch caches. Local."""
+        self._check_alive("empty_partition_cache()")
+        zero_partition.release_buffers(self.module)
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+
     # ---- The end ----
 
     def destroy(self) -> None:

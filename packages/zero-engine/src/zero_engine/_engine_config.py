@@ -22,7 +22,6 @@ from ._precision_settings import autocast_dtype_of, checks_overflow_of, loss_sca
 from ._settings import UNRESOLVED, Origin, Setting, Settings, read_settings
 from ._zero_settings import zero_arguments
 
-
 @final
 @frozen
 class NamedSpec:
@@ -97,6 +96,8 @@ class EngineConfig:
         drop_last: Whether the data loader drops a last, incomplete batch.
         activation_checkpointing: How `zero_ckpt.checkpoint` keeps inputs: that section of a file.
             Where `zero_ckpt.configure` was called before `initialize`, that stays.
+        leaf_modules: "classes", "names" and "name_suffixes" of modules that `initialize` makes
+            leaves (`set_leaf_modules`), as that section of a file has them; at stage 3.
         sources: Where every value came from, if it came from a file; no part of what is compared.
 
     Raises:
@@ -119,6 +120,7 @@ class EngineConfig:
     autocast_dtype: torch.dtype | None = field(default=None, validator=is_kind(torch.dtype, None))
     drop_last: bool = field(default=False, validator=is_kind(bool))
     activation_checkpointing: dict[str, Any] = field(factory=dict, converter=dict, hash=False)
+    leaf_modules: dict[str, Any] = field(factory=dict, converter=dict, hash=False)
     sources: tuple[SourceRow, ...] = field(default=(), repr=False, eq=False)
 
     @classmethod
@@ -174,6 +176,7 @@ class EngineConfig:
             autocast_dtype=autocast_dtype_of(settings),
             drop_last=value("dataloader_drop_last"),
             activation_checkpointing=_section(settings, "activation_checkpointing"),
+            leaf_modules=_leaf_modules(settings),
         )
         return attrs.evolve(config, sources=_rows(settings))
 
@@ -217,6 +220,16 @@ def _section(settings: Settings, name: str) -> dict[str, Any]:
         setting.key.path.removeprefix(f"{name}."): setting.value
         for setting in settings.given()
         if setting.key.path.startswith(f"{name}.") and not setting.key.is_neutral(setting.value)
+    }
+
+
+def _leaf_modules(settings: Settings) -> dict[str, Any]:
+    """What to make leaves, those of the default included; nothing below stage 3."""
+    prefix = "zero_optimization.leaf_module."
+    return {
+        path.removeprefix(prefix): setting.value
+        for path, setting in settings.by_path.items()
+        if path.startswith(prefix) and settings.is_read(setting.key)
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from attrs import frozen
 from torch import Tensor
+from zero_partition import AbstractRangeReader
 
 from ._checkpoint import Checkpoint, PiecesRange
 from ._deepspeed_files import is_deepspeed
@@ -67,18 +68,11 @@ def export(
             that safetensors has no word for, or the folder cannot be written or is not empty.
     """
     _check_choices(dtype, max_shard_bytes)
-    found = _open(Path(checkpoint), tag)
-    readers = {**found.params, **found.buffers}
-    if isinstance(found, Checkpoint) and found.excludes_frozen:
-        raise FileError(
-            f"{found.path}: was saved with exclude_frozen=True, so that it has a part of the "
-            "model only; load it into the model, save that whole, and export what was saved"
-        )
+    found, readers = open_weights_of(Path(checkpoint), tag)
     files = plan_files(readers, dtype=dtype, max_shard_bytes=max_shard_bytes)
     out = Path(out)
     _check_absent(out)
-    if isinstance(found, Checkpoint):
-        found.verify(_files_of(readers.values()))
+    verify_weights(found, readers)
     with _appearing(out) as folder:
         for file in files:
             _write(folder / file.name, _content_of(file, progress))
@@ -89,6 +83,36 @@ def export(
         num_tensors=sum(len(file.tensors) for file in files),
         num_bytes=sum(file.num_bytes for file in files),
     )
+
+
+def open_weights_of(
+    path: Path, tag: str | None, *, has_frozen: bool = True
+) -> tuple[Checkpoint | DeepSpeedFolder, dict[str, AbstractRangeReader]]:
+    """A checkpoint, ours or DeepSpeed's, and readers of its weights and buffers by name. Local.
+
+    Raises:
+        FileError: As for `export`.
+    """
+    found = _open(path, tag)
+    if isinstance(found, Checkpoint):
+        frozen = found.frozen
+        if has_frozen and found.excludes_frozen:
+            raise FileError(
+                f"{found.path}: was saved with exclude_frozen=True, so that it has a part of the "
+                "model only; load it into the model, save that whole, and export what was saved"
+            )
+    else:
+        frozen = found.params.keys() - found.states.keys()
+    params = {n: r for n, r in found.params.items() if has_frozen or n not in frozen}
+    return found, {**params, **found.buffers}
+
+
+def verify_weights(
+    found: Checkpoint | DeepSpeedFolder, readers: Mapping[str, AbstractRangeReader]
+) -> None:
+    """Raise FileError unless files with anything of these are as they were saved. Local."""
+    if isinstance(found, Checkpoint):
+        found.verify(_files_of(readers.values()))
 
 
 def _check_choices(dtype: Any, max_shard_bytes: Any) -> None:

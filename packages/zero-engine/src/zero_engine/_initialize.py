@@ -21,6 +21,7 @@ from ._engine import Engine
 from ._engine_config import EngineConfig, NamedSpec
 from ._errors import ConfigError
 from ._group import default_group
+from ._leaf_modules import set_as_file_says
 from ._loader import Loader, make_loader
 from ._mpu import check_mpu, data_group_of, model_group_of, model_part_of
 from ._optimizers import make_optimizer
@@ -110,6 +111,7 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     if settings.activation_checkpointing and not zero_ckpt.is_configured():
         section = {"activation_checkpointing": settings.activation_checkpointing}
         zero_ckpt.configure(model_part_of(mpu, what="initialize()"), section)
+    set_as_file_says(model, settings.leaf_modules, warns=group.rank == 0)
     shard(model, made, settings.zero, group=group)  # last: what is wrong above leaves the model be
     engine = Engine(model, made, settings, group=group, lr_scheduler=scheduler, across=across)
     return engine, made, loader, scheduler

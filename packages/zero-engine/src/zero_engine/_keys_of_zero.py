@@ -6,6 +6,7 @@ import sys
 from typing import Any, Final
 
 from ._file_key import Becomes, CannotMatter, FileKey, NotBuilt, section
+from ._leaf_modules import LEAF_CLASSES
 from ._value_kinds import COUNT, FLAG, NAMES, POSITIVE, ValueKind, integer
 
 
@@ -35,7 +36,7 @@ _ONE_REDUCTION_PER_UNIT: Final = CannotMatter(
 _CHOSEN_ONCE: Final = CannotMatter(
     "how a collective is composed is chosen once per group, from what its backend does well"
 )
-_LEAVES: Final = NotBuilt("call zero_engine.set_leaf_modules(model, ...) before the model is given")
+_LEAVES: Final = Becomes("leaf_modules")
 
 _STAGE_3: Final = (
     _stage_3(
@@ -84,7 +85,7 @@ _STAGE_3: Final = (
     ),
     _stage_3("use_all_reduce_for_fetch_params", FLAG, False, _CHOSEN_ONCE),
     _stage_3("allgather_sequential", FLAG, False, _CHOSEN_ONCE),
-    FileKey("leaf_module.classes", NAMES, (), _LEAVES, min_stage=3),
+    FileKey("leaf_module.classes", NAMES, LEAF_CLASSES, _LEAVES, neutral=((),), min_stage=3),
     FileKey("leaf_module.names", NAMES, (), _LEAVES, min_stage=3),
     FileKey("leaf_module.name_suffixes", NAMES, (), _LEAVES, min_stage=3),
     FileKey(

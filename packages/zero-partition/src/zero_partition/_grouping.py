@@ -57,7 +57,8 @@ def choose_units(
     than `max_unit_bytes` of it become units of their own, and so do the blocks inside a block that
     is larger than that. A block of less than `min_unit_bytes` is not worth its hooks and messages:
     it stays with what encloses it, unless the container as a whole is larger than `max_unit_bytes`.
-    Leaf modules (`set_leaf_modules`) become units as they are.
+    Leaf modules (`set_leaf_modules`) become units as they are; one without a forward, such as a
+    ModuleList, is no unit, and nothing inside it is.
     """
     chosen: list[str] = []
 
@@ -69,10 +70,12 @@ def choose_units(
             if not any(True for _ in child.parameters()):
                 continue
             if is_leaf(child):
-                chosen.append(path)
+                if _has_forward(child):  # else it stays, whole, with what encloses it
+                    chosen.append(path)
             elif has_blocks and _has_forward(child):
                 if may_keep_blocks and _bytes_of(child) < min_unit_bytes:
-                    chosen.extend(f"{path}.{inner}" for inner, _ in outermost_leaves(child))
+                    leaves = outermost_leaves(child)
+                    chosen.extend(f"{path}.{inner}" for inner, leaf in leaves if _has_forward(leaf))
                     continue
                 chosen.append(path)
                 if _bytes_of(child) > max_unit_bytes:
@@ -82,7 +85,8 @@ def choose_units(
                     chosen.append(path)
                 visit(child, path)
 
-    visit(model, "")
+    if not is_leaf(model):
+        visit(model, "")
     return tuple(chosen)
 
 

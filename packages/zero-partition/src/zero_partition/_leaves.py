@@ -21,6 +21,8 @@ def set_leaf_modules(
     A mixture of experts is whole before the router decides, so that ranks may choose different
     experts. Needed where ranks gather together (NCCL, or several hosts), before the model is
     sharded, on every rank alike; where ranks read each other's memory any branch is safe.
+    A container without a forward (ModuleList, ModuleDict) is whole while the module that uses it
+    runs: with the unit that encloses it.
 
     Args:
         model: Or any part of it.

@@ -2,7 +2,8 @@
 
     from zero_engine.compat import deepspeed        # was: import deepspeed
 
-`from deepspeed.x import y` becomes `from zero_engine.compat.deepspeed.x import y`. Names and
+`from deepspeed.x import y` becomes `from zero_engine.compat.deepspeed.x import y`; or, where
+DeepSpeed is not installed, `deepspeed.install()` lets both lines stay as they are. Names and
 meanings are DeepSpeed's; what they return is ours. A name that is missing here is an AttributeError
 that says so: nothing is accepted and then ignored.
 """
@@ -20,13 +21,19 @@ from torch.utils.data import Dataset
 import zero_engine
 from zero_engine import ConfigError, Engine
 
-from . import accelerator, checkpointing, comm, utils, zero
+from . import accelerator, checkpointing, comm, ops, runtime, utils, zero
+from ._install import install
+from ._scaled import show_loss_scale
 from .accelerator import get_accelerator
 from .comm import init_distributed
+from .runtime.config import DeepSpeedConfigError
+from .runtime.engine import DeepSpeedEngine
 from .utils import log_dist, logger
 
 __all__ = [
+    "DeepSpeedConfigError",
     "DeepSpeedEngine",
+    "__version__",
     "accelerator",
     "add_config_arguments",
     "checkpointing",
@@ -34,13 +41,16 @@ __all__ = [
     "get_accelerator",
     "init_distributed",
     "initialize",
+    "install",
     "log_dist",
     "logger",
+    "ops",
+    "runtime",
     "utils",
     "zero",
 ]
 
-DeepSpeedEngine: Final = Engine
+__version__: Final = "0.19.8+zero"  # DeepSpeed's whose behaviour this is: scripts compare it
 
 
 def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
@@ -59,6 +69,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     config_params: Any = None,
 ) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
     """`zero_engine.initialize`, with the arguments in DeepSpeed's order. Collective.
+
+    The optimizer has `cur_scale`, `loss_scale` and `loss_scaler` besides, for reading.
 
     Args:
         args: As there; as are all others that are not named here.
@@ -84,7 +96,7 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         raise ConfigError("initialize(): expected config or config_params, got both")
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    return zero_engine.initialize(
+    made = zero_engine.initialize(
         args,
         model,
         optimizer,
@@ -96,6 +108,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         collate_fn,
         config_params if config is None else config,
     )
+    show_loss_scale(made[0])
+    return made
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

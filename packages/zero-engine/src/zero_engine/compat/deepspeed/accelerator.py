@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final, final
 
 import torch
+from torch import Tensor
 
 
 @final
@@ -44,6 +45,36 @@ class Accelerator:
         if self.is_available():
             index = self.current_device() if device_index is None else device_index
             torch.accelerator.synchronize(index)
+
+    def is_bf16_supported(self) -> bool:
+        """Whether the device computes in bf16; every CPU does."""
+        return self.device_name() != "cuda" or torch.cuda.is_bf16_supported()
+
+    def is_fp16_supported(self) -> bool:
+        """Whether the device computes in fp16; every CPU does, and GPUs from compute 7.0 on."""
+        return self.device_name() != "cuda" or torch.cuda.get_device_capability() >= (7, 0)
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """What a model may be trained in."""
+        half = [torch.float16] if self.is_fp16_supported() else []
+        return [torch.float32, *half, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+
+    def pin_memory(
+        self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True
+    ) -> Tensor:
+        """A page-locked copy of a host tensor; the tensor itself where there is only a CPU.
+
+        Args:
+            tensor: On the host.
+            make_copy: False: its dtype and shape count, and the values are undefined.
+            match_shape: False, with `make_copy=False`: 1-D, of the same numel.
+        """
+        if not self.is_available():
+            return tensor
+        if make_copy:
+            return tensor.pin_memory()
+        shape = tensor.shape if match_shape else (tensor.numel(),)
+        return torch.empty(shape, dtype=tensor.dtype, pin_memory=True)
 
     def communication_backend_name(self) -> str:
         """What torch.distributed needs for it."""

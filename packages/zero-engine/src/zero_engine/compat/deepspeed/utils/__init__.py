@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
-from weakref import WeakSet
 
 from torch import Tensor, nn
 
 import zero_engine
 from zero_engine import ConfigError
+from zero_engine._leaf_modules import find_by_class, find_by_name, holds_parameter, set_leaf
 
-from .comm import get_rank
+from ..comm import get_rank
 
 Classes = type[nn.Module] | str | Sequence[type[nn.Module] | str]
 
@@ -26,21 +26,25 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 # ---- Whole values: every rank calls these, between backward and step ----
+#
+# What is asked of a frozen parameter is None, here and for a rank's part, as in DeepSpeed.
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """The whole value, in fp32. Collective."""
-    value = zero_engine.full_param(param)
+    value = zero_engine.full_param(param) if param.requires_grad else None
     return None if value is None else value.float()
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The whole gradient, averaged over the ranks. Collective. See `zero_engine.full_grad`."""
-    return zero_engine.full_grad(param)
+    return zero_engine.full_grad(param) if param.requires_grad else None
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:
     """The whole of one entry, "exp_avg" say. Collective."""
+    if not param.requires_grad:
+        return None
     return zero_engine.full_optimizer_state(param, optim_state_key)
 
 
@@ -69,18 +73,20 @@ def safe_update_full_grad_vectorized(
 # ---- This rank's part ----
 
 
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """This rank's part of the value, 1-D, in fp32."""
-    return zero_engine.local_param(param).float()
+    return zero_engine.local_param(param).float() if param.requires_grad else None
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """This rank's part of the averaged gradient, 1-D."""
-    return zero_engine.local_grad(param)
+    return zero_engine.local_grad(param) if param.requires_grad else None
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:
     """This rank's part of one entry."""
+    if not param.requires_grad:
+        return None
     return zero_engine.local_optimizer_state(param, optim_state_key)
 
 
@@ -99,41 +105,63 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Any, optim_state_
     zero_engine.set_local_optimizer_state(param, optim_state_key, value)
 
 
-# ---- Leaf modules ----
-
-_LEAVES: Final[WeakSet[nn.Module]] = WeakSet()  # set by this file: `z3_leaf_parameter` has no model
+# ---- Leaf modules: set before `initialize`, on every rank ----
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Classes) -> list[nn.Module]:
-    """`zero_engine.set_leaf_modules`: before `initialize`, on every rank. Returns those found."""
-    found = zero_engine.set_leaf_modules(model, leaf_module_classes)
-    _LEAVES.update(found)
-    return found
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Classes, raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Make modules of these classes leaves. Returns them, inner ones first. Local.
+
+    Args:
+        model: Or any part of it.
+        leaf_module_classes: Classes, of which subclasses count, or names of the very class:
+            "MixtralSparseMoeBlock", or with the module it is defined in before it.
+        raise_if_not_found: Whether it is an error that not one fits.
+
+    Raises:
+        zero_engine.ConfigError: Not one fits.
+    """
+    return _set_by_class(model, leaf_module_classes, True, raise_if_not_found)
 
 
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Classes) -> list[nn.Module]:
-    """Undo `set_z3_leaf_modules`, before `initialize`."""
-    return zero_engine.unset_leaf_modules(model, leaf_module_classes)
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Classes, raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Undo it. Returns all that fit, leaves or not."""
+    return _set_by_class(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: str | Sequence[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """The same for whole names, as in `model.named_modules()`. Returns those found."""
-    return _set(model, module_names, raise_if_not_found, lambda name, wanted: name == wanted)
+    model: nn.Module,
+    module_names: str | Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """Make modules leaves, or no leaves, by whole names, as in `model.named_modules()`. Local.
+
+    Returns:
+        The modules, in the order of the names, and the names that no module has.
+
+    Raises:
+        zero_engine.ConfigError: A name fits none, and that is an error; nothing was set.
+    """
+    return _set_by_name(model, module_names, str.__eq__, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_suffixes: str | Sequence[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """The same for ends of names. Returns those found."""
-    return _set(model, module_suffixes, raise_if_not_found, lambda name, end: name.endswith(end))
+    model: nn.Module,
+    module_name_suffixes: str | Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """The same for ends of names."""
+    return _set_by_name(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Make this very module a leaf, or no leaf."""
-    change = set_z3_leaf_modules if flag else unset_z3_leaf_modules
-    change(model, "")  # its own name in its own named_modules()
+    set_leaf(model, flag)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -147,24 +175,43 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """Whether this parameter belongs to a module that a function of this file made a leaf."""
-    return any(
-        param is model for leaf in _LEAVES if z3_leaf_module(leaf) for param in leaf.parameters()
-    )
+    """Whether it belongs to a leaf that this file's functions or a configuration have set."""
+    return holds_parameter(model)
 
 
-def _set(
-    model: nn.Module, wanted: str | Sequence[str], raises: bool, fits: Callable[[str, str], bool]
+def _set_by_class(
+    model: nn.Module, classes: Classes, is_leaf: bool, raises: bool
 ) -> list[nn.Module]:
+    classes = [classes] if isinstance(classes, type | str) else list(classes)
+    for one in classes:
+        if not isinstance(one, type | str):
+            raise ConfigError(f"expected classes of modules or names of classes, got {one!r}")
+    found, _ = find_by_class(model, classes)
+    if raises and not found:
+        known = sorted({type(module).__name__ for module in model.modules()})
+        raise ConfigError(
+            f"expected classes of modules in this {type(model).__name__}, got {classes!r}, of "
+            f"which there is none; there are {', '.join(known)}"
+        )
+    for module in found:
+        set_leaf(module, is_leaf)
+    return found
+
+
+def _set_by_name(
+    model: nn.Module,
+    wanted: str | Sequence[str],
+    fits: Callable[[str, str], bool],
+    is_leaf: bool,
+    raises: bool,
+) -> tuple[list[nn.Module], list[str]]:
     wanted = [wanted] if isinstance(wanted, str) else list(wanted)
-    modules = dict(model.named_modules())
-    missing = [one for one in wanted if not any(fits(name, one) for name in modules)]
+    found, missing = find_by_name(model, wanted, fits)
     if missing and raises:
         raise ConfigError(
             f"expected names of modules, as in model.named_modules(), or their ends, got "
             f"{missing!r}, which fit none of this {type(model).__name__}"
         )
-    found = [module for name, module in modules.items() if any(fits(name, one) for one in wanted)]
     for module in found:
-        set_z3_leaf_module(module, True)
-    return found
+        set_leaf(module, is_leaf)
+    return found, missing

@@ -1,0 +1,5 @@
+"""deepspeed.ops: optimizers."""
+
+from . import adam
+
+__all__ = ["adam"]
