@@ -92,7 +92,7 @@ class Stepper:
 
     def make(self, groups: list[dict[str, Any]], *, on_host: bool) -> Optimizer:
         """An optimizer over pieces; its groups' numbers are set before each step."""
-        if on_host and not isinstance(self.template, self.used):
+        if on_host and self.used is not self.asked:
             return self.used(groups)  # type: ignore[call-arg]  (the class has defaults of its own)
         if not on_host and issubclass(self.asked, AbstractCPUOptimizer):
             raise UnsupportedOptimizerError(

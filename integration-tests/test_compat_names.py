@@ -1,0 +1,306 @@
+"""Names that DeepSpeed's scripts import: each does what it promises, under DeepSpeed's name too."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+import zero_engine
+from deepspeed_folders import Form, save_as_deepspeed
+from packaging.version import Version
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_engine import ConfigError, FileError, Precision, ZeroConfig
+from zero_engine.compat import deepspeed
+from zero_engine.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from zero_engine.compat.deepspeed.utils.zero_to_fp32 import (
+    get_fp32_state_dict_from_zero_checkpoint,
+)
+from zero_partition import memory_report
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+# ---- Optimizers ----
+
+BETAS, EPS, DECAY = (0.8, 0.9), 1e-6, 0.1
+
+
+@pytest.mark.parametrize("is_decoupled", [True, False], ids=["adamw", "adam"])
+def test_deepspeeds_adams_train_as_torchs(ranks, is_decoupled: bool) -> None:
+    """Arguments go by position in many a script, and the two classes have different orders."""
+    ranks(2).run(_train_adams, is_decoupled=is_decoupled)
+
+
+def _train_adams(group: Group, is_decoupled: bool) -> None:
+    plain = parity.build(parity.tiny_float32)
+    ddp = parity.as_ddp(plain, group)
+    kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+    plain_optimizer = kind(plain.parameters(), 1e-2, BETAS, EPS, DECAY)
+    engines = []
+    for zero, make in (
+        (
+            {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            lambda p: DeepSpeedCPUAdam(p, 1e-2, True, BETAS, EPS, DECAY, False, is_decoupled),
+        ),
+        ({"stage": 3}, lambda p: FusedAdam(p, 1e-2, True, BETAS, EPS, is_decoupled, DECAY)),
+    ):
+        model = parity.build(parity.tiny_float32)
+        config = {"train_batch_size": 4, "gradient_clipping": 0.0, "zero_optimization": zero}
+        optimizer = make(model.parameters())
+        engine, same, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        assert same is optimizer
+        assert isinstance(optimizer, FusedAdam if zero["stage"] == 3 else DeepSpeedCPUAdam)
+        engines.append(engine)
+
+    for step in range(3):
+        data = parity.batch(step, 0, group.rank)
+        parity.finish_step(parity.loss_of(ddp, data), plain_optimizer)
+        for engine in engines:
+            engine.backward(parity.loss_of(engine, data))
+            engine.step()
+
+    for engine in engines:
+        found = zero_engine.full_state_dict(engine.module)
+        for name, value in plain.state_dict().items() if group.rank == 0 else ():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_what_torchs_fused_adam_cannot_do_is_refused() -> None:
+    """Else another rule would be trained by."""
+    params = [nn.Parameter(torch.ones(2))]
+
+    for name in ("bias_correction", "set_grad_none"):
+        with pytest.raises(ConfigError, match=rf"FusedAdam\({name}=False\): expected True"):
+            FusedAdam(params, **{name: False})
+
+
+# ---- What engines and their optimizers are asked ----
+
+
+def test_an_optimizer_tells_the_loss_scale_as_it_is_now(ranks) -> None:
+    """It is logged in every step, and it is the first to tell that training diverges."""
+    ranks(2).run(_watch_scale)
+
+
+def _watch_scale(group: Group) -> None:
+    model = nn.Linear(4, 4)
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    config = {"train_batch_size": 4, "fp16": fp16, "zero_optimization": zero}
+    optimizer = DeepSpeedCPUAdam(model.parameters())
+    engine, same, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    loss_scaler = optimizer.loss_scaler
+
+    for step, factor in enumerate((1.0, float("inf"), 1.0)):
+        expected = 16.0 if step < 2 else 8.0
+        assert optimizer.cur_scale == optimizer.loss_scale == engine.cur_scale == expected
+        assert loss_scaler.cur_scale == loss_scaler.loss_scale == expected
+        loss = engine(torch.full((2, 4), 0.5 + group.rank, dtype=torch.float16)).float().mean()
+        engine.backward(loss * factor)
+        engine.step()
+
+    assert same is optimizer and loss_scaler.dynamic and engine.skipped_steps == 1
+    assert type(optimizer).__name__ == "DeepSpeedCPUAdam"
+    other = parity.build(parity.tiny_float32)
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}
+    _, plain, *_ = deepspeed.initialize(model=other, optimizer=parity.adamw(other), config=config)
+    assert (plain.cur_scale, plain.loss_scaler.cur_scale, plain.loss_scaler.dynamic) == (1, 1, False)
+
+
+def test_an_engine_gives_buffers_back_between_phases(ranks) -> None:
+    """Generation between two steps needs the memory; gradients that wait stay right."""
+    ranks(2).run(_empty)
+
+
+def _empty(group: Group) -> None:
+    kept = []
+    for empties in (False, True):
+        model = parity.build(parity.tiny_float32)
+        config = {"train_batch_size": 4, "zero_optimization": {"stage": 3}}
+        optimizer = parity.adamw(model)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        for step in range(2):
+            engine.backward(parity.loss_of(engine, parity.batch(step, 0, group.rank)))
+            if empties:
+                assert memory_report(model).slots_bytes > 0
+                engine.empty_partition_cache()
+                assert memory_report(model).slots_bytes == 0
+            engine.step()
+        kept.append(zero_engine.full_state_dict(model))
+    parity.assert_same_weights(kept[1], kept[0], what="after empty_partition_cache()")
+
+
+# ---- Checkpoints as one state dict ----
+
+
+@pytest.mark.parametrize(
+    "form",
+    [Form(stage=3, world_size=2), Form(stage=2, world_size=3, dtype=torch.bfloat16, gap=1)],
+    ids=["stage 3", "stage 2, bf16"],
+)
+def test_what_deepspeed_saved_is_put_together_in_fp32(tmp_path: Path, form: Form) -> None:
+    """Scripts of evaluation begin with it, long after a run has ended."""
+    model = parity.build(parity.tiny_float32)
+    model.frozen.data.copy_(model.frozen.data.bfloat16())  # what does not train is in 16 bits there
+    optimizer = parity.adamw(model)
+    parity.run_steps(model, optimizer, range(2), rank=0)
+    save_as_deepspeed(tmp_path, model, optimizer, step=2, form=form)
+
+    _check_state_dict(tmp_path, "global_step2", dict(model.state_dict()))
+
+
+def test_what_was_saved_here_is_put_together_in_fp32(ranks, tmp_path: Path) -> None:
+    """The same script, whoever trained: masters, where the model computed in bf16."""
+    expected = ranks(2).run(_save, folder=str(tmp_path))[0]
+
+    _check_state_dict(tmp_path, "step-2", expected)
+
+
+def _save(group: Group, folder: str) -> dict[str, Tensor]:
+    config = ZeroConfig(3, precision=Precision(params=torch.bfloat16))
+    model, optimizer = parity.build_sharded(group, config, make=parity.tiny_float32)
+    zero_engine.save(folder, model, optimizer, step=2)
+    named = model.named_parameters(remove_duplicate=False)
+    return {n: zero_engine.full_param(p).float() for n, p in named} | dict(model.named_buffers())
+
+
+def _check_state_dict(folder: Path, tag: str, expected: dict[str, Tensor]) -> None:
+    found = get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert found["head.weight"] is found["embed.weight"]
+    for options in ({"tag": tag}, {"lazy_mode": True}):
+        again: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(folder, **options)
+        found = {name: value.contiguous() for name, value in again.items()}
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert again[name].shape == value.shape
+            assert again[name].dtype == found[name].dtype == torch.float32
+            assert torch.equal(found[name], value.float()), name
+    without = get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
+    assert without.keys() == expected.keys() - {"frozen"}
+    with pytest.raises(FileError, match="elsewhere"):
+        get_fp32_state_dict_from_zero_checkpoint(folder, "elsewhere")
+
+
+# ---- Other names ----
+
+
+def test_names_inside_deepspeed_are_there(ranks) -> None:
+    """`import deepspeed` is enough for most of them in many a script."""
+    runtime = deepspeed.runtime
+
+    assert deepspeed.DeepSpeedEngine is runtime.engine.DeepSpeedEngine is zero_engine.Engine
+    assert runtime.lr_schedules.WarmupCosineLR is zero_engine.WarmupCosineLR
+    assert deepspeed.ops.adam.FusedAdam is FusedAdam
+    assert Version(deepspeed.__version__) >= Version("0.19")
+    assert deepspeed.DeepSpeedConfigError is runtime.config.DeepSpeedConfigError
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"zero_optimization\.stage"):
+        deepspeed.initialize(
+            model=nn.Linear(1, 1), config={"train_batch_size": 1, "zero_optimization": {"stage": 7}}
+        )
+
+
+def test_an_accelerator_knows_its_dtypes() -> None:
+    """Scripts choose between fp16 and bf16 by it."""
+    accelerator = deepspeed.get_accelerator()
+    tensor = torch.arange(6).view(2, 3)
+    is_cpu = accelerator.device_name() == "cpu"
+
+    dtypes = accelerator.supported_dtypes()
+    assert dtypes[0] is torch.float32
+    assert (torch.bfloat16 in dtypes) == accelerator.is_bf16_supported() >= is_cpu
+    assert (torch.float16 in dtypes) == accelerator.is_fp16_supported() >= is_cpu
+    assert torch.equal(accelerator.pin_memory(tensor), tensor)
+    assert (accelerator.pin_memory(tensor) is tensor) == is_cpu
+    assert is_cpu or accelerator.pin_memory(tensor, False, match_shape=False).shape == (6,)
+
+
+# ---- Under DeepSpeed's own name ----
+
+INSTALLED = """
+    import importlib, sys
+    from zero_engine.compat import deepspeed as ours
+
+    ours.install()
+    ours.install()
+
+    import deepspeed
+    import deepspeed.comm as dist
+    import deepspeed.utils.zero_to_fp32
+    from deepspeed.ops.adam import FusedAdam
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+    from deepspeed.utils import safe_get_full_grad
+    from zero_engine.compat.deepspeed import runtime, utils
+
+    assert deepspeed is ours and deepspeed.comm is dist
+    assert deepspeed.utils is utils and utils.safe_get_full_grad is safe_get_full_grad
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "deepspeed":
+            assert module is sys.modules["zero_engine.compat." + name], name
+            assert module.__name__ == module.__spec__.name == "zero_engine.compat." + name
+    assert importlib.reload(deepspeed.runtime) is runtime
+    for name in ("runtime.zero.stage3", "_install", "utils.numa", "pipe"):
+        try:
+            __import__("deepspeed." + name)
+        except ModuleNotFoundError as error:
+            assert error.name == "deepspeed." + name
+            assert "here, by deepspeed.install(); what there is: deepspeed.acc" in str(error)
+            assert "deepspeed.runtime.lr_schedules, " in str(error) and ", deepspeed._" not in str(error)
+        else:
+            raise AssertionError(name)
+    import torch
+    model = torch.nn.Linear(2, 1)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=FusedAdam(model.parameters()),
+        config={"train_batch_size": 2, "zero_optimization": {"stage": 3}},
+    )
+    engine.backward(engine(torch.ones(2, 2)).sum())
+    engine.step()
+    print("trained", engine.global_steps)
+"""
+REFUSED = """
+    from zero_engine.compat import deepspeed
+    try:
+        deepspeed.install()
+    except deepspeed.DeepSpeedConfigError as error:
+        print(error)
+    import sys
+    print("deepspeed" in sys.modules)
+"""
+
+
+def _run(script: str, folder: Path) -> str:
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(script))
+    ran = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_a_script_imports_deepspeed_where_it_is_not_installed(tmp_path: Path) -> None:
+    """A hundred files import it by that name; two copies of a module would not know each other."""
+    (tmp_path / "deepspeed").mkdir()  # of configurations, as many projects have: no package
+    (tmp_path / "deepspeed" / "ds_config.json").write_text("{}")
+
+    assert _run(INSTALLED, tmp_path) == "trained 1\n"
+
+
+def test_install_gives_way_to_deepspeed_itself(tmp_path: Path) -> None:
+    """Whoever has both must know which one trains."""
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").touch()
+
+    error, is_loaded = _run(REFUSED, tmp_path).splitlines()
+
+    assert f"DeepSpeed is not installed, got {tmp_path / 'deepspeed' / '__init__.py'}" in error
+    assert "pip uninstall deepspeed" in error and "from zero_engine.compat import deepspeed" in error
+    assert is_loaded == "False"
