@@ -72,6 +72,30 @@ def _train_adams(group: Group, is_decoupled: bool) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_deepspeeds_adams_take_parameters_of_a_device() -> None:
+    """`zero.Init` makes them there; initialize() brings what is stepped to the host."""
+    weights = []
+    for make, zero in (
+        (torch.optim.AdamW, {"stage": 3}),
+        (FusedAdam, {"stage": 3}),
+        (DeepSpeedCPUAdam, {"stage": 3, "offload_optimizer": {"device": "cpu"}}),
+    ):
+        model = parity.build(parity.tiny_float32).cuda()
+        optimizer = make(model.parameters(), 1e-2, weight_decay=0.0)
+        config = {"train_batch_size": 2, "zero_optimization": zero}
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        for step in range(3):
+            data = [tensor.cuda() for tensor in parity.batch(step, 0, 0)]
+            engine.backward(parity.loss_of(engine, data))
+            engine.step()
+        weights.append(zero_engine.full_state_dict(model))
+    for found in weights[1:]:
+        for name, value in weights[0].items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
 def test_what_torchs_fused_adam_cannot_do_is_refused() -> None:
     """Else another rule would be trained by."""
     params = [nn.Parameter(torch.ones(2))]
@@ -111,7 +135,11 @@ def _watch_scale(group: Group) -> None:
     other = parity.build(parity.tiny_float32)
     config = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}
     _, plain, *_ = deepspeed.initialize(model=other, optimizer=parity.adamw(other), config=config)
-    assert (plain.cur_scale, plain.loss_scaler.cur_scale, plain.loss_scaler.dynamic) == (1, 1, False)
+    assert (plain.cur_scale, plain.loss_scaler.cur_scale, plain.loss_scaler.dynamic) == (
+        1,
+        1,
+        False,
+    )
 
 
 def test_an_engine_gives_buffers_back_between_phases(ranks) -> None:
@@ -251,7 +279,8 @@ INSTALLED = """
         except ModuleNotFoundError as error:
             assert error.name == "deepspeed." + name
             assert "here, by deepspeed.install(); what there is: deepspeed.acc" in str(error)
-            assert "deepspeed.runtime.lr_schedules, " in str(error) and ", deepspeed._" not in str(error)
+            assert ", deepspeed.runtime.lr_schedules, " in str(error)
+            assert ", deepspeed._" not in str(error)
         else:
             raise AssertionError(name)
     import torch
@@ -302,5 +331,7 @@ def test_install_gives_way_to_deepspeed_itself(tmp_path: Path) -> None:
     error, is_loaded = _run(REFUSED, tmp_path).splitlines()
 
     assert f"DeepSpeed is not installed, got {tmp_path / 'deepspeed' / '__init__.py'}" in error
-    assert "pip uninstall deepspeed" in error and "from zero_engine.compat import deepspeed" in error
+    assert (
+        "pip uninstall deepspeed" in error and "from zero_engine.compat import deepspeed" in error
+    )
     assert is_loaded == "False"

@@ -22,6 +22,7 @@ from ._precision_settings import autocast_dtype_of, checks_overflow_of, loss_sca
 from ._settings import UNRESOLVED, Origin, Setting, Settings, read_settings
 from ._zero_settings import zero_arguments
 
+
 @final
 @frozen
 class NamedSpec:

@@ -13,7 +13,11 @@ from zero_partition import get_leaf_modules, set_leaf_modules, unset_leaf_module
 # What a file that says nothing makes leaves of: as in DeepSpeed, classes of transformers.
 LEAF_CLASSES: Final = tuple(
     f"transformers.models.{model}.modeling_{model}.{name}SparseMoeBlock"
-    for model, name in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
+    for model, name in (
+        ("mixtral", "Mixtral"),
+        ("qwen2_moe", "Qwen2Moe"),
+        ("qwen3_moe", "Qwen3Moe"),
+    )
 )
 
 _SET: Final[WeakSet[nn.Module]] = WeakSet()  # here: to ask of a parameter alone, without a model

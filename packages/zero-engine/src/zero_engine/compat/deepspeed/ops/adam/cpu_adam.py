@@ -10,10 +10,11 @@ from zero_offload import CPUAdam
 __all__ = ["DeepSpeedCPUAdam"]
 
 
-class DeepSpeedCPUAdam(CPUAdam):  # pyrefly: ignore  # final, and a class is asked for by isinstance
+class DeepSpeedCPUAdam(CPUAdam):
     """`zero_offload.CPUAdam`, with the arguments in DeepSpeed's order.
 
-    16-bit parameters have no masters of its own: `initialize` keeps them. amsgrad works.
+    Parameters may be on a GPU until `initialize`, whose `offload_optimizer` brings what is stepped
+    to the host. 16-bit ones have no masters of their own: `initialize` keeps them. amsgrad works.
 
     Args:
         model_params: As `params` there, as are all others that are not named here.
@@ -25,10 +26,6 @@ class DeepSpeedCPUAdam(CPUAdam):  # pyrefly: ignore  # final, and a class is ask
         amsgrad: As there.
         adamw_mode: Decay shrinks parameters (AdamW); added to gradients (Adam) when False.
         fp32_optimizer_states: False keeps moments in the parameter's dtype.
-
-    Raises:
-        zero_offload.UnsupportedTensorError: A parameter is not a dense CPU tensor of fp32, bf16 or
-            fp16: build the optimizer before `initialize` moves the model.
     """
 
     def __init__(  # noqa: PLR0917 - the order is DeepSpeed's
@@ -55,3 +52,7 @@ class DeepSpeedCPUAdam(CPUAdam):  # pyrefly: ignore  # final, and a class is ask
             masters=False,
             state_dtype=torch.float32 if fp32_optimizer_states else None,
         )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; `step` refuses what is not on the CPU then."""
+        torch.optim.Optimizer.add_param_group(self, param_group)
