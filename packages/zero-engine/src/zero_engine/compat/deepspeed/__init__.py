@@ -23,7 +23,7 @@ from zero_engine import ConfigError, Engine
 
 from . import accelerator, checkpointing, comm, ops, runtime, utils, zero
 from ._install import install
-from ._scaled import show_loss_scale
+from ._loss_scale import show_loss_scale
 from .accelerator import get_accelerator
 from .comm import init_distributed
 from .runtime.config import DeepSpeedConfigError
