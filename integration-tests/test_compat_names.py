@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -135,6 +137,9 @@ def _watch_scale(group: Group) -> None:
     other = parity.build(parity.tiny_float32)
     config = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}
     _, plain, *_ = deepspeed.initialize(model=other, optimizer=parity.adamw(other), config=config)
+    for copied in (copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
+        assert type(copied) is torch.optim.AdamW
+        assert copied.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
     assert (plain.cur_scale, plain.loss_scaler.cur_scale, plain.loss_scaler.dynamic) == (
         1,
         1,

@@ -38,6 +38,8 @@ def show_loss_scale(engine: Engine) -> None:
     kind = type(optimizer)
     names = {
         "__module__": kind.__module__,
+        # A copy or a pickle is of the plain class: no engine steps it, and this one has no module.
+        "__reduce_ex__": lambda self, _: (object.__new__, (kind,), self.__getstate__()),
         "loss_scaler": property(lambda _: scale),
         "cur_scale": property(lambda _: scale.cur_scale),
         "loss_scale": property(lambda _: scale.cur_scale),
