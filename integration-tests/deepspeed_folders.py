@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -41,9 +41,15 @@ class _Cut:
 
 
 def save_as_deepspeed(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, form: Form
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    form: Form,
+    more: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a folder; returns that of its tag.
+    """Write a folder; returns that of its tag. `more` goes into the files of model states.
 
     The model has fp32 values, which are the masters; state that a parameter lacks is zeros, as for
     one that never had a gradient.
@@ -91,7 +97,8 @@ def save_as_deepspeed(
             torch.save({"optimizer_state_dict": said, "ds_version": "0"}, path / name)
     for rank in range(form.world_size if form.stage == 3 else 1):
         name = f"{f'zero_pp_rank_{rank}_' if form.stage == 3 else ''}mp_rank_00_model_states.pt"
-        torch.save(_model_of(model, groups, step, form, rank), path / name)
+        said = _model_of(model, groups, step, form, rank) | dict(more or {})
+        torch.save(said, path / name)
     return path
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -48,3 +49,17 @@ def give_back_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+@contextmanager
+def giving_memory_back() -> Iterator[None]:
+    """Below 32 MiB, glibc keeps what is freed in pieces that fit nothing; larger models go above.
+
+    Map every piece instead, as it does with what is larger.
+    """
+    mallopt, threshold = ctypes.CDLL(None).mallopt, -3
+    mallopt(threshold, 2**16)
+    try:
+        yield
+    finally:
+        mallopt(threshold, 2**25)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import pytest
 import torch
 import zero_engine
 import zero_partition
-from high_water import HighWater, needs_high_water
+from high_water import HighWater, giving_memory_back, needs_high_water
 from parity import ZeroConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -211,7 +208,7 @@ def _measure_peak(group: Group, route: str, folder: str) -> dict[str, float]:
     unit, whole = _bytes_of_wide(16, 1024)
     _build(route, group, 1, f"{folder}/small.safetensors")  # what torch loads at first use
     gc.collect()
-    with _giving_memory_back():
+    with giving_memory_back():
         high_water = HighWater()
         model = _build(route, group, 16, f"{folder}/large.safetensors")
         peak = high_water.rise_bytes()
@@ -235,20 +232,6 @@ def _build(route: str, group: Group, num_blocks: int, file: str) -> nn.Module:
 def _fill_wide(module: nn.Module) -> None:
     for param in module.parameters(recurse=False):
         nn.init.normal_(param)
-
-
-@contextmanager
-def _giving_memory_back() -> Iterator[None]:
-    """Below 32 MiB, glibc keeps what is freed in pieces that fit nothing; larger models go above.
-
-    Map every piece instead, as it does with what is larger.
-    """
-    mallopt, threshold = ctypes.CDLL(None).mallopt, -3
-    mallopt(threshold, 2**16)
-    try:
-        yield
-    finally:
-        mallopt(threshold, 2**25)
 
 
 # ---- What is left behind ----

@@ -14,7 +14,7 @@ from parity import ZeroConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_engine import ConfigError, DynamicLossScale, Engine, Precision
+from zero_engine import ConfigError, DynamicLossScale, Engine, FileError, Precision
 from zero_engine.compat import deepspeed
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -85,16 +85,24 @@ def _go_on(group: Group, folder: Path, stage: int, then: int) -> None:
     assert_weights(again, weights_of(engine))
 
 
-def test_a_folder_without_a_checkpoint_is_warned_of(ranks, tmp_path: Path) -> None:
-    """As in DeepSpeed: the first start of a job that resumes when it can."""
+def test_a_folder_without_a_checkpoint_is_an_error_unless_that_is_asked_for(
+    ranks, tmp_path
+) -> None:
+    """DeepSpeed warns, and trains from scratch for a typo; `missing_ok` is for the first start."""
     ranks(1).run(_load_nothing, folder=tmp_path)
 
 
 def _load_nothing(group: Group, folder: Path) -> None:
     engine = build_engine(group, engine_config(group, 1))
 
-    with pytest.warns(UserWarning, match="holds no complete checkpoint"):
-        assert engine.load_checkpoint(folder) == (None, None)
+    for missing in (folder, folder / "no"):
+        with pytest.raises(FileError, match="pass missing_ok=True"):
+            engine.load_checkpoint(missing)
+        with pytest.warns(UserWarning, match="holds no complete checkpoint"):
+            assert engine.load_checkpoint(missing, missing_ok=True) == (None, None)
+    engine.save_checkpoint(folder)
+    with pytest.raises(FileError, match="expected a checkpoint '7', got global_step0"):
+        engine.load_checkpoint(folder, tag=7, missing_ok=True)
     with pytest.raises(ConfigError, match="custom_load_fn"):
         engine.load_checkpoint(folder, custom_load_fn=print)
     with pytest.raises(ConfigError, match=r"extra\['f'\]: expected .* got a builtin_function"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,67 @@ def _go_on(group: Group, folder: str, stage: int, offload: Offload | None = None
     assert (report.step, report.missing, report.unexpected) == (BEFORE, (), ())
     steps = range(report.step, report.step + AFTER)
     return parity.run_steps(model, optimizer, steps, rank=0)
+
+
+def _warmup(step: int) -> float:
+    """DeepSpeed's linear one of 20 steps, after `step` of them."""
+    return max(0, step - 1) / 20
+
+
+@pytest.mark.parametrize("scheduler", ["torch's", "DeepSpeed's", "none"])
+def test_an_engine_resumes_from_what_deepspeeds_saved(ranks, tmp_path, scheduler: str) -> None:
+    """A script's `load_checkpoint` finds the old run's folder: it began anew, with a warning."""
+    model, optimizer, _ = _trained(0)
+    plain = torch.optim.lr_scheduler.LambdaLR(optimizer, _warmup)
+    losses = []
+    for step in range(BEFORE + AFTER):
+        if step == BEFORE:
+            said = {
+                "torch's": plain.state_dict(),
+                "DeepSpeed's": {"last_batch_iteration": BEFORE - 1},
+                "none": None,
+            }[scheduler]
+            more = {"lr_scheduler": said, "global_samples": 12, "skipped_steps": 1, "epoch": 4}
+            more |= {"dp_world_size": 2, "ds_version": "0.19.8", "ds_config": {"zero": {}}}
+            form = FORMS["3x2"]
+            save_as_deepspeed(tmp_path, model, optimizer, step=BEFORE, form=form, more=more)
+        losses += parity.run_steps(model, optimizer, [step], rank=0)
+        plain.step()
+
+    found = ranks(2).run(_resume_engine, folder=str(tmp_path), scheduler=scheduler)
+
+    assert found[0] == losses[BEFORE:] or scheduler == "none"
+
+
+def _resume_engine(group: Group, folder: str, scheduler: str) -> list[float]:
+    model = _build(seed=9)
+    optimizer = parity.OPTIMIZERS["adamw"](parity.param_groups(model))
+    settings: dict[str, Any] = {"train_batch_size": 4, "zero_optimization": {"stage": 2}}
+    given = None
+    if scheduler == "DeepSpeed's":
+        params = {"warmup_num_steps": 20, "warmup_type": "linear"}
+        settings["scheduler"] = {"type": "WarmupLR", "params": params}
+    else:
+        given = torch.optim.lr_scheduler.LambdaLR(optimizer, _warmup)
+    settings |= {"gradient_clipping": 0.0}
+    engine, *_ = zero_engine.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=given, config=settings, group=group
+    )
+    anew = pytest.warns(UserWarning, match="begins anew: the scheduler")
+    with anew if scheduler == "none" else nullcontext():
+        path, client_state = engine.load_checkpoint(folder)
+    assert path == f"{folder}/global_step{BEFORE}" and client_state == {"epoch": 4}
+    assert (engine.global_steps, engine.skipped_steps, engine.global_samples) == (BEFORE, 1, 12)
+    found = []
+    for step in range(BEFORE, BEFORE + AFTER):
+        loss = parity.loss_of(engine, parity.batch(step, 0, 0))
+        found.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    if scheduler == "none":
+        with pytest.raises(FileError, match="expected a folder 'x' in it"):
+            engine.load_checkpoint(folder, tag="x")
+    return found
 
 
 @pytest.mark.parametrize("residence", ["host", "disk"])

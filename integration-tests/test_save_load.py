@@ -16,9 +16,10 @@ import pytest
 import torch
 import zero_ckpt
 import zero_engine
+from deepspeed_folders import Form, save_as_deepspeed
 from high_water import HighWater, needs_high_water
 from parity import ZeroConfig
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from zero_comm import AgreementError, Group
 from zero_engine import ConfigError, FileError, Offload
@@ -335,9 +336,7 @@ def _refuse_damage(group: Group, folder: Path) -> None:
     path = zero_engine.save(folder, model, optimizer, step=2).path
     for name in ("rank-00000-00.safetensors", "rank-00001-00.safetensors"):
         if group.rank == 0:
-            content = bytearray((path / name).read_bytes())
-            content[-1] ^= 4
-            (path / name).write_bytes(content)
+            _damage(path / name)
         parity.run_steps(model, optimizer, range(1), rank=group.rank)
         before = _values(model, optimizer)
 
@@ -345,6 +344,95 @@ def _refuse_damage(group: Group, folder: Path) -> None:
             zero_engine.load(folder, model, optimizer)
 
         assert _same(_values(model, optimizer), before)
+
+
+def _damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", ["a byte", "the manifest's end", "no manifest"])
+def test_of_a_damaged_newest_the_tags_that_load_are_named(tmp_path: Path, damage: str) -> None:
+    """Who finds a job stopped at night wants to know where it can go on."""
+    model, optimizer = _build(Group.solo())
+    for step in range(1, 5):
+        path = zero_engine.save(tmp_path, model, optimizer, step=step).path
+    os.truncate(next((tmp_path / "step-2").glob("rank-*")), 10)
+    if damage == "a byte":
+        _damage(next(path.glob("rank-*")))
+    elif damage == "no manifest":
+        (path / MANIFEST).unlink()
+    else:
+        os.truncate(path / MANIFEST, 10)
+
+    for tag in (None, "step-4"):
+        with pytest.raises(FileError, match=r"step-4/.*with tag='step-3' or 'step-1'$"):
+            zero_engine.load(tmp_path, model, optimizer, tag=tag)
+
+    assert zero_engine.load(tmp_path, model, optimizer, tag="step-3").step == 3
+
+
+def test_a_folder_whose_manifest_is_gone_is_replaced_by_the_next_save(ranks, tmp_path) -> None:
+    """It ended the training at the very step whose checkpoint was bad, after every restart."""
+    ranks(2).run(_replace_the_torn, folder=tmp_path)
+
+
+def _replace_the_torn(group: Group, folder: Path) -> None:
+    model, optimizer = _build(group)
+    for step in (1, 2):
+        path = zero_engine.save(folder, model, optimizer, step=step).path
+    if group.rank == 0:
+        (path / MANIFEST).unlink()
+        (folder / "step-3").mkdir()
+        (folder / "step-3" / "notes").touch()
+    with pytest.raises(FileError, match=r"step-2/manifest\.json.* with tag='step-1'"):
+        zero_engine.load(folder, model, optimizer)
+    assert zero_engine.load(folder, model, optimizer, tag="step-1").step == 1
+
+    zero_engine.save(folder, model, optimizer, step=2)
+
+    assert zero_engine.load(folder, model, optimizer).step == 2
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    with pytest.raises(FileError, match="choose another tag, or remove it"):
+        zero_engine.save(folder, model, optimizer, step=3)
+    assert (folder / "step-3" / "notes").exists()  # somebody else's
+
+
+def test_a_path_that_is_no_run_is_named_with_what_to_call(tmp_path: Path) -> None:
+    """Training began from scratch, without a word, for a typo."""
+    group, run = Group.solo(), tmp_path / "run"
+    model, optimizer = _build(group)
+    path = zero_engine.save(run, model, optimizer, step=2).path
+    for name in ("empty", "weights", "aside"):
+        (tmp_path / name).mkdir()
+    save_file({"scale": torch.ones(1)}, tmp_path / "weights" / "model.safetensors")
+    zero_engine.save(tmp_path / "aside", model, optimizer, step=1, is_latest=False)
+    plain, its = parity.build_with_optimizer()
+    save_as_deepspeed(tmp_path / "theirs", plain, its, step=3, form=Form(stage=3, world_size=2))
+    wrong = {
+        path: r"the folder of one of them.* pass '.*/run' and tag='step-2'",
+        path / MANIFEST: r"the file .*manifest\.json; load_pretrained",
+        tmp_path / "weights": r"load_pretrained\(model, folder\)",
+        tmp_path / "theirs": r"which DeepSpeed saved; call load_deepspeed\(folder",
+        tmp_path / "theirs" / "global_step3": r"call load_deepspeed\(folder",
+    }
+    absent = {
+        tmp_path / "rum": "rum: no such folder; pass missing_ok=True",
+        tmp_path / "empty": "holds no complete checkpoint; pass missing_ok=True",
+        tmp_path / "aside": "holds no complete checkpoint but 'step-1', to be named by tag",
+    }
+
+    for folder, message in (wrong | absent).items():
+        with pytest.raises(FileError, match=message):
+            zero_engine.load(folder, model, optimizer)
+    for folder, message in wrong.items():
+        with pytest.raises(FileError, match=message):
+            zero_engine.load(folder, model, optimizer, missing_ok=True)
+    for folder in absent:
+        assert zero_engine.load(folder, model, optimizer, missing_ok=True) is None
+    with pytest.raises(FileError, match="expected a checkpoint 'step-3', got step-2"):
+        zero_engine.load(run, model, optimizer, tag="step-3", missing_ok=True)
 
 
 def test_what_fits_is_loaded_where_that_is_asked_for(ranks, tmp_path: Path) -> None:
@@ -395,8 +483,11 @@ def _disagree(group: Group, folder: Path) -> None:
     with pytest.raises(AgreementError, match=r"tag: rank 0 has step-0, rank 1 has step-1"):
         zero_engine.save(folder, model, optimizer, step=0, tag=f"step-{group.rank}")
     zero_engine.save(folder, model, optimizer, step=0)
-    with pytest.raises((AgreementError, FileError)):
-        zero_engine.load(folder if group.rank else folder / "no", model, optimizer)
+    own = folder if group.rank else folder / "no"  # as on a node without the shared disk
+    with pytest.raises(FileError, match="no such folder"):
+        zero_engine.load(own, model, optimizer)
+    with pytest.raises(AgreementError, match=r"checkpoint: rank 0 has none, rank 1 has step-0"):
+        zero_engine.load(own, model, optimizer, missing_ok=True)
 
 
 # ---- What it costs ----

@@ -106,26 +106,30 @@ class Checkpoint:
             None if the folder holds no complete checkpoint, or does not exist.
 
         Raises:
-            FileError: There is no checkpoint of that tag, or what should be read is damaged.
+            FileError: There is no checkpoint of that tag, or what should be read is damaged; names
+                the tags that can be loaded.
         """
         folder = Path(folder)
-        found = find_complete(folder)
+        found, hint = find_complete(folder), read_latest(folder)
+        if hint is not None and hint not in found and holds_parts(folder / hint):
+            found[hint] = folder / hint  # its manifest is gone
         if tag is not None and tag not in found:
             raise FileError(
                 f"{folder}: expected a checkpoint {tag!r}, got "
                 f"{', '.join(sorted(found)) or 'none at all'}"
             )
-        if tag is not None:
-            return cls._of(found[tag], read_manifest(found[tag] / MANIFEST))
-        manifests, damaged = {}, {}
-        for name, path in found.items():
+        manifests: dict[str, dict[str, Any]] = {}
+        damaged: dict[str, FileError] = {}
+        for name in found if tag is None else [tag]:
             try:
-                manifests[name] = read_manifest(path / MANIFEST)
+                manifests[name] = read_manifest(found[name] / MANIFEST)
             except FileError as error:
                 damaged[name] = error
-        hint = read_latest(folder)
-        if damaged and (hint is None or hint in damaged):  # one of these may be the newest
-            raise next(iter(damaged.values()))
+        if damaged and (tag is not None or hint is None or hint in damaged):
+            bad = hint if hint in damaged else next(iter(damaged))  # it may be the newest
+            raise FileError(f"{damaged[bad]}; {_other_tags(folder, bad)}") from damaged[bad]
+        if tag is not None:
+            return cls._of(found[tag], manifests[tag])
         ranked = {
             name: said["serial"]
             for name, said in manifests.items()
@@ -188,11 +192,14 @@ class Checkpoint:
             Bytes read.
 
         Raises:
-            FileError: Names the first file that is not, what was expected and what came.
+            FileError: Names the first file that is not, what was expected and what came, and the
+                tags that can be loaded.
         """
         chosen = self.files if files is None else {name: self.files[name] for name in files}
         for name, facts in chosen.items():
-            _verify(self.path / name, facts)
+            damage = _find_damage(self.path / name, facts)
+            if damage is not None:
+                raise FileError(f"{damage}; {_other_tags(self.path.parent, self.tag)}")
         return sum(facts.num_bytes for facts in chosen.values())
 
 
@@ -239,20 +246,40 @@ def read_latest(folder: Path) -> str | None:
         return None
 
 
-def _verify(path: Path, facts: FileFacts) -> None:
+def holds_parts(path: Path) -> bool:
+    """Whether a folder has files that ranks write for one checkpoint. Local."""
+    return any(path.glob("rank-*.safetensors"))
+
+
+def _other_tags(folder: Path, tag: str) -> str:
+    """What to load in place of a checkpoint that is damaged: the newest first."""
+    serials: dict[str, int] = {}
+    for name, path in find_complete(folder).items():
+        try:
+            said = read_manifest(path / MANIFEST)
+            facts = facts_of_files(said["files"])
+            is_whole = all((path / n).stat().st_size == f.num_bytes for n, f in facts.items())
+        except (OSError, KeyError, TypeError, ValueError):  # damaged, too
+            continue
+        if is_whole and name != tag:
+            serials[name] = said.get("serial") or 0
+    ranked = sorted(serials, key=lambda name: serials[name], reverse=True)
+    if not ranked:
+        return "there is no other checkpoint here that could be loaded"
+    return f"load another checkpoint, with tag={' or '.join(map(repr, ranked))}"
+
+
+def _find_damage(path: Path, facts: FileFacts) -> str | None:
     try:
         num_bytes, crc32 = 0, 0
         with path.open("rb", buffering=0) as file:
             while chunk := file.read(_VERIFIED_BYTES):
                 num_bytes, crc32 = num_bytes + len(chunk), zlib.crc32(chunk, crc32)
     except OSError as error:
-        raise FileError(
-            f"{path}: expected {facts.num_bytes} bytes, and it cannot be read: {error.strerror}; "
-            "load another checkpoint with tag=..."
-        ) from error
-    if (num_bytes, crc32) != (facts.num_bytes, facts.crc32):
-        raise FileError(
-            f"{path}: expected {facts.num_bytes} bytes of crc32 {facts.crc32:08x}, got {num_bytes} "
-            f"of {crc32:08x}: it was damaged after it was saved; load another checkpoint with "
-            "tag=..."
-        )
+        return f"{path}: expected {facts.num_bytes} bytes, and it cannot be read: {error.strerror}"
+    if (num_bytes, crc32) == (facts.num_bytes, facts.crc32):
+        return None
+    return (
+        f"{path}: expected {facts.num_bytes} bytes of crc32 {facts.crc32:08x}, got {num_bytes} of "
+        f"{crc32:08x}: it was damaged after it was saved"
+    )

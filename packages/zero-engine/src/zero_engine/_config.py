@@ -95,8 +95,10 @@ def _check_wire(config: ZeroConfig, _: Attribute, wire: Wire) -> None:
 
 
 def _check_state_dict(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
-    if value not in ("raise", "gather"):
-        raise ConfigError(f"ZeroConfig.state_dict: expected 'raise' or 'gather', got {value!r}")
+    if value not in ("raise", "gather", "placeholders"):
+        raise ConfigError(
+            f"ZeroConfig.state_dict: expected 'raise', 'gather' or 'placeholders', got {value!r}"
+        )
 
 
 @frozen
@@ -133,7 +135,8 @@ class ZeroConfig:
             says as its attribute `needs_cut`, else anything if it is elementwise, as a trial shows.
         state_dict: Stage 3, and 1 and 2 with `Wire(params=...)`: what `model.state_dict()` does
             while exact parameters are sharded: "raise" names `full_state_dict`, "gather" makes it
-            collective and gives every rank everything.
+            collective and gives every rank everything, "placeholders" has empty tensors of what is
+            sharded, as DeepSpeed does.
         offload: What rests on the host or on disk: the optimizer's state at stages 1 to 3, the
             parameters' shards at stage 3. Nothing when None.
         wire: Which ranks exchange what: `Wire(secondary=True)` keeps gathers of backward inside a
@@ -159,7 +162,7 @@ class ZeroConfig:
     max_reuse_numel: int | None = field(default=None, validator=at_least(0, int), kw_only=True)
     small_param_numel: int = field(default=0, validator=at_least(0, int), kw_only=True)
     max_small_numel: int | None = field(default=None, validator=at_least(0, int), kw_only=True)
-    state_dict: Literal["raise", "gather"] = field(
+    state_dict: Literal["raise", "gather", "placeholders"] = field(
         default="raise", validator=_check_state_dict, kw_only=True
     )
     offload: Offload | None = field(

@@ -85,6 +85,15 @@ def is_deepspeed(folder: Path, tag: str | None) -> bool:
     return any(_OPTIMIZER.fullmatch(name) for name in names)
 
 
+def holds_deepspeed(folder: Path, tag: str | None) -> bool:
+    """Whether a folder, or one in it, has such files: also without `latest`. Local."""
+    if not folder.is_dir():
+        return False
+    return is_deepspeed(folder, tag) or any(
+        is_deepspeed(path, None) for path in folder.iterdir() if path.is_dir()
+    )
+
+
 def _folder_of(folder: Path, tag: str | None) -> Path:
     if not folder.is_dir():
         raise FileError(f"{folder}: no such folder")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from attrs import define, field, frozen
@@ -18,6 +18,15 @@ from ._joined_range import JoinedRange
 from ._torch_file import TensorRange
 
 Readers = dict[str, AbstractRangeReader]
+
+_OF_ENGINE: Final = ("lr_scheduler", "skipped_steps", "global_steps", "global_samples")
+_OF_DEEPSPEED: Final = {  # all that is not the user's; DeepSpeed puts both into one dict
+    *_OF_ENGINE,
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
+    *("shared_params", "frozen_param_fragments", "data_sampler", "random_ltd"),
+    *("sparse_tensor_module_names", "dp_world_size", "mp_world_size", "ds_config", "ds_version"),
+    "checkpoint_parallel_dimensions",
+}
 
 
 @final
@@ -33,6 +42,8 @@ class DeepSpeedFolder:
     ties: Mapping[str, str]  # from further names of tied parameters to those in `params`
     buffers: Mapping[str, AbstractRangeReader]
     states: Mapping[str, Mapping[str, AbstractRangeReader]]  # of the optimizer, by parameter, entry
+    engine: Mapping[str, Any]  # what its engine kept besides, by DeepSpeed's names
+    client_state: Mapping[str, Any]  # what `save_checkpoint` was given
 
     @classmethod
     def open(cls, folder: str | Path, tag: str | None = None) -> DeepSpeedFolder:
@@ -102,6 +113,8 @@ class _Reading:
             ties={a: n for a, n in ties.items() if n in params or n in frozen},
             buffers={name: TensorRange(self.model["module"][name]) for name in self._buffers()},
             states=self._states(),
+            engine={key: self.model[key] for key in _OF_ENGINE if key in self.model},
+            client_state={k: v for k, v in self.model.items() if k not in _OF_DEEPSPEED},
         )
 
     def _buffers(self) -> list[str]:

@@ -13,15 +13,19 @@ import zero_partition
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ._checkpoint import find_complete
 from ._checks import check_flag
+from ._deepspeed_files import holds_deepspeed, is_deepspeed
 from ._engine_accumulation import EngineAccumulation
 from ._errors import ConfigError, FileError
 from ._file_system import FILE_SYSTEM, named
 from ._load import load
+from ._load_deepspeed import DeepSpeedLoadReport, load_deepspeed
 from ._save import save_with
 from ._together import together
 from ._writing import warn_of_gradients
 
+_TIMEOUT_S: Final = 60.0
 _COUNTERS: Final = ("global_steps", "micro_steps", "global_samples", "_skipped_steps")
 
 
@@ -87,8 +91,13 @@ class EngineFiles(EngineAccumulation):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
+        *,
+        missing_ok: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """`zero_engine.load`, with what `save_checkpoint` saved; gradients are dropped. Collective.
+
+        What DeepSpeed's ZeRO saved is read as `zero_engine.load_deepspeed` does, with the counters
+        and the scheduler; the loss scale and random numbers begin anew.
 
         Args:
             load_dir: Of all checkpoints.
@@ -99,9 +108,11 @@ class EngineFiles(EngineAccumulation):
             load_lr_scheduler_states: Whether the scheduler is.
             load_module_only: Restore weights and buffers, and no counters or generators either.
             custom_load_fn: Not supported: None.
+            missing_ok: Where there is no checkpoint yet, warn and return None twice, as DeepSpeed
+                does, which trains from scratch then.
 
         Returns:
-            The path of the checkpoint and the `client_state`; None twice if there is none.
+            The path of the checkpoint and the `client_state`.
 
         Raises:
             ConfigError: `custom_load_fn` is given; or the loss scale does not fit.
@@ -114,16 +125,34 @@ class EngineFiles(EngineAccumulation):
                 "matched by zero_engine.load; rename keys with zero_engine.load_pretrained()"
             )
         self._settle()
-        has_all = not load_module_only
-        scheduler = self._lr_scheduler if _has_state(self._lr_scheduler) else None
+        has_all, folder = not load_module_only, Path(load_dir)
+        optimizer = self.optimizer if has_all and load_optimizer_states else None
+        has_scheduler = has_all and load_lr_scheduler_states and _has_state(self._lr_scheduler)
+        scheduler = self._lr_scheduler if has_scheduler else None
+        tag = None if tag is None else str(tag)
+        theirs = together(
+            lambda: _is_theirs(folder, tag),
+            what="load_checkpoint()",
+            group=self.group,
+            timeout_s=_TIMEOUT_S,
+        )
+        if any(theirs):
+            found = load_deepspeed(
+                folder, self.module, optimizer, tag=tag, is_strict=load_module_strict
+            )
+            self._begin_anew()
+            if has_all:
+                self._take_up(found, scheduler)
+            return str(found.path), dict(found.client_state)
         report = load(
-            load_dir if isinstance(load_dir, str) else Path(load_dir),
+            folder,
             self.module,
-            self.optimizer if has_all and load_optimizer_states else None,
-            scheduler=scheduler if has_all and load_lr_scheduler_states else None,
-            tag=None if tag is None else str(tag),
+            optimizer,
+            scheduler=scheduler,
+            tag=tag,
             is_strict=load_module_strict,
             restores_rngs=has_all,
+            missing_ok=missing_ok,
         )
         if report is None:
             warnings.warn(f"{load_dir}: holds no complete checkpoint", stacklevel=2)
@@ -139,6 +168,23 @@ class EngineFiles(EngineAccumulation):
             if load_optimizer_states and self._loss_scaler is not None and saved.get("loss_scaler"):
                 self._loss_scaler.load_state_dict(saved["loss_scaler"])
         return str(report.path), report.extra
+
+    def _take_up(self, found: DeepSpeedLoadReport, scheduler: Any) -> None:
+        """Counters and the scheduler of DeepSpeed's engine. Local."""
+        said = found.engine
+        self.global_steps = found.step
+        self.micro_steps = found.step * self.gradient_accumulation_steps()
+        self.global_samples = said.get("global_samples", found.step * self.train_batch_size())
+        self._skipped_steps = said.get("skipped_steps", 0)
+        anew = ["the loss scale"] if self.loss_scale() == 0.0 else []
+        if scheduler is not None and said.get("lr_scheduler") is None:
+            anew.append("the scheduler, which was saved without state")
+        elif scheduler is not None:
+            scheduler.load_state_dict(said["lr_scheduler"])
+            for options, rate in zip(self._groups(), scheduler.get_last_lr(), strict=False):
+                options["lr"] = rate
+        if anew:
+            warnings.warn(f"{found.path}: begins anew: {', '.join(anew)}", stacklevel=3)
 
     def save_16bit_model(
         self,
@@ -179,6 +225,14 @@ class EngineFiles(EngineAccumulation):
         return True
 
     save_fp16_model = save_16bit_model
+
+
+def _is_theirs(folder: Path, tag: str | None) -> bool:
+    """Whether it is DeepSpeed's checkpoint that is asked for."""
+    complete = find_complete(folder)
+    if complete:
+        return tag not in complete and is_deepspeed(folder, tag)
+    return holds_deepspeed(folder, tag)
 
 
 def _has_state(scheduler: Any) -> bool:

@@ -10,6 +10,7 @@ import attrs
 import torch
 import zero_ckpt
 import zero_comm
+import zero_partition
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -31,6 +32,7 @@ from ._shard import shard
 AnyConfig = Mapping[str, Any] | str | os.PathLike[str] | EngineConfig | ZeroConfig
 
 
+@zero_partition.Init.suspended()
 def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     args: Any = None,
     model: nn.Module | None = None,
@@ -165,9 +167,8 @@ def _as_engine_config(chosen: AnyConfig, model: nn.Module, world_size: int) -> E
     if isinstance(chosen, ZeroConfig):
         return EngineConfig(zero=chosen, train_batch_size=world_size, micro_batch_size=1)
     if not isinstance(chosen, EngineConfig):
-        return _with_masters(
-            EngineConfig.from_deepspeed(chosen, world_size=world_size, model=model)
-        )
+        settings = EngineConfig.from_deepspeed(chosen, world_size=world_size, model=model)
+        return _with_masters(_with_placeholders(settings))
     expected = chosen.micro_batch_size * chosen.accumulation_steps * world_size
     if chosen.train_batch_size != expected:
         raise ConfigError(
@@ -176,6 +177,13 @@ def _as_engine_config(chosen: AnyConfig, model: nn.Module, world_size: int) -> E
             f"which is {expected}, got {chosen.train_batch_size}"
         )
     return chosen
+
+
+def _with_placeholders(settings: EngineConfig) -> EngineConfig:
+    """At stage 3 scripts for DeepSpeed call state_dict() for the names, also on one rank alone."""
+    if settings.zero.stage < Stage.THREE:
+        return settings
+    return attrs.evolve(settings, zero=attrs.evolve(settings.zero, state_dict="placeholders"))
 
 
 def _with_masters(settings: EngineConfig) -> EngineConfig:

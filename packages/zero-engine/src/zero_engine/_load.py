@@ -19,8 +19,10 @@ from zero_partition import (
     restore_loco,
 )
 
-from ._checkpoint import Checkpoint, PiecesRange
+from ._checkpoint import Checkpoint, PiecesRange, find_complete, holds_parts
+from ._deepspeed_files import holds_deepspeed
 from ._errors import FileError
+from ._pretrained import holds_weights
 from ._rngs import restore_rngs
 from ._together import together
 from ._writing import sharded_of
@@ -62,6 +64,7 @@ def load(
     tag: str | None = None,
     is_strict: bool = True,
     restores_rngs: bool = True,
+    missing_ok: bool = False,
 ) -> LoadReport | None:
     """Go on where `save` was called: another world size, stage, residence or precision will do.
 
@@ -73,7 +76,7 @@ def load(
     says where they begin anew.
 
     Args:
-        folder: Of all checkpoints.
+        folder: Of all checkpoints: what `save` was given, not the folder of one of them.
         model: That was sharded.
         optimizer: That was sharded with it; None leaves its state as it is.
         scheduler: Whatever has `load_state_dict()`, for what `save` was given.
@@ -81,14 +84,18 @@ def load(
         is_strict: Whether it is an error if names or entries of state are missing or unexpected, or
             param groups hold other parameters.
         restores_rngs: Whether generators of random numbers go on, too.
+        missing_ok: Return None where there is nothing yet, at the first start of a job that resumes
+            when it can: no such folder, or one without a complete checkpoint.
 
     Returns:
-        What was restored; None if the folder holds no complete checkpoint.
+        What was restored; None only with `missing_ok`.
 
     Raises:
-        FileError: There is no checkpoint of that tag, or a file of it is damaged: nothing was
-            written. If a file cannot be read any more after it was checked, the model is in parts
-            as it was, and the message says so.
+        FileError: There is no such folder, no checkpoint in it, or none of that tag; it is a file,
+            one checkpoint's own folder, or holds what DeepSpeed or Hugging Face saved (whatever
+            `missing_ok`): it says what to call. Or a file of the checkpoint is damaged: the tags
+            that can be loaded are named, and nothing was written. If a file cannot be read any more
+            after it was checked, the model is in parts as it was, and the message says so.
         zero_partition.LoadError: Names all that is missing, unexpected or does not fit; nothing was
             written.
         zero_partition.StateError: The model is not sharded, or not with this optimizer; or a
@@ -101,8 +108,8 @@ def load(
     opened: list[Checkpoint | None] = []
 
     def open_it() -> str:
-        opened.append(Checkpoint.open(folder, tag))
-        return "" if opened[0] is None else f"{opened[0].tag} ({opened[0].serial})"
+        opened.append(_open(Path(folder), tag, missing_ok=missing_ok))
+        return "none" if opened[0] is None else f"{opened[0].tag} ({opened[0].serial})"
 
     found = together(open_it, what="load()", group=group, timeout_s=_TIMEOUT_S)
     checkpoint = opened[0]
@@ -155,6 +162,39 @@ def load(
         begins_anew=(loco_problem,) if loco_problem else (),
         engine=checkpoint.engine,
     )
+
+
+def _open(folder: Path, tag: str | None, *, missing_ok: bool) -> Checkpoint | None:
+    """The checkpoint, or None where there is nothing yet and that is no error. Local."""
+    mistake = None if find_complete(folder) else _find_mistake(folder.absolute(), tag)
+    if mistake is not None:
+        raise FileError(f"load(): expected the folder of all checkpoints, got {mistake}")
+    found = Checkpoint.open(folder, tag) if folder.exists() else None
+    if found is None and not missing_ok:
+        lacks = "holds no complete checkpoint" if folder.exists() else "no such folder"
+        aside = ", ".join(map(repr, find_complete(folder)))
+        raise FileError(
+            f"load(): {folder}: {lacks}{f' but {aside}, to be named by tag=...' if aside else ''}; "
+            "pass missing_ok=True where the first start of a job has nothing to load"
+        )
+    return found
+
+
+def _find_mistake(path: Path, tag: str | None) -> str | None:
+    """What a path is that is no folder of checkpoints of ours, and what to call. Local."""
+    if path.is_file():
+        return f"the file {path}; load_pretrained(model, path) reads files of weights"
+    if holds_parts(path):
+        own = "" if path.name.startswith(".") else f" and tag={path.name!r}"
+        return f"the folder of one of them, {path}; pass {str(path.parent)!r}{own}"
+    if holds_deepspeed(path, tag):
+        return (
+            f"{path}, which DeepSpeed saved; call load_deepspeed(folder, model, optimizer), or "
+            "engine.load_checkpoint(folder)"
+        )
+    if holds_weights(path):
+        return f"{path}, which holds weights alone; call load_pretrained(model, folder)"
+    return None
 
 
 def _plan(

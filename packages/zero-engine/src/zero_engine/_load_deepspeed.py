@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -43,6 +43,8 @@ class DeepSpeedLoadReport:
     num_states: int  # entries of optimizer state that were loaded, of whole parameters
     missing: tuple[str, ...]  # parameters and buffers that stayed as they were
     unexpected: tuple[str, ...]  # that the model does not have
+    engine: Mapping[str, Any]  # what its engine kept besides: counters, scheduler; not restored
+    client_state: Mapping[str, Any]  # what `save_checkpoint` was given
 
     def __str__(self) -> str:
         return (
@@ -65,8 +67,8 @@ def load_deepspeed(
     Parameters and optimizer state go by name and element into what each rank keeps, at any world
     size, stage and residence. Those that trained come from DeepSpeed's fp32 partitions: masters
     take them as they are. Each rank maps the files and reads the elements it keeps. Options of
-    param groups, learning rates too, stay those of `optimizer`; schedulers, loss scales and random
-    numbers are not read.
+    param groups, learning rates too, stay those of `optimizer`; loss scales and random numbers are
+    not read, and what the engine kept besides is in the report only.
 
     Files are read as tensors and plain values (`weights_only=True`), and nothing of them is run.
     DeepSpeed need not be installed.
@@ -127,6 +129,8 @@ def load_deepspeed(
         num_states=num_states,
         missing=missing,
         unexpected=unexpected,
+        engine=found.engine,
+        client_state=found.client_state,
     )
 
 

@@ -195,6 +195,11 @@ def open_weights(
     return _read_index(path) if path.suffix == ".json" else dict(_read_file(path))
 
 
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder has weights as Hugging Face names them. Local."""
+    return any((folder / name).is_file() for name in _IN_FOLDER)
+
+
 def _read_index(path: Path) -> dict[str, AbstractRangeReader]:
     files = _weight_map(path)
     headers = {}

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from attrs import define, field
 
-from ._checkpoint import LATEST, REPLACED, find_complete
+from ._checkpoint import LATEST, REPLACED, find_complete, holds_parts
 from ._errors import ConfigError, FileError
 from ._file_system import FileSystem, named
 from ._manifest import MANIFEST, read_manifest, seal
@@ -73,7 +73,7 @@ class PartialFolder:
             system.make_folders(folder)
             _remove_leftovers(folder, system)
             final = folder / tag
-            if final.exists() and not (final / MANIFEST).exists() and not _is_empty(final):
+            if final.exists() and not _is_replaceable(final) and not _is_empty(final):
                 raise FileError(
                     f"{final}: expected nothing, or a checkpoint to replace, and this is none; "
                     "choose another tag, or remove it"
@@ -124,7 +124,7 @@ class PartialFolder:
     def _rename(self) -> None:
         final = self.folder / self.tag
         aside = self.folder / f".{self.tag}{REPLACED}{secrets.token_hex(4)}"
-        is_replaced = (final / MANIFEST).exists()
+        is_replaced = _is_replaceable(final)
         if is_replaced:
             self.system.rename(final, aside)
         try:
@@ -151,6 +151,11 @@ def _serial_of(path: Path) -> int:
         return int(read_manifest(path / MANIFEST).get("serial") or 0)
     except FileError:  # it is damaged, and nobody will load it for the newest
         return 0
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Whether it is a checkpoint, or what is left of one whose manifest is gone."""
+    return (path / MANIFEST).exists() or holds_parts(path)
 
 
 def _is_empty(path: Path) -> bool:

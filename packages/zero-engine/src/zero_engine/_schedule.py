@@ -28,6 +28,15 @@ class Schedule(LRScheduler):
             group.setdefault("initial_lr", group["lr"])  # torch asks for it when resuming
         super().__init__(optimizer, self.whole("last_batch_iteration", last_batch_iteration, -1))
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where another was; `{"last_batch_iteration": k - 1}` is what DeepSpeed's save."""
+        if set(state_dict) == {"last_batch_iteration"}:
+            said = self.whole("last_batch_iteration", state_dict["last_batch_iteration"], -1)
+            self.last_epoch = said + 1
+            self._last_lr = self.get_lr()
+        else:
+            super().load_state_dict(state_dict)
+
     def name(self, option: str) -> str:
         """Of an option, for messages."""
         return f"{type(self).__name__}.{option}"

@@ -86,7 +86,7 @@ def shard(
             small_param_numel=config.small_param_numel,
             max_small_numel=config.max_small_numel,
             cut=config.cut,
-            gathers_state_dict=config.state_dict == "gather",
+            state_dict=config.state_dict,
             home=elsewhere.home,
             updater=elsewhere.updater,
             gradient_home=elsewhere.gradient_home,

@@ -27,6 +27,11 @@ from ._torch_compat import plainly
 
 # NOTE(aliases): `nn.Parameter(other)` is no torch function, and gives another Parameter over the
 # same memory: a stand-in's, if the other is sharded. Its address tells whose it is.
+
+# NOTE(files): what was read by a mapping of a file, as transformers reads safetensors, is pages of
+# that file until somebody writes there: then each page is copied, and stays until the file is
+# closed. So where rank 0's values arrive, they do not arrive in the parameter's memory, which is
+# given up before: else every rank but 0 would have held the whole model.
 _SMALL_BYTES: Final = 2**16  # worth a copy rather than a message of its own
 _BY_ADDRESS: Final[WeakValueDictionary[int, EarlyShard]] = WeakValueDictionary()
 
@@ -43,6 +48,7 @@ class EarlyShard:
     stand_in: Tensor  # what the parameter views
     version: int  # in-place writes autograd has seen
     is_blank: bool  # allocated and never written
+    exports_empty: bool  # in a state dict, instead of an error
     is_gathered: bool = field(default=False, init=False)  # whole for now, by GatheredParameters
     serial: int = field(factory=count().__next__, init=False)  # rises alike on every rank
 
@@ -117,6 +123,7 @@ class EarlyShard:
             group=self.group,
             layout=self.layout,
             is_blank=self.is_blank,
+            exports_empty=self.exports_empty,
         )
 
     def __reduce__(self) -> NoReturn:
@@ -176,11 +183,20 @@ def install_early(
     group: Group,
     layout: FlatLayout,
     is_blank: bool = False,
+    exports_empty: bool = False,
 ) -> EarlyShard:
     """Let the parameter view a stand-in, and hang its shard on it. Local."""
     param.data = placeholder(param.shape, param.dtype, shard.device)
     early = EarlyShard(
-        ref(param), label, group, layout, shard, param.data, param._version, is_blank
+        ref(param),
+        label,
+        group,
+        layout,
+        shard,
+        param.data,
+        param._version,
+        is_blank=is_blank,
+        exports_empty=exports_empty,
     )
     param.__deepcopy__ = early  # type: ignore[attr-defined]
     if param.numel():
@@ -188,20 +204,31 @@ def install_early(
     return early
 
 
-def shard_early(params: Sequence[tuple[str, nn.Parameter]], *, group: Group) -> None:
+def shard_early(
+    params: Sequence[tuple[str, nn.Parameter]], *, group: Group, exports_empty: bool
+) -> None:
     """Keep this rank's part of each parameter, of the values of rank 0. Collective.
 
     Args:
         params: Labels and parameters; whole, dense, contiguous, on the group's device.
         group: The ranks to distribute over.
+        exports_empty: What a state dict has of them meanwhile: empty tensors, or it is an error.
     """
-    wires = [param.detach().view(-1).view(torch.uint8) for _, param in params if param.numel()]
-    broadcast_coalesced([w for w in wires if w.nbytes <= _SMALL_BYTES], group=group).wait()
-    for wire in wires:
-        if wire.nbytes > _SMALL_BYTES:  # in place, for it has no room for a copy
-            broadcast_flat(wire, src=0, group=group).wait()
+    small = [param.detach() for _, param in params if 0 < param.nbytes <= _SMALL_BYTES]
+    broadcast_coalesced([_bytes_of(whole) for whole in small], group=group).wait()
     for label, param in params:
-        layout = plan_early(param.numel(), group)
+        layout, whole = plan_early(param.numel(), group), param.detach()
         shard = torch.zeros(layout.splits[group.rank], dtype=param.dtype, device=group.device)
-        whole = param.detach()
-        install_early(param, shard, label=label, group=group, layout=layout).keep_part_of(whole)
+        early = install_early(
+            param, shard, label=label, group=group, layout=layout, exports_empty=exports_empty
+        )
+        if param.nbytes > _SMALL_BYTES:
+            if group.rank:  # see NOTE(files)
+                del whole
+                whole = torch.empty(param.shape, dtype=param.dtype, device=group.device)
+            broadcast_flat(_bytes_of(whole), src=0, group=group).wait()
+        early.keep_part_of(whole)
+
+
+def _bytes_of(whole: Tensor) -> Tensor:
+    return whole.view(-1).view(torch.uint8)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from zero_comm import Group, Reduction, all_reduce_flat
 
 from ._errors import StateError
@@ -17,6 +17,9 @@ from ._torch_compat import (
     unscale_and_find_inf_,
 )
 
+# What `model.state_dict()` does about parameters whose values are elsewhere.
+StateDictKind: TypeAlias = Literal["raise", "gather", "placeholders"]
+
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of this shape that costs one element and reads as NaN.
@@ -26,6 +29,29 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     """
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+def export_empty(module: nn.Module, names: Iterable[str]) -> None:
+    """Have an empty tensor of each of these in the state dict of which this is a pre-hook. Local.
+
+    Next, torch calls `param.detach()` for every name. An attribute of the object comes before the
+    method, so nothing is gathered or refused.
+    """
+    for name in names:
+        param = module._parameters[name]
+        assert param is not None, "its values are elsewhere"
+        _detach_empty(param, sum(other is param for other in module._parameters.values()))
+
+
+def _detach_empty(param: nn.Parameter, times: int) -> None:
+    def detach() -> Tensor:
+        nonlocal times
+        times -= 1
+        if not times:
+            del param.__dict__["detach"]
+        return torch.empty(0, dtype=param.dtype, device=param.device)
+
+    param.__dict__["detach"] = detach
 
 
 def refuse_deepcopy() -> NoReturn:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from weakref import ReferenceType, ref
 
@@ -27,6 +27,7 @@ from ._early_shard import (
 )
 from ._errors import PartitionError, StateError
 from ._grouping import check_parameter
+from ._guards import StateDictKind
 from ._interception import Interception, tensors_among
 from ._torch_compat import plainly
 from ._whole_so_far import WholeSoFar, can_be_sharded
@@ -58,7 +59,8 @@ class Init:
     those of rank 0. Parameters on the meta device stay there.
 
     After it, parameters read as NaN until `partition` adopts them; forward and `state_dict()`
-    raise, `copy.deepcopy` works. To change values before that, enter another `Init`.
+    raise, `copy.deepcopy` works. To change values before that, enter another `Init`. What is to
+    partition the model inside the block does so in `with Init.suspended():`.
 
     Memory of parameters on a rank: its part of all, and the whole of those that the innermost
     running constructor owns or that are touched at the moment, and `batch_bytes`.
@@ -69,6 +71,8 @@ class Init:
         batch_bytes: Small parameters stay whole until there are so many bytes of them, and travel
             as one.
         timeout_s: How long to wait for ranks that do not build the same, in seconds.
+        state_dict: With "placeholders", `state_dict()` has an empty tensor of every parameter that
+            was sharded, inside the block and after it. Otherwise there are whole ones inside.
 
     Raises:
         PartitionError: A parameter is not dense and contiguous, or not on the group's device.
@@ -80,6 +84,8 @@ class Init:
     group: Group = field(kw_only=True)
     batch_bytes: int = field(default=2**20, kw_only=True)
     timeout_s: float = field(default=60.0, kw_only=True)
+    state_dict: StateDictKind = field(default="raise", kw_only=True)
+    _outer: Init | None = field(default=None, init=False)
     _whole: WholeSoFar = field(factory=WholeSoFar, init=False)
     _sharded: list[ReferenceType[nn.Parameter]] = field(factory=list, init=False)
     _num_rounds: int = field(default=0, init=False)
@@ -102,6 +108,7 @@ class Init:
         if self._undo is not None:
             raise StateError("this Init is entered already; make another one to nest them")
         with ExitStack() as undo:
+            self._outer = CURRENT.get()
             undo.callback(CURRENT.reset, CURRENT.set(self))
             for register, hook in (
                 (register_module_parameter_registration_hook, self._on_parameter),
@@ -118,17 +125,42 @@ class Init:
         assert self._undo is not None, "it was entered"
         try:
             if kind is None:  # else peers may not be here
-                with plainly():
-                    self._find_replaced()
-                    self._settle(keep=(), at_end=True)
+                self._finish()
         finally:
             self._whole.clear()
             self._sharded.clear()
             undo, self._undo = self._undo, None
             undo.close()
 
+    @staticmethod
+    @contextmanager
+    def suspended() -> Iterator[None]:
+        """Inside, no Init of this thread watches: what was built is as after its block. Collective.
+
+        Yields:
+            Nothing. Outside every Init this does nothing.
+        """
+        running: Init | None = CURRENT.get()
+        while running is not None:
+            running._finish()
+            running = running._outer
+        token = CURRENT.set(None)
+        try:
+            yield
+        finally:
+            CURRENT.reset(token)
+
+    def _finish(self) -> None:
+        """Shard all that is whole. Collective."""
+        with plainly():
+            self._find_replaced()
+            self._settle(keep=(), at_end=True)
+        self._sharded.clear()
+
     def _before_call(self, args: object) -> None:
         """A torch function is about to run with these arguments: make sharded parameters whole."""
+        if CURRENT.get() is None:  # see `suspended`
+            return
         with plainly():
             tensors = list(tensors_among(args))
             self._settle(keep=tensors)
@@ -172,7 +204,8 @@ class Init:
                     f"torch.device({str(self.group.device)!r}):`"
                 )
         self._agree("shard", params)
-        shard_early(params, group=self.group)
+        exports_empty = self.state_dict == "placeholders"
+        shard_early(params, group=self.group, exports_empty=exports_empty)
         self._sharded += [ref(param) for _, param in params]
 
     def _unshard(self, param: Tensor, early: EarlyShard) -> None:

@@ -16,6 +16,7 @@ from ._distribute import distribute, expose_shards, first_index, placements_of
 from ._errors import PartitionError
 from ._gradient_home import AbstractGradientHome
 from ._grouping import UnitPlan
+from ._guards import StateDictKind
 from ._hooks import find_sharded, install_module_hooks, install_optimizer_hooks
 from ._limits import Limits
 from ._model_plan import as_they_hold, check_masters, plan_model_units
@@ -51,7 +52,7 @@ def partition(
     max_small_numel: int | None = None,
     precision: Precision = AS_IT_IS,
     cut: CutChoice = None,
-    gathers_state_dict: bool = False,
+    state_dict: StateDictKind = "raise",
     home: AbstractShardHome | None = None,
     updater: AbstractUpdater | None = None,
     gradient_home: AbstractGradientHome | None = None,
@@ -82,8 +83,8 @@ def partition(
         cut: Where parameters may be cut: a `Cut` or its name, a mapping from names or patterns to
             cuts, or a function of name and parameter. What it leaves open is `cut` in the param
             group, or what the optimizer needs, or anywhere. At stage 0 nothing is cut.
-        gathers_state_dict: Whether `model.state_dict()` gathers sharded parameters, which every
-            rank must then call; it raises when False.
+        state_dict: What `model.state_dict()` does about sharded parameters: "raise"; "gather",
+            which every rank must then call; or "placeholders", empty tensors, as DeepSpeed's has.
         home: Where shards of parameters that rest sharded are kept; on the device when None. It and
             `updater` are the model's from now on; where this raises, the caller ends them.
         updater: Keeps the optimizer's state and masters, and steps shards in its place; the
@@ -129,7 +130,7 @@ def partition(
         precision=precision,
     )
     facts = _describe(plans, placements, limits) | describe_optimizer(optimizer)
-    facts |= _describe_buffers(model) | {"state_dict gathers": str(gathers_state_dict)}
+    facts |= _describe_buffers(model) | {"state_dict()": state_dict}
     facts["precision"] = str(precision)
     facts["parameters rest elsewhere"] = type(home).__name__
     facts["optimizer state rests elsewhere"] = type(updater).__name__
@@ -168,7 +169,7 @@ def partition(
         residence=residence,
         optimizer=optimizer,
         exposure=expose_shards(runtime, group),
-        gathers_state_dict=gathers_state_dict,
+        state_dict=state_dict,
         output_dtype=precision.outputs,
     )
     tags = {"control_tag": sharded.reducer.control_tag, "access_tag": sharded.access_tag}

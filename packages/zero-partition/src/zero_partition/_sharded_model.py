@@ -13,6 +13,7 @@ from zero_comm import Exposure, Group, Handle
 
 from ._errors import StateError
 from ._flat_buffer import FlatBuffer
+from ._guards import StateDictKind
 from ._late import ModuleTree
 from ._outside import OutsideUses
 from ._parked import Parked, StateKind
@@ -64,7 +65,7 @@ class ShardedModel:
     residence: Residence
     optimizer: torch.optim.Optimizer | None
     exposure: Exposure | None  # of sharded parameters, where peers can read them
-    gathers_state_dict: bool  # what `model.state_dict()` does while parameters rest sharded
+    state_dict: StateDictKind  # what it does while parameters rest sharded
     output_dtype: torch.dtype | None = None  # of what the model returns; as it is when None
     exports_stand_ins: bool = field(default=False, init=False)  # full_state_dict is collecting
     outside: OutsideUses = field(init=False)  # parameters used outside their unit's forward
@@ -107,6 +108,11 @@ class ShardedModel:
     def is_backward_open(self) -> bool:
         """Whether a backward is running, or ended in an exception that nobody has noticed yet."""
         return self._backward_is_open
+
+    @property
+    def gathers_state_dict(self) -> bool:
+        """Whether `model.state_dict()` is collective."""
+        return self.state_dict == "gather"
 
     @property
     def is_exact(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ._bound import Bound
 from ._errors import StateError
+from ._guards import export_empty
 from ._parked import StateKind
 from ._placement import Placement
 from ._shard_state import ShardState
@@ -131,6 +132,15 @@ def _is_whole(place: tuple[Unit, int, int]) -> bool:
     return is_exact or position in unit.buffers[buffer_index].held
 
 
+def _not_whole(places: Places) -> list[str]:
+    """Attributes of what rests sharded, and what no context has gathered."""
+    return [
+        attribute
+        for attribute, (unit, buffer_index, position) in places.items()
+        if not _has_exact(unit) and position not in unit.buffers[buffer_index].held
+    ]
+
+
 @define(eq=False, slots=False)  # torch sets an attribute of its own on hooks of state_dict
 class _BeforeExport(Bound):
     """Unshard what the module owns, or say what to call instead."""
@@ -141,7 +151,12 @@ class _BeforeExport(Bound):
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         units = {id(unit): unit for unit, _, _ in self.places.values()}.values()
-        if self.sharded.exports_stand_ins or all(map(_is_whole, self.places.values())):
+        if self.sharded.exports_stand_ins:
+            return
+        if self.sharded.state_dict == "placeholders":
+            export_empty(module, () if keep_vars else _not_whole(self.places))
+            return
+        if all(map(_is_whole, self.places.values())):
             return
         if not self.sharded.gathers_state_dict:
             name = prefix + next(iter(self.places))
@@ -176,7 +191,10 @@ class _AfterExport(Bound):
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
         if self.sharded.exports_stand_ins:
             return
+        empty = _not_whole(self.places) if self.sharded.state_dict == "placeholders" else ()
         for attribute, (unit, _, _) in self.places.items():
+            if attribute in empty:
+                continue
             value = self.exact.pop(attribute, None)
             if prefix + attribute in state:
                 value = state[prefix + attribute].detach() if value is None else value

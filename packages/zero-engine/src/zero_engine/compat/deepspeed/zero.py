@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
+import attrs
 import torch
 import zero_comm
 from torch import nn
@@ -54,6 +55,11 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
     param_swapper: Any = None,
 ) -> AbstractContextManager[Any]:
     """`zero_engine.Init`: build a model of which each rank keeps its part only. Collective.
+
+    `initialize` may be called inside. `state_dict()` has empty tensors of what is sharded, inside
+    and after. `from_pretrained` of transformers works inside: each rank reads the files, and keeps
+    its part. Where it converts dtypes, it does so ahead, on threads, and may hold the whole model;
+    with HF_DEACTIVATE_ASYNC_LOAD=1 in the environment it does not.
 
     Args:
         module: One that exists already: sharded at once.
@@ -115,8 +121,9 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
         param_group=zero_param_parallel_group,
         group=group,
     )
-    if not isinstance(settings, ZeroConfig | None):
-        settings = ZeroConfig(stage_of(settings))
+    if not isinstance(settings, ZeroConfig):
+        settings = ZeroConfig() if settings is None else ZeroConfig(stage_of(settings))
+    settings = attrs.evolve(settings, state_dict="placeholders")
     sharding = zero_engine.Init(module, group=group, config=settings)
     return sharding if dtype is None else _both(sharding, dtype)
 

@@ -1,0 +1,247 @@
+"""Scripts for DeepSpeed that build, load and train a model inside `zero.Init`."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import parity
+import pytest
+import torch
+from high_water import HighWater, giving_memory_back, needs_high_water
+from parity import ZeroConfig
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_engine import full_state_dict, initialize, shard
+from zero_engine.compat import deepspeed
+from zero_partition import PartitionError
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+SETTINGS = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 0.0,
+    "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+}
+
+
+def _init(group: Group, **options: Any) -> Any:
+    return deepspeed.zero.Init(data_parallel_group=group.process_group, **options)
+
+
+def _engine(group: Group, model: nn.Module, *, optimizer: Any = None, **settings: Any) -> Any:
+    engine, *_ = initialize(
+        model=model, optimizer=optimizer, config=SETTINGS | settings, group=group
+    )
+    return engine
+
+
+def _train(engine: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = parity.loss_of(engine, parity.batch(step, 0, 0))
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return losses
+
+
+# ---- initialize() inside ----
+
+
+def test_an_engine_may_be_made_and_trained_inside(ranks) -> None:
+    """Scripts put all of their setup under it; DeepSpeed leaves its context for `initialize`."""
+    model, optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
+    expected = parity.run_steps(model, optimizer, range(4), rank=0)
+
+    for found in ranks(2).run(_train_inside):
+        assert found == expected
+
+
+def _train_inside(group: Group) -> list[float]:
+    torch.manual_seed(0)
+    with _init(group), _init(group):
+        model = parity.tiny_float32()
+        with pytest.raises(PartitionError, match=r"shard\(\) was called inside"):
+            shard(model, None, ZeroConfig(3), group=group)
+        optimizer = parity.OPTIMIZERS["adamw"](parity.param_groups(model))
+        engine = _engine(group, model, optimizer=optimizer)
+        losses = _train(engine, range(2))
+        other = nn.Linear(600, 600)
+    assert other.weight.untyped_storage().nbytes() == 4  # the contexts went on
+    return losses + _train(engine, range(2, 4))
+
+
+# ---- state_dict() ----
+
+
+def test_state_dicts_have_the_names_with_placeholders(ranks) -> None:
+    """What DeepSpeed 0.19 gives at stage 3: scripts look for names, often on one rank alone."""
+    ranks(2).run(_list_names)
+
+
+def _list_names(group: Group) -> None:
+    expected = parity.build(parity.tiny_float32).state_dict()
+    torch.manual_seed(0)
+    with _init(group):
+        model = parity.tiny_float32()
+    _assert_placeholders(model.state_dict(), expected, torch.float32)
+    engine = _engine(group, model, bf16={"enabled": True})
+    if group.rank == 0:
+        _assert_placeholders(engine.module.state_dict(), expected, torch.bfloat16)
+        named = {name.removeprefix("module."): v for name, v in engine.state_dict().items()}
+        assert len(named) == len(engine.state_dict()) == len(expected)
+        _assert_placeholders(named, expected, torch.bfloat16)
+        kept = engine.module.state_dict(keep_vars=True)
+        assert all(kept[name] is param for name, param in model.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        for name, value in engine.module.state_dict().items():
+            assert torch.equal(value, expected[name].to(value.dtype)), name
+    with deepspeed.zero.GatheredParameters([model.embed.weight]):
+        some = engine.module.state_dict()
+        assert some["embed.weight"].shape == some["head.weight"].shape == (11, 6)
+        assert some["scale"].shape == (0,)
+    _assert_placeholders(engine.module.state_dict(), expected, torch.bfloat16)
+    assert model.scale.detach is not None and "detach" not in vars(model.scale)
+
+    whole = parity.build(parity.tiny_float32)
+    stage_2 = _engine(group, whole, zero_optimization={"stage": 2})
+    parity.assert_same_weights(stage_2.module.state_dict(), expected, what="stage 2")
+
+
+def _assert_placeholders(
+    found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype
+) -> None:
+    buffers = {name for name, _ in parity.tiny_float32().named_buffers()}
+    assert list(found) == list(expected)
+    for name, value in found.items():
+        if name in buffers:
+            assert torch.equal(value, expected[name])
+        else:
+            assert type(value) is Tensor and not value.requires_grad
+            assert (value.shape, value.dtype) == ((0,), dtype), name
+
+
+# ---- from_pretrained() inside ----
+
+transformers = pytest.importorskip("transformers")
+
+
+def _config(**more: Any) -> Any:
+    options = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48} | more
+    return transformers.LlamaConfig(vocab_size=64, num_attention_heads=2, **options)
+
+
+def _save(folder: Path, config: Any) -> None:
+    torch.manual_seed(3)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def _step(model: Any, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(64, (2, 7), generator=generator)
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+class _Zero3:
+    config = SETTINGS
+
+    def is_zero3(self) -> bool:
+        return True
+
+
+@contextmanager
+def _as_transformers_for_deepspeed(group: Group) -> Iterator[None]:
+    """What its HfDeepSpeedConfig makes of from_pretrained, which asks for DeepSpeed's metadata."""
+    from transformers.integrations import deepspeed as theirs
+    from zero_engine.compat.deepspeed import accelerator, zero
+
+    modules = {"deepspeed": deepspeed, "deepspeed.accelerator": accelerator}
+    dtypes = mock.patch("transformers.modeling_utils.prevent_arange_dtype_change", nullcontext)
+    known = _Zero3()
+    theirs.set_hf_deepspeed_config(known)
+    inner = zero.Init
+
+    def on_group(**options: Any) -> Any:
+        return inner(data_parallel_group=group.process_group, **options)
+
+    try:
+        with (
+            dtypes,
+            mock.patch.dict(sys.modules, modules),
+            mock.patch.object(zero, "Init", on_group),
+        ):
+            yield
+    finally:
+        theirs.unset_hf_deepspeed_config()
+
+
+@pytest.mark.parametrize(("way", "kind"), [("inside", "untied"), ("as DeepSpeed", "tied")])
+def test_what_from_pretrained_loads_inside_is_trained(ranks, tmp_path, way: str, kind: str) -> None:
+    """The usual first line of a fine-tuning at stage 3."""
+    _save(tmp_path, _config(tie_word_embeddings=kind == "tied"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    expected = []
+    for step in range(3):
+        loss = _step(model.train(), step)
+        expected.append(loss.item())
+        parity.finish_step(loss, optimizer)
+
+    (losses, loaded), _ = ranks(2).run(_load_and_train, folder=str(tmp_path), way=way, timeout_s=90)
+
+    assert losses == expected
+    parity.assert_same_weights(loaded, weights, what="loaded")
+
+
+def _load_and_train(group: Group, folder: str, way: str) -> tuple[list[float], dict[str, Tensor]]:
+    context = _init(group) if way == "inside" else _as_transformers_for_deepspeed(group)
+    with context:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = _engine(group, model.train(), optimizer=optimizer)
+    loaded = full_state_dict(model)
+    losses = []
+    for step in range(3):
+        loss = _step(engine, step)
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return losses, loaded
+
+
+@needs_high_water
+def test_no_rank_holds_the_whole_of_what_it_loads(ranks, tmp_path: Path) -> None:
+    """M/N and one parameter, and a tenth.
+
+    Rank 0 reads pages of the mapped file, which count, and which the kernel takes back. The others
+    once wrote to theirs, and so held a copy of all.
+    """
+    _save(tmp_path / "small", _config())
+    _save(tmp_path / "large", _config(hidden_size=512, intermediate_size=1536, num_hidden_layers=8))
+    file_bytes = (tmp_path / "large" / "model.safetensors").stat().st_size
+
+    found = ranks(2).run(_measure, folder=str(tmp_path), timeout_s=90.0)
+
+    for rank, (rise, largest) in enumerate(found):
+        bound = 1.1 * (file_bytes / 2 + largest) + (0 if rank else file_bytes)
+        assert rise <= bound, (rank, rise, bound, file_bytes)
+
+
+def _measure(group: Group, folder: str) -> tuple[int, int]:
+    def build(name: str) -> Any:
+        with _init(group):
+            return transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/{name}")
+
+    build("small")  # what is imported at first use
+    gc.collect()
+    with giving_memory_back():
+        mark = HighWater()
+        model = build("large")
+        return mark.rise_bytes(), max(param.nbytes for param in model.parameters())
