@@ -51,11 +51,11 @@ def _nearest(path: str) -> str | None:
     moved = [other for other in known if other.rpartition(".")[2] == name]
     if moved:
         return max(moved, key=lambda other: difflib.SequenceMatcher(a=path, b=other).ratio())
-    close = difflib.get_close_matches(path, known, n=1)
-    return close[0] if close else _nearest_by_name(name)
-
-
-def _nearest_by_name(name: str) -> str | None:
-    names = {other.rpartition(".")[2]: other for other in WRITTEN}
-    close = difflib.get_close_matches(name, names, n=1)
-    return names[close[0]] if close else None
+    section = path.removesuffix(name)
+    inside = {other: other.removeprefix(section) for other in known if other.startswith(section)}
+    for candidates in (inside, {other: other.rpartition(".")[2] for other in known}):
+        names = {each: other for other, each in candidates.items()}
+        close = difflib.get_close_matches(name, names, n=1)
+        if close:
+            return names[close[0]]
+    return None
