@@ -95,11 +95,17 @@ class Settings:
         """What the file has, in no particular order."""
         return (item for item in self.by_path.values() if item.origin is not Origin.DEFAULT)
 
-    def check_resolved(self) -> None:
-        """Raise ConfigError where keys that are read still say "auto"; it names all of them."""
-        is_open = [s for s in self.given() if s.value is UNRESOLVED and self.is_read(s.key)]
-        if is_open:
-            raise _unresolved(is_open)
+    def check_resolved(self, answer: type = object) -> None:
+        """Raise ConfigError where keys with this answer are read and say "auto"; it names all."""
+        open_settings = [
+            setting
+            for setting in self.given()
+            if setting.value is UNRESOLVED
+            and isinstance(setting.key.answer, answer)
+            and self.is_read(setting.key)
+        ]
+        if open_settings:
+            raise _unresolved(open_settings)
 
     def idle(self, setting: Setting) -> str | None:
         """Why it changes nothing here, though it is read; None where it may."""
