@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -162,17 +162,10 @@ class EngineAccumulation(EngineFacts):
         """What `forward` returned, with hooks for a direct backward; see NOTE(direct)."""
         if self.gradient_accumulation_steps() == 1 and not self.config.needs_scaled_loss:
             return outputs
-        entries: dict[int, Tensor] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            if tensor.grad_fn is not None:
-                entries[id(tensor)] = tensor
-            return tensor
-
-        _mapped(note, outputs)
+        entries = {id(tensor): tensor for tensor in _tensors_in(outputs) if tensor.grad_fn}
         if len(entries) > 1:
             entries = {key: tensor.view_as(tensor) for key, tensor in entries.items()}
-            outputs = _mapped(lambda tensor: entries.get(id(tensor), tensor), outputs)
+            outputs = _replaced(outputs, entries)
         for tensor in entries.values():
             tensor.register_hook(self._enter)
         return outputs
@@ -188,7 +181,8 @@ class EngineAccumulation(EngineFacts):
                 "engine.scale(loss).backward(); losses of several engines are scaled by their own "
                 "before they are added up. Gradients of other models may be there: drop them"
             )
-        return None if self._running else grad / self.gradient_accumulation_steps()
+        count = 1 if self._running else self.gradient_accumulation_steps()
+        return None if count == 1 else grad / count
 
     def _note_scaled(self, _: Tensor) -> None:
         """A backward begins, or goes on, at a loss that was scaled."""
@@ -226,19 +220,26 @@ class EngineAccumulation(EngineFacts):
             )
 
 
-def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same with `function` of every tensor in it; lists and dictionaries are changed in place.
-
-    As DeepSpeed looks for them: in tuples, lists and dictionaries.
-    """
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those in tuples, lists and dictionaries, which is where DeepSpeed looks for them."""
     if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        for key, item in value.items():
-            value[key] = _mapped(function, item)
-    elif isinstance(value, list):
-        value[:] = [_mapped(function, item) for item in value]
-    elif isinstance(value, tuple):
-        items = [_mapped(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
+
+
+def _replaced(value: Any, by_id: Mapping[int, Tensor]) -> Any:
+    """The same with other tensors in it; lists and dictionaries are changed in place."""
+    if isinstance(value, Tensor):
+        return by_id.get(id(value), value)
+    if not isinstance(value, tuple | list | dict):
+        return value
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    changed = {key: new for key, item in items if (new := _replaced(item, by_id)) is not item}
+    if changed and isinstance(value, tuple):
+        content = [changed.get(index, item) for index, item in enumerate(value)]
+        return type(value)(*content) if hasattr(value, "_fields") else type(value)(content)
+    for key, new in changed.items():
+        value[key] = new
     return value
