@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import parity
 import pytest
+import torch
+import zero_engine
 from engines import assert_weights, build_engine, engine_config, run_micro_batch, weights_of
-from torch import nn
+from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import ConfigError, DynamicLossScale
 from zero_partition import StateError
@@ -40,6 +43,104 @@ def _combine_losses(group: Group, stage: int, how: str) -> None:
 
     for engine, expected in zip(together, apart, strict=True):
         assert_weights(engine, weights_of(expected))
+
+
+class _Several(nn.Module):
+    """As models of transformers: a loss, and what it was computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, 5)
+        self.heads = nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 1)])
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        logits, value = (head(self.up(x).tanh()) for head in self.heads)
+        return {"loss": logits.logsumexp(-1).mean(), "heads": [logits, (value, logits)]}
+
+
+def _one(outputs: dict[str, Any]) -> Tensor:
+    return outputs["loss"]
+
+
+def _all(outputs: dict[str, Any]) -> Tensor:
+    logits, (value, _) = outputs["heads"]
+    return outputs["loss"] + value.square().mean() + logits.mul(2).square().mean()
+
+
+@pytest.mark.parametrize("loss_of", [_one, _all], ids=["loss", "all-outputs"])
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_a_direct_backward_is_divided_by_the_micro_batches(ranks, stage: int, loss_of: Any) -> None:
+    """DeepSpeed divides `loss.backward()` too: a script must not learn at another rate here.
+
+    Each gradient once, though an output may be computed from another one.
+    """
+    ranks(2).run(_backward_directly, stage=stage, loss_of=loss_of)
+
+
+def _backward_directly(group: Group, stage: int, loss_of: Any) -> None:
+    count = 3
+    model, plain = parity.build(_Several), parity.build(_Several)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": count,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+    }
+    engine, *_ = zero_engine.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        config=config,
+        group=group,
+    )
+    optimizer, ddp = torch.optim.SGD(plain.parameters(), lr=0.5), parity.as_ddp(plain, group)
+    for step in range(2):
+        for micro in range(count):
+            generator = torch.Generator().manual_seed(100 * step + 10 * micro + group.rank)
+            x = torch.randn(2, 3, generator=generator)
+            loss = loss_of(engine(x))
+            if micro == 1:  # the two may take turns
+                engine.backward(loss)
+            else:
+                loss.backward()
+            engine.step()
+            with ddp.no_sync() if micro + 1 < count else nullcontext():
+                (loss_of(ddp(x)) / count).backward()
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in plain.parameters() if p.grad is not None]
+        )
+        assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = weights_of(engine)
+    if group.rank == 0:
+        torch.testing.assert_close(weights, plain.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_sum_of_losses_is_divided_once(ranks, stage: int) -> None:
+    """By whichever engine runs the backward, and by all of them where none does."""
+    ranks(2).run(_divide_a_sum, stage=stage)
+
+
+def _divide_a_sum(group: Group, stage: int) -> None:
+    settings = engine_config(group, stage, accumulation_steps=2)
+    norms = []
+    for how in ("apart", "first.backward", "loss.backward"):
+        engines = [build_engine(group, settings) for _ in range(2)]
+        for micro in range(2):
+            data = [parity.batch(0, 10 * micro + index, group.rank) for index in range(2)]
+            losses = [parity.loss_of(engine, of) for engine, of in zip(engines, data, strict=True)]
+            if how == "apart":
+                for engine, loss in zip(engines, losses, strict=True):
+                    engine.backward(loss)
+            elif how == "first.backward":
+                engines[0].backward(sum(losses))
+            else:
+                sum(losses).backward()
+            for engine in engines:
+                engine.step()
+        norms.append([engine.get_global_grad_norm() for engine in engines])
+    assert norms[0] == norms[1] == norms[2]
 
 
 @pytest.mark.parametrize("how", ["engine.backward", "outputs.backward"])

@@ -42,6 +42,7 @@ def _change_number_of_micro_batches(group: Group, stage: int) -> None:
         optimizer.zero_grad()
         scheduler.step()
 
+    assert engine.managed_gradient_accumulation()
     assert (engine.global_steps, engine.global_samples) == (3, 2 * (1 + 4 + 2) * group.world_size)
     weights = weights_of(engine)
     if group.rank == 0:
@@ -132,7 +133,9 @@ def _step_unmanaged(group: Group, stage: int) -> None:
         optimizer.zero_grad()
         scheduler.step()
         assert engine.was_step_applied()
-    assert engine.global_steps == 3
+    assert not engine.managed_gradient_accumulation()
+    # Of the batches that there were, and not of those that the file says.
+    assert (engine.global_steps, engine.global_samples) == (3, 2 * (3 + 1 + 2) * group.world_size)
     weights = weights_of(engine)
     if group.rank == 0:
         torch.testing.assert_close(weights, plain.state_dict(), rtol=0, atol=1e-6)

@@ -13,7 +13,7 @@ from engines import assert_weights, build_engine, engine_config, run_micro_batch
 from parity import ZeroConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from zero_comm import Group
+from zero_comm import AgreementError, Group
 from zero_engine import ConfigError, DynamicLossScale, Engine, FileError, Precision
 from zero_engine.compat import deepspeed
 
@@ -83,6 +83,22 @@ def _go_on(group: Group, folder: Path, stage: int, then: int) -> None:
     assert _facts(again) == saved
     assert _steps(again, range(6, 11)) == expected
     assert_weights(again, weights_of(engine))
+
+
+def test_a_save_without_a_folder_is_refused_on_all_ranks(ranks, tmp_path: Path) -> None:
+    """An empty variable would fill the working directory; some scripts have one on rank 0 only."""
+    ranks(2).run(_save_nowhere, folder=str(tmp_path))
+
+
+def _save_nowhere(group: Group, folder: str) -> None:
+    engine = build_engine(group, engine_config(group, 2))
+    for nowhere in ("", None):
+        with pytest.raises(ConfigError, match=r"expected the path of a folder .*got (''|None) \("):
+            engine.save_checkpoint(nowhere)
+        with pytest.raises(AgreementError, match="folder"):
+            engine.save_checkpoint(nowhere if group.rank else folder)
+
+    assert engine.save_checkpoint(folder)
 
 
 def test_a_folder_without_a_checkpoint_is_an_error_unless_that_is_asked_for(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import parity
@@ -90,26 +91,93 @@ def _overflow_unchecked(group: Group) -> None:
     assert weights_of(engine)["scale"].isnan().all()
 
 
-def test_a_loss_that_nobody_scaled_is_noticed(ranks) -> None:
-    """Its gradients would be divided by 65536, and training would stand still in silence."""
-    ranks(1).run(_forget_to_scale)
+DYNAMIC: Final = DynamicLossScale(initial_power=8)
 
 
-def _forget_to_scale(group: Group) -> None:
-    engine = build_engine(group, engine_config(group, 2, loss_scale=DynamicLossScale()))
-    data = parity.batch(0, 0, 0)
-    parity.loss_of(engine, data).backward()
-    with pytest.raises(StateError, match=r"no loss was multiplied by it .* engine.scale"):
-        engine.step()
+@pytest.mark.parametrize(
+    ("stage", "scale"),
+    [*((stage, DYNAMIC) for stage in parity.STAGES), (0, StaticLossScale(256.0))],
+    ids=["0", "1", "2", "3", "0-static"],
+)
+def test_a_loss_that_nobody_scaled_is_refused_at_its_backward(
+    ranks, stage: int, scale: Any
+) -> None:
+    """Its gradients would be divided by the scale, and training would stand still in silence."""
+    ranks(2).run(_forget_to_scale, stage=stage, scale=scale)
+
+
+def _forget_to_scale(group: Group, stage: int, scale: Any) -> None:
+    engine = build_engine(group, engine_config(group, stage, loss_scale=scale))
+    data = parity.batch(0, 0, group.rank)
+    scaled = engine.scale(parity.loss_of(engine, data))  # that is another loss
+    for factor in (1.0, 256.0):  # nobody can tell a loss that was multiplied by hand
+        with pytest.raises(
+            RuntimeError, match=r"engine\.backward\(loss\).*engine\.scale\(loss\)\.b"
+        ):
+            (parity.loss_of(engine, data) * factor).backward()
+    del scaled
     engine.zero_grad()
 
     engine.scale(parity.loss_of(engine, data)).backward()
     engine.step()
 
     assert engine.was_step_applied()
-    other = build_engine(group, engine_config(group, 2))
+    other = build_engine(group, engine_config(group, stage))
     run_micro_batch(other, 0)
     assert_weights(engine, weights_of(other))
+
+
+def test_a_static_scale_is_taken_on_trust(ranks) -> None:
+    """Whoever knows the number may multiply by it; who forgets is told, and trains as there."""
+    ranks(1).run(_multiply_by_hand)
+
+
+def _multiply_by_hand(group: Group) -> None:
+    by_hand, forgotten, expected = (
+        build_engine(group, engine_config(group, 2, loss_scale=scale))
+        for scale in (StaticLossScale(256.0), StaticLossScale(256.0), None)
+    )
+    data = parity.batch(0, 0, group.rank)
+    (parity.loss_of(by_hand, data) * 256).backward()
+    parity.loss_of(forgotten, data).backward()
+    run_micro_batch(expected, 0)
+    with pytest.warns(UserWarning, match="divided by the loss scale 256"):
+        by_hand.step()
+    with pytest.warns(UserWarning, match="engine.backward"):
+        forgotten.step()
+
+    norm = expected.get_global_grad_norm()
+    assert norm is not None
+    assert by_hand.get_global_grad_norm() == norm
+    assert forgotten.get_global_grad_norm() == norm / 256
+
+
+@pytest.mark.parametrize("how", ["scale", "module"])
+def test_losses_of_several_engines_with_scales_train(ranks, how: str) -> None:
+    """As DeepSpeed's own test of several models has it: through `module`, nobody looks."""
+    ranks(2).run(_add_up_scaled, how=how)
+
+
+def _add_up_scaled(group: Group, how: str) -> None:
+    engines = [build_engine(group, engine_config(group, 2, loss_scale=DYNAMIC)) for _ in range(2)]
+    data, before = parity.batch(0, 0, group.rank), weights_of(engines[0])
+    if how == "scale":
+        loss = sum(engine.scale(parity.loss_of(engine, data)) for engine in engines)
+    else:
+        loss = sum(parity.loss_of(engine.module, data) for engine in engines)
+    loss.backward()
+    for engine in engines:
+        is_told = how == "module" and group.rank == 0
+        with pytest.warns(UserWarning, match="multiplied no") if is_told else nullcontext():
+            engine.step()
+        assert engine.was_step_applied()
+    assert_weights(engines[0], weights_of(engines[1]))
+    after = weights_of(engines[0])
+    assert group.rank or not torch.equal(after["scale"], before["scale"])
+    if how == "scale":  # and the one of one engine is not that of another
+        loss = sum(parity.loss_of(engine, data) for engine in engines)
+        with pytest.raises(StateError, match="losses of several engines are scaled by their own"):
+            engines[0].backward(loss)
 
 
 # ---- Sixteen bits ----

@@ -6,6 +6,7 @@ import json
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import TensorDataset
 from zero_comm import Group
 from zero_engine import ConfigError, Engine, EngineConfig, WarmupLR, ZeroConfig
+from zero_offload import StoreError
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -306,6 +308,41 @@ def test_a_job_that_may_not_be_joined_is_missed(monkeypatch) -> None:
 
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=2 processes were started"):
         zero_engine.initialize(model=nn.Linear(1, 1), config=SETTINGS, dist_init_required=False)
+
+
+@pytest.mark.parametrize("is_blocked", [False, True], ids=["missing", "blocked"])
+def test_the_folder_on_nvme_is_made(tmp_path: Path, is_blocked: bool) -> None:
+    """DeepSpeed makes it, and files name one that is a job's own; what cannot be is still told."""
+    folder = tmp_path / "of" / "this-job"
+    if is_blocked:
+        folder.parent.write_text("")
+    config = {
+        **SETTINGS,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)},
+        },
+    }
+    model = parity.build(make=parity.tiny_float32)
+    with pytest.raises(StoreError, match="is no folder") if is_blocked else nullcontext():
+        engine, *_ = zero_engine.initialize(model=model, optimizer=_adamw, config=config)
+        assert list(folder.iterdir())
+        _train(engine, 1)
+        zero_engine.unshard(model, engine.optimizer)
+
+
+def test_a_scale_of_a_file_at_stage_0_needs_scaled_losses() -> None:
+    """What trains there is stage 1; DeepSpeed takes a direct backward at its own, and not at 0."""
+    config = {**SETTINGS, "fp16": {"enabled": True, "loss_scale": 8}}
+    x = torch.ones(2, 3, dtype=torch.float16)
+    for stage in (0, 1):
+        engine, *_ = zero_engine.initialize(
+            model=nn.Linear(3, 1),
+            optimizer=_adamw,
+            config={**config, "zero_optimization": {"stage": stage}},
+        )
+        with nullcontext() if stage else pytest.raises(RuntimeError, match=r"engine\.scale\(loss"):
+            engine(x).sum().backward()
 
 
 def test_an_engine_without_an_optimizer_is_for_inference() -> None:

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
+import torch
+import zero_engine
 from torch import nn
 from zero_engine import ConfigError, EngineConfig, ZeroConfig
+from zero_engine.compat import deepspeed
 
 AUTO: Final = {
     "stage3_prefetch_bucket_size": "auto",
@@ -142,7 +145,7 @@ def test_a_trainers_file_is_resolved_whole() -> None:
         "zero_optimization.offload_optimizer.device",
         "optimizer.params.lr",
         "scheduler.params.total_num_steps",
-        "tensorboard.enabled",
+        "amp.enabled",
     ],
 )
 def test_what_nothing_resolves_is_an_error_with_its_path(path: str) -> None:
@@ -195,3 +198,88 @@ def test_answers_are_checked_like_the_file(
     """Two places that say different things must not be settled by which was read last."""
     with pytest.raises(ConfigError, match=message):
         EngineConfig.from_deepspeed({**BATCH, **raw}, auto=auto)
+
+
+# ---- What follows from the arguments of a script ----
+
+OPEN: Final = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 1},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 4},
+    },
+}
+
+
+def test_all_that_is_left_open_is_listed_at_once() -> None:
+    """Who fills in a template wants to do it in one go."""
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_deepspeed(OPEN, auto={"optimizer.params.eps": 1e-8})
+
+    assert str(caught.value).startswith('train_batch_size: expected a value for "auto", got none')
+    left = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"]
+    left += ["gradient_clipping", "fp16.enabled", "bf16.enabled", "scheduler.params.warmup_max_lr"]
+    left += [f"optimizer.params.{name}" for name in ("lr", "betas", "weight_decay")]
+    answers = str(caught.value).partition("auto=")[2]
+    assert {part.split('"')[1] for part in answers.split(",")} == set(left)
+
+
+@pytest.mark.parametrize(
+    "initialize", [zero_engine.initialize, deepspeed.initialize], ids=["ours", "theirs"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_follows_from_arguments_is_filled_in(initialize: Any, dtype: torch.dtype) -> None:
+    """An optimizer has its options, a model its dtype, and two batch sizes give the third."""
+    model = nn.Linear(4, 4).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25, betas=(0.8, 0.9))
+    engine, same, _, scheduler = initialize(
+        args=SimpleNamespace(train_micro_batch_size_per_gpu=3),
+        model=model,
+        optimizer=optimizer,
+        config=OPEN,
+        auto={"gradient_clipping": 0.5, "gradient_accumulation_steps": 2},
+    )
+
+    assert same is optimizer
+    assert engine.train_batch_size() == 6
+    assert engine.gradient_clipping() == 0.5
+    assert engine.fp16_enabled() is (dtype is torch.float16)
+    assert engine.bfloat16_enabled() is (dtype is torch.bfloat16)
+    assert engine.config.optimizer.params["lr"] == 0.25
+    assert engine.config.optimizer.params["betas"] == (0.8, 0.9)
+    assert scheduler is not None
+    assert engine.config.scheduler.params["warmup_max_lr"] == 0.25
+
+
+def test_a_section_that_is_not_used_may_stay_open() -> None:
+    """A script that brings its own optimizer and scheduler keeps the file of one that does not."""
+    raw = {**BATCH, "optimizer": OPEN["optimizer"], "scheduler": {"type": "WarmupDecayLR"}}
+    raw["scheduler"]["params"] = {"total_num_steps": "auto", "warmup_max_lr": "auto"}
+    model = nn.Linear(4, 4)
+
+    engine, *_ = zero_engine.initialize(
+        model=model,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+        config=raw,
+    )
+
+    assert engine.get_lr() == [0.5]
+
+
+def test_auto_is_for_files() -> None:
+    """In a configuration of ours nothing is open, and the values would be dropped in silence."""
+    with pytest.raises(ConfigError, match=r"auto with a configuration of DeepSpeed's.*ZeroConfig"):
+        zero_engine.initialize(
+            model=nn.Linear(4, 4), config=ZeroConfig(stage=1), auto={"gradient_clipping": 1.0}
+        )

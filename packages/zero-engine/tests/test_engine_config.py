@@ -232,8 +232,8 @@ def test_zero_config_reads_its_part_and_asks_for_no_batch_size() -> None:
 
 def test_a_file_is_checked_whole_for_zero_config_too() -> None:
     """What it would ignore in silence is what the rest of the file asks for."""
-    with pytest.raises(ConfigError, match=r"^tensorboard\.enabled: "):
-        ZeroConfig.from_deepspeed({"tensorboard": {"enabled": True}})
+    with pytest.raises(ConfigError, match=r"^elasticity\.enabled: "):
+        ZeroConfig.from_deepspeed({"elasticity": {"enabled": True}})
 
 
 def test_the_table_says_where_every_value_came_from() -> None:
@@ -346,4 +346,79 @@ def test_what_accelerate_writes_is_read() -> None:
         micro_batch_size=3,
         accumulation_steps=4,
         checks_overflow=True,
+    )
+
+
+# ---- As DeepSpeed reads it ----
+
+MONITORING: Final = {
+    "wall_clock_breakdown": [True, 1, "yes", [1]],
+    "memory_breakdown": [True, "auto"],
+    "dump_state": [True, [1]],
+    "tensorboard": [{"enabled": True, "output_path": 3, "of_next_year": {}}, "on", True],
+    "csv_monitor": [{"enabled": "auto"}, [1]],
+    "wandb": [{"enabled": 1, "project": None}],
+    "comms_logger": [{"enabled": True, "prof_ops": 5}],
+    "flops_profiler": [{"enabled": "yes", "profile_step": -1}],
+    "steps_per_print": [0, -5, "auto", "10", 2.5, True, [1], {}],
+}
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_no_monitoring_stops_training(index: int) -> None:
+    """Numbers do not depend on it, and DeepSpeed's own logs are not worth a job."""
+    asked = {path: values[index % len(values)] for path, values in MONITORING.items()}
+    with pytest.warns(UserWarning, match="change nothing here") as caught:
+        config = EngineConfig.from_deepspeed({"train_batch_size": 8, **asked})
+
+    assert len(caught) == 1
+    named = {line.split(":")[0].strip() for line in str(caught[0].message).splitlines()[1:]}
+    assert named == asked.keys()
+    assert config.steps_per_print is None
+    assert config == _read({})
+
+
+def test_monitoring_that_is_off_is_not_worth_a_word() -> None:
+    """Templates have all sections, turned off; `_read` raises where anything is warned of."""
+    off = {"tensorboard": {"enabled": False, "job_name": "x"}, "wandb": {}, "csv_monitor": None}
+
+    assert _read({**off, "wall_clock_breakdown": 0, "dump_state": False}) == _read({})
+
+
+def test_flags_may_be_zero_and_one() -> None:
+    """As JSON written by hand, and by other languages, has them; DeepSpeed reads them so."""
+    raw = {
+        "bf16": {"enabled": 1},
+        "fp16": {"enabled": 0},
+        "dataloader_drop_last": 1.0,
+        "optimizer": {"type": "sgd", "params": {"nesterov": 1}},
+    }
+    config = _read(raw)
+
+    assert config.zero.precision == BF16
+    assert config.drop_last is True
+    assert config.optimizer is not None
+    assert config.optimizer.params["nesterov"] is True
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_hysteresis_is_for_zero(stage: int) -> None:
+    """DeepSpeed's optimizers of stage 0 halve the scale at once and never give up, and say so.
+
+    Their rule (`runtime/fp16/fused_optimizer.py`) has neither a count nor an error at the minimum.
+    """
+    raw = {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": stage},
+        "fp16": {"enabled": True, "hysteresis": 4},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scale = EngineConfig.from_deepspeed(raw).loss_scale
+
+    own = {} if stage else {"hysteresis": 1, "raises_at_minimum": False}
+    assert scale == DynamicLossScale(**{"hysteresis": 4, "raises_at_minimum": True, **own})
+    assert ["fp16.hysteresis: at stage 0" in str(each.message) for each in caught] == [True] * (
+        1 - stage
     )

@@ -6,6 +6,7 @@ import base64
 import json
 import random
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +42,12 @@ WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
     ({Z: {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 1}}, f"{Z}.", "one name"),
     ({Z: {"gradient_clipping": 1.0}}, f"{Z}.gradient_clipping", "mean gradient_clipping?"),
     ({"lr": 1e-4}, "lr", "mean optimizer.params.lr?"),
+    ({"torch_autocast": {"type": "bf16"}}, "torch_autocast.type", "mean torch_autocast.dtype?"),
+    (
+        {"scheduler": {"type": "OneCycle", "params": {"max_lr": 1.0}}},
+        "scheduler.params.max_lr",
+        "mean scheduler.params.cycle_max_lr?",
+    ),
     # Types.
     ({Z: True}, Z, "expected an object"),
     ({"fp16": "yes"}, "fp16", "expected an object"),
@@ -48,7 +55,7 @@ WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
     ({Z: {"stage": True}}, f"{Z}.stage", "an integer"),
     ({Z: {"stage": None}}, f"{Z}.stage", "got None"),
     ({"fp16": {"enabled": "true"}}, "fp16.enabled", "true or false, got 'true'"),
-    ({"fp16": {"enabled": 1}}, "fp16.enabled", "true or false, got 1"),
+    ({"fp16": {"enabled": 2}}, "fp16.enabled", "true or false, got 2"),
     ({"optimizer": "Adam"}, "optimizer", "expected an object"),
     (
         {"optimizer": {"type": "Adam", "params": {"lr": "1e-4"}}},
@@ -71,7 +78,6 @@ WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
     ({"gradient_clipping": float("nan")}, "gradient_clipping", "a finite number"),
     ({"gradient_clipping": -1.0}, "gradient_clipping", "at least 0"),
     ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu", "at least 1"),
-    ({"steps_per_print": 0}, "steps_per_print", "at least 1"),
     ({"fp16": {"enabled": True, "hysteresis": 0}}, "fp16.hysteresis", "at least 1"),
     ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale", "range of fp32"),
     ({"fp16": {"initial_scale_power": 200}}, "fp16.initial_scale_power", "from 0 to 127"),
@@ -201,7 +207,7 @@ WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
         f"{Z}.save_muon_momentum_buffer_in_memory",
         "expected false",
     ),
-    ({"tensorboard": {"enabled": True}}, "tensorboard.enabled", "expected false"),
+    ({"elasticity": {"enabled": True}}, "elasticity.enabled", "expected false"),
     ({"amp": {"enabled": True}}, "amp.enabled", "torch_autocast"),
 ]
 
@@ -221,6 +227,29 @@ def test_a_wrong_file_says_which_key_and_what_instead(
     assert message.startswith(path)
     assert part in message
     assert "expected" in message
+
+
+def _keys_of(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in section.items():
+        yield prefix, name
+        if isinstance(value, dict):
+            yield from _keys_of(value, f"{prefix}{name}.")
+
+
+def test_a_slip_of_the_pen_is_met_in_its_own_section() -> None:
+    """Similar names are in sections that have nothing to do with each other."""
+    checked = 0
+    for prefix, name in _keys_of({name: DOCUMENTED[name] for name in (Z, "fp16", "aio", "bf16")}):
+        for slip in (name.upper(), name[: len(name) // 2] + name[len(name) // 2 + 1 :]):
+            raw: Any = {slip: 1}
+            for part in reversed(prefix.split(".")[:-1]):
+                raw = {part: raw}
+            with pytest.raises(ConfigError, match="got this name; did you mean ") as caught:
+                EngineConfig.from_deepspeed({"train_batch_size": 8, **raw})
+            mean = str(caught.value).partition("did you mean ")[2].removesuffix("?")
+            assert mean.startswith(prefix) and "." not in mean.removeprefix(prefix), raw
+            checked += 1
+    assert checked > 100
 
 
 def test_a_batch_size_is_asked_for() -> None:

@@ -187,7 +187,8 @@ class ZeroConfig:
 
         Args:
             source: A dict, the path of a JSON file, or its base64.
-            model: Resolves "auto" where it depends on `model.config.hidden_size`.
+            model: Resolves "auto" where it depends on `model.config.hidden_size` or, which 16-bit
+                section is on, on the dtype of its parameters.
             auto: Values for further keys that are "auto" in the file, by path.
 
         Raises:

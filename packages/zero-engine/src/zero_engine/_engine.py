@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, final
@@ -36,15 +37,18 @@ class Engine(EngineFiles):
     parameters begin with "module.", as in DeepSpeed; those of `engine.module` are the model's own.
 
     `loss.backward()` works as well: for losses of several engines added up, or gradients given by
-    hand. Nobody divides by the number of micro-batches then, and where gradients are scaled (fp16),
-    pass `engine.scale(loss)` through instead of the loss: `step` raises if nothing was.
+    hand. Gradients are divided by the number of micro-batches then where they enter what the engine
+    returned, as in DeepSpeed; not those of `engine.module(batch)`. Where the loss is scaled (fp16),
+    call backward of `engine.scale(loss)` instead: with a scale that changes by itself a
+    `loss.backward()` raises; with a static one nobody can tell, and `step` warns.
 
     Attributes:
         module: The model, as `shard` left it.
         optimizer: The torch optimizer, over shards; None for inference.
         global_steps: Boundaries so far, those of skipped steps included.
         micro_steps: Calls of `step` so far.
-        global_samples: Samples of all ranks in those global steps.
+        global_samples: Samples of all ranks in those global steps; where every step is a boundary,
+            of as many micro-batches as there were calls of `backward`.
     """
 
     def __init__(
@@ -67,7 +71,8 @@ class Engine(EngineFiles):
         """What the model returns; under the autocast of the configuration, where it has one."""
         self._check_alive("forward")
         with self._autocast():
-            return self.module(*args, **kwargs)
+            outputs = self.module(*args, **kwargs)
+        return self._watched(outputs)
 
     def backward(
         self,
@@ -108,15 +113,26 @@ class Engine(EngineFiles):
         count = self.gradient_accumulation_steps()
         if scale_wrt_gas and count > 1:
             loss = loss / count
-        self.scale(loss).backward(gradient, retain_graph=retain_graph)
+        self._num_backwards += 1
+        self._running.append(self)
+        try:
+            self.scale(loss).backward(gradient, retain_graph=retain_graph)
+        finally:
+            self._running.remove(self)
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply by the loss scale: for a backward that the engine does not run. Local."""
         self._was_scaled = True
         if self._verdict is not None and self._verdict.loss_scale is not None:
-            return loss.float() * self._verdict.loss_scale
-        return loss if self.cur_scale == 1.0 else loss.float() * self.cur_scale
+            scaled = loss.float() * self._verdict.loss_scale
+        elif self._loss_scaler is None:
+            return loss
+        else:
+            scaled = loss.float() * self.cur_scale
+        if scaled.requires_grad:
+            scaled.register_hook(self._note_scaled)
+        return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch. At a boundary: unscale, clip, step, advance the scheduler. Collective.
@@ -136,9 +152,8 @@ class Engine(EngineFiles):
             ConfigError: The engine has no optimizer, or `lr_scheduler.step` takes something else;
                 nothing was done.
             LossScaleError: As the loss scale is configured: it would have to get too small.
-            zero_partition.StateError: Inside `no_sync` or `coalesce_grad_reduction`, after
-                `destroy`, or no loss was scaled though gradients are to be unscaled; nothing was
-                done.
+            zero_partition.StateError: Inside `no_sync` or `coalesce_grad_reduction`, or after
+                `destroy`; nothing was done.
         """
         self._check_alive("step()")
         self._settle()
@@ -147,11 +162,12 @@ class Engine(EngineFiles):
                 "Engine.step() inside no_sync() or coalesce_grad_reduction(): gradients were not "
                 f"reduced yet (rank {self.group.rank}); leave the context first"
             )
-        if self.cur_scale != 1.0 and not self._was_scaled:
-            raise StateError(
-                f"Engine.step(): gradients would be divided by the loss scale {self.cur_scale:g}, "
-                f"but no loss was multiplied by it (rank {self.group.rank}); "
-                "use engine.backward(loss), or engine.scale(loss).backward()"
+        if self.cur_scale != 1.0 and not self._was_scaled and self.group.rank == 0:
+            warnings.warn(
+                f"Engine.step(): gradients are divided by the loss scale {self.cur_scale:g}, but "
+                "the engine multiplied no loss by it; unless you did, use engine.backward(loss), "
+                "or engine.scale(loss).backward()",
+                stacklevel=2,
             )
         is_boundary, optimizer = self.is_gradient_accumulation_boundary(), self.optimizer
         if is_boundary and optimizer is None:
@@ -178,7 +194,8 @@ class Engine(EngineFiles):
         )
         self._norm = report.norm
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += self._num_samples()
+        self._num_backwards = 0
         is_late = report.is_in_step and self._is_late  # see NOTE(verdict)
         may_apply = is_late or not checks or report.is_finite
         if report.is_in_step or may_apply:

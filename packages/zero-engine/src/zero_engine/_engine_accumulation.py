@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import zero_partition
-from torch import nn
+from torch import Tensor, nn
 from zero_comm import Group
 from zero_partition import StateError
 
@@ -16,14 +16,22 @@ from ._checks import check_flag, check_whole
 from ._engine_config import EngineConfig
 from ._engine_facts import EngineFacts
 from ._errors import ConfigError
+from ._torch_compat import current_backward
 
 # NOTE(boundary): a micro-batch ends with step(). Where the stage keeps whole gradients anyway (0
 # and 1), the engine is inside no_sync from one step() on until the micro-batch at whose end the
 # optimizer steps: so it does not matter who calls backward, and on what.
 
+# NOTE(direct): in a backward that no engine runs, gradients are divided by the number of
+# micro-batches where they enter the model, at what `forward` returned. An output may be computed
+# from another one, as a loss is from logits: where there are several, the user gets views of them,
+# through which only gradients from outside pass, so that nothing is divided twice.
+
 
 class EngineAccumulation(EngineFacts):
     """The micro-batches of an engine, and whether it may be used still."""
+
+    _running: ClassVar[list[EngineAccumulation]] = []  # in backward(); a loss may be of several
 
     def __init__(
         self,
@@ -36,6 +44,8 @@ class EngineAccumulation(EngineFacts):
     ) -> None:
         super().__init__(module, optimizer, config, group=group, lr_scheduler=lr_scheduler)
         self._was_scaled = self._is_destroyed = False
+        self._scaled_backward = -1  # the last one to pass through a loss that was scaled
+        self._num_backwards = 0  # since the last boundary, where those are the user's
         self._open_no_sync = 0  # the user's
         self._waiting = ExitStack()  # see NOTE(boundary)
         self._wait_or_not()
@@ -135,12 +145,48 @@ class EngineAccumulation(EngineFacts):
         self._check_at_boundary(where)
         self._micro_batch_size = micro_batch_size
 
+    def _num_samples(self) -> int:
+        """Of all ranks in the step at hand: of as many backwards as there were, or are to be."""
+        if self.config.manages_accumulation:
+            return self.train_batch_size()
+        return self._num_backwards * self._micro_batch_size * self.group.world_size
+
     def _begin_anew(self) -> None:
         """Forget micro-batches since the last boundary, and their gradients."""
         self.zero_grad()
-        self._accumulation.num_pending = 0
+        self._accumulation.num_pending = self._num_backwards = 0
         self._was_applied = self._was_scaled = False
         self._wait_or_not()
+
+    def _watched(self, outputs: Any) -> Any:
+        """What `forward` returned, with hooks for a direct backward; see NOTE(direct)."""
+        if self.gradient_accumulation_steps() == 1 and not self.config.needs_scaled_loss:
+            return outputs
+        entries = {id(tensor): tensor for tensor in _tensors_in(outputs) if tensor.grad_fn}
+        if len(entries) > 1:
+            entries = {key: tensor.view_as(tensor) for key, tensor in entries.items()}
+            outputs = _replaced(outputs, entries)
+        for tensor in entries.values():
+            tensor.register_hook(self._enter)
+        return outputs
+
+    def _enter(self, grad: Tensor) -> Tensor | None:
+        """A backward reaches an output."""
+        if self in self._running:
+            return None
+        if self.config.needs_scaled_loss and self._scaled_backward != current_backward():
+            raise StateError(
+                f"backward() of a loss that was not multiplied by the loss scale {self.cur_scale:g}"
+                f" (rank {self.group.rank}); use engine.backward(loss), or "
+                "engine.scale(loss).backward(); losses of several engines are scaled by their own "
+                "before they are added up. Gradients of other models may be there: drop them"
+            )
+        count = 1 if self._running else self.gradient_accumulation_steps()
+        return None if count == 1 else grad / count
+
+    def _note_scaled(self, _: Tensor) -> None:
+        """A backward begins, or goes on, at a loss that was scaled."""
+        self._scaled_backward = current_backward()
 
     def _set_num_micro_batches(self, where: str, count: int) -> None:
         self._check_at_boundary(where)
@@ -172,3 +218,28 @@ class EngineAccumulation(EngineFacts):
                 f"Engine: {what} after destroy(); to train on, zero_engine.unshard() the model and "
                 "initialize() another engine"
             )
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those in tuples, lists and dictionaries, which is where DeepSpeed looks for them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
+
+
+def _replaced(value: Any, by_id: Mapping[int, Tensor]) -> Any:
+    """The same with other tensors in it; lists and dictionaries are changed in place."""
+    if isinstance(value, Tensor):
+        return by_id.get(id(value), value)
+    if not isinstance(value, tuple | list | dict):
+        return value
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    changed = {key: new for key, item in items if (new := _replaced(item, by_id)) is not item}
+    if changed and isinstance(value, tuple):
+        content = [changed.get(index, item) for index, item in enumerate(value)]
+        return type(value)(*content) if hasattr(value, "_fields") else type(value)(content)
+    for key, new in changed.items():
+        value[key] = new
+    return value

@@ -15,7 +15,7 @@ from ._batch_sizes import BatchSizes
 from ._checks import is_kind
 from ._config import ZeroConfig
 from ._errors import ConfigError
-from ._file_key import Becomes, CannotMatter
+from ._file_key import Becomes
 from ._json_file import Source
 from ._loss_scale import DynamicLossScale, StaticLossScale
 from ._precision_settings import autocast_dtype_of, checks_overflow_of, loss_scale_of
@@ -92,6 +92,9 @@ class EngineConfig:
         optimizer: Made by the engine where the caller gives none.
         scheduler: Likewise.
         steps_per_print: Steps between two lines of progress; none when None.
+        needs_scaled_loss: Whether a backward that no engine runs is an error unless its loss went
+            through `Engine.scale`. By default as in DeepSpeed: with a DynamicLossScale, and at
+            stage 0 with a static one too; elsewhere that is taken on trust.
         checks_overflow: Whether a step whose gradients hold inf or nan on any rank is skipped.
         autocast_dtype: What torch.autocast computes in during forward; off when None.
         drop_last: Whether the data loader drops a last, incomplete batch.
@@ -117,12 +120,18 @@ class EngineConfig:
     optimizer: NamedSpec | None = field(default=None, validator=is_kind(NamedSpec, None))
     scheduler: NamedSpec | None = field(default=None, validator=is_kind(NamedSpec, None))
     steps_per_print: int | None = field(default=None, validator=_is_count)
+    needs_scaled_loss: bool = field(validator=is_kind(bool))
     checks_overflow: bool = field(default=False, validator=is_kind(bool))
     autocast_dtype: torch.dtype | None = field(default=None, validator=is_kind(torch.dtype, None))
     drop_last: bool = field(default=False, validator=is_kind(bool))
     activation_checkpointing: dict[str, Any] = field(factory=dict, converter=dict, hash=False)
     leaf_modules: dict[str, Any] = field(factory=dict, converter=dict, hash=False)
     sources: tuple[SourceRow, ...] = field(default=(), repr=False, eq=False)
+
+    @needs_scaled_loss.default
+    def _needs_scaled_loss(self) -> bool:
+        is_static = isinstance(self.loss_scale, StaticLossScale)
+        return self.loss_scale is not None and (not is_static or self.zero.stage == 0)
 
     @classmethod
     def from_deepspeed(
@@ -132,6 +141,7 @@ class EngineConfig:
         world_size: int = 1,
         model: nn.Module | None = None,
         auto: Mapping[str, Any] | None = None,
+        implied: Mapping[str, Any] | None = None,
     ) -> EngineConfig:
         """Read a configuration written for DeepSpeed (deepspeed.ai/docs/config-json). Local.
 
@@ -144,12 +154,16 @@ class EngineConfig:
         Args:
             source: A dict, the path of a JSON file, or its base64, as launchers hand it on.
             world_size: Ranks over which the batch is divided.
-            model: Resolves "auto" where it depends on `model.config.hidden_size`.
+            model: Resolves "auto" where it depends on `model.config.hidden_size` or, which 16-bit
+                section is on, on the dtype of its parameters.
             auto: Values for further keys that are "auto" in the file, by path, as in
                 `{"optimizer.params.lr": 1e-4}`; of the three batch sizes, two are enough.
+            implied: Likewise, and not held against what the file says: `initialize` passes what
+                follows from its arguments.
 
         Raises:
-            ConfigError: Starts with the path of the key that is wrong.
+            ConfigError: Starts with the path of the key that is wrong; of what is still "auto" it
+                names every key.
             FileError: There is no such file, or it is not JSON.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
@@ -157,7 +171,7 @@ class EngineConfig:
                 f"EngineConfig.from_deepspeed(): expected world_size to be an int of at least 1, "
                 f"got {world_size!r}"
             )
-        settings = read_settings(source, model=model, auto=auto)
+        settings = read_settings(source, model=model, auto=auto, implied=implied)
         settings = _with_batch_sizes(settings, world_size=world_size)
         settings.check_resolved()
         value = settings.value
@@ -172,7 +186,7 @@ class EngineConfig:
             manages_accumulation=value("managed_gradient_accumulation"),
             optimizer=_named(settings, "optimizer"),
             scheduler=_named(settings, "scheduler"),
-            steps_per_print=value("steps_per_print"),
+            steps_per_print=value("steps_per_print") or None,
             checks_overflow=checks_overflow_of(settings),
             autocast_dtype=autocast_dtype_of(settings),
             drop_last=value("dataloader_drop_last"),
@@ -193,6 +207,8 @@ def _with_batch_sizes(settings: Settings, *, world_size: int) -> Settings:
     paths = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     known = [settings.by_path[path].value for path in paths]
     known = [None if value is UNRESOLVED else value for value in known]
+    if known[:2] == [None, None]:
+        settings.check_resolved()  # they may be "auto", beside others
     sizes = attrs.astuple(BatchSizes.infer(*known, world_size=world_size))
     inferred = {
         path: size for path, old, size in zip(paths, known, sizes, strict=True) if old is None
@@ -253,9 +269,10 @@ def _meaning(settings: Settings, setting: Setting) -> str | None:
         return f"not read: {key.gate.closed}" if is_given else None
     if settings.is_below_stage(key):
         return f"not read below stage {key.min_stage}" if is_given else None
-    if isinstance(key.answer, Becomes):
+    if isinstance(key.answer, Becomes) and not (is_given and settings.idle(setting)):
         is_param = ".params." in key.path
         return key.answer.field if is_given or not is_param else None
     if not is_given:
         return None
-    return f"none: {key.answer.reason}" if isinstance(key.answer, CannotMatter) else "off"
+    reason = settings.idle(setting)
+    return f"none: {reason}" if reason else "off"

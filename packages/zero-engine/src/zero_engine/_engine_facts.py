@@ -119,6 +119,10 @@ class EngineFacts(nn.Module):
         """Micro-batches of one global step."""
         return self._accumulation.num_micro_batches
 
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts micro-batches; every `step` is a boundary otherwise."""
+        return self.config.manages_accumulation
+
     def gradient_clipping(self) -> float:
         """The largest norm; 0 where nothing is clipped."""
         return self.config.max_norm

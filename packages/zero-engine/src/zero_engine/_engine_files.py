@@ -56,7 +56,8 @@ class EngineFiles(EngineAccumulation):
             True.
 
         Raises:
-            ConfigError: See `zero_engine.save`, as for all else that it raises.
+            ConfigError: `save_dir` is empty or None; or see `zero_engine.save`, as for all else
+                that it raises.
         """
         self._check_alive("save_checkpoint()")
         self._settle()
@@ -66,7 +67,7 @@ class EngineFiles(EngineAccumulation):
         save_with(
             self.module,
             self.optimizer,
-            folder=os.fspath(save_dir),
+            folder=save_dir,
             tag=f"global_step{self.global_steps}" if tag is None else str(tag),
             step=self.global_steps,
             extra={} if client_state is None else client_state,

@@ -79,6 +79,8 @@ class FileKey:
         aliases: Other paths under which DeepSpeed accepts it.
         gate: What turns its section on; a path is short for the gate of that key.
         min_stage: Not read below it, and an error there unless neutral.
+        idle: Why it changes nothing, as other keys are, which it is given a function to look up; a
+            clause, None where it may.
     """
 
     path: str
@@ -89,6 +91,7 @@ class FileKey:
     aliases: tuple[str, ...] = ()
     gate: Gate | None = field(default=None, converter=_as_gate)
     min_stage: int = 0
+    idle: Callable[[Callable[[str], Any]], str | None] | None = None
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset
 from zero_comm import Group
 from zero_partition import Stage
 
+from ._auto import implied_values
 from ._config import ZeroConfig
 from ._engine import Engine
 from ._engine_config import EngineConfig, NamedSpec
@@ -46,6 +48,7 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     config: AnyConfig | None = None,
     *,
     group: Group | None = None,
+    auto: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer | None, Loader | None, Any]:
     """Shard a model, and wrap it with its optimizer, batches and scheduler. Collective.
 
@@ -72,6 +75,10 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
             it is stage 1 that trains: fp32 masters are sharded, which gives the same numbers in
             less memory.
         group: The ranks to shard over, instead of `mpu`.
+        auto: Values by path for what the file leaves "auto", as in `{"gradient_clipping": 1.0}`.
+            What follows from arguments needs none: options of an `optimizer` that is an instance,
+            16-bit sections from the dtype of the model, batch sizes and clipping that `args` has as
+            attributes of these names, and one batch size from the other two.
 
     Returns:
         The engine, its optimizer, the loader of `training_data`, and the scheduler; None for what
@@ -90,7 +97,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     chosen = _choose_config(args, config)
     group = _join(mpu, dist_init_required) if group is None else group
     across = model_group_of(mpu, what="initialize()")
-    settings = _as_engine_config(chosen, model, group.world_size)
+    implied = implied_values(args, optimizer, lr_scheduler)
+    settings = _as_engine_config(chosen, model, group.world_size, auto, implied)
     if optimizer is not None or settings.optimizer is not None:
         _check_trains(model)
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
@@ -114,6 +122,9 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         section = {"activation_checkpointing": settings.activation_checkpointing}
         zero_ckpt.configure(model_part_of(mpu, what="initialize()"), section)
     set_as_file_says(model, settings.leaf_modules, warns=group.rank == 0)
+    if settings.zero.offload is not None and settings.zero.offload.path is not None:
+        with suppress(OSError):  # shard() says on all ranks what is wrong with it
+            settings.zero.offload.path.mkdir(parents=True, exist_ok=True)
     shard(model, made, settings.zero, group=group)  # last: what is wrong above leaves the model be
     engine = Engine(model, made, settings, group=group, lr_scheduler=scheduler, across=across)
     return engine, made, loader, scheduler
@@ -163,11 +174,24 @@ def _join(mpu: Any, dist_init_required: bool | None) -> Group:
     return group if mpu is None else data_group_of(mpu, what="initialize()")
 
 
-def _as_engine_config(chosen: AnyConfig, model: nn.Module, world_size: int) -> EngineConfig:
+def _as_engine_config(
+    chosen: AnyConfig,
+    model: nn.Module,
+    world_size: int,
+    auto: Mapping[str, Any] | None,
+    implied: Mapping[str, Any],
+) -> EngineConfig:
+    if auto is not None and isinstance(chosen, ZeroConfig | EngineConfig):
+        raise ConfigError(
+            f"initialize(): expected auto with a configuration of DeepSpeed's, got it with a "
+            f"{type(chosen).__name__}, in which nothing is left open"
+        )
     if isinstance(chosen, ZeroConfig):
         return EngineConfig(zero=chosen, train_batch_size=world_size, micro_batch_size=1)
     if not isinstance(chosen, EngineConfig):
-        settings = EngineConfig.from_deepspeed(chosen, world_size=world_size, model=model)
+        settings = EngineConfig.from_deepspeed(
+            chosen, world_size=world_size, model=model, auto=auto, implied=implied
+        )
         return _with_masters(_with_placeholders(settings))
     expected = chosen.micro_batch_size * chosen.accumulation_steps * world_size
     if chosen.train_batch_size != expected:

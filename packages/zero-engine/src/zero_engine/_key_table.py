@@ -46,16 +46,20 @@ def unknown_key(path: str) -> ConfigError:
 
 def _nearest(path: str) -> str | None:
     known = [*WRITTEN, *sorted(SECTIONS)]
-    # The right name in the wrong section is likelier than a similar name.
-    _, _, name = path.rpartition(".")
+    prefix, dot, name = path.rpartition(".")
+    section = prefix + dot
+    inside = {
+        other.removeprefix(section).lower(): other for other in known if other.startswith(section)
+    }
+    # A slip is likelier than the right name in the wrong section, and that than a similar name.
+    close = difflib.get_close_matches(name.lower(), inside, n=1, cutoff=0.5)
+    if close and difflib.SequenceMatcher(a=close[0], b=name.lower()).ratio() >= 0.8:
+        return inside[close[0]]
     moved = [other for other in known if other.rpartition(".")[2] == name]
     if moved:
         return max(moved, key=lambda other: difflib.SequenceMatcher(a=path, b=other).ratio())
-    close = difflib.get_close_matches(path, known, n=1)
-    return close[0] if close else _nearest_by_name(name)
-
-
-def _nearest_by_name(name: str) -> str | None:
-    names = {other.rpartition(".")[2]: other for other in WRITTEN}
-    close = difflib.get_close_matches(name, names, n=1)
-    return names[close[0]] if close else None
+    if close:
+        return inside[close[0]]
+    names = {other.rpartition(".")[2]: other for other in known}
+    elsewhere = difflib.get_close_matches(name, names, n=1)
+    return names[elsewhere[0]] if elsewhere else None

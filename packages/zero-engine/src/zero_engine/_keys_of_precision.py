@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from ._file_key import Becomes, CannotMatter, FileKey, NotBuilt, section
 from ._value_kinds import (
@@ -28,6 +29,13 @@ _LOSS_SCALE: Final = ValueKind(
     "0, for a scale that changes by itself, or a scale in the range of fp32", _ANY_SCALE.read
 )
 
+
+def _idle_without_zero(value: Callable[[str], Any]) -> str | None:
+    if value("zero_optimization.stage") != 0 or value("optimizer.type") is None:
+        return None
+    return "at stage 0, DeepSpeed's own optimizers halve the scale at every overflow"
+
+
 KEYS: Final = (
     *section(
         "fp16",
@@ -41,8 +49,8 @@ KEYS: Final = (
         FileKey("loss_scale", _LOSS_SCALE, 0, _SCALE),
         FileKey("initial_scale_power", integer(0, 127), 16, _SCALE),
         FileKey("loss_scale_window", POSITIVE, 1000, _SCALE),
-        FileKey("hysteresis", POSITIVE, 2, _SCALE),
-        FileKey("consecutive_hysteresis", FLAG, False, _SCALE),
+        FileKey("hysteresis", POSITIVE, 2, _SCALE, idle=_idle_without_zero),
+        FileKey("consecutive_hysteresis", FLAG, False, _SCALE, idle=_idle_without_zero),
         FileKey("min_loss_scale", number(0, below=2.0**128), 1, _SCALE),
         FileKey(
             "fp16_master_weights_and_grads",

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from ._file_key import Becomes, CannotMatter, FileKey, NotBuilt, not_built, section
 from ._value_kinds import (
+    ANYTHING,
     COUNT,
     FLAG,
     NAMES,
@@ -14,7 +15,6 @@ from ._value_kinds import (
     TEXT,
     choice,
     either,
-    integer,
     number,
     several,
 )
@@ -28,48 +28,27 @@ def _object(path: str, remedy: str, *off: Any) -> FileKey:
     return FileKey(path, OBJECT, None, NotBuilt(remedy), neutral=({}, *off))
 
 
+# Whatever they say, training goes on without.
 _MONITORS: Final = (
-    *not_built("tensorboard", "write what engine.step() reports", output_path=TEXT, job_name=TEXT),
-    *not_built("csv_monitor", "write what engine.step() reports", output_path=TEXT, job_name=TEXT),
-    *not_built("wandb", "log what engine.step() reports", group=TEXT, team=TEXT, project=TEXT),
-    *not_built(
-        "comet",
-        "log what engine.step() reports",
-        samples_log_interval=POSITIVE,
-        project=TEXT,
-        workspace=TEXT,
-        api_key=TEXT,
-        experiment_name=TEXT,
-        experiment_key=TEXT,
-        online=FLAG,
-        mode=TEXT,
+    *(
+        FileKey(path, ANYTHING, default, CannotMatter(f"not built yet; {remedy}"))
+        for path, default, remedy in (
+            ("tensorboard", None, "write what the engine's methods say"),
+            ("csv_monitor", None, "write what the engine's methods say"),
+            ("wandb", None, "log what the engine's methods say"),
+            ("comet", None, "log what the engine's methods say"),
+            ("comms_logger", None, "zero_comm.record_traffic() counts calls and bytes"),
+            ("flops_profiler", None, "torch.utils.flop_counter counts them"),
+            ("wall_clock_breakdown", False, "torch.profiler has timers"),
+            ("memory_breakdown", False, "torch.profiler has memory reports"),
+        )
     ),
-    *not_built(
-        "comms_logger",
-        "zero_comm.record_traffic() counts calls and bytes",
-        verbose=FLAG,
-        prof_all=FLAG,
-        debug=FLAG,
-        prof_ops=NAMES,
-    ),
-    *not_built(
-        "flops_profiler",
-        "torch.utils.flop_counter counts them",
-        recompute_fwd_factor=number(0),
-        profile_step=POSITIVE,
-        module_depth=integer(-1),
-        top_modules=POSITIVE,
-        detailed=FLAG,
-        output_file=TEXT,
-    ),
-    FileKey("wall_clock_breakdown", FLAG, False, NotBuilt("timers; torch.profiler has them")),
-    FileKey("memory_breakdown", FLAG, False, NotBuilt("memory reports; torch.profiler has them")),
     *section(
         "timers.throughput",
         FileKey("enabled", FLAG, True, CannotMatter("no throughput is timed")),
         FileKey("synchronized", FLAG, True, CannotMatter("no throughput is timed")),
     ),
-    FileKey("dump_state", FLAG, False, CannotMatter("print(config.table()) shows it")),
+    FileKey("dump_state", ANYTHING, False, CannotMatter("print(config.table()) shows it")),
     FileKey("log_level", TEXT, None, CannotMatter("the level belongs to Python's logging")),
 )
 

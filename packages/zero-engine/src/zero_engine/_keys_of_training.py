@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Final
 
 from ._file_key import Becomes, CannotMatter, FileKey, NotBuilt, section
@@ -22,9 +23,18 @@ OPTIMIZERS: Final = ("adam", "adamw", "sgd", "adagrad", "lion", "muon")
 SCHEDULERS: Final = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 
 
-def _never(value: Any) -> None:
-    if not (isinstance(value, float) and value == math.inf):  # as accelerate writes it
-        raise ValueError
+def _read_interval(value: Any) -> int | None:
+    if isinstance(value, float) and value == math.inf:  # for never, as accelerate writes it
+        return None
+    try:
+        return POSITIVE.read(value)
+    except ValueError:
+        return 0  # training goes on without
+
+
+def _idle_interval(value: Callable[[str], Any]) -> str | None:
+    is_none = value("steps_per_print") == 0
+    return "it is no number of steps, so that nothing is printed" if is_none else None
 
 
 _OPTIMIZER: Final = Becomes("optimizer")
@@ -34,8 +44,7 @@ _RATE: Final = either(_AT_LEAST_0, several(_AT_LEAST_0))  # of all param groups,
 _SHARE: Final = number(0, 1)
 _BETA: Final = number(0, below=1)
 _16_BIT_STATE: Final = NotBuilt("state has the dtype of the masters; leave it at true")
-_NEVER: Final = ValueKind("infinity for never", _never)
-_INTERVAL: Final = either(POSITIVE, _NEVER)
+_INTERVAL: Final = ValueKind("a number of steps", _read_interval)
 _FACTOR: Final = number(2.0**-126, below=2.0**127)  # its inverse is in the range of fp32 too
 
 
@@ -57,7 +66,9 @@ KEYS: Final = (
     FileKey("gradient_predivide_factor", _FACTOR, 1.0, Becomes("zero.precision")),
     FileKey("gradient_allreduce_op", choice("mean", "sum"), "mean", Becomes("zero.precision")),
     FileKey("sparse_gradients", FLAG, False, NotBuilt("gradients of embeddings are dense")),
-    FileKey("steps_per_print", _INTERVAL, None, Becomes("steps_per_print")),
+    FileKey(
+        "steps_per_print", _INTERVAL, None, Becomes("steps_per_print"), (0,), idle=_idle_interval
+    ),
     FileKey("dataloader_drop_last", FLAG, False, Becomes("drop_last")),
     FileKey(
         "zero_allow_untested_optimizer",

@@ -50,13 +50,14 @@ def loss_scale_of(settings: Settings) -> StaticLossScale | DynamicLossScale | No
         scale = value("fp16.loss_scale")
         if scale != 0:
             return StaticLossScale(float(scale))
+        has_patience = settings.idle(settings.by_path["fp16.hysteresis"]) is None
         return DynamicLossScale(
             initial_power=value("fp16.initial_scale_power"),
             window=value("fp16.loss_scale_window"),
-            hysteresis=value("fp16.hysteresis"),
-            consecutive_hysteresis=value("fp16.consecutive_hysteresis"),
+            hysteresis=value("fp16.hysteresis") if has_patience else 1,
+            consecutive_hysteresis=value("fp16.consecutive_hysteresis") and has_patience,
             minimum=float(value("fp16.min_loss_scale")),
-            raises_at_minimum=True,
+            raises_at_minimum=has_patience,
         )
     if autocast_dtype_of(settings) is torch.float16:
         # What torch.amp.GradScaler starts with, which DeepSpeed uses there.

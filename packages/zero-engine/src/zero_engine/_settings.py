@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, Final, final
 
@@ -18,6 +18,7 @@ from ._errors import ConfigError
 from ._file_key import CannotMatter, FileKey, Gate, NotBuilt
 from ._json_file import Source, leaves, load, shown
 from ._key_table import KEYS, WRITTEN, unknown_key
+from ._value_kinds import ANYTHING, is_off
 
 STAGE: Final = "zero_optimization.stage"
 
@@ -64,15 +65,11 @@ class Settings:
         """
         setting = self.by_path[path]
         if setting.value is UNRESOLVED:
-            model = "model=..., whose config has a hidden_size, or " * (path in HIDDEN_SIZE_KEYS)
-            raise ConfigError(
-                f'{setting.written}: expected a value for "auto", got none; pass {model}'
-                f'auto={{"{path}": ...}}'
-            )
+            raise _unresolved([setting])
         return setting.value
 
     def is_gated_off(self, key: FileKey) -> bool:
-        """Whether its section is turned off."""
+        """Whether its section is turned off; not where that is not known yet."""
         return key.gate is not None and not any(
             self._opens(key.gate, KEYS[path]) for path in key.gate.paths
         )
@@ -80,12 +77,15 @@ class Settings:
     def _opens(self, gate: Gate, key: FileKey) -> bool:
         if not self.is_read(key):
             return False
-        value = self.value(key.path)
+        value = self.by_path[key.path].value
+        if value is UNRESOLVED:
+            return True
         return value in gate.values if gate.values else not key.is_neutral(value)
 
     def is_below_stage(self, key: FileKey) -> bool:
-        """Whether it is a key of higher stages than this one."""
-        return key.min_stage > 0 and self.value(STAGE) < key.min_stage
+        """Whether it is a key of higher stages than this one; not where that is not known yet."""
+        stage = self.by_path[STAGE].value
+        return stage is not UNRESOLVED and stage < key.min_stage
 
     def is_read(self, key: FileKey) -> bool:
         """Whether it means anything beside the others."""
@@ -95,11 +95,25 @@ class Settings:
         """What the file has, in no particular order."""
         return (item for item in self.by_path.values() if item.origin is not Origin.DEFAULT)
 
-    def check_resolved(self) -> None:
-        """Raise ConfigError where a key that is read still says "auto"."""
-        for setting in self.given():
-            if self.is_read(setting.key):
-                self.value(setting.key.path)
+    def check_resolved(self, answer: type = object) -> None:
+        """Raise ConfigError where keys with this answer are read and say "auto"; it names all."""
+        open_settings = [
+            setting
+            for setting in self.given()
+            if setting.value is UNRESOLVED
+            and isinstance(setting.key.answer, answer)
+            and self.is_read(setting.key)
+        ]
+        if open_settings:
+            raise _unresolved(open_settings)
+
+    def idle(self, setting: Setting) -> str | None:
+        """Why it changes nothing here, though it is read; None where it may."""
+        key = setting.key
+        if isinstance(key.answer, CannotMatter):
+            is_asked = key.kind is not ANYTHING or not is_off(setting.value)
+            return key.answer.reason if is_asked else None
+        return key.idle(lambda path: self.by_path[path].value) if key.idle else None
 
     def replaced(self, values: Mapping[str, Any], origin: Origin) -> Settings:
         """The same but for some values."""
@@ -110,11 +124,25 @@ class Settings:
         return Settings({**self.by_path, **changed})
 
 
+def _unresolved(settings: Sequence[Setting]) -> ConfigError:
+    first, *others = [setting.written for setting in settings]
+    paths = [setting.key.path for setting in settings]
+    model = "model=..., whose config has a hidden_size, or " * any(
+        path in HIDDEN_SIZE_KEYS for path in paths
+    )
+    answers = ", ".join(f'"{path}": ...' for path in paths)
+    likewise = f", as of {', '.join(others)}" if others else ""
+    return ConfigError(
+        f'{first}: expected a value for "auto", got none{likewise}; pass {model}auto={{{answers}}}'
+    )
+
+
 def read_settings(
     source: Source,
     *,
     model: nn.Module | None,
     auto: Mapping[str, Any] | None,
+    implied: Mapping[str, Any] | None = None,
     warns: bool = True,
 ) -> Settings:
     """Read a configuration; rank 0 warns once of all its keys that cannot matter.
@@ -123,6 +151,7 @@ def read_settings(
         source: A dict, the path of a JSON file, or its base64.
         model: Resolves what DeepSpeed's users let Hugging Face derive from its hidden size.
         auto: Values by path for what the file leaves "auto". They must not contradict it.
+        implied: Values by path for what is "auto" still.
         warns: False where the same configuration will be read again.
 
     Raises:
@@ -133,15 +162,19 @@ def read_settings(
     defaults = {path: Setting(key, key.default, Origin.DEFAULT, path) for path, key in KEYS.items()}
     settings = Settings({**defaults, **_read_leaves(load(source))})
     settings = settings.replaced(_answers(settings, auto or {}), Origin.AUTO)
-    open_paths = [
-        item.key.path
+    known = {
+        item.key.path: item.value
         for item in settings.given()
-        if item.value is UNRESOLVED and not settings.is_below_stage(item.key)
-    ]
-    lr = settings.by_path["optimizer.params.lr"].value
-    derived = derived_values(model, lr=None if lr is UNRESOLVED else lr)
+        if item.value is not UNRESOLVED or settings.is_below_stage(item.key)
+    }
+    derived = derived_values(model, known, implied or {})
     settings = settings.replaced(
-        {path: derived[path] for path in open_paths if path in derived}, Origin.AUTO
+        {
+            item.key.path: _read_value(item.key, derived[item.key.path], item.written)
+            for item in settings.given()
+            if item.key.path in derived and item.key.path not in known
+        },
+        Origin.AUTO,
     )
     _refuse_what_is_not_built(settings)
     if warns:
@@ -210,7 +243,11 @@ def _refuse_what_is_not_built(settings: Settings) -> None:
                     f"{shown(setting.value)} at stage {settings.value(STAGE)}; leave it out, or "
                     f"set {STAGE} to {key.min_stage}"
                 )
-        elif isinstance(key.answer, NotBuilt) and not key.is_neutral(settings.value(key.path)):
+        elif (
+            isinstance(key.answer, NotBuilt)
+            and setting.value is not UNRESOLVED
+            and not key.is_neutral(setting.value)
+        ):
             raise ConfigError(
                 f"{setting.written}: expected {_as_json(key.default)}, as what it asks for is not "
                 f"built yet, got {shown(setting.value)}: {key.answer.remedy}"
@@ -225,9 +262,9 @@ def _warn_of_what_cannot_matter(settings: Settings) -> None:
     if dist.is_initialized() and dist.get_rank() > 0:
         return  # rank 0 says it; before there are ranks, each does
     lines = [
-        f"  {setting.written}: {setting.key.answer.reason}"
+        f"  {setting.written}: {reason}"
         for setting in settings.given()
-        if isinstance(setting.key.answer, CannotMatter) and settings.is_read(setting.key)
+        if settings.is_read(setting.key) and (reason := settings.idle(setting))
     ]
     if lines:
         warnings.warn(

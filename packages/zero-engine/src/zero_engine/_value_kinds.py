@@ -118,7 +118,20 @@ def _read_folder(value: Any) -> Path:
     return Path(value)
 
 
-FLAG: Final = ValueKind("true or false", _fits(lambda value: isinstance(value, bool)))
+def _read_flag(value: Any) -> bool:
+    """Written 0 and 1 too, as DeepSpeed reads them."""
+    if not isinstance(value, bool | int | float) or value not in (0, 1):
+        raise ValueError
+    return bool(value)
+
+
+def is_off(value: Any) -> bool:
+    """Whether a section that is not checked, or a flag, asks for nothing."""
+    return not value or (isinstance(value, Mapping) and not value.get("enabled"))
+
+
+FLAG: Final = ValueKind("true or false", _read_flag)
+ANYTHING: Final = ValueKind("anything", lambda value: value)
 TEXT: Final = ValueKind("a string", _fits(lambda value: isinstance(value, str)))
 FOLDER: Final = ValueKind("the path of a folder", _read_folder)
 OBJECT: Final = ValueKind("an object ({...})", _fits(lambda value: isinstance(value, Mapping)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -36,7 +37,7 @@ from ._save_folder import PartialFolder, check_tag
 from ._together import together
 
 _TIMEOUT_S: Final = 60.0
-_AGREED: Final = ("tag", "step", "folder", "keep", "has_frozen", "is_latest")
+_AGREED: Final = ("tag", "step", "keep", "has_frozen", "is_latest")
 
 
 @frozen(kw_only=True)
@@ -98,8 +99,9 @@ class Writing:
         if warns and any(g.has_local for g in sharded.reducer.gradients):
             warn_of_gradients(stacklevel=4)
         groups = [] if optimizer is None else param_groups_of(sharded)
-        request = _check(engine=engine, param_groups=groups, **asked)
         group = sharded.whole
+        _check_folder(asked["folder"], group)
+        request = _check(engine=engine, param_groups=groups, **asked)
         facts = {name: str(getattr(request, name)) for name in _AGREED}
         facts["optimizer"] = str(optimizer is not None)
         check_agreement(facts, group=group, timeout_s=_TIMEOUT_S)
@@ -193,6 +195,18 @@ def sharded_of(
             f"{type(optimizer).__name__}; pass what shard() returned"
         )
     return sharded
+
+
+def _check_folder(folder: Any, group: Group) -> None:
+    """On all ranks alike, that there is a name: rank 0 alone may have one. Collective."""
+    is_named = isinstance(folder, str | os.PathLike) and bool(str(folder))
+    said = str(Path(folder)) if is_named else repr(folder)
+    check_agreement({"folder": said}, group=group, timeout_s=_TIMEOUT_S)
+    if not is_named:
+        raise ConfigError(
+            f"save(): expected the path of a folder that every rank sees, got {folder!r} "
+            f"(rank {group.rank}); pass the same one on all ranks"
+        )
 
 
 def _check(*, folder: Any, tag: Any, step: Any, keep: Any, scheduler: Any, **rest: Any) -> Any:

@@ -9,7 +9,7 @@ from zero_offload import DiskSettings
 from zero_partition import Wire
 
 from ._errors import ConfigError
-from ._file_key import Becomes
+from ._file_key import Becomes, NotBuilt
 from ._json_file import Source, shown
 from ._keys_of_wire import wire_of
 from ._offload import Offload
@@ -56,6 +56,7 @@ def zero_arguments(settings: Settings) -> dict[str, Any]:
     Raises:
         ConfigError: Starts with the path of a key that says "auto", or contradicts another.
     """
+    settings.check_resolved(NotBuilt)  # others matter only where they are read, below
     fields = {"zero.stage": settings.value(STAGE), **_fields(settings)}
     fields["zero.precision"] = precision_of(settings)
     _check_folder(settings, fields)

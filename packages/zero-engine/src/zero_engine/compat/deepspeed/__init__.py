@@ -11,7 +11,7 @@ that says so: nothing is accepted and then ignored.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -67,6 +67,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
+    *,
+    auto: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
     """`zero_engine.initialize`, with the arguments in DeepSpeed's order. Collective.
 
@@ -86,6 +88,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         config: As there.
         mesh_param: Sequence parallelism is not built: None.
         config_params: Another name of `config`.
+        auto: As there: values for what the file leaves "auto", which Hugging Face fills in for its
+            own scripts alone.
 
     Raises:
         ConfigError: As there, or `mesh_param` is given.
@@ -107,6 +111,7 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         dist_init_required,
         collate_fn,
         config_params if config is None else config,
+        auto=auto,
     )
     show_loss_scale(made[0])
     return made

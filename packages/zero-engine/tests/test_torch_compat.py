@@ -1,0 +1,21 @@
+"""Private names of torch that the engine relies on do what they are used for."""
+
+from __future__ import annotations
+
+import torch
+from zero_engine._torch_compat import current_backward
+
+
+def test_each_backward_has_a_number_of_its_own() -> None:
+    """`_current_graph_task_id`: a loss that was scaled counts in its own backward only."""
+    seen = []
+    leaf = torch.ones(1, requires_grad=True)
+    for _ in range(2):
+        inner, outer = leaf * 2, leaf * 3
+        for tensor in (inner, outer):
+            tensor.register_hook(lambda _: seen.append(current_backward()))
+        (inner + outer).backward()
+
+    assert current_backward() == -1
+    assert seen[0] == seen[1] != seen[2] == seen[3]
+    assert -1 not in seen
