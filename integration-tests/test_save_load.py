@@ -212,7 +212,7 @@ def _load_cut(group: Group, folder: Path, stage: int) -> list[float]:
 class _Warm(parity.PerParameter):
     """Momentum, warmed up by values for the whole parameter of all the shapes that one can have."""
 
-    def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:  # noqa: D102
+    def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
         if not state:
             state["momentum"] = torch.zeros_like(param)
             state |= {"one": torch.zeros(1), "cell": torch.ones(1, 1), "past": [0.5], "none": None}

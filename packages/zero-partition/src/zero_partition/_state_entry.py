@@ -217,8 +217,9 @@ def part_in_entry(
         return Span(0, numel), shape
     raise PartitionError(
         f"parameter {param.name!r}: optimizer state {key!r} has shape {shape}, "
-        f"expected one element, the parameter's shape {tuple(param.shape)}, or one entry per row or "
-        f"block where it is cut so: its cut is {str(cut)!r}. cut='tensor' keeps state of any shape"
+        f"expected one element, the parameter's shape {tuple(param.shape)}, or one entry per row "
+        f"or block where it is cut so: its cut is {str(cut)!r}. cut='tensor' keeps state of any "
+        "shape"
     )
 
 
