@@ -8,6 +8,7 @@ from typing import Any, Final
 import parity
 import pytest
 import torch
+import zero_engine
 from residences import Blocks, Cell, Optimizers, assert_same, cells, parts_of, sharded, train
 from zero_comm import Group
 from zero_engine import Precision
@@ -87,3 +88,36 @@ CELLS: Final = {
     1: (Cell(1, "host"), Cell(1, "disk", fraction=0.3)),
     3: (Cell(3, "host"), Cell(3, "disk", "disk", residence="poisoned"), Cell(3, "device", "host")),
 }
+
+
+def test_a_file_says_in_which_dtype_state_is_kept_with_offload_and_without(ranks) -> None:
+    """`bf16_optimizer_states` was asked for to save memory, or left out to keep precision."""
+    ranks(1).run(_train_as_files_say)
+
+
+def _train_as_files_say(group: Group) -> None:
+    def run(is_bf16: bool, device: str) -> tuple[dict[str, Any], set[torch.dtype]]:
+        keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+        file = {
+            "train_batch_size": 2,
+            "bf16": {"enabled": True, **dict.fromkeys(keys, is_bf16)},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": device}},
+        }
+        model = parity.build(Blocks)
+        engine, optimizer, _, _ = zero_engine.initialize(model=model, config=file, group=group)
+        for step in range(5):
+            engine.backward(parity.loss_of(engine, parity.batch(step, 0, 0)))
+            engine.step()
+        dtypes = {v.dtype for state in optimizer.state.values() for v in state.values() if v.dim()}
+        weights = zero_engine.full_state_dict(model)
+        zero_engine.unshard(model, optimizer)
+        return weights, dtypes
+
+    for is_bf16, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        expected, of_device = run(is_bf16, "none")
+        weights, of_host = run(is_bf16, "cpu")
+        assert of_device == of_host == {dtype}
+        if is_bf16:
+            assert_same(weights, expected, "bf16 state on the host")
+        torch.testing.assert_close(weights, expected)  # our kernel rounds apart from torch's
