@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+import parity
 import pytest
 import torch
-from residences import Blocks, Cell, assert_same, cells, parts_of, sharded, train
+import zero_engine
+from residences import Blocks, Cell, Optimizers, assert_same, cells, parts_of, sharded, train
 from zero_comm import Group
 from zero_engine import Precision
+from zero_offload import CPUAdam
+from zero_partition import MemoryReport, memory_report
 
 PRECISIONS: Final = {
     "fp32": None,
@@ -39,3 +43,81 @@ def _same_bits(group: Group, folder: str, stage: int, precision: str) -> None:
     expected = run(None)
     for cell in cells(stage):
         assert_same(run(cell), expected, f"{cell}")
+
+
+NARROW: Final[dict[str, Optimizers]] = {
+    "AdamW": lambda model: torch.optim.AdamW(parity.param_groups(model), lr=1e-2),
+    "CPUAdam": lambda model: CPUAdam(
+        parity.param_groups(model), lr=1e-2, masters=False, state_dtype=None
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_what_is_updated_in_16_bits_is_so_wherever_it_rests(
+    ranks, tmp_path: Path, name: str
+) -> None:
+    """Who asks for no masters has no memory for them, on the host least of all."""
+    ranks(2).run(_same_narrow_bits, folder=str(tmp_path), name=name, timeout_s=120)
+
+
+def _same_narrow_bits(group: Group, folder: str, name: str) -> None:
+    precision = Precision(params=torch.bfloat16, masters=None)
+
+    def run(cell: Cell | None, stage: int) -> tuple[dict[str, Any], MemoryReport]:
+        settings: Any = {"stage": stage, "precision": precision, "make_optimizer": NARROW[name]}
+        with sharded(group, cell, folder, make=Blocks, **settings) as (model, optimizer):
+            found = {"losses": train(model, optimizer, group.rank)}
+            return found | parts_of(model, optimizer), memory_report(model)
+
+    for stage, cells_of_stage in CELLS.items():
+        expected, _ = run(None, stage)
+        moments = [value for key, value in expected.items() if "exp_avg" in key]
+        assert {value.dtype for value in moments} == {torch.bfloat16}
+        for cell in cells_of_stage:
+            found, held = run(cell, stage)
+            assert_same(found, expected, f"{cell}")
+            if cell == Cell(1, "host"):
+                num_columns = 2 * len(moments)  # each begins a cache line
+                state = sum(value.nbytes for value in moments)
+                assert state <= held.host_bytes <= state + 64 * num_columns
+                assert held.optimizer_bytes == 0
+
+
+CELLS: Final = {
+    1: (Cell(1, "host"), Cell(1, "disk", fraction=0.3)),
+    3: (Cell(3, "host"), Cell(3, "disk", "disk", residence="poisoned"), Cell(3, "device", "host")),
+}
+
+
+def test_a_file_says_in_which_dtype_state_is_kept_with_offload_and_without(ranks) -> None:
+    """`bf16_optimizer_states` was asked for to save memory, or left out to keep precision."""
+    ranks(1).run(_train_as_files_say)
+
+
+def _train_as_files_say(group: Group) -> None:
+    def run(is_bf16: bool, device: str) -> tuple[dict[str, Any], set[torch.dtype]]:
+        keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+        file = {
+            "train_batch_size": 2,
+            "bf16": {"enabled": True, **dict.fromkeys(keys, is_bf16)},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": device}},
+        }
+        model = parity.build(Blocks)
+        engine, optimizer, _, _ = zero_engine.initialize(model=model, config=file, group=group)
+        for step in range(5):
+            engine.backward(parity.loss_of(engine, parity.batch(step, 0, 0)))
+            engine.step()
+        dtypes = {v.dtype for state in optimizer.state.values() for v in state.values() if v.dim()}
+        weights = zero_engine.full_state_dict(model)
+        zero_engine.unshard(model, optimizer)
+        return weights, dtypes
+
+    for is_bf16, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        expected, of_device = run(is_bf16, "none")
+        weights, of_host = run(is_bf16, "cpu")
+        assert of_device == of_host == {dtype}
+        if is_bf16:
+            assert_same(weights, expected, "bf16 state on the host")
+        torch.testing.assert_close(weights, expected)  # our kernel rounds apart from torch's

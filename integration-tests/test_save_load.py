@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -207,6 +208,80 @@ def _load_cut(group: Group, folder: Path, stage: int) -> list[float]:
     report = zero_engine.load(folder, model, optimizer)
     assert report.num_tensors == report.num_tensors_saved
     return parity.run_steps(model, optimizer, range(2, 5), rank=0)
+
+
+class _Warm(parity.PerParameter):
+    """Momentum, warmed up by values for the whole parameter of all the shapes that one can have."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        if not state:
+            state["momentum"] = torch.zeros_like(param)
+            state |= {"one": torch.zeros(1), "cell": torch.ones(1, 1), "past": [0.5], "none": None}
+        state["one"] += 0.25
+        state["cell"] *= 0.9
+        state["past"] = [*state["past"][-1:], state["past"][-1] + state["one"].item()]
+        state["momentum"].mul_(0.9).add_(grad)
+        lr = group["lr"] * state["cell"].item() * sum(state["past"])
+        param.sub_(lr * state["momentum"])
+
+
+def test_state_of_one_element_holds_for_the_whole_parameter(ranks, tmp_path: Path) -> None:
+    """As people write it who avoid numbers: it trains, so it goes on, is read, and is undone."""
+    expected = _train_warm()
+    for place, stage in (("device", 1), ("host", 3)):
+        ranks(2).run(_save_warm, folder=tmp_path / str(stage), place=place)
+    for world_size, stage in ((1, 3), (2, 0), (2, 3), (3, 2)):
+        ranks(world_size).run(_load_warm, folder=tmp_path, stage=stage, expected=expected)
+
+
+def _train_warm() -> tuple[list[float], list[dict[str, Any]]]:
+    """In one process: the last losses, and all state after two steps."""
+    model = parity.build(parity.tiny_float32)
+    optimizer = _Warm(model.parameters(), lr=1e-2)
+    parity.run_steps(model, optimizer, range(2), rank=0)
+    states = copy.deepcopy([optimizer.state.get(param, {}) for param in model.parameters()])
+    return parity.run_steps(model, optimizer, range(2, 5), rank=0), states
+
+
+def _build_warm(group: Group, stage: int, place: str = "device") -> tuple[nn.Module, Any]:
+    model = parity.build(parity.tiny_float32)
+    optimizer = _Warm(model.parameters(), lr=1e-2)
+    config = ZeroConfig(stage, offload=Offload(optimizer=place))
+    return zero_engine.shard(model, optimizer, config, group=group)
+
+
+def _save_warm(group: Group, folder: Path, place: str) -> None:
+    model, optimizer = _build_warm(group, int(folder.name), place)
+    parity.run_steps(model, optimizer, range(2), rank=0)
+    zero_engine.save(folder, model, optimizer, step=2)
+
+
+def _load_warm(group: Group, folder: Path, stage: int, expected: Any) -> None:
+    losses, states = expected
+    for saved in (1, 3):
+        for place in ("device", "host") if stage else ("device",):
+            model, optimizer = _build_warm(group, stage, place)
+            report = zero_engine.load(folder / str(saved), model, optimizer)
+            assert report.num_tensors == report.num_tensors_saved
+            for param, state in zip(model.parameters(), states, strict=True):
+                _assert_state({key: full_optimizer_state(param, key) for key in state}, state)
+            assert parity.run_steps(model, optimizer, range(2, 5), rank=0) == pytest.approx(losses)
+            zero_engine.load(folder / str(saved), model, optimizer)
+            zero_engine.unshard(model, optimizer)
+            for param, state in zip(model.parameters(), states, strict=True):
+                _assert_state(optimizer.state.get(param, {}), state)
+            zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+            assert parity.run_steps(model, optimizer, range(2, 5), rank=0) == pytest.approx(losses)
+
+
+def _assert_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, Tensor):
+            assert found[key].shape == value.shape, key
+            torch.testing.assert_close(found[key], value, msg=key)
+        else:
+            assert found[key] == value, key
 
 
 def test_files_are_safetensors_and_json(ranks, tmp_path: Path) -> None:

@@ -122,6 +122,22 @@ def test_a_part_of_a_block_is_kept_by_name() -> None:
     assert checkpointer.kept_bytes == 0
 
 
+def test_what_checkpoint_takes_for_itself_a_modules_call_may_have_too() -> None:
+    """A model that is not edited calls its layers as it always did."""
+
+    class Layer(nn.Module):
+        def forward(self, causal: bool, x: Tensor, *, debug: bool, context_fn: str) -> Tensor:
+            assert (causal, debug, context_fn) == (True, True, "own")
+            return x.sin()
+
+    model = nn.ModuleList([Layer()])
+    x = torch.ones(2, requires_grad=True)
+
+    checkpoint_modules(model, by_type(Layer))
+
+    assert torch.equal(model[0](True, x, debug=True, context_fn="own"), x.sin())
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_hooks_of_a_module_run_once_a_call(order: str) -> None:
     """Counters, pruning and spectral norm must not see calls that no one made."""

@@ -8,6 +8,7 @@ import itertools
 import json
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import torch
 from same_numbers import Run, Stack, assert_equal, plainly, train
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import noop_context_fn
 from zero_ckpt import (
     Checkpointer,
     CheckpointError,
@@ -68,6 +70,83 @@ def test_every_name_recomputes_with_the_rngs_of_the_default_tracker(run: Run) ->
         return train(run, lambda: Stack(tracker=tracker), tracker=tracker)
 
     assert_equal(numbers(run), numbers(plainly))
+
+
+def _as_the_method(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return Checkpointer().checkpoint(function, *args, **kwargs)
+
+
+@pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint, _as_the_method])
+def test_what_torch_calls_checkpoint_with_does_not_reach_the_function(run: Run) -> None:
+    """transformers, timm and torchvision give these; a layer that takes any keyword computes on."""
+    seen: list[dict[str, Any]] = []
+
+    def layer(x: Tensor, **options: Any) -> Tensor:
+        seen.append(options)
+        return torch.dropout(x, 0.5, train=True).sin() * options["scale"]
+
+    x = torch.ones(64, requires_grad=True)
+    for options in (
+        {"use_reentrant": True, "preserve_rng_state": False},
+        {
+            "use_reentrant": False,
+            "preserve_rng_state": True,
+            "determinism_check": "default",
+            "context_fn": noop_context_fn,
+            "debug": False,
+            "early_stop": True,
+        },
+    ):
+        seen.clear()
+        torch.manual_seed(0)
+        y = run(layer, x, **options, scale=2)
+        (found,) = torch.autograd.grad(y.sum(), x)
+        with torch.no_grad():  # where nothing is kept, the call is the same
+            torch.manual_seed(0)
+            assert torch.equal(run(layer, x, **options, scale=2), y)
+        torch.manual_seed(0)
+        (expected,) = torch.autograd.grad(layer(x, scale=2).sum(), x)
+
+        assert torch.equal(found, expected)
+        assert seen == [{"scale": 2}] * 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "remedy"),
+    [
+        ({"use_reentrant": "no"}, "expected True or False or None"),
+        ({"determinism_check": "none"}, "always compared"),
+        ({"context_fn": lambda: (nullcontext(), nullcontext())}, r"Checkpointer\(keeps="),
+        ({"debug": True}, r"Checkpointer\(verifies="),
+        ({"early_stop": False}, r"Checkpointer\(stops_early="),
+    ],
+)
+def test_what_torch_would_do_and_we_do_not_is_refused_by_name(
+    wrong: dict[str, Any], remedy: str
+) -> None:
+    """Selective checkpointing that is not done takes memory that was counted on."""
+    (name,) = wrong
+    with pytest.raises(CheckpointError, match=rf"checkpoint\({name}=\).*{remedy}.*partial"):
+        checkpoint(torch.sin, torch.ones(2, requires_grad=True), **wrong)
+
+
+@pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint, _as_the_method])
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_bool_that_megatron_or_the_function_may_mean_is_refused(run: Run, flag: bool) -> None:
+    """Taken for either, the other's script would compute on with a wrong argument."""
+
+    def layer(*args: Any, causal: bool | None = None) -> Tensor:
+        return args[-1].sin()
+
+    x = torch.ones(2, requires_grad=True)
+
+    with pytest.raises(
+        CheckpointError, match=r"distribute_saved_activations.*CheckpointFunction\.apply.*partial"
+    ):
+        run(layer, flag, x)
+    assert torch.equal(CheckpointFunction.apply(layer, False, x), x.sin())  # as Megatron means it
+    for own in (partial(layer, flag), partial(layer, causal=flag)):
+        assert torch.equal(run(own, x), x.sin())
 
 
 def test_the_list_gets_every_output_in_order() -> None:

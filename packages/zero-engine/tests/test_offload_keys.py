@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from zero_engine import EngineConfig, Offload, ZeroConfig
+import torch
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_engine import EngineConfig, Offload, ZeroConfig, shard, unshard
 from zero_offload import DiskSettings
 
 FOLDER: Final = Path("/local_nvme")
@@ -86,13 +90,13 @@ def _nvme(**keys: Any) -> dict[str, Any]:
         ({"param": {"device": "cpu", "max_in_cpu": 1e9}}, Offload(params="host")),
         # sub_group_size: elements whose states are updated, and are in memory, together.
         (
-            {"optimizer": {"device": "cpu"}, "sub_group_size": 1000},
-            Offload(optimizer="host", subgroup_bytes=1000 * (4 + 4 + 4)),
+            {"optimizer": {"device": "cpu"}, "sub_group_size": 1e6},
+            Offload(optimizer="host", subgroup_bytes=10**6 * (4 + 4 + 4)),
         ),
         ({"optimizer": {"device": "cpu"}, "sub_group_size": 1e9}, Offload(optimizer="host")),
         (
-            {"cpu_offload": True, "sub_group_size": 1000},
-            Offload(optimizer="host", subgroup_bytes=12000),
+            {"cpu_offload": True, "sub_group_size": 1e6},
+            Offload(optimizer="host", subgroup_bytes=12 * 10**6),
         ),
         ({"sub_group_size": 1000}, None),
         # aio: how NVMe is used.
@@ -128,13 +132,50 @@ def test_a_key_means_what_deepspeed_says_of_it(file: dict[str, Any], expected: A
     assert _offload(**file) == expected
 
 
-@pytest.mark.parametrize("numel", [0, 1, 10**6, 64 * MIB // 12, 64 * MIB // 12 + 1, 10**12])
-def test_a_sub_group_has_at_most_the_bytes_of_the_file_and_ours(numel: int) -> None:
-    """Files say 1e9 by habit: 12 GB, three times, in memory that may not be there."""
+@pytest.mark.parametrize("numel", [0, 8, 10**6, 64 * MIB // 12, 64 * MIB // 12 + 1, 10**12])
+def test_a_sub_group_has_the_bytes_of_the_file_but_neither_few_nor_many(numel: int) -> None:
+    """Files say 1e9 by habit: 12 GB, three times. And DeepSpeed never takes 8 literally."""
     offload = _offload({"device": "cpu"}, sub_group_size=numel)
 
     assert offload is not None
-    assert 1 <= offload.subgroup_bytes <= min(max(12 * numel, 12), 64 * MIB)
+    assert offload.subgroup_bytes == min(max(12 * numel, MIB), 64 * MIB)
+
+
+def test_a_tiny_sub_group_size_changes_neither_numbers_nor_speed(ranks) -> None:
+    """Scripts for debugging set it: each of its sub-groups would be eight elements, and a call."""
+    ranks(1).run(_train_in_tiny_sub_groups)
+
+
+def _train_in_tiny_sub_groups(group: Group) -> None:
+    plain, _ = _train(None)
+    host = {"offload_optimizer": {"device": "cpu"}}
+    expected, _ = _train(host)
+    torch.testing.assert_close(expected, plain)
+    for numel in (8, 100):
+        found, seconds = _train({**host, "sub_group_size": numel})
+
+        assert all(map(torch.equal, found, expected))
+        assert seconds < 0.1, f"sub_group_size {numel}"
+
+
+def _train(file: dict[str, Any] | None) -> tuple[list[Tensor], float]:
+    """Three steps of 4M parameters, as a file says or without one; and the seconds of the best."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    if file is not None:
+        zero = {"zero_optimization": {"stage": 3, **file}}
+        shard(model, optimizer, ZeroConfig.from_deepspeed(zero))
+    seconds = []
+    for _ in range(3):
+        model(torch.ones(2, 512)).square().sum().backward()
+        begin = time.perf_counter()
+        optimizer.step()
+        seconds.append(time.perf_counter() - begin)
+        optimizer.zero_grad()
+    if file is not None:
+        unshard(model, optimizer)
+    return [param.detach() for param in model.parameters()], min(seconds)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -31,7 +31,7 @@ class _CheckpointedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inside = self._inside(self._caller())
         if self.is_active:
-            return self.checkpointer.checkpoint(inside, *args, **kwargs)
+            return self.checkpointer.call(inside, args, kwargs)
         return inside(*args, **kwargs)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
 
 from ._ambient import Ambient
 from ._boundaries import Synchronized
@@ -112,22 +113,43 @@ class Checkpointer(Configurable):
         knows nothing of savers, rngs and `keeps`: where this checkpointer has any, the graph breaks
         here, and the function runs as it is.
 
+        The keyword arguments of torch's `checkpoint` are for this one too. Either `use_reentrant`
+        and either `preserve_rng_state` is fulfilled by what is said above; of `context_fn`,
+        `determinism_check`, `debug` and `early_stop` only what this checkpointer does is accepted.
+
         Args:
             function: Takes and returns anything. It must compute the same when it is called again
                 with the same arguments.
-            *args: Tensors anywhere in nested dicts, lists, tuples and dataclasses, and all else.
-            **kwargs: Likewise.
+            *args: Tensors anywhere in nested dicts, lists, tuples and dataclasses, and all else but
+                a bool as the first, which Megatron's `checkpoint` takes for
+                `distribute_saved_activations`; see `checkpoint_distributed`.
+            **kwargs: Likewise, and torch's. `functools.partial` gives the function a first bool, or
+                a keyword argument of one of torch's names.
 
         Returns:
             What the function returns.
 
         Raises:
-            CheckpointError: The function wrote in place to a tensor that it was given, or forked
+            CheckpointError: The first argument is a bool, or an argument of torch's asks for what
+                is not done. The function wrote in place to a tensor that it was given, or forked
                 another tracker than this one's; or this is inside a transform of torch.func. In
                 backward: an input or weight was written in place meanwhile.
             NondeterminismError: In backward: the second run saved other tensors than the first,
                 or, of a call that is verified, other values.
         """
+        if args and isinstance(args[0], bool):
+            raise CheckpointError(
+                f"checkpoint(function, {args[0]}, ...): expected no bool as first argument, as it "
+                "may be Megatron's distribute_saved_activations or the function's own; call "
+                "CheckpointFunction.apply(function, distribute_saved_activations, *args) for the "
+                f"former, checkpoint(functools.partial(function, {args[0]}), ...) for the latter"
+            )
+        return self.call(function, args, self._without_torchs(kwargs))
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """`checkpoint` with the function's own arguments, whatever they are and are called."""
         return self._checkpoint(self.saver, function, args, kwargs)
 
     def checkpoint_distributed(
@@ -197,6 +219,29 @@ class Checkpointer(Configurable):
             outputs = function(*args, **kwargs)
         call.check_unwritten(inputs, name)
         return outputs
+
+    def _without_torchs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The function's own; raise for one of torch's checkpoint that asks for something else."""
+        own, either = dict(kwargs), (True, False)
+        for name, accepted, remedy in (
+            ("use_reentrant", (*either, None), "there is one mechanism, which is not reentrant"),
+            ("preserve_rng_state", either, "random numbers are always those of the first run"),
+            ("determinism_check", ("default",), "the two runs are always compared"),
+            ("context_fn", (noop_context_fn,), "Checkpointer(keeps=MATMULS) decides what is kept"),
+            ("debug", (False,), "Checkpointer(verifies=Verification()) says what differed"),
+            ("early_stop", (self.stops_early,), "Checkpointer(stops_early=) decides that"),
+        ):
+            if name not in own:
+                continue
+            value = own.pop(name)
+            if value not in accepted:
+                expected = " or ".join(map(repr, accepted))
+                raise CheckpointError(
+                    f"checkpoint({name}=): expected {expected} for this argument of torch's "
+                    f"checkpoint, got {value!r:.80}; {remedy}. One of that name for the "
+                    f"function itself is given by functools.partial(function, {name}=...)"
+                )
+        return own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Checkpointer:
         """Itself: a copy of a model that holds it is checkpointed as the model is."""

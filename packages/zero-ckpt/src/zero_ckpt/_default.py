@@ -62,7 +62,7 @@ class CheckpointFunction:
                 "distribute_saved_activations) or a list (DeepSpeed's all_outputs) as second "
                 f"argument, got a {type(choice).__name__}; to give none, call checkpoint()"
             )
-        outputs = _DEFAULT.checkpoint(function, *args, **kwargs)
+        outputs = _DEFAULT.call(function, args, kwargs)
         choice.extend(outputs if isinstance(outputs, tuple | list) else (outputs,))
         return outputs
 

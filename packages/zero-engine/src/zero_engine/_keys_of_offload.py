@@ -28,6 +28,7 @@ _OVERLAPS: Final = CannotMatter("reading, stepping and writing always overlap")
 _SUBMISSION: Final = CannotMatter("requests are handed over in batches, while earlier ones run")
 
 _ADAM_BYTES_PER_ELEMENT: Final = 12  # fp32: master, first and second moment
+_LEAST_SUBGROUP_BYTES: Final = 2**20
 _PAGE_BYTES: Final = 4096
 _MAX_BLOCK_BYTES: Final = 2**30
 
@@ -41,8 +42,12 @@ def _on_host(name: str) -> Becomes:
 
 
 def _subgroup_bytes(numel: int) -> int:
-    """An upper bound: the files say 1e9 by habit, which is 12 GB in each of three slots."""
-    return min(max(numel, 1) * _ADAM_BYTES_PER_ELEMENT, SUBGROUP_BYTES)
+    """An upper bound: the files say 1e9 by habit, which is 12 GB in each of three slots.
+
+    And no tiny one: DeepSpeed cuts no parameter into sub-groups, so there 8 means one parameter
+    each, where pieces of eight elements would take a hundred times as long.
+    """
+    return min(max(numel * _ADAM_BYTES_PER_ELEMENT, _LEAST_SUBGROUP_BYTES), SUBGROUP_BYTES)
 
 
 def _whole_pages(num_bytes: int) -> int:

@@ -56,7 +56,7 @@ class Offload:
         path: A folder on the disk to use; needed where something rests on disk.
         pin: Page-lock host memory, where there is CUDA: transfers then overlap with computing.
         subgroup_bytes: Most optimizer state that is read, stepped and written together; three
-            times this passes through memory.
+            times this passes through memory. Below 1 MiB the step takes many times as long.
         read_ahead: With params="disk": units whose shards are read ahead of their gather.
         max_host_numel: With params="disk": elements of this rank's shards that rest on the host all
             the same, those of the model's first units.

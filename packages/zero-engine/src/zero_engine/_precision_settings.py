@@ -131,5 +131,6 @@ def _check_modes(settings: Settings) -> None:
     if is_bf16 and value(masters) != value(states):
         raise ConfigError(
             f"{masters}: expected the same as {states}, as an optimizer keeps its state in the "
-            f"dtype of what it updates, got {value(masters)} and {value(states)}"
+            f"dtype of what it updates, got {value(masters)} and {value(states)}; turn both on, or "
+            "both off"
         )

@@ -8,6 +8,7 @@ from typing import Any
 from attrs import frozen
 from torch import Tensor
 
+from ._cpu_optimizer import AbstractCPUOptimizer
 from ._footprint import Footprint
 from ._gradient_stream import bytes_of
 from ._stepper import Stepper
@@ -67,12 +68,13 @@ def plan_state(
         if (param.ndim, param.dtype, at) not in kinds:
             entries = stepper.entries(param.ndim, param.dtype, dict(groups[at]))
             kinds[param.ndim, param.dtype, at] = entries
+    used = {dtype: stepper.used_for(dtype) for _, dtype, _ in kinds}
     items = [
         Item(
             numel=param.numel(),
             entries=kinds[param.ndim, param.dtype, at],
-            is_divisible=stepper.is_native and _is_dense(param),
-            place=str(param.device),
+            is_divisible=issubclass(used[param.dtype], AbstractCPUOptimizer) and _is_dense(param),
+            place=f"{param.device}, {used[param.dtype].__name__}",
         )
         for param, at in positions.items()
     ]

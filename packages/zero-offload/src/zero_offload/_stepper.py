@@ -40,7 +40,9 @@ class Stepper:
 
     Attributes:
         template: Of the user's class and settings; its own parameters do not matter.
-        used: The native optimizer of the same formula, or the user's class as it is.
+        used: The native optimizer of the same formula, or the user's class as it is. Native ones
+            round once an element and keep moments in fp32, so torch's own class steps what has 16
+            bits and no master, as it would where nothing rests elsewhere.
         own_masters: Dtypes of the masters that the sub-group keeps, by that of the parameter. None:
             fp32 ones where parameters have 16 bits and the optimizer keeps none itself.
     """
@@ -90,10 +92,20 @@ class Stepper:
         """Whether each element is stepped by itself, with masters, by kernels."""
         return issubclass(self.used, AbstractCPUOptimizer)
 
-    def make(self, groups: list[dict[str, Any]], *, on_host: bool) -> Optimizer:
-        """An optimizer over pieces; its groups' numbers are set before each step."""
-        if on_host and self.used is not self.asked:
-            return self.used(groups)  # type: ignore[call-arg]  (the class has defaults of its own)
+    def used_for(self, dtype: torch.dtype) -> type[Optimizer]:
+        """What steps parameters of this dtype on the host: `used`, or the user's class."""
+        is_plain = self.own_masters is not None and self.used is not self.asked
+        stepped = self.own_master(dtype, on_host=True) or dtype
+        return self.asked if is_plain and _is_narrow(stepped) else self.used
+
+    def make(self, groups: list[dict[str, Any]], *, dtype: torch.dtype, on_host: bool) -> Optimizer:
+        """An optimizer over pieces of parameters of this dtype, or of those stepped like it.
+
+        Its groups' numbers are set before each step.
+        """
+        used = self.used_for(dtype)
+        if on_host and used is not self.asked:
+            return used(groups)  # type: ignore[call-arg]  (the class has defaults of its own)
         if not on_host and issubclass(self.asked, AbstractCPUOptimizer):
             raise UnsupportedOptimizerError(
                 f"{self.asked.__name__} steps tensors of the CPU, and fraction leaves some of the "
@@ -115,18 +127,20 @@ class Stepper:
         return asked is not None and not self._is_optimizers(asked)
 
     def _is_optimizers(self, asked: torch.dtype) -> bool:
-        policy = getattr(self.template, "_policy", None)
-        return _is_narrow(asked) and self.is_native and (policy is None or policy.masters)
+        return (
+            _is_narrow(asked) and self.is_native and getattr(self.template, "keeps_masters", False)
+        )
 
     def entries(self, ndim: int, dtype: torch.dtype, group: dict[str, Any]) -> tuple[Entry, ...]:
         """What the state of such a parameter consists of, as a step of a tiny one shows."""
         masters: tuple[Entry, ...] = ()
+        of = dtype
         if (own := self.own_master(dtype, on_host=True)) is not None:
             masters, dtype = (Entry(MASTER, own),), own
         param = _blank(_SIDES[:ndim], dtype)
         param.grad = torch.zeros_like(param)
         with torch.random.fork_rng(devices=[]):  # the user's numbers must not change for our trial
-            optimizer = self.make([{"params": [param]}], on_host=True)
+            optimizer = self.make([{"params": [param]}], dtype=of, on_host=True)
             set_numbers(optimizer.param_groups[0], group)
             optimizer.step()
         return masters + tuple(

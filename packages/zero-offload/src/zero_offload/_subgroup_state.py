@@ -64,7 +64,8 @@ class SubGroupState:
             {"params": [p for p, at in zip(self._pieces, self.groups, strict=True) if at == where]}
             for where in self._positions
         ]
-        self._inner = self.stepper.make(groups, on_host=self.on_host)
+        dtype = self.params[0].dtype
+        self._inner = self.stepper.make(groups, dtype=dtype, on_host=self.on_host)
 
     # ---- Memory ----
 

@@ -39,7 +39,7 @@ class Item:
         numel: Of the parameter.
         entries: That move with it; what else its state holds is small and stays in memory.
         is_divisible: Whether it may be stepped piece by piece.
-        place: Its device; a sub-group has one.
+        place: Its device, and what steps it there; a sub-group has one.
     """
 
     numel: int

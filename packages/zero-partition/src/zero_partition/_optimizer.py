@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from ._errors import PartitionError, StateError
 from ._flat_buffer import FlatBuffer
 from ._places import find_place
 from ._span import Span
-from ._state_entry import part_of_entry
+from ._state_entry import keys_for_whole, part_of_entry
 from ._unit import Unit
 
 
@@ -170,20 +170,27 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, units: Sequence[Unit]) -> 
         for position, param in enumerate(buffer.params)
     }
     for member in members_of(optimizer):
+        for_whole = keys_for_whole(
+            (places[id(param)][0].plan.params[places[id(param)][1]].shape, state)
+            for param, state in member.state.items()
+            if id(param) in places
+        )
         for group in member.param_groups:
             shards = []
             for param in group["params"]:
                 buffer, position = places[id(param)]
                 shard = buffer.shard_params[position]
                 if param in member.state:
-                    state = _shard_state(member.state.pop(param), buffer, position)
+                    state = _shard_state(member.state.pop(param), buffer, position, for_whole)
                     if state is not None:
                         member.state[shard] = state
                 shards.append(shard)
             group["params"][:] = shards
 
 
-def _shard_state(state: dict[str, Any], buffer: FlatBuffer, position: int) -> dict[str, Any] | None:
+def _shard_state(
+    state: dict[str, Any], buffer: FlatBuffer, position: int, for_whole: Collection[str]
+) -> dict[str, Any] | None:
     """This rank's part of it; None where a rank that keeps nothing of the parameter needs none."""
     plan = buffer.plan.params[position]
     piece = buffer.piece_of(position)
@@ -191,4 +198,4 @@ def _shard_state(state: dict[str, Any], buffer: FlatBuffer, position: int) -> di
     if plan.cut != Cut.FLAT and is_absent:
         return None
     span = piece.in_tensor if piece is not None else Span(0, 0)
-    return {key: part_of_entry(plan, key, value, span) for key, value in state.items()}
+    return {k: part_of_entry(plan, k, value, span, for_whole) for k, value in state.items()}

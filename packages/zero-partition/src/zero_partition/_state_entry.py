@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -21,8 +21,10 @@ from ._span import Span
 # One value per element: the shape of the shard, or as many elements in one dim.
 # One slice per row, where the cut is "row", or per block, where it is "block(k)": along dim 0.
 # Anything at all, where the cut keeps the whole parameter on one rank, which then has all of it.
-# What is none of these has no whole that we could know. A block of one element looks like the
-# element: it is taken for one, which is the same but for the shape of a scalar's.
+# What is none of these has one value for the whole parameter if it has one element on every rank,
+# and else no whole that we could know. A block of one element looks like the element: it is taken
+# for one, which is the same but for the shape of a scalar's. Beside a parameter of one element, one
+# value looks like the element too: there the same entry of larger parameters says what it is.
 
 _SAYABLE: Final = ("int", "float", "bool", "str", "NoneType")  # what a message can carry as it is
 
@@ -123,6 +125,8 @@ def plan_entry(
         found = _undivided(parts)
     else:
         found = _in_elements(param, parts, keeps) or _in_slices(param, parts, keeps)
+        if found is None and math.prod(first.shape) == 1:
+            found = _undivided(parts)
     if found is None:
         raise _refusal(
             param, key, said, "that is neither one value, nor one per element, row or block"
@@ -136,8 +140,31 @@ def plan_entry(
     )
 
 
-def part_of_entry(param: ParameterPlan, key: str, value: Any, span: Span) -> Any:
+def keys_for_whole(states: Iterable[tuple[torch.Size, Mapping[str, Any]]]) -> frozenset[str]:
+    """Entries with one element beside a parameter with more; see NOTE(entries).
+
+    Args:
+        states: Shapes of parameters, and their whole state: what has a shape there is a tensor.
+    """
+    return frozenset(
+        key
+        for of_param, state in states
+        for key, value in state.items()
+        if math.prod(getattr(value, "shape", (0,))) == 1 < of_param.numel()
+    )
+
+
+def part_of_entry(
+    param: ParameterPlan, key: str, value: Any, span: Span, for_whole: Collection[str] = ()
+) -> Any:
     """What a rank that keeps `span` of the parameter keeps of a whole entry; see NOTE(entries).
+
+    Args:
+        param: The parameter whose state it is.
+        key: The entry.
+        value: All of it.
+        span: The elements of the parameter that a rank keeps.
+        for_whole: See `keys_for_whole`.
 
     Raises:
         PartitionError: A shape that the parameter's cut does not explain.
@@ -150,14 +177,18 @@ def part_of_entry(param: ParameterPlan, key: str, value: Any, span: Span) -> Any
         )
     if not isinstance(value, Tensor):
         return value
-    part, shape = part_in_entry(param, key, value.shape, span)
+    part, shape = part_in_entry(param, key, value.shape, span, for_whole)
     if part.numel == value.numel() and tuple(value.shape) == shape:
         return value
     return value.reshape(-1)[part.as_slice()].clone().view(shape)
 
 
 def part_in_entry(
-    param: ParameterPlan, key: str, shape: Sequence[int], span: Span
+    param: ParameterPlan,
+    key: str,
+    shape: Sequence[int],
+    span: Span,
+    for_whole: Collection[str] = (),
 ) -> tuple[Span, tuple[int, ...]]:
     """Which elements of a whole entry go with `span` of the parameter, and in what shape.
 
@@ -166,12 +197,13 @@ def part_in_entry(
         key: The entry.
         shape: Of the whole entry, a tensor.
         span: The elements of the parameter that a rank keeps.
+        for_whole: See `keys_for_whole`.
 
     Raises:
         PartitionError: A shape that the parameter's cut does not explain.
     """
     shape, cut, numel = tuple(shape), param.cut, math.prod(shape)
-    if _is_for_whole(key, shape, param.shape):
+    if _is_for_whole(key, shape, param.shape) or (key in for_whole and numel == 1):
         return Span(0, numel), shape
     if shape == tuple(param.shape) or (cut.kind == "block" and shape == (param.shape.numel(),)):
         return span, cut.shard_shape(param.shape, span.numel)
@@ -181,10 +213,13 @@ def part_in_entry(
     if total is not None and mine is not None and shape and shape[0] == total.numel:
         inner = math.prod(shape[1:])
         return Span(mine.start * inner, mine.stop * inner), (mine.numel, *shape[1:])
+    if numel == 1:
+        return Span(0, numel), shape
     raise PartitionError(
         f"parameter {param.name!r}: optimizer state {key!r} has shape {shape}, "
-        f"expected a scalar, the parameter's shape {tuple(param.shape)}, or one entry per row or "
-        f"block where it is cut so: its cut is {str(cut)!r}. cut='tensor' keeps state of any shape"
+        f"expected one element, the parameter's shape {tuple(param.shape)}, or one entry per row "
+        f"or block where it is cut so: its cut is {str(cut)!r}. cut='tensor' keeps state of any "
+        "shape"
     )
 
 

@@ -21,6 +21,7 @@ from ._probe import entries_after_step
 from ._range_reader import AbstractRangeReader
 from ._sharded_model import ShardedModel
 from ._span import Span
+from ._state_entry import keys_for_whole
 from ._state_parts import own_masters_of
 from ._state_target import StateTarget, fill_buffer, read_into, write_states
 from ._updater import MASTER
@@ -240,6 +241,11 @@ def _plan_states(
     if extra and is_strict:
         problems.append(f"optimizer state of {', '.join(map(repr, extra))}, which is not trained")
     expected = _expected_entries(sharded, source)
+    for_whole = keys_for_whole(
+        (params_by_name[name].shape, state)
+        for name, state in state_by_name.items()
+        if name in params_by_name
+    )
     targets = []
     for buffer in (buffer for unit in sharded.units for buffer in unit.buffers):
         for position, plan in enumerate(buffer.plan.params):
@@ -251,7 +257,7 @@ def _plan_states(
             if state and plan.name in params_by_name and own_masters_of(sharded, buffer):
                 state.setdefault(MASTER, params_by_name[plan.name])  # as a file has them
             try:
-                target.plan(state, sharded.placements.optim)
+                target.plan(state, sharded.placements.optim, for_whole)
                 target.num_entries = num_entries
             except PartitionError as error:
                 problems.append(str(error))

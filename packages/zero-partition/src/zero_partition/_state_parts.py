@@ -105,7 +105,8 @@ def plan_parts(
     ]
     for buffer in buffers:
         buffer.follow_writes()
-    entries = _plan_entries(sharded, buffers, timeout_s) if has_state else None
+    states = states_of(sharded, buffers) if has_state else []
+    entries = _plan_entries(sharded, buffers, states, timeout_s) if has_state else None
     tensors: list[WholeTensor] = []
     values: dict[str, dict[str, Any]] = {}
     items: list[_Item] = []
@@ -122,7 +123,8 @@ def plan_parts(
             spans = {own: Span(0, 0) if piece is None else piece.in_tensor}
             for key, entry in planned.items():
                 if isinstance(entry, PlainEntry):
-                    values.setdefault(param.name, {})[key] = entry.value
+                    own = states[index][position].get(key, entry.value)
+                    values.setdefault(param.name, {})[key] = own
                     continue
                 tensor = WholeTensor(param.name, key, entry.shape, entry.dtype)
                 spans[tensor] = entry.given_by(sharded.group.rank)
@@ -178,9 +180,12 @@ def states_of(
 
 
 def _plan_entries(
-    sharded: ShardedModel, buffers: Sequence[FlatBuffer], timeout_s: float
+    sharded: ShardedModel,
+    buffers: Sequence[FlatBuffer],
+    states: Sequence[Sequence[Mapping[str, Any]]],
+    timeout_s: float,
 ) -> Entries:
-    states, group = states_of(sharded, buffers), sharded.group
+    group = sharded.group
     if sharded.placements.optim is Placement.REPLICATED:
         return [
             [{k: _shared_out(v, group.world_size) for k, v in one.items()} for one in of]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -110,8 +110,10 @@ class StateTarget:
         """Of the parameter."""
         return self.buffer.plan.params[self.position].name
 
-    def plan(self, state: Mapping[str, Any], placement: Placement) -> None:
-        """Take this rank's part of the whole entries.
+    def plan(
+        self, state: Mapping[str, Any], placement: Placement, for_whole: Collection[str]
+    ) -> None:
+        """Take this rank's part of the whole entries; see `keys_for_whole`.
 
         Raises:
             PartitionError: A shape that the parameter's cut does not explain.
@@ -128,7 +130,7 @@ class StateTarget:
             if not isinstance(value, AbstractRangeReader):
                 self.entries[key] = value
             elif placement is Placement.SHARDED:
-                part, shape = part_in_entry(param, key, value.shape, span)
+                part, shape = part_in_entry(param, key, value.shape, span, for_whole)
                 self.entries[key] = EntryPart(value, part, shape)
             else:
                 whole = Span(0, value.shape.numel())
