@@ -67,7 +67,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         config: DeepSpeed's dict, the path of such a JSON file, or its base64; an EngineConfig; or a
             ZeroConfig, for one micro-batch per step. With fp16 or bf16 in such a file and stage 0,
             it is stage 1 that trains: fp32 masters are sharded, which gives the same numbers in
-            less memory.
+            less memory. Nor are inputs of the model converted then, as `Precision.cast_inputs`
+            would: DeepSpeed leaves that to the script.
         group: The ranks to shard over, instead of `mpu`.
 
     Returns:
@@ -163,7 +164,7 @@ def _as_engine_config(chosen: AnyConfig, model: nn.Module, world_size: int) -> E
     if isinstance(chosen, ZeroConfig):
         return EngineConfig(zero=chosen, train_batch_size=world_size, micro_batch_size=1)
     if not isinstance(chosen, EngineConfig):
-        return _with_masters(
+        return _as_deepspeed(
             EngineConfig.from_deepspeed(chosen, world_size=world_size, model=model)
         )
     expected = chosen.micro_batch_size * chosen.accumulation_steps * world_size
@@ -176,12 +177,18 @@ def _as_engine_config(chosen: AnyConfig, model: nn.Module, world_size: int) -> E
     return chosen
 
 
-def _with_masters(settings: EngineConfig) -> EngineConfig:
-    """DeepSpeed's files have masters without ZeRO too; ours lie beside shards: stage 1 at least."""
+def _as_deepspeed(settings: EngineConfig) -> EngineConfig:
+    """What a file means to DeepSpeed and not to `ZeroConfig`.
+
+    It has masters without ZeRO too; ours lie beside shards: stage 1 at least. It leaves inputs as
+    they are.
+    """
     zero, precision = settings.zero, settings.zero.precision
-    if zero.stage > 0 or precision is None or precision.masters is None:
+    if precision is None:
         return settings
-    return attrs.evolve(settings, zero=attrs.evolve(zero, stage=Stage.ONE))
+    stage = zero.stage if precision.masters is None else max(zero.stage, Stage.ONE)
+    precision = attrs.evolve(precision, cast_inputs=False)
+    return attrs.evolve(settings, zero=attrs.evolve(zero, stage=stage, precision=precision))
 
 
 def _choose_optimizer(

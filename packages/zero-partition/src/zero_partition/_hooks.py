@@ -19,6 +19,7 @@ from ._gradients import SMALL_BYTES, BufferGradients
 from ._guards import GradientGuard
 from ._in_step import take_back
 from ._optimizer import install_optimizer_state_hooks
+from ._outputs import converted, tensors_in
 from ._places import find_place, place_of
 from ._shard_state import ShardState
 from ._torch_compat import untraced
@@ -178,6 +179,31 @@ def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
             )
             handle = param.register_post_accumulate_grad_hook(arrive)
             sharded.removers.append(handle.remove)
+
+
+@define(eq=False)
+class NormDtype:
+    """A norm layer computes in the dtype of its statistics, whatever it is called with."""
+
+    given: torch.dtype | None = None
+
+    def before(self, norm: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Convert what it is called with."""
+        self.given = next(tensors_in((args, kwargs))).dtype
+        return converted((args, kwargs), norm.running_mean.dtype)  # type: ignore[union-attr, arg-type]
+
+    def after(self, norm: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Convert what it returns back."""
+        return output.to(self.given)
+
+
+def install_norm_hooks(norm: nn.Module) -> list[Callable[[], None]]:
+    """Hook a norm layer that computes as it is in a model that is converted."""
+    dtype = NormDtype()
+    return [
+        norm.register_forward_pre_hook(dtype.before, with_kwargs=True).remove,
+        norm.register_forward_hook(dtype.after, prepend=True).remove,
+    ]
 
 
 def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedModel) -> None:
