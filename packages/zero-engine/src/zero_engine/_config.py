@@ -21,7 +21,7 @@ from zero_partition import (
     Wire,
 )
 
-from ._checks import at_least, is_kind
+from ._checks import at_least, is_kind, names_fields
 from ._errors import ConfigError
 from ._json_file import Source
 from ._offload import Offload
@@ -98,6 +98,7 @@ def _check_state_dict(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
         raise ConfigError(f"ZeroConfig.state_dict: expected 'raise' or 'gather', got {value!r}")
 
 
+@names_fields
 @frozen
 class ZeroConfig:
     """How to distribute a model. The same on every rank.

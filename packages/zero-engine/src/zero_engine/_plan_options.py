@@ -10,7 +10,7 @@ import attrs
 from attrs import Attribute, field, frozen
 from zero_partition import PartitionError
 
-from ._checks import at_least, check_number
+from ._checks import at_least, check_number, names_fields
 from ._config import ZeroConfig
 from ._errors import ConfigError
 from ._offload import Offload
@@ -40,6 +40,7 @@ def _is_share(_: Room, attribute: Attribute, value: Any) -> None:
 
 
 @final
+@names_fields
 @frozen(kw_only=True)
 class Room:
     """Memory that there is, in bytes. None: no bound.
