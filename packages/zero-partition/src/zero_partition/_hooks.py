@@ -143,8 +143,7 @@ class AroundConversion:
 
 def _refuse_conversion(param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> None:
     def face(tensor: Tensor) -> tuple[Any, ...]:
-        index = tensor.device.index or 0  # "cpu" and "cpu:0" are one device
-        return tensor.dtype, tensor.device.type, index, tensor.stride(), tensor.is_shared()
+        return tensor.dtype, tensor.device, tensor.stride(), tensor.is_shared()
 
     probe = torch.empty((2,) * param.dim(), dtype=param.dtype, device=param.device)
     before = face(probe)
