@@ -113,6 +113,8 @@ def _clip_with_torch(group: Group, stage: int) -> None:
             nn.utils.clip_grad_norm_(params, 1.0)
     with pytest.raises(StateError, match=r"zero_engine\.clip_grad_norm_"):
         nn.utils.get_total_norm([shard.grad for shard in shards if shard.grad is not None])
+    with pytest.raises(StateError, match=r"or clip_grad_value_\(model, value\)"):
+        nn.utils.clip_grad_value_(model.parameters(), 0.1)
     nn.utils.clip_grad_value_(shards, 0.1)  # elementwise: right on shards
     assert all(s.grad.abs().max() <= 0.1 for s in shards if s.grad is not None and s.numel())
     optimizer.step()
