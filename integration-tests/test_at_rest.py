@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,8 @@ def _clip_with_torch(group: Group, stage: int) -> None:
             nn.utils.clip_grad_norm_(params, 1.0)
     with pytest.raises(StateError, match=r"zero_engine\.clip_grad_norm_"):
         nn.utils.get_total_norm([shard.grad for shard in shards if shard.grad is not None])
+    with pytest.raises(StateError, match=r"or clip_grad_value_\(model, value\)"):
+        nn.utils.clip_grad_value_(model.parameters(), 0.1)
     nn.utils.clip_grad_value_(shards, 0.1)  # elementwise: right on shards
     assert all(s.grad.abs().max() <= 0.1 for s in shards if s.grad is not None and s.numel())
     optimizer.step()
@@ -361,6 +364,54 @@ def _change_at_rest(group: Group) -> None:
     model.to("cpu").requires_grad_(True)  # as it is already
     model.frozen.requires_grad_(False)
     parity.run_steps(model, optimizer, range(1), rank=group.rank)
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_a_conversion_that_changes_nothing_passes_at_any_moment(ranks, stage: int) -> None:
+    """Trainers move a model to its device before each phase; so may a loop between backwards."""
+    ranks(2).run(_convert_to_the_same, stage=stage)
+
+
+def _convert_to_the_same(group: Group, stage: int) -> None:
+    recipe = parity.Recipe(num_steps=2, num_micro_batches=2, make=parity.tiny_float32)
+    expected = parity.train_ddp(group, recipe)
+    model, optimizer = parity.build_sharded(group, ZeroConfig(stage), make=parity.tiny_float32)
+    scheduler = parity.scheduler_for(optimizer)
+
+    def convert() -> None:
+        for module in (model, model.blocks[1].up, model.blocks):
+            assert module.to(group.device) is module.cpu() is module.to("cpu:0") is module.float()
+            module.to("cpu", torch.float32, non_blocking=True).type(torch.float32).train()
+            module.to(memory_format=torch.contiguous_format)
+
+    losses = []
+    for step in range(2):
+        for micro in range(2):
+            with zero_engine.no_sync(model) if micro == 0 else nullcontext():
+                convert()
+                loss = parity.loss_of(model, parity.batch(step, micro, group.rank))
+                convert()
+                loss.backward()
+            losses.append(loss.item())
+        convert()
+        for change in (model.half, model.blocks.double, lambda: model.to("meta")):
+            with pytest.raises(StateError, match=r"half\(\) or the like.*before shard\(\)"):
+                change()
+        optimizer.step()
+        convert()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    assert losses == expected.losses
+    assert_weights_of(model, _model_with(expected.weights), group=group, what=f"stage {stage}")
+    zero_engine.unshard(model, optimizer)
+    assert model.half().embed.weight.dtype == torch.float16  # as any model
+
+
+def _model_with(weights: dict[str, Tensor]) -> nn.Module:
+    model = parity.tiny_float32()
+    model.load_state_dict(weights)
+    return model
 
 
 def test_loading_with_assign_still_fills_the_shards(ranks) -> None:

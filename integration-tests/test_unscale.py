@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from pathlib import Path
 
 import parity
 import pytest
 import torch
 import zero_engine
+from residences import Cell, cpu_adam, sharded
 from torch import Tensor, nn
+from training import assert_weights_of
 from zero_comm import Group
 from zero_partition import StateError, unscale_and_clip_
 
@@ -153,6 +157,92 @@ def test_a_scale_that_cannot_be_divided_by_is_refused(scale: float) -> None:
     with pytest.raises(StateError, match=r"unscale_and_clip_\(\): expected a finite scale above 0"):
         unscale_and_clip_(model, scale=scale)
     _assert_same(parity.whole_gradients(model, optimizer, Group.solo("cpu")), before)
+
+
+# ---- As torch's own ----
+
+
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_error_if_nonfinite_is_torchs_error_on_every_rank_and_touches_no_gradient(
+    ranks, stage: int
+) -> None:
+    """A rank that went on alone would wait for the others in its next forward."""
+    ranks(2).run(_refuse_nonfinite, stage=stage)
+
+
+def _refuse_nonfinite(group: Group, stage: int) -> None:
+    for norm_type in (2.0, math.inf):
+        model, optimizer = _build(group, stage)
+        if group.rank == 1:
+            _poison_one_gradient(model, math.inf)
+        _scaled_backward(model, group.rank)
+        zero_engine.clip_grad_norm_(model, math.inf)  # stage 1 reduces here
+        before = parity.whole_gradients(model, optimizer, group)
+        broken = nn.Parameter(torch.zeros(1))
+        broken.grad = torch.full((1,), math.inf)
+        with pytest.raises(RuntimeError) as theirs:
+            nn.utils.clip_grad_norm_([broken], 1.0, norm_type, error_if_nonfinite=True)
+        with pytest.raises(RuntimeError) as ours:
+            zero_engine.clip_grad_norm_(model, 1.0, norm_type, True, False)
+
+        assert str(ours.value) == str(theirs.value)
+        _assert_same(parity.whole_gradients(model, optimizer, group), before)
+    optimizer.zero_grad()
+    expected_norm, expected = _of_plain_torch(group.world_size, 1e-3)
+    model, optimizer = _build(group, stage)
+    _scaled_backward(model, group.rank, 1.0)
+    norm = zero_engine.clip_grad_norm_(model, 1e-3, error_if_nonfinite=True, foreach=True)
+    torch.testing.assert_close(norm, expected_norm)
+    found = parity.whole_gradients(model, optimizer, group)
+    torch.testing.assert_close([g for g in found if g is not None and g.numel()], expected)
+
+
+def test_clip_grad_value_is_torchs_under_ddp_wherever_gradients_rest(ranks, tmp_path: Path) -> None:
+    """Elementwise, so bit for bit: on the device, on the host, and left behind by no_sync."""
+    ranks(2).run(_clip_values, folder=str(tmp_path), timeout_s=90.0)
+
+
+def _clip_values(group: Group, folder: str) -> None:
+    def train(
+        model: nn.Module, optimizer: torch.optim.Optimizer, called: nn.Module, *, is_ours: bool
+    ) -> tuple[list[float], list[Tensor]]:
+        losses, norms = [], []
+        for step in range(3):
+            for micro in range(2):
+                waits = called.no_sync() if not is_ours else zero_engine.no_sync(model)
+                with waits if micro == 0 else nullcontext():
+                    loss = parity.loss_of(called, parity.batch(step, micro, group.rank))
+                    loss.backward()
+                losses.append(loss.item())
+            if is_ours:
+                given = optimizer if step == 1 else model
+                assert zero_engine.clip_grad_value_(given, 2e-2, foreach=step == 2) is None
+                norms.append(zero_engine.clip_grad_norm_(model, math.inf))
+            else:
+                nn.utils.clip_grad_value_(model.parameters(), 2e-2)
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), math.inf))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, norms
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = parity.build(parity.tiny_float32)
+        return model, cpu_adam(model)
+
+    plain, optimizer = build()
+    losses, norms = train(plain, optimizer, parity.as_ddp(plain, group), is_ours=False)
+    unclipped, optimizer = build()
+    parity.run_steps(parity.as_ddp(unclipped, group), optimizer, range(3), rank=group.rank)
+    assert not torch.equal(unclipped.scale, plain.scale), "the bound bites"
+    cells = [Cell(stage) for stage in parity.STAGES]
+    cells += [Cell(1, "host"), Cell(2, "disk"), Cell(3, "host", "disk", 0.3)]
+    for cell in cells:
+        how = {"make": parity.tiny_float32, "stage": cell.stage}
+        with sharded(group, cell, folder, **how) as (model, optimizer):
+            found = train(model, optimizer, model, is_ours=True)
+            assert found[0] == losses, cell
+            torch.testing.assert_close(found[1], norms)
+            assert_weights_of(model, plain, group=group, what=str(cell))
 
 
 def _assert_same(found: list[Tensor | None], before: list[Tensor | None]) -> None:

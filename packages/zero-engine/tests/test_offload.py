@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import attrs
 import pytest
-from zero_engine import ConfigError, Offload, ZeroConfig
+import torch
+import zero_engine
+from zero_engine import ConfigError, EngineConfig, Offload, Room, ZeroConfig
 from zero_offload import DiskSettings
 
 FOLDER: Final = Path("/local_nvme")
@@ -53,6 +58,41 @@ def test_a_wrong_value_says_what_was_expected(fields: Any, name: str, part: str)
         Offload(**fields)
 
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("cpu", "host"), ("nvme", "disk"), ("none", "device")]
+)
+def test_deepspeeds_word_for_a_residence_points_to_ours(theirs: str, ours: str) -> None:
+    """Who comes from there writes it, and "cpu" is where a device may be as well."""
+    for field in ("optimizer", "params"):
+        with pytest.raises(
+            ConfigError, match=rf"Offload\.{field}: .*got '{theirs}'.*'{ours}' here"
+        ):
+            Offload(**{field: theirs})
+    with pytest.raises(ConfigError, match=rf"to='disk', got '{theirs}'.*'{ours}' here"):
+        zero_engine.offload_states(torch.nn.Linear(1, 1), to=theirs)
+
+
+@pytest.mark.parametrize(
+    ("make", "near"),
+    [
+        (lambda: ZeroConfig(3, stgae=1), r"ZeroConfig\.stgae: unknown; did you mean 'stage'\?"),
+        (lambda: ZeroConfig(ofload=None), r"ZeroConfig\.ofload: .* mean 'offload'\?"),
+        (lambda: ZeroConfig(xyz=1), r"ZeroConfig\.xyz: unknown\. Known here: cut, max_live_numel"),
+        (lambda: attrs.evolve(ZeroConfig(), windw=1), r"ZeroConfig\.windw: .* mean 'window'\?"),
+        (lambda: Offload(optimiser="host"), r"Offload\.optimiser: .* mean 'optimizer'\?"),
+        (lambda: EngineConfig(zero_=ZeroConfig()), r"EngineConfig\.zero_: .* mean 'zero'\?"),
+        (lambda: Room(devices=1), r"Room\.devices: .* mean 'device'\?"),
+    ],
+)
+def test_an_unknown_field_names_the_nearest(make: Callable[[], Any], near: str) -> None:
+    """As in a file: a typing error is an error of the configuration, and is found by its name."""
+    with pytest.raises(ConfigError, match=near):
+        make()
+    with pytest.raises(TypeError, match="positional"):
+        ZeroConfig(1, 2)  # type: ignore[call-arg]
+    assert next(iter(inspect.signature(ZeroConfig).parameters)) == "stage"
 
 
 def test_what_rests_elsewhere_may_be_any_of_both() -> None:

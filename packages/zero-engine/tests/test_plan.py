@@ -191,6 +191,26 @@ def test_a_bound_on_the_host_leads_to_the_disk() -> None:
     assert chosen.host_bytes <= 12 * GB
 
 
+def test_what_fits_leaves_the_reserve_free() -> None:
+    """What a plan does not know has to fit as well; so of every size that the table names."""
+    needed = zero_engine.plan_options(_mlp(), world_size=8)[1].device_bytes
+    for reserve, fits in ((0.0, needed), (0.2, needed * 5 // 4 + 1), (0.5, 2 * needed)):
+        for device, expected in ((fits, "stage 1"), (fits - 3, "stage 2")):
+            room = Room(device=device, reserve=reserve)
+            chosen = zero_engine.recommend(
+                zero_engine.plan_options(_mlp(), world_size=8, room=room)
+            )
+            assert chosen is not None
+            assert chosen.name == expected
+    large = zero_engine.plan_options(GPTSize(24, 2048), world_size=64)
+    said = zero_engine.options_table(large, Room(reserve=0.5))
+    assert "stage 1 fits in 24 GB" in said  # of 9.96 GB
+    assert "50% of each device is left free" in said
+    for wrong in (1, -0.1, "20%", True):
+        with pytest.raises(ConfigError, match=r"Room\.reserve: expected a finite number of at le"):
+            Room(reserve=wrong)  # type: ignore[arg-type]
+
+
 def test_nothing_is_recommended_where_nothing_fits() -> None:
     """And the sentence says what comes nearest."""
     room = Room(device=1000)

@@ -21,6 +21,30 @@ def test_all_options_are_listed_and_one_is_recommended(capsys: pytest.CaptureFix
     assert "fits in 40.0 MB" in out
 
 
+def test_what_fits_says_what_is_not_in_it_and_leaves_a_fifth(capsys: pytest.CaptureFixture) -> None:
+    """A device that a plan fills has no room for activations: the run would end in its first."""
+    arguments = ["plan", *SIZE, "--world-size", "8", "--device-memory", "38MB"]  # stage 1: 30.9 MB
+    for further, expected, left in (
+        ([], "stage 2", "20%"),
+        (["--reserve", "0.15"], "stage 1", "15%"),
+        (["--reserve", "0%"], "stage 1", "0%"),
+    ):
+        assert main([*arguments, *further]) == 0
+        out = capsys.readouterr().out
+        assert "fits, activations apart" in out
+        assert f"{expected} fits in 38.0 MB" in out
+        assert "Not in it are activations, and what" in out
+        assert f"; {left} of each device is left free" in out
+        assert main([*arguments, *further, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["recommended"] == expected
+    assert main([*arguments, "--activations-memory", "2MB"]) == 0
+    assert "In it are 2.00 MB for activations, and not what" in capsys.readouterr().out
+    for wrong in ("20", "-1%", "much"):
+        with pytest.raises(SystemExit):
+            main([*arguments, f"--reserve={wrong}"])
+        assert "expected a share such as 20% or 0.2" in capsys.readouterr().err
+
+
 def test_one_stage_is_shown_in_detail(capsys: pytest.CaptureFixture) -> None:
     """Alike units share a line: a model of 80 blocks has a table of a few lines."""
     arguments = ["--world-size", "8", "--ranks-per-node", "2", "--stage", "3"]

@@ -47,6 +47,14 @@ def test_hooks_of_later_calls_have_run_when_an_earlier_output_is_reached() -> No
     assert events[-1] == "first"
 
 
+def test_norm_base() -> None:
+    """_NormBase is what batch norms and instance norms have in common, and others have not."""
+    for norm in (torch.nn.BatchNorm2d(1), torch.nn.SyncBatchNorm(1), torch.nn.InstanceNorm1d(1)):
+        assert isinstance(norm, _torch_compat.NormBase)
+    assert torch.nn.InstanceNorm1d(1).running_mean is None
+    assert not isinstance(torch.nn.GroupNorm(1, 1), _torch_compat.NormBase)
+
+
 def test_as_subclass_sharing_memory() -> None:
     """Tensor._make_subclass makes no copy."""
     memory = torch.zeros(3)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
+import attrs
 from attrs import Attribute
 
 from ._errors import ConfigError
+
+Class = TypeVar("Class")
 
 
 def check_number(
@@ -74,6 +78,19 @@ def is_kind(*kinds: type | None) -> Any:
             )
 
     return check
+
+
+def names_fields(cls: type[Class]) -> type[Class]:
+    """Let an attrs class say of a field that it does not know what `check_names` does."""
+    make: Any = cls.__init__
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **fields: Any) -> None:
+        check_names(cls.__name__, fields, [each.alias for each in attrs.fields(cls)])
+        make(self, *args, **fields)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
 
 
 def check_names(path: str, given: Iterable[Any], known: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from zero_comm import Loco
 from zero_partition import Precision, Wire
 
-from ._cli_values import dtype_of, num_bytes_of
+from ._cli_values import dtype_of, num_bytes_of, share_of
 from ._config import ZeroConfig
 from ._errors import ConfigError
 from ._estimate import estimate_step
@@ -77,6 +77,13 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         ("activations", "of each device, for what a plan does not know"),
     ):
         room.add_argument(f"--{name}-memory", type=num_bytes_of, metavar="SIZE", help=what)
+    room.add_argument(
+        "--reserve",
+        type=share_of,
+        default=0.2,
+        metavar="SHARE",
+        help="of each device, left free for activations and what else a plan does not know: 20%%",
+    )
     parser.add_argument("--json", action="store_true", help="as JSON, in place of tables")
     parser.add_argument("--picture", metavar="FILE", help="stacked bars of memory, as PNG")
     parser.set_defaults(run=_run)
@@ -94,6 +101,7 @@ def _run(options: argparse.Namespace) -> None:
         host=options.host_memory,
         disk=options.disk_memory,
         activations=options.activations_memory or 0,
+        reserve=options.reserve,
     )
     if (options.rates is None) is not (options.tokens is None):
         raise ConfigError("expected --rates and --tokens, or neither: a step takes both to time")
@@ -124,6 +132,8 @@ def _run(options: argparse.Namespace) -> None:
                 }
                 for each in every
             ],
+            "activations_bytes": room.activations,
+            "reserve": room.reserve,
             "recommended": None if chosen is None else chosen.name,
         }
     if rates is not None:

@@ -39,6 +39,15 @@ def dtype_of(text: str) -> torch.dtype:
     return DTYPES[text]
 
 
+def share_of(text: str) -> float:
+    """A share such as 20% or 0.2, or argparse's error."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(%?)", text.strip())
+    share = 1.0 if match is None else float(match[1]) / (100 if match[2] else 1)
+    if share >= 1:
+        raise argparse.ArgumentTypeError(f"expected a share such as 20% or 0.2, got {text!r}")
+    return share
+
+
 def num_bytes_of(text: str) -> int:
     """A size such as 5GB, in bytes, or argparse's error."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]I?B|B?)", text.strip().upper())

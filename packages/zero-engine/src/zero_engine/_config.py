@@ -22,7 +22,7 @@ from zero_partition import (
     Wire,
 )
 
-from ._checks import at_least, is_kind
+from ._checks import at_least, is_kind, names_fields
 from ._errors import ConfigError
 from ._json_file import Source
 from ._offload import Offload
@@ -101,6 +101,7 @@ def _check_state_dict(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
         )
 
 
+@names_fields
 @frozen
 class ZeroConfig:
     """How to distribute a model. The same on every rank.

@@ -12,7 +12,7 @@ from tabulate import tabulate
 from torch import nn
 
 from ._batch_sizes import BatchSizes
-from ._checks import is_kind
+from ._checks import is_kind, names_fields
 from ._config import ZeroConfig
 from ._errors import ConfigError
 from ._file_key import Becomes
@@ -74,6 +74,7 @@ def _is_norm(_: EngineConfig, attribute: Attribute, value: Any) -> None:
 
 
 @final
+@names_fields
 @frozen(kw_only=True)
 class EngineConfig:
     """How an engine trains. The same on every rank.

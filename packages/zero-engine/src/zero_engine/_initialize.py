@@ -73,7 +73,8 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         config: DeepSpeed's dict, the path of such a JSON file, or its base64; an EngineConfig; or a
             ZeroConfig, for one micro-batch per step. With fp16 or bf16 in such a file and stage 0,
             it is stage 1 that trains: fp32 masters are sharded, which gives the same numbers in
-            less memory.
+            less memory. Nor are inputs of the model converted then, as `Precision.cast_inputs`
+            would: DeepSpeed leaves that to the script.
         group: The ranks to shard over, instead of `mpu`.
         auto: Values by path for what the file leaves "auto", as in `{"gradient_clipping": 1.0}`.
             What follows from arguments needs none: options of an `optimizer` that is an instance,
@@ -192,7 +193,7 @@ def _as_engine_config(
         settings = EngineConfig.from_deepspeed(
             chosen, world_size=world_size, model=model, auto=auto, implied=implied
         )
-        return _with_masters(_with_placeholders(settings))
+        return _as_deepspeed(settings)
     expected = chosen.micro_batch_size * chosen.accumulation_steps * world_size
     if chosen.train_batch_size != expected:
         raise ConfigError(
@@ -203,19 +204,20 @@ def _as_engine_config(
     return chosen
 
 
-def _with_placeholders(settings: EngineConfig) -> EngineConfig:
-    """At stage 3 scripts for DeepSpeed call state_dict() for the names, also on one rank alone."""
-    if settings.zero.stage < Stage.THREE:
-        return settings
-    return attrs.evolve(settings, zero=attrs.evolve(settings.zero, state_dict="placeholders"))
+def _as_deepspeed(settings: EngineConfig) -> EngineConfig:
+    """What a file means to DeepSpeed and not to `ZeroConfig`.
 
-
-def _with_masters(settings: EngineConfig) -> EngineConfig:
-    """DeepSpeed's files have masters without ZeRO too; ours lie beside shards: stage 1 at least."""
+    It has masters without ZeRO too; ours lie beside shards: stage 1 at least. It leaves inputs as
+    they are. At stage 3 its scripts call state_dict() for the names, also on one rank alone.
+    """
     zero, precision = settings.zero, settings.zero.precision
-    if zero.stage > 0 or precision is None or precision.masters is None:
-        return settings
-    return attrs.evolve(settings, zero=attrs.evolve(zero, stage=Stage.ONE))
+    if zero.stage is Stage.THREE:
+        zero = attrs.evolve(zero, state_dict="placeholders")
+    if precision is not None:
+        stage = zero.stage if precision.masters is None else max(zero.stage, Stage.ONE)
+        precision = attrs.evolve(precision, cast_inputs=False)
+        zero = attrs.evolve(zero, stage=stage, precision=precision)
+    return attrs.evolve(settings, zero=zero)
 
 
 def _choose_optimizer(

@@ -7,11 +7,10 @@ from typing import Final
 from zero_offload import DiskSettings
 
 from ._file_key import Becomes, CannotMatter, FileKey, Gate, NotBuilt, section
-from ._offload import SUBGROUP_BYTES
+from ._offload import RESIDENCES, SUBGROUP_BYTES
 from ._value_kinds import COUNT, FLAG, FOLDER, OBJECT, POSITIVE, choice, number
 
 _DEVICE: Final = choice("none", "cpu", "nvme")
-_RESIDENCES: Final = {"none": "device", "cpu": "host", "nvme": "disk"}
 _SHARE: Final = number(0, 1)
 
 _PATH: Final = Becomes("zero.offload.path")
@@ -34,7 +33,7 @@ _MAX_BLOCK_BYTES: Final = 2**30
 
 
 def _residence(name: str) -> Becomes:
-    return Becomes(f"zero.offload.{name}", _RESIDENCES.__getitem__)
+    return Becomes(f"zero.offload.{name}", RESIDENCES.__getitem__)
 
 
 def _on_host(name: str) -> Becomes:

@@ -10,16 +10,24 @@ import attrs
 from attrs import Attribute, field, frozen
 from zero_offload import DiskSettings
 
-from ._checks import at_least, is_kind
+from ._checks import at_least, is_kind, names_fields
 from ._errors import ConfigError
 
 SUBGROUP_BYTES: Final = 64 * 2**20
+RESIDENCES: Final = {"none": "device", "cpu": "host", "nvme": "disk"}  # DeepSpeed's words, and ours
+
+
+def our_word(value: Any) -> str:
+    """The end of an error that was given one of DeepSpeed's words."""
+    ours = RESIDENCES.get(value) if isinstance(value, str) else None
+    return "" if ours is None else f"; DeepSpeed's {value!r} is {ours!r} here"
 
 
 def _check_residence(_: Offload, attribute: Attribute, value: Any) -> None:
     if value not in ("device", "host", "disk"):
         raise ConfigError(
             f"Offload.{attribute.name}: expected 'device', 'host' or 'disk', got {value!r}"
+            + our_word(value)
         )
 
 
@@ -41,6 +49,7 @@ def _as_folder(value: Any) -> Path | None:
 
 
 @final
+@names_fields
 @frozen(kw_only=True)
 class Offload:
     """What rests on the host or on disk between its uses. The same on every rank.

@@ -15,6 +15,7 @@ from zero_partition import AbstractKeeper, StateKind, find_sharded
 from ._checks import check_flag, check_names
 from ._errors import ConfigError
 from ._keepers import DiskKeeper, HostKeeper
+from ._offload import our_word
 
 Kind = Literal["params", "masters", "grads", "optim", "buffers"]
 
@@ -142,7 +143,7 @@ def _keeper_for(
 ) -> AbstractKeeper:
     pin, non_blocking = check_flag(where, pin), check_flag(where, non_blocking)
     if to not in ("host", "disk"):
-        raise ConfigError(f"{where}: expected to='host' or to='disk', got {to!r}")
+        raise ConfigError(f"{where}: expected to='host' or to='disk', got {to!r}" + our_word(to))
     if (to == "disk") != (path is not None):
         raise ConfigError(
             f"{where}: expected path, an existing folder, with to='disk' and only there, got "

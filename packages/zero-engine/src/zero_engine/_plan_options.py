@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import attrs
-from attrs import field, frozen
+from attrs import Attribute, field, frozen
 from zero_partition import PartitionError
 
-from ._checks import at_least
+from ._checks import at_least, check_number, names_fields
 from ._config import ZeroConfig
 from ._errors import ConfigError
 from ._offload import Offload
@@ -35,7 +35,12 @@ _RESTS: Final = (  # stage, optimizer, params
 _ANYWHERE: Final = Path("/")  # a plan opens no file
 
 
+def _is_share(_: Room, attribute: Attribute, value: Any) -> None:
+    check_number(f"Room.{attribute.name}", value, minimum=0, below=1)
+
+
 @final
+@names_fields
 @frozen(kw_only=True)
 class Room:
     """Memory that there is, in bytes. None: no bound.
@@ -44,7 +49,8 @@ class Room:
         device: Of each device.
         host: Of each machine, for all ranks on it.
         disk: Likewise.
-        activations: Of each device, taken by what a plan does not know.
+        activations: Of each device, taken by activations and what else a plan does not know.
+        reserve: Share of each device that is left free, for what is not known even so.
 
     Raises:
         ConfigError: Names the bound, what was expected and what came.
@@ -54,6 +60,16 @@ class Room:
     host: int | None = field(default=None, validator=at_least(0, int))
     disk: int | None = field(default=None, validator=at_least(0, int))
     activations: int = field(default=0, validator=at_least(0, int))
+    reserve: float = field(default=0.0, validator=_is_share)
+
+    @property
+    def usable(self) -> int | None:
+        """Of each device, without the reserve."""
+        return None if self.device is None else self.without_reserve(self.device)
+
+    def without_reserve(self, num_bytes: int) -> int:
+        """Of a device of this size."""
+        return num_bytes - int(num_bytes * self.reserve)
 
 
 @final
@@ -65,7 +81,7 @@ class Option:
     device_bytes: int  # of each device, in a step, with the activations that were given
     host_bytes: int  # of each machine
     disk_bytes: int  # likewise
-    fits: bool  # in the room that was given
+    fits: bool  # in the room that was given, without its reserve
 
     @property
     def name(self) -> str:
@@ -148,7 +164,7 @@ def _option(planned: Plan, room: Room, ranks_per_node: int) -> Option:
     device_bytes = planned.memory.step_peak_bytes + planned.buffers_bytes + room.activations
     host_bytes = (planned.at_rest.host_bytes + planned.passing_bytes) * ranks_per_node
     disk_bytes = planned.at_rest.disk_bytes * ranks_per_node
-    needs = ((device_bytes, room.device), (host_bytes, room.host), (disk_bytes, room.disk))
+    needs = ((device_bytes, room.usable), (host_bytes, room.host), (disk_bytes, room.disk))
     return Option(
         plan=planned,
         device_bytes=device_bytes,

@@ -70,7 +70,8 @@ def options_table(options: Sequence[Option], room: Room) -> str:
         ]
         for option in options
     ]
-    headers = ["", "device", "host of a machine", "disk of a machine", "sent in a step", "fits"]
+    headers = ["", "device", "host of a machine", "disk of a machine", "sent in a step"]
+    headers.append("fits with activations" if room.activations else "fits, activations apart")
     table = tabulate(rows, headers=headers, disable_numparse=True)
     return f"{table}\n\n{recommendation(options, room)}"
 
@@ -103,7 +104,13 @@ def recommendation(options: Sequence[Option], room: Room) -> str:
                 lines.append(
                     "Build the model under zero_engine.Init: whole on one device, it would not fit."
                 )
-    lines.append(_smallest(options))
+    lines.append(_smallest(options, room))
+    apart = f"In it are {in_units(room.activations)} for activations, and not what"
+    apart = apart if room.activations else "Not in it are activations, and what"
+    lines.append(
+        f"{apart} the optimizer's step and libraries take; {room.reserve:.0%} of each device is "
+        "left free for that (--reserve, Room.reserve)."
+    )
     return "\n".join(lines)
 
 
@@ -120,11 +127,14 @@ _RIGHT: Final = ("left", "right", "right")
 _SIZES: Final = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 192)  # of devices, in GB
 
 
-def _smallest(options: Sequence[Option]) -> str:
+def _smallest(options: Sequence[Option], room: Room) -> str:
     """Of each option that asks for a smaller device than those before it: which one that is."""
     said, smallest = [], None
     for option in options:
-        fitting = next((size for size in _SIZES if option.device_bytes <= size * 10**9), None)
+        needed = option.device_bytes
+        fitting = next(
+            (size for size in _SIZES if needed <= room.without_reserve(size * 10**9)), None
+        )
         if fitting is not None and (smallest is None or fitting < smallest):
             said.append(f"{option.name} fits in {fitting} GB")
             smallest = fitting

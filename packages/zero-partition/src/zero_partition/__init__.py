@@ -53,6 +53,7 @@ from ._precision import AS_IT_IS, Precision
 from ._public import (
     backward_without_batch,
     clip_grad_norm_,
+    clip_grad_value_,
     coalesce_reduction,
     finish_update,
     full_state_dict,
@@ -155,6 +156,7 @@ __all__ = [
     "backward_without_batch",
     "choose_units",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "coalesce_reduction",
     "find_sharded",
     "finish_update",

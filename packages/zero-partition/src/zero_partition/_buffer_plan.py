@@ -12,7 +12,6 @@ from torch import nn
 from ._balance import Balance
 from ._cut import Cut
 from ._layout import FlatLayout
-from ._precision import AS_IT_IS, Precision
 
 ALIGN_BYTES = (
     64  # vector units and compiled kernels assume it; else compiled code copies its inputs
@@ -68,10 +67,10 @@ def plan_buffers(
     cuts: Mapping[int, Cut],
     group_of: Mapping[int, int],
     *,
-    precision: Precision = AS_IT_IS,
+    dtypes: Mapping[int, torch.dtype],
 ) -> list[tuple[BufferPlan, ...]]:
     """The buffers of every unit, planned together; see NOTE(whole)."""
-    kinds = [_kinds_of(params, cuts, group_of, precision) for params in units]
+    kinds = [_kinds_of(params, cuts, group_of, dtypes) for params in units]
     owners: dict[int, int] = {}
     balances = {trainable: Balance.of(world_size) for trainable in (True, False)}
     for trainable, balance in balances.items():
@@ -104,12 +103,12 @@ def _kinds_of(
     params: Sequence[nn.Parameter],
     cuts: Mapping[int, Cut],
     group_of: Mapping[int, int],
-    precision: Precision,
+    dtypes: Mapping[int, torch.dtype],
 ) -> dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]]:
     """By dtype, whether they train, and whether they stay whole: one buffer each."""
     kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
     for param in params:
-        kinds.setdefault((precision.dtype_of(param), param.requires_grad), []).append(param)
+        kinds.setdefault((dtypes[id(param)], param.requires_grad), []).append(param)
     split: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
     for (dtype, trainable), chosen in kinds.items():
         chosen.sort(key=lambda param: group_of.get(id(param), -1))  # stable: model order within

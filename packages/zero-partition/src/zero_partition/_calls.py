@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ._bound import Bound
 from ._errors import StateError
-from ._outputs import converted, tensors_in
+from ._outputs import converted, converted_output, tensors_in
 from ._outside import keep_views
 from ._parked import StateKind
 from ._placement import Placement
@@ -54,6 +54,8 @@ class AroundCall(Bound):
     @skip_frame
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
+        if self.is_model and self.sharded.input_dtype is not None:
+            args, kwargs = converted((args, kwargs), self.sharded.input_dtype)
         first_node = self._begin()
         call, output, raised = None, None, True
         try:
@@ -64,7 +66,7 @@ class AroundCall(Bound):
         self._watch(output, call, first_node)
         output_dtype = self.sharded.output_dtype
         if self.is_model and output_dtype is not None:
-            return converted(output, output_dtype)
+            return converted_output(output, output_dtype)
         return output
 
     @untraced

@@ -165,7 +165,7 @@ def plan_units(
         world_size,
         cuts or {},
         group_of or {},
-        precision=precision,
+        dtypes=precision.dtypes_of(model),
     )
     return tuple(
         UnitPlan(

@@ -91,7 +91,8 @@ class GradientGuard(Tensor):
             f"{getattr(func, '__name__', func)} was called on the gradient of a parameter whose "
             "gradient is sharded: after backward at stages 1 to 3 it rests in "
             "optimizer.param_groups[i]['params'][j].grad, one shard per rank. To clip, call "
-            "zero_engine.clip_grad_norm_(model, max_norm); to drop it, optimizer.zero_grad()."
+            "zero_engine.clip_grad_norm_(model, max_norm) or clip_grad_value_(model, value); to "
+            "drop it, optimizer.zero_grad()."
         )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:

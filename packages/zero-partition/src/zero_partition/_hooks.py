@@ -11,11 +11,16 @@ import torch
 from attrs import define
 from torch import Tensor, nn
 
+from ._at_rest import AtRest
 from ._bound import Bound
 from ._calls import IsCovered, wrap_call
+from ._errors import AtRestError, StateError
 from ._gradients import SMALL_BYTES, BufferGradients
+from ._guards import GradientGuard
 from ._in_step import take_back
 from ._optimizer import install_optimizer_state_hooks
+from ._outputs import converted, tensors_in
+from ._places import find_place, place_of
 from ._shard_state import ShardState
 from ._torch_compat import untraced
 from ._updated_state import LoadElsewhere
@@ -93,6 +98,70 @@ class AfterStep(Bound):
         self.sharded.after_step()
 
 
+@define(eq=False)
+class AroundConversion:
+    """Stands where `module.to()` and its like look for `_apply`: what changes nothing passes.
+
+    Trainers move a model to its device before each phase. Torch's `_apply` would give a parameter
+    other memory for "cpu:0" than for "cpu", and convert stand-ins. Copied along with its module.
+    """
+
+    module: nn.Module
+    inside: Callable[..., nn.Module]  # what was there
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        """Convert buffers, and parameters that are not sharded.
+
+        Raises:
+            StateError: It would convert or move a sharded parameter; nothing was done.
+        """
+        params = [p for p in self.module.parameters() if find_place(p) is not None]
+        for param in params:
+            _refuse_conversion(param, fn)
+        kept = {id(t): t for p in params for t in (p, p.grad) if t is not None}
+        guarded = [(p, p.grad) for p in params if isinstance(p.grad, GradientGuard)]
+        for param, _ in guarded:
+            param.grad = None
+        try:
+            return self.inside(lambda t: t if id(t) in kept else fn(t), *args, **kwargs)
+        finally:
+            for param, guard in guarded:
+                param.grad = guard
+
+    def install(self) -> Callable[[], None]:
+        """Let the module convert so; returns what takes it away again."""
+        own = vars(self.module)
+        before = {"_apply": own["_apply"]} if "_apply" in own else {}
+        own["_apply"] = self
+
+        def remove() -> None:
+            del own["_apply"]
+            own.update(before)
+
+        return remove
+
+
+def _refuse_conversion(param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> None:
+    def face(tensor: Tensor) -> tuple[Any, ...]:
+        return tensor.dtype, tensor.device, tensor.stride(), tensor.is_shared()
+
+    probe = torch.empty((2,) * param.dim(), dtype=param.dtype, device=param.device)
+    before = face(probe)
+    with torch.no_grad():
+        after = fn(probe)
+    if face(after) == before:
+        return
+    place = place_of(param, what="conversion")
+    kind = AtRestError if isinstance(param, AtRest) else StateError
+    raise kind(
+        f"parameter {place.name!r}: model.to(), .half() or the like after shard() would make "
+        f"{after.dtype} on {after.device} of {probe.dtype} on {probe.device}, or lay it out anew, "
+        f"and shards would not follow (rank {place.whole.rank}). To convert or move a model, do it "
+        "before shard(), or after zero_engine.unshard(model, optimizer); for computing in another "
+        "dtype, ZeroConfig(precision=Precision(params=...))"
+    )
+
+
 def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
     """Hook the model, the modules of its units, and its trainable parameters."""
     modules = dict(model.named_modules())
@@ -100,6 +169,8 @@ def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
     for name in {"": None, **units}:
         remove = wrap_call(modules[name], sharded, units.get(name), is_model=not name)
         sharded.removers.append(remove)
+    for module in modules.values():
+        sharded.removers.append(AroundConversion(module, module._apply).install())
     for gradients in sharded.reducer.gradients:
         for position, param in enumerate(gradients.buffer.params):
             arrive = arrival_hook(
@@ -107,6 +178,31 @@ def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
             )
             handle = param.register_post_accumulate_grad_hook(arrive)
             sharded.removers.append(handle.remove)
+
+
+@define(eq=False)
+class NormDtype:
+    """A norm layer computes in the dtype of its statistics, whatever it is called with."""
+
+    given: torch.dtype | None = None
+
+    def before(self, norm: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Convert what it is called with."""
+        self.given = next(tensors_in((args, kwargs))).dtype
+        return converted((args, kwargs), norm.running_mean.dtype)  # type: ignore[union-attr, arg-type]
+
+    def after(self, norm: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Convert what it returns back."""
+        return output.to(self.given)
+
+
+def install_norm_hooks(norm: nn.Module) -> list[Callable[[], None]]:
+    """Hook a norm layer that computes as it is in a model that is converted."""
+    dtype = NormDtype()
+    return [
+        norm.register_forward_pre_hook(dtype.before, with_kwargs=True).remove,
+        norm.register_forward_hook(dtype.after, prepend=True).remove,
+    ]
 
 
 def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedModel) -> None:

@@ -224,8 +224,9 @@ def as_they_hold(
 def check_masters(model: nn.Module, placements: Placements, precision: Precision) -> None:
     """Raise PartitionError where there would be masters that nobody updates."""
     if placements.optim is Placement.REPLICATED:
+        dtypes = precision.dtypes_of(model)
         for name, param in model.named_parameters():
-            if param.requires_grad and precision.master_of(precision.dtype_of(param)) is not None:
+            if param.requires_grad and precision.master_of(dtypes[id(param)]) is not None:
                 raise PartitionError(
                     f"parameter {name!r} would have a {precision.masters} master, and at stage 0 "
                     "the optimizer updates the parameters themselves; use stage 1, which gives the "

@@ -33,17 +33,27 @@ class GradientReport:
 def clip_grad_norm_(
     sharded: ShardedModel,
     max_norm: float,
+    norm_type: float,
     *,
-    norm_type: float = 2.0,
-    across: Group | None = None,
+    error_if_nonfinite: bool,
+    across: Group | None,
 ) -> Tensor:
     """What the public `clip_grad_norm_` documents, arithmetic included."""
+    norm_type = float(norm_type)
     if norm_type not in (2.0, float("inf")):
         raise StateError(f"expected norm_type 2 or inf, got {norm_type}")
     grads = _gradients(sharded, "clip_grad_norm_()", across)
     norm = _total_norm(sharded, grads, norm_type, across)
+    if error_if_nonfinite:  # torch's own error, of the norm that is equal on all ranks
+        nn.utils.get_total_norm([norm], norm_type, error_if_nonfinite=True)
     _scale_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm.to(torch.float32)
+
+
+def clip_grad_value_(sharded: ShardedModel, clip_value: float) -> None:
+    """What the public `clip_grad_value_` documents."""
+    for grad in _gradients(sharded, "clip_grad_value_()", None):
+        grad.tensor.clamp_(-clip_value, clip_value)
 
 
 def unscale_and_clip_(

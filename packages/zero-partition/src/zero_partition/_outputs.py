@@ -33,16 +33,21 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def converted(value: Any, dtype: torch.dtype) -> Any:
-    """The same with every floating-point tensor in another dtype.
-
-    Raises:
-        StateError: One of them lies in something that torch's pytrees do not know.
-    """
+    """The same with every floating-point tensor that torch's pytrees find in another dtype."""
 
     def convert(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    result = _pytree.tree_map_only(Tensor, convert, value)
+    return _pytree.tree_map_only(Tensor, convert, value)
+
+
+def converted_output(value: Any, dtype: torch.dtype) -> Any:
+    """As `converted`, of what the model returned.
+
+    Raises:
+        StateError: A tensor lies in something that torch's pytrees do not know.
+    """
+    result = converted(value, dtype)
     if any(tensor.is_floating_point() and tensor.dtype != dtype for tensor in tensors_in(result)):
         raise StateError(
             f"Precision.outputs={dtype}: the model returned a {type(value).__name__} with tensors "

@@ -17,7 +17,7 @@ from ._errors import PartitionError
 from ._gradient_home import AbstractGradientHome
 from ._grouping import UnitPlan
 from ._guards import StateDictKind
-from ._hooks import find_sharded, install_module_hooks, install_optimizer_hooks
+from ._hooks import find_sharded, install_module_hooks, install_norm_hooks, install_optimizer_hooks
 from ._limits import Limits
 from ._model_plan import as_they_hold, check_masters, plan_model_units
 from ._needs import CutChoice
@@ -170,6 +170,7 @@ def partition(
         optimizer=optimizer,
         exposure=expose_shards(runtime, group),
         state_dict=state_dict,
+        input_dtype=precision.params if precision.cast_inputs else None,
         output_dtype=precision.outputs,
     )
     tags = {"control_tag": sharded.reducer.control_tag, "access_tag": sharded.access_tag}
@@ -177,6 +178,8 @@ def partition(
         each.explain(purposes_of(runtime, **tags))
     release_modules(model)
     install_module_hooks(model, sharded)
+    for norm in precision.kept_norms(model):
+        sharded.removers += install_norm_hooks(norm)
     install_state_dict_hooks(sharded)
     if optimizer is not None:
         install_optimizer_hooks(optimizer, sharded)

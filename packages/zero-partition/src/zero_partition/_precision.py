@@ -6,10 +6,11 @@ from typing import Any, Final, final
 
 import torch
 from attrs import Attribute, field, frozen
-from torch import Tensor
+from torch import nn
 from zero_comm import Reduction
 
 from ._errors import PartitionError
+from ._torch_compat import NormBase
 
 
 def _is_floating(_: Precision, attribute: Attribute, value: Any) -> None:
@@ -51,6 +52,10 @@ class Scaling:
 class Precision:
     """How numbers are kept and combined; 16-bit parameters have fp32 masters (arXiv 1710.03740).
 
+    Norm layers with running statistics (batch norm, and instance norm that tracks them) stay as
+    they are, parameters and buffers, and compute so: their input is converted to the dtype of the
+    statistics, and their output back. Other buffers stay as they are, and so does what they meet.
+
     Args:
         params: Floating-point parameters are converted to it; as they are when None.
         masters: The optimizer updates shards of this dtype, from which trainable parameters are
@@ -60,6 +65,9 @@ class Precision:
             when None.
         outputs: Floating-point tensors that the model returns are converted to it; as they are when
             None.
+        cast_inputs: Floating-point tensors with which the model is called, in tuples, lists, dicts
+            and what torch's pytrees know, are converted to `params`, where that is given. So does
+            FSDP2's `cast_forward_inputs`, and so is a call of a part of the model left alone.
         predivide_factor: Gradients are divided by it before ranks are added up: what keeps a sum
             over many ranks within fp16. The sum is multiplied by it over the number of ranks for a
             mean. The number of ranks itself when None: a mean is not rounded again afterwards.
@@ -74,12 +82,27 @@ class Precision:
     masters: torch.dtype | None = field(default=torch.float32, validator=_is_floating)
     reduce: torch.dtype | None = field(default=None, validator=_is_floating)
     outputs: torch.dtype | None = field(default=None, validator=_is_floating)
+    cast_inputs: bool = field(default=True, validator=_is_bool)
     predivide_factor: float | None = field(default=1.0, validator=_is_factor)
     reduces_mean: bool = field(default=True, validator=_is_bool)
 
-    def dtype_of(self, param: Tensor) -> torch.dtype:
-        """In which the model computes with this parameter."""
-        return self.params if self.params and param.is_floating_point() else param.dtype
+    def dtypes_of(self, model: nn.Module) -> dict[int, torch.dtype]:
+        """In which the model computes with each of its parameters, by their ids."""
+        kept = {id(p) for norm in self.kept_norms(model) for p in norm.parameters()}
+        return {
+            id(p): self.params
+            if self.params and p.is_floating_point() and id(p) not in kept
+            else p.dtype
+            for p in model.parameters()
+        }
+
+    def kept_norms(self, model: nn.Module) -> list[nn.Module]:
+        """The norm layers that compute as they are in a model that is converted."""
+        return [
+            module
+            for module in model.modules()
+            if self.params and isinstance(module, NormBase) and module.running_mean is not None
+        ]
 
     def master_of(self, dtype: torch.dtype) -> torch.dtype | None:
         """Of the masters of trainable parameters of this dtype, None if they have none."""

@@ -22,8 +22,10 @@ from ._torch_compat import plain_access
 def clip_grad_norm_(
     model_or_optimizer: nn.Module | torch.optim.Optimizer,
     max_norm: float,
-    *,
     norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
     across: Group | None = None,
 ) -> Tensor:
     """Scale all gradients so that their norm, over all parameters and ranks, is `max_norm` at most.
@@ -38,6 +40,9 @@ def clip_grad_norm_(
         model_or_optimizer: Either of the two that were sharded together.
         max_norm: The largest norm allowed.
         norm_type: 2 or infinity.
+        error_if_nonfinite: A norm that is infinite or NaN is torch's RuntimeError, on every rank
+            and before any gradient is changed; else gradients are scaled by it, as torch does.
+        foreach: Accepted as torch has it, and without effect: there is one way here.
         across: The model-parallel group over which the model is split besides, whose ranks' norms
             are combined too. A parameter that is marked as Megatron's are (`tensor_model_parallel`
             or `model_parallel` is true) counts on each of its ranks, any other on the first.
@@ -47,10 +52,35 @@ def clip_grad_norm_(
 
     Raises:
         StateError: Not sharded, or `norm_type` is neither 2 nor infinity.
+        RuntimeError: See `error_if_nonfinite`.
     """
     return _norm.clip_grad_norm_(
-        _find(model_or_optimizer), max_norm, norm_type=norm_type, across=across
+        _find(model_or_optimizer),
+        max_norm,
+        norm_type,
+        error_if_nonfinite=error_if_nonfinite,
+        across=across,
     )
+
+
+def clip_grad_value_(
+    model_or_optimizer: nn.Module | torch.optim.Optimizer,
+    clip_value: float,
+    foreach: bool | None = None,
+) -> None:
+    """Clamp every element of all gradients to [-clip_value, clip_value], as torch's does.
+
+    After backward, before the step. Local, but that it reduces what `no_sync` has left.
+
+    Args:
+        model_or_optimizer: Either of the two that were sharded together.
+        clip_value: The largest size of an element.
+        foreach: Accepted as torch has it, and without effect.
+
+    Raises:
+        StateError: Not sharded, or an exception ended the backward.
+    """
+    _norm.clip_grad_value_(_find(model_or_optimizer), float(clip_value))
 
 
 def unscale_and_clip_(

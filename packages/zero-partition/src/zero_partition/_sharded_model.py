@@ -66,7 +66,8 @@ class ShardedModel:
     optimizer: torch.optim.Optimizer | None
     exposure: Exposure | None  # of sharded parameters, where peers can read them
     state_dict: StateDictKind  # what it does while parameters rest sharded
-    output_dtype: torch.dtype | None = None  # of what the model returns; as it is when None
+    input_dtype: torch.dtype | None = None  # of what the model is called with; as it is when None
+    output_dtype: torch.dtype | None = None  # of what the model returns; likewise
     exports_stand_ins: bool = field(default=False, init=False)  # full_state_dict is collecting
     outside: OutsideUses = field(init=False)  # parameters used outside their unit's forward
     forwards: int = field(default=0, init=False)  # of the model that are running

@@ -20,6 +20,9 @@ foreach_copy_: Final = torch._foreach_copy_
 foreach_mul_: Final = torch._foreach_mul_
 foreach_norm: Final = torch._foreach_norm
 
+# Of all batch norms and instance norms; `running_mean` is None where one keeps no statistics.
+NormBase: Final = nn.modules.batchnorm._NormBase
+
 # What torch.amp.GradScaler calls on gradients, and nothing else does.
 unscale_and_find_inf_: Final = torch._amp_foreach_non_finite_check_and_unscale_
 
