@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 import zero_partition
 from torch import Tensor, nn
-from zero_comm import Group
+from zero_comm import Group, collective
 from zero_partition import StateError
 
 from ._checks import check_flag
@@ -194,6 +194,7 @@ class Engine(EngineFiles):
 
     # ---- Between phases ----
 
+    @collective
     def offload_states(
         self,
         include: Collection[Any] | None = None,
@@ -220,6 +221,7 @@ class Engine(EngineFiles):
             self.module, include, device, pin_memory=pin_memory, non_blocking=non_blocking
         )
 
+    @collective
     def reload_states(self, non_blocking: bool = False) -> None:
         """As `zero_engine.reload_states`. Every rank calls it."""
         self._check_alive("reload_states()")

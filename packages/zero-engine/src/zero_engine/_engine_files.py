@@ -12,6 +12,7 @@ import torch
 import zero_partition
 from safetensors.torch import save_file
 from torch import Tensor
+from zero_comm import collective
 
 from ._checks import check_flag
 from ._engine_accumulation import EngineAccumulation
@@ -28,6 +29,7 @@ _COUNTERS: Final = ("global_steps", "micro_steps", "global_samples", "_skipped_s
 class EngineFiles(EngineAccumulation):
     """Saving and loading of an engine."""
 
+    @collective
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -78,6 +80,7 @@ class EngineFiles(EngineAccumulation):
         )
         return True
 
+    @collective
     def load_checkpoint(  # noqa: PLR0917 - the order is DeepSpeed's
         self,
         load_dir: str | os.PathLike[str],
@@ -140,6 +143,7 @@ class EngineFiles(EngineAccumulation):
                 self._loss_scaler.load_state_dict(saved["loss_scaler"])
         return str(report.path), report.extra
 
+    @collective
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],

@@ -13,7 +13,7 @@ import zero_comm
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
-from zero_comm import Group
+from zero_comm import Group, collective
 from zero_partition import Stage
 
 from ._config import ZeroConfig
@@ -30,6 +30,7 @@ from ._shard import shard
 AnyConfig = Mapping[str, Any] | str | os.PathLike[str] | EngineConfig | ZeroConfig
 
 
+@collective
 def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     args: Any = None,
     model: nn.Module | None = None,

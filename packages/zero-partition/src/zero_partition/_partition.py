@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from attrs import asdict
 from torch import nn
-from zero_comm import Group, check_agreement
+from zero_comm import Group, check_agreement, collective
 
 from ._adopt import check_adoptable, describe_early, release_modules
 from ._content import check_content
@@ -37,6 +37,7 @@ from ._wire import AS_ONE, Wire
 _DEFAULT_LIMITS: Final = Limits()
 
 
+@collective
 def partition(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
