@@ -123,7 +123,7 @@ class Watch:
     # Since when, and in which thread:
     _waiting: tuple[Wait, float, int] | None = field(default=None, init=False)
     _beat: int = field(default=0, init=False)
-    _heard: dict[int, int] = field(factory=dict, init=False)  # beats of peers, at the last look
+    _heard: dict[int, int] = field(factory=dict, init=False)  # beats of peers, first in a wait
     _divergence: str = field(default="", init=False)
     _told_user_of: float = field(default=0.0, init=False)
 
@@ -246,8 +246,8 @@ class Watch:
             if not last.lacks(theirs):
                 return {}
             if theirs.needs:  # see NOTE(torch)
-                before, self._heard[peer] = self._heard.get(peer), theirs.beat
-                is_now = before is not None and theirs.beat != before
+                # One word more may have been late; the next one was then seen during this wait.
+                is_now = theirs.beat >= self._heard.setdefault(peer, theirs.beat) + 2
                 is_main = thread == threading.main_thread().ident
                 needs_us = is_now and is_main and dist.get_rank() in theirs.needs
                 return {**chain, peer: evolve(theirs, peer=rank)} if needs_us else {}
