@@ -118,6 +118,7 @@ class Engine(EngineFiles):
             return loss.float() * self._verdict.loss_scale
         return loss if self.cur_scale == 1.0 else loss.float() * self.cur_scale
 
+    @collective
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch. At a boundary: unscale, clip, step, advance the scheduler. Collective.
 
