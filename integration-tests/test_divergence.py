@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import parity
 import pytest
 import torch
+import torch.distributed as dist
 import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
@@ -163,6 +166,85 @@ def _part(group: Group, way: str, message: str, reads: bool) -> None:
         globals()[way](group)
 
     assert time.monotonic() - began < SOON_S
+
+
+# ---- A call that one rank makes alone ----
+
+
+def _full_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    zero_engine.full_state_dict(model)
+
+
+def _clip_grad_norm_(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    zero_engine.clip_grad_norm_(model, 1.0)
+
+
+def _save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    zero_engine.save(folder, model, optimizer, step=0)
+
+
+def _in_barrier(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    dist.barrier()
+
+
+def _in_next_forward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    _loss(model, 1, 1, chosen=0).backward()
+
+
+ALONE = [
+    (_full_state_dict, _in_barrier, True),
+    (_full_state_dict, _in_next_forward, False),
+    (_clip_grad_norm_, _in_barrier, False),
+    (_clip_grad_norm_, _in_next_forward, True),
+    (_save, _in_barrier, True),
+    (_save, _in_next_forward, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "elsewhere", "reads"),
+    ALONE,
+    ids=lambda value: value.__name__.strip("_") if callable(value) else "",
+)
+def test_a_call_that_one_rank_makes_alone_is_named(
+    ranks,
+    tmp_path: Path,
+    call: Callable[..., None],
+    elsewhere: Callable[..., None],
+    reads: bool,
+) -> None:
+    """`if rank == 0: save(...)` is what everyone writes who comes from whole models."""
+    ranks(2).run(
+        _call_alone,
+        call=call.__name__,
+        elsewhere=elsewhere.__name__,
+        reads=reads,
+        folder=str(tmp_path / "run"),
+    )
+
+
+def _call_alone(group: Group, call: str, elsewhere: str, reads: bool, folder: str) -> None:
+    if reads:
+        group = Group.from_process_group(group.process_group, patience_s=PATIENCE_S)
+    else:
+        group = parity.by_messages(patience_s=PATIENCE_S)
+    model, optimizer = _build(group, 3)
+    _loss(model, 0, group.rank, chosen=0).backward()
+    began = time.monotonic()
+
+    if group.rank == 0:
+        named = rf"rank 0 is in {call[1:]}\(\), which must be called on all ranks"
+        with pytest.raises(DivergenceError, match=named) as caught:
+            globals()[call](model, optimizer, folder)
+        assert "rank 1 waits for rank 0 in " in str(caught.value)
+        assert "without_batch" not in str(caught.value)
+        assert time.monotonic() - began < SOON_S
+    with contextlib.suppress(RuntimeError):  # its peer cannot go on, and may hear it from torch
+        if group.rank == 1:
+            globals()[elsewhere](model, optimizer)
+        elif elsewhere == "_in_barrier":
+            dist.barrier()
 
 
 # ---- Ways that do not ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing.util
 import os
 import pickle
 import re
@@ -27,6 +28,7 @@ from zero_comm import (
     all_gather_flat,
     all_reduce_flat,
     check_agreement,
+    collective,
     expose,
     reduce_scatter_flat,
 )
@@ -285,6 +287,40 @@ def _end_after_agreeing(group: Group, late_rank: int) -> bool:
     if group.rank == 1:
         os._exit(0)
     return True
+
+
+def test_a_rank_that_ended_without_an_error_is_missed_soon(parent: RankPool) -> None:
+    """It had fewer batches, or left a call to its peer; it stays for who reads its shards."""
+    ((first, _),) = parent.run(_fork, name="_go_on_without_it")
+    (training, trained_s), (alone, waited_s) = first
+
+    assert "the process of rank 1" in training
+    assert "uneven batches" in training
+    assert "must be called" not in training
+    assert trained_s < SOON_S
+    assert "rank 0 waits for rank 1 in _agree(), but the program of rank 1 has ended" in alone
+    assert "_agree() must be called on all ranks" in alone
+    assert "uneven batches" in alone
+    assert waited_s < SOON_S
+
+
+def _go_on_without_it(group: Group) -> list[tuple[str, float]]:
+    group = Group.from_process_group(group.process_group, patience_s=0.2)
+    exposure = expose([torch.ones(1)], group=group)
+    if group.rank == 1:
+        multiprocessing.util._exit_function()  # as at the end of a program
+        return []
+    assert exposure is not None
+    training = _failure_of("reduce_scatter", group)
+    started = time.monotonic()
+    with pytest.raises(CommError) as raised:
+        _agree(group)
+    return [training, (str(raised.value), time.monotonic() - started)]
+
+
+@collective
+def _agree(group: Group) -> None:
+    check_agreement({"a": "1"}, group=group)
 
 
 # ---- A rank that stands still ----

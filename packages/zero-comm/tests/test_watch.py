@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import re
@@ -9,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +131,42 @@ def _diverge(group: Group, how: str, transport: str) -> None:
     assert len(set(re.findall(waits, str(caught.value)))) == 2, caught.value
 
 
+BLOCKING: dict[str, Callable[[Any], object]] = {
+    "barrier": dist.barrier,
+    "broadcast_object_list": lambda group: dist.broadcast_object_list([1], group=group),
+    "all_gather_object": lambda group: dist.all_gather_object(
+        [None] * dist.get_world_size(group), 1, group=group
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "transport", "how"),
+    [
+        *((*world, "barrier") for world in worlds(2, 4)),
+        (2, MESSAGES, "broadcast_object_list"),
+        (2, MESSAGES, "all_gather_object"),
+    ],
+)
+def test_a_peer_in_a_collective_of_torchs_own_is_noticed(
+    ranks, world_size: int, transport: str, how: str
+) -> None:
+    """`if rank == 0: save()`, and then a barrier: the first thing that everyone writes."""
+    ranks(world_size).run(_wait_beside_torch, transport=transport, how=how)
+
+
+def _wait_beside_torch(group: Group, transport: str, how: str) -> None:
+    group = _watched(group, transport)
+    began = time.monotonic()
+    if group.rank == 0:
+        circle = r"rank 0 waits for rank (\d) in fetching apples; rank \1 waits for rank 0 in torch"
+        with pytest.raises(DivergenceError, match=rf"{circle}\.distributed\.{how}\(\)"):
+            _gather(group, tag=1)
+    with contextlib.suppress(RuntimeError):  # it may have lost its connections
+        BLOCKING[how](group.process_group)
+    assert time.monotonic() - began < SOON_S
+
+
 def test_a_circle_of_three_is_noticed(ranks) -> None:
     """Each waits for another one; no two of them wait for each other."""
     messages = ranks(3).run(_go_round)
@@ -212,6 +250,30 @@ def _wait_in_turns(group: Group, transport: str) -> None:
         if group.rank == turn % 2:
             time.sleep(2.5 * PATIENCE_S)
         _gather(group, tag=1 + turn % 2)
+
+
+@pytest.mark.parametrize("transport", transports(3))
+def test_a_barrier_of_torchs_own_accuses_nobody_who_will_come(ranks, transport: str) -> None:
+    """Ranks sit in barriers for long, and compute for long after them: none is stuck."""
+    ranks(3).run(_sit_in_barriers, transport=transport)
+
+
+def _sit_in_barriers(group: Group, transport: str) -> None:
+    group = _watched(group, transport)
+    alone = dist.new_group([1, 2])
+    # All sit in a barrier, and then wait for one of those who sat there: its last word is old.
+    if group.rank == 2:
+        time.sleep(3 * PATIENCE_S)
+    dist.barrier(group.process_group)
+    if group.rank == 1:
+        time.sleep(3 * PATIENCE_S)
+    _gather(group, tag=1)
+    # Rank 0 waits for rank 1, which sits in what does not need it.
+    if group.rank == 2:
+        time.sleep(4 * PATIENCE_S)
+    if group.rank:
+        dist.barrier(alone)
+    _gather(group, tag=1)
 
 
 def test_ranks_may_launch_in_another_order(ranks) -> None:

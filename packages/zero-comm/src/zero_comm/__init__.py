@@ -5,6 +5,7 @@ from ._agreement import all_gather_json, check_agreement
 from ._backend import BACKENDS, Backend
 from ._blockwise import Blockwise
 from ._by_levels import reduce_scatter_by_levels, sent_by_levels
+from ._calls import collective
 from ._cast import Cast
 from ._chunks import even_splits
 from ._coalesced import (
@@ -78,6 +79,7 @@ __all__ = [
     "broadcast_coalesced",
     "broadcast_flat",
     "check_agreement",
+    "collective",
     "ddp_hook",
     "even_splits",
     "expose",

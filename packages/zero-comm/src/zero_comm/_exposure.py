@@ -13,6 +13,7 @@ from attrs import define, field
 from torch import Tensor
 
 from ._agreement import check_agreement
+from ._calls import causes
 from ._chunks import check_tensor, count_traffic
 from ._compositions import all_gather_flat
 from ._errors import CommError, GroupMismatchError
@@ -202,7 +203,7 @@ class Exposure:
                 raise CommError(
                     f"{what}: rank {rank} has deleted its model or is ending, and writes no more "
                     f"(rank {self.group.rank}); take as many steps on every rank, and keep the "
-                    "model on each until all have taken the last"
+                    f"model on each until all have taken the last. {causes()}"
                 )
             return False
 
@@ -215,8 +216,7 @@ class Exposure:
             raise CommError(
                 f"{what}: rank {rank} did not reach it within {limit_s:g} s (rank "
                 f"{self.group.rank}). Every rank must write to its shards as often: "
-                "optimizer.step() and load_state_dict() belong on all ranks. A rank that raised or "
-                "ended leaves its peers waiting; look for the first error among all ranks."
+                f"optimizer.step() and load_state_dict() belong on all ranks. {causes()}"
             )
 
     def _word(self, rank: int, word: int, what: str) -> int:
@@ -226,7 +226,7 @@ class Exposure:
             raise self._unreadable(rank, what, error) from error
 
     def _unreadable(self, rank: int, what: str, error: OSError) -> CommError:
-        return CommError(
+        return self._watch.error() or CommError(
             f"{what}: rank {self.group.rank} cannot read the memory of rank {rank}: {why(error)}"
         )
 

@@ -11,6 +11,7 @@ from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from attrs import define, field
 
+from ._calls import causes
 from ._errors import CommError
 from ._watch import Launch, Wait
 
@@ -29,10 +30,6 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _FOR_EVER: Final = timedelta(days=365)  # a wait that times out breaks all connections of its group
-_CAUSES: Final = (
-    "A rank that raised, ended, or runs other code than its peers leaves them waiting; look for "
-    "the first error among all ranks."
-)
 
 
 @define(eq=False)
@@ -69,8 +66,8 @@ class Message:
 def failure(what: str, error: RuntimeError, launch: Launch | None) -> CommError:
     """What to raise where torch raised `error`."""
     if launch is None:
-        return CommError(f"{what}: {error}. {_CAUSES}")
-    return launch.watch.error() or CommError(f"{launch.operation}: {what}: {error}. {_CAUSES}")
+        return CommError(f"{what}: {error}. {causes()}")
+    return launch.watch.error() or CommError(f"{launch.operation}: {what}: {error}. {causes()}")
 
 
 def _is_last(_: float | None) -> bool:

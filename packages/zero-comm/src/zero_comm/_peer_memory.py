@@ -26,6 +26,7 @@ import torch
 from attrs import Factory, define, field
 from torch import Tensor
 
+from ._calls import causes
 from ._errors import CommError, GroupMismatchError
 from ._journal import (
     DONE,
@@ -195,6 +196,12 @@ class PeerMemory:
         """Tell peers that this process is about to end: they need not wait for it. Local."""
         self._journal.leave()
 
+    def is_leaving(self, rank: int) -> bool:
+        """Whether a peer's program is over. Local."""
+        where = self._peers.get(rank)
+        header = None if where is None else self._look_at(rank, read_header)
+        return header is not None and header[2]
+
     def fence(self) -> None:
         """What was written before is seen before what is written after: release, then acquire."""
         self._journal.fence()
@@ -354,10 +361,9 @@ class PeerMemory:
             state = f"rank {missing[0]} has not {verb} its part"
         if gone:
             state = f"the process of rank {gone[0]} ({self._peers[gone[0]].pid}) has ended"
-        return CommError(
-            f"{what} did not finish {how}: {state} (rank {self.rank}). A rank that raised, ended, "
-            "or runs other code than its peers leaves them waiting; look for the first error among "
-            "all ranks."
+        told = None if self.watch is None else self.watch.error()  # before it ended, say
+        return told or CommError(
+            f"{what} did not finish {how}: {state} (rank {self.rank}). {causes()}"
         )
 
 

@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from ._calls import UNEVEN
+
 SWITCH: Final = "ZERO_COMM_PEER_MEMORY"  # an environment variable; 0 does without all this
 
 _PR_SET_PTRACER: Final = 0x59616D61
@@ -78,7 +80,7 @@ def read(pid: int, address: int, *, into: int, num_bytes: int) -> None:
 def why(error: OSError) -> str:
     """Why a process could not be read, and what can be done about it."""
     if error.errno == ESRCH:
-        return "its process has ended; look for the first error among all ranks"
+        return f"its process has ended; look for the first error among all ranks; {UNEVEN}"
     if error.errno == EFAULT:
         return "no such memory; the process is ending, or has given the memory away"
     return f"{error}; set {SWITCH}=0 on every rank, and values travel as messages"

@@ -77,6 +77,7 @@ def _find_out(table: _Table) -> SharedHost:
     interrupt = partial(break_connections, ref(table.process_group))
     watch = Watch(f"{hello[0][-1]:x}", table.rank, interrupt)  # a name that no group had before
     peers.watch = watch
+    watch.has_ended = peers.is_leaving
     if all(row[0] == _Verdict.OK for row in hello):
         if any(row[1] != mine[1] for row in hello):
             verdict = _Verdict.OTHER_HOST

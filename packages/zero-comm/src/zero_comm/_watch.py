@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 from weakref import ReferenceType, ref
 
+import torch.distributed as dist
 from attrs import asdict, define, evolve, field, frozen
 
+from ._calls import UNEVEN, blocking_torch_call, collective_call
 from ._errors import DivergenceError
 from ._torch_compat import default_store
 
@@ -22,7 +24,11 @@ from ._torch_compat import default_store
 # can ever go on: the next rank on the chain waits for a launch that we, who wait, have not made, so
 # what it wrote still stands, and so on along the chain. A rank that only computes has written
 # nothing, or something whose launch has been made since: it is waited for. Each rank writes before
-# it reads, so the last one of a chain sees all of it, and nobody has to ask twice.
+# it reads, so the last one of a chain sees all of it.
+
+# NOTE(torch): a rank whose main thread is in a blocking collective of torch's own says so too,
+# again at every look. It leaves it only when all whom it needs have come to it: where one of those
+# waits in its own main thread for that rank, and hears it say so meanwhile, neither can go on.
 
 PATIENCE_S: Final = 3.0
 
@@ -80,6 +86,9 @@ class _Position:
     number: int
     peer: int  # in the scope
     launched: Mapping[str, int]  # by key
+    call: str = ""  # which every rank must make
+    needs: Sequence[int] = ()  # in a collective of torch's: ranks of the job, in place of `peer`
+    beat: int = 0  # how often it has said that
 
     def lacks(self, peer: _Position) -> bool:
         """Whether that peer has yet to launch what this rank waits for."""
@@ -106,17 +115,23 @@ class Watch:
     rank: int
     interrupt: Callable[[], None]  # ends all waits of this rank, and its peers' for it
     patience_s: float = PATIENCE_S
+    has_ended: Callable[[int], bool] = lambda _: False  # whether a peer's program is over
     purposes: dict[int, Purpose] = field(factory=dict, init=False)  # by tag
     _scope: Scope = field(init=False)
     _ranks: Sequence[int] | None = field(default=None, init=False)  # in the scope; the same if None
     has_diverged: bool = field(default=False, init=False)  # found here, or heard of
-    _waiting: tuple[Wait, float] | None = field(default=None, init=False)  # since when
+    # Since when, and in which thread:
+    _waiting: tuple[Wait, float, int] | None = field(default=None, init=False)
+    _beat: int = field(default=0, init=False)
+    _heard: dict[int, int] = field(factory=dict, init=False)  # beats of peers, first in a wait
     _divergence: str = field(default="", init=False)
     _told_user_of: float = field(default=0.0, init=False)
-    _thread: threading.Thread | None = field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._scope = Scope(self.name, self.rank)
+        threading.Thread(
+            target=_keep_watch, args=(ref(self),), name="zero_comm watch", daemon=True
+        ).start()
 
     def join(self, other: Watch, ranks: Sequence[int]) -> None:
         """Find circles that go through the other's group too. Local, on every rank of both.
@@ -139,12 +154,7 @@ class Watch:
 
     def begin(self, wait: Wait) -> None:
         """This thread blocks now, until `end` is called."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_keep_watch, args=(ref(self),), name="zero_comm watch", daemon=True
-            )
-            self._thread.start()
-        self._waiting = (wait, time.monotonic())
+        self._waiting = (wait, time.monotonic(), threading.get_ident())
 
     def end(self) -> None:
         """It blocks no more."""
@@ -159,7 +169,6 @@ class Watch:
         if not self.has_diverged:
             return None
         return DivergenceError(
-            "ranks wait for each other in different collectives, and none would ever end: "
             f"{self._divergence} (seen on rank {self._scope.rank}; this group can be used no more)"
         )
 
@@ -170,25 +179,42 @@ class Watch:
             seen: What the last look returned; 0 for the first.
 
         Returns:
-            When the wait began that was looked at last: each is looked at once.
+            When the wait began that was looked at last.
         """
         waiting = self._waiting
         if waiting is None:
+            with contextlib.suppress(RuntimeError, ValueError):  # the job is ending
+                self._tell_of_torch()
             return seen
-        wait, since = waiting
+        wait, since, thread = waiting
+        if time.monotonic() - since < self.patience_s:
+            return seen
         if since == seen:
             self.error()  # a peer may have found it; who looks into memory has no connection to it
             self._tell_user(wait, since)
-            return seen
-        if time.monotonic() - since < self.patience_s:
-            return seen
+        else:
+            self._heard.clear()
         with contextlib.suppress(RuntimeError, ValueError):  # the job is ending
-            chain = self._tell_and_follow(wait)
-            if chain and self._waiting is waiting:
-                text = _describe(chain)
-                default_store().set(self._key(_DIVERGENCE), text)
-                self._diverge(text)
+            mine = self._position(wait, thread)
+            found = ""
+            if self.has_ended(wait.peer):
+                found = _describe_ended(self._scope.rank, mine)
+            elif chain := self._follow(mine, is_first=since != seen, thread=thread):
+                found = _describe(chain)
+            if found and self._waiting is waiting and not self.has_diverged:
+                default_store().set(self._key(_DIVERGENCE), found)
+                self._diverge(found)
         return since
+
+    def _tell_of_torch(self) -> None:
+        """Where this rank is, if that is in a collective of torch's that needs others."""
+        call = blocking_torch_call()
+        if call is None or self.error() is not None:  # found by a peer: it ends here too
+            return
+        self._beat += 1
+        launched, rank = dict(self._scope.launched), self._scope.rank
+        mine = _Position(call.name, "", "", 0, rank, launched, "", call.needs, self._beat)
+        default_store().set(self._key(str(rank)), json.dumps(asdict(mine)))
 
     def _tell_user(self, wait: Wait, since: float) -> None:
         waited_s = time.monotonic() - since
@@ -204,11 +230,11 @@ class Watch:
         self._divergence, self.has_diverged = text, True
         self.interrupt()
 
-    def _tell_and_follow(self, wait: Wait) -> dict[int, _Position]:
+    def _follow(self, mine: _Position, *, is_first: bool, thread: int) -> dict[int, _Position]:
         """The ranks that wait for each other in a circle, this one among them; else nothing."""
-        mine, rank = self._position(wait), self._scope.rank
-        store = default_store()
-        store.set(self._key(str(rank)), json.dumps(asdict(mine)))
+        store, rank = default_store(), self._scope.rank
+        if is_first:
+            store.set(self._key(str(rank)), json.dumps(asdict(mine)))
         chain, last = {rank: mine}, mine
         while True:
             peer = last.peer
@@ -219,15 +245,22 @@ class Watch:
                 theirs = _Position(**json.loads(store.get(self._key(str(peer)))))
             if not last.lacks(theirs):
                 return {}
+            if theirs.needs:  # see NOTE(torch)
+                # One word more may have been late; the next one was then seen during this wait.
+                is_now = theirs.beat >= self._heard.setdefault(peer, theirs.beat) + 2
+                is_main = thread == threading.main_thread().ident
+                needs_us = is_now and is_main and dist.get_rank() in theirs.needs
+                return {**chain, peer: evolve(theirs, peer=rank)} if needs_us else {}
             if peer in chain:
                 return chain if peer == rank else {}  # those in that circle notice it
             chain[peer] = last = theirs
 
-    def _position(self, wait: Wait) -> _Position:
+    def _position(self, wait: Wait, thread: int) -> _Position:
         launch, purpose = wait.launch, wait.launch.purpose
         key, peer = self._name_of(launch.key), self._in_scope(wait.peer)
-        launched = dict(self._scope.launched)
-        return _Position(purpose.what, purpose.remedy, key, launch.number, peer, launched)
+        call, launched = collective_call(thread), dict(self._scope.launched)
+        doing = call if call and purpose.what == launch.operation else purpose.what
+        return _Position(doing, purpose.remedy, key, launch.number, peer, launched, call)
 
     def _in_scope(self, rank: int) -> int:
         return rank if self._ranks is None else self._ranks[rank]
@@ -283,9 +316,22 @@ def _keep_watch(of: ReferenceType[Watch]) -> None:
 
 
 def _describe(chain: Mapping[int, _Position]) -> str:
-    places = [
-        f"rank {rank} waits for rank {chain[rank].peer} in {chain[rank].doing}"
-        for rank in sorted(chain)
+    ranks = sorted(chain)
+    places = [f"rank {r} waits for rank {chain[r].peer} in {chain[r].doing}" for r in ranks]
+    alone = [
+        f"rank {rank} is in {chain[rank].call}, which must be called on all ranks, after as many "
+        "backwards and steps on each"
+        for rank in ranks
+        if chain[rank].call and any(chain[r].call != chain[rank].call for r in ranks)
     ]
-    remedies = dict.fromkeys(chain[rank].remedy for rank in sorted(chain))
-    return "; ".join((*places, *filter(None, remedies)))
+    remedies = dict.fromkeys(alone or [chain[rank].remedy for rank in ranks])
+    text = "; ".join((*places, *filter(None, remedies)))
+    return f"ranks wait for each other in different collectives, and none would ever end: {text}"
+
+
+def _describe_ended(rank: int, mine: _Position) -> str:
+    alone = f"{mine.call} must be called on all ranks; " if mine.call else ""
+    return (
+        f"rank {rank} waits for rank {mine.peer} in {mine.doing}, but the program of rank "
+        f"{mine.peer} has ended: {alone}look for the first error among all ranks; {UNEVEN}"
+    )

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 import zero_partition
 from torch import Tensor, nn
-from zero_comm import Group
+from zero_comm import Group, collective
 from zero_partition import StateError
 
 from ._checks import check_flag
@@ -134,6 +134,7 @@ class Engine(EngineFiles):
             scaled.register_hook(self._note_scaled)
         return scaled
 
+    @collective
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch. At a boundary: unscale, clip, step, advance the scheduler. Collective.
 
@@ -211,6 +212,7 @@ class Engine(EngineFiles):
 
     # ---- Between phases ----
 
+    @collective
     def offload_states(
         self,
         include: Collection[Any] | None = None,
@@ -237,6 +239,7 @@ class Engine(EngineFiles):
             self.module, include, device, pin_memory=pin_memory, non_blocking=non_blocking
         )
 
+    @collective
     def reload_states(self, non_blocking: bool = False) -> None:
         """As `zero_engine.reload_states`. Every rank calls it."""
         self._check_alive("reload_states()")

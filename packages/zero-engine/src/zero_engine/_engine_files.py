@@ -12,6 +12,7 @@ import torch
 import zero_partition
 from safetensors.torch import save_file
 from torch import Tensor
+from zero_comm import collective
 
 from ._checkpoint import find_complete
 from ._checks import check_flag
@@ -32,6 +33,7 @@ _COUNTERS: Final = ("global_steps", "micro_steps", "global_samples", "_skipped_s
 class EngineFiles(EngineAccumulation):
     """Saving and loading of an engine."""
 
+    @collective
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -83,6 +85,7 @@ class EngineFiles(EngineAccumulation):
         )
         return True
 
+    @collective
     def load_checkpoint(  # noqa: PLR0917 - the order is DeepSpeed's
         self,
         load_dir: str | os.PathLike[str],
@@ -187,6 +190,7 @@ class EngineFiles(EngineAccumulation):
         if anew:
             warnings.warn(f"{found.path}: begins anew: {', '.join(anew)}", stacklevel=3)
 
+    @collective
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],

@@ -15,7 +15,7 @@ import zero_partition
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
-from zero_comm import Group
+from zero_comm import Group, collective
 from zero_partition import Stage
 
 from ._auto import implied_values
@@ -34,6 +34,7 @@ from ._shard import shard
 AnyConfig = Mapping[str, Any] | str | os.PathLike[str] | EngineConfig | ZeroConfig
 
 
+@collective
 @zero_partition.Init.suspended()
 def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     args: Any = None,

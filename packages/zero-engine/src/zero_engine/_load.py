@@ -8,7 +8,7 @@ from typing import Any, Final, final
 import torch
 from attrs import frozen
 from torch import nn
-from zero_comm import Group, check_agreement
+from zero_comm import Group, check_agreement, collective
 from zero_partition import (
     LoadError,
     ShardedModel,
@@ -55,6 +55,7 @@ class LoadReport:
         )
 
 
+@collective
 def load(
     folder: str | Path,
     model: nn.Module,

@@ -10,7 +10,7 @@ from typing import Any, Final, final
 import torch
 from attrs import frozen
 from torch import nn
-from zero_comm import Group, check_agreement
+from zero_comm import Group, check_agreement, collective
 from zero_partition import (
     LoadError,
     ShardedModel,
@@ -53,6 +53,7 @@ class DeepSpeedLoadReport:
         )
 
 
+@collective
 def load_deepspeed(
     folder: str | Path,
     model: nn.Module,

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import torch
 import zero_partition
 from torch import nn
+from zero_comm import collective
 from zero_partition import AbstractKeeper, StateKind, find_sharded
 
 from ._checks import check_flag, check_names
@@ -28,6 +29,7 @@ _OF_DEEPSPEED: Final = {
 }
 
 
+@collective
 def offload_states(
     model: nn.Module,
     include: Collection[Kind] | None = None,
@@ -74,6 +76,7 @@ def offload_states(
     park(model, kinds, _keeper_for(where, to, path, pin, non_blocking), non_blocking=non_blocking)
 
 
+@collective
 def reload_states(model: nn.Module, *, non_blocking: bool = False) -> None:
     """Bring back what `offload_states` has put elsewhere. Every rank calls it.
 

@@ -11,7 +11,7 @@ import torch
 from attrs import define, field, frozen
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from zero_comm import Group
+from zero_comm import Group, collective
 from zero_partition import AbstractRangeReader, LoadReport, load_ranges
 
 from ._config import ZeroConfig
@@ -114,6 +114,7 @@ class SafetensorsRange(AbstractRangeReader):
         return rows[start - first * row_numel : stop - first * row_numel]
 
 
+@collective
 def load_pretrained(
     model: nn.Module,
     source: str | Path | Iterable[str | Path],

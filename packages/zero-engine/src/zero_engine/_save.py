@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from attrs import frozen
 from torch import nn
+from zero_comm import collective
 
 from ._part_writer import Written
 from ._together import together
@@ -26,6 +27,7 @@ class SaveReport:
     linked_bytes: int  # of those, in files that the checkpoint before has too, on this rank
 
 
+@collective
 def save(
     folder: str | Path,
     model: nn.Module,

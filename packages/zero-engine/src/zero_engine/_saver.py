@@ -13,7 +13,7 @@ from typing import Any, Final, final
 import torch
 from attrs import define, field, frozen
 from torch import nn
-from zero_comm import Group, all_gather_json
+from zero_comm import Group, all_gather_json, collective
 from zero_partition import Placement
 
 from ._copies import Copies, Copying
@@ -92,6 +92,7 @@ class Saver:
         self._under_way: _Background | None = None
         self._copies = Copies()
 
+    @collective
     def save(
         self, *, step: int, extra: Any = None, scheduler: Any = None, tag: str | None = None
     ) -> Snapshot:
@@ -144,6 +145,7 @@ class Saver:
             seconds=time.monotonic() - begun,
         )
 
+    @collective
     def wait(self) -> SaveReport | None:
         """Block until the last save is complete. Collective.
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from zero_comm import Group
+from zero_comm import Group, collective
 from zero_partition import AS_IT_IS, find_sharded, partition, unpartition
 
 from ._config import ZeroConfig
@@ -18,6 +18,7 @@ Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer | None)
 
 
+@collective
 def shard(
     model: Model,
     optimizer: AnyOptimizer = None,  # type: ignore[assignment]
@@ -99,6 +100,7 @@ def shard(
     return model, optimizer
 
 
+@collective
 def unshard(
     model: Model,
     optimizer: AnyOptimizer = None,  # type: ignore[assignment]

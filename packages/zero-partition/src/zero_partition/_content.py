@@ -1,6 +1,8 @@
-"""What a model must not contain when it is sharded: memory that sharding would part, or lacks."""
+"""What must not be in a model when it is sharded: wrappers, memory that is shared or lacks."""
 
 from __future__ import annotations
+
+from typing import Final
 
 import torch
 from torch import nn
@@ -8,6 +10,45 @@ from torch.nn.parameter import is_lazy
 
 from ._errors import PartitionError, StateError
 from ._places import find_place
+
+_WITHOUT: Final = "pass the model as it is before that: shard() does what it is for"
+_WRAPPERS: Final = {
+    "DistributedDataParallel": "pass the model inside it, ddp.module: shard() averages gradients",
+    "DataParallel": "pass the model inside it, its .module, on one rank per device",
+    "FullyShardedDataParallel": _WITHOUT,
+    "FSDPModule": f"{_WITHOUT}, and fully_shard() has changed this one",
+}
+
+
+def check_not_wrapped(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise PartitionError for what others have wrapped to train on several ranks. Local.
+
+    By the names of classes: nothing is imported for it.
+    """
+    for name, module in model.named_modules():
+        where = f"module {name!r} of the model" if name else "the model"
+        for kind in type(module).__mro__:
+            if kind.__module__.startswith("torch.") and kind.__name__ in _WRAPPERS:
+                raise PartitionError(
+                    f"{where} is wrapped by torch's {kind.__name__}; {_WRAPPERS[kind.__name__]}"
+                )
+        if {"_is_accelerate_prepared", "_original_forward"} & vars(module).keys():
+            raise PartitionError(
+                f"{where} comes from Accelerator.prepare(); shard() the model and the optimizer in "
+                "place of preparing them, and prepare only what else there is"
+            )
+    for name, param in model.named_parameters():
+        if type(param).__name__ == "DTensor":
+            raise PartitionError(
+                f"parameter {name!r} is a DTensor, which fully_shard() or parallelize_module() has "
+                "made: pass the model as it is before that; for tensor parallelism, shard() takes "
+                "the group of data-parallel ranks and plain tensors"
+            )
+    if type(optimizer).__module__.startswith("accelerate."):
+        raise PartitionError(
+            f"the optimizer is wrapped by Accelerator.prepare() in an {type(optimizer).__name__}; "
+            "pass the one inside, optimizer.optimizer, and the model as it is before prepare()"
+        )
 
 
 def check_content(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
+from zero_comm import collective
 
 from ._errors import StateError
 from ._given import copy_given, for_rank, given_value
@@ -15,6 +16,7 @@ from ._torch_compat import plain_access
 from ._whole import launch_whole
 
 
+@collective
 def full_grad(param: nn.Parameter, *, to_rank: int | None = None) -> Tensor | None:
     """The whole gradient of a parameter, averaged over the ranks. Collective at every stage.
 
@@ -34,6 +36,7 @@ def full_grad(param: nn.Parameter, *, to_rank: int | None = None) -> Tensor | No
     return None if wait is None else for_rank(place, wait(), to_rank)
 
 
+@collective
 def set_full_grad(
     param: nn.Parameter, value: Tensor | None, *, from_rank: int | None = None
 ) -> None:
@@ -86,6 +89,7 @@ def set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     copy_given(place, part, value, "set_local_grad()")
 
 
+@collective
 def update_full_grads(
     params: Iterable[nn.Parameter],
     update: Callable[[nn.Parameter, Tensor], Tensor | None],

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from attrs import frozen
 from torch import nn
-from zero_comm import Group, check_agreement
+from zero_comm import Group, check_agreement, collective
 
 from ._errors import LoadError, StateError
 from ._flat_buffer import FlatBuffer
@@ -29,6 +29,7 @@ class LoadReport:
     unexpected: tuple[str, ...]  # in the source only
 
 
+@collective
 def load_ranges(
     model: nn.Module,
     readers: Mapping[str, AbstractRangeReader] | Iterable[tuple[str, AbstractRangeReader]],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from zero_comm import Group, all_gather_flat, broadcast_flat, check_agreement
+from zero_comm import Group, all_gather_flat, broadcast_flat, check_agreement, collective
 
 from ._blank import fill_blank, has_blank
 from ._early_guards import guard_module
@@ -16,6 +16,7 @@ from ._init_context import Init
 from ._torch_compat import plainly, swap_memory
 
 
+@collective
 def materialise(
     model: nn.Module,
     init: Callable[[nn.Module], object] | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from attrs import frozen
 from torch import Tensor, nn
+from zero_comm import collective
 
 from ._errors import StateError
 from ._given import copy_given, for_rank, given_value
@@ -51,6 +52,7 @@ def parameter_status(param: nn.Parameter) -> ParameterStatus:
     )
 
 
+@collective
 def full_param(param: nn.Parameter, *, to_rank: int | None = None) -> Tensor | None:
     """The whole value of a parameter. Collective at every stage.
 
@@ -76,6 +78,7 @@ def full_param(param: nn.Parameter, *, to_rank: int | None = None) -> Tensor | N
     return for_rank(place, value.detach().clone(), to_rank)
 
 
+@collective
 def set_full_param(
     param: nn.Parameter, value: Tensor | None, *, from_rank: int | None = None
 ) -> None:

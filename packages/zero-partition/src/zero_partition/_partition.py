@@ -8,10 +8,10 @@ from typing import Final
 import torch
 from attrs import asdict
 from torch import nn
-from zero_comm import Group, check_agreement
+from zero_comm import Group, check_agreement, collective
 
 from ._adopt import check_adoptable, describe_early, release_modules
-from ._content import check_content
+from ._content import check_content, check_not_wrapped
 from ._distribute import distribute, expose_shards, first_index, placements_of
 from ._errors import PartitionError
 from ._gradient_home import AbstractGradientHome
@@ -38,6 +38,7 @@ from ._wire import AS_ONE, Wire
 _DEFAULT_LIMITS: Final = Limits()
 
 
+@collective
 def partition(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -103,6 +104,7 @@ def partition(
         zero_comm.GroupMismatchError: The ranks are no whole number of nodes, and `wire` needs them.
         zero_comm.CommError: A rank did not take part in time.
     """
+    check_not_wrapped(model, optimizer)
     wire.check(placements, has_home=home is not None)
     routes = wire.routes(group, timeout_s=timeout_s)
     group = routes.shards

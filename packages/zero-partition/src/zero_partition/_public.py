@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zero_comm import Group, Traffic
+from zero_comm import Group, Traffic, collective
 
 from . import _memory, _norm, _parking, _schedule_report, _state_dict, _unpartition
 from ._codec_errors import CodecErrors
@@ -19,6 +19,7 @@ from ._sharded_model import ShardedModel
 from ._torch_compat import plain_access
 
 
+@collective
 def clip_grad_norm_(
     model_or_optimizer: nn.Module | torch.optim.Optimizer,
     max_norm: float,
@@ -63,6 +64,7 @@ def clip_grad_norm_(
     )
 
 
+@collective
 def clip_grad_value_(
     model_or_optimizer: nn.Module | torch.optim.Optimizer,
     clip_value: float,
@@ -83,6 +85,7 @@ def clip_grad_value_(
     _norm.clip_grad_value_(_find(model_or_optimizer), float(clip_value))
 
 
+@collective
 def unscale_and_clip_(
     model_or_optimizer: nn.Module | torch.optim.Optimizer,
     *,
@@ -120,6 +123,7 @@ def unscale_and_clip_(
     )
 
 
+@collective
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The whole model's `state_dict`, on rank 0, in host memory. Collective.
 
@@ -137,6 +141,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     return _state_dict.full_state_dict(_find(model))
 
 
+@collective
 def finish_update(model: nn.Module) -> None:
     """Let the model compute with every update that was begun. Collective, blocking; between steps.
 
@@ -222,6 +227,7 @@ def release_buffers(model: nn.Module) -> None:
     _find(model).release_buffers()
 
 
+@collective
 def park(
     model: nn.Module,
     keeper: AbstractKeeper,
@@ -256,6 +262,7 @@ def park(
     _parking.park(_find(model), keeper, kinds, waits=waits)
 
 
+@collective
 def unpark(model: nn.Module, *, waits: bool = True) -> None:
     """Bring back what `park` has put elsewhere, in new memory. Every rank calls it.
 
@@ -276,6 +283,7 @@ def unpark(model: nn.Module, *, waits: bool = True) -> None:
     _parking.unpark(_find(model), waits=waits)
 
 
+@collective
 def unpartition(model: nn.Module) -> None:
     """Make the model and its optimizer plain again, with whole parameters and state. Collective.
 

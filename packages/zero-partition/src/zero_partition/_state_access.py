@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zero_comm import all_gather_json
+from zero_comm import all_gather_json, collective
 
 from ._errors import StateError
 from ._given import check_rank, copy_given, for_rank, given_value
@@ -19,6 +19,7 @@ from ._state_entry import Entry, PlainEntry, Said, TensorEntry
 from ._whole_state import ask_states, launch_entry, plan_state
 
 
+@collective
 def full_optimizer_state(param: nn.Parameter, key: str, *, to_rank: int | None = None) -> Any:
     """The whole of one entry of the optimizer's state, "exp_avg" say. Collective at every stage.
 
@@ -46,6 +47,7 @@ def full_optimizer_state(param: nn.Parameter, key: str, *, to_rank: int | None =
     return for_rank(place, whole, to_rank)
 
 
+@collective
 def set_full_optimizer_state(
     param: nn.Parameter, key: str, value: Any, *, from_rank: int | None = None
 ) -> None:

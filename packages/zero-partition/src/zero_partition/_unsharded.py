@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import nn
+from zero_comm import collective
 
 from ._errors import LostEditError, StateError
 from ._gather import Gather
@@ -19,6 +20,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 @contextmanager
+@collective
 def unsharded(model: Model, modules: Iterable[str] | None = None) -> Iterator[Model]:
     """A context in which the model's parameters are whole. Collective to enter, local to leave.
 

@@ -1,0 +1,77 @@
+"""Which call a thread is in, read from its Python frames: one of ours, or of torch.distributed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any, Final, NamedTuple, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+AnyCallable = TypeVar("AnyCallable", bound=Callable[..., Any])
+
+UNEVEN: Final = (
+    "if there is none, a rank has ended while others go on (uneven batches): let every rank run as "
+    "many"
+)
+_CAUSES: Final = (
+    "A rank that raised, ended, or runs other code than its peers leaves them waiting; look for "
+    f"the first error among all ranks; {UNEVEN}."
+)
+_COLLECTIVE: Final[dict[CodeType, str]] = {}
+
+
+class TorchCall(NamedTuple):
+    """A collective of torch's own that blocks."""
+
+    name: str  # "torch.distributed.barrier()"
+    needs: Sequence[int]  # ranks of the job; it does not end before each of them calls it too
+
+
+def collective(function: AnyCallable) -> AnyCallable:
+    """Decorator of a function that all ranks must call; a rank that calls it alone is told so.
+
+    The function is returned as it is, and calls cost nothing: errors find it among the frames of
+    the thread that waits. Of several the outermost is named.
+    """
+    _COLLECTIVE[function.__code__] = f"{function.__name__}()"  # type: ignore[attr-defined]
+    return function
+
+
+def collective_call(thread: int) -> str:
+    """The outermost call of such a function that a thread is in, "save()"; "" if none."""
+    frame, found = sys._current_frames().get(thread), ""
+    while frame is not None:
+        found = _COLLECTIVE.get(frame.f_code, found)
+        frame = frame.f_back
+    return found
+
+
+def causes() -> str:
+    """Why a collective of this thread may have failed, for the end of an error."""
+    call = collective_call(threading.get_ident())
+    return f"{call} must be called on all ranks. {_CAUSES}" if call else _CAUSES
+
+
+def blocking_torch_call() -> TorchCall | None:
+    """What the main thread is in, if it cannot end before certain other ranks take part."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None or frame.f_code.co_filename != distributed_c10d.__file__:
+        return None
+    given = frame.f_locals
+    if given.get("async_op") is not False:
+        return None
+    group = given.get("group") or dist.group.WORLD
+    ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
+    if "group_src" in given:  # the source may be done before all have received
+        ranks = [] if given["group_src"] in (None, own) else [ranks[given["group_src"]]]
+    elif "group_dst" in given and given["group_dst"] != own:  # likewise who only sends
+        ranks = []
+    name = frame.f_code.co_name
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+        name = name if frame.f_code.co_name == "wrapper" else frame.f_code.co_name
+        frame = frame.f_back
+    return TorchCall(f"torch.distributed.{name}()", ranks) if ranks else None
