@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zero_comm import Group
 
 from ._chained import members_of
 from ._cut import Cut
@@ -19,39 +17,6 @@ from ._places import find_place
 from ._span import Span
 from ._state_entry import part_of_entry
 from ._unit import Unit
-
-
-def install_optimizer_state_hooks(
-    optimizer: torch.optim.Optimizer, group: Group
-) -> list[Callable[[], None]]:
-    """Mark `state_dict()` as one rank's part, and load no other: shapes alone do not tell.
-
-    A question about a model's parameter in `optimizer.state` is told where the answer is.
-    """
-    mine = f"rank {group.rank} of {group.world_size}"
-
-    def mark(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        state["zero_shard"] = mine
-
-    def check(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        found = state.get("zero_shard", "a whole optimizer")
-        if found != mine:
-            raise StateError(
-                f"optimizer.load_state_dict(): expected the state that {mine} saved, got that of "
-                f"{found}; load a whole optimizer's state before shard(), which shards it"
-            )
-
-    removers: list[Callable[[], None]] = []
-    for member in members_of(optimizer):
-        _watch_state(member)
-        handles = (
-            member.register_state_dict_post_hook(mark),
-            member.register_load_state_dict_pre_hook(check),
-            member.register_load_state_dict_post_hook(_watch_state),  # which made a new one
-        )
-        removers += [handle.remove for handle in handles]
-        removers.append(partial(_leave_state, member))
-    return removers
 
 
 class ShardStates(defaultdict):
@@ -77,12 +42,14 @@ class ShardStates(defaultdict):
         return super().get(key, default) if key in self else default
 
 
-def _watch_state(optimizer: torch.optim.Optimizer) -> None:
+def watch_state(optimizer: torch.optim.Optimizer) -> None:
+    """Tell a question about a model's parameter in `optimizer.state` where the answer is."""
     if type(optimizer.state) is defaultdict:  # else it is of the optimizer's own kind
         optimizer.state = ShardStates(dict, optimizer.state)
 
 
-def _leave_state(optimizer: torch.optim.Optimizer) -> None:
+def leave_state(optimizer: torch.optim.Optimizer) -> None:
+    """Undo it."""
     if type(optimizer.state) is ShardStates:
         optimizer.state = defaultdict(dict, optimizer.state)
 

@@ -36,7 +36,7 @@ class StateSource:
     params: Mapping[str, AbstractRangeReader]
     buffers: Mapping[str, AbstractRangeReader]
     ties: Mapping[str, str]  # from further names to those in `params`
-    may_lack: frozenset[str]  # parameters that were left out
+    may_lack: frozenset[str] | None  # parameters that were left out; None: all, and buffers
     states: Mapping[str, Mapping[str, Any]] | None  # readers and values; None: not loaded
     param_groups: Sequence[Mapping[str, Any]]  # "params": names, and options
     where: str  # that it comes from, for errors
@@ -140,7 +140,7 @@ def _plan_params(
             known = dict.fromkeys(source.ties.get(name, name) for name in param.names)
             given = [name for name in known if name in source.params]
             names.used.update(given)
-            if not given and param.name not in source.may_lack:
+            if not given and source.may_lack is not None and param.name not in source.may_lack:
                 names.missing.append(param.name)
             if len(given) > 1:
                 problems.append(
@@ -162,7 +162,7 @@ def _plan_buffers(
             continue
         given = target.given(source.buffers)
         names.used.update(given)
-        if not given:
+        if not given and source.may_lack is not None:
             names.missing.append(target.names[0])
         for name in given[:1]:
             reader = source.buffers[name]

@@ -105,7 +105,7 @@ def plan_parts(
     ]
     for buffer in buffers:
         buffer.follow_writes()
-    entries = _plan_entries(sharded, buffers, timeout_s) if has_state else None
+    entries = plan_entries(sharded, buffers, timeout_s) if has_state else None
     tensors: list[WholeTensor] = []
     values: dict[str, dict[str, Any]] = {}
     items: list[_Item] = []
@@ -153,16 +153,19 @@ def plan_parts(
 
 
 def states_of(
-    sharded: ShardedModel, buffers: Iterable[FlatBuffer]
+    sharded: ShardedModel, buffers: Iterable[FlatBuffer], *, is_read: bool = False
 ) -> list[list[Mapping[str, Any]]]:
-    """This rank's state of each parameter, by buffer: of what rests elsewhere, shapes only. Local.
+    """This rank's state of each parameter, by buffer. Local. Empty where there is none.
 
-    Empty where there is none.
+    Args:
+        sharded: The model.
+        buffers: Of which parameters.
+        is_read: Whether what rests elsewhere is read, into host memory; else it has shapes only.
     """
     updater = sharded.residence.updater
     if updater is not None:
         targets = [target for buffer in buffers for target in buffer.targets]
-        found = updater.describe(targets)
+        found = updater.read(targets) if is_read else updater.describe(targets)
         return [
             [_visible(buffer, found.get(target, {})) for target in buffer.targets]
             if buffer.targets
@@ -177,9 +180,8 @@ def states_of(
     ]
 
 
-def _plan_entries(
-    sharded: ShardedModel, buffers: Sequence[FlatBuffer], timeout_s: float
-) -> Entries:
+def plan_entries(sharded: ShardedModel, buffers: Sequence[FlatBuffer], timeout_s: float) -> Entries:
+    """How all optimizer state lies over the ranks, by buffer, position and entry. Collective."""
     states, group = states_of(sharded, buffers), sharded.group
     if sharded.placements.optim is Placement.REPLICATED:
         return [
