@@ -14,6 +14,14 @@ from parity import ZeroConfig
 from residences import Blocks
 from structured import muon_and_adamw
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from zero_comm import Group
 from zero_engine import Offload, Precision
 from zero_partition import LoadError, StateError
@@ -100,7 +108,7 @@ def _whole(group: Group, folder: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gradients too, by rows", "parameters too", "on disk"])
 def test_training_goes_on_at_any_world_size(ranks, tmp_path: Path, kind: str) -> None:
-    """From two ranks to one and back, through files of plain torch; the curve is the plain one's."""
+    """From two ranks to one and back, through files of torch; the curve is the plain one's."""
     path = tmp_path / "state.pt"
     plain, its = _plain(_config(tmp_path, **_KINDS[kind]))
     _step(plain, its, range(1))
@@ -257,3 +265,54 @@ def _chain(group: Group, way: str) -> None:
     again = zero_engine.full_optimizer_state_dict(model)
     if not group.rank:
         _assert_same(again, its.state_dict(), way)
+
+
+@pytest.mark.parametrize("kind", ["state sharded", "parameters too", "on disk"])
+def test_torchs_checkpoint_functions_give_the_whole(ranks, tmp_path: Path, kind: str) -> None:
+    """Frameworks call them, by StateDictOptions(full_state_dict=True), for any kind of sharding."""
+    ranks(2).run(_torchs, folder=tmp_path, kind=kind)
+
+
+def _torchs(group: Group, folder: Path, kind: str) -> None:
+    config = _config(folder, **_KINDS[kind])
+    plain, its = _plain(config)
+    model, optimizer = _build(group, config)
+    full = StateDictOptions(full_state_dict=True)
+    on_host = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    blank = get_optimizer_state_dict(model, optimizer, options=full)
+    assert blank["state"] == {}  # no rank takes a step, such as torch's, alone
+    _step(plain, its, range(2))
+    _step(model, optimizer, range(2))
+    expected = get_state_dict(plain, its, options=full)
+    for options in (full, on_host):
+        weights, state = get_state_dict(model, optimizer, options=options)
+        if options is full or not group.rank:
+            _assert_same(weights, expected[0], kind)
+            _assert_same(state, expected[1], kind)
+        else:
+            assert not weights and not state
+    flat = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    _assert_same(
+        get_optimizer_state_dict(model, optimizer, options=flat),
+        get_optimizer_state_dict(plain, its, options=flat),
+        "flat",
+    )
+
+    part = r"full_state_dict=True\).*zero_engine\.full_%sstate_dict\(model\)"
+    with pytest.raises(StateError, match=part % "optimizer_"):
+        get_optimizer_state_dict(model, optimizer)
+    if config.stage == 3:
+        with pytest.raises(StateError, match=part % ""):
+            get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
+    with pytest.raises(StateError, match="load_full_optimizer_state_dict"):
+        set_optimizer_state_dict(model, optimizer, expected[1], options=full)
+
+    _step(model, optimizer, range(5, 7))
+    set_model_state_dict(model, expected[0], options=full)
+    zero_engine.load_full_optimizer_state_dict(model, expected[1])
+    _step(plain, its, range(2, 4))
+    _step(model, optimizer, range(2, 4))
+    weights, state = get_state_dict(model, optimizer, options=full)
+    _assert_same(weights, plain.state_dict(), kind)
+    _assert_same(state, get_optimizer_state_dict(plain, its, options=full), kind)
+    zero_engine.unshard(model, optimizer)

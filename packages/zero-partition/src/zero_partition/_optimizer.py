@@ -16,6 +16,7 @@ from ._flat_buffer import FlatBuffer
 from ._places import find_place
 from ._span import Span
 from ._state_entry import part_of_entry
+from ._torch_compat import checkpoint_call
 from ._unit import Unit
 
 
@@ -37,6 +38,10 @@ class ShardStates(defaultdict):
         refuse_parameter(key)
         return False
 
+    def __bool__(self) -> bool:
+        """See `has_state`."""
+        return has_state(len(self))
+
     def get(self, key: Any, default: Any = None) -> Any:  # type: ignore[override]
         """A shard's state, if it has one."""
         return super().get(key, default) if key in self else default
@@ -52,6 +57,26 @@ def leave_state(optimizer: torch.optim.Optimizer) -> None:
     """Undo it."""
     if type(optimizer.state) is ShardStates:
         optimizer.state = defaultdict(dict, optimizer.state)
+
+
+def has_state(num_entries: int) -> bool:
+    """Whether an optimizer has state that a caller need not make.
+
+    torch.distributed.checkpoint would make it by a step, which one rank must not take alone.
+
+    Raises:
+        StateError: The caller is its `set_optimizer_state_dict()`, which looks for the optimizer's
+            parameters in the model, where there are no shards.
+    """
+    call = checkpoint_call()
+    if call is not None and {"optimizers", "state_dict"} <= call.keys():
+        raise StateError(
+            "set_optimizer_state_dict() of torch.distributed.checkpoint cannot find in the model "
+            "the shards that a sharded optimizer has; call "
+            "zero_engine.load_full_optimizer_state_dict(model, state_dict) on every rank, which "
+            "takes what get_optimizer_state_dict() gives"
+        )
+    return num_entries > 0 or call is not None
 
 
 def refuse_parameter(key: object) -> None:

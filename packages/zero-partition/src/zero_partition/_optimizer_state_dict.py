@@ -1,8 +1,8 @@
-"""An optimizer's whole `state_dict`, as torch writes it, out of a partitioned model and in again."""
+"""An optimizer's whole `state_dict`, as torch writes it: out of a partitioned model, and in."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain, repeat
 from typing import Any, Final, final
 
@@ -21,9 +21,12 @@ from ._placement import Placement
 from ._range_reader import AbstractRangeReader
 from ._sharded_model import ShardedModel
 from ._span import Span
-from ._state_load import StateLoad, StateSource, param_groups_of, plan_load
+from ._state_dict import WITHOUT_FULL
+from ._state_load import StateLoad, StateSource, names_by_owner, param_groups_of, plan_load
 from ._state_parts import plan_entries, states_of
 from ._state_target import EntryPart
+from ._torch_compat import checkpoint_call
+from ._updater import MASTER
 from ._whole import launch_buffer
 from ._whole_state import launch_entry
 
@@ -133,7 +136,7 @@ def _on_host(value: Tensor) -> Tensor:
 @final
 @define(eq=False)
 class _Received(AbstractRangeReader):
-    """A tensor of rank 0's, or of this rank's own, of which a rank keeps what it is going to read."""
+    """A tensor of rank 0's, or this rank's own, of which it keeps what it is going to read."""
 
     _shape: torch.Size
     _dtype: torch.dtype
@@ -282,13 +285,37 @@ class _StateDictHooks(Bound):
 
     def before_export(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse, where not every rank is known to call it."""
-        self._check("optimizer.state_dict()", "full_optimizer_state_dict(model)")
+        call = checkpoint_call()
+        what = "optimizer.state_dict()" if call is None else WITHOUT_FULL
+        is_asked = call is not None and call["info"].full_state_dict
+        self._check(what, "full_optimizer_state_dict(model)", may_gather=is_asked)
 
     def after_export(
         self, optimizer: torch.optim.Optimizer, state: dict[str, Any]
     ) -> dict[str, Any]:
         """All ranks' in place of this one's."""
-        return _gather(self.sharded, optimizer, is_kept=True)
+        whole, call = _gather(self.sharded, optimizer, is_kept=True), checkpoint_call()
+        return (
+            whole if call is None else self._hand_over(whole, optimizer, call["optim_state_dict"])
+        )
+
+    def _hand_over(
+        self, whole: dict[str, Any], optimizer: torch.optim.Optimizer, given: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Put it by names where torch.distributed.checkpoint collects it; leave nothing to name.
+
+        It finds names by the model's parameters, and what the optimizer has are shards of them.
+        """
+        known = names_by_owner(self.sharded)
+        names = [known[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        for number, state in whole["state"].items():
+            given["state"][names[number]] = state
+        for number, master in whole.get("masters", {}).items():
+            given["state"].setdefault(names[number], {})[MASTER] = master
+        for group in whole["param_groups"]:
+            group["params"] = [names[number] for number in group["params"]]
+            given["param_groups"].append(group)
+        return {"state": {}, "param_groups": []}
 
     def before_load(
         self, optimizer: torch.optim.Optimizer, given: dict[str, Any]
@@ -308,9 +335,9 @@ class _StateDictHooks(Bound):
         """Torch has put an empty state in the place of ours."""
         optimizer.state, self._state = self._state, None
 
-    def _check(self, what: str, remedy: str) -> None:
+    def _check(self, what: str, remedy: str, *, may_gather: bool = False) -> None:
         group = self.sharded.group
-        if group.world_size > 1 and not self.sharded.gathers_state_dict:
+        if group.world_size > 1 and not (self.sharded.gathers_state_dict or may_gather):
             raise StateError(
                 f"{what}: the optimizer's state is sharded over {group.world_size} ranks, and this "
                 f"is rank {group.rank}, which has its part alone. Call zero_engine.{remedy} on "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from attrs import define
@@ -15,9 +15,15 @@ from ._parked import StateKind
 from ._placement import Placement
 from ._shard_state import ShardState
 from ._sharded_model import ShardedModel
-from ._torch_compat import plain_access
+from ._torch_compat import checkpoint_call, plain_access
 from ._unit import Unit
 from ._whole import launch_buffer
+
+# What torch.distributed.checkpoint was asked for, where that is not the whole.
+WITHOUT_FULL: Final = (
+    "get_state_dict() of torch.distributed.checkpoint, without "
+    "StateDictOptions(full_state_dict=True)"
+)
 
 Places = dict[str, tuple[Unit, int, int]]  # attribute of a module: its unit, buffer and position
 
@@ -143,10 +149,14 @@ class _BeforeExport(Bound):
         units = {id(unit): unit for unit, _, _ in self.places.values()}.values()
         if self.sharded.exports_stand_ins or all(map(_is_whole, self.places.values())):
             return
-        if not self.sharded.gathers_state_dict:
+        call = checkpoint_call()
+        if not self.sharded.gathers_state_dict and (
+            call is None or not call["info"].full_state_dict
+        ):
             name = prefix + next(iter(self.places))
+            what = "state_dict()" if call is None else WITHOUT_FULL
             raise StateError(
-                f"state_dict(): parameter {name!r}, as it is updated, is sharded over "
+                f"{what}: parameter {name!r}, as it is updated, is sharded over "
                 f"{self.sharded.group.world_size} ranks, and gathering it needs all of them. Call "
                 "zero_engine.full_state_dict(model) on every rank (rank 0 receives the weights; "
                 "save_pretrained() takes them as state_dict=...), or set "

@@ -173,7 +173,7 @@ def _plan_buffers(
 
 def param_groups_of(sharded: ShardedModel) -> list[dict[str, Any]]:
     """The optimizer's param groups, with names for parameters. Local."""
-    names = _names_by_owner(sharded)
+    names = names_by_owner(sharded)
     groups = [] if sharded.optimizer is None else sharded.optimizer.param_groups
     return [
         {**_restored(group), "params": [names[id(param)] for param in group["params"]]}
@@ -181,7 +181,8 @@ def param_groups_of(sharded: ShardedModel) -> list[dict[str, Any]]:
     ]
 
 
-def _names_by_owner(sharded: ShardedModel) -> dict[int, str]:
+def names_by_owner(sharded: ShardedModel) -> dict[int, str]:
+    """Of parameters, by the id of what the optimizer has of them. Local."""
     is_sharded = sharded.placements.optim is Placement.SHARDED
     return {
         id(owner): plan.name
@@ -279,7 +280,7 @@ def _describe_groups(mine: Sequence[Mapping[str, Any]], theirs: Sequence[Sequenc
 
 def _expected_entries(sharded: ShardedModel, source: StateSource) -> dict[str, frozenset[str]]:
     """What a step leaves as state of each parameter, where a trial on a tiny one shows it."""
-    names, given = _names_by_owner(sharded), iter(source.param_groups)
+    names, given = names_by_owner(sharded), iter(source.param_groups)
     num_dims = {
         plan.name: len(plan.shape)
         for unit in sharded.units

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ._gradients import BufferGradients
 from ._open_shards import OpenShards
-from ._optimizer import refuse_parameter
+from ._optimizer import has_state, refuse_parameter
 from ._residence import Residence
 from ._unit import Unit
 from ._updater import MASTER, AbstractUpdater
@@ -157,6 +157,10 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
         started = set(self.updater.started())
         mine = [shard for shard, target in self.target_of.items() if target in started]
         return iter([*mine, *self._others])
+
+    def __bool__(self) -> bool:
+        """See `has_state`."""
+        return has_state(len(self))
 
     def __len__(self) -> int:
         """How many have."""
