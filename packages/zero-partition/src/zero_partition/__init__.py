@@ -1,6 +1,7 @@
 """Who owns which elements of a model, and when a parameter is whole: ZeRO stages 0 to 3."""
 
 from .__about__ import __version__
+from ._average import ShardedAverage
 from ._buffer_plan import BufferPlan, ParameterPlan
 from ._chained import ChainedOptimizer
 from ._codec_errors import CodecErrors
@@ -140,6 +141,7 @@ __all__ = [
     "ScheduleReport",
     "ScheduleRow",
     "ShardSize",
+    "ShardedAverage",
     "ShardedModel",
     "Span",
     "Stage",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ._bound import Bound
 from ._errors import StateError
+from ._flat_buffer import FlatBuffer
 from ._parked import StateKind
 from ._placement import Placement
 from ._shard_state import ShardState
@@ -28,14 +29,22 @@ WITHOUT_FULL: Final = (
 Places = dict[str, tuple[Unit, int, int]]  # attribute of a module: its unit, buffer and position
 
 
-def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
-    """What the public `full_state_dict` documents."""
+def full_state_dict(
+    sharded: ShardedModel, shards: Mapping[FlatBuffer, Tensor] | None = None
+) -> dict[str, Any]:
+    """What the public `full_state_dict` documents.
+
+    Args:
+        sharded: The model.
+        shards: Of some flat buffers, what is gathered in place of the values that rest; the same
+            buffers on every rank.
+    """
     if any(unit.depth for unit in sharded.units):
         raise StateError("full_state_dict() was called while a forward is running")
     sharded.refuse_parked("full_state_dict()", StateKind.PARAMS)
     sharded.finish_update()  # so that weights and optimizer state are of one step
     is_first = sharded.whole.rank == 0
-    if sharded.is_exact:
+    if sharded.is_exact and shards is None:
         state = sharded.model.state_dict() if is_first else {}
         copies: dict[Any, Tensor] = {}
         return {key: _to_host(value, copies) for key, value in state.items()}
@@ -48,9 +57,9 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
         sharded.exports_stand_ins = False
     values: dict[int, Tensor] = {}  # by the parameter's id; in host memory
     for unit in sharded.units:
-        if not is_first and unit.exposure is not None:
+        if not is_first and unit.exposure is not None and shards is None:
             continue  # rank 0 reads what it needs
-        for param, value in _exact_values(unit, sharded):
+        for param, value in _exact_values(unit, sharded, shards or {}):
             if is_first:
                 values[id(param)] = value.detach().to("cpu", copy=True)
         unit.reshard()
@@ -69,12 +78,18 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     return {key: _find(key, value, whole) for key, value in state.items()}
 
 
-def _exact_values(unit: Unit, sharded: ShardedModel) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def _exact_values(
+    unit: Unit, sharded: ShardedModel, shards: Mapping[FlatBuffer, Tensor]
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Whole, as they rest: not what a codec leaves of them, which is what slots get. Collective."""
     if unit.codec is None:
         unit.unshard(sharded.schedule.pool)
     for buffer in unit.buffers:
-        values = buffer.params if unit.codec is None else launch_buffer(buffer)()
+        values: Iterable[Tensor] = buffer.params
+        if buffer in shards:
+            values = launch_buffer(buffer, shards[buffer].to(sharded.group.device))()
+        elif unit.codec is not None:
+            values = launch_buffer(buffer)()
         yield from zip(buffer.params, values, strict=True)
 
 

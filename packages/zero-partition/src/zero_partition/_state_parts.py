@@ -236,7 +236,9 @@ def _read(sharded: ShardedModel, batch: Sequence[_Item]) -> list[Tensor]:
     found = []
     for item in batch:
         is_param = item.part.tensor.entry is None
-        own = _own_master(sharded, item) if is_param and _rests_elsewhere(item) else None
+        own = None
+        if is_param and _rests_elsewhere(item):
+            own = _own_master(sharded, item.buffer, item.position, item.part.span)
         found.append(_find(item, state, elsewhere, resting) if own is None else own)
     return found
 
@@ -283,17 +285,35 @@ def own_masters_of(sharded: ShardedModel, buffer: FlatBuffer) -> bool:
     return is_narrow and is_asked and bool(getattr(optimizer, "keeps_masters", False))
 
 
-def _own_master(sharded: ShardedModel, item: _Item) -> Tensor | None:
+def _own_master(
+    sharded: ShardedModel, buffer: FlatBuffer, position: int, span: Span
+) -> Tensor | None:
     """That the optimizer keeps beside its moments; None if it has none yet."""
-    if sharded.optimizer is None or not own_masters_of(sharded, item.buffer):
+    if sharded.optimizer is None or not own_masters_of(sharded, buffer):
         return None
     is_whole = sharded.placements.optim is Placement.REPLICATED
-    holder = (item.buffer.params if is_whole else item.buffer.shard_params)[item.position]
+    holder = (buffer.params if is_whole else buffer.shard_params)[position]
     state = sharded.optimizer.state
     if holder not in state or MASTER not in state[holder]:
         return None
     master = state[holder][MASTER].detach().reshape(-1)
-    return master[item.part.span.as_slice()] if is_whole else master
+    return master[span.as_slice()] if is_whole else master
+
+
+def trained_of(sharded: ShardedModel, buffer: FlatBuffer) -> Tensor:
+    """This rank's values as they are updated, to look at, 1-D: masters where there are some. Local.
+
+    Also those that the optimizer keeps of its own accord.
+    """
+    buffer.follow_writes()
+    if not own_masters_of(sharded, buffer):
+        return buffer.trained
+    values = buffer.trained.to(torch.float32)
+    for piece in buffer.pieces:
+        master = _own_master(sharded, buffer, piece.index, piece.in_tensor)
+        if master is not None:
+            values[piece.in_shard.as_slice()].copy_(master)
+    return values
 
 
 def _visible(buffer: FlatBuffer, state: Mapping[str, Any]) -> dict[str, Any]:
