@@ -82,8 +82,8 @@ def partition(
         cut: Where parameters may be cut: a `Cut` or its name, a mapping from names or patterns to
             cuts, or a function of name and parameter. What it leaves open is `cut` in the param
             group, or what the optimizer needs, or anywhere. At stage 0 nothing is cut.
-        gathers_state_dict: Whether `model.state_dict()` gathers sharded parameters, which every
-            rank must then call; it raises when False.
+        gathers_state_dict: Whether `state_dict()` of model and optimizer gathers what is sharded,
+            which every rank must then call; it raises when False.
         home: Where shards of parameters that rest sharded are kept; on the device when None. It and
             `updater` are the model's from now on; where this raises, the caller ends them.
         updater: Keeps the optimizer's state and masters, and steps shards in its place; the

@@ -64,7 +64,7 @@ class ShardedModel:
     residence: Residence
     optimizer: torch.optim.Optimizer | None
     exposure: Exposure | None  # of sharded parameters, where peers can read them
-    gathers_state_dict: bool  # what `model.state_dict()` does while parameters rest sharded
+    gathers_state_dict: bool  # what `state_dict()` does of what is sharded
     output_dtype: torch.dtype | None = None  # of what the model returns; as it is when None
     exports_stand_ins: bool = field(default=False, init=False)  # full_state_dict is collecting
     outside: OutsideUses = field(init=False)  # parameters used outside their unit's forward
