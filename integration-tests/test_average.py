@@ -14,7 +14,7 @@ from residences import Blocks
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from zero_comm import Group
-from zero_engine import Offload, Precision, Saver, ShardedAverage
+from zero_engine import Offload, Precision, Saver, ShardedAverage, Wire
 from zero_partition import LoadError, PartitionError, StateError
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -97,7 +97,13 @@ def _average(group: Group, folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"stage": 1}, {"stage": 3}, {"stage": 3, "offload": ("disk", "disk")}]
+    "options",
+    [
+        {"stage": 1, "wire": Wire(params="int8")},
+        {"stage": 3},
+        {"stage": 3, "offload": ("disk", "disk")},
+    ],
+    ids=["sent in 8 bits", "parameters too", "on disk"],
 )
 def test_masters_are_averaged_where_there_are_some(
     ranks, tmp_path: Path, options: dict[str, Any]

@@ -152,10 +152,16 @@ def _masters(group: Group, folder: Path, stage: int) -> None:
 
     expected, its = build(stage=stage, offload=("host", "device"))
     _step(expected, its, range(2))
-    given = [zero_engine.full_state_dict(expected), zero_engine.full_optimizer_state_dict(expected)]
+    if stage == 1:
+        state = zero_engine.full_optimizer_state_dict(expected)
+    else:  # by names
+        state = get_optimizer_state_dict(
+            expected, its, options=StateDictOptions(full_state_dict=True)
+        )
+    given = [zero_engine.full_state_dict(expected)]
     torch.distributed.broadcast_object_list(given, src=0, group=group.process_group)
-    weights, state = given
-    if not group.rank:
+    weights = given[0]
+    if not group.rank and stage == 1:
         _, optimizer = parity.build_with_optimizer("sgd", Blocks)
         optimizer.load_state_dict(state)  # which overlooks them
         assert "masters" not in optimizer.state_dict()

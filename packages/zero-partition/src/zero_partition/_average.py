@@ -83,8 +83,8 @@ class ShardedAverage:
         """
         sharded = self._usable("ShardedAverage.update()")
         for buffer, average in zip(self._buffers, self._averages, strict=True):
-            weight = 1 - self.decay if self.num_updates else 1.0
-            average.lerp_(trained_of(sharded, buffer).to(self._device), weight)
+            values = trained_of(sharded, buffer).to(self._device)
+            average.lerp_(values, 1 - self.decay) if self.num_updates else average.copy_(values)
         self.num_updates += 1
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -115,21 +115,20 @@ class ShardedAverage:
         Raises:
             StateError: As for `update`, or a forward, or a context that gathers, is running.
         """
-        what = _SWAP
-        sharded = self._usable(what)
+        sharded = self._usable(_SWAP)
         if any(unit.depth for unit in sharded.units):
-            raise StateError(f"{what} was called while a forward is running; call it between steps")
-        sharded.refuse_while_gathered(what)
+            raise StateError(f"{_SWAP} was called while a forward is running; leave that first")
+        sharded.refuse_while_gathered(_SWAP)
         sharded.finish_update()
         for buffer in self._buffers:
             buffer.follow_writes()
         trained = [buffer.trained.to(self._device, copy=True) for buffer in self._buffers]
         self._write(self._averages)
-        sharded.gathers.append(what)
+        sharded.gathers.append(_SWAP)
         try:
             yield self._model
         finally:
-            sharded.gathers.remove(what)
+            sharded.gathers.remove(_SWAP)
             self._write(trained)
 
     def batches(self) -> list[PartBatch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from typing import Any, Final, final
 
 import torch
@@ -210,7 +210,6 @@ def _plan(
     mine = iter(param_groups_of(sharded))
     groups: list[dict[str, Any]] = []
     states: dict[str, dict[str, Any]] = {}
-    masters: dict[str, AbstractRangeReader] = {}
     loaded: set[str] = set()
     for member in members_of(sharded.optimizer):
         own = [next(mine) for _ in member.param_groups]
@@ -231,12 +230,14 @@ def _plan(
                 f"{what}: expected param groups of {sizes[0]} parameters, as this "
                 f"{type(member).__name__} has, got {sizes[1]}"
             )
+        known = list(chain.from_iterable(group["params"] for group in own))
+        numbers = chain.from_iterable(group["params"] for group in theirs)
+        by_name = {_plain_name(name): name for name in known}
         names = {
-            number: number if isinstance(number, str) else name
-            for group, other in zip(own, theirs, strict=True)
-            for name, number in zip(group["params"], other["params"], strict=True)
+            number: by_name.get(number, number) if isinstance(number, str) else name
+            for name, number in zip(known, numbers, strict=True)
         }
-        loaded.update(chain.from_iterable(group["params"] for group in own))
+        loaded.update(known)
         groups += [{**g, "params": [names[number] for number in g["params"]]} for g in theirs]
         for number, state in part["state"].items():
             states[names.get(number, f"parameter {number}")] = {
@@ -244,7 +245,8 @@ def _plan(
                 for key, v in state.items()
             }
         for number, master in part.get("masters", {}).items():
-            masters[names.get(number, f"parameter {number}")] = master
+            states.setdefault(names.get(number, f"parameter {number}"), {})[MASTER] = master
+    masters = {name: state.pop(MASTER) for name, state in states.items() if MASTER in state}
     source = StateSource(
         params=masters,
         buffers={},
@@ -295,21 +297,15 @@ class _StateDictHooks(Bound):
     ) -> dict[str, Any]:
         """All ranks' in place of this one's."""
         whole, call = _gather(self.sharded, optimizer, is_kept=True), checkpoint_call()
-        return (
-            whole if call is None else self._hand_over(whole, optimizer, call["optim_state_dict"])
-        )
-
-    def _hand_over(
-        self, whole: dict[str, Any], optimizer: torch.optim.Optimizer, given: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Put it by names where torch.distributed.checkpoint collects it; leave nothing to name.
-
-        It finds names by the model's parameters, and what the optimizer has are shards of them.
-        """
-        known = names_by_owner(self.sharded)
-        names = [known[id(p)] for group in optimizer.param_groups for p in group["params"]]
-        for number, state in whole["state"].items():
-            given["state"][names[number]] = state
+        if call is None:
+            return whole
+        # torch.distributed.checkpoint collects optimizers' states here, by names that it finds by
+        # the model's parameters; what this optimizer has are shards of them. So nothing is left.
+        given, known = call["optim_state_dict"], names_by_owner(self.sharded)
+        owners = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        names = [_plain_name(known[id(owner)]) for owner in owners]
+        for number, entries in whole["state"].items():
+            given["state"][names[number]] = entries
         for number, master in whole.get("masters", {}).items():
             given["state"].setdefault(names[number], {})[MASTER] = master
         for group in whole["param_groups"]:
@@ -324,7 +320,7 @@ class _StateDictHooks(Bound):
         what = "optimizer.load_state_dict()"
         self._check(what, "load_full_optimizer_state_dict(model, state_dict)")
         _load(self.sharded, {optimizer: map_tensors(given, _own)}, what)
-        self._state, numbers = optimizer.state, iter(range(2**63))
+        self._state, numbers = optimizer.state, count()
         groups = [
             {**group, "params": [next(numbers) for _ in group["params"]]}
             for group in optimizer.param_groups
@@ -346,6 +342,11 @@ class _StateDictHooks(Bound):
                 f"calls {what}."
             )
         _usable(self.sharded, what)
+
+
+def _plain_name(name: str) -> str:
+    """What torch.distributed.checkpoint calls it, where a module in it is compiled."""
+    return name.replace("_orig_mod.", "")
 
 
 def _own(value: Tensor) -> Any:

@@ -201,11 +201,14 @@ class _AfterExport(Bound):
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
         if self.sharded.exports_stand_ins:
             return
+        call = checkpoint_call()
+        goes_to_host = call is not None and call["info"].cpu_offload
         for attribute, (unit, _, _) in self.places.items():
             value = self.exact.pop(attribute, None)
             if prefix + attribute in state:
                 value = state[prefix + attribute].detach() if value is None else value
-                state[prefix + attribute] = value.clone()
+                device = "cpu" if goes_to_host else value.device
+                state[prefix + attribute] = value.to(device, copy=True)
             if not self.sharded.schedule.is_in_use(unit):
                 unit.reshard()
 
