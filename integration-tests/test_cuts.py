@@ -212,8 +212,8 @@ def _shard_after_two_steps(group: Group, name: str) -> None:
         after = parity.run_steps(model, used, range(2, 4), rank=group.rank)
         assert after == losses, f"stage {stage}"
 
-        saved = used.state_dict()
-        used.load_state_dict(saved)  # its own part: every rank's fits its own shards
+        saved = zero_engine.full_optimizer_state_dict(model)
+        zero_engine.load_full_optimizer_state_dict(model, saved)
         parity.run_steps(model, used, range(4, 5), rank=group.rank)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def _look(group: Group, case: Case) -> None:
         stepped = [p for p in trainable(model) if p is not model.unused]
         averages = [zero_engine.full_optimizer_state(p, "exp_avg") for p in stepped]
         assert all(map(torch.equal, averages, moments[step])), f"step {step}"
-        assert len(optimizer_of(model).state_dict()["state"]) >= len(stepped)
+        assert len(optimizer_of(model).state) >= len(stepped)
         zero_partition.memory_report(model)
 
     assert_same(train_sharded(case, group, after=look), expected)
@@ -100,7 +99,7 @@ def _resume(group: Group, case: Case) -> None:
     def save(step: int, model: nn.Module) -> None:
         if step == 1:
             saved["weights"] = [zero_engine.full_state_dict(model)]
-            saved["optimizer"] = copy.deepcopy(optimizer_of(model).state_dict())
+            saved["optimizer"] = zero_engine.full_optimizer_state_dict(model)
 
     assert_same(train_sharded(case, group, after=save), expected)
 
@@ -109,7 +108,7 @@ def _resume(group: Group, case: Case) -> None:
     scheduler = parity.scheduler_for(optimizer)
     train_one(model, optimizer, group.rank, 7)  # something else is under way when it is loaded
     model.load_state_dict(saved["weights"][0])
-    optimizer.load_state_dict(saved["optimizer"])
+    zero_engine.load_full_optimizer_state_dict(model, saved["optimizer"])
     scheduler.last_epoch = 2
     losses = []
     for step in range(2, NUM_STEPS):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -73,14 +72,14 @@ def _tear(group: Group, case: Case) -> None:
     train_one(model, optimizer, group.rank, 0)
     weights = [zero_engine.full_state_dict(model)]
     torch.distributed.broadcast_object_list(weights, src=0, group=group.process_group)
-    state = copy.deepcopy(optimizer.state_dict())  # which waits for the update
+    state = zero_engine.full_optimizer_state_dict(model)
     with _failing_reads(after=2):
         train_one(model, optimizer, group.rank, 1)
         _let_it_end(model)
     uses: dict[str, Callable[[], Any]] = {
         "step": optimizer.step,
         "state": lambda: dict(optimizer.state.items()),
-        "save": optimizer.state_dict,
+        "save": lambda: zero_engine.full_optimizer_state_dict(model),
         "value": lambda: zero_engine.local_param(model.head.weight),
         "finish": lambda: zero_engine.finish_update(model),
     }
@@ -89,7 +88,7 @@ def _tear(group: Group, case: Case) -> None:
             use()
             pytest.fail(name)
 
-    optimizer.load_state_dict(state)
+    zero_engine.load_full_optimizer_state_dict(model, state)
     model.load_state_dict(weights[0])
     train_one(model, optimizer, group.rank, 1)
     after_error = read(model)

@@ -52,7 +52,7 @@ class _Loop:
         return report
 
     def snapshot(self) -> tuple[dict[str, Tensor], list[Any]]:
-        state = self.optimizer.state_dict()["state"]
+        state = self.optimizer.state
         tensors = [t.clone() for one in state.values() for t in one.values() if t is not None]
         return zero_engine.full_state_dict(self.model), tensors
 

@@ -148,23 +148,6 @@ def test_an_optimizer_that_needs_matrices_is_refused_pieces_of_them(ranks) -> No
     ranks(2).run(_refuse_optimizer)
 
 
-def _exchange_states(group: Group) -> None:
-    model = nn.Linear(16, 16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    plain_state = optimizer.state_dict()
-    zero_engine.shard(model, optimizer, ZeroConfig(1), group=group)
-    mine = optimizer.state_dict()
-    optimizer.load_state_dict(mine)
-    for state in (plain_state, {**mine, "zero_shard": f"rank {1 - group.rank} of 2"}):
-        with pytest.raises(StateError, match="load a whole optimizer's state before shard"):
-            optimizer.load_state_dict(state)
-
-
-def test_the_optimizer_loads_its_own_shard_only(ranks) -> None:
-    """Halves of a parameter have one shape: shapes do not tell whose moments they are."""
-    ranks(2).run(_exchange_states)
-
-
 def _save_with(hook: Callable[..., Any], group: Group, stage: int) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model.register_state_dict_post_hook(hook)

@@ -251,19 +251,18 @@ def _access(run: Run) -> None:
 
 
 def _rewind(run: Run) -> None:
-    """A checkpoint of this very rank, loaded in the middle; optimizer and model in both orders."""
+    """A checkpoint, loaded in the middle; optimizer and model in both orders."""
     model, optimizer = run.shard(parity.tiny_float32)
     run.step(model, optimizer, 0)
     weights = {n: zero_engine.full_param(p) for n, p in model.named_parameters()}
-    saved = copy.deepcopy(optimizer.state_dict())  # torch's are the state itself
-    run.seen["saved groups"] = saved["param_groups"]
+    saved = zero_engine.full_optimizer_state_dict(model)
+    run.seen["saved"] = copy.deepcopy(saved)
     run.step(model, optimizer, 1)
-    optimizer.load_state_dict(copy.deepcopy(saved))
+    zero_engine.load_full_optimizer_state_dict(model, saved)
     model.load_state_dict(weights, strict=False)
     run.step(model, optimizer, 2)
     model.load_state_dict(weights, strict=False)
-    optimizer.load_state_dict(copy.deepcopy(saved))
-    run.seen["saved"] = dict(saved["state"])
+    zero_engine.load_full_optimizer_state_dict(model, saved)
     for number in (3, 4):
         run.step(model, optimizer, number)
     run.end(model, optimizer)
@@ -272,9 +271,9 @@ def _rewind(run: Run) -> None:
 def _fresh_state(run: Run) -> None:
     """An optimizer's state of before its first step: what has been trained is forgotten."""
     model, optimizer = run.shard()
-    blank = optimizer.state_dict()
+    blank = zero_engine.full_optimizer_state_dict(model)
     run.step(model, optimizer, 0)
-    optimizer.load_state_dict(blank)
+    zero_engine.load_full_optimizer_state_dict(model, blank)
     run.seen["states"] = len(optimizer.state)
     for number in (1, 2):
         run.step(model, optimizer, number)

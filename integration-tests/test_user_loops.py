@@ -322,7 +322,11 @@ def _clipped_by_value(model: nn.Module, optimizer: Optimizer) -> list[float]:
 
 def _saved_and_loaded_optimizer(model: nn.Module, optimizer: Optimizer) -> list[float]:
     losses = _steps(model, optimizer)
-    optimizer.load_state_dict(optimizer.state_dict())
+    if find_sharded(model) is None:
+        optimizer.load_state_dict(optimizer.state_dict())
+    else:
+        state = zero_engine.full_optimizer_state_dict(model)
+        zero_engine.load_full_optimizer_state_dict(model, state)
     sizes = [len(optimizer.state), *(len(state) for state in optimizer.state.values())]
     return losses + _steps(model, optimizer) + sizes
 
@@ -500,7 +504,8 @@ def _look_into_state(group: Group, stage: int) -> None:
         ):
             with pytest.raises(StateError, match=r"parameter 'head\.weight'.*full_optimizer_state"):
                 look()
-        optimizer.load_state_dict(optimizer.state_dict())  # which makes another dict
+        state = zero_engine.full_optimizer_state_dict(model)
+        zero_engine.load_full_optimizer_state_dict(model, state)
     shard = optimizer.param_groups[0]["params"][-2]
     assert optimizer.state[shard]["exp_avg"].shape == shard.shape
     zero_engine.unshard(model, optimizer)

@@ -6,6 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_partition import _torch_compat
 
@@ -137,6 +143,33 @@ def test_modules_being_called() -> None:
 
     assert [id(module) for module in seen] == [id(inner), id(outer)]
     assert not list(_torch_compat.modules_being_called())
+
+
+def test_checkpoint_call() -> None:
+    """_get_model_state_dict, _get_optim_state_dict and _load_optim_state_dict have these locals."""
+    seen: list[dict[str, Any]] = []
+
+    def look(*_: Any) -> None:
+        call = _torch_compat.checkpoint_call()
+        seen.append({} if call is None else dict(call))
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.register_state_dict_pre_hook(look)
+    optimizer.register_state_dict_pre_hook(look)
+    optimizer.register_load_state_dict_pre_hook(look)
+    model.state_dict()
+    get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    state = get_optimizer_state_dict(model, optimizer)
+    set_optimizer_state_dict(model, optimizer, state)
+
+    plain, of_model, of_optimizer, loading = seen
+    assert plain == {}
+    assert of_model["info"].full_state_dict and not of_optimizer["info"].full_state_dict
+    assert of_optimizer["optim_state_dict"].keys() == {"state", "param_groups"}
+    assert {"optimizers", "state_dict"} <= loading.keys()
+    assert not {"optimizers", "state_dict"} <= of_optimizer.keys()
+    assert not {"optimizers", "state_dict"} <= of_model.keys()
 
 
 def test_nodes_are_numbered_in_order() -> None:

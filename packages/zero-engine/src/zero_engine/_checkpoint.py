@@ -93,6 +93,8 @@ class Checkpoint:
     rngs: Mapping[int, Mapping[str, PiecesRange]]  # by rank and stream
     loco: Mapping[int, Mapping[str, PiecesRange]]  # by rank: what encoding gradients has lost
     loco_facts: Mapping[str, str]  # what these are of; empty where none were kept
+    average: Mapping[str, PiecesRange]  # of parameters that train
+    num_updates: int | None  # of the average; None: none was saved
     scheduler: Any
     engine: Any
     extra: Any
@@ -172,6 +174,8 @@ class Checkpoint:
                 rngs={int(r): read.tensors(of) for r, of in said["rngs"].items()},
                 loco={int(r): read.tensors(of) for r, of in said.get("loco", {}).items()},
                 loco_facts=dict(said.get("loco_facts", {})),
+                average=read.tensors(said.get("average", {})),
+                num_updates=said.get("num_updates"),
                 scheduler=from_json(said["scheduler"]),
                 engine=from_json(said["engine"]),
                 extra=from_json(said["extra"]),

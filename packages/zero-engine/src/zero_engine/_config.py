@@ -134,10 +134,12 @@ class ZeroConfig:
             function of name and parameter. What is left open (None) is `cut` in the param group, or
             what the optimizer needs: whole tensors for torch's Muon and Adafactor, else what it
             says as its attribute `needs_cut`, else anything if it is elementwise, as a trial shows.
-        state_dict: Stage 3, and 1 and 2 with `Wire(params=...)`: what `model.state_dict()` does
-            while exact parameters are sharded: "raise" names `full_state_dict`, "gather" makes it
-            collective and gives every rank everything, "placeholders" has empty tensors of what is
-            sharded, as DeepSpeed does.
+        state_dict: What `state_dict()` does of what is sharded over several ranks, which are the
+            optimizer's state at stages 1 to 3, and the model's exact parameters at stage 3, and at
+            1 and 2 with `Wire(params=...)`: "raise" names `full_state_dict` and
+            `full_optimizer_state_dict`; "gather" makes it collective and gives every rank
+            everything, and the optimizer's `load_state_dict()` takes that; "placeholders" raises
+            for the optimizer, and has empty tensors of the model's parameters, as DeepSpeed does.
         offload: What rests on the host or on disk: the optimizer's state at stages 1 to 3, the
             parameters' shards at stage 3. Nothing when None.
         wire: Which ranks exchange what: `Wire(secondary=True)` keeps gathers of backward inside a

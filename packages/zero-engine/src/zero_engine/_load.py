@@ -11,6 +11,7 @@ from torch import nn
 from zero_comm import Group, check_agreement, collective
 from zero_partition import (
     LoadError,
+    ShardedAverage,
     ShardedModel,
     StateLoad,
     StateSource,
@@ -66,6 +67,7 @@ def load(
     is_strict: bool = True,
     restores_rngs: bool = True,
     missing_ok: bool = False,
+    average: ShardedAverage | None = None,
 ) -> LoadReport | None:
     """Go on where `save` was called: another world size, stage, residence or precision will do.
 
@@ -87,6 +89,7 @@ def load(
         restores_rngs: Whether generators of random numbers go on, too.
         missing_ok: Return None where there is nothing yet, at the first start of a job that resumes
             when it can: no such folder, or one without a complete checkpoint.
+        average: Of the model's parameters, for what `save` was given.
 
     Returns:
         What was restored; None only with `missing_ok`.
@@ -116,6 +119,7 @@ def load(
     checkpoint = opened[0]
     facts = {"checkpoint": found[group.rank], "is_strict": str(is_strict)}
     facts |= {"optimizer": str(optimizer is not None), "scheduler": str(scheduler is not None)}
+    facts["average"] = str(average is not None)
     check_agreement(facts, group=group, timeout_s=_TIMEOUT_S)
     if checkpoint is None:
         return None
@@ -123,6 +127,10 @@ def load(
     problems = list(planned.problems)
     if scheduler is not None and checkpoint.scheduler is None and is_strict:
         problems.append("it was saved without a scheduler")
+    if average is not None and checkpoint.num_updates is not None:
+        problems += average.find_problems(checkpoint.average)
+    elif average is not None and is_strict:
+        problems.append("it was saved without an average")
     together(lambda: _refuse(checkpoint, problems), what="load()", group=group)
     together(lambda: _verify(checkpoint, group), what="load()", group=group)
     if optimizer is not None:
@@ -136,6 +144,8 @@ def load(
             _fill_own_buffers(checkpoint, sharded)
             if scheduler is not None and checkpoint.scheduler is not None:
                 scheduler.load_state_dict(checkpoint.scheduler)
+            if average is not None and checkpoint.num_updates is not None:
+                average.load(checkpoint.average, checkpoint.num_updates)
             if optimizer is not None:
                 own = {} if loco_problem else checkpoint.loco.get(group.rank, {})
                 restore_loco(sharded, {name: reader.whole() for name, reader in own.items()})

@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 from torch import nn
 from zero_comm import collective
+from zero_partition import ShardedAverage
 
 from ._part_writer import Written
 from ._together import together
@@ -40,6 +41,7 @@ def save(
     keep: int | None = None,
     exclude_frozen: bool = False,
     is_latest: bool = True,
+    average: ShardedAverage | None = None,
 ) -> SaveReport:
     """Save all that training needs to go on, at any world size, stage and residence. Collective.
 
@@ -62,6 +64,7 @@ def save(
             is complete. All when None.
         exclude_frozen: Leave out parameters that do not train; `load` then leaves them as they are.
         is_latest: Whether `load` finds it without its tag.
+        average: Of the model's parameters, which `load` takes back at any world size, too.
 
     Returns:
         Where it is, and how large.
@@ -86,6 +89,7 @@ def save(
         keep=keep,
         has_frozen=not exclude_frozen,
         is_latest=is_latest,
+        average=average,
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from attrs import define, field, frozen
 from torch import nn
 from zero_comm import Group, all_gather_json, collective
-from zero_partition import Placement
+from zero_partition import Placement, ShardedAverage
 
 from ._copies import Copies, Copying
 from ._errors import FileError
@@ -94,7 +94,13 @@ class Saver:
 
     @collective
     def save(
-        self, *, step: int, extra: Any = None, scheduler: Any = None, tag: str | None = None
+        self,
+        *,
+        step: int,
+        extra: Any = None,
+        scheduler: Any = None,
+        tag: str | None = None,
+        average: ShardedAverage | None = None,
     ) -> Snapshot:
         """Copy everything to host memory, and begin to write it. Collective.
 
@@ -105,6 +111,7 @@ class Saver:
             extra: Likewise.
             scheduler: Likewise.
             tag: Likewise.
+            average: Likewise.
 
         Raises:
             FileError: The save before failed, on this rank or another; nothing new was begun, and
@@ -119,6 +126,7 @@ class Saver:
             extra=extra,
             scheduler=scheduler,
             tag=tag,
+            average=average,
             **self._asked,
         )
         sharded = sharded_of(self._model, self._optimizer, "Saver.save()")

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from zero_comm import Group, check_agreement
 from zero_partition import (
     STAGES,
+    PartBatch,
+    ShardedAverage,
     ShardedModel,
     StateError,
     StateParts,
@@ -66,6 +68,7 @@ class Writing:
         path: Of the folder that is written to.
         num_tensors: Whole ones.
         loco_facts: What errors of encoding gradients that are saved are of.
+        num_updates: Of the average; None where none is saved.
         frozen_batches: What this rank writes of parameters that do not train.
         batches: All else that it writes.
     """
@@ -76,6 +79,7 @@ class Writing:
     stage: int
     num_tensors: int
     loco_facts: dict[str, str]
+    num_updates: int | None
     frozen_batches: list[GivenBatch]
     batches: list[GivenBatch]
     system: FileSystem
@@ -89,6 +93,7 @@ class Writing:
         optimizer: torch.optim.Optimizer | None,
         *,
         engine: Any = None,
+        average: ShardedAverage | None = None,
         system: FileSystem = FILE_SYSTEM,
         warns: bool = True,
         **asked: Any,
@@ -103,7 +108,7 @@ class Writing:
         _check_folder(asked["folder"], group)
         request = _check(engine=engine, param_groups=groups, **asked)
         facts = {name: str(getattr(request, name)) for name in _AGREED}
-        facts["optimizer"] = str(optimizer is not None)
+        facts |= {"optimizer": str(optimizer is not None), "average": str(average is not None)}
         check_agreement(facts, group=group, timeout_s=_TIMEOUT_S)
         parts = plan_parts(
             sharded,
@@ -121,6 +126,8 @@ class Writing:
         }
         given = parts if sharded.routes.is_first_replica else evolve(parts, batches=())
         frozen_batches, batches = given_batches(given, group.rank, buffers, own)
+        if average is not None and sharded.routes.is_first_replica:
+            batches += [_given_of(batch, "average") for batch in average.batches()]
         self = cls(
             group,
             request,
@@ -128,6 +135,7 @@ class Writing:
             stage_of(sharded),
             len(parts.tensors) + len(buffers),
             loco_facts(sharded) if has_state else {},
+            None if average is None else average.num_updates,
             frozen_batches,
             batches,
             system,
@@ -237,11 +245,7 @@ def given_batches(
     trained: list[GivenBatch] = []
     frozen_ones: list[GivenBatch] = []
     for batch in parts.batches:
-        runs = tuple(
-            Given(_path_of(p.tensor), p.tensor.dtype, p.tensor.shape, p.span.start, p.span.stop)
-            for p in batch.parts
-        )
-        given = GivenBatch(runs, batch.read, batch.is_resident)
+        given = _given_of(batch)
         (frozen_ones if batch.is_frozen else trained).append(given)
     if rank == 0:
         trained += _whole_batches(("buffers",), buffers)
@@ -250,9 +254,19 @@ def given_batches(
     return frozen_ones, trained
 
 
-def _path_of(tensor: WholeTensor) -> tuple[str, ...]:
+def _given_of(batch: PartBatch, section: str = "params") -> GivenBatch:
+    runs = (
+        Given(
+            _path_of(p.tensor, section), p.tensor.dtype, p.tensor.shape, p.span.start, p.span.stop
+        )
+        for p in batch.parts
+    )
+    return GivenBatch(tuple(runs), batch.read, batch.is_resident)
+
+
+def _path_of(tensor: WholeTensor, section: str = "params") -> tuple[str, ...]:
     if tensor.entry is None:
-        return ("params", tensor.name)
+        return (section, tensor.name)
     return ("optimizer", tensor.name, tensor.entry)
 
 
@@ -277,9 +291,8 @@ def _before(folder: Path) -> Checkpoint | None:
 def manifest_of(writing: Writing, written: Sequence[Written], serial: int) -> dict[str, Any]:
     """What the manifest says. Local."""
     request, parts = writing.request, writing.parts
-    sections: dict[str, Any] = {
-        name: {} for name in ("params", "buffers", "rank_buffers", "optimizer", "rngs", "loco")
-    }
+    names = ("params", "buffers", "rank_buffers", "optimizer", "rngs", "loco", "average")
+    sections: dict[str, Any] = {name: {} for name in names}
     for tensor in parts.tensors:
         _tensor_at(sections, _path_of(tensor), name_of(tensor.dtype), list(tensor.shape))
     for of_rank in written:
@@ -304,6 +317,7 @@ def manifest_of(writing: Writing, written: Sequence[Written], serial: int) -> di
         "excludes_frozen": not request.has_frozen,
         **sections,
         "loco_facts": writing.loco_facts,
+        "num_updates": writing.num_updates,
         "ties": dict(parts.ties),
         "param_groups": [_group_of(group) for group in request.param_groups],
         "scheduler": request.scheduler,

@@ -1,6 +1,7 @@
 """Who owns which elements of a model, and when a parameter is whole: ZeRO stages 0 to 3."""
 
 from .__about__ import __version__
+from ._average import ShardedAverage
 from ._buffer_plan import BufferPlan, ParameterPlan
 from ._chained import ChainedOptimizer
 from ._codec_errors import CodecErrors
@@ -56,7 +57,9 @@ from ._public import (
     clip_grad_value_,
     coalesce_reduction,
     finish_update,
+    full_optimizer_state_dict,
     full_state_dict,
+    load_full_optimizer_state_dict,
     memory_report,
     no_sync,
     park,
@@ -139,6 +142,7 @@ __all__ = [
     "ScheduleReport",
     "ScheduleRow",
     "ShardSize",
+    "ShardedAverage",
     "ShardedModel",
     "Span",
     "Stage",
@@ -162,9 +166,11 @@ __all__ = [
     "finish_update",
     "full_grad",
     "full_optimizer_state",
+    "full_optimizer_state_dict",
     "full_param",
     "full_state_dict",
     "get_leaf_modules",
+    "load_full_optimizer_state_dict",
     "load_ranges",
     "local_grad",
     "local_optimizer_state",

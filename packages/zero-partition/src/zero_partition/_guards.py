@@ -59,7 +59,8 @@ def refuse_deepcopy() -> NoReturn:
     raise StateError(
         "copy.deepcopy() of a sharded model: its parameters live in buffers that are shared "
         "with the optimizer and with other ranks. Build a fresh model and load "
-        "zero_engine.full_state_dict(model) into it, or copy before shard()."
+        "zero_engine.full_state_dict(model) into it, or copy before shard(). What AveragedModel "
+        "and averages like it copy for, zero_engine.ShardedAverage(model, decay=...) does."
     )
 
 

@@ -18,12 +18,11 @@ from ._errors import AtRestError, StateError
 from ._gradients import SMALL_BYTES, BufferGradients
 from ._guards import GradientGuard
 from ._in_step import take_back
-from ._optimizer import install_optimizer_state_hooks
+from ._optimizer_state_dict import install_state_dict_hooks_of
 from ._outputs import converted, tensors_in
 from ._places import find_place, place_of
 from ._shard_state import ShardState
 from ._torch_compat import untraced
-from ._updated_state import LoadElsewhere
 
 if TYPE_CHECKING:
     from ._sharded_model import ShardedModel
@@ -212,10 +211,7 @@ def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedMo
         optimizer.register_step_post_hook(AfterStep(sharded)),
     ]
     if sharded.reducer.shards_state:
-        updater, units = sharded.residence.updater, sharded.units
-        sharded.removers += install_optimizer_state_hooks(optimizer, sharded.group)
-        if updater is not None:
-            sharded.removers += LoadElsewhere(updater, units).install(optimizer)
+        install_state_dict_hooks_of(optimizer, sharded)
     plain_zero_grad = optimizer.zero_grad
     is_patched = "zero_grad" in vars(optimizer)
 

@@ -34,8 +34,8 @@ def describe(value: Any, tensors: list[Tensor]) -> Any:
     )
 
 
-def rebuild(said: Any, tensors: Iterator[Tensor]) -> Any:
-    """The value that was described, of these tensors."""
+def rebuild(said: Any, tensors: Iterator[Any]) -> Any:
+    """The value that was described, of these tensors, or of what stands for them."""
     kind, what, *_ = said
     if kind == "tensor":
         return next(tensors)
@@ -60,12 +60,18 @@ def tensors_said(said: Any) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
             yield from tensors_said(item)
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A new nest of lists, tuples and dicts around other tensors; all else in it is as it was."""
-    if isinstance(value, Tensor):
+def map_tensors(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
+    """A new nest of lists, tuples and dicts around other tensors; all else in it is as it was.
+
+    Args:
+        value: The nest.
+        change: What is put in the place of each.
+        kind: What stands for tensors in it.
+    """
+    if isinstance(value, kind):
         return change(value)
     if type(value) in {list, tuple}:
-        return type(value)(map_tensors(item, change) for item in value)
+        return type(value)(map_tensors(item, change, kind) for item in value)
     if isinstance(value, dict):
-        return {key: map_tensors(item, change) for key, item in value.items()}
+        return {key: map_tensors(item, change, kind) for key, item in value.items()}
     return value

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zero_comm import Group
 
 from ._chained import members_of
 from ._cut import Cut
@@ -18,40 +16,8 @@ from ._flat_buffer import FlatBuffer
 from ._places import find_place
 from ._span import Span
 from ._state_entry import keys_for_whole, part_of_entry
+from ._torch_compat import checkpoint_call
 from ._unit import Unit
-
-
-def install_optimizer_state_hooks(
-    optimizer: torch.optim.Optimizer, group: Group
-) -> list[Callable[[], None]]:
-    """Mark `state_dict()` as one rank's part, and load no other: shapes alone do not tell.
-
-    A question about a model's parameter in `optimizer.state` is told where the answer is.
-    """
-    mine = f"rank {group.rank} of {group.world_size}"
-
-    def mark(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        state["zero_shard"] = mine
-
-    def check(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        found = state.get("zero_shard", "a whole optimizer")
-        if found != mine:
-            raise StateError(
-                f"optimizer.load_state_dict(): expected the state that {mine} saved, got that of "
-                f"{found}; load a whole optimizer's state before shard(), which shards it"
-            )
-
-    removers: list[Callable[[], None]] = []
-    for member in members_of(optimizer):
-        _watch_state(member)
-        handles = (
-            member.register_state_dict_post_hook(mark),
-            member.register_load_state_dict_pre_hook(check),
-            member.register_load_state_dict_post_hook(_watch_state),  # which made a new one
-        )
-        removers += [handle.remove for handle in handles]
-        removers.append(partial(_leave_state, member))
-    return removers
 
 
 class ShardStates(defaultdict):
@@ -72,19 +38,45 @@ class ShardStates(defaultdict):
         refuse_parameter(key)
         return False
 
+    def __bool__(self) -> bool:
+        """See `has_state`."""
+        return has_state(len(self))
+
     def get(self, key: Any, default: Any = None) -> Any:  # type: ignore[override]
         """A shard's state, if it has one."""
         return super().get(key, default) if key in self else default
 
 
-def _watch_state(optimizer: torch.optim.Optimizer) -> None:
+def watch_state(optimizer: torch.optim.Optimizer) -> None:
+    """Tell a question about a model's parameter in `optimizer.state` where the answer is."""
     if type(optimizer.state) is defaultdict:  # else it is of the optimizer's own kind
         optimizer.state = ShardStates(dict, optimizer.state)
 
 
-def _leave_state(optimizer: torch.optim.Optimizer) -> None:
+def leave_state(optimizer: torch.optim.Optimizer) -> None:
+    """Undo it."""
     if type(optimizer.state) is ShardStates:
         optimizer.state = defaultdict(dict, optimizer.state)
+
+
+def has_state(num_entries: int) -> bool:
+    """Whether an optimizer has state that a caller need not make.
+
+    torch.distributed.checkpoint would make it by a step, which one rank must not take alone.
+
+    Raises:
+        StateError: The caller is its `set_optimizer_state_dict()`, which looks for the optimizer's
+            parameters in the model, where there are no shards.
+    """
+    call = checkpoint_call()
+    if call is not None and {"optimizers", "state_dict"} <= call.keys():
+        raise StateError(
+            "set_optimizer_state_dict() of torch.distributed.checkpoint cannot find in the model "
+            "the shards that a sharded optimizer has; call "
+            "zero_engine.load_full_optimizer_state_dict(model, state_dict) on every rank, which "
+            "takes what get_optimizer_state_dict() gives"
+        )
+    return num_entries > 0 or call is not None
 
 
 def refuse_parameter(key: object) -> None:

@@ -84,8 +84,9 @@ def partition(
         cut: Where parameters may be cut: a `Cut` or its name, a mapping from names or patterns to
             cuts, or a function of name and parameter. What it leaves open is `cut` in the param
             group, or what the optimizer needs, or anywhere. At stage 0 nothing is cut.
-        state_dict: What `model.state_dict()` does about sharded parameters: "raise"; "gather",
-            which every rank must then call; or "placeholders", empty tensors, as DeepSpeed's has.
+        state_dict: What `state_dict()` does about what is sharded: "raise"; "gather", for model and
+            optimizer, which every rank must then call; or "placeholders", empty tensors of the
+            model's parameters, as DeepSpeed's has, while the optimizer's raises.
         home: Where shards of parameters that rest sharded are kept; on the device when None. It and
             `updater` are the model's from now on; where this raises, the caller ends them.
         updater: Keeps the optimizer's state and masters, and steps shards in its place; the

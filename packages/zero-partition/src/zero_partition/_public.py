@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 from zero_comm import Group, Traffic, collective
 
-from . import _memory, _norm, _parking, _schedule_report, _state_dict, _unpartition
+from . import (
+    _memory,
+    _norm,
+    _optimizer_state_dict,
+    _parking,
+    _schedule_report,
+    _state_dict,
+    _unpartition,
+)
 from ._codec_errors import CodecErrors
 from ._errors import StateError
 from ._hooks import find_sharded, find_sharded_by_optimizer
@@ -139,6 +147,50 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             adds a tensor that is no parameter or buffer.
     """
     return _state_dict.full_state_dict(_find(model))
+
+
+@collective
+def full_optimizer_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The optimizer's whole `state_dict`, on rank 0, in host memory. Collective; between steps.
+
+    In torch's format, numbered in the order of param groups: the plain optimizer over the plain
+    model loads it. Where parameters have masters (`Precision(params=...)`), these are beside it
+    under "masters", by the same numbers. A delayed update comes in first, as in `full_state_dict`.
+    One entry of one parameter is whole at a time on the other ranks, and one unit's shard of state
+    in memory that rests elsewhere.
+
+    Returns:
+        The state dict on rank 0, an empty dict elsewhere. Of a `ChainedOptimizer`, what that gives.
+
+    Raises:
+        StateError: Not sharded, or without an optimizer; a forward is running; or an entry is laid
+            out so that no whole of it is known.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    return _optimizer_state_dict.full_optimizer_state_dict(_find(model))
+
+
+@collective
+def load_full_optimizer_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Make a whole optimizer's `state_dict` that of a sharded optimizer. Collective; between steps.
+
+    At any stage, residence, cut and world size, also from a plain optimizer over the plain model.
+    Masters, where there are any in it, become the values of their parameters: load weights before.
+    How a step is computed (`fused`, `foreach`, ...) stays. Each rank keeps a copy of its part, in
+    host memory, until all of it is there.
+
+    Args:
+        model: The very module that was sharded.
+        state_dict: What `full_optimizer_state_dict`, or torch's `state_dict()`, gave. Rank 0's
+            counts; the others may pass {}.
+
+    Raises:
+        LoadError: On every rank: names what is missing, unexpected or does not fit; nothing was
+            written.
+        StateError: As for `full_optimizer_state_dict`.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    _optimizer_state_dict.load_full_optimizer_state_dict(_find(model), state_dict)
 
 
 @collective

@@ -65,7 +65,7 @@ class ShardedModel:
     residence: Residence
     optimizer: torch.optim.Optimizer | None
     exposure: Exposure | None  # of sharded parameters, where peers can read them
-    state_dict: StateDictKind  # what it does while parameters rest sharded
+    state_dict: StateDictKind  # what it does of what is sharded
     input_dtype: torch.dtype | None = None  # of what the model is called with; as it is when None
     output_dtype: torch.dtype | None = None  # of what the model returns; likewise
     exports_stand_ins: bool = field(default=False, init=False)  # full_state_dict is collecting

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import torch
 from attrs import define
@@ -11,26 +11,41 @@ from torch import Tensor, nn
 
 from ._bound import Bound
 from ._errors import StateError
+from ._flat_buffer import FlatBuffer
 from ._guards import export_empty
 from ._parked import StateKind
 from ._placement import Placement
 from ._shard_state import ShardState
 from ._sharded_model import ShardedModel
-from ._torch_compat import plain_access
+from ._torch_compat import checkpoint_call, plain_access
 from ._unit import Unit
 from ._whole import launch_buffer
+
+# What torch.distributed.checkpoint was asked for, where that is not the whole.
+WITHOUT_FULL: Final = (
+    "get_state_dict() of torch.distributed.checkpoint, without "
+    "StateDictOptions(full_state_dict=True)"
+)
 
 Places = dict[str, tuple[Unit, int, int]]  # attribute of a module: its unit, buffer and position
 
 
-def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
-    """What the public `full_state_dict` documents."""
+def full_state_dict(
+    sharded: ShardedModel, shards: Mapping[FlatBuffer, Tensor] | None = None
+) -> dict[str, Any]:
+    """What the public `full_state_dict` documents.
+
+    Args:
+        sharded: The model.
+        shards: Of some flat buffers, what is gathered in place of the values that rest; the same
+            buffers on every rank.
+    """
     if any(unit.depth for unit in sharded.units):
         raise StateError("full_state_dict() was called while a forward is running")
     sharded.refuse_parked("full_state_dict()", StateKind.PARAMS)
     sharded.finish_update()  # so that weights and optimizer state are of one step
     is_first = sharded.whole.rank == 0
-    if sharded.is_exact:
+    if sharded.is_exact and shards is None:
         state = sharded.model.state_dict() if is_first else {}
         copies: dict[Any, Tensor] = {}
         return {key: _to_host(value, copies) for key, value in state.items()}
@@ -43,9 +58,9 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
         sharded.exports_stand_ins = False
     values: dict[int, Tensor] = {}  # by the parameter's id; in host memory
     for unit in sharded.units:
-        if not is_first and unit.exposure is not None:
+        if not is_first and unit.exposure is not None and shards is None:
             continue  # rank 0 reads what it needs
-        for param, value in _exact_values(unit, sharded):
+        for param, value in _exact_values(unit, sharded, shards or {}):
             if is_first:
                 values[id(param)] = value.detach().to("cpu", copy=True)
         unit.reshard()
@@ -64,12 +79,18 @@ def full_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     return {key: _find(key, value, whole) for key, value in state.items()}
 
 
-def _exact_values(unit: Unit, sharded: ShardedModel) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def _exact_values(
+    unit: Unit, sharded: ShardedModel, shards: Mapping[FlatBuffer, Tensor]
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Whole, as they rest: not what a codec leaves of them, which is what slots get. Collective."""
     if unit.codec is None:
         unit.unshard(sharded.schedule.pool)
     for buffer in unit.buffers:
-        values = buffer.params if unit.codec is None else launch_buffer(buffer)()
+        values: Iterable[Tensor] = buffer.params
+        if buffer in shards:
+            values = launch_buffer(buffer, shards[buffer].to(sharded.group.device))()
+        elif unit.codec is not None:
+            values = launch_buffer(buffer)()
         yield from zip(buffer.params, values, strict=True)
 
 
@@ -132,6 +153,11 @@ def _is_whole(place: tuple[Unit, int, int]) -> bool:
     return is_exact or position in unit.buffers[buffer_index].held
 
 
+def _has_placeholders(sharded: ShardedModel, call: dict[str, Any] | None) -> bool:
+    """Whether names are enough: torch.distributed.checkpoint asks for values."""
+    return sharded.state_dict == "placeholders" and call is None
+
+
 def _not_whole(places: Places) -> list[str]:
     """Attributes of what rests sharded, and what no context has gathered."""
     return [
@@ -153,15 +179,19 @@ class _BeforeExport(Bound):
         units = {id(unit): unit for unit, _, _ in self.places.values()}.values()
         if self.sharded.exports_stand_ins:
             return
-        if self.sharded.state_dict == "placeholders":
+        call = checkpoint_call()
+        if _has_placeholders(self.sharded, call):
             export_empty(module, () if keep_vars else _not_whole(self.places))
             return
         if all(map(_is_whole, self.places.values())):
             return
-        if not self.sharded.gathers_state_dict:
+        if not self.sharded.gathers_state_dict and (
+            call is None or not call["info"].full_state_dict
+        ):
             name = prefix + next(iter(self.places))
+            what = "state_dict()" if call is None else WITHOUT_FULL
             raise StateError(
-                f"state_dict(): parameter {name!r}, as it is updated, is sharded over "
+                f"{what}: parameter {name!r}, as it is updated, is sharded over "
                 f"{self.sharded.group.world_size} ranks, and gathering it needs all of them. Call "
                 "zero_engine.full_state_dict(model) on every rank (rank 0 receives the weights; "
                 "save_pretrained() takes them as state_dict=...), or set "
@@ -191,14 +221,17 @@ class _AfterExport(Bound):
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
         if self.sharded.exports_stand_ins:
             return
-        empty = _not_whole(self.places) if self.sharded.state_dict == "placeholders" else ()
+        call = checkpoint_call()
+        goes_to_host = call is not None and call["info"].cpu_offload
+        empty = _not_whole(self.places) if _has_placeholders(self.sharded, call) else ()
         for attribute, (unit, _, _) in self.places.items():
             if attribute in empty:
                 continue
             value = self.exact.pop(attribute, None)
             if prefix + attribute in state:
                 value = state[prefix + attribute].detach() if value is None else value
-                state[prefix + attribute] = value.clone()
+                device = "cpu" if goes_to_host else value.device
+                state[prefix + attribute] = value.to(device, copy=True)
             if not self.sharded.schedule.is_in_use(unit):
                 unit.reshard()
 

@@ -37,7 +37,7 @@ class StateSource:
     params: Mapping[str, AbstractRangeReader]
     buffers: Mapping[str, AbstractRangeReader]
     ties: Mapping[str, str]  # from further names to those in `params`
-    may_lack: frozenset[str]  # parameters that were left out
+    may_lack: frozenset[str] | None  # parameters that were left out; None: all, and buffers
     states: Mapping[str, Mapping[str, Any]] | None  # readers and values; None: not loaded
     param_groups: Sequence[Mapping[str, Any]]  # "params": names, and options
     where: str  # that it comes from, for errors
@@ -141,7 +141,7 @@ def _plan_params(
             known = dict.fromkeys(source.ties.get(name, name) for name in param.names)
             given = [name for name in known if name in source.params]
             names.used.update(given)
-            if not given and param.name not in source.may_lack:
+            if not given and source.may_lack is not None and param.name not in source.may_lack:
                 names.missing.append(param.name)
             if len(given) > 1:
                 problems.append(
@@ -163,7 +163,7 @@ def _plan_buffers(
             continue
         given = target.given(source.buffers)
         names.used.update(given)
-        if not given:
+        if not given and source.may_lack is not None:
             names.missing.append(target.names[0])
         for name in given[:1]:
             reader = source.buffers[name]
@@ -174,7 +174,7 @@ def _plan_buffers(
 
 def param_groups_of(sharded: ShardedModel) -> list[dict[str, Any]]:
     """The optimizer's param groups, with names for parameters. Local."""
-    names = _names_by_owner(sharded)
+    names = names_by_owner(sharded)
     groups = [] if sharded.optimizer is None else sharded.optimizer.param_groups
     return [
         {**_restored(group), "params": [names[id(param)] for param in group["params"]]}
@@ -182,7 +182,8 @@ def param_groups_of(sharded: ShardedModel) -> list[dict[str, Any]]:
     ]
 
 
-def _names_by_owner(sharded: ShardedModel) -> dict[int, str]:
+def names_by_owner(sharded: ShardedModel) -> dict[int, str]:
+    """Of parameters, by the id of what the optimizer has of them. Local."""
     is_sharded = sharded.placements.optim is Placement.SHARDED
     return {
         id(owner): plan.name
@@ -285,7 +286,7 @@ def _describe_groups(mine: Sequence[Mapping[str, Any]], theirs: Sequence[Sequenc
 
 def _expected_entries(sharded: ShardedModel, source: StateSource) -> dict[str, frozenset[str]]:
     """What a step leaves as state of each parameter, where a trial on a tiny one shows it."""
-    names, given = _names_by_owner(sharded), iter(source.param_groups)
+    names, given = names_by_owner(sharded), iter(source.param_groups)
     num_dims = {
         plan.name: len(plan.shape)
         for unit in sharded.units

@@ -106,7 +106,7 @@ def plan_parts(
     for buffer in buffers:
         buffer.follow_writes()
     states = states_of(sharded, buffers) if has_state else []
-    entries = _plan_entries(sharded, buffers, states, timeout_s) if has_state else None
+    entries = plan_entries(sharded, buffers, states, timeout_s) if has_state else None
     tensors: list[WholeTensor] = []
     values: dict[str, dict[str, Any]] = {}
     items: list[_Item] = []
@@ -155,16 +155,19 @@ def plan_parts(
 
 
 def states_of(
-    sharded: ShardedModel, buffers: Iterable[FlatBuffer]
+    sharded: ShardedModel, buffers: Iterable[FlatBuffer], *, is_read: bool = False
 ) -> list[list[Mapping[str, Any]]]:
-    """This rank's state of each parameter, by buffer: of what rests elsewhere, shapes only. Local.
+    """This rank's state of each parameter, by buffer. Local. Empty where there is none.
 
-    Empty where there is none.
+    Args:
+        sharded: The model.
+        buffers: Of which parameters.
+        is_read: Whether what rests elsewhere is read, into host memory; else it has shapes only.
     """
     updater = sharded.residence.updater
     if updater is not None:
         targets = [target for buffer in buffers for target in buffer.targets]
-        found = updater.describe(targets)
+        found = updater.read(targets) if is_read else updater.describe(targets)
         return [
             [_visible(buffer, found.get(target, {})) for target in buffer.targets]
             if buffer.targets
@@ -179,12 +182,20 @@ def states_of(
     ]
 
 
-def _plan_entries(
+def plan_entries(
     sharded: ShardedModel,
     buffers: Sequence[FlatBuffer],
     states: Sequence[Sequence[Mapping[str, Any]]],
     timeout_s: float,
 ) -> Entries:
+    """How all optimizer state lies over the ranks, by buffer, position and entry. Collective.
+
+    Args:
+        sharded: The model.
+        buffers: Of it.
+        states: Of them, as `states_of` gives it.
+        timeout_s: How long to wait for other ranks.
+    """
     group = sharded.group
     if sharded.placements.optim is Placement.REPLICATED:
         return [
@@ -239,7 +250,9 @@ def _read(sharded: ShardedModel, batch: Sequence[_Item]) -> list[Tensor]:
     found = []
     for item in batch:
         is_param = item.part.tensor.entry is None
-        own = _own_master(sharded, item) if is_param and _rests_elsewhere(item) else None
+        own = None
+        if is_param and _rests_elsewhere(item):
+            own = _own_master(sharded, item.buffer, item.position, item.part.span)
         found.append(_find(item, state, elsewhere, resting) if own is None else own)
     return found
 
@@ -286,17 +299,35 @@ def own_masters_of(sharded: ShardedModel, buffer: FlatBuffer) -> bool:
     return is_narrow and is_asked and bool(getattr(optimizer, "keeps_masters", False))
 
 
-def _own_master(sharded: ShardedModel, item: _Item) -> Tensor | None:
+def _own_master(
+    sharded: ShardedModel, buffer: FlatBuffer, position: int, span: Span
+) -> Tensor | None:
     """That the optimizer keeps beside its moments; None if it has none yet."""
-    if sharded.optimizer is None or not own_masters_of(sharded, item.buffer):
+    if sharded.optimizer is None or not own_masters_of(sharded, buffer):
         return None
     is_whole = sharded.placements.optim is Placement.REPLICATED
-    holder = (item.buffer.params if is_whole else item.buffer.shard_params)[item.position]
+    holder = (buffer.params if is_whole else buffer.shard_params)[position]
     state = sharded.optimizer.state
     if holder not in state or MASTER not in state[holder]:
         return None
     master = state[holder][MASTER].detach().reshape(-1)
-    return master[item.part.span.as_slice()] if is_whole else master
+    return master[span.as_slice()] if is_whole else master
+
+
+def trained_of(sharded: ShardedModel, buffer: FlatBuffer) -> Tensor:
+    """This rank's values as they are updated, to look at, 1-D: masters where there are some. Local.
+
+    Also those that the optimizer keeps of its own accord.
+    """
+    buffer.follow_writes()
+    if not own_masters_of(sharded, buffer):
+        return buffer.trained
+    values = buffer.trained.to(torch.float32)
+    for piece in buffer.pieces:
+        master = _own_master(sharded, buffer, piece.index, piece.in_tensor)
+        if master is not None:
+            values[piece.in_shard.as_slice()].copy_(master)
+    return values
 
 
 def _visible(buffer: FlatBuffer, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ._gradients import BufferGradients
 from ._open_shards import OpenShards
-from ._optimizer import refuse_parameter
+from ._optimizer import has_state, refuse_parameter
 from ._residence import Residence
 from ._unit import Unit
 from ._updater import MASTER, AbstractUpdater
@@ -97,44 +97,6 @@ def hand_over_state(
     optimizer.state = view  # type: ignore[assignment]
 
 
-@define(eq=False)
-class LoadElsewhere:
-    """What is loaded into the optimizer becomes the updater's states, and there are no others.
-
-    Torch would bring it to the dtype of the parameters before, in which moments are not kept.
-    """
-
-    updater: AbstractUpdater
-    units: Sequence[Unit]
-    _states: Mapping[Any, dict[str, Any]] = field(factory=dict, init=False)  # by saved id
-    _ids: list[Any] = field(factory=list, init=False)  # in order of param groups
-
-    def install(self, optimizer: torch.optim.Optimizer) -> list[Callable[[], None]]:
-        """Returns what ends it."""
-        handles = (
-            optimizer.register_load_state_dict_pre_hook(self.before),
-            optimizer.register_load_state_dict_post_hook(self.after),
-        )
-        return [handle.remove for handle in handles]
-
-    def before(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Leave torch the param groups alone."""
-        self._states = state_dict["state"]
-        self._ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        return {**state_dict, "state": {}}
-
-    def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """It has taken those."""
-        view = UpdatedState(self.updater, _targets_by_shard(self.units))
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        by_param = dict(zip(params, self._ids, strict=True))
-        states = {p: self._states[i] for p, i in by_param.items() if i in self._states}
-        started = {target: {} for target in self.updater.started()}
-        self.updater.write({**started, **view.take(states)}, replaces=True)
-        optimizer.state = view  # type: ignore[assignment]
-        self._states, self._ids = {}, []
-
-
 def _targets_by_shard(units: Sequence[Unit]) -> dict[nn.Parameter, nn.Parameter]:
     return {
         param: target
@@ -195,6 +157,10 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
         started = set(self.updater.started())
         mine = [shard for shard, target in self.target_of.items() if target in started]
         return iter([*mine, *self._others])
+
+    def __bool__(self) -> bool:
+        """See `has_state`."""
+        return has_state(len(self))
 
     def __len__(self) -> int:
         """How many have."""
