@@ -274,6 +274,46 @@ def _load_warm(group: Group, folder: Path, stage: int, expected: Any) -> None:
             assert parity.run_steps(model, optimizer, range(2, 5), rank=0) == pytest.approx(losses)
 
 
+class _Listed(parity.PerParameter):
+    """Two momenta in one list."""
+
+    needs_cut = "flat"
+
+    def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
+        state.setdefault("momenta", [torch.zeros_like(param) for _ in range(2)])
+        for index, momentum in enumerate(state["momenta"]):
+            param.sub_(group["lr"] * momentum.mul_(0.5 + index / 4).add_(grad))
+
+
+def test_lists_of_tensors_go_on_where_nothing_is_cut(ranks, tmp_path: Path) -> None:
+    """One rank has all of each; how several would share them out, nobody knows."""
+    ranks(1).run(_resume_listed, folder=tmp_path)
+    ranks(2).run(_refuse_listed, folder=tmp_path)
+
+
+def _build_listed(group: Group) -> tuple[nn.Module, Any]:
+    model = parity.build(parity.tiny_float32)
+    optimizer = _Listed([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
+
+
+def _resume_listed(group: Group, folder: Path) -> None:
+    model, optimizer = _build_listed(group)
+    parity.run_steps(model, optimizer, range(2), rank=0)
+    zero_engine.save(folder, model, optimizer, step=2)
+    expected = parity.run_steps(model, optimizer, range(2, 5), rank=0)
+
+    model, optimizer = _build_listed(group)
+    zero_engine.load(folder, model, optimizer)
+    assert parity.run_steps(model, optimizer, range(2, 5), rank=0) == expected
+
+
+def _refuse_listed(group: Group, folder: Path) -> None:
+    model, optimizer = _build_listed(group)
+    with pytest.raises(LoadError, match="'momenta' is a list that holds tensors"):
+        zero_engine.load(folder, model, optimizer)
+
+
 def _assert_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for key, value in expected.items():

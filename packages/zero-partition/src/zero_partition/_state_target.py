@@ -16,7 +16,7 @@ from ._placement import Placement
 from ._range_reader import AbstractRangeReader
 from ._sharded_model import ShardedModel
 from ._span import Span
-from ._state_entry import part_in_entry
+from ._state_entry import part_in_entry, part_of_entry
 from ._updater import MASTER, AbstractUpdater
 
 CHUNK_BYTES: Final = 8 * 2**20  # what is in flight between a reader and what it fills
@@ -128,7 +128,8 @@ class StateTarget:
                 return  # another rank has all of it
         for key, value in state.items():
             if not isinstance(value, AbstractRangeReader):
-                self.entries[key] = value
+                has_all = span.numel == numel
+                self.entries[key] = value if has_all else part_of_entry(param, key, value, span)
             elif placement is Placement.SHARDED:
                 part, shape = part_in_entry(param, key, value.shape, span, for_whole)
                 self.entries[key] = EntryPart(value, part, shape)
