@@ -96,11 +96,16 @@ def test_a_file_says_in_which_dtype_state_is_kept_with_offload_and_without(ranks
 
 
 def _train_as_files_say(group: Group) -> None:
-    def run(is_bf16: bool, device: str) -> tuple[dict[str, Any], set[torch.dtype]]:
-        keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+    def run(
+        has_masters: bool, is_bf16: bool, device: str
+    ) -> tuple[dict[str, Any], set[torch.dtype]]:
         file = {
             "train_batch_size": 2,
-            "bf16": {"enabled": True, **dict.fromkeys(keys, is_bf16)},
+            "bf16": {
+                "enabled": True,
+                "bf16_master_weights_and_grads": not has_masters,
+                "bf16_optimizer_states": is_bf16,
+            },
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
             "zero_optimization": {"stage": 2, "offload_optimizer": {"device": device}},
         }
@@ -114,10 +119,10 @@ def _train_as_files_say(group: Group) -> None:
         zero_engine.unshard(model, optimizer)
         return weights, dtypes
 
-    for is_bf16, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        expected, of_device = run(is_bf16, "none")
-        weights, of_host = run(is_bf16, "cpu")
-        assert of_device == of_host == {dtype}
-        if is_bf16:
-            assert_same(weights, expected, "bf16 state on the host")
+    for has_masters, is_bf16 in ((False, True), (False, False), (True, False)):
+        expected, of_device = run(has_masters, is_bf16, "none")
+        weights, of_host = run(has_masters, is_bf16, "cpu")
+        assert of_device == of_host == {torch.bfloat16 if is_bf16 else torch.float32}
+        if not has_masters:
+            assert_same(weights, expected, f"{is_bf16=}: state on the host")
         torch.testing.assert_close(weights, expected)  # our kernel rounds apart from torch's

@@ -109,9 +109,9 @@ WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
         "torch.float32",
     ),
     (
-        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-        "bf16.bf16_master_weights_and_grads",
+        {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
         "bf16.bf16_optimizer_states",
+        "bf16.bf16_master_weights_and_grads",
     ),
     (
         {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4},

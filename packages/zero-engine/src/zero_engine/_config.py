@@ -26,6 +26,7 @@ from ._checks import at_least, is_kind, names_fields
 from ._errors import ConfigError
 from ._json_file import Source
 from ._offload import Offload
+from ._precision_settings import state_dtype_of
 from ._settings import read_settings
 from ._zero_settings import zero_arguments
 
@@ -199,6 +200,13 @@ class ZeroConfig:
             FileError: There is no such file, or it is not JSON.
         """
         settings = read_settings(source, model=model, auto=auto)
+        if state_dtype_of(settings) is not None:
+            raise ConfigError(
+                "bf16.bf16_optimizer_states: expected true with bf16_master_weights_and_grads, as "
+                "the optimizer of a plain loop is yours, got false; set it to true, and pass "
+                "zero_offload.CPUAdam(masters=False) or FusedAdam(masters=False), whose moments "
+                "are fp32; or call initialize()"
+            )
         leaves = [
             setting.written
             for setting in settings.given()

@@ -18,7 +18,12 @@ from ._errors import ConfigError
 from ._file_key import Becomes
 from ._json_file import Source
 from ._loss_scale import DynamicLossScale, StaticLossScale
-from ._precision_settings import autocast_dtype_of, checks_overflow_of, loss_scale_of
+from ._precision_settings import (
+    autocast_dtype_of,
+    checks_overflow_of,
+    loss_scale_of,
+    state_dtype_of,
+)
 from ._settings import UNRESOLVED, Origin, Setting, Settings, read_settings
 from ._zero_settings import zero_arguments
 
@@ -103,6 +108,9 @@ class EngineConfig:
             Where `zero_ckpt.configure` was called before `initialize`, that stays.
         leaf_modules: "classes", "names" and "name_suffixes" of modules that `initialize` makes
             leaves (`set_leaf_modules`), as that section of a file has them; at stage 3.
+        state_dtype: Of Adam's moments, where it is not that of what it updates: torch.float32 with
+            `Precision(params=torch.bfloat16, masters=None)`. `initialize` makes such an optimizer,
+            or refuses one that is passed and is not of zero-offload. Its own when None.
         sources: Where every value came from, if it came from a file; no part of what is compared.
 
     Raises:
@@ -127,6 +135,7 @@ class EngineConfig:
     drop_last: bool = field(default=False, validator=is_kind(bool))
     activation_checkpointing: dict[str, Any] = field(factory=dict, converter=dict, hash=False)
     leaf_modules: dict[str, Any] = field(factory=dict, converter=dict, hash=False)
+    state_dtype: torch.dtype | None = field(default=None, validator=is_kind(torch.dtype, None))
     sources: tuple[SourceRow, ...] = field(default=(), repr=False, eq=False)
 
     @needs_scaled_loss.default
@@ -193,6 +202,7 @@ class EngineConfig:
             drop_last=value("dataloader_drop_last"),
             activation_checkpointing=_section(settings, "activation_checkpointing"),
             leaf_modules=_leaf_modules(settings),
+            state_dtype=state_dtype_of(settings),
         )
         return attrs.evolve(config, sources=_rows(settings))
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 from zero_comm import Group, collective
+from zero_offload import CPUAdam, FusedAdam
 from zero_partition import Stage
 
 from ._auto import implied_values
@@ -108,7 +109,7 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         model.to(group.device)
     if model_parameters is None:
         model_parameters = [param for param in model.parameters() if param.requires_grad]
-    made = _choose_optimizer(optimizer, model_parameters, settings.optimizer)
+    made = _choose_optimizer(optimizer, model_parameters, settings, group)
     scheduler = _choose_scheduler(lr_scheduler, made, settings.scheduler)
     loader = None
     if training_data is not None:
@@ -222,10 +223,15 @@ def _as_deepspeed(settings: EngineConfig) -> EngineConfig:
 
 
 def _choose_optimizer(
-    given: Any, params: Iterable[Any], spec: NamedSpec | None
+    given: Any, params: Iterable[Any], settings: EngineConfig, group: Group
 ) -> torch.optim.Optimizer | None:
+    spec, state_dtype, offload = settings.optimizer, settings.state_dtype, settings.zero.offload
     if given is None:
-        return None if spec is None else make_optimizer(params, spec.type, spec.params)
+        is_offloaded = offload is not None and offload.optimizer != "device"
+        on_host = is_offloaded or group.device.type == "cpu"
+        return spec and make_optimizer(
+            params, spec.type, spec.params, state_dtype=state_dtype, on_host=on_host
+        )
     made = (
         given(params) if not isinstance(given, torch.optim.Optimizer) and callable(given) else given
     )
@@ -233,6 +239,12 @@ def _choose_optimizer(
         raise ConfigError(
             "initialize(): expected optimizer to be a torch.optim.Optimizer, or to return one when "
             f"called with parameters, got {made!r}"
+        )
+    if state_dtype is not None and not isinstance(made, CPUAdam | FusedAdam):
+        raise ConfigError(
+            f"bf16.bf16_optimizer_states: expected true, as {type(made).__name__} keeps its state "
+            "in the dtype of what it updates, got false; pass zero_offload.CPUAdam(masters=False) "
+            "or FusedAdam(masters=False), or name Adam in the configuration"
         )
     return made
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from zero_offload import FusedAdam
 from zero_partition import ChainedOptimizer
 
 from ._checks import check_flag, check_names, check_number, check_whole, nearest
@@ -49,6 +50,7 @@ _KEYS_NOT_BUILT: Final = {
     "fp32_optimizer_states": "optimizers on the host are not built yet",
     "per_head_muon": "Muon takes whole matrices here",
 }
+_MIXED_OPTIONS: Final = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode"}
 _ONLY: Final = {  # where an option has one value that torch's optimizers can do
     "bias_correction": (True, "Adam without bias correction is not built"),
     "set_grad_none": (True, "gradients are always dropped, not zeroed; leave the key out"),
@@ -57,7 +59,12 @@ _ONLY: Final = {  # where an option has one value that torch's optimizers can do
 
 
 def make_optimizer(
-    params: Iterable[Any], type: str, params_dict: Mapping[str, Any]
+    params: Iterable[Any],
+    type: str,
+    params_dict: Mapping[str, Any],
+    *,
+    state_dtype: torch.dtype | None = None,
+    on_host: bool = True,
 ) -> torch.optim.Optimizer:
     """The optimizer that the section `optimizer` of a configuration file asks for. Local.
 
@@ -72,6 +79,8 @@ def make_optimizer(
             groups, whose own options go before those of the file.
         type: adam, adamw, sgd, adagrad, lion or muon, in upper or lower case.
         params_dict: Options by name: those of torch's class, and DeepSpeed's own named above.
+        state_dtype: torch.float32 keeps Adam's moments so beside 16-bit parameters without masters.
+        on_host: Whether it steps there then, and not on a GPU.
 
     Returns:
         A torch optimizer.
@@ -80,9 +89,17 @@ def make_optimizer(
         ConfigError: Names the key, as in `optimizer.params.lr`, what was expected and what came, or
             the nearest key that there is; or the optimizer is known, but not built yet.
     """
-    make = _MAKERS.get(str(type).lower())
+    name = str(type).lower()
+    make = _MAKERS.get(name)
     if make is None:
         raise _refused(type)
+    if state_dtype is not None:
+        if name not in ("adam", "adamw"):
+            raise ConfigError(
+                f"bf16.bf16_optimizer_states: expected true with optimizer.type {type!r}, which "
+                "keeps its state in the dtype of what it updates, got false; Adam can have it apart"
+            )
+        make = partial(_make_mixed_adam, name, on_host)
     _refuse_keys(params_dict)
     for name, value in params_dict.items():
         _check(name, value)
@@ -109,6 +126,21 @@ def _make_adam(name: str, params: list[Any], options: dict, given: set[str]) -> 
     if not options.pop("torch_adam", False):
         options.setdefault("weight_decay", 0.0)
     return (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(params, **options)
+
+
+def _make_mixed_adam(
+    name: str, on_host: bool, params: list[Any], options: dict, given: set[str]
+) -> Any:
+    """With moments in fp32, whatever the parameters are."""
+    from .compat.deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415 (imports this package)
+
+    check_names(_PATH, given, _MIXED_OPTIONS | _ONLY.keys())
+    is_decoupled = options.pop("adam_w_mode", True) or name == "adamw"
+    if on_host:
+        return DeepSpeedCPUAdam(params, adamw_mode=is_decoupled, **options)
+    return FusedAdam(
+        params, decoupled=is_decoupled, masters=False, **{"weight_decay": 0.0, **options}
+    )
 
 
 # NOTE(halves): options that only one half knows are for that half; both have lr and weight_decay.

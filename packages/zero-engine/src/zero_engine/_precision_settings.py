@@ -65,6 +65,12 @@ def loss_scale_of(settings: Settings) -> StaticLossScale | DynamicLossScale | No
     return None
 
 
+def state_dtype_of(settings: Settings) -> torch.dtype | None:
+    """Of moments, where it is not that of what the optimizer updates."""
+    is_bf16 = settings.value("bf16.enabled") and settings.value("bf16.bf16_optimizer_states")
+    return torch.float32 if _has_16_bit_masters(settings) and not is_bf16 else None
+
+
 def autocast_dtype_of(settings: Settings) -> torch.dtype | None:
     """What torch.autocast computes in; None where it is off."""
     if not settings.value("torch_autocast.enabled"):
@@ -128,9 +134,8 @@ def _check_modes(settings: Settings) -> None:
             f"{value('fp16.min_loss_scale')}"
         )
     masters, states = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
-    if is_bf16 and value(masters) != value(states):
+    if is_bf16 and value(states) and not value(masters):
         raise ConfigError(
-            f"{masters}: expected the same as {states}, as an optimizer keeps its state in the "
-            f"dtype of what it updates, got {value(masters)} and {value(states)}; turn both on, or "
-            "both off"
+            f"{states}: expected it with {masters}, as an optimizer keeps no less precise state "
+            "than what it updates, got true and false; turn both on, or both off"
         )
