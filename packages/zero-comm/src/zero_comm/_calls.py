@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def collective(function: AnyCallable) -> AnyCallable:
 
 def collective_call(thread: int) -> str:
     """The outermost call of such a function that a thread is in, "save()"; "" if none."""
-    frame, found = sys._current_frames().get(thread), ""
+    frame, found = _frame_of(thread), ""
     while frame is not None:
         found = _COLLECTIVE.get(frame.f_code, found)
         frame = frame.f_back
@@ -58,8 +59,10 @@ def causes() -> str:
 
 def blocking_torch_call() -> TorchCall | None:
     """What the main thread is in, if it cannot end before certain other ranks take part."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _frame_of(threading.main_thread().ident or 0)
     if frame is None or frame.f_code.co_filename != distributed_c10d.__file__:
+        return None
+    if "async_op" not in frame.f_code.co_varnames:  # no collective; its locals are left alone
         return None
     given = frame.f_locals
     if given.get("async_op") is not False:
@@ -75,3 +78,14 @@ def blocking_torch_call() -> TorchCall | None:
         name = name if frame.f_code.co_name == "wrapper" else frame.f_code.co_name
         frame = frame.f_back
     return TorchCall(f"torch.distributed.{name}()", ranks) if ranks else None
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    """Where a thread is. A garbage collection meanwhile could deadlock in CPython (gh-106883)."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -9,7 +9,7 @@ from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 import torch.distributed as dist
@@ -77,7 +77,8 @@ def _find_out(table: _Table) -> SharedHost:
     interrupt = partial(break_connections, ref(table.process_group))
     watch = Watch(f"{hello[0][-1]:x}", table.rank, interrupt)  # a name that no group had before
     peers.watch = watch
-    watch.has_ended = peers.is_leaving
+    is_leaving = WeakMethod(peers.is_leaving)  # no circle: a group that is dropped goes at once
+    watch.has_ended = lambda peer: (ask := is_leaving()) is not None and ask(peer)
     if all(row[0] == _Verdict.OK for row in hello):
         if any(row[1] != mine[1] for row in hello):
             verdict = _Verdict.OTHER_HOST

@@ -122,6 +122,8 @@ class Watch:
     has_diverged: bool = field(default=False, init=False)  # found here, or heard of
     # Since when, and in which thread:
     _waiting: tuple[Wait, float, int] | None = field(default=None, init=False)
+    _num_launched: int = field(default=0, init=False)
+    _idle: tuple[int, float] = field(default=(-1, 0.0), init=False)  # of so many, since when
     _beat: int = field(default=0, init=False)
     _heard: dict[int, int] = field(factory=dict, init=False)  # beats of peers, first in a wait
     _divergence: str = field(default="", init=False)
@@ -148,6 +150,7 @@ class Watch:
         self, operation: str, key: int, *, tag: int | None = None, version: int | None = None
     ) -> Launch:
         """Count a collective that begins."""
+        self._num_launched += 1
         launched, name = self._scope.launched, self._name_of(key)
         number = launched[name] = launched.get(name, 0) + 1
         return Launch(self, operation, key, number, tag, version)
@@ -208,6 +211,10 @@ class Watch:
 
     def _tell_of_torch(self) -> None:
         """Where this rank is, if that is in a collective of torch's that needs others."""
+        if self._idle[0] != self._num_launched:
+            self._idle = self._num_launched, time.monotonic()
+        if time.monotonic() - self._idle[1] < self.patience_s:
+            return
         call = blocking_torch_call()
         if call is None or self.error() is not None:  # found by a peer: it ends here too
             return
