@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -13,6 +14,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 AnyCallable = TypeVar("AnyCallable", bound=Callable[..., Any])
+
+# NOTE(frames): a garbage collection may run a finalizer that lets other threads go on. Where that
+# happens as CPython 3.11 makes an object of another thread's frame, of the one behind it or of its
+# locals, the frame may be gone when it is read (gh-106883 is one such place). So there is none.
 
 UNEVEN: Final = (
     "if there is none, a rank has ended while others go on (uneven batches): let every rank run as "
@@ -44,25 +49,25 @@ def collective(function: AnyCallable) -> AnyCallable:
 
 def collective_call(thread: int) -> str:
     """The outermost call of such a function that a thread is in, "save()"; "" if none."""
-    frame, found = _frame_of(thread), ""
-    while frame is not None:
-        found = _COLLECTIVE.get(frame.f_code, found)
-        frame = frame.f_back
-    return found
+    with _frame_of(thread) as frame:
+        return _outermost(frame)
 
 
 def causes() -> str:
     """Why a collective of this thread may have failed, for the end of an error."""
-    call = collective_call(threading.get_ident())
+    call = _outermost(sys._getframe())
     return f"{call} must be called on all ranks. {_CAUSES}" if call else _CAUSES
 
 
 def blocking_torch_call() -> TorchCall | None:
     """What the main thread is in, if it cannot end before certain other ranks take part."""
-    frame = _frame_of(threading.main_thread().ident or 0)
-    if frame is None or frame.f_code.co_filename != distributed_c10d.__file__:
-        return None
-    if "async_op" not in frame.f_code.co_varnames:  # no collective; its locals are left alone
+    with _frame_of(threading.main_thread().ident or 0) as frame:
+        return None if frame is None else _torch_call(frame)
+
+
+def _torch_call(frame: FrameType) -> TorchCall | None:
+    is_torchs = frame.f_code.co_filename == distributed_c10d.__file__
+    if not is_torchs or "async_op" not in frame.f_code.co_varnames:  # no collective
         return None
     given = frame.f_locals
     if given.get("async_op") is not False:
@@ -73,19 +78,28 @@ def blocking_torch_call() -> TorchCall | None:
         ranks = [] if given["group_src"] in (None, own) else [ranks[given["group_src"]]]
     elif "group_dst" in given and given["group_dst"] != own:  # likewise who only sends
         ranks = []
-    name = frame.f_code.co_name
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch.distributed"):
-        name = name if frame.f_code.co_name == "wrapper" else frame.f_code.co_name
-        frame = frame.f_back
+    name, of = frame.f_code.co_name, frame.f_back
+    while of is not None and of.f_globals.get("__name__", "").startswith("torch.distributed"):
+        name = name if of.f_code.co_name == "wrapper" else of.f_code.co_name
+        of = of.f_back
     return TorchCall(f"torch.distributed.{name}()", ranks) if ranks else None
 
 
-def _frame_of(thread: int) -> FrameType | None:
-    """Where a thread is. A garbage collection meanwhile could deadlock in CPython (gh-106883)."""
+def _outermost(frame: FrameType | None) -> str:
+    found = ""
+    while frame is not None:
+        found = _COLLECTIVE.get(frame.f_code, found)
+        frame = frame.f_back
+    return found
+
+
+@contextmanager
+def _frame_of(thread: int) -> Iterator[FrameType | None]:
+    """Where a thread is; see NOTE(frames)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return sys._current_frames().get(thread)
+        yield sys._current_frames().get(thread)
     finally:
         if was_enabled:
             gc.enable()

@@ -27,14 +27,16 @@ from ._torch_compat import default_store
 # it reads, so the last one of a chain sees all of it.
 
 # NOTE(torch): a rank whose main thread is in a blocking collective of torch's own says so too,
-# again at every look. It leaves it only when all whom it needs have come to it: where one of those
-# waits in its own main thread for that rank, and hears it say so meanwhile, neither can go on.
+# again at every look while any rank waits for long: no frames are read before. It leaves it only
+# when all whom it needs have come to it: where one of those waits in its own main thread for that
+# rank, and hears it say so meanwhile, neither can go on.
 
 PATIENCE_S: Final = 3.0
 
 _LOOKS_PER_PATIENCE: Final = 6
 _PATIENCES_OF_USER: Final = 10
 _DIVERGENCE: Final = "divergence"
+_LONG_WAITS: Final = "long waits"  # a count of looks at them, by all ranks
 _LOG: Final = logging.getLogger("zero_comm")
 
 
@@ -124,6 +126,7 @@ class Watch:
     _waiting: tuple[Wait, float, int] | None = field(default=None, init=False)
     _num_launched: int = field(default=0, init=False)
     _idle: tuple[int, float] = field(default=(-1, 0.0), init=False)  # of so many, since when
+    _num_long_waits: int = field(default=0, init=False)  # when last asked for
     _beat: int = field(default=0, init=False)
     _heard: dict[int, int] = field(factory=dict, init=False)  # beats of peers, first in a wait
     _divergence: str = field(default="", init=False)
@@ -198,6 +201,7 @@ class Watch:
         else:
             self._heard.clear()
         with contextlib.suppress(RuntimeError, ValueError):  # the job is ending
+            default_store().add(self._key(_LONG_WAITS), 1)
             mine = self._position(wait, thread)
             found = ""
             if self.has_ended(wait.peer):
@@ -206,6 +210,7 @@ class Watch:
                 found = _describe(chain)
             if found and self._waiting is waiting and not self.has_diverged:
                 default_store().set(self._key(_DIVERGENCE), found)
+                default_store().add(self._key(_LONG_WAITS), 1)  # so that all look once more
                 self._diverge(found)
         return since
 
@@ -215,13 +220,18 @@ class Watch:
             self._idle = self._num_launched, time.monotonic()
         if time.monotonic() - self._idle[1] < self.patience_s:
             return
+        store = default_store()
+        num_long_waits = store.add(self._key(_LONG_WAITS), 0)
+        if num_long_waits == self._num_long_waits:
+            return
+        self._num_long_waits = num_long_waits
         call = blocking_torch_call()
         if call is None or self.error() is not None:  # found by a peer: it ends here too
             return
         self._beat += 1
         launched, rank = dict(self._scope.launched), self._scope.rank
         mine = _Position(call.name, "", "", 0, rank, launched, "", call.needs, self._beat)
-        default_store().set(self._key(str(rank)), json.dumps(asdict(mine)))
+        store.set(self._key(str(rank)), json.dumps(asdict(mine)))
 
     def _tell_user(self, wait: Wait, since: float) -> None:
         waited_s = time.monotonic() - since

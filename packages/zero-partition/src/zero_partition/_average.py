@@ -9,6 +9,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
+from zero_comm import collective
 
 from ._errors import PartitionError, StateError
 from ._hooks import find_sharded
@@ -87,6 +88,7 @@ class ShardedAverage:
             average.lerp_(values, 1 - self.decay) if self.num_updates else average.copy_(values)
         self.num_updates += 1
 
+    @collective
     def full_state_dict(self) -> dict[str, Any]:
         """The model's whole `state_dict` with the averages in it, on rank 0. Collective.
 
@@ -103,6 +105,7 @@ class ShardedAverage:
         return full_state_dict(sharded, averages)
 
     @contextmanager
+    @collective
     def swap(self) -> Iterator[nn.Module]:
         """A context in which the model computes with the averages. Every rank; collective.
 
