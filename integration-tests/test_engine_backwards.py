@@ -67,18 +67,21 @@ def _all(outputs: dict[str, Any]) -> Tensor:
     return outputs["loss"] + value.square().mean() + logits.mul(2).square().mean()
 
 
-@pytest.mark.parametrize("loss_of", [_one, _all], ids=["loss", "all-outputs"])
+_LOSSES = {"loss": _one, "all-outputs": _all}
+
+
+@pytest.mark.parametrize("kind", _LOSSES)
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_a_direct_backward_is_divided_by_the_micro_batches(ranks, stage: int, loss_of: Any) -> None:
+def test_a_direct_backward_is_divided_by_the_micro_batches(ranks, stage: int, kind: str) -> None:
     """DeepSpeed divides `loss.backward()` too: a script must not learn at another rate here.
 
     Each gradient once, though an output may be computed from another one.
     """
-    ranks(2).run(_backward_directly, stage=stage, loss_of=loss_of)
+    ranks(2).run(_backward_directly, stage=stage, kind=kind)
 
 
-def _backward_directly(group: Group, stage: int, loss_of: Any) -> None:
-    count = 3
+def _backward_directly(group: Group, stage: int, kind: str) -> None:
+    count, loss_of = 3, _LOSSES[kind]
     model, plain = parity.build(_Several), parity.build(_Several)
     config = {
         "train_micro_batch_size_per_gpu": 2,

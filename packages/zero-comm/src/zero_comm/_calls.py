@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ _CAUSES: Final = (
     f"the first error among all ranks; {UNEVEN}."
 )
 _COLLECTIVE: Final[dict[CodeType, str]] = {}
+_READS_FRAMES: Final = threading.Lock()  # a thread per group does; what one holds no other lets go
 
 
 class TorchCall(NamedTuple):
@@ -43,7 +45,8 @@ def collective(function: AnyCallable) -> AnyCallable:
     The function is returned as it is, and calls cost nothing: errors find it among the frames of
     the thread that waits. Of several the outermost is named.
     """
-    _COLLECTIVE[function.__code__] = f"{function.__name__}()"  # type: ignore[attr-defined]
+    own: Any = inspect.unwrap(function)  # the code of a wrapper is that of all it wraps
+    _COLLECTIVE[own.__code__] = f"{own.__name__}()"
     return function
 
 
@@ -96,10 +99,11 @@ def _outermost(frame: FrameType | None) -> str:
 @contextmanager
 def _frame_of(thread: int) -> Iterator[FrameType | None]:
     """Where a thread is; see NOTE(frames)."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield sys._current_frames().get(thread)
-    finally:
-        if was_enabled:
-            gc.enable()
+    with _READS_FRAMES:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield sys._current_frames().get(thread)
+        finally:
+            if was_enabled:
+                gc.enable()

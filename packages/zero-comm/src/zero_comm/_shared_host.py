@@ -75,10 +75,13 @@ def _find_out(table: _Table) -> SharedHost:
     hello = table.tell_all(mine)
     hosts = tuple(row[1] for row in hello)
     interrupt = partial(break_connections, ref(table.process_group))
-    watch = Watch(f"{hello[0][-1]:x}", table.rank, interrupt)  # a name that no group had before
-    peers.watch = watch
     is_leaving = WeakMethod(peers.is_leaving)  # no circle: a group that is dropped goes at once
-    watch.has_ended = lambda peer: (ask := is_leaving()) is not None and ask(peer)
+
+    def has_ended(rank: int) -> bool:
+        return (ask := is_leaving()) is not None and ask(rank)
+
+    name = f"{hello[0][-1]:x}"  # that no group had before
+    watch = peers.watch = Watch(name, table.rank, interrupt, has_ended=has_ended)
     if all(row[0] == _Verdict.OK for row in hello):
         if any(row[1] != mine[1] for row in hello):
             verdict = _Verdict.OTHER_HOST

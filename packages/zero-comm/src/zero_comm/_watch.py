@@ -107,6 +107,7 @@ class Scope:
     name: str  # of its own in the store, the same on every rank
     rank: int
     launched: dict[str, int] = field(factory=dict)  # by group and key
+    num_launched: int = 0
 
 
 @define(eq=False)
@@ -124,7 +125,6 @@ class Watch:
     has_diverged: bool = field(default=False, init=False)  # found here, or heard of
     # Since when, and in which thread:
     _waiting: tuple[Wait, float, int] | None = field(default=None, init=False)
-    _num_launched: int = field(default=0, init=False)
     _idle: tuple[int, float] = field(default=(-1, 0.0), init=False)  # of so many, since when
     _num_long_waits: int = field(default=0, init=False)  # when last asked for
     _beat: int = field(default=0, init=False)
@@ -153,7 +153,7 @@ class Watch:
         self, operation: str, key: int, *, tag: int | None = None, version: int | None = None
     ) -> Launch:
         """Count a collective that begins."""
-        self._num_launched += 1
+        self._scope.num_launched += 1
         launched, name = self._scope.launched, self._name_of(key)
         number = launched[name] = launched.get(name, 0) + 1
         return Launch(self, operation, key, number, tag, version)
@@ -189,6 +189,8 @@ class Watch:
         """
         waiting = self._waiting
         if waiting is None:
+            if self._ranks is not None:  # the scope's own watch does it for all groups
+                return seen
             with contextlib.suppress(RuntimeError, ValueError):  # the job is ending
                 self._tell_of_torch()
             return seen
@@ -204,10 +206,10 @@ class Watch:
             default_store().add(self._key(_LONG_WAITS), 1)
             mine = self._position(wait, thread)
             found = ""
-            if self.has_ended(wait.peer):
-                found = _describe_ended(self._scope.rank, mine)
-            elif chain := self._follow(mine, is_first=since != seen, thread=thread):
+            if chain := self._follow(mine, is_first=since != seen, thread=thread):
                 found = _describe(chain)
+            elif since == seen and self.has_ended(wait.peer):  # its last part has had time to come
+                found = _describe_ended(self._scope.rank, mine)
             if found and self._waiting is waiting and not self.has_diverged:
                 default_store().set(self._key(_DIVERGENCE), found)
                 default_store().add(self._key(_LONG_WAITS), 1)  # so that all look once more
@@ -216,8 +218,8 @@ class Watch:
 
     def _tell_of_torch(self) -> None:
         """Where this rank is, if that is in a collective of torch's that needs others."""
-        if self._idle[0] != self._num_launched:
-            self._idle = self._num_launched, time.monotonic()
+        if self._idle[0] != self._scope.num_launched:
+            self._idle = self._scope.num_launched, time.monotonic()
         if time.monotonic() - self._idle[1] < self.patience_s:
             return
         store = default_store()

@@ -37,7 +37,7 @@ def derived_values(
         implied: What follows from other arguments.
     """
     found: dict[str, Any] = {"scheduler.params.warmup_min_lr": 0, "steps_per_print": 0}
-    lr = (implied | dict(known)).get("optimizer.params.lr")
+    lr = {**implied, **known}.get("optimizer.params.lr")
     if lr is not None:
         found["scheduler.params.warmup_max_lr"] = lr
     hidden_size = _hidden_size(getattr(model, "config", None))
@@ -49,7 +49,7 @@ def derived_values(
     said = {of for path, of in _16_BIT.items() if known.get(path) is True}
     if said or len(dtypes) == 1:
         found |= {path: of in (said or dtypes) for path, of in _16_BIT.items()}
-    return found | implied
+    return {**found, **implied}
 
 
 def implied_values(args: Any, optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import os
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -91,6 +92,12 @@ def names_fields(cls: type[Class]) -> type[Class]:
 
     cls.__init__ = __init__  # type: ignore[method-assign]
     return cls
+
+
+def check_folder(where: str, folder: Any) -> None:
+    """A path that is not empty: that would be the working directory."""
+    if not isinstance(folder, str | os.PathLike) or not str(folder):
+        raise ConfigError(f"{where}: expected the path of a folder, got {folder!r}")
 
 
 def check_names(path: str, given: Iterable[Any], known: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
 from attrs import Attribute, field, frozen
 from torch import nn
 from zero_partition import (
@@ -200,7 +201,7 @@ class ZeroConfig:
             FileError: There is no such file, or it is not JSON.
         """
         settings = read_settings(source, model=model, auto=auto)
-        if state_dtype_of(settings) is not None:
+        if state_dtype_of(settings) is torch.float32:
             raise ConfigError(
                 "bf16.bf16_optimizer_states: expected true with bf16_master_weights_and_grads, as "
                 "the optimizer of a plain loop is yours, got false; set it to true, and pass "

@@ -77,12 +77,12 @@ class DeepSpeedFiles:
 
 
 def is_deepspeed(folder: Path, tag: str | None) -> bool:
-    """Whether there are optimizer states of DeepSpeed, to look at before it is opened. Local."""
+    """Whether there are files of DeepSpeed's, to look at before it is opened. Local."""
     try:
         names = [path.name for path in _folder_of(folder, tag).iterdir()]
     except OSError:  # as with a folder that is missing: whoever opens it says so
         return False
-    return any(_OPTIMIZER.fullmatch(name) for name in names)
+    return any(_OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name) for name in names)
 
 
 def holds_deepspeed(folder: Path, tag: str | None) -> bool:

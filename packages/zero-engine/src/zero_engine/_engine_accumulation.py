@@ -240,6 +240,7 @@ def _replaced(value: Any, by_id: Mapping[int, Tensor]) -> Any:
     if changed and isinstance(value, tuple):
         content = [changed.get(index, item) for index, item in enumerate(value)]
         return type(value)(*content) if hasattr(value, "_fields") else type(value)(content)
-    for key, new in changed.items():
-        value[key] = new
+    if isinstance(value, list | dict):
+        for key, new in changed.items():
+            value[key] = new
     return value

@@ -108,9 +108,9 @@ class EngineConfig:
             Where `zero_ckpt.configure` was called before `initialize`, that stays.
         leaf_modules: "classes", "names" and "name_suffixes" of modules that `initialize` makes
             leaves (`set_leaf_modules`), as that section of a file has them; at stage 3.
-        state_dtype: Of Adam's moments, where it is not that of what it updates: torch.float32 with
-            `Precision(params=torch.bfloat16, masters=None)`. `initialize` makes such an optimizer,
-            or refuses one that is passed and is not of zero-offload. Its own when None.
+        state_dtype: Of the optimizer's moments beside `Precision(params=torch.bfloat16,
+            masters=None)`: torch.bfloat16, or torch.float32, which Adam can. `initialize` makes
+            such an optimizer, or refuses one that is passed and has others. Its own when None.
         sources: Where every value came from, if it came from a file; no part of what is compared.
 
     Raises:

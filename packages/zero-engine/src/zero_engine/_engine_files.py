@@ -15,7 +15,7 @@ from torch import Tensor
 from zero_comm import collective
 
 from ._checkpoint import find_complete
-from ._checks import check_flag
+from ._checks import check_flag, check_folder
 from ._deepspeed_files import holds_deepspeed, is_deepspeed
 from ._engine_accumulation import EngineAccumulation
 from ._errors import ConfigError, FileError
@@ -119,7 +119,8 @@ class EngineFiles(EngineAccumulation):
             The path of the checkpoint and the `client_state`.
 
         Raises:
-            ConfigError: `custom_load_fn` is given; or the loss scale does not fit.
+            ConfigError: `load_dir` is no path, or `custom_load_fn` is given; or the loss scale does
+                not fit.
             FileError: See `zero_engine.load`, as for all else that it raises.
         """
         self._check_alive("load_checkpoint()")
@@ -128,6 +129,7 @@ class EngineFiles(EngineAccumulation):
                 "load_checkpoint(): expected custom_load_fn to be None: names and shapes are "
                 "matched by zero_engine.load; rename keys with zero_engine.load_pretrained()"
             )
+        check_folder("load_checkpoint()", load_dir)
         self._settle()
         has_all, folder = not load_module_only, Path(load_dir)
         optimizer = self.optimizer if has_all and load_optimizer_states else None
@@ -185,7 +187,8 @@ class EngineFiles(EngineAccumulation):
             anew.append("the scheduler, which was saved without state")
         elif scheduler is not None:
             scheduler.load_state_dict(said["lr_scheduler"])
-            for options, rate in zip(self._groups(), scheduler.get_last_lr(), strict=False):
+            rates = scheduler.get_last_lr() if hasattr(scheduler, "get_last_lr") else ()
+            for options, rate in zip(self._groups(), rates, strict=False):
                 options["lr"] = rate
         if anew:
             warnings.warn(f"{found.path}: begins anew: {', '.join(anew)}", stacklevel=3)

@@ -240,13 +240,24 @@ def _choose_optimizer(
             "initialize(): expected optimizer to be a torch.optim.Optimizer, or to return one when "
             f"called with parameters, got {made!r}"
         )
-    if state_dtype is not None and not isinstance(made, CPUAdam | FusedAdam):
+    if state_dtype not in (None, kept := _state_dtype_of(made)):
         raise ConfigError(
-            f"bf16.bf16_optimizer_states: expected true, as {type(made).__name__} keeps its state "
-            "in the dtype of what it updates, got false; pass zero_offload.CPUAdam(masters=False) "
-            "or FusedAdam(masters=False), or name Adam in the configuration"
+            f"bf16.bf16_optimizer_states: expected {str(kept is not torch.float32).lower()}, as "
+            f"this {type(made).__name__} keeps {kept or 'fp32 masters besides'}, got what asks for "
+            f"{state_dtype}; pass zero_offload.CPUAdam(masters=False, state_dtype=...) or an "
+            "optimizer of torch's, or name Adam in the configuration"
         )
     return made
+
+
+def _state_dtype_of(optimizer: torch.optim.Optimizer) -> torch.dtype | None:
+    """Of its moments of bf16 parameters without masters; None if it keeps masters itself."""
+    if isinstance(optimizer, FusedAdam):
+        has_masters = any(group["masters"] for group in optimizer.param_groups)
+        return None if has_masters else torch.float32
+    if isinstance(optimizer, CPUAdam):
+        return None if optimizer.keeps_masters else optimizer.state_dtype or torch.bfloat16
+    return torch.bfloat16
 
 
 def _choose_scheduler(

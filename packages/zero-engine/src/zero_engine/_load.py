@@ -21,6 +21,7 @@ from zero_partition import (
 )
 
 from ._checkpoint import Checkpoint, PiecesRange, find_complete, holds_parts
+from ._checks import check_folder
 from ._deepspeed_files import holds_deepspeed
 from ._errors import FileError
 from ._pretrained import holds_weights
@@ -95,6 +96,7 @@ def load(
         What was restored; None only with `missing_ok`.
 
     Raises:
+        ConfigError: `folder` is no path.
         FileError: There is no such folder, no checkpoint in it, or none of that tag; it is a file,
             one checkpoint's own folder, or holds what DeepSpeed or Hugging Face saved (whatever
             `missing_ok`): it says what to call. Or a file of the checkpoint is damaged: the tags
@@ -107,6 +109,7 @@ def load(
         zero_comm.AgreementError: Ranks pass different arguments, or see different files.
         zero_comm.CommError: A rank did not take part in time.
     """
+    check_folder("load()", folder)
     sharded = sharded_of(model, optimizer, "load()")
     group = sharded.whole
     opened: list[Checkpoint | None] = []
@@ -180,7 +183,8 @@ def _open(folder: Path, tag: str | None, *, missing_ok: bool) -> Checkpoint | No
     mistake = None if find_complete(folder) else _find_mistake(folder.absolute(), tag)
     if mistake is not None:
         raise FileError(f"load(): expected the folder of all checkpoints, got {mistake}")
-    found = Checkpoint.open(folder, tag) if folder.exists() else None
+    is_new = missing_ok and folder.exists() and not any(folder.iterdir())  # whatever the tag
+    found = Checkpoint.open(folder, tag) if folder.exists() and not is_new else None
     if found is None and not missing_ok:
         lacks = "holds no complete checkpoint" if folder.exists() else "no such folder"
         aside = ", ".join(map(repr, find_complete(folder)))

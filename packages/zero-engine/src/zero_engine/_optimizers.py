@@ -47,13 +47,13 @@ _NOT_BUILT: Final = {
 }
 _KEYS_NOT_BUILT: Final = {
     "max_grad_norm": "clipping is the key `gradient_clipping` at the top of the file",
-    "fp32_optimizer_states": "optimizers on the host are not built yet",
     "per_head_muon": "Muon takes whole matrices here",
 }
 _MIXED_OPTIONS: Final = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode"}
 _ONLY: Final = {  # where an option has one value that torch's optimizers can do
     "bias_correction": (True, "Adam without bias correction is not built"),
     "set_grad_none": (True, "gradients are always dropped, not zeroed; leave the key out"),
+    "fp32_optimizer_states": (True, "bf16.bf16_optimizer_states says it, for every optimizer"),
     "ns_method": ("standard", "torch's Muon has the standard iteration alone"),
 }
 
@@ -93,7 +93,7 @@ def make_optimizer(
     make = _MAKERS.get(name)
     if make is None:
         raise _refused(type)
-    if state_dtype is not None:
+    if state_dtype is torch.float32:
         if name not in ("adam", "adamw"):
             raise ConfigError(
                 f"bf16.bf16_optimizer_states: expected true with optimizer.type {type!r}, which "
@@ -138,9 +138,8 @@ def _make_mixed_adam(
     is_decoupled = options.pop("adam_w_mode", True) or name == "adamw"
     if on_host:
         return DeepSpeedCPUAdam(params, adamw_mode=is_decoupled, **options)
-    return FusedAdam(
-        params, decoupled=is_decoupled, masters=False, **{"weight_decay": 0.0, **options}
-    )
+    options.setdefault("weight_decay", 0.0)
+    return FusedAdam(params, decoupled=is_decoupled, masters=False, **options)
 
 
 # NOTE(halves): options that only one half knows are for that half; both have lr and weight_decay.

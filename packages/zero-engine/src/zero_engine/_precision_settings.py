@@ -66,9 +66,10 @@ def loss_scale_of(settings: Settings) -> StaticLossScale | DynamicLossScale | No
 
 
 def state_dtype_of(settings: Settings) -> torch.dtype | None:
-    """Of moments, where it is not that of what the optimizer updates."""
-    is_bf16 = settings.value("bf16.enabled") and settings.value("bf16.bf16_optimizer_states")
-    return torch.float32 if _has_16_bit_masters(settings) and not is_bf16 else None
+    """Of moments, where 16-bit parameters have no masters."""
+    if not _has_16_bit_masters(settings):
+        return None
+    return torch.bfloat16 if settings.value("bf16.bf16_optimizer_states") else torch.float32
 
 
 def autocast_dtype_of(settings: Settings) -> torch.dtype | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from ._ranges import check_at_least, check_betas
 from ._rule import Formula, Rule
 
 
-@final
 class CPUAdam(AbstractCPUOptimizer):
     """Adam or AdamW over CPU tensors, in one pass over memory by native threads.
 

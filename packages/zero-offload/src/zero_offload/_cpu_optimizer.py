@@ -54,6 +54,11 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         """Whether 16-bit parameters have fp32 masters in the state, as "master"."""
         return self._policy.masters
 
+    @property
+    def state_dtype(self) -> torch.dtype | None:
+        """Of the state's tensors; each parameter's own when None."""
+        return self._policy.state_dtype
+
     @abstractmethod
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The state's tensors in the order of `zero_tensor`: first, second, largest."""

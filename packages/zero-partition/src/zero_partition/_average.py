@@ -126,9 +126,9 @@ class ShardedAverage:
         for buffer in self._buffers:
             buffer.follow_writes()
         trained = [buffer.trained.to(self._device, copy=True) for buffer in self._buffers]
-        self._write(self._averages)
         sharded.gathers.append(_SWAP)
         try:
+            self._write(self._averages)
             yield self._model
         finally:
             sharded.gathers.remove(_SWAP)

@@ -32,7 +32,8 @@ def check_not_wrapped(model: nn.Module, optimizer: torch.optim.Optimizer | None)
                 raise PartitionError(
                     f"{where} is wrapped by torch's {kind.__name__}; {_WRAPPERS[kind.__name__]}"
                 )
-        if {"_is_accelerate_prepared", "_original_forward"} & vars(module).keys():
+        own = vars(module)
+        if "_is_accelerate_prepared" in own or {"_original_forward", "forward"} <= own.keys():
             raise PartitionError(
                 f"{where} comes from Accelerator.prepare(); shard() the model and the optimizer in "
                 "place of preparing them, and prepare only what else there is"

@@ -9,7 +9,7 @@ from torch import nn
 from ._construction import CURRENT
 from ._early_shard import EarlyShard, find_early
 from ._errors import StateError
-from ._guards import export_empty
+from ._guards import end_empty_export, export_empty
 
 
 def refuse_forward(module: nn.Module, args: Any) -> None:
@@ -26,7 +26,6 @@ def before_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """state_dict pre-hook: outside Init it would give stand-ins away."""
     stand_ins = _stand_ins_of(module)
     empty = [name for name, early in stand_ins.items() if early.exports_empty]
-    export_empty(module, () if keep_vars else empty)
     name = next((name for name in stand_ins if name not in empty), None)
     if name is not None and CURRENT.get() is None:
         raise StateError(
@@ -34,6 +33,12 @@ def before_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             "zero_engine.shard(model, ...) first, and then "
             "zero_engine.full_state_dict(model) on every rank"
         )
+    export_empty(module, () if keep_vars else empty)
+
+
+def after_export(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+    """state_dict post-hook: parameters are as before."""
+    end_empty_export(module)
 
 
 def _stand_ins_of(module: nn.Module) -> dict[str, EarlyShard]:
@@ -47,6 +52,7 @@ def guard_module(module: nn.Module) -> None:
     if refuse_forward not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(refuse_forward, prepend=True)
         module.register_state_dict_pre_hook(before_export)
+        module.register_state_dict_post_hook(after_export)
 
 
 def unguard_module(module: nn.Module) -> None:
@@ -54,6 +60,7 @@ def unguard_module(module: nn.Module) -> None:
     for hooks, ours in (
         (module._forward_pre_hooks, refuse_forward),
         (module._state_dict_pre_hooks, before_export),
+        (module._state_dict_hooks, after_export),
     ):
         for key in [key for key, hook in hooks.items() if hook is ours]:
             del hooks[key]

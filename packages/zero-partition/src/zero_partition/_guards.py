@@ -35,23 +35,20 @@ def export_empty(module: nn.Module, names: Iterable[str]) -> None:
     """Have an empty tensor of each of these in the state dict of which this is a pre-hook. Local.
 
     Next, torch calls `param.detach()` for every name. An attribute of the object comes before the
-    method, so nothing is gathered or refused.
+    method, so nothing is gathered or refused, until `end_empty_export`.
     """
     for name in names:
         param = module._parameters[name]
         assert param is not None, "its values are elsewhere"
-        _detach_empty(param, sum(other is param for other in module._parameters.values()))
+        empty = torch.empty(0, dtype=param.dtype, device=param.device)
+        vars(param)["detach"] = empty.detach
 
 
-def _detach_empty(param: nn.Parameter, times: int) -> None:
-    def detach() -> Tensor:
-        nonlocal times
-        times -= 1
-        if not times:
-            del param.__dict__["detach"]
-        return torch.empty(0, dtype=param.dtype, device=param.device)
-
-    param.__dict__["detach"] = detach
+def end_empty_export(module: nn.Module) -> None:
+    """Undo `export_empty`, if it was done."""
+    for param in module._parameters.values():
+        if param is not None:
+            vars(param).pop("detach", None)
 
 
 def refuse_deepcopy() -> NoReturn:

@@ -98,6 +98,18 @@ class AfterStep(Bound):
 
 
 @define(eq=False)
+class _Keeping:
+    """A conversion of all but these: what sharded parameters view, and their gradients."""
+
+    fn: Callable[[Tensor], Tensor]
+    kept: dict[int, Tensor]
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """See the class."""
+        return tensor if id(tensor) in self.kept else self.fn(tensor)
+
+
+@define(eq=False)
 class AroundConversion:
     """Stands where `module.to()` and its like look for `_apply`: what changes nothing passes.
 
@@ -114,15 +126,17 @@ class AroundConversion:
         Raises:
             StateError: It would convert or move a sharded parameter; nothing was done.
         """
+        if isinstance(fn, _Keeping):  # the module that it began at has done all this
+            return self.inside(fn, *args, **kwargs)
         params = [p for p in self.module.parameters() if find_place(p) is not None]
-        for param in params:
+        for param in {(p.dim(), p.dtype, p.device): p for p in params}.values():
             _refuse_conversion(param, fn)
         kept = {id(t): t for p in params for t in (p, p.grad) if t is not None}
         guarded = [(p, p.grad) for p in params if isinstance(p.grad, GradientGuard)]
         for param, _ in guarded:
             param.grad = None
         try:
-            return self.inside(lambda t: t if id(t) in kept else fn(t), *args, **kwargs)
+            return self.inside(_Keeping(fn, kept), *args, **kwargs)
         finally:
             for param, guard in guarded:
                 param.grad = guard

@@ -129,7 +129,7 @@ class Init:
         finally:
             self._whole.clear()
             self._sharded.clear()
-            undo, self._undo = self._undo, None
+            undo, self._undo, self._outer = self._undo, None, None
             undo.close()
 
     @staticmethod
@@ -155,7 +155,6 @@ class Init:
         with plainly():
             self._find_replaced()
             self._settle(keep=(), at_end=True)
-        self._sharded.clear()
 
     def _before_call(self, args: object) -> None:
         """A torch function is about to run with these arguments: make sharded parameters whole."""

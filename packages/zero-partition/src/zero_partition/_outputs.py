@@ -33,12 +33,18 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def converted(value: Any, dtype: torch.dtype) -> Any:
-    """The same with every floating-point tensor that torch's pytrees find in another dtype."""
+    """The same with every floating-point tensor that torch's pytrees find in another dtype.
 
-    def convert(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    The very same object, not a copy of its containers, where all of them are of it.
+    """
 
-    return _pytree.tree_map_only(Tensor, convert, value)
+    def is_other(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
+
+    leaves, spec = _pytree.tree_flatten(value)
+    if not any(map(is_other, leaves)):
+        return value
+    return _pytree.tree_unflatten([t.to(dtype) if is_other(t) else t for t in leaves], spec)
 
 
 def converted_output(value: Any, dtype: torch.dtype) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ._bound import Bound
 from ._errors import StateError
 from ._flat_buffer import FlatBuffer
-from ._guards import export_empty
+from ._guards import end_empty_export, export_empty
 from ._parked import StateKind
 from ._placement import Placement
 from ._shard_state import ShardState
@@ -198,6 +198,8 @@ class _BeforeExport(Bound):
                 "ZeroConfig(state_dict='gather') if every rank calls state_dict()."
             )
         self.sharded.refuse_parked("state_dict()", StateKind.PARAMS)
+        if not self.sharded.gathers:
+            self.sharded.finish_update()  # so that weights and optimizer state are of one step
         for unit in units:
             unit.unshard(self.sharded.schedule.pool)
         encoded = {id(unit): unit for unit in units if unit.codec is not None}
@@ -219,6 +221,7 @@ class _AfterExport(Bound):
     exact: dict[str, Tensor]
 
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+        end_empty_export(module)
         if self.sharded.exports_stand_ins:
             return
         call = checkpoint_call()

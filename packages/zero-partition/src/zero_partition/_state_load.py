@@ -243,9 +243,10 @@ def _plan_states(
         problems.append(f"optimizer state of {', '.join(map(repr, extra))}, which is not trained")
     expected = _expected_entries(sharded, source)
     for_whole = keys_for_whole(
-        (params_by_name[name].shape, state)
-        for name, state in state_by_name.items()
-        if name in params_by_name
+        (plan.shape, state_by_name.get(plan.name, {}))
+        for unit in sharded.units
+        for buffer in unit.buffers
+        for plan in buffer.plan.params
     )
     targets = []
     for buffer in (buffer for unit in sharded.units for buffer in unit.buffers):

@@ -123,8 +123,8 @@ def plan_parts(
             spans = {own: Span(0, 0) if piece is None else piece.in_tensor}
             for key, entry in planned.items():
                 if isinstance(entry, PlainEntry):
-                    own = states[index][position].get(key, entry.value)
-                    values.setdefault(param.name, {})[key] = own
+                    mine = states[index][position].get(key, entry.value)
+                    values.setdefault(param.name, {})[key] = mine
                     continue
                 tensor = WholeTensor(param.name, key, entry.shape, entry.dtype)
                 spans[tensor] = entry.given_by(sharded.group.rank)

@@ -23,7 +23,7 @@ from zero_engine import ConfigError, Engine
 
 from . import accelerator, checkpointing, comm, ops, runtime, utils, zero
 from ._install import install
-from ._loss_scale import show_loss_scale
+from ._loss_scale import hide_loss_scale, show_loss_scale
 from .accelerator import get_accelerator
 from .comm import init_distributed
 from .runtime.config import DeepSpeedConfigError
@@ -100,6 +100,7 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         raise ConfigError("initialize(): expected config or config_params, got both")
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
+    hide_loss_scale(optimizer)
     made = zero_engine.initialize(
         args,
         model,

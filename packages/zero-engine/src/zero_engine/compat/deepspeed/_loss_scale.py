@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Final, final
 
 from attrs import frozen
 
 from zero_engine import DynamicLossScale, Engine
+
+_PLAIN: Final = "_zero_plain_class"
 
 
 @final
@@ -29,6 +31,13 @@ class LossScale:
         return isinstance(self._engine.config.loss_scale, DynamicLossScale)
 
 
+def hide_loss_scale(optimizer: object) -> None:
+    """Undo `show_loss_scale`, so that an optimizer of another engine is known by its class."""
+    plain = vars(type(optimizer)).get(_PLAIN)
+    if plain is not None:
+        optimizer.__class__ = plain
+
+
 def show_loss_scale(engine: Engine) -> None:
     """Give the engine's optimizer, the same object, `loss_scaler`, `cur_scale` and `loss_scale`."""
     optimizer, scale = engine.optimizer, LossScale(engine)
@@ -37,6 +46,7 @@ def show_loss_scale(engine: Engine) -> None:
     # Properties need a class: a scale that was copied would be out of date after an overflow.
     kind = type(optimizer)
     names = {
+        _PLAIN: kind,
         "__module__": kind.__module__,
         # A copy or a pickle is of the plain class: no engine steps it, and this one has no module.
         "__reduce_ex__": lambda self, _: (object.__new__, (kind,), self.__getstate__()),

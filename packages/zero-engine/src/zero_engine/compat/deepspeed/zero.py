@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
-import attrs
 import torch
 import zero_comm
 from torch import nn
@@ -122,8 +121,8 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
         group=group,
     )
     if not isinstance(settings, ZeroConfig):
-        settings = ZeroConfig() if settings is None else ZeroConfig(stage_of(settings))
-    settings = attrs.evolve(settings, state_dict="placeholders")
+        stage = 3 if settings is None else stage_of(settings)
+        settings = ZeroConfig(stage, state_dict="placeholders")
     sharding = zero_engine.Init(module, group=group, config=settings)
     return sharding if dtype is None else _both(sharding, dtype)
 
