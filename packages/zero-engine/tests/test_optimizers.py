@@ -205,7 +205,7 @@ def test_param_groups_go_before_the_file() -> None:
         ("Muon", {"amsgrad": True}, "optimizer.params.amsgrad: unknown"),
         ("AdamW", {"params": []}, "optimizer.params.params: unknown"),
         ("Adam", {"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm: *`gradient_clipping`"),
-        ("Adam", {"fp32_optimizer_states": True}, "optimizer.params.fp32_optimizer_states: "),
+        ("Adam", {"fp32_optimizer_states": False}, "optimizer.params.fp32_optimizer_states: "),
         ("Adam", {"bias_correction": False}, "optimizer.params.bias_correction: expected True"),
         ("Muon", {"ns_method": "gram"}, "optimizer.params.ns_method: expected 'standard', got"),
         ("Adam", {"lr": "auto"}, "optimizer.params.lr: expected a finite number*got 'auto'"),

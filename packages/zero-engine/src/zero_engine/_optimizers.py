@@ -121,6 +121,7 @@ def _make(kind: Callable[..., Any], params: list[Any], options: dict, given: set
 
 def _make_adam(name: str, params: list[Any], options: dict, given: set[str]) -> Any:
     own = {"adam_w_mode", "torch_adam", "bias_correction", "set_grad_none"}
+    own.add("fp32_optimizer_states")  # checked with those of one value
     check_names(_PATH, given, _options_of(torch.optim.AdamW) | own)
     is_decoupled = options.pop("adam_w_mode", True) or name == "adamw"
     if not options.pop("torch_adam", False):
