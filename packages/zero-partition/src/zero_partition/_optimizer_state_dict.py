@@ -40,6 +40,7 @@ _TIMEOUT_S: Final = 60.0
 def full_optimizer_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     """What the public `full_optimizer_state_dict` documents."""
     optimizer = _usable(sharded, "full_optimizer_state_dict()")
+    sharded.finish_update()  # so that weights and optimizer state are of one step
     is_first = sharded.whole.rank == 0
     states = [_gather(sharded, member, is_kept=is_first) for member in members_of(optimizer)]
     if not is_first:
@@ -73,7 +74,7 @@ def load_full_optimizer_state_dict(sharded: ShardedModel, given: Mapping[str, An
 
 
 def _usable(sharded: ShardedModel, what: str) -> torch.optim.Optimizer:
-    """The optimizer, if its state can be asked for now: that of the last step. Collective."""
+    """The optimizer, if its state can be read or replaced now."""
     if sharded.optimizer is None:
         raise StateError(
             f"{what}: the model was sharded without an optimizer (rank {sharded.whole.rank})"
@@ -81,7 +82,6 @@ def _usable(sharded: ShardedModel, what: str) -> torch.optim.Optimizer:
     if any(unit.depth for unit in sharded.units):
         raise StateError(f"{what} was called while a forward is running; call it between steps")
     sharded.refuse_parked(what, StateKind.OPTIM, StateKind.MASTERS)
-    sharded.finish_update()  # so that weights and optimizer state are of one step
     return sharded.optimizer
 
 

@@ -1,0 +1,19 @@
+"""The library inside the training loops of others, each with its extra: `zero-engine[accelerate]`.
+
+A module here is written on public names of its host. What saving, resuming and loading a best model
+need beyond them is listed below, and a test looks each of them up in the version that is installed.
+"""
+
+from types import MappingProxyType
+from typing import Final
+
+__all__ = ["PRIVATE_METHODS"]
+
+PRIVATE_METHODS: Final = MappingProxyType[str, tuple[str, ...]](
+    {
+        # what is called or overridden, as "module:Class.method"
+        "transformers": (),
+        "accelerate": (),
+        "lightning": (),
+    }
+)
