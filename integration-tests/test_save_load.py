@@ -275,43 +275,65 @@ def _load_warm(group: Group, folder: Path, stage: int, expected: Any) -> None:
 
 
 class _Listed(parity.PerParameter):
-    """Two momenta in one list."""
+    """Keeps two momenta in one list, and its last three steps: shapes that no cut explains."""
 
     needs_cut = "flat"
 
     def update(self, param: Tensor, grad: Tensor, state: dict, group: dict) -> None:
-        state.setdefault("momenta", [torch.zeros_like(param) for _ in range(2)])
+        if not state:
+            state["momenta"] = [torch.zeros_like(param) for _ in range(2)]
+            state["past"] = torch.ones(3)
+            state["mean"] = torch.zeros_like(param)
+        state["past"] = torch.cat([state["past"][1:], state["past"][:1] * 0.5])
+        state["mean"].mul_(0.9).add_(grad, alpha=0.1)
         for index, momentum in enumerate(state["momenta"]):
-            param.sub_(group["lr"] * momentum.mul_(0.5 + index / 4).add_(grad))
+            momentum.mul_(0.5 + index / 4).add_(grad)
+            param.sub_(group["lr"] * state["past"][-1] * (momentum + state["mean"]))
 
 
-def test_lists_of_tensors_go_on_where_nothing_is_cut(ranks, tmp_path: Path) -> None:
-    """One rank has all of each; how several would share them out, nobody knows."""
-    ranks(1).run(_resume_listed, folder=tmp_path)
-    ranks(2).run(_refuse_listed, folder=tmp_path)
+def test_state_without_a_whole_goes_on_at_the_same_world_size(ranks, tmp_path: Path) -> None:
+    """What trains is saved: each rank gets its own back; other ranks begin anew, and are told."""
+    ranks(2).run(_resume_listed, folder=tmp_path)
+    ranks(3).run(_begin_listed_anew, folder=tmp_path)
 
 
-def _build_listed(group: Group) -> tuple[nn.Module, Any]:
+def _build_listed(group: Group, stage: int, place: str = "device") -> tuple[nn.Module, Any]:
     model = parity.build(parity.tiny_float32)
     optimizer = _Listed([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    return zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
+    config = ZeroConfig(stage, offload=Offload(optimizer=place))
+    return zero_engine.shard(model, optimizer, config, group=group)
 
 
 def _resume_listed(group: Group, folder: Path) -> None:
-    model, optimizer = _build_listed(group)
-    parity.run_steps(model, optimizer, range(2), rank=0)
-    zero_engine.save(folder, model, optimizer, step=2)
-    expected = parity.run_steps(model, optimizer, range(2, 5), rank=0)
+    model, optimizer = _build_listed(group, 3)
+    parity.run_steps(model, optimizer, range(3), rank=group.rank)
+    zero_engine.save(folder, model, optimizer, step=3)
+    expected = parity.run_steps(model, optimizer, range(3, 6), rank=group.rank)
+    for place in ("device", "host"):
+        model, optimizer = _build_listed(group, 3, place)
+        for _ in range(2):  # into nothing, and over what is there
+            report = zero_engine.load(folder, model, optimizer)
+            assert report.begins_anew == ()
+            found = parity.run_steps(model, optimizer, range(3, 6), rank=group.rank)
+            assert found == expected
+    with pytest.raises(StateError, match="'momenta' has no whole"):
+        zero_engine.full_optimizer_state_dict(model)
 
-    model, optimizer = _build_listed(group)
-    zero_engine.load(folder, model, optimizer)
-    assert parity.run_steps(model, optimizer, range(2, 5), rank=0) == expected
 
+def _begin_listed_anew(group: Group, folder: Path) -> None:
+    model, optimizer = _build_listed(group, 2)
+    report = zero_engine.load(folder, model, optimizer)
+    stepped = {n for n, p in model.named_parameters() if p.requires_grad} - {"unused"}
+    assert len(report.begins_anew) == len(stepped)
+    for name in stepped:
+        begins = f"optimizer state of {name!r}: 'momenta', 'past' of it"
+        assert any(problem.startswith(begins) for problem in report.begins_anew), report
+    losses = parity.run_steps(model, optimizer, range(3, 5), rank=group.rank)
 
-def _refuse_listed(group: Group, folder: Path) -> None:
-    model, optimizer = _build_listed(group)
-    with pytest.raises(LoadError, match="'momenta' is a list that holds tensors"):
-        zero_engine.load(folder, model, optimizer)
+    zero_engine.load(folder, model)  # the same weights, and state that was never there
+    fresh, optimizer = _build_listed(group, 2)
+    zero_engine.load(folder, fresh)
+    assert parity.run_steps(fresh, optimizer, range(3, 5), rank=group.rank) == losses
 
 
 def _assert_state(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -89,6 +89,8 @@ class Checkpoint:
     buffers: Mapping[str, PiecesRange]  # persistent ones, of rank 0
     rank_buffers: Mapping[int, Mapping[str, PiecesRange]]  # of ranks where they differ from those
     optimizer: Mapping[str, Mapping[str, Any]]  # by parameter and entry: PiecesRange, or a value
+    own_said: Mapping[str, Any]  # of entries of it that have no whole: `StateSource.own_said`
+    own_state: Mapping[int, Mapping[str, PiecesRange]]  # by rank: their tensors, numbered
     param_groups: tuple[Mapping[str, Any], ...]  # options, and "params": names
     rngs: Mapping[int, Mapping[str, PiecesRange]]  # by rank and stream
     loco: Mapping[int, Mapping[str, PiecesRange]]  # by rank: what encoding gradients has lost
@@ -170,6 +172,8 @@ class Checkpoint:
                     name: {key: read.entry(f"{name}: {key}", e) for key, e in of.items()}
                     for name, of in said["optimizer"].items()
                 },
+                own_said=dict(said.get("own_said", {})),
+                own_state={int(r): read.tensors(o) for r, o in said.get("own_state", {}).items()},
                 param_groups=tuple(from_json(group) for group in said["param_groups"]),
                 rngs={int(r): read.tensors(of) for r, of in said["rngs"].items()},
                 loco={int(r): read.tensors(of) for r, of in said.get("loco", {}).items()},

@@ -76,8 +76,9 @@ def load(
     that it keeps, 16 MiB at a time. Gradients that are there are dropped. Options of param groups,
     learning rates too, are the saved ones; `fused`, `foreach`, `capturable` and `differentiable`
     stay. Random numbers go on where they were at the same world size only, and so do the errors of
-    encoding gradients that `Wire.loco` feeds back, which are of one layout and wire; the report
-    says where they begin anew.
+    encoding gradients that `Wire.loco` feeds back, which are of one layout and wire. State of a
+    parameter with an entry that has no whole goes on where each rank keeps the same elements as the
+    one that saved them. The report says where something begins anew.
 
     Args:
         folder: Of all checkpoints: what `save` was given, not the folder of one of them.
@@ -173,7 +174,7 @@ def load(
         missing=planned.missing,
         unexpected=planned.unexpected,
         restores_rngs=does_rngs,
-        begins_anew=(loco_problem,) if loco_problem else (),
+        begins_anew=(*planned.begins_anew, *([loco_problem] if loco_problem else ())),
         engine=checkpoint.engine,
     )
 
@@ -232,6 +233,8 @@ def _plan(
         states=checkpoint.optimizer if is_state else None,
         param_groups=checkpoint.param_groups,
         where=str(checkpoint.path),
+        own_said=checkpoint.own_said if is_state else {},
+        own=checkpoint.own_state,
     )
     return plan_load(sharded, source, is_strict=is_strict)
 

@@ -74,7 +74,8 @@ def save(
         FileError: Something could not be written, on this rank or another. The checkpoint before is
             as it was.
         zero_partition.StateError: The model is not sharded, or not with this optimizer; parameters
-            are gathered; or an entry of the optimizer's state has no whole.
+            are gathered; or an entry of the optimizer's state that has no whole would have to be
+            pickled.
         zero_comm.AgreementError: Ranks pass different arguments.
         zero_comm.CommError: A rank did not take part in time.
     """

@@ -126,6 +126,9 @@ class Writing:
         }
         given = parts if sharded.routes.is_first_replica else evolve(parts, batches=())
         frozen_batches, batches = given_batches(given, group.rank, buffers, own)
+        if sharded.routes.is_first_replica:
+            own_state = {str(number): tensor for number, tensor in enumerate(parts.own)}
+            batches += _whole_batches(("own_state", str(sharded.group.rank)), own_state)
         if average is not None and sharded.routes.is_first_replica:
             batches += [_given_of(batch, "average") for batch in average.batches()]
         self = cls(
@@ -291,7 +294,16 @@ def _before(folder: Path) -> Checkpoint | None:
 def manifest_of(writing: Writing, written: Sequence[Written], serial: int) -> dict[str, Any]:
     """What the manifest says. Local."""
     request, parts = writing.request, writing.parts
-    names = ("params", "buffers", "rank_buffers", "optimizer", "rngs", "loco", "average")
+    names = (
+        "params",
+        "buffers",
+        "rank_buffers",
+        "optimizer",
+        "own_state",
+        "rngs",
+        "loco",
+        "average",
+    )
     sections: dict[str, Any] = {name: {} for name in names}
     for tensor in parts.tensors:
         _tensor_at(sections, _path_of(tensor), name_of(tensor.dtype), list(tensor.shape))
@@ -316,6 +328,7 @@ def manifest_of(writing: Writing, written: Sequence[Written], serial: int) -> di
         "stage": writing.stage,
         "excludes_frozen": not request.has_frozen,
         **sections,
+        "own_said": parts.own_said,
         "loco_facts": writing.loco_facts,
         "num_updates": writing.num_updates,
         "ties": dict(parts.ties),

@@ -31,7 +31,8 @@ _REFUSED: Final = {
     ("rounding", "stochastic"): "its random bits would depend on how sub-groups are cut",
 }
 _TENSORS: Final = ("params", "param_names")
-_SIDES: Final = (3, 5, 7, 2, 2, 2, 2, 2)  # of the parameters that are tried
+# Of the parameters that are tried; what a state holds besides is rarely of so many elements.
+_SIDES: Final = (61, 5, 7, 2, 2, 2, 2, 2)
 
 
 @frozen

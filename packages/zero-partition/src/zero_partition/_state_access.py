@@ -75,6 +75,7 @@ def set_full_optimizer_state(
         if key in state:
             _keep(place, state, key, value)
         return
+    assert isinstance(entry, TensorEntry), "what has no whole was refused"
     if isinstance(value, int | float) and not entry.shape:
         value = torch.tensor(value, dtype=entry.dtype)
     whole = given_value(place, value, (entry.shape, entry.dtype), from_rank, what)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ._buffer_plan import ParameterPlan
 from ._cut import Cut
 from ._errors import PartitionError, StateError
+from ._nested_state import describe
 from ._outputs import tensors_in
 from ._span import Span
 
@@ -42,6 +43,14 @@ class Said:
     is_on_host: bool = False
     number: int | float | str | None = None
     holds_tensors: bool = False  # a list or dict of them
+    nest: Any = None  # what `describe` says of one
+
+    @property
+    def described(self) -> Any:
+        """As `describe` says it; None where it cannot."""
+        if self.shape is not None:
+            return ["tensor", self.kind.removeprefix("torch."), list(self.shape)]
+        return ["plain", self.number] if self.kind in _SAYABLE else self.nest
 
     @classmethod
     def of(cls, value: Any) -> Said:
@@ -50,7 +59,13 @@ class Said:
             return cls(str(value.dtype), tuple(value.shape), value.device.type == "cpu")
         kind = type(value).__name__
         number = value if kind in _SAYABLE else None
-        return cls(kind, number=number, holds_tensors=_holds_tensors(value))
+        if not _holds_tensors(value):
+            return cls(kind, number=number)
+        try:
+            nest = describe(value, [])
+        except StateError:  # beside them there are objects of some class
+            nest = None
+        return cls(kind, holds_tensors=True, nest=nest)
 
 
 @frozen
@@ -83,7 +98,14 @@ class PlainEntry:
     value: Any  # for ranks that have none of their own
 
 
-Entry: TypeAlias = TensorEntry | PlainEntry
+@frozen
+class OwnEntry:
+    """Values of which no whole is known: each rank goes on with its own."""
+
+    said: tuple[Said | None, ...]  # per rank
+
+
+Entry: TypeAlias = TensorEntry | PlainEntry | OwnEntry
 Found: TypeAlias = tuple[Sequence[int], dict[int, Span]]  # the whole's shape; by rank, its elements
 
 

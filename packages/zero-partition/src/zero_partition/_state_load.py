@@ -15,6 +15,7 @@ from ._errors import LoadError, PartitionError, StateError
 from ._flat_buffer import FlatBuffer
 from ._load_problems import find_misfits
 from ._load_target import Target, targets_of
+from ._nested_state import rebuild
 from ._ownership import options_of
 from ._placement import Placement
 from ._probe import entries_after_step
@@ -25,6 +26,7 @@ from ._state_entry import keys_for_whole
 from ._state_parts import own_masters_of
 from ._state_target import StateTarget, fill_buffer, read_into, write_states
 from ._updater import MASTER
+from ._whole_state import keeps_of, spans_said
 
 # How a step is computed is the new run's choice; these are not what is trained, but how.
 _NOT_RESTORED = frozenset({"foreach", "fused", "capturable", "differentiable", "cut"})
@@ -41,6 +43,8 @@ class StateSource:
     states: Mapping[str, Mapping[str, Any]] | None  # readers and values; None: not loaded
     param_groups: Sequence[Mapping[str, Any]]  # "params": names, and options
     where: str  # that it comes from, for errors
+    own_said: Mapping[str, Any] = field(factory=dict)  # as `StateParts.own_said`
+    own: Mapping[int, Mapping[str, AbstractRangeReader]] = field(factory=dict)  # by rank and number
 
 
 @frozen(eq=False)
@@ -55,6 +59,7 @@ class StateLoad:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     problems: tuple[str, ...]
+    begins_anew: tuple[str, ...]  # state that is of other shards, each with why
 
     @property
     def num_tensors(self) -> int:
@@ -99,6 +104,7 @@ def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) ->
         raise StateError("load() was called while a forward is running; call it between steps")
     sharded.refuse_while_gathered("load()")
     problems: list[str] = []
+    begins_anew: list[str] = []
     names = _Names()
     readers = _plan_params(sharded, source, names, problems)
     buffers = _plan_buffers(sharded, source, names, problems)
@@ -106,7 +112,9 @@ def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) ->
     unexpected = [name for name in given if name not in names.used]
     states: list[StateTarget] = []
     if source.states is not None:
-        states = _plan_states(sharded, source, source.states, problems, is_strict=is_strict)
+        states = _plan_states(
+            sharded, source, source.states, problems, begins_anew, is_strict=is_strict
+        )
     if is_strict:
         for kind, which in (("missing", names.missing), ("unexpected", unexpected)):
             if which:
@@ -120,6 +128,7 @@ def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) ->
         tuple(names.missing),
         tuple(unexpected),
         tuple(problems),
+        tuple(begins_anew),
     )
 
 
@@ -217,6 +226,7 @@ def _plan_states(
     source: StateSource,
     given: Mapping[str, Mapping[str, Any]],
     problems: list[str],
+    begins_anew: list[str],
     *,
     is_strict: bool,
 ) -> list[StateTarget]:
@@ -236,6 +246,10 @@ def _plan_states(
     if is_strict and theirs != [group["params"] for group in mine]:
         problems.append(_describe_groups(mine, theirs))
     state_by_name = {aliases.get(name, name): state for name, state in given.items()}
+    own_said = {aliases.get(name, name): said for name, said in source.own_said.items()}
+    own_entries = {
+        aliases.get(n, n): o for n, o in _own_entries(source, sharded.group.rank).items()
+    }
     params_by_name = {aliases.get(name, name): reader for name, reader in source.params.items()}
     trained = {name for group in mine for name in group["params"]}
     extra = [name for name in state_by_name if name not in trained]
@@ -255,19 +269,49 @@ def _plan_states(
                 continue
             target = StateTarget(buffer, position)
             state = dict(state_by_name.get(plan.name, {}))
+            own = own_said.get(plan.name, {"entries": {}})
+            if own["entries"] and not _is_kept_here(own["keeps"], sharded, target):
+                begins_anew.append(
+                    f"optimizer state of {plan.name!r}: {', '.join(map(repr, own['entries']))} of "
+                    "it has no whole, and was saved by ranks that keep other parts of the parameter"
+                )
+                state, own = {}, {"entries": {}}
             num_entries = len(state)
             if state and plan.name in params_by_name and own_masters_of(sharded, buffer):
                 state.setdefault(MASTER, params_by_name[plan.name])  # as a file has them
             try:
                 target.plan(state, sharded.placements.optim, for_whole)
                 target.num_entries = num_entries
+                if own["entries"]:
+                    target.add_own(own_entries[plan.name])
             except PartitionError as error:
                 problems.append(str(error))
-            lacking = sorted(expected.get(plan.name, frozenset()) - state.keys()) if state else []
+            known = state.keys() | own["entries"].keys()
+            lacking = sorted(expected.get(plan.name, frozenset()) - known) if known else []
             if lacking and is_strict:
                 problems.append(f"{plan.name!r}: optimizer state lacks {', '.join(lacking)}")
             targets.append(target)
     return targets
+
+
+def _is_kept_here(saved: Sequence[Any], sharded: ShardedModel, target: StateTarget) -> bool:
+    """Whether each rank keeps the same elements of the parameter as the one that saved it."""
+    is_sharded = sharded.placements.optim is Placement.SHARDED
+    return is_sharded and spans_said(keeps_of(target.buffer, target.position)) == list(saved)
+
+
+def _own_entries(source: StateSource, rank: int) -> dict[str, dict[str, Any]]:
+    """What this rank had of entries without a whole, by the names that were saved."""
+    readers = source.own.get(rank, {})
+    in_order = (readers[str(number)] for number in range(len(readers)))
+    return {
+        name: {
+            key: rebuild(of_rank[rank], in_order)
+            for key, of_rank in said["entries"].items()
+            if rank < len(of_rank) and of_rank[rank] is not None
+        }
+        for name, said in source.own_said.items()
+    }
 
 
 def _describe_groups(mine: Sequence[Mapping[str, Any]], theirs: Sequence[Sequence[str]]) -> str:

@@ -12,14 +12,19 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from ._flat_buffer import FlatBuffer
+from ._nested_state import describe
 from ._placement import Placement
 from ._sharded_model import ShardedModel
 from ._span import Span
-from ._state_entry import Entry, PlainEntry, Said, TensorEntry
+from ._state_entry import Entry, OwnEntry, PlainEntry, Said, TensorEntry
 from ._updater import MASTER
-from ._whole_state import ask_states, plan_state
+from ._whole_state import ask_states, keeps_of, plan_state, spans_said
 
 BATCH_BYTES: Final = 16 * 2**20  # read together where state rests elsewhere
+
+# NOTE(own): entries without a whole go on at the same world size and layout, where each rank gets
+# back what it had. Of each parameter with some it is said which elements the ranks keep, and what
+# each rank has, as `describe` says it; the tensors in that are given in order, by their own rank.
 
 # NOTE(batches): what rests outside the device is read to be given, a whole sub-group at a time,
 # whoever asks for how little. So parts are read in batches; a larger part is a batch of its own.
@@ -65,6 +70,8 @@ class StateParts:
     tensors: tuple[WholeTensor, ...]  # in the same order on every rank
     values: Mapping[str, Mapping[str, Any]]  # by parameter: entries that are no tensors
     batches: tuple[PartBatch, ...]
+    own_said: Mapping[str, Any]  # of entries without a whole, as JSON; see NOTE(own)
+    own: Sequence[Tensor]  # this rank's tensors of those, in order, to look at as those of batches
     frozen: frozenset[str]  # names of parameters that do not train
     computes_in: Mapping[str, torch.dtype]  # of parameters whose trained values are of another
     ties: Mapping[str, str]  # further names of tied parameters, to the first
@@ -94,7 +101,7 @@ def plan_parts(
         timeout_s: How long to wait for ranks that do not call this.
 
     Raises:
-        StateError: An entry of the state is laid out so that no whole of it is known.
+        StateError: An entry without a whole holds what would have to be pickled.
         zero_comm.CommError: A rank did not take part in time.
     """
     buffers = [
@@ -106,7 +113,9 @@ def plan_parts(
     for buffer in buffers:
         buffer.follow_writes()
     states = states_of(sharded, buffers) if has_state else []
-    entries = plan_entries(sharded, buffers, states, timeout_s) if has_state else None
+    entries = plan_entries(sharded, buffers, states, timeout_s, has_own=True) if has_state else None
+    own_said: dict[str, dict[str, Any]] = {}
+    own_tensors: list[Tensor] = []
     tensors: list[WholeTensor] = []
     values: dict[str, dict[str, Any]] = {}
     items: list[_Item] = []
@@ -125,6 +134,13 @@ def plan_parts(
                 if isinstance(entry, PlainEntry):
                     mine = states[index][position].get(key, entry.value)
                     values.setdefault(param.name, {})[key] = mine
+                    continue
+                if isinstance(entry, OwnEntry):
+                    keeps = spans_said(keeps_of(buffer, position))
+                    of_param = own_said.setdefault(param.name, {"keeps": keeps, "entries": {}})
+                    of_param["entries"][key] = [said and said.described for said in entry.said]
+                    state = states_of(sharded, [buffer], is_read=True)[0][position]
+                    describe(state.get(key), own_tensors)
                     continue
                 tensor = WholeTensor(param.name, key, entry.shape, entry.dtype)
                 spans[tensor] = entry.given_by(sharded.group.rank)
@@ -148,6 +164,8 @@ def plan_parts(
             for is_frozen in (True, False)
             for batch in _batches(i for i in items if i.buffer.plan.trainable is not is_frozen)
         ),
+        own_said=own_said,
+        own=own_tensors,
         frozen=frozenset(param.name for param in plans if not param.trainable),
         computes_in=computes_in,
         ties={alias: param.name for param in plans for alias in param.names[1:]},
@@ -187,6 +205,8 @@ def plan_entries(
     buffers: Sequence[FlatBuffer],
     states: Sequence[Sequence[Mapping[str, Any]]],
     timeout_s: float,
+    *,
+    has_own: bool = False,
 ) -> Entries:
     """How all optimizer state lies over the ranks, by buffer, position and entry. Collective.
 
@@ -195,6 +215,7 @@ def plan_entries(
         buffers: Of it.
         states: Of them, as `states_of` gives it.
         timeout_s: How long to wait for other ranks.
+        has_own: See `plan_state`.
     """
     group = sharded.group
     if sharded.placements.optim is Placement.REPLICATED:
@@ -205,7 +226,10 @@ def plan_entries(
     flat = [state for of_buffer in states for state in of_buffer]
     by_param = iter(zip(*ask_states(flat, group=group, timeout_s=timeout_s), strict=True))
     return [
-        [plan_state(buffer, position, next(by_param)) for position in range(len(buffer.params))]
+        [
+            plan_state(buffer, position, next(by_param), has_own=has_own)
+            for position in range(len(buffer.params))
+        ]
         for buffer in buffers
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from ._chained import members_of
 from ._cut import Cut
 from ._flat_buffer import FlatBuffer
+from ._nested_state import map_tensors
 from ._placement import Placement
 from ._range_reader import AbstractRangeReader
 from ._sharded_model import ShardedModel
@@ -137,6 +139,14 @@ class StateTarget:
                 whole = Span(0, value.shape.numel())
                 self.entries[key] = EntryPart(value, whole, tuple(value.shape))
 
+    def add_own(self, entries: Mapping[str, Any]) -> None:
+        """Take what this rank had of entries without a whole: nests, with readers for tensors."""
+
+        def all_of(reader: AbstractRangeReader) -> EntryPart:
+            return EntryPart(reader, Span(0, reader.shape.numel()), tuple(reader.shape))
+
+        self.entries |= map_tensors(dict(entries), all_of, AbstractRangeReader)
+
 
 def write_states(sharded: ShardedModel, targets: Sequence[StateTarget]) -> None:
     """Make these the states of their parameters. Local."""
@@ -158,9 +168,7 @@ def write_states(sharded: ShardedModel, targets: Sequence[StateTarget]) -> None:
         member, group = owner_of[owner]
         live = member.state.get(owner, {})
         state = {
-            key: part
-            if not isinstance(part, EntryPart)
-            else _in_memory(key, part, owner, group, live)
+            key: map_tensors(part, partial(_in_memory, key, owner, group, live), EntryPart)
             for key, part in target.entries.items()
         }
         if state:
@@ -171,10 +179,10 @@ def write_states(sharded: ShardedModel, targets: Sequence[StateTarget]) -> None:
 
 def _in_memory(
     key: str,
-    part: EntryPart,
     owner: nn.Parameter,
     group: Mapping[str, Any],
     live: Mapping[str, Any],
+    part: EntryPart,
 ) -> Tensor:
     """As torch's optimizers place what they load; in the memory that is there, if it fits."""
     there = live.get(key)
@@ -201,15 +209,13 @@ def _write_elsewhere(sharded: ShardedModel, targets: Sequence[StateTarget]) -> N
             begun.add(param)
             state = states[is_first].setdefault(param, {})
             if key is not None:
-                state[key] = _on_host(target.entries[key])
+                state[key] = map_tensors(target.entries[key], _on_host, EntryPart)
         for replaces, chosen in states.items():
             if chosen:
                 updater.write(chosen, replaces=replaces)
 
 
-def _on_host(part: Any) -> Any:
-    if not isinstance(part, EntryPart):
-        return part
+def _on_host(part: EntryPart) -> Tensor:
     return part.fill(torch.empty(part.shape, dtype=part.reader.dtype))
 
 

@@ -10,8 +10,10 @@ from attrs import asdict
 from torch import Tensor
 from zero_comm import Group, all_gather_flat, all_gather_json
 
+from ._errors import StateError
 from ._flat_buffer import FlatBuffer
-from ._state_entry import Entry, PlainEntry, Said, plan_entry
+from ._span import Span
+from ._state_entry import Entry, OwnEntry, PlainEntry, Said, plan_entry
 
 SaidOfState: TypeAlias = dict[str, Said]  # by entry
 
@@ -36,23 +38,45 @@ def ask_states(
     return [[{k: Said(**what) for k, what in state.items()} for state in of] for of in theirs]
 
 
-def plan_state(buffer: FlatBuffer, position: int, said: Sequence[SaidOfState]) -> dict[str, Entry]:
+def spans_said(keeps: Sequence[Span | None]) -> list[list[int] | None]:
+    """As JSON can say it."""
+    return [None if span is None else [span.start, span.stop] for span in keeps]
+
+
+def keeps_of(buffer: FlatBuffer, position: int) -> tuple[Span | None, ...]:
+    """By rank, the elements of a parameter that it keeps; None if there are none. Local."""
+    layout = buffer.plan.layout
+    span = layout.spans[position]
+    overlaps = (span.overlap(shard) for shard in layout.shards)
+    return tuple(None if part is None else part.shifted(-span.start) for part in overlaps)
+
+
+def plan_state(
+    buffer: FlatBuffer, position: int, said: Sequence[SaidOfState], *, has_own: bool = False
+) -> dict[str, Entry]:
     """How each entry of a parameter's state lies over the ranks. Local.
 
     Args:
         buffer: Where the parameter lies.
         position: Among the buffer's parameters.
         said: Of this parameter, by rank.
+        has_own: Whether an entry without a whole is each rank's own, and no error.
 
     Raises:
         StateError: As for `plan_entry`.
     """
-    layout, param = buffer.plan.layout, buffer.plan.params[position]
-    span = layout.spans[position]
-    overlaps = [span.overlap(shard) for shard in layout.shards]
-    keeps = [None if part is None else part.shifted(-span.start) for part in overlaps]
+    param, keeps = buffer.plan.params[position], keeps_of(buffer, position)
     keys = dict.fromkeys(key for of_rank in said for key in of_rank)
-    return {key: plan_entry(param, key, keeps, [of.get(key) for of in said]) for key in keys}
+    entries: dict[str, Entry] = {}
+    for key in keys:
+        of_entry = [of.get(key) for of in said]
+        try:
+            entries[key] = plan_entry(param, key, keeps, of_entry)
+        except StateError:
+            if not has_own or any(s is not None and s.described is None for s in of_entry):
+                raise
+            entries[key] = OwnEntry(tuple(of_entry))
+    return entries
 
 
 def launch_entry(
@@ -71,6 +95,7 @@ def launch_entry(
         Call it once to wait; gives the whole, memory of its own, where the optimizer has it (host
         or device).
     """
+    assert not isinstance(entry, OwnEntry), "there is no whole"
     if isinstance(entry, PlainEntry):
         return lambda: state.get(key, entry.value)
     whole = torch.empty(entry.shape, dtype=entry.dtype, device=group.device)
