@@ -547,7 +547,11 @@ def test_a_path_that_is_no_run_is_named_with_what_to_call(tmp_path: Path) -> Non
     zero_engine.save(tmp_path / "aside", model, optimizer, step=1, is_latest=False)
     plain, its = parity.build_with_optimizer()
     save_as_deepspeed(tmp_path / "theirs", plain, its, step=3, form=Form(stage=3, world_size=2))
+    zero = tmp_path / "of stage 0" / "global_step1"
+    zero.mkdir(parents=True)
+    torch.save({"module": {}}, zero / "mp_rank_00_model_states.pt")  # all that its stage 0 writes
     wrong = {
+        zero.parent: r"which DeepSpeed saved; call load_deepspeed\(folder",
         path: r"the folder of one of them.* pass '.*/run' and tag='step-2'",
         path / MANIFEST: r"the file .*manifest\.json; load_pretrained",
         tmp_path / "weights": r"load_pretrained\(model, folder\)",
@@ -603,6 +607,11 @@ def test_wrong_calls_say_what_to_do(tmp_path: Path) -> None:
     for tag in ("a/b", "..", ".x", "latest", "", 3):
         with pytest.raises(ConfigError, match="tag: expected"):
             zero_engine.save(tmp_path, model, optimizer, step=0, tag=tag)
+    for folder in ("", None, 3):
+        with pytest.raises(ConfigError, match="path of a folder"):
+            zero_engine.save(folder, model, optimizer, step=0)
+        with pytest.raises(ConfigError, match="load\\(\\): expected"):
+            zero_engine.load(folder, model, optimizer)
     with pytest.raises(ConfigError, match="step to be an int"):
         zero_engine.save(tmp_path, model, optimizer, step=1.5)
     with pytest.raises(ConfigError, match="would have to be pickled"):
