@@ -2,7 +2,7 @@
 
 from .__about__ import __version__
 from ._average import ShardedAverage
-from ._buffer_plan import BufferPlan, ParameterPlan
+from ._buffer_plan import BufferPlan, ParameterPlan, UnitPlan
 from ._chained import ChainedOptimizer
 from ._codec_errors import CodecErrors
 from ._cut import Cut
@@ -25,7 +25,7 @@ from ._grad_access import (
     update_full_grads,
 )
 from ._gradient_home import AbstractGradientHome
-from ._grouping import UnitPlan, choose_units, plan_units
+from ._grouping import choose_units, plan_units
 from ._hooks import find_sharded
 from ._init_context import Init
 from ._layout import FlatLayout, Piece

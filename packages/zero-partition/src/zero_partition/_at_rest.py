@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ._guards import refuse_deepcopy, refuse_pickle
-from ._places import Place, find_place, record_alias
 from ._torch_compat import as_subclass_sharing_memory, plain_call
 
 # NOTE(class): a parameter at rest keeps its identity and becomes an instance of a subclass of its
@@ -20,6 +20,47 @@ from ._torch_compat import as_subclass_sharing_memory, plain_call
 # hands every function that is called on it to `__torch_function__`. There the values are gathered
 # and put in its place, or the use is refused by name. Two class assignments per use of a unit cost
 # 0.2 µs per parameter; nothing of torch is patched (docs/decisions/0010-use-outside-the-unit.md).
+
+
+class Owner(Protocol):
+    """What is known of a parameter that may rest sharded."""
+
+    @property
+    def name(self) -> str: ...  # the first of its names
+    @property
+    def is_trainable(self) -> bool: ...
+    @property
+    def is_gathered(self) -> bool: ...  # its own memory is whole, for the user
+    @property
+    def is_at_rest(self) -> bool: ...  # its values are elsewhere
+
+    def value(self, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
+        """What stands in for it, or for its `data`, in a call of `what`. Collective."""
+        ...
+
+    def refuse_write(self, what: str) -> NoReturn:
+        """It was to be written by a call of `what`."""
+        ...
+
+
+# The one table of the package: parameters are asked about by themselves, from any module's code.
+# Nothing is set on the user's objects, and nothing in it keeps a model alive.
+_OWNERS: Final = WeakIdKeyDictionary()
+
+
+def record_owner(tensor: Tensor, owner: Owner) -> None:
+    """`tensor` is the parameter, or stands for it."""
+    _OWNERS[tensor] = owner
+
+
+def forget_owner(tensor: Tensor) -> None:
+    """It is an ordinary one again."""
+    _OWNERS.pop(tensor, None)
+
+
+def find_owner(tensor: Tensor) -> Any:
+    """What was recorded of this very tensor; None if nothing was."""
+    return _OWNERS.get(tensor)
 
 
 class AtRest:
@@ -100,16 +141,14 @@ def _use(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
     written = (args[:1] if args else kwargs) if is_write else kwargs.get("out")
     for tensor in _tensors_in(written):
         if isinstance(tensor, AtRest) and not _is_gathered(tensor):
-            place = _place_of(tensor)
-            place.sharded.outside.refuse_write(place, name)
+            _owner_of(tensor).refuse_write(name)
     found = _tensors_in((args, kwargs))
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in found)
 
     def substitute(tensor: Tensor) -> Tensor:
-        place = _place_of(tensor)
         if _is_gathered(tensor) and (is_write or not needs_grad):
             return tensor  # its memory is whole: nothing to put in its place
-        return place.sharded.outside.value(place, tensor, name, needs_grad=needs_grad)
+        return _owner_of(tensor).value(tensor, name, needs_grad=needs_grad)
 
     args, kwargs = _replace(args, substitute), _replace(kwargs, substitute)
     if any(isinstance(tensor, AtRest) for tensor in _tensors_in((args, kwargs))):
@@ -117,15 +156,14 @@ def _use(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
     return func(*args, **kwargs)
 
 
-def _place_of(tensor: Tensor) -> Place:
-    place = find_place(tensor)
-    assert place is not None, "only a unit's parameters, and their data, are ever at rest"
-    return place
+def _owner_of(tensor: Tensor) -> Owner:
+    owner: Owner | None = find_owner(tensor)
+    assert owner is not None, "only a unit's parameters, and their data, are ever at rest"
+    return owner
 
 
 def _is_gathered(tensor: Tensor) -> bool:
-    place = _place_of(tensor)
-    return place.position in place.buffer.held
+    return _owner_of(tensor).is_gathered
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -136,7 +174,7 @@ def _guard_data(param: Tensor, data: Tensor) -> Tensor:
     if _is_gathered(param):
         return data
     guarded = as_subclass_sharing_memory(AtRestData, data)
-    record_alias(guarded, _place_of(param))
+    record_owner(guarded, _owner_of(param))
     return guarded
 
 
@@ -153,7 +191,7 @@ def _as_plain(func: Callable, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
     finally:
         for tensor, at_rest in zip(found, types, strict=True):
-            if at_rest is AtRestData or _place_of(tensor).buffer.is_at_rest:
+            if at_rest is AtRestData or _owner_of(tensor).is_at_rest:
                 tensor.__class__ = at_rest
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from attrs import frozen
@@ -11,7 +12,8 @@ from torch import nn
 
 from ._balance import Balance
 from ._cut import Cut
-from ._layout import FlatLayout
+from ._gather_plan import Extent
+from ._layout import FlatLayout, byte_offsets
 
 ALIGN_BYTES = (
     64  # vector units and compiled kernels assume it; else compiled code copies its inputs
@@ -156,3 +158,29 @@ def _grain_of(plan: ParameterPlan, align: int, world_size: int) -> int:
 
 def _numel(params: Sequence[nn.Parameter]) -> int:
     return sum(param.numel() for param in params)
+
+
+@frozen
+class UnitPlan:
+    """Parameters that are unsharded, resharded and reduced together."""
+
+    name: str  # of the module whose forward uses them; "" is the model itself
+    buffers: tuple[BufferPlan, ...]
+    is_outer: bool  # other units run inside this one's forward
+    rests_whole: bool = False  # on every rank, at every stage; used by any module
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each buffer starts when they lie in one slot, in bytes, and where the last ends."""
+        return byte_offsets(buffer.num_bytes for buffer in self.buffers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that its slot must have."""
+        return self.offsets[-1]
+
+    @cached_property
+    def extent(self) -> Extent:
+        """What it takes while it is whole."""
+        numel = sum(buffer.layout.payload_numel for buffer in self.buffers)
+        return Extent(numel, self.num_bytes, self.is_outer)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ._errors import PartitionError, StateError
+
+_NOT_OPTIONS: Final = frozenset({"params", "param_names"})  # of a param group; the rest are
 
 
 class ChainedOptimizer(torch.optim.Optimizer):
@@ -107,3 +109,8 @@ def members_of(optimizer: torch.optim.Optimizer | None) -> Sequence[torch.optim.
     if optimizer is None:
         return ()
     return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a param group says about its parameters."""
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}

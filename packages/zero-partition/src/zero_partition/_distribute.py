@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from zero_comm import Exposure, Group, broadcast_coalesced, broadcast_flat, expose
 
 from ._adopt import adopt
-from ._buffer_plan import BufferPlan
+from ._buffer_plan import BufferPlan, UnitPlan
 from ._early_shard import find_early
 from ._flat_buffer import FlatBuffer
-from ._grouping import UnitPlan
 from ._model_plan import resting_of
 from ._placement import Placement
 from ._residence import Residence

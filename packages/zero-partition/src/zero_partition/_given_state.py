@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._chained import options_of
 from ._errors import LoadError
 from ._nested_state import map_tensors
-from ._ownership import options_of
 
 Expected = dict[str, tuple[int, ...] | None]  # by entry: a tensor's shape, or that it is none
 

@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from functools import cached_property
 
 import torch
-from attrs import frozen
 from torch import nn
 
-from ._buffer_plan import BufferPlan, plan_buffers
+from ._buffer_plan import UnitPlan, plan_buffers
 from ._cut import Cut
 from ._early_shard import find_early
 from ._errors import PartitionError
-from ._gather_plan import Extent
-from ._layout import byte_offsets
 from ._leaves import is_leaf, outermost_leaves
 from ._precision import AS_IT_IS, Precision
 
 _SMALL = "(small parameters)"  # no module's name
-
-
-@frozen
-class UnitPlan:
-    """Parameters that are unsharded, resharded and reduced together."""
-
-    name: str  # of the module whose forward uses them; "" is the model itself
-    buffers: tuple[BufferPlan, ...]
-    is_outer: bool  # other units run inside this one's forward
-    rests_whole: bool = False  # on every rank, at every stage; used by any module
-
-    @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each buffer starts when they lie in one slot, in bytes, and where the last ends."""
-        return byte_offsets(buffer.num_bytes for buffer in self.buffers)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that its slot must have."""
-        return self.offsets[-1]
-
-    @cached_property
-    def extent(self) -> Extent:
-        """What it takes while it is whole."""
-        numel = sum(buffer.layout.payload_numel for buffer in self.buffers)
-        return Extent(numel, self.num_bytes, self.is_outer)
 
 
 def choose_units(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from zero_comm import Group
 
-from ._load_target import Readers, Target, in_chunks
+from ._load_target import NamedReaders, Target, in_chunks
 from ._materialise import plain_on_meta
 from ._range_reader import AbstractRangeReader
 
@@ -16,7 +16,7 @@ from ._range_reader import AbstractRangeReader
 def find_problems(
     model: nn.Module,
     targets: Iterable[Target],
-    readers: Readers,
+    readers: NamedReaders,
     *,
     reports_missing: bool,
 ) -> list[str]:
@@ -55,7 +55,9 @@ def find_misfits(
     return problems
 
 
-def find_different_ties(targets: Iterable[Target], readers: Readers, group: Group) -> list[str]:
+def find_different_ties(
+    targets: Iterable[Target], readers: NamedReaders, group: Group
+) -> list[str]:
     """Names of one tensor that come with different values, as far as this rank reads them."""
     problems = []
     for target in targets:

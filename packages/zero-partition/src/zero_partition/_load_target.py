@@ -20,7 +20,7 @@ from ._sharded_model import ShardedModel
 from ._span import Span
 from ._state_target import CHUNK_BYTES, read_into
 
-Readers: TypeAlias = Mapping[str, AbstractRangeReader]
+NamedReaders: TypeAlias = Mapping[str, AbstractRangeReader]
 
 
 @define(eq=False)
@@ -37,7 +37,7 @@ class Target:
         """It has no memory yet."""
         return self.tensor.is_meta
 
-    def given(self, readers: Readers) -> list[str]:
+    def given(self, readers: NamedReaders) -> list[str]:
         """Those of its names under which there is something to read."""
         return [name for name in self.names if name in readers]
 

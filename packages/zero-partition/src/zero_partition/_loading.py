@@ -14,7 +14,7 @@ from ._errors import LoadError, StateError
 from ._flat_buffer import FlatBuffer
 from ._hooks import find_sharded
 from ._load_problems import find_different_ties, find_problems
-from ._load_target import Readers, Target, allocate_missing, targets_of
+from ._load_target import NamedReaders, Target, allocate_missing, targets_of
 from ._parked import StateKind
 from ._range_reader import AbstractRangeReader
 from ._state_target import fill_buffer
@@ -103,7 +103,9 @@ def load_ranges(
     return report
 
 
-def _fill(targets: Iterable[Target], readers: Readers, updater: AbstractUpdater | None) -> None:
+def _fill(
+    targets: Iterable[Target], readers: NamedReaders, updater: AbstractUpdater | None
+) -> None:
     placed: dict[FlatBuffer, dict[int, AbstractRangeReader]] = {}
     for target in targets:
         for name in target.given(readers)[:1]:
@@ -115,7 +117,7 @@ def _fill(targets: Iterable[Target], readers: Readers, updater: AbstractUpdater 
         fill_buffer(buffer, of_buffer, updater)
 
 
-def _compare_names(targets: Sequence[Target], readers: Readers) -> LoadReport:
+def _compare_names(targets: Sequence[Target], readers: NamedReaders) -> LoadReport:
     known = {name for target in targets for name in target.names}
     return LoadReport(
         missing=tuple(target.names[0] for target in targets if not target.given(readers)),

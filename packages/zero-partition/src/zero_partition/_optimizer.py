@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from ._chained import members_of
 from ._cut import Cut
-from ._errors import PartitionError, StateError
+from ._errors import PartitionError
 from ._flat_buffer import FlatBuffer
-from ._places import find_place
 from ._span import Span
 from ._state_entry import keys_for_whole, part_of_entry
-from ._torch_compat import checkpoint_call
 from ._unit import Unit
+from ._updated_state import has_state, refuse_parameter
 
 
 class ShardStates(defaultdict):
@@ -57,38 +56,6 @@ def leave_state(optimizer: torch.optim.Optimizer) -> None:
     """Undo it."""
     if type(optimizer.state) is ShardStates:
         optimizer.state = defaultdict(dict, optimizer.state)
-
-
-def has_state(num_entries: int) -> bool:
-    """Whether an optimizer has state that a caller need not make.
-
-    torch.distributed.checkpoint would make it by a step, which one rank must not take alone.
-
-    Raises:
-        StateError: The caller is its `set_optimizer_state_dict()`, which looks for the optimizer's
-            parameters in the model, where there are no shards.
-    """
-    call = checkpoint_call()
-    if call is not None and {"optimizers", "state_dict"} <= call.keys():
-        raise StateError(
-            "set_optimizer_state_dict() of torch.distributed.checkpoint cannot find in the model "
-            "the shards that a sharded optimizer has; call "
-            "zero_engine.load_full_optimizer_state_dict(model, state_dict) on every rank, which "
-            "takes what get_optimizer_state_dict() gives"
-        )
-    return num_entries > 0 or call is not None
-
-
-def refuse_parameter(key: object) -> None:
-    """Raise StateError where state is asked for by a parameter of the model, not by its shard."""
-    place = find_place(key) if isinstance(key, Tensor) else None
-    if place is not None and place.buffer.plan.trainable:
-        raise StateError(
-            f"optimizer.state was asked for parameter {place.name!r}: since shard() it holds this "
-            "rank's shards, those of optimizer.param_groups[i]['params'][j]. Of the whole "
-            "parameter: zero_engine.full_optimizer_state(param, 'exp_avg') on every rank; of this "
-            "rank's part: local_optimizer_state(param, 'exp_avg')"
-        )
 
 
 def check_optimizer(

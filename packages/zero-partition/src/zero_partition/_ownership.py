@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from attrs import define, field
 from torch import Tensor
 
 from ._balance import Balance
+from ._chained import options_of
 from ._errors import PartitionError
 from ._parcel import size_of
-
-NOT_OPTIONS: Final = frozenset({"params", "param_names"})  # of a param group; the rest are options
 
 
 @define(eq=False)
@@ -52,11 +51,6 @@ class Ownership:
     def own_part(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """A param group, with this rank's parameters only."""
         return {**options_of(group), "params": self.own(group["params"])}
-
-
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a param group says about its parameters."""
-    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
 
 
 def copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:

@@ -11,11 +11,11 @@ from torch import nn
 from zero_comm import Group, check_agreement, collective
 
 from ._adopt import check_adoptable, describe_early, release_modules
+from ._buffer_plan import UnitPlan
 from ._content import check_content, check_not_wrapped
 from ._distribute import distribute, expose_shards, first_index, placements_of
 from ._errors import PartitionError
 from ._gradient_home import AbstractGradientHome
-from ._grouping import UnitPlan
 from ._guards import StateDictKind
 from ._hooks import find_sharded, install_module_hooks, install_norm_hooks, install_optimizer_hooks
 from ._limits import Limits

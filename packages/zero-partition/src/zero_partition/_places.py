@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, NoReturn
 from weakref import ReferenceType, ref
 
 from attrs import frozen
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from ._at_rest import find_owner, forget_owner, record_owner
 from ._errors import StateError
 
 if TYPE_CHECKING:
@@ -79,9 +79,28 @@ class Place:
         """The part of it that this rank keeps, None if there is none."""
         return self.buffer.piece_of(self.position)
 
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the optimizer steps it."""
+        return self.buffer.plan.trainable
 
-# The one table of the package: parameters are asked about by themselves, from any module's code.
-_PLACES: Final = WeakIdKeyDictionary()
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its own memory is whole, for the user."""
+        return self.position in self.buffer.held
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether its values are elsewhere."""
+        return self.buffer.is_at_rest
+
+    def value(self, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
+        """See `OutsideUses.value`."""
+        return self.sharded.outside.value(self, tensor, what, needs_grad=needs_grad)
+
+    def refuse_write(self, what: str) -> NoReturn:
+        """See `OutsideUses.refuse_write`."""
+        self.sharded.outside.refuse_write(self, what)
 
 
 def record_places(sharded: ShardedModel) -> None:
@@ -91,7 +110,7 @@ def record_places(sharded: ShardedModel) -> None:
         for buffer_index, buffer in enumerate(unit.buffers):
             for position, param in enumerate(buffer.params):
                 name = buffer.plan.params[position].name
-                _PLACES[param] = Place(owner, name, unit.index, buffer_index, position)
+                record_owner(param, Place(owner, name, unit.index, buffer_index, position))
 
 
 def forget_places(sharded: ShardedModel) -> None:
@@ -99,17 +118,13 @@ def forget_places(sharded: ShardedModel) -> None:
     for unit in sharded.units:
         for buffer in unit.buffers:
             for param in buffer.params:
-                _PLACES.pop(param, None)
-
-
-def record_alias(tensor: Tensor, place: Place) -> None:
-    """`tensor` stands for the parameter at `place` as well."""
-    _PLACES[tensor] = place
+                forget_owner(param)
 
 
 def find_place(param: Tensor) -> Place | None:
     """Where this very parameter lies, None if it belongs to no sharded model."""
-    return _PLACES.get(param)
+    place = find_owner(param)
+    return place if isinstance(place, Place) else None
 
 
 def place_of(param: Tensor, *, what: str) -> Place:
@@ -118,7 +133,7 @@ def place_of(param: Tensor, *, what: str) -> Place:
     Raises:
         StateError: It is no tensor, or belongs to no sharded model; `what` was asked.
     """
-    place = _PLACES.get(param) if isinstance(param, Tensor) else None
+    place = find_place(param) if isinstance(param, Tensor) else None
     if place is None:
         got = f"shape {tuple(param.shape)}" if isinstance(param, Tensor) else f"{param!r}"
         raise StateError(

@@ -10,13 +10,14 @@ from torch import Tensor
 from zero_comm import AgreementError, Group, check_agreement
 
 from ._balance import Balance
+from ._chained import options_of
 from ._consolidated import Consolidated
 from ._consolidation import consolidate
 from ._errors import StateError
 from ._given_state import check_state, names_of, own_state
 from ._independence import check_independence, check_params
 from ._overlap import StepInBackward, only
-from ._ownership import Ownership, copy_options, options_of
+from ._ownership import Ownership, copy_options
 from ._publication import AGREE_TAG, PURPOSES, Facts, Publication
 
 _TIMEOUT_S: Final = 60.0

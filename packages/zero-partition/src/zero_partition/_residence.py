@@ -9,10 +9,9 @@ from attrs import define, field
 from torch import nn
 from zero_comm import Group, all_gather_json
 
-from ._buffer_plan import BufferPlan
+from ._buffer_plan import BufferPlan, UnitPlan
 from ._errors import PartitionError
 from ._gradient_home import AbstractGradientHome
-from ._grouping import UnitPlan
 from ._placement import Placement, Placements
 from ._precision import Precision
 from ._rest_plan import RestPlan

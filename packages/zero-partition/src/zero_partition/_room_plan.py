@@ -8,8 +8,7 @@ import torch
 from attrs import field, frozen
 from torch import nn
 
-from ._buffer_plan import BufferPlan
-from ._grouping import UnitPlan
+from ._buffer_plan import BufferPlan, UnitPlan
 from ._placement import Placement
 from ._precision import Precision
 from ._rest_plan import RestPlan

@@ -10,13 +10,12 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
 
-from ._chained import members_of
+from ._chained import members_of, options_of
 from ._errors import LoadError, PartitionError, StateError
 from ._flat_buffer import FlatBuffer
 from ._load_problems import find_misfits
 from ._load_target import Target, targets_of
 from ._nested_state import rebuild
-from ._ownership import options_of
 from ._placement import Placement
 from ._probe import entries_after_step
 from ._range_reader import AbstractRangeReader

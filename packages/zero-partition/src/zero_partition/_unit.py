@@ -17,10 +17,10 @@ from zero_comm import (
     all_gather_flat,
 )
 
+from ._buffer_plan import UnitPlan
 from ._codec_errors import CodecErrors
 from ._errors import StateError
 from ._flat_buffer import FlatBuffer
-from ._grouping import UnitPlan
 from ._placement import Placement
 from ._rest import AtHome, Encoded
 from ._secondary import SecondaryShards

@@ -10,10 +10,12 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
+from ._at_rest import find_owner
+from ._errors import StateError
 from ._gradients import BufferGradients
 from ._open_shards import OpenShards
-from ._optimizer import has_state, refuse_parameter
 from ._residence import Residence
+from ._torch_compat import checkpoint_call
 from ._unit import Unit
 from ._updater import MASTER, AbstractUpdater
 
@@ -176,3 +178,35 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
     def _visible(self, target: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
         hidden = MASTER if self.updater.hides_master(target) else None
         return {name: value for name, value in state.items() if name != hidden}
+
+
+def has_state(num_entries: int) -> bool:
+    """Whether an optimizer has state that a caller need not make.
+
+    torch.distributed.checkpoint would make it by a step, which one rank must not take alone.
+
+    Raises:
+        StateError: The caller is its `set_optimizer_state_dict()`, which looks for the optimizer's
+            parameters in the model, where there are no shards.
+    """
+    call = checkpoint_call()
+    if call is not None and {"optimizers", "state_dict"} <= call.keys():
+        raise StateError(
+            "set_optimizer_state_dict() of torch.distributed.checkpoint cannot find in the model "
+            "the shards that a sharded optimizer has; call "
+            "zero_engine.load_full_optimizer_state_dict(model, state_dict) on every rank, which "
+            "takes what get_optimizer_state_dict() gives"
+        )
+    return num_entries > 0 or call is not None
+
+
+def refuse_parameter(key: object) -> None:
+    """Raise StateError where state is asked for by a parameter of the model, not by its shard."""
+    owner = find_owner(key) if isinstance(key, Tensor) else None
+    if owner is not None and owner.is_trainable:
+        raise StateError(
+            f"optimizer.state was asked for parameter {owner.name!r}: since shard() it holds this "
+            "rank's shards, those of optimizer.param_groups[i]['params'][j]. Of the whole "
+            "parameter: zero_engine.full_optimizer_state(param, 'exp_avg') on every rank; of this "
+            "rank's part: local_optimizer_state(param, 'exp_avg')"
+        )
