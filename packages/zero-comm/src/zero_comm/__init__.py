@@ -32,7 +32,7 @@ from ._errors import (
 )
 from ._exposure import Exposure, expose
 from ._gather_to import gather_flat
-from ._group import Group, init
+from ._group import Group, init, record_traffic
 from ._handle import Handle
 from ._kernels import native_status
 from ._levels import Levels
@@ -41,7 +41,7 @@ from ._parse_codec import parse_codec
 from ._quant_reduce import all_to_all_loco_quant_reduce, all_to_all_quant_reduce
 from ._reduction import Reduction
 from ._sent import Sent, sent_of
-from ._traffic import OperationTraffic, Traffic, TrafficLog, record_traffic
+from ._traffic import OperationTraffic, Traffic, TrafficLog
 from ._watch import Purpose
 
 __all__ = [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -200,3 +201,21 @@ def init(*, backend: str | None = None, timeout_s: float = 600.0) -> Group:
         torch.cuda.set_device(device_id)
     dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_s), device_id=device_id)
     return Group.from_process_group()
+
+
+@contextmanager
+def record_traffic(group: Group) -> Iterator[Traffic]:
+    """Count every collective of `group` launched inside the context. Local.
+
+    What counts is what an algorithm that sends each element once to each rank that needs it sends
+    from this rank: (N-1) shards for an all-gather, all but the own shard for a reduce-scatter, the
+    sum of both for an all-reduce. So a buffer of M elements costs M(N-1)/N, averaged over ranks.
+
+    Of a group that is the whole of some `Levels`, what their other two groups send counts too.
+    """
+    traffic = Traffic()
+    group.recorders.append(traffic)
+    try:
+        yield traffic
+    finally:
+        group.recorders.remove(traffic)

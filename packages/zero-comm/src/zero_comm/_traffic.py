@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
 from attrs import Factory, define, field
 
 from ._sent import Sent
-
-if TYPE_CHECKING:
-    from ._group import Group
 
 
 @define
@@ -92,21 +85,3 @@ class TrafficLog:
     def turn(self) -> None:
         """Begin anew."""
         self.now, self.last = Traffic(), self.now
-
-
-@contextmanager
-def record_traffic(group: Group) -> Iterator[Traffic]:
-    """Count every collective of `group` launched inside the context. Local.
-
-    What counts is what an algorithm that sends each element once to each rank that needs it sends
-    from this rank: (N-1) shards for an all-gather, all but the own shard for a reduce-scatter, the
-    sum of both for an all-reduce. So a buffer of M elements costs M(N-1)/N, averaged over ranks.
-
-    Of a group that is the whole of some `Levels`, what their other two groups send counts too.
-    """
-    traffic = Traffic()
-    group.recorders.append(traffic)
-    try:
-        yield traffic
-    finally:
-        group.recorders.remove(traffic)

@@ -5,28 +5,25 @@ from __future__ import annotations
 import difflib
 from typing import Final
 
-from . import (
-    _keys_of_offload,
-    _keys_of_precision,
-    _keys_of_reports,
-    _keys_of_training,
-    _keys_of_wire,
-    _keys_of_zero,
-)
 from ._errors import ConfigError
 from ._file_key import FileKey
+from ._keys_of_offload import OFFLOAD_KEYS
+from ._keys_of_precision import PRECISION_KEYS
+from ._keys_of_reports import REPORTS_KEYS
+from ._keys_of_training import TRAINING_KEYS
+from ._keys_of_wire import WIRE_KEYS
+from ._keys_of_zero import ZERO_KEYS
 
 KEYS: Final[dict[str, FileKey]] = {
     key.path: key
-    for module in (
-        _keys_of_training,
-        _keys_of_precision,
-        _keys_of_zero,
-        _keys_of_offload,
-        _keys_of_wire,
-        _keys_of_reports,
+    for key in (
+        *TRAINING_KEYS,
+        *PRECISION_KEYS,
+        *ZERO_KEYS,
+        *OFFLOAD_KEYS,
+        *WIRE_KEYS,
+        *REPORTS_KEYS,
     )
-    for key in module.KEYS
 }
 
 # As written in a file: aliases too.

@@ -54,7 +54,7 @@ def _whole_pages(num_bytes: int) -> int:
     return min(-(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES, _MAX_BLOCK_BYTES)
 
 
-KEYS: Final = (
+OFFLOAD_KEYS: Final = (
     *section(
         "zero_optimization.offload_param",
         FileKey("device", _DEVICE, "none", _residence("params"), min_stage=3),

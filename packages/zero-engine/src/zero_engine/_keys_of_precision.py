@@ -36,7 +36,7 @@ def _idle_without_zero(value: Callable[[str], Any]) -> str | None:
     return "at stage 0, DeepSpeed's own optimizers halve the scale at every overflow"
 
 
-KEYS: Final = (
+PRECISION_KEYS: Final = (
     *section(
         "fp16",
         FileKey("enabled", FLAG, False, _PRECISION),

@@ -229,4 +229,4 @@ _OTHER_FEATURES: Final = (
     FileKey("disable_python_gc", FLAG, False, NotBuilt("call gc.disable() in the training loop")),
 )
 
-KEYS: Final = (*_MONITORS, *_FILES, *_ACTIVATION_CHECKPOINTING, *_OTHER_FEATURES)
+REPORTS_KEYS: Final = (*_MONITORS, *_FILES, *_ACTIVATION_CHECKPOINTING, *_OTHER_FEATURES)

@@ -56,7 +56,7 @@ def _scheduler_params(**kinds: ValueKind) -> tuple[FileKey, ...]:
     return tuple(FileKey(f"params.{name}", kind, None, _SCHEDULER) for name, kind in kinds.items())
 
 
-KEYS: Final = (
+TRAINING_KEYS: Final = (
     FileKey("train_batch_size", POSITIVE, None, Becomes("train_batch_size")),
     FileKey("train_micro_batch_size_per_gpu", POSITIVE, None, Becomes("micro_batch_size")),
     FileKey("gradient_accumulation_steps", POSITIVE, None, Becomes("accumulation_steps")),

@@ -31,7 +31,7 @@ def _loco(said: Mapping[str, Any]) -> Loco:
         raise ConfigError(f"zero_optimization.zeropp_loco_param: {error}") from error
 
 
-KEYS: Final = section(
+WIRE_KEYS: Final = section(
     "zero_optimization",
     FileKey(
         "zero_quantized_weights",

@@ -108,7 +108,7 @@ _STAGE_3: Final = (
     ),
 )
 
-KEYS: Final = section(
+ZERO_KEYS: Final = section(
     "zero_optimization",
     FileKey("stage", integer(0, 3), 0, Becomes("zero.stage")),
     *_STAGE_3,

@@ -14,10 +14,11 @@ from attrs import evolve
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import _native, _native_step, _reference
+from . import _native, _reference
 from ._errors import RollbackError, StepOrderError, UnsupportedTensorError
 from ._host_state import MASTER, StatePolicy, check_param
 from ._last_step import LastStep
+from ._native_step import advance, step_batch
 from ._plan import Plan
 from ._round import Round
 from ._rule import Rule, seed_of_step
@@ -176,7 +177,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         if self._keeps_last_step:
             self._keep(plan)
         kernels = _native.kernels()
-        _native_step.advance(plan.steps, kernels)
+        advance(plan.steps, kernels)
         advanced.update(plan.params)
         for part in plan.parts.values():
             rule = evolve(self._rule(self.param_groups[part.group], part.step), factor=factor)
@@ -185,7 +186,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
             if kernels is None:
                 _reference.step_batch(part.batch, rule)
             else:
-                _native_step.step_batch(part.batch, rule, kernels=kernels, team=self._team)
+                step_batch(part.batch, rule, kernels=kernels, team=self._team)
         for param, copy in plan.copies:
             param.copy_(copy)
         torch.autograd.graph.increment_version(plan.params)  # kernels write behind autograd's back
