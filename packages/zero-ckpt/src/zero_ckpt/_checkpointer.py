@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any, final
 
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
@@ -16,18 +17,19 @@ from ._boundaries import Synchronized
 from ._buffers import OnceWritten
 from ._call import Call
 from ._checksums import Checksums
-from ._configurable import Configurable
-from ._configuration import Configuration
+from ._configuration import Configuration, changed, configuration_of
 from ._errors import CheckpointError
 from ._frame import AbstractCompanion, Frame
 from ._generators import devices_of
 from ._keep import Keeping
 from ._layers import Layer, Layers
 from ._memory import Ledger
+from ._model_parallel import ModelParallel
 from ._policy import OperatorPolicy, check_operator_policy
-from ._profile import Timed, TimedKept, Timing, table_of
+from ._profile import Profile, Timed, TimedKept, Timing, table_of
 from ._rng import RngSnapshot
 from ._savers import AbstractKept, AbstractSaver, KeepSaver, detached
+from ._seeds import reseed_own, seed_both
 from ._torch_compat import is_transformed, uncompiled
 from ._tracker import RngTracker
 from ._turn import Turn
@@ -35,7 +37,7 @@ from ._verify import Verification, Witness
 
 
 @final
-class Checkpointer(Configurable):
+class Checkpointer:
     """Runs functions whose activations are dropped, and computed again in backward.
 
     Args:
@@ -86,11 +88,13 @@ class Checkpointer(Configurable):
                 )
         if keeps is not None:
             check_operator_policy(keeps, "Checkpointer(keeps=)")
-        super().__init__(
-            KeepSaver() if saver is None else saver,
-            RngTracker() if tracker is None else tracker,
-            Configuration(synchronizes=synchronizes, profiles=profiles),
-        )
+        self.saver = KeepSaver() if saver is None else saver
+        self.tracker = RngTracker() if tracker is None else tracker
+        self._configuration = Configuration(synchronizes=synchronizes, profiles=profiles)
+        self._profile = Profile() if profiles else None
+        self._model_parallel = ModelParallel.of(None)
+        self._other_saver: AbstractSaver | None = None  # see _saver_that_splits_otherwise
+        self._is_configured = False
         self.stops_early = stops_early
         self.keeps = keeps
         self.verifies = verifies
@@ -277,6 +281,143 @@ class Checkpointer(Configurable):
             CheckpointError: Nothing is measured, or tabulate is not installed.
         """
         return table_of(self.timings())
+
+    # ---- Configuration, by the names that Megatron and DeepSpeed use ----
+
+    def configure(
+        self,
+        mpu_: Any,
+        deepspeed_config: Any = None,
+        *,
+        partition_activations: bool | None = None,
+        contiguous_checkpointing: bool | None = None,
+        num_checkpoints: int | None = None,
+        checkpoint_in_cpu: bool | None = None,
+        synchronize: bool | None = None,
+        profile: bool | None = None,
+    ) -> None:
+        """Decide how calls from now on are checkpointed, with DeepSpeed's names for it.
+
+        An argument beats the file's section `activation_checkpointing`, which beats the default
+        (False). What an earlier call decided is forgotten, but for `mpu_` and the number of layers.
+        The saver that the constructor was given is replaced. Collective over the model-parallel
+        group if inputs are split over it, local otherwise.
+
+        Args:
+            mpu_: Says which ranks split single layers: an object with `get_*_rank`,
+                `get_*_world_size` and `get_*_group` for `tensor_model_parallel`, `slice_parallel`
+                or `model_parallel`, or a DeviceMesh of one dimension. None keeps the one before; at
+                first there is none, and this rank has its layers for itself.
+            deepspeed_config: A dict, the path of a JSON file, or an object with
+                `activation_checkpointing_config`.
+            partition_activations: Each rank keeps its part of each input, and all gather them
+                before they compute again.
+            contiguous_checkpointing: Inputs go to buffers that are made once.
+            num_checkpoints: For so many calls, that is checkpointed layers.
+            checkpoint_in_cpu: Inputs go to host memory.
+            synchronize: The device is waited for at the edges of each call.
+            profile: Times are measured.
+
+        Raises:
+            CheckpointError: `mpu_` is no mpu, an argument or key is of the wrong type, a key is
+                unknown, the file cannot be read, contiguous buffers are asked for without a number
+                of layers, or inputs cannot be split over `mpu_`'s group. Nothing has changed then.
+        """
+        arguments = {
+            "partition_activations": partition_activations,
+            "contiguous_checkpointing": contiguous_checkpointing,
+            "num_checkpoints": num_checkpoints,
+            "checkpoint_in_cpu": checkpoint_in_cpu,
+            "synchronize": synchronize,
+            "profile": profile,
+        }
+        known = self._configuration.num_layers
+        configuration = configuration_of(deepspeed_config, arguments, known)
+        self._configure(
+            configuration, self._model_parallel if mpu_ is None else ModelParallel.of(mpu_)
+        )
+        self._is_configured = True
+
+    def _configure(self, configuration: Configuration, model_parallel: ModelParallel) -> None:
+        self.saver = configuration.saver(model_parallel)
+        if configuration.profiles is not (self._profile is not None):
+            self._profile = Profile() if configuration.profiles else None
+        self._other_saver = None
+        self._configuration, self._model_parallel = configuration, model_parallel
+
+    def _saver_that_splits_otherwise(self) -> AbstractSaver:
+        """For calls that say themselves whether inputs are split, and not as is configured."""
+        if self._other_saver is None:
+            other = evolve(self._configuration, partitions=not self._configuration.partitions)
+            self._other_saver = other.saver(self._model_parallel)
+        return self._other_saver
+
+    def is_configured(self) -> bool:
+        """Whether `configure` has been called."""
+        return self._is_configured
+
+    def set_num_layers(self, num_layers: int) -> None:
+        """Say how many layers are checkpointed, for contiguous buffers. Local.
+
+        Raises:
+            CheckpointError: It is no int of 1 or more.
+        """
+        configuration = changed(
+            self._configuration, "num_checkpoints", num_layers, "set_num_layers()"
+        )
+        if configuration.is_contiguous:
+            self._configure(configuration, self._model_parallel)
+        else:
+            self._configuration = configuration
+
+    def partition_activations_in_checkpoint(self, partition_activation: bool) -> None:
+        """Split the inputs of later calls over the model-parallel group, or stop doing so.
+
+        Collective over that group.
+
+        Raises:
+            CheckpointError: It is no bool.
+        """
+        configuration = changed(
+            self._configuration,
+            "partition_activations",
+            partition_activation,
+            "partition_activations_in_checkpoint()",
+        )
+        self._configure(configuration, self._model_parallel)
+
+    def reset(self) -> None:
+        """Have contiguous buffers made anew, all of them free and of any size. Local.
+
+        Graphs that exist keep theirs. Nobody needs to call it after an evaluation, as DeepSpeed's
+        users do: a buffer is free when its graph is.
+        """
+        for saver in (self.saver, self._other_saver):
+            if saver is not None:
+                saver.reset()
+
+    def model_parallel_cuda_manual_seed(self, seed: int) -> None:
+        """Seed the default rng and that of the tracker; on the CPU where there is no accelerator.
+
+        The default rng of the tracker's device gets `seed`, on every rank of the model-parallel
+        group the same. The tracker forgets its rngs and gets "model-parallel-rng", seeded with
+        `seed` + 2718 + this rank's number in that group. Local.
+
+        Raises:
+            CheckpointError: The seed is no int of 64 bits, or this is inside a fork of the tracker.
+        """
+        seed_both(self.tracker, seed, self._model_parallel.rank())
+
+    def model_parallel_reconfigure_tp_seed(self, seed: int) -> None:
+        """Begin "model-parallel-rng" again, from `seed` + 2718 + this rank's number. Local.
+
+        Raises:
+            UnknownRngError: `model_parallel_cuda_manual_seed` has not been called.
+            CheckpointError: As there; or another rng has the seed.
+        """
+        reseed_own(self.tracker, seed, self._model_parallel.rank())
+
+    # ---- One call ----
 
     def _is_plain(self, saver: AbstractSaver) -> bool:
         """Whether it does no more than torch's own checkpoint."""
