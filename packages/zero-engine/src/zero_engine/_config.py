@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-import torch
 from attrs import Attribute, field, frozen
 from torch import nn
 from zero_partition import (
@@ -25,11 +24,7 @@ from zero_partition import (
 
 from ._checks import at_least, is_kind, names_fields
 from ._errors import ConfigError
-from ._json_file import Source
 from ._offload import Offload
-from ._precision_settings import state_dtype_of
-from ._settings import read_settings
-from ._zero_settings import zero_arguments
 
 
 def _check_stage(value: Any) -> Stage:
@@ -179,7 +174,7 @@ class ZeroConfig:
     @classmethod
     def from_deepspeed(
         cls,
-        source: Source,
+        source: Mapping[str, Any] | str | os.PathLike[str],
         *,
         model: nn.Module | None = None,
         auto: Mapping[str, Any] | None = None,
@@ -200,26 +195,9 @@ class ZeroConfig:
             ConfigError: Starts with the path of the key that is wrong.
             FileError: There is no such file, or it is not JSON.
         """
-        settings = read_settings(source, model=model, auto=auto)
-        if state_dtype_of(settings) is torch.float32:
-            raise ConfigError(
-                "bf16.bf16_optimizer_states: expected true with bf16_master_weights_and_grads, as "
-                "the optimizer of a plain loop is yours, got false; set it to true, and pass "
-                "zero_offload.CPUAdam(masters=False) or FusedAdam(masters=False), whose moments "
-                "are fp32; or call initialize()"
-            )
-        leaves = [
-            setting.written
-            for setting in settings.given()
-            if ".leaf_module." in setting.key.path and not setting.key.is_neutral(setting.value)
-        ]
-        if leaves:
-            warnings.warn(
-                f"{', '.join(leaves)}: a ZeroConfig has no place for names of modules; pass them "
-                "to zero_engine.set_leaf_modules(model, ...) before shard()",
-                stacklevel=2,
-            )
-        return cls(**zero_arguments(settings))
+        from ._zero_settings import read_zero_arguments  # noqa: PLC0415 (a table of 200 keys)
+
+        return cls(**read_zero_arguments(source, model=model, auto=auto))
 
     @property
     def placements(self) -> Placements:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
+from torch import nn
 from zero_offload import DiskSettings
 from zero_partition import Wire
 
@@ -13,7 +16,7 @@ from ._file_key import Becomes, NotBuilt
 from ._json_file import Source, shown
 from ._keys_of_wire import wire_of
 from ._offload import Offload
-from ._precision_settings import precision_of
+from ._precision_settings import precision_of, state_dtype_of
 from ._settings import STAGE, Setting, Settings, read_settings
 
 # Values that several keys make together, those within others first.
@@ -107,3 +110,29 @@ def _check_folder(settings: Settings, fields: Mapping[str, Any]) -> None:
                 f"{section}.nvme_path: expected a folder on the disk to use, as {section}.device "
                 "is 'nvme', got none; say which folder"
             )
+
+
+def read_zero_arguments(
+    source: Source, *, model: nn.Module | None, auto: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Those of the file; see `ZeroConfig.from_deepspeed`."""
+    settings = read_settings(source, model=model, auto=auto)
+    if state_dtype_of(settings) is torch.float32:
+        raise ConfigError(
+            "bf16.bf16_optimizer_states: expected true with bf16_master_weights_and_grads, as "
+            "the optimizer of a plain loop is yours, got false; set it to true, and pass "
+            "zero_offload.CPUAdam(masters=False) or FusedAdam(masters=False), whose moments "
+            "are fp32; or call initialize()"
+        )
+    leaves = [
+        setting.written
+        for setting in settings.given()
+        if ".leaf_module." in setting.key.path and not setting.key.is_neutral(setting.value)
+    ]
+    if leaves:
+        warnings.warn(
+            f"{', '.join(leaves)}: a ZeroConfig has no place for names of modules; pass them "
+            "to zero_engine.set_leaf_modules(model, ...) before shard()",
+            stacklevel=3,
+        )
+    return zero_arguments(settings)
