@@ -5,7 +5,7 @@ from ._average import ShardedAverage
 from ._buffer_plan import BufferPlan, ParameterPlan, UnitPlan
 from ._chained import ChainedOptimizer
 from ._codec_errors import CodecErrors
-from ._cut import Cut
+from ._cut import Cut, CutChoice
 from ._errors import (
     AtRestError,
     LayoutError,
@@ -37,7 +37,6 @@ from ._materialise import materialise
 from ._memory import MemoryReport
 from ._memory_plan import PlannedMemory, plan_memory
 from ._model_plan import ModelPlan, plan_model
-from ._needs import CutChoice
 from ._norm import GradientReport
 from ._param_access import (
     ParameterStatus,

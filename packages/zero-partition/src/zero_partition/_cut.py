@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, TypeAlias
 
 from attrs import Attribute, field, frozen
+from torch import nn
 
 from ._errors import LayoutError
 
@@ -101,3 +102,11 @@ class Cut:
 
 
 Cut.FLAT, Cut.ROW, Cut.TENSOR = Cut("flat"), Cut("row"), Cut("tensor")
+
+
+# What a user may pass: one cut for all parameters; cuts by name, or by a pattern such as
+# "blocks.*.weight" of which the first that matches counts; or a function of a parameter and its
+# name. Cuts may be spelled as strings. None, and no match, leave it to the optimizer.
+CutChoice: TypeAlias = (
+    Cut | str | Mapping[str, Cut | str] | Callable[[str, nn.Parameter], Cut | str | None] | None
+)

@@ -11,11 +11,12 @@ from torch import nn
 from zero_comm import AbstractCodec
 
 from ._buffer_plan import BufferPlan, UnitPlan
+from ._cut import CutChoice
 from ._errors import PartitionError
 from ._gather_plan import Extent
 from ._grouping import choose_small, choose_units, plan_units
 from ._limits import Limits
-from ._needs import CutChoice, choose_cuts
+from ._needs import choose_cuts
 from ._optimizer import check_optimizer, param_group_of
 from ._order import Use
 from ._placement import Placement, Placements

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from ._chained import members_of
-from ._cut import Cut
+from ._cut import Cut, CutChoice
 from ._errors import LayoutError, PartitionError
 from ._probe import Sample, find_dependence
-
-# What a user may pass: one cut for all parameters; cuts by name, or by a pattern such as
-# "blocks.*.weight" of which the first that matches counts; or a function of a parameter and its
-# name. Cuts may be spelled as strings. None, and no match, leave it to the optimizer.
-CutChoice: TypeAlias = (
-    Cut | str | Mapping[str, Cut | str] | Callable[[str, nn.Parameter], Cut | str | None] | None
-)
 
 # NOTE(needs): who knows what an optimizer needs is, in this order: its attribute `needs_cut` (a
 # cut, or a method from a param group to a cut), this table for torch's own classes, and a trial of

@@ -13,6 +13,7 @@ from zero_comm import Group, check_agreement, collective
 from ._adopt import check_adoptable, describe_early, release_modules
 from ._buffer_plan import UnitPlan
 from ._content import check_content, check_not_wrapped
+from ._cut import CutChoice
 from ._distribute import distribute, expose_shards, first_index, placements_of
 from ._errors import PartitionError
 from ._gradient_home import AbstractGradientHome
@@ -20,7 +21,6 @@ from ._guards import StateDictKind
 from ._hooks import find_sharded, install_module_hooks, install_norm_hooks, install_optimizer_hooks
 from ._limits import Limits
 from ._model_plan import as_they_hold, check_masters, plan_model_units
-from ._needs import CutChoice
 from ._optimizer import check_optimizer, describe_optimizer, param_group_of, shard_optimizer
 from ._placement import STAGES, Placement, Placements, Stage
 from ._precision import AS_IT_IS, Precision
