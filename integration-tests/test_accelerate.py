@@ -7,7 +7,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,7 @@ from scripts import launch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from zero_comm import Group
-from zero_engine import ConfigError
+from zero_engine import ConfigError, FileError
 from zero_partition import PartitionError, StateError
 
 pytest.importorskip("accelerate")
@@ -200,10 +200,16 @@ def _prepare_in_orders(group: Group) -> None:
         model, *others = accelerator.prepare(model, *rest)
         return model, optimizer, *others
 
-    for prepare in (together, model_first, optimizer_first):
+    for prepare, builds_sharded in (
+        (together, False),
+        (model_first, False),
+        (optimizer_first, False),
+        (together, True),
+    ):
         with _environment(group):
-            given = _objects()
             accelerator = _zero()
+            with zero_engine.Init() if builds_sharded else nullcontext():
+                given = _objects()
             prepared = prepare(accelerator, *given)
             assert prepared[0] is given[0], "the model, without a wrapper"
             assert accelerator.unwrap_model(prepared[0]) is given[0]
@@ -270,16 +276,24 @@ def _train_in_bf16(group: Group) -> None:
     alone = ZeroConfig(precision=zero_engine.Precision())
     make = partial(ZeroAccelerator, zero=alone, mixed_precision="bf16")
     assert _run(group, make)[0] == ddp
+    curves = []
     for stage in STAGES:
         with _environment(group):
             accelerator = _zero(stage, mixed_precision="bf16")
-            prepared = accelerator.prepare(*_objects())
+            if stage == 2:  # the fp32 values that masters begin with are not rounded meanwhile
+                model, optimizer, *rest = _objects()
+                model = accelerator.prepare(model)
+                prepared = (model, *accelerator.prepare(optimizer, *rest))
+            else:
+                prepared = accelerator.prepare(*_objects())
             losses = _train(accelerator, prepared)
             assert losses != ddp and losses == pytest.approx(ddp, rel=0.02), f"stage {stage}"
+            curves.append(losses)
             model, optimizer = prepared[:2]
             assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
             assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
             assert model(torch.randn(2, 6)).dtype == torch.float32
+    assert curves[0] == curves[1] == curves[2]
 
 
 def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(ranks) -> None:
@@ -395,6 +409,8 @@ def _save_alone(group: Group, folder: str) -> tuple[dict[str, Tensor], int]:
 def _load_as_two(group: Group, folder: str) -> tuple[dict[str, Tensor], int]:
     with _environment(group):
         accelerator, prepared, _ = _begin(3)
+        with pytest.raises(FileError, match=r"zero, which ZeroAccelerator\.save_state\(\) writes"):
+            accelerator.load_state(str(Path(folder).parent))
         accelerator.load_state(folder)
         return _values(prepared[0]), accelerator.step
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from zero_partition import Placement, ShardedModel, StateError, find_sharded
 
 import zero_engine
-from zero_engine import ConfigError, Precision, ZeroConfig
+from zero_engine import ConfigError, FileError, Precision, ZeroConfig
 
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Arguments for what distributes a model in another way; ACCELERATE_USE_... says them, too.
@@ -33,9 +33,10 @@ class ZeroAccelerator(Accelerator):
     """An `accelerate.Accelerator` whose `prepare` shards models and optimizers in place.
 
     What `prepare` returns for a model is the very module that was given, without a wrapper. With
-    `mixed_precision` "bf16" or "fp16" parameters are kept in it, with sharded fp32 masters, and the
-    forward runs under Accelerate's autocast; `ZeroConfig(precision=Precision())` leaves the latter
-    alone. On a machine without an accelerator it sets `cpu=True`, so that torchrun's ranks meet.
+    `mixed_precision` "bf16" or "fp16" parameters that have an optimizer are kept in it, with
+    sharded fp32 masters, and the forward runs under Accelerate's autocast; there is autocast alone
+    with `ZeroConfig(precision=Precision())`. On a machine without an accelerator it sets
+    `cpu=True`, so that torchrun's ranks meet.
 
     Collective, beside what is so in Accelerate: `prepare`, `clip_grad_norm_`, `get_state_dict`,
     `save_model`, `save_state` and `load_state`.
@@ -140,11 +141,12 @@ class ZeroAccelerator(Accelerator):
         is_ours = model in self._models or self._find(model) is not None
         if evaluation_mode or (is_ours and hasattr(model, "_is_accelerate_prepared")):
             return super().prepare_model(model, device_placement, evaluation_mode)
-        config = self._config_of(model)
         optimizer = _optimizer_of(model, [*optimizers, *self._optimizers])
+        config = self._config_of(model, optimizer)
         tensors = chain(model.parameters(), model.buffers())
         places = self.device_placement if device_placement is None else device_placement
-        if places and any(tensor.device != self.device for tensor in tensors):
+        device = torch.empty(0, device=self.device).device  # as tensors have it: cpu:0 is cpu
+        if places and any(tensor.device != device for tensor in tensors):
             model.to(self.device)
             if optimizer is not None and optimizer.state:  # it goes where the parameters are
                 optimizer.load_state_dict(optimizer.state_dict())
@@ -161,7 +163,7 @@ class ZeroAccelerator(Accelerator):
                 zero_engine.unshard(model)
                 marks = ("_is_accelerate_prepared", "_original_forward")  # shard() refuses them
                 own = {name: vars(model).pop(name) for name in marks if name in vars(model)}
-                self._shard(model, plain, self._config_of(model))
+                self._shard(model, plain, self._config_of(model, plain))
                 vars(model).update(own)
         if any(found.optimizer is plain for found in self._sharded()):
             device_placement = False  # which would ask for a rank's state_dict()
@@ -178,7 +180,7 @@ class ZeroAccelerator(Accelerator):
         if optimizer is not None and self._max_norm:  # as DeepSpeed does where its file says so
             optimizer.register_step_pre_hook(clip)
 
-    def _config_of(self, model: nn.Module) -> ZeroConfig:
+    def _config_of(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ZeroConfig:
         """What holds for this model. Local."""
         if getattr(model, "is_quantized", False) or self.verify_device_map(model):
             raise ConfigError(
@@ -199,9 +201,11 @@ class ZeroAccelerator(Accelerator):
                 "TorchDynamoPlugin(..., use_regional_compilation=True), or compile() its blocks"
             )
         dtype = _DTYPES.get(self.mixed_precision)
-        if config.precision is None and dtype is not None:
-            return attrs.evolve(config, precision=Precision(params=dtype))
-        return config
+        if self._zero.precision is not None or dtype is None:
+            return config
+        # Without an optimizer there are no masters: what is to train later would be rounded.
+        kept = None if optimizer is None else config.precision or Precision(params=dtype)
+        return attrs.evolve(config, precision=kept)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -299,6 +303,12 @@ class ZeroAccelerator(Accelerator):
     def _load_sharded(self, _: list[nn.Module], folder: str) -> None:
         for number, found in enumerate(self._aside):
             source = Path(folder, f"zero_{number}" if number else "zero")
+            if not source.is_dir():
+                raise FileError(
+                    f"load_state(): expected {source}, which ZeroAccelerator.save_state() writes, "
+                    "got no such folder; weights of another are read by "
+                    "zero_engine.load_pretrained(model, folder)"
+                )
             # Accelerate reads `step` only on ranks that were there when it was saved.
             report = zero_engine.load(source, found.model, found.optimizer)
             assert report is not None, "load() raises where there is nothing"
