@@ -508,6 +508,8 @@ def _refuse(group: Group) -> None:
     from accelerate.utils.deepspeed import DummyOptim
     from zero_engine.integrations.accelerate import ZeroAccelerator
 
+    with _environment(group):  # what says nothing here stands in many scripts
+        ZeroAccelerator(kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
     hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     plugin = DeepSpeedPlugin(gradient_accumulation_steps=4)
     for options, message in (

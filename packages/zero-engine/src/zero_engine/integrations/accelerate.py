@@ -16,7 +16,12 @@ import attrs
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DeepSpeedPlugin, parse_choice_from_env, parse_flag_from_env
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DeepSpeedPlugin,
+    parse_choice_from_env,
+    parse_flag_from_env,
+)
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor, nn
 from zero_partition import Placement, ShardedModel, StateError, find_sharded
@@ -24,6 +29,7 @@ from zero_partition import Placement, ShardedModel, StateError, find_sharded
 import zero_engine
 from zero_engine import ConfigError, FileError, Precision, ZeroConfig
 
+_NO_HOOK: Final = DDPCommunicationHookType.NO
 _DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Arguments for what distributes a model in another way; ACCELERATE_USE_... says them, too.
 _OTHERS: Final = ("fsdp_plugin", "megatron_lm_plugin", "parallelism_config", "torch_tp_plugin")
@@ -64,12 +70,12 @@ class ZeroAccelerator(Accelerator):
                 f"ZeroAccelerator: expected zero to be a ZeroConfig, got {zero!r}; a file is read "
                 "by ZeroConfig.from_deepspeed(file)"
             )
-        hooks = [getattr(each, "comm_hook", "no") for each in kwargs.get("kwargs_handlers") or ()]
-        if any(hook != "no" for hook in hooks):
-            raise ConfigError(
-                f"ZeroAccelerator: expected no comm_hook of DistributedDataParallel, got {hooks}; "
-                "say how gradients travel by ZeroConfig(wire=...)"
-            )
+        for handler in kwargs.get("kwargs_handlers") or ():
+            if (hook := getattr(handler, "comm_hook", _NO_HOOK)) != _NO_HOOK:
+                raise ConfigError(
+                    f"ZeroAccelerator: expected no comm_hook of DistributedDataParallel, got "
+                    f"{hook}; say how gradients travel by ZeroConfig(wire=...)"
+                )
         self._plugin = _take_plugin(kwargs, zero)
         self._zero = zero or ZeroConfig()
         self._aside: list[ShardedModel] = []  # while save_state() or load_state() runs
