@@ -261,6 +261,48 @@ def _train_two(group: Group) -> None:
             _assert_equal(ours, theirs, "two models")
 
 
+# torch.compile's own, when it looks at tensors that are no leaves
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_models_train_as_accelerates_ddp(ranks) -> None:
+    """Whole at stage 1, and their blocks at stage 3, where a model does not compile as a whole."""
+    ranks(2).run(_train_compiled, timeout_s=120)
+
+
+class _Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x[:, :3]
+
+
+def _train_compiled(group: Group) -> None:
+    from accelerate.utils import TorchDynamoPlugin
+
+    def train(accelerator: Any) -> tuple[list[float], dict[str, Tensor]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = _Blocks()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        prepared = accelerator.prepare(model, optimizer, scheduler, _batches())
+        is_compiled = accelerator.state.dynamo_plugin.backend.value != "NO"
+        assert hasattr(prepared[0], "_orig_mod") == is_compiled
+        return _train(accelerator, prepared), accelerator.get_state_dict(prepared[0])
+
+    with _environment(group):
+        expected = train(_ddp(dynamo_backend="no"))
+    for stage, by_block in ((1, False), (3, True)):
+        plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=by_block)
+        with _environment(group):
+            losses, weights = train(_zero(stage, dynamo_plugin=plugin))
+        assert losses == expected[0], f"stage {stage}"
+        _assert_equal(weights, expected[1], f"stage {stage}")
+
+
 # ---- Mixed precision ----
 
 
