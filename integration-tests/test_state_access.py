@@ -67,10 +67,8 @@ def _step(model: Few, optimizer: torch.optim.Optimizer, step: int, *, is_ours: b
     optimizer.zero_grad()
 
 
-# Of three ranks, some keep nothing of what two share; on one rank no cut cuts.
-@pytest.mark.parametrize(
-    ("name", "world_size"), [*((name, 3) for name in CASES), ("adamw-row", 1), ("shampoo", 1)]
-)
+@pytest.mark.parametrize("world_size", [1, 3])  # of three, some keep nothing of what two share
+@pytest.mark.parametrize("name", CASES)
 def test_state_is_plain_torchs_under_every_cut(ranks, name: str, world_size: int) -> None:
     """Per element, row or block, or of no shape we know; on many ranks, on one, or on each."""
     ranks(world_size).run(_read_write_and_go_on, timeout_s=_IMPORT_S, name=name)
