@@ -20,7 +20,7 @@ from zero_engine import Offload
 from zero_offload import CPUAdam
 
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
-NUM_STEPS: Final = 5
+NUM_STEPS: Final = 3
 # Who makes homes and updaters. The machine's host is its device, so "host" needs one of two others.
 RESIDENCES: Final = {"engine": poisoned.HostApart, "poisoned": poisoned.Poisoned}
 
