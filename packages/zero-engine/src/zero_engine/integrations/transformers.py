@@ -121,6 +121,9 @@ class _ZeroMixin(_Trainer):
 
     # ---- Training ----
 
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        """Left to `initialize`: what `Init` has built is there, and must not be converted."""
+
     def create_optimizer(self, *model: Any) -> Any:
         """Also leave to `zero` what its file names."""
         if self.optimizer is None and self._settings.optimizer is not None:
@@ -229,8 +232,12 @@ class _ZeroMixin(_Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights alone; with the optimizer's state they come when that is sharded."""
-        if not Path(resume_from_checkpoint, _FOLDER).is_dir():
-            self._load_weights(resume_from_checkpoint, super()._load_from_checkpoint)
+        if Path(resume_from_checkpoint, _FOLDER).is_dir():
+            return
+        if hasattr(self.model, "peft_config"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            zero_engine.load_pretrained(self.model, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -251,13 +258,7 @@ class _ZeroMixin(_Trainer):
         if Path(best, _FOLDER).is_dir():
             zero_engine.load(Path(best, _FOLDER), self.model, restores_rngs=False)
         else:
-            self._load_weights(best, lambda _: super(_ZeroMixin, self)._load_best_model())
-
-    def _load_weights(self, folder: str, load_adapter: Any) -> None:
-        if hasattr(self.model, "peft_config"):
-            load_adapter(folder)
-        else:
-            zero_engine.load_pretrained(self.model, folder)
+            zero_engine.load_pretrained(self.model, best)
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         return self.optimizer.optimizer  # type: ignore[union-attr]  # of Accelerate's
@@ -435,6 +436,12 @@ def _refusals(args: Any, model: Any, settings: EngineConfig) -> Iterator[tuple[b
         "from_pretrained(device_map=..., distributed_config=...): expected a model on one device, "
         "which ZeroTrainer distributes; leave them out, and load it in `with "
         "ZeroTrainer.Init(args, zero=...):`, so that no rank holds all of it",
+    )
+    yield (
+        given("save_only_model") and given("load_best_model_at_end")
+        and settings.zero.stage == 3 and hasattr(model, "peft_config"),
+        "TrainingArguments(save_only_model=True): expected False with load_best_model_at_end at "
+        "stage 3, where PEFT cannot load an adapter into what is sharded; leave it out",
     )
     names = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
     yield (
