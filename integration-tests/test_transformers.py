@@ -96,7 +96,8 @@ def _train(model: Any, args: Any, *, zero: Any = None, **options: Any) -> Any:
     """By the host's own Trainer where `zero` is None."""
     options = {"train_dataset": _sequences(13), **options}
     if zero is None:
-        trainer = transformers.Trainer(model=model, args=args, **options)
+        kind = _AsOnGPU if args.fp16 else transformers.Trainer
+        trainer = kind(model=model, args=args, **options)
     else:
         trainer = ZeroTrainer(model=model, args=args, zero=zero, **options)
     trainer.train()
@@ -106,11 +107,26 @@ def _train(model: Any, args: Any, *, zero: Any = None, **options: Any) -> Any:
 # ---- Numbers ----
 
 
-@pytest.mark.parametrize("way", ["fp32", "bf16, recomputed"])
+OPTIONS: Final[dict[str, dict[str, bool]]] = {
+    "fp32": {},
+    "bf16 and recomputed": {"bf16": True, "activation_checkpointing": True},
+    "fp16": {"fp16": True},
+}
+
+
+class _AsOnGPU(transformers.Trainer):
+    """The host's own, with the autocast and scaler that it leaves out on a CPU, silently."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.native_amp = True
+        self.accelerator.scaler = torch.amp.GradScaler("cpu")
+
+
+@pytest.mark.parametrize("way", OPTIONS)
 def test_numbers_are_those_of_ddp(ranks, tmp_path: Path, way: str) -> None:
     """The law: dropout, schedule, uneven last batches, evaluation, and nothing else changes."""
-    more = {} if way == "fp32" else {"bf16": True, "activation_checkpointing": True}
-    ranks(2).run(_compare_with_ddp, folder=str(tmp_path), more=more, timeout_s=120)
+    ranks(2).run(_compare_with_ddp, folder=str(tmp_path), more=OPTIONS[way], timeout_s=120)
 
 
 def _compare_with_ddp(group: Group, folder: str, more: dict[str, Any]) -> None:
@@ -492,3 +508,74 @@ def _generate(group: Group, folder: str) -> None:
         predicted = trainer.predict(data[:7], num_beams=2)
         found.append((_logged(trainer, "loss", "eval_loss"), predicted.predictions.tolist()))
     assert found[0] == found[1]
+
+
+# ---- What is refused ----
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"fsdp": "full_shard"}, r"leave fsdp= out: zero=ZeroConfig\(stage=3\)"),
+        ({"torch_compile": True}, "leave torch_compile= out: compile each block: for layer in"),
+        ({"bf16_full_eval": True}, "bf16=True evaluates under autocast"),
+        ({"save_on_each_node": True}, "let output_dir be a folder that all nodes see"),
+        ({"fp16": True}, "expected bf16, as zero= says, got fp16; change one of them"),
+    ],
+    ids=str,
+)
+def test_arguments_that_cannot_be_beside_zero_name_the_line_to_change(
+    tmp_path: Path, options: dict[str, Any], expected: str
+) -> None:
+    """Nothing is silently ignored."""
+    zero = ZeroConfig(precision=Precision(params=torch.bfloat16))
+    with mock.patch.dict(os.environ):  # Accelerate writes to it
+        args = _args(tmp_path, **options)
+        with pytest.raises(ConfigError, match=expected):
+            ZeroTrainer(_llama(), args, zero=zero)
+
+
+@pytest.mark.parametrize(
+    ("mark", "expected"),
+    [
+        ("hf_device_map", "leave device_map= out: load it in `with ZeroTrainer.Init"),
+        ("is_loaded_in_8bit", "leave quantization_config= out: .* load with dtype=torch.bfloat16"),
+    ],
+)
+def test_models_that_are_placed_or_quantized_already_are_refused(
+    tmp_path: Path, mark: str, expected: str
+) -> None:
+    """Where they come from `model_init`, too."""
+    model = _llama()
+    setattr(model, mark, True)
+    for of in ({"model": model}, {"model_init": lambda: model}):
+        with pytest.raises(ConfigError, match=expected):
+            ZeroTrainer(args=_args(tmp_path), zero=ZeroConfig(stage=2), **of)
+
+
+def test_deepspeed_in_the_arguments_is_answered_with_the_line_to_change(tmp_path: Path) -> None:
+    """It is what every tutorial says; the host's own answer is that a package is missing."""
+    with pytest.raises(ConfigError, match=r"ZeroTrainer\(\.\.\., zero=THE_SAME_FILE\)"):
+        _args(tmp_path, deepspeed="ds.json")
+    args = _args(tmp_path)
+    args.deepspeed = "ds.json"
+    with pytest.raises(ConfigError, match="leave deepspeed= out"):
+        ZeroTrainer(_llama(), args)
+
+
+def test_how_a_job_was_started_and_what_its_file_says_must_fit(tmp_path: Path) -> None:
+    """Copies that train apart, or in one process, and numbers that contradict the arguments'."""
+    args = _args(tmp_path)
+    with (
+        mock.patch.object(transformers.TrainingArguments, "n_gpu", 2),
+        pytest.raises(ConfigError, match="DataParallel; start it by: torchrun --nproc-per-node=2"),
+    ):
+        ZeroTrainer(_llama(), args)
+    with (
+        mock.patch.dict(os.environ, WORLD_SIZE="2"),
+        pytest.raises(ConfigError, match=r"WORLD_SIZE=2: .*say TrainingArguments\(use_cpu=True"),
+    ):
+        ZeroTrainer(_llama(), args)
+    zero = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
+    with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu: expected 2"):
+        ZeroTrainer(_llama(), args, zero=zero)

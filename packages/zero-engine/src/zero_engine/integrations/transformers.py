@@ -1,14 +1,10 @@
-"""transformers' Trainer over sharded models: another class, and `zero=`; the script stays.
-
-trainer = ZeroTrainer(model=model, args=args, train_dataset=data, zero=ZeroConfig(stage=3))
-trainer.train()
-"""
+"""transformers' Trainer over sharded models: another class, and `zero=`; the script stays."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
@@ -16,50 +12,45 @@ from typing import TYPE_CHECKING, Any, Final, final
 import attrs
 import torch
 import transformers
-import zero_comm
 from torch import Tensor, nn
 from transformers.integrations import deepspeed as host_deepspeed
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from zero_partition import find_sharded
 
 import zero_engine
-from zero_engine import (
-    ConfigError,
-    DynamicLossScale,
-    EngineConfig,
-    GatheredParameters,
-    LossScaler,
-    StaticLossScale,
-    ZeroConfig,
-)
-
-if TYPE_CHECKING:
-    _Trainer = transformers.Trainer
-else:
-    _Trainer = object
+from zero_engine import ConfigError, DynamicLossScale, EngineConfig, LossScaler, ZeroConfig
 
 __all__ = ["ZeroSeq2SeqTrainer", "ZeroTrainer"]
 
 Zero = ZeroConfig | str | os.PathLike[str] | Mapping[str, Any] | None
 
-_FOLDER: Final = "zero"  # in a checkpoint's folder: what zero_engine.save() writes
+_FOLDER: Final = "zero"  # in that of a checkpoint: what zero_engine.save() writes
 _WORDS: Final = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_OF_HIDDEN_SIZE: Final = (
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.stage3_param_persistence_threshold",
-)
-_DEEPSPEED: Final = (
-    "TrainingArguments(deepspeed=...): expected nothing there with ZeroTrainer, got a "
-    "configuration; leave deepspeed= out, and write ZeroTrainer(..., zero=THE_SAME_FILE)"
-)
+_ARGUMENTS: Final = {  # that TrainingArguments may not have, and what to write instead
+    "deepspeed": "write ZeroTrainer(..., zero=THE_SAME_FILE)",
+    "fsdp": "zero=ZeroConfig(stage=3) is its full_shard, stage=2 its shard_grad_op",
+    "bf16_full_eval": "a sharded model is not converted; bf16=True evaluates under autocast",
+    "fp16_full_eval": "a sharded model is not converted; fp16=True evaluates under autocast",
+    "save_on_each_node": "rank 0 has the model; let output_dir be a folder that all nodes see",
+}
+_AT_STAGE_3: Final = {
+    "torch_compile": "compile each block: for layer in model.model.layers: layer.compile()"
+}
+_ONE_DEVICE: Final = "load it in `with ZeroTrainer.Init(args, zero=...):`, and no rank holds it all"
+_FLOATS: Final = "quantized parameters are not sharded; load with dtype=torch.bfloat16"
+_OF_MODELS: Final = {  # likewise, by the mark that the argument leaves on a model
+    "hf_device_map": ("device_map", _ONE_DEVICE),
+    "is_distributed_loading_by_transformers": ("distributed_config", _ONE_DEVICE),
+    "is_quantized": ("quantization_config", _FLOATS),
+    "is_loaded_in_8bit": ("quantization_config", _FLOATS),
+}
 
-# NOTE(prepared): Trainer hands the model and its optimizer to Accelerator.prepare(), which would
-# wrap the one in DistributedDataParallel and ask the other, sharded, for its state. What was
-# prepared already it leaves as it is: so both are, in parts, when `_wrap_model` shards them.
+# NOTE(prepared): Trainer gives the model and its optimizer to Accelerator.prepare(), which would
+# wrap the one in DistributedDataParallel, and ask the other, sharded, for its state. What has been
+# prepared it leaves as it is: so they are, one by one, where `_wrap_model` shards them.
 
 
-class _ZeroMixin(_Trainer):
+class _ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):
     """What both trainers do otherwise than the host's."""
 
     def __init__(self, *positional: Any, zero: Zero = None, **named: Any) -> None:
@@ -67,7 +58,9 @@ class _ZeroMixin(_Trainer):
         super().__init__(*positional, **named)
 
     @staticmethod
-    def Init(args: transformers.TrainingArguments, zero: Zero = None) -> AbstractContextManager:
+    def Init(
+        args: transformers.TrainingArguments, zero: Zero = None
+    ) -> AbstractContextManager[Any]:
         """Build or load a model of which each rank keeps its part only: `zero_engine.Init`.
 
             with ZeroTrainer.Init(args, zero="ds.json"):
@@ -80,44 +73,43 @@ class _ZeroMixin(_Trainer):
             zero: Likewise.
 
         Raises:
-            ConfigError: As for the trainer; or else as for `zero_engine.Init`.
+            ConfigError: As for the trainer, or else as for `zero_engine.Init`.
         """
         return zero_engine.Init(config=_read(zero, args, None).zero)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Also read `zero`, and be asked where Accelerate looks at gradients."""
-        self._settings = settings = _read(self._zero, self.args, self.model)
-        _refuse(self.args, self.model, settings)
+        self._configure(self.model)
         super().create_accelerator_and_postprocess()
-        for name, is_on in (
-            ("DeepSpeed", self.is_deepspeed_enabled),
-            ("FSDP", self.is_fsdp_enabled),
-        ):
-            if is_on:
-                raise ConfigError(
-                    f"ZeroTrainer: expected Accelerate without {name}, got it from its launcher or "
-                    "its environment; start with torchrun, or answer no in `accelerate config`"
-                )
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise ConfigError(
+                "ZeroTrainer: expected Accelerate without DeepSpeed and FSDP, got one of them from "
+                "`accelerate launch` or its environment; start with torchrun"
+            )
         accelerator: Any = self.accelerator
         accelerator.no_sync, accelerator.clip_grad_norm_ = self._no_sync, self._clip
-        params = settings.zero.precision and settings.zero.precision.params
+        params = self._settings.zero.precision and self._settings.zero.precision.params
         mixed = _WORDS.get(params) or accelerator.mixed_precision
         # Not over 16-bit parameters; and on a CPU too, where Accelerate leaves fp16 out.
         accelerator.native_amp = mixed != "no" and params not in _WORDS
-        loss_scale = settings.loss_scale
-        if loss_scale is None and mixed == "fp16":
-            loss_scale = DynamicLossScale(window=2000, hysteresis=1)  # as torch's GradScaler
-        elif loss_scale is None and settings.checks_overflow:
-            loss_scale = StaticLossScale(1.0)
-        accelerator.scaler = None if loss_scale is None else _Scaler(LossScaler(loss_scale))
+        scale = self._settings.loss_scale
+        if scale is None and mixed == "fp16":
+            scale = DynamicLossScale(window=2000, hysteresis=1)  # as torch's GradScaler
+        elif scale is None and self._settings.checks_overflow:
+            scale = zero_engine.StaticLossScale(1.0)
+        accelerator.scaler = None if scale is None else _Scaler(LossScaler(scale))
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Also, at stage 3, without a whole model on any rank."""
         with self.Init(self.args, self._zero):
             model = super().call_model_init(trial)
-        self._settings = _read(self._zero, self.args, model)
-        _refuse(self.args, model, self._settings)
+        self._configure(model)
         return model
+
+    def _configure(self, model: Any) -> None:
+        self._settings = _read(self._zero, self.args, model)
+        self._stage = self._settings.zero.stage
+        _refuse(self.args, model, self._settings)
 
     # ---- Training ----
 
@@ -125,26 +117,22 @@ class _ZeroMixin(_Trainer):
         """Left to `initialize`: what `Init` has built is there, and must not be converted."""
 
     def create_optimizer(self, *model: Any) -> Any:
-        """Also leave to `zero` what its file names."""
+        """Also leave one that the file names to `initialize`."""
         if self.optimizer is None and self._settings.optimizer is not None:
-            return None  # made when the model is sharded
+            return None
         return super().create_optimizer(*model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Also that of a DeepSpeed file, with the numbers of steps that it leaves "auto"."""
+        """Also that of the file, with the numbers of steps that it leaves "auto"."""
         spec = self._settings.scheduler
         if self.lr_scheduler is not None or spec is None:
             return super().create_scheduler(num_training_steps, optimizer)
-        known = {
-            "scheduler.params.total_num_steps": num_training_steps,
-            "scheduler.params.warmup_num_steps": max(
-                1, self.args.get_warmup_steps(num_training_steps)
-            ),
-        }
+        num_warmup_steps = max(1, self.args.get_warmup_steps(num_training_steps))
+        steps = {"total_num_steps": num_training_steps, "warmup_num_steps": num_warmup_steps}
         left_open = {row.key for row in self._settings.sources if row.origin == "auto"}
-        steps = {key.rpartition(".")[2]: known[key] for key in known.keys() & left_open}
+        params = {k: v for k, v in steps.items() if f"scheduler.params.{k}" in left_open}
         make = getattr(zero_engine, spec.type)
-        self.lr_scheduler = make(optimizer or self.optimizer, **spec.params | steps)
+        self.lr_scheduler = make(optimizer or self.optimizer, **spec.params | params)
         self._created_lr_scheduler = True  # so that the next train() makes another
         return self.lr_scheduler
 
@@ -154,87 +142,76 @@ class _ZeroMixin(_Trainer):
         return self._prepared if training else model
 
     def _shard(self, *, is_training: bool = False) -> None:
-        model, accelerator = self.model, self.accelerator
+        model, args, settings = self.model, self.args, self._settings
         if model is self._sharded or (not is_training and find_sharded(model) is not None):
             return
-        if zero_comm.init().world_size != self.args.world_size:
-            raise ConfigError(
-                f"ZeroTrainer: expected as many processes as Accelerate sees, "
-                f"{self.args.world_size}, got WORLD_SIZE={os.environ.get('WORLD_SIZE')}; on a CPU "
-                "say use_cpu=True in TrainingArguments"
-            )
         is_trained = is_training or any(param.requires_grad for param in model.parameters())
-        optimizer = self.create_optimizer() if is_trained else None
-        micro = self._settings.micro_batch_size
-        settings = attrs.evolve(  # steps and schedule are Trainer's
-            self._settings,
-            optimizer=self._settings.optimizer if is_trained else None,
-            scheduler=None,
-            accumulation_steps=1,
-            train_batch_size=micro * self.args.world_size,
-        )
         _, optimizer, _, _ = zero_engine.initialize(
-            model=model, optimizer=optimizer, config=settings
+            model=model,
+            optimizer=self.create_optimizer() if is_trained else None,
+            config=attrs.evolve(  # steps and schedule are Trainer's
+                settings,
+                optimizer=settings.optimizer if is_trained else None,
+                scheduler=None,
+                accumulation_steps=1,
+                train_batch_size=settings.micro_batch_size * args.world_size,
+            ),
         )
         if optimizer is not None:  # see NOTE(prepared)
-            self.optimizer = accelerator.prepare(optimizer, device_placement=[False])
-        self._prepared = accelerator.prepare_model(
+            self.optimizer = self.accelerator.prepare(optimizer, device_placement=[False])
+        self._prepared = self.accelerator.prepare_model(
             model, device_placement=False, evaluation_mode=True
         )
         self._prepared._is_accelerate_prepared = True
         self._sharded = model
 
-    def _no_sync(self, model: Any) -> AbstractContextManager:
-        """Accelerator.no_sync: where gradients are kept whole, they are added up and reduced once."""
+    def _no_sync(self, model: Any) -> AbstractContextManager[None]:
+        """Accelerator.no_sync: gradients that are kept whole anyway are reduced once."""
         return zero_engine.no_sync(self.model) if self._stage < 2 else nullcontext()
 
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Accelerator.clip_grad_norm_: by the norm over all ranks; infinity clips nothing."""
+        """Accelerator.clip_grad_norm_, by the norm over all ranks; infinity clips nothing."""
         scaler: Any = self.accelerator.scaler
         if scaler is None:
             return zero_engine.clip_grad_norm_(self.model, max_norm, norm_type)
         return scaler.unscale_(self.model, None if math.isinf(max_norm) else max_norm)
 
-    @property
-    def _stage(self) -> int:
-        return self._settings.zero.stage
-
     # ---- Files ----
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Also gather what is to be written: all on rank 0, or an adapter alone."""
+        """Also gather what is to be written: all on rank 0, or adapters alone."""
         self._shard()
         adapters = getattr(self.model, "peft_config", None)
+        if state_dict is None and adapters is None:
+            state_dict = zero_engine.full_state_dict(self.model)
         if state_dict is not None:
             super()._save(output_dir, state_dict)
-        elif adapters is None:
-            super()._save(output_dir, zero_engine.full_state_dict(self.model))
-        else:
-            params = {
-                name: param
-                for name, param in self.model.named_parameters()
-                if param.requires_grad or not adapters.keys().isdisjoint(name.split("."))
-            }
-            with GatheredParameters(params.values()):
-                values = {name: param.detach() for name, param in params.items()}
-                super()._save(output_dir, values | dict(self.model.named_buffers()))
+            return
+        params = {
+            name: param
+            for name, param in self.model.named_parameters()
+            if param.requires_grad or not adapters.keys().isdisjoint(name.split("."))
+        }
+        with zero_engine.GatheredParameters(params.values()):
+            values = {name: param.detach() for name, param in params.items()}
+            super()._save(output_dir, values | dict(self.model.named_buffers()))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         zero_engine.save(
             Path(output_dir, _FOLDER),
             self.model,
-            self._plain_optimizer(),
+            self.optimizer.optimizer,  # in Accelerate's
             step=self.state.global_step,
-            exclude_frozen=hasattr(self.model, "peft_config"),
+            exclude_frozen=_is_peft(self.model),
         )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Weights alone; with the optimizer's state they come when that is sharded."""
+        """Only where there are weights alone; else they come with the optimizer's state."""
         if Path(resume_from_checkpoint, _FOLDER).is_dir():
             return
-        if hasattr(self.model, "peft_config"):
+        if _is_peft(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             zero_engine.load_pretrained(self.model, resume_from_checkpoint)
@@ -245,7 +222,7 @@ class _ZeroMixin(_Trainer):
         ours, plain = Path(checkpoint, _FOLDER), Path(checkpoint, OPTIMIZER_NAME)
         scheduler = Path(checkpoint, SCHEDULER_NAME)
         if ours.is_dir():
-            zero_engine.load(ours, self.model, self._plain_optimizer(), restores_rngs=False)
+            zero_engine.load(ours, self.model, self.optimizer.optimizer, restores_rngs=False)
         elif plain.is_file():  # Trainer's own
             is_first = self.args.process_index == 0
             state = torch.load(plain, map_location="cpu", weights_only=True) if is_first else {}
@@ -260,42 +237,40 @@ class _ZeroMixin(_Trainer):
         else:
             zero_engine.load_pretrained(self.model, best)
 
-    def _plain_optimizer(self) -> torch.optim.Optimizer:
-        return self.optimizer.optimizer  # type: ignore[union-attr]  # of Accelerate's
 
-
-@final
 class ZeroTrainer(_ZeroMixin, transformers.Trainer):
     """transformers' Trainer over a model sharded by ZeRO. Collective, as Trainer is.
 
-    All of Trainer's arguments, methods and callbacks stay. The model and its optimizer are sharded
-    where Trainer would wrap them for DistributedDataParallel, at the first `train()`, `evaluate()`,
-    `predict()` or `save_model()`; numbers are those of DistributedDataParallel. A checkpoint's
-    folder holds what `zero_engine.save` writes in place of `optimizer.pt`, and is resumed from at
-    any number of ranks and any stage. `save_model()` writes what `from_pretrained` reads, which
-    takes the whole model in rank 0's host memory; of a PEFT model the adapters alone.
+        trainer = ZeroTrainer(model, args, train_dataset=data, zero=ZeroConfig(stage=3))
+        trainer.train()
+
+    Trainer's arguments, methods and callbacks stay, and so do the numbers that it has with
+    DistributedDataParallel. The first `train()`, `evaluate()`, `predict()` or `save_model()` shards
+    the model and its optimizer, in place. A checkpoint's folder has what `zero_engine.save` writes
+    in place of `optimizer.pt`, and is resumed from at any number of ranks, stage and residence.
+    `save_model()` writes what `from_pretrained` reads, by way of rank 0's host memory; of a PEFT
+    model the adapters alone.
 
     Args:
         *positional: Trainer's, in its order.
         zero: A ZeroConfig; or a DeepSpeed file, by path or as a dict, whose "auto" values are those
             of `args`, as Trainer fills them. `ZeroConfig()`, stage 3, when None. With
-            `Precision(params=...)` in 16 bits, parameters are of that dtype, with fp32 masters, and
-            there is no autocast; without, `bf16=True` or `fp16=True` is autocast as in Trainer.
+            `Precision(params=...)` of 16 bits, or that in a file, there is no autocast; without,
+            `bf16=True` and `fp16=True` are autocast, as in Trainer.
         **named: Trainer's.
 
     Raises:
-        ConfigError: `zero` cannot be, or `args` or the model ask for another way to distribute,
-            or for what sharding cannot do: it names the line to change.
+        ConfigError: `zero` cannot be, or `args` or the model ask for another way to distribute, or
+            for what cannot be done to what is sharded: it names the line to change.
     """
 
 
-@final
 class ZeroSeq2SeqTrainer(_ZeroMixin, transformers.Seq2SeqTrainer):
-    """transformers' Seq2SeqTrainer over a model sharded by ZeRO; see `ZeroTrainer`.
+    """transformers' Seq2SeqTrainer over a model sharded by ZeRO: all else is as in `ZeroTrainer`.
 
-    With `predict_with_generate`, at stage 3, ranks generate in step: `synced_gpus=True`.
-    `with zero_engine.unsharded(trainer.model):` around `predict()` needs the memory of the whole
-    model and no communication.
+    With `predict_with_generate` at stage 3, ranks generate in step (`synced_gpus`). `predict()`
+    within `zero_engine.unsharded(trainer.model)` needs the memory of the whole model, and no
+    communication.
     """
 
     def evaluate(self, *args: Any, **named: Any) -> Any:
@@ -344,16 +319,12 @@ class _Scaler:
 
 
 def _read(zero: Zero, args: Any, model: nn.Module | None) -> EngineConfig:
-    """What `zero` says, with what Trainer fills in; without a model it is for its stage alone."""
+    """What `zero` says, with what Trainer fills in; without a model, for its stage alone."""
     micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     batch = micro * accumulation * args.world_size
     if zero is None or isinstance(zero, ZeroConfig):
-        return EngineConfig(
-            zero=zero or ZeroConfig(),
-            train_batch_size=batch,
-            micro_batch_size=micro,
-            accumulation_steps=accumulation,
-        )
+        zero = ZeroConfig() if zero is None else zero
+        return EngineConfig(zero=zero, train_batch_size=batch, micro_batch_size=micro)
     auto = {
         "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": micro,
@@ -367,94 +338,65 @@ def _read(zero: Zero, args: Any, model: nn.Module | None) -> EngineConfig:
         "fp16.enabled": args.fp16,
         "bf16.enabled": args.bf16,
     }
-    implied = dict.fromkeys(_OF_HIDDEN_SIZE if model is None else (), 1)
-    implied |= {f"scheduler.params.{name}_num_steps": 1 for name in ("total", "warmup")}
+    implied = {f"scheduler.params.{name}_num_steps": 1 for name in ("total", "warmup")}
+    if model is None:
+        sizes = ("prefetch_bucket_size", "param_persistence_threshold")
+        implied |= {f"zero_optimization.stage3_{name}": 1 for name in sizes}
+        implied["zero_optimization.reduce_bucket_size"] = 1
     settings = EngineConfig.from_deepspeed(
         zero, world_size=args.world_size, model=model, auto=auto, implied=implied
     )
-    precision = settings.zero.precision
-    if precision is None or precision.masters is None:
-        return settings
-    # Masters lie beside shards: as `initialize` does with such a file.
-    return attrs.evolve(
-        settings, zero=attrs.evolve(settings.zero, stage=max(settings.zero.stage, 1))
-    )
+    precision, stage = settings.zero.precision, settings.zero.stage
+    if precision is not None and precision.masters is not None:
+        stage = max(stage, 1)  # masters lie beside shards, as `initialize` says
+    return attrs.evolve(settings, zero=attrs.evolve(settings.zero, stage=stage))
 
 
 def _refuse(args: Any, model: Any, settings: EngineConfig) -> None:
-    for is_so, message in _refusals(args, model, settings):
-        if is_so:
-            raise ConfigError(message)
+    """Raise ConfigError, with the line to change, where something else is asked for than ZeRO."""
+    is_sharded = settings.zero.stage == 3
+    for name, instead in (_ARGUMENTS | (_AT_STAGE_3 if is_sharded else {})).items():
+        if getattr(args, name, None):
+            raise ConfigError(_refused("TrainingArguments", name, instead))
+    for name, (argument, instead) in _OF_MODELS.items():
+        if getattr(model, name, None):
+            raise ConfigError(_refused("from_pretrained", argument, instead))
+    if args.world_size < (started := int(os.environ.get("WORLD_SIZE", "1"))):
+        raise ConfigError(
+            f"ZeroTrainer: expected {args.world_size} processes, which Accelerate sees, got "
+            f"WORLD_SIZE={started}: each would train alone; on a CPU, say "
+            "TrainingArguments(use_cpu=True)"
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"ZeroTrainer: expected one process for each GPU, got one for {args.n_gpu}, which is "
+            f"DataParallel; start it by: torchrun --nproc-per-node={args.n_gpu} script.py"
+        )
+    if is_sharded and args.save_only_model and args.load_best_model_at_end and _is_peft(model):
+        raise ConfigError(
+            "TrainingArguments(save_only_model=True): expected False with load_best_model_at_end "
+            "at stage 3, where PEFT cannot load into what is sharded; leave it out"
+        )
+    precision, computes = settings.zero.precision, settings.autocast_dtype
+    asked = _WORDS.get(computes or (precision and precision.params))
+    if asked and asked != args.mixed_precision and (computes or args.mixed_precision != "no"):
+        raise ConfigError(
+            f"TrainingArguments(fp16=..., bf16=...): expected {asked}, as zero= says, got "
+            f"{args.mixed_precision}; change one of them"
+        )
 
 
-def _refusals(args: Any, model: Any, settings: EngineConfig) -> Iterator[tuple[bool, str]]:
-    """What cannot be beside ZeRO, each with the line to change."""
-
-    def given(name: str) -> bool:
-        return bool(getattr(args, name, None))
-
-    yield given("deepspeed") or given("deepspeed_plugin"), _DEEPSPEED
-    yield (
-        given("fsdp"),
-        f"TrainingArguments(fsdp={getattr(args, 'fsdp', None)!r}): expected nothing there with "
-        "ZeroTrainer; leave fsdp= out: zero=ZeroConfig(stage=3) is its full_shard, stage=2 its "
-        "shard_grad_op",
-    )
-    yield (
-        args.n_gpu > 1,
-        f"ZeroTrainer: expected one process for each GPU, got one for {args.n_gpu}, which is "
-        f"DataParallel; start it with: torchrun --nproc-per-node={args.n_gpu} script.py",
-    )
-    yield (
-        given("torch_compile") and settings.zero.stage == 3,
-        "TrainingArguments(torch_compile=True): expected False at stage 3, which gathers between "
-        "the blocks of a model; leave it out, and compile each block: "
-        "for layer in model.model.layers: layer.compile()",
-    )
-    yield (
-        given("bf16_full_eval") or given("fp16_full_eval"),
-        "TrainingArguments(bf16_full_eval=..., fp16_full_eval=...): expected False, as a sharded "
-        "model cannot be converted; leave them out: bf16=True evaluates under autocast",
-    )
-    yield (
-        given("save_on_each_node"),
-        "TrainingArguments(save_on_each_node=True): expected False, as rank 0 writes the whole "
-        "model; leave it out, and let output_dir be a folder that all nodes see",
-    )
-    asked = settings.autocast_dtype or (settings.zero.precision and settings.zero.precision.params)
-    word = _WORDS.get(asked, "no")
-    yield (
-        word != args.mixed_precision
-        and (settings.autocast_dtype or args.mixed_precision != "no")
-        and asked is not None,
-        f"TrainingArguments(fp16=..., bf16=...): expected {word}, as zero= says, got "
-        f"{args.mixed_precision}; change one of them",
-    )
-    yield (
-        getattr(model, "hf_device_map", None) is not None
-        or bool(getattr(model, "is_distributed_loading_by_transformers", False)),
-        "from_pretrained(device_map=..., distributed_config=...): expected a model on one device, "
-        "which ZeroTrainer distributes; leave them out, and load it in `with "
-        "ZeroTrainer.Init(args, zero=...):`, so that no rank holds all of it",
-    )
-    yield (
-        given("save_only_model") and given("load_best_model_at_end")
-        and settings.zero.stage == 3 and hasattr(model, "peft_config"),
-        "TrainingArguments(save_only_model=True): expected False with load_best_model_at_end at "
-        "stage 3, where PEFT cannot load an adapter into what is sharded; leave it out",
-    )
-    names = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
-    yield (
-        any(getattr(model, name, False) for name in names),
-        "from_pretrained(quantization_config=...): expected parameters of a floating-point dtype, "
-        "got a quantized model; leave it out, and load with dtype=torch.bfloat16",
-    )
+def _refused(where: str, argument: str, instead: str) -> str:
+    return f"{where}({argument}=...): not with ZeroTrainer; leave {argument}= out: {instead}"
 
 
-def _no_deepspeed(*_: Any) -> None:
-    raise ConfigError(_DEEPSPEED)
+def _is_peft(model: Any) -> bool:
+    return hasattr(model, "peft_config")
 
 
-if not host_deepspeed.is_deepspeed_available():
-    # TrainingArguments(deepspeed=...) would only say that the package is missing.
-    host_deepspeed.HfTrainerDeepSpeedConfig = _no_deepspeed  # type: ignore[assignment, misc]
+def _refuse_deepspeed(*_: Any) -> None:
+    raise ConfigError(_refused("TrainingArguments", "deepspeed", _ARGUMENTS["deepspeed"]))
+
+
+if not host_deepspeed.is_deepspeed_available():  # else all it says is that the package is missing
+    host_deepspeed.HfTrainerDeepSpeedConfig = _refuse_deepspeed  # type: ignore[assignment, misc]
