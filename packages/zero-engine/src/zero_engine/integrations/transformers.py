@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 import attrs
 import torch
@@ -50,11 +50,40 @@ _OF_MODELS: Final = {  # likewise, by the mark that the argument leaves on a mod
 # prepared it leaves as it is: so they are, one by one, where `_wrap_model` shards them.
 
 
-class _ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):
-    """What both trainers do otherwise than the host's."""
+class ZeroTrainer(transformers.Trainer):
+    """transformers' Trainer over a model sharded by ZeRO. Collective, as Trainer is.
+
+        trainer = ZeroTrainer(model, args, train_dataset=data, zero=ZeroConfig(stage=3))
+        trainer.train()
+
+    Trainer's arguments, methods and callbacks stay, and so do the numbers that it has with
+    DistributedDataParallel. The first `train()`, `evaluate()`, `predict()` or `save_model()` shards
+    the model and its optimizer, in place. A checkpoint's folder has what `zero_engine.save` writes
+    in place of `optimizer.pt`, and is resumed from at any number of ranks, stage and residence.
+    `save_model()` writes what `from_pretrained` reads, by way of rank 0's host memory; of a PEFT
+    model the adapters alone.
+
+    Args:
+        *positional: Trainer's, in its order.
+        zero: A ZeroConfig; or a DeepSpeed file, by path or as a dict, whose "auto" values are those
+            of `args`, as Trainer fills them. `ZeroConfig()`, stage 3, when None. With
+            `Precision(params=...)` of 16 bits, or that in a file, there is no autocast; without,
+            `bf16=True` and `fp16=True` are autocast, as in Trainer.
+        **named: Trainer's.
+
+    Raises:
+        ConfigError: `zero` cannot be, or `args` or the model ask for another way to distribute, or
+            for what cannot be done to what is sharded: it names the line to change.
+    """
+
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
 
     def __init__(self, *positional: Any, zero: Zero = None, **named: Any) -> None:
-        self._zero, self._sharded = zero, None
+        self._zero = zero
+        self._sharded: nn.Module | None = None
         super().__init__(*positional, **named)
 
     @staticmethod
@@ -86,9 +115,9 @@ class _ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):
                 "ZeroTrainer: expected Accelerate without DeepSpeed and FSDP, got one of them from "
                 "`accelerate launch` or its environment; start with torchrun"
             )
-        accelerator: Any = self.accelerator
+        accelerator = self.accelerator
         accelerator.no_sync, accelerator.clip_grad_norm_ = self._no_sync, self._clip
-        params = self._settings.zero.precision and self._settings.zero.precision.params
+        params: Any = _param_dtype(self._settings)
         mixed = _WORDS.get(params) or accelerator.mixed_precision
         # Not over 16-bit parameters; and on a CPU too, where Accelerate leaves fp16 out.
         accelerator.native_amp = mixed != "no" and params not in _WORDS
@@ -116,11 +145,11 @@ class _ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         """Left to `initialize`: what `Init` has built is there, and must not be converted."""
 
-    def create_optimizer(self, *model: Any) -> Any:
+    def create_optimizer(self, model: Any = None) -> Any:
         """Also leave one that the file names to `initialize`."""
         if self.optimizer is None and self._settings.optimizer is not None:
             return None
-        return super().create_optimizer(*model)
+        return super().create_optimizer() if model is None else super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Also that of the file, with the numbers of steps that it leaves "auto"."""
@@ -171,7 +200,7 @@ class _ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):
 
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Accelerator.clip_grad_norm_, by the norm over all ranks; infinity clips nothing."""
-        scaler: Any = self.accelerator.scaler
+        scaler = self.accelerator.scaler
         if scaler is None:
             return zero_engine.clip_grad_norm_(self.model, max_norm, norm_type)
         return scaler.unscale_(self.model, None if math.isinf(max_norm) else max_norm)
@@ -181,7 +210,7 @@ class _ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Also gather what is to be written: all on rank 0, or adapters alone."""
         self._shard()
-        adapters = getattr(self.model, "peft_config", None)
+        adapters: Any = getattr(self.model, "peft_config", None)
         if state_dict is None and adapters is None:
             state_dict = zero_engine.full_state_dict(self.model)
         if state_dict is not None:
@@ -238,34 +267,7 @@ class _ZeroMixin(transformers.Trainer if TYPE_CHECKING else object):
             zero_engine.load_pretrained(self.model, best)
 
 
-class ZeroTrainer(_ZeroMixin, transformers.Trainer):
-    """transformers' Trainer over a model sharded by ZeRO. Collective, as Trainer is.
-
-        trainer = ZeroTrainer(model, args, train_dataset=data, zero=ZeroConfig(stage=3))
-        trainer.train()
-
-    Trainer's arguments, methods and callbacks stay, and so do the numbers that it has with
-    DistributedDataParallel. The first `train()`, `evaluate()`, `predict()` or `save_model()` shards
-    the model and its optimizer, in place. A checkpoint's folder has what `zero_engine.save` writes
-    in place of `optimizer.pt`, and is resumed from at any number of ranks, stage and residence.
-    `save_model()` writes what `from_pretrained` reads, by way of rank 0's host memory; of a PEFT
-    model the adapters alone.
-
-    Args:
-        *positional: Trainer's, in its order.
-        zero: A ZeroConfig; or a DeepSpeed file, by path or as a dict, whose "auto" values are those
-            of `args`, as Trainer fills them. `ZeroConfig()`, stage 3, when None. With
-            `Precision(params=...)` of 16 bits, or that in a file, there is no autocast; without,
-            `bf16=True` and `fp16=True` are autocast, as in Trainer.
-        **named: Trainer's.
-
-    Raises:
-        ConfigError: `zero` cannot be, or `args` or the model ask for another way to distribute, or
-            for what cannot be done to what is sharded: it names the line to change.
-    """
-
-
-class ZeroSeq2SeqTrainer(_ZeroMixin, transformers.Seq2SeqTrainer):
+class ZeroSeq2SeqTrainer(ZeroTrainer, transformers.Seq2SeqTrainer):
     """transformers' Seq2SeqTrainer over a model sharded by ZeRO: all else is as in `ZeroTrainer`.
 
     With `predict_with_generate` at stage 3, ranks generate in step (`synced_gpus`). `predict()`
@@ -377,13 +379,17 @@ def _refuse(args: Any, model: Any, settings: EngineConfig) -> None:
             "TrainingArguments(save_only_model=True): expected False with load_best_model_at_end "
             "at stage 3, where PEFT cannot load into what is sharded; leave it out"
         )
-    precision, computes = settings.zero.precision, settings.autocast_dtype
-    asked = _WORDS.get(computes or (precision and precision.params))
+    computes: Any = settings.autocast_dtype
+    asked = _WORDS.get(computes or _param_dtype(settings))
     if asked and asked != args.mixed_precision and (computes or args.mixed_precision != "no"):
         raise ConfigError(
             f"TrainingArguments(fp16=..., bf16=...): expected {asked}, as zero= says, got "
             f"{args.mixed_precision}; change one of them"
         )
+
+
+def _param_dtype(settings: EngineConfig) -> Any:
+    return settings.zero.precision and settings.zero.precision.params
 
 
 def _refused(where: str, argument: str, instead: str) -> str:
