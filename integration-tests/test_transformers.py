@@ -576,6 +576,10 @@ def test_deepspeed_in_the_arguments_is_answered_with_the_line_to_change(tmp_path
     args.deepspeed = "ds.json"
     with pytest.raises(ConfigError, match="leave deepspeed= out"):
         ZeroTrainer(_llama(), args)
+    (tmp_path / "latest").write_text("global_step2")
+    trainer = ZeroTrainer(_llama(), _args(tmp_path), train_dataset=_sequences(4))
+    with pytest.raises(zero_engine.FileError, match=r"load_deepspeed\(folder, model\)"):
+        trainer.train(resume_from_checkpoint=str(tmp_path))
 
 
 def test_how_a_job_was_started_and_what_its_file_says_must_fit(tmp_path: Path) -> None:

@@ -238,6 +238,12 @@ class ZeroTrainer(transformers.Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Only where there are weights alone; else they come with the optimizer's state."""
+        if Path(resume_from_checkpoint, "latest").is_file():
+            raise zero_engine.FileError(
+                f"{resume_from_checkpoint}: expected a checkpoint of ZeroTrainer or Trainer, got "
+                "one that DeepSpeed wrote; for its weights call zero_engine.load_deepspeed(folder, "
+                "model), and train() without resume_from_checkpoint"
+            )
         if Path(resume_from_checkpoint, _FOLDER).is_dir():
             return
         if _is_peft(self.model):
