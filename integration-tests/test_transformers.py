@@ -45,6 +45,11 @@ def _as_torchrun(group: Group) -> None:
     os.environ.update(OMP_NUM_THREADS="1")
 
 
+def _zero(stage: int) -> ZeroConfig:
+    """Each small block is gathered by itself."""
+    return ZeroConfig(stage=stage, min_unit_bytes=0, window=1)
+
+
 def _args(folder: Any, kind: Any = None, **options: Any) -> Any:
     told = {
         "use_cpu": True,
@@ -134,7 +139,7 @@ def _compare_with_ddp(group: Group, folder: str, more: dict[str, Any]) -> None:
     found = {}
     for stage in (None, 1, 2, 3):
         args = _args(folder, num_train_epochs=2, eval_strategy="epoch", **more)
-        zero = None if stage is None else ZeroConfig(stage=stage)
+        zero = None if stage is None else _zero(stage)
         trainer = _train(_gpt2(), args, zero=zero, eval_dataset=_sequences(5, seed=3))
         weights = trainer.model.state_dict() if zero is None else full_state_dict(trainer.model)
         found[stage] = (
@@ -169,7 +174,7 @@ def _compare_with_plain_loop(group: Group, folder: str) -> None:
     data = _sequences(19)
     ddp = _train(_gpt2(**STILL), _args(folder, **told), train_dataset=data)
     for stage in (1, 2, 3):
-        options = {"args": _args(folder, **told), "zero": ZeroConfig(stage=stage)}
+        options = {"args": _args(folder, **told), "zero": _zero(stage)}
         trainer = _train(_gpt2(**STILL), train_dataset=data, **options)
         weights = full_state_dict(trainer.model)
         for name in ("loss", "grad_norm"):
@@ -199,7 +204,7 @@ def _plain_loop(group: Group, stage: int, trainer: Any) -> tuple[list[float], di
         lr=1e-2,
         fused=True,
     )
-    zero_engine.shard(model, optimizer, ZeroConfig(stage=stage))
+    zero_engine.shard(model, optimizer, _zero(stage))
     for start in range(0, len(batches), 3):
         of_step = batches[start : start + 3]
         num_items = sum((batch["labels"][:, 1:] != -100).sum() for batch in of_step)
@@ -302,9 +307,7 @@ def test_checkpoints_are_gone_on_with(ranks, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     losses, _ = ranks(2).run(_save_and_resume, folder=str(tmp_path), timeout_s=150)
-    alone = _train_with_checkpoints(
-        tmp_path / "alone", ZeroConfig(stage=3), tmp_path / "zero", batch=4
-    )
+    alone = _train_with_checkpoints(tmp_path / "alone", _zero(3), tmp_path / "zero", batch=4)
 
     def written(name: str, step: int) -> dict[str, Tensor]:
         return load_file(tmp_path / name / f"checkpoint-{step}" / "model.safetensors")
@@ -362,14 +365,14 @@ def _save_and_resume(group: Group, folder: str) -> list[float]:
     _as_torchrun(group)
     root = Path(folder)
     _train_with_checkpoints(root / "ddp", None)
-    trainer = _train_with_checkpoints(root / "zero", ZeroConfig(stage=3))
+    trainer = _train_with_checkpoints(root / "zero", _zero(3))
     losses = _logged(trainer, "loss", "eval_loss", "learning_rate")
     trainer.save_model(str(root / "final"))
     best = full_state_dict(trainer.model)
-    trainer = _train_with_checkpoints(root / "thin", ZeroConfig(stage=3), save_only_model=True)
+    trainer = _train_with_checkpoints(root / "thin", _zero(3), save_only_model=True)
     parity.assert_same_weights(full_state_dict(trainer.model), best, what="weights alone")
-    _train_with_checkpoints(root / "again", ZeroConfig(stage=1), root / "zero")
-    _train_with_checkpoints(root / "from ddp", ZeroConfig(stage=2), root / "ddp")
+    _train_with_checkpoints(root / "again", _zero(1), root / "zero")
+    _train_with_checkpoints(root / "from ddp", _zero(2), root / "ddp")
     return losses
 
 
@@ -391,6 +394,8 @@ def test_of_peft_the_adapter_alone_is_saved(ranks, tmp_path: Path) -> None:
     for run in ("zero", "again", "best"):
         folder = tmp_path / run / "checkpoint-4"
         assert not (folder / "model.safetensors").exists()
+        with pytest.raises(zero_engine.FileError, match="saved with exclude_frozen=True"):
+            zero_engine.export(folder / "zero", tmp_path / "exported")
         expected = load_file(tmp_path / "ddp" / "checkpoint-4" / name)
         parity.assert_same_weights(load_file(folder / name), expected, what=run)
     loaded = peft.PeftModel.from_pretrained(_llama(), tmp_path / "zero" / "checkpoint-4")
@@ -405,9 +410,9 @@ def _train_adapters(group: Group, folder: str) -> None:
     best |= {"eval_strategy": "steps", "eval_steps": 2, "greater_is_better": True}
     for name, zero, resumed, more in (
         ("ddp", None, None, {}),
-        ("zero", ZeroConfig(stage=3), None, {}),
-        ("again", ZeroConfig(stage=3), f"{folder}/zero/checkpoint-2", {}),
-        ("best", ZeroConfig(stage=3), None, best),
+        ("zero", _zero(3), None, {}),
+        ("again", _zero(3), f"{folder}/zero/checkpoint-2", {}),
+        ("best", _zero(3), None, best),
     ):
         lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         args = _args(f"{folder}/{name}", max_steps=4, save_strategy="steps", save_steps=2, **more)
@@ -464,7 +469,10 @@ def _measure(group: Group, folder: str) -> tuple[int, int]:
     with giving_memory_back():
         mark = HighWater()
         trainer = ZeroTrainer(args=args, model_init=lambda: load(f"{folder}/large"))
-        return mark.rise_bytes(), max(param.nbytes for param in trainer.model.parameters())
+        params = list(trainer.model.parameters())
+        at_rest = sum(param.untyped_storage().nbytes() for param in params)
+        assert at_rest < sum(param.nbytes for param in params) / 100, "it is whole"
+        return mark.rise_bytes(), max(param.nbytes for param in params)
 
 
 def test_what_is_generated_is_what_ddp_generates(ranks, tmp_path: Path) -> None:
@@ -474,10 +482,11 @@ def test_what_is_generated_is_what_ddp_generates(ranks, tmp_path: Path) -> None:
 
 def _generate(group: Group, folder: str) -> None:
     _as_torchrun(group)
+    os.environ["ZERO_COMM_PEER_MEMORY"] = "0"  # as with NCCL, or several hosts
     data, found = _sequences(24), []
     for kind, zero in (
         (transformers.Seq2SeqTrainer, {}),
-        (ZeroSeq2SeqTrainer, {"zero": ZeroConfig(stage=3)}),
+        (ZeroSeq2SeqTrainer, {"zero": _zero(3)}),
     ):
         torch.manual_seed(1)
         config = transformers.T5Config(
@@ -505,9 +514,12 @@ def _generate(group: Group, folder: str) -> None:
             **zero,
         )
         trainer.train()
-        predicted = trainer.predict(data[:7], num_beams=2)
+        torch.manual_seed(7 + group.rank)
+        ends = list(range(1, VOCABULARY, 4))
+        predicted = trainer.predict(data[:7], do_sample=True, eos_token_id=ends)
         found.append((_logged(trainer, "loss", "eval_loss"), predicted.predictions.tolist()))
     assert found[0] == found[1]
+    assert len({row.index(0, 1) for row in found[0][1]}) > 1, "they end together"
 
 
 def test_the_script_of_the_documentation_runs(ranks, tmp_path: Path) -> None:
@@ -565,7 +577,7 @@ def test_models_that_are_placed_or_quantized_already_are_refused(
     setattr(model, mark, True)
     for of in ({"model": model}, {"model_init": lambda: model}):
         with pytest.raises(ConfigError, match=expected):
-            ZeroTrainer(args=_args(tmp_path), zero=ZeroConfig(stage=2), **of)
+            ZeroTrainer(args=_args(tmp_path), zero=_zero(2), **of)
 
 
 def test_deepspeed_in_the_arguments_is_answered_with_the_line_to_change(tmp_path: Path) -> None:
