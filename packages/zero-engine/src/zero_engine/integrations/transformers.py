@@ -119,8 +119,9 @@ class ZeroTrainer(transformers.Trainer):
         accelerator.no_sync, accelerator.clip_grad_norm_ = self._no_sync, self._clip
         params: Any = _param_dtype(self._settings)
         mixed = _WORDS.get(params) or accelerator.mixed_precision
-        # Not over 16-bit parameters; and on a CPU too, where Accelerate leaves fp16 out.
-        accelerator.native_amp = mixed != "no" and params not in _WORDS
+        # No autocast over 16-bit parameters; fp16 on a CPU too, where Accelerate leaves it out.
+        accelerator.native_amp |= mixed == "fp16"
+        accelerator.native_amp &= params not in _WORDS
         scale = self._settings.loss_scale
         if scale is None and mixed == "fp16":
             scale = DynamicLossScale(window=2000, hysteresis=1)  # as torch's GradScaler
