@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from attrs import evolve
+
 from zero_offload._system import SYSTEM, System
 
 
@@ -51,8 +53,6 @@ def only_units_of(unit: int) -> System:
 
     def in_units(call: Callable[..., int]) -> Callable[..., int]:
         def checked(fd: int, buffers: Any, offset: int) -> int:
-            import numpy as np
-
             address = np.frombuffer(buffers[0], dtype=np.uint8).ctypes.data
             if _is_direct(fd) and (offset % unit or len(buffers[0]) % unit or address % unit):
                 raise refused(errno.EINVAL)
@@ -90,10 +90,9 @@ def refusing(call: str, number: int, *, after: int = 0) -> System:
 
 def free_bytes(nbytes: int) -> System:
     """A disk that says it has so much left."""
-    return evolve(SYSTEM, statvfs=lambda path: SimpleNamespace(f_bavail=nbytes, f_frsize=1))
+    left = os.statvfs_result((1, 1, nbytes, nbytes, nbytes, 0, 0, 0, 0, 255))
+    return evolve(SYSTEM, statvfs=lambda path: left)
 
 
 def _is_direct(fd: int) -> bool:
-    import fcntl
-
     return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
