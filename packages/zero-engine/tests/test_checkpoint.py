@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
 from pathlib import Path
@@ -57,7 +58,7 @@ def _write_by_hand(folder: Path, params: dict[str, Tensor], cuts: tuple[int, ...
     said = {}
     for name, value in params.items():
         edges, pieces = [0, *(cut for cut in cuts if cut < value.numel()), value.numel()], []
-        for index, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+        for index, (start, stop) in enumerate(itertools.pairwise(edges)):
             if start < stop:
                 key = f"params/{name}/{start}"
                 files[index % 2][key] = value.reshape(-1)[start:stop].clone()
@@ -74,7 +75,7 @@ def _write_by_hand(folder: Path, params: dict[str, Tensor], cuts: tuple[int, ...
     absent = ("scheduler", "engine", "extra")
     write_manifest(
         path,
-        dict.fromkeys(empty, {})
+        {section: {} for section in empty}
         | dict.fromkeys(absent)
         | {"tag": "one", "serial": 1, "step": 7, "world_size": 2, "stage": 3, "params": said}
         | {"excludes_frozen": False, "param_groups": [], "files": facts},
