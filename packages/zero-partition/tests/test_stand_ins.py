@@ -93,7 +93,7 @@ def _use_gradients(group: Group, stage: int) -> None:
     _backward(model, group)
     param = model[0].weight
     for name, use in USES_OF_VALUES.items():
-        with pytest.raises(StateError, match="clip_grad_norm_|would write to parameter"):
+        with pytest.raises(StateError, match=r"clip_grad_norm_|would write to parameter"):
             use(param)
             raise AssertionError(name)
     guard = param.grad

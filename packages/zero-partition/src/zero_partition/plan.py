@@ -1,4 +1,4 @@
-"""Planners, as building blocks: who owns which elements, what is whole when, and where it lies then.
+"""Planners, as building blocks: who owns which elements, what is whole when, and where it lies.
 
 Pure arithmetic over sizes and orders: no process group, no model's values, nothing that a training
 step does. Who builds another schedule, or wants to know what ours would do, calls these; training
