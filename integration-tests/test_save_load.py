@@ -453,16 +453,16 @@ def _refuse_damage(group: Group, folder: Path) -> None:
         assert _same(_values(model, optimizer), before)
 
 
-@pytest.mark.parametrize("damage", ["a byte", "the manifest's end", "no manifest"])
-def test_of_a_damaged_newest_the_tags_that_load_are_named(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("how", ["a byte", "the manifest's end", "no manifest"])
+def test_of_a_damaged_newest_the_tags_that_load_are_named(tmp_path: Path, how: str) -> None:
     """Who finds a job stopped at night wants to know where it can go on."""
     model, optimizer = _build(Group.solo())
     for step in range(1, 5):
         path = zero_engine.save(tmp_path, model, optimizer, step=step).path
     os.truncate(next((tmp_path / "step-2").glob("rank-*")), 10)
-    if damage == "a byte":
+    if how == "a byte":
         damage(next(path.glob("rank-*")))
-    elif damage == "no manifest":
+    elif how == "no manifest":
         (path / MANIFEST).unlink()
     else:
         os.truncate(path / MANIFEST, 10)
