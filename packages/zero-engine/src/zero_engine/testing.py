@@ -140,7 +140,8 @@ def resting(
 
     class Instead(Disk):
         def open(self) -> Any:
-            self._store = self._store or store()
+            instead: Any = self._store or store()
+            self._store = instead
             return super().open()
 
     def of(offload: Offload | None, _: torch.device) -> Elsewhere:
