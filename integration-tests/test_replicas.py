@@ -20,7 +20,7 @@ from parity import Recipe, ZeroConfig
 from torch import Tensor, nn
 from zero_comm import DivergenceError, Group, Levels, record_traffic
 from zero_engine import ConfigError, Offload, Precision, Wire
-from zero_engine._manifest import MANIFEST, read_manifest
+from zero_engine.testing import MANIFEST, read_manifest
 from zero_partition import PartitionError, StateError
 
 BLOCK = 64 * 64
