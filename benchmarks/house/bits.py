@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from reference import (
     environment,
     reference_worktree,
 )
+from scenarios import as_dict, chosen_cases, full_name, run_case
 
 _HERE: Final = Path(__file__).resolve().parent
 _SHOWN: Final = 12  # differences of one case that are printed
@@ -49,8 +51,6 @@ def main() -> int:
     if options.write is not None:
         return _write(options.write, options.source, options.only)
     if options.list:
-        from scenarios import chosen_cases, full_name
-
         for case, by_messages in chosen_cases(options.only):
             print(full_name(case, by_messages=by_messages))
         return 0
@@ -82,14 +82,12 @@ def _run(folder: Path, only: str, *, reuses: bool) -> Results:
 
 
 def _write(path: Path, source: Path, only: str) -> int:
-    from scenarios import as_dict, chosen_cases, full_name, run_case
-    from zero_comm.testing import RankPool
-
     check_source(source)
+    pool_of = importlib.import_module("zero_comm.testing").RankPool
     results: Results = {}
     cases = chosen_cases(only)
     for world_size in sorted({case.world_size for case, _ in cases}):
-        with RankPool(world_size) as ranks:
+        with pool_of(world_size) as ranks:
             for case, by_messages in cases:
                 if case.world_size != world_size:
                     continue

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any, Final
 
 import attrs
@@ -47,14 +46,10 @@ def plain(value: Any) -> Any:
     if attrs.has(type(value)):
         fields = [field.name for field in attrs.fields(type(value))]
         return {FIELDS.get(name, name): plain(getattr(value, name)) for name in fields}
-    if isinstance(value, Enum):
-        return value.value
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value.hex()
     if value is None or isinstance(value, bool | int | str | Tensor):
         return value
-    return str(value)
+    return value.hex() if isinstance(value, float) else str(value)

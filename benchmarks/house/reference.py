@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -57,10 +58,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def check_source(folder: Path) -> None:
     """Make sure that this process has imported that folder's packages, and no installed ones."""
-    import zero_comm
-    import zero_engine
-
-    for module in (zero_comm, zero_engine):
-        file = Path(str(module.__file__)).resolve()
+    for name in (package.replace("-", "_") for package in PACKAGES):
+        file = Path(str(importlib.import_module(name).__file__)).resolve()
         if not file.is_relative_to(folder):
-            raise SystemExit(f"expected {module.__name__} from {folder}, got {file}")
+            raise SystemExit(f"expected {name} from {folder}, got {file}")

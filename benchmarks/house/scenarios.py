@@ -317,7 +317,7 @@ def run_case(group: Any, *, case: dict[str, Any], folder: str, by_messages: bool
     chosen = Case(**case)
     training = Training(group, chosen, folder)
     random.seed(group.rank)
-    numpy.random.seed(group.rank)  # noqa: NPY002 - a checkpoint holds the state of this generator
+    numpy.random.seed(group.rank)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
