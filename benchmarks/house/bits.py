@@ -54,6 +54,8 @@ def main() -> int:
         for case, by_messages in chosen_cases(options.only):
             print(full_name(case, by_messages=by_messages))
         return 0
+    if not chosen_cases(options.only):
+        raise SystemExit(f"no case has {options.only!r} in its name; --list prints them")
     reference = reference_worktree(options.reference)
     tree = options.tree.resolve()
     build_native(tree)
