@@ -207,7 +207,7 @@ def _save_engine(group: Group) -> None:
 def _save_torch_files(group: Group) -> None:
     """What users keep by `torch.save`."""
     masters = Precision(params=torch.bfloat16)
-    model, stepper = build(group, FILES, 3, "adamw", precision=masters)
+    model, _ = build(group, FILES, 3, "adamw", precision=masters)
     _set_values(model, ENTRIES["adamw"])
     weights_of, state = (
         get(model) for get in (zero_engine.full_state_dict, zero_engine.full_optimizer_state_dict)
