@@ -8,8 +8,10 @@ copies order the host. Two uses of the same bytes, at least one of them a write,
 are a problem, and so is memory that dies while another stream than the one it was allocated on may
 still use it, which torch's allocator would hand to the next who asks.
 
-What it cannot see: code that reads memory by its address (compiled kernels, disks); orders between
-threads of the host, which count as one; memory of the host that dies. Copies with
+A `DiskStore` uses memory when it is asked to.
+
+What it cannot see: code that reads memory by its address (compiled kernels); orders between threads
+of the host, which count as one; memory of the host that dies. Copies with
 `non_blocking=True` count as such even from and to memory that is not page-locked, which is the
 stricter reading. Code that asks `torch.cuda.is_available()` is told the truth.
 """
@@ -29,6 +31,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from zero_offload import DiskStore
 
 CUDA: Final = torch.device("cuda", 0)
 CPU: Final = torch.device("cpu")
@@ -455,6 +458,18 @@ def _device_of(tensor: Tensor) -> torch.device:
     return CUDA if real == CPU and _is_on_device(tensor) else real
 
 
+def _noted(move: Callable[..., Any], *, writes: bool) -> Callable[..., Any]:
+    """The disk reads and writes memory by its address."""
+
+    def noted(store: DiskStore, key: str, memory: Tensor) -> Any:
+        recorder = _the_recorder()
+        with recorder._lock:
+            recorder.use(memory, "host", recorder.tick("host"), writes=writes, what="the disk")
+        return move(store, key, memory)
+
+    return noted
+
+
 # ---- Collectives of NCCL ----
 
 
@@ -572,6 +587,8 @@ def recording(*, nccl: bool = False) -> Iterator[Recorder]:
         (torch.cuda, {"current_stream": current_stream, "synchronize": _synchronize}),
         (torch.cuda, {"current_device": lambda: 0, "empty_cache": lambda: None, **rng}),
         (torch, {"Stream": FakeStream, "Event": FakeEvent}),
+        (DiskStore, {"read": _noted(DiskStore.read, writes=True)}),
+        (DiskStore, {"write": _noted(DiskStore.write, writes=False)}),
         (torch._C, {"_len_torch_dispatch_stack": _num_modes}),
         (torch.utils._python_dispatch, {"_len_torch_dispatch_stack": _num_modes}),
         (torch.accelerator, {"current_stream": current_stream, "synchronize": _synchronize}),

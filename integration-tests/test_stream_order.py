@@ -183,7 +183,20 @@ def test_what_rests_on_the_host_is_waited_for(name: str, tmp_path: Path) -> None
         assert torch.equal(weights[key], value), key
 
 
-def test_an_offloaded_optimizer_waits(tmp_path: Path) -> None:
+def test_a_parameter_on_the_host_is_written_after_it_was_read() -> None:
+    """Its copy to the device may be under way still; nothing but that has to be waited for."""
+    with recording() as recorder:
+        model, _, _ = _train_on_device(Offload(params="host"), device="cuda")
+        tokens = parity.batch(9, 0, 0)[0].to("cuda")
+        weight = torch.ones(13, parity.WIDTH, device="cuda")
+        with torch.no_grad():
+            model(tokens)
+            zero_engine.set_full_param(model.get_submodule("blocks.2.up").weight, weight)
+            model(tokens)
+    _check(recorder)
+
+
+def test_an_offloaded_optimizer_waits() -> None:
     """Alone, without the engine: gradients leave during backward, sub-groups pass through."""
     with recording() as recorder:
         model = parity.build(parity.tiny_float32).to("cuda")
@@ -215,18 +228,6 @@ def test_states_that_are_offloaded_are_waited_for(waits: bool) -> None:
     _check(recorder, copies_beside=False)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_save_in_the_background_is_waited_for(overlap: bool, tmp_path: Path) -> None:
-    """It copies what the next step writes."""
-    with recording() as recorder:
-        model, optimizer, _ = _train_on_device(None, device="cuda", stage=2)
-        with zero_engine.Saver(tmp_path, model, optimizer, overlap=overlap) as saver:
-            for step in (3, 4):
-                saver.save(step=step)
-                _step(model, optimizer, step)
-    _check(recorder, copies_beside=overlap)
-
-
 # ---- Activations ----
 
 
@@ -255,6 +256,26 @@ def test_inputs_on_the_host_are_waited_for(num_slots: int | None) -> None:
         for _ in range(3):
             model(torch.randn(2, 6, device="cuda", requires_grad=True)).sum().backward()
     _check(recorder)
+
+
+# ---- Checkpoints ----
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_save_in_the_background_is_waited_for(overlap: bool, tmp_path: Path) -> None:
+    """It copies what the step before has written, and what the next one writes."""
+    with recording() as recorder:
+        model = _Layers().to("cuda")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        config = ZeroConfig(2)
+        zero_engine.shard(model, optimizer, config, group=Group.solo("cuda"))
+        with zero_engine.Saver(tmp_path, model, optimizer, overlap=overlap) as saver:
+            for step in range(3):  # without a word from the device to the host
+                model(torch.ones(2, 6, device="cuda")).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                saver.save(step=step)
+    _check(recorder, copies_beside=overlap)
 
 
 # ---- Several ranks, as with NCCL ----
