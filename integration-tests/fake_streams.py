@@ -569,6 +569,20 @@ _COLLECTIVES: Final = {
     "broadcast": _collective(_broadcast, lambda b, *_: b, lambda b, *_: b),
 }
 
+# torch's functions of even pieces are bound where they are imported, and call these of the group.
+_METHODS_OF_GROUPS: Final = {
+    "all_gather_single": lambda group, out, own, _: _COLLECTIVES["all_gather"](
+        list(out.chunk(dist.get_world_size(group))), own, group=group, async_op=True
+    ),
+    "reduce_scatter_single": lambda group, out, buffer, options: _COLLECTIVES["reduce_scatter"](
+        out,
+        list(buffer.chunk(dist.get_world_size(group))),
+        options.reduceOp,
+        group=group,
+        async_op=True,
+    ),
+}
+
 
 @contextlib.contextmanager
 def recording(*, nccl: bool = False) -> Iterator[Recorder]:
@@ -593,6 +607,7 @@ def recording(*, nccl: bool = False) -> Iterator[Recorder]:
         (torch.utils._python_dispatch, {"_len_torch_dispatch_stack": _num_modes}),
         (torch.accelerator, {"current_stream": current_stream, "synchronize": _synchronize}),
         (dist, {**_COLLECTIVES, "get_backend": lambda _=None: "nccl"} if nccl else {}),
+        (dist.ProcessGroup, _METHODS_OF_GROUPS if nccl else {}),
     ]
     with contextlib.ExitStack() as stack:
         for module, names in patches:
