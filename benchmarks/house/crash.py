@@ -90,7 +90,7 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 # ---- Kills ----
 
 
-def _save(folder: Path, tell: Callable[[str, int], None], first: int) -> None:
+def _save(folder: Path, tell: Callable[[str, int], object], first: int) -> None:
     model, optimizer = make()
     for step in range(first, 1_000_000):
         set_all(model, float(step))
@@ -100,7 +100,7 @@ def _save(folder: Path, tell: Callable[[str, int], None], first: int) -> None:
         tell("p", step)
 
 
-def _save_in_background(folder: Path, tell: Callable[[str, int], None], first: int) -> None:
+def _save_in_background(folder: Path, tell: Callable[[str, int], object], first: int) -> None:
     model, optimizer = make()
     with find("Saver")(folder, model, optimizer, keep=2, overlap=first % 2 == 0) as saver:
         for step in range(first, 1_000_000):
@@ -112,7 +112,7 @@ def _save_in_background(folder: Path, tell: Callable[[str, int], None], first: i
             tell("p", step)
 
 
-def _swap(folder: Path, tell: Callable[[str, int], None], first: int) -> None:
+def _swap(folder: Path, tell: Callable[[str, int], object], first: int) -> None:
     """State and parameters are on disk; they move in each step, and are saved in each third."""
     (folder / "swap").mkdir(exist_ok=True)
     model, optimizer = make(folder / "swap")
@@ -125,7 +125,7 @@ def _swap(folder: Path, tell: Callable[[str, int], None], first: int) -> None:
             tell("p", step)
 
 
-def _load(folder: Path, tell: Callable[[str, int], None], first: int) -> None:
+def _load(folder: Path, tell: Callable[[str, int], object], first: int) -> None:
     model, optimizer = make()
     if not any(folder.iterdir()):
         set_all(model, float(first))

@@ -287,7 +287,7 @@ def _penalty(training: Training) -> None:
     for _ in range(2):
         tokens, targets = batch(training.step, 0, training.group.rank)
         loss = training.model(tokens, targets)
-        weight = training.model.lift.weight
+        weight = training.model.get_parameter("lift.weight")
         (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
         (loss + grad.float().square().sum()).backward()
         training.optimizer.step()
