@@ -188,7 +188,7 @@ def test_a_parameter_on_the_host_is_written_after_it_was_read() -> None:
     with recording() as recorder:
         model, _, _ = _train_on_device(Offload(params="host"), device="cuda")
         tokens = parity.batch(9, 0, 0)[0].to("cuda")
-        weight = torch.ones(13, parity.WIDTH, device="cuda")
+        weight = torch.ones(13, parity.WIDTH)
         with torch.no_grad():
             model(tokens)
             zero_engine.set_full_param(model.get_submodule("blocks.2.up").weight, weight)
