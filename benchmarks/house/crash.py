@@ -335,7 +335,7 @@ def main() -> int:
             in_swap = options.flips * 2 // 5
             outcomes += flip_checkpoints(options.flips - in_swap, draw, scratch / "flips")
             outcomes += flip_swap_files(in_swap, draw, scratch / "flips")
-        except Wrong as error:
+        except (Wrong, *_errors()) as error:
             print(f"wrong: {error}")
             return 1
     for outcome, count in sorted(outcomes.items()):
