@@ -35,6 +35,7 @@ class Team:
         is_foreign: bool,
         folder: Path,
         nodes: Sequence[Node] = (),
+        worker: Path = WORKER,
     ) -> None:
         """Start one process per assignment.
 
@@ -45,11 +46,13 @@ class Team:
             folder: Where the ranks' output goes, one log each.
             nodes: On which they run, as many on each, in their order; nowhere in particular when
                 empty.
+            worker: The script that each runs.
         """
         self.name = assignments[0].system
         self._timeout_s = assignments[0].timeout_s
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
+        self._worker = worker
         self._logs = [folder / f"{self.name}-{one.rank}.log" for one in assignments]
         for assignment, log in zip(assignments, self._logs, strict=True):
             environment, launcher = _environment(assignment, is_foreign), []
@@ -73,7 +76,7 @@ class Team:
         self._pipes.append(ours)
         self._processes.append(
             subprocess.Popen(
-                [*python, str(WORKER), str(theirs.fileno())],
+                [*python, str(self._worker), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -7,20 +7,14 @@ each floating dtype.
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, final
-from unittest import mock
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 from torch import Tensor
-from zero_engine import Offload
-from zero_engine._disk import Disk
-from zero_engine._residence import Elsewhere
-from zero_engine._shard_updater import OffloadedUpdater
 from zero_offload import AbstractStore, StoreError
 from zero_partition import AbstractGradientHome, AbstractShardHome, ShardSize
 
@@ -99,7 +93,9 @@ class PoisonedHome(AbstractShardHome):
         assert not self.reads[index], f"shard {index} is opened while it is read"
         size = self._sizes[index]
         self.opened[index] = torch.zeros(size.numel, dtype=size.dtype)
-        if reads:
+        if not reads:  # all of it is written, padding too
+            poison(self.opened[index])
+        else:
             assert index in self.kept, f"shard {index} is read, and was never written"
             self.opened[index].copy_(self.kept[index])
         return self.opened[index]
@@ -107,6 +103,7 @@ class PoisonedHome(AbstractShardHome):
     def close(self, index: int) -> None:
         """See `AbstractShardHome.close`."""
         memory = self.opened.pop(index)
+        assert not memory.isnan().any(), "padding shows what the memory held before"
         self.kept[index] = memory.clone()
         poison(memory)
         self._closed.append(memory)
@@ -252,47 +249,3 @@ class PoisonedGradients(AbstractGradientHome):
             into.add_(received) if adds else into.copy_(received)
             poison(received)
         self._deliveries.clear()
-
-
-class PoisonedDisk(Disk):
-    """A store that is poisoned, whatever the path."""
-
-    def open(self) -> Any:
-        """See `Disk.open`."""
-        self._store = self._store or PoisonedStore()
-        return super().open()
-
-
-class Poisoned:
-    """What the engine makes of an Offload, with "disk" poisoned, and gradients as on CUDA."""
-
-    @staticmethod
-    def of(offload: Offload | None, device: torch.device) -> Elsewhere:
-        """See `Elsewhere.of`."""
-        del device
-        if offload is None:
-            return Elsewhere()
-        home: Any = PoisonedHome() if offload.params == "disk" else None
-        if offload.optimizer == "device" or not offload.fraction:
-            return Elsewhere(home=home)
-        disk = PoisonedDisk(offload) if offload.optimizer == "disk" else None
-        updater = OffloadedUpdater(offload, disk, lambda: 0)
-        gradients: Any = PoisonedGradients() if offload.fraction == 1 else None
-        return Elsewhere(home=home, updater=updater, gradient_home=gradients)
-
-
-class HostApart:
-    """What the engine makes of it where the host's memory is not the device's."""
-
-    @staticmethod
-    def of(offload: Offload | None, device: torch.device) -> Elsewhere:
-        """See `Elsewhere.of`."""
-        del device
-        return evolve(Elsewhere.of(offload, torch.device("meta")), gradient_home=None)
-
-
-@contextlib.contextmanager
-def resting(elsewhere: Any) -> Iterator[None]:
-    """Let `zero_engine.shard` take homes and updaters from there."""
-    with mock.patch("zero_engine._shard.Elsewhere", elsewhere):
-        yield

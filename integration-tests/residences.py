@@ -16,13 +16,11 @@ from attrs import frozen
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_engine import Offload
+from zero_engine import Offload, testing
 from zero_offload import CPUAdam
 
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
-NUM_STEPS: Final = 5
-# Who makes homes and updaters. The machine's host is its device, so "host" needs one of two others.
-RESIDENCES: Final = {"engine": poisoned.HostApart, "poisoned": poisoned.Poisoned}
+NUM_STEPS: Final = 3
 
 
 def cpu_adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -91,8 +89,14 @@ def cells(stage: int) -> Iterator[Cell]:
 
 
 def resting_as(cell: Cell | None) -> contextlib.AbstractContextManager[None]:
-    """Where `zero_engine.shard` finds homes and updaters."""
-    return poisoned.resting(RESIDENCES["engine" if cell is None else cell.residence])
+    """Where `zero_engine.shard` finds homes and updaters: the machine's host is its device."""
+    if cell is None or cell.residence == "engine":
+        return testing.host_apart()
+    return testing.resting(
+        home=poisoned.PoisonedHome,
+        store=poisoned.PoisonedStore,
+        gradient_home=poisoned.PoisonedGradients,
+    )
 
 
 @contextlib.contextmanager

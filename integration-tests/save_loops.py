@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -10,15 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
 import zero_engine
 from torch import nn
 from zero_comm import CommError, Group
-from zero_engine._checkpoint import Checkpoint, PiecesRange
-from zero_engine._file_system import FILE_SYSTEM, FileSystem
-from zero_engine._save import save_with
+from zero_engine.testing import FileSystem, save
+
+REAL = FileSystem()
 
 
 def make(group: Group) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -40,7 +40,7 @@ def save_step(
     optimizer: torch.optim.Optimizer,
     step: int,
     *,
-    system: FileSystem = FILE_SYSTEM,
+    system: FileSystem = REAL,
     tag: str | None = None,
     keep: int | None = 2,
 ) -> None:
@@ -50,26 +50,30 @@ def save_step(
         zero_engine.set_full_param(param, value)
         if param.requires_grad:
             zero_engine.set_full_optimizer_state(param, "momentum_buffer", value)
-    asked: dict[str, Any] = {"folder": folder, "tag": tag, "step": step, "keep": keep}
-    asked |= {"extra": step, "scheduler": None, "has_frozen": True, "is_latest": True}
-    save_with(model, optimizer, system=system, **asked)
+    save(folder, model, optimizer, step=step, system=system, extra=step, tag=tag, keep=keep)
+
+
+@functools.cache
+def _reader() -> tuple[nn.Module, torch.optim.Optimizer]:
+    return make(Group.solo())
 
 
 def check_newest(folder: Path) -> int:
     """The step of the newest checkpoint, which is whole and as it was saved; 0 if there is none."""
-    checkpoint = Checkpoint.open(folder)
-    if checkpoint is None:
+    model, optimizer = _reader()
+    if (
+        not folder.exists()
+        or (report := zero_engine.load(folder, model, optimizer, missing_ok=True)) is None
+    ):
         return 0
-    checkpoint.verify()
-    states = [entry for of in checkpoint.optimizer.values() for entry in of.values()]
-    tensors = [*checkpoint.params.values(), *states]
-    assert len(tensors) == 4 + 3
-    for tensor in tensors:
-        assert isinstance(tensor, PiecesRange)
-        expected = 1.0 if tensor.name in checkpoint.frozen else checkpoint.step
-        assert (tensor.whole() == expected).all(), tensor.name
-    assert checkpoint.extra == checkpoint.step
-    return checkpoint.step
+    assert (report.num_tensors, report.extra) == (4 + 3, report.step)
+    for name, param in model.named_parameters():
+        expected = float(report.step) if param.requires_grad else 1.0
+        values = [zero_engine.full_param(param)]
+        if param.requires_grad:
+            values.append(zero_engine.full_optimizer_state(param, "momentum_buffer"))
+        assert all((value == expected).all() for value in values), name
+    return report.step
 
 
 def _kill_many(folder: Path, num_kills: int) -> None:
@@ -110,7 +114,7 @@ def _die(folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
-    system = attrs.evolve(FILE_SYSTEM, write=die) if rank else FILE_SYSTEM
+    system = FileSystem(write=die) if rank else REAL
     try:
         save_step(folder, model, optimizer, 2, system=system)
     except CommError as error:

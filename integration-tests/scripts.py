@@ -47,8 +47,9 @@ def on_ranks(ranks: Callable[[int], RankPool]) -> Runner:
 
 
 def _run(group: Group, script: str, arguments: list[str]) -> str:
-    rank = str(group.rank)
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(group.world_size))
+    rank, size = str(group.rank), str(group.world_size)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(OMP_NUM_THREADS="1")
     printed = io.StringIO()
     with (
         mock.patch.object(sys, "argv", [script, *arguments]),

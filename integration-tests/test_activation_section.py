@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from zero_ckpt import CheckpointError, KeepSaver, PackedSaver
 from zero_comm import Group
+from zero_comm.testing import RankPool
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -34,14 +34,10 @@ class _Net(nn.Module):
         return x.square().mean()
 
 
-@contextmanager
-def _fresh_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ranks are processes that go on living: leave the default checkpointer as it was."""
-    from zero_ckpt import _default
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_default, "_DEFAULT", zero_ckpt.Checkpointer())
-        yield
+def _run_anew(body: Callable[[Group], None]) -> None:
+    """On ranks of its own: what `zero_ckpt.configure` was told holds as long as a process."""
+    with RankPool(2) as pool:
+        pool.run(body)
 
 
 def _train(group: Group, run: Callable[..., Any], section: dict[str, Any] | None) -> list[float]:
@@ -62,48 +58,45 @@ def _train(group: Group, run: Callable[..., Any], section: dict[str, Any] | None
     return losses
 
 
-def test_the_section_decides_how_checkpoints_keep_their_inputs(ranks) -> None:
+def test_the_section_decides_how_checkpoints_keep_their_inputs() -> None:
     """Scripts say it in the file, and call `checkpoint` in the model."""
-    ranks(2).run(_follow_the_section)
+    _run_anew(_follow_the_section)
 
 
 def _follow_the_section(group: Group) -> None:
-    with pytest.MonkeyPatch.context() as patch, _fresh_default(patch):
-        expected = _train(group, lambda layer, x: layer(x), None)
-        assert not zero_ckpt.is_configured()
-        section = {
-            "partition_activations": True,
-            "contiguous_memory_optimization": True,
-            "number_checkpoints": 3,
-        }
+    expected = _train(group, lambda layer, x: layer(x), None)
+    assert not zero_ckpt.is_configured()
+    section = {
+        "partition_activations": True,
+        "contiguous_memory_optimization": True,
+        "number_checkpoints": 3,
+    }
 
-        assert _train(group, zero_ckpt.checkpoint, section) == expected
+    assert _train(group, zero_ckpt.checkpoint, section) == expected
 
-        saver = zero_ckpt.default_checkpointer().saver
-        assert isinstance(saver, PackedSaver)
-        # Three slots for half of an input each: 2 x 6 floats.
-        assert saver.reserved_bytes() == {torch.device("cpu"): 3 * 6 * 4}
+    saver = zero_ckpt.default_checkpointer().saver
+    assert isinstance(saver, PackedSaver)
+    # Three slots for half of an input each: 2 x 6 floats.
+    assert saver.reserved_bytes() == {torch.device("cpu"): 3 * 6 * 4}
 
 
-def test_what_was_configured_before_stays(ranks) -> None:
+def test_what_was_configured_before_stays() -> None:
     """An explicit call beats the file, as in DeepSpeed."""
-    ranks(2).run(_configure_before)
+    _run_anew(_configure_before)
 
 
 def _configure_before(group: Group) -> None:
-    with pytest.MonkeyPatch.context() as patch, _fresh_default(patch):
-        zero_ckpt.configure(None)
-        _train(group, zero_ckpt.checkpoint, {"partition_activations": True})
-        assert isinstance(zero_ckpt.default_checkpointer().saver, KeepSaver)
+    zero_ckpt.configure(None)
+    _train(group, zero_ckpt.checkpoint, {"partition_activations": True})
+    assert isinstance(zero_ckpt.default_checkpointer().saver, KeepSaver)
 
 
-def test_contiguous_buffers_without_a_number_are_refused_before_anything_is_sharded(ranks) -> None:
+def test_contiguous_buffers_without_a_number_are_refused_before_anything_is_sharded() -> None:
     """By the file's own key, with the model as it was."""
-    ranks(2).run(_leave_the_number_out)
+    _run_anew(_leave_the_number_out)
 
 
 def _leave_the_number_out(group: Group) -> None:
-    with pytest.MonkeyPatch.context() as patch, _fresh_default(patch):
-        with pytest.raises(CheckpointError, match="number_checkpoints in the section"):
-            _train(group, zero_ckpt.checkpoint, {"contiguous_memory_optimization": True})
-        _train(group, zero_ckpt.checkpoint, None)
+    with pytest.raises(CheckpointError, match="number_checkpoints in the section"):
+        _train(group, zero_ckpt.checkpoint, {"contiguous_memory_optimization": True})
+    _train(group, zero_ckpt.checkpoint, None)

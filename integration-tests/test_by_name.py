@@ -12,8 +12,7 @@ import zero_engine
 from torch import nn
 from training import assert_weights_of
 from zero_comm import Group
-from zero_engine._optimizers import make_optimizer
-from zero_engine._schedulers import SCHEDULERS, make_scheduler
+from zero_engine import EngineConfig, NamedSpec
 
 OPTIMIZERS = {
     "Adam": {"lr": 1e-2},
@@ -31,9 +30,23 @@ PARAMS = {
 }
 
 
-def _build(optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _build(
+    optimizer: str, scheduler: str, stage: int, group: Group
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """As a file asks for them: the scheduler is there before the model is sharded."""
     model = parity.build(parity.tiny_float32)
-    return model, make_optimizer(parity.param_groups(model), optimizer, OPTIMIZERS[optimizer])
+    config = EngineConfig(
+        zero=parity.ZeroConfig(stage),
+        optimizer=NamedSpec(optimizer, OPTIMIZERS[optimizer]),
+        scheduler=NamedSpec(scheduler, PARAMS[scheduler]),
+        train_batch_size=group.world_size,
+        micro_batch_size=1,
+    )
+    groups = parity.param_groups(model)
+    _, made, _, early = zero_engine.initialize(
+        model=model, model_parameters=groups, config=config, group=group
+    )
+    return model, made, early
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
@@ -53,7 +66,7 @@ def test_optimizers_by_name_train_as_in_one_process(ranks, optimizer: str) -> No
 
 def test_schedulers_by_name_reach_the_shards_whenever_they_are_built(ranks) -> None:
     """shard() swaps the parameters of a param group; its learning rate and momentum must stay."""
-    for scheduler in SCHEDULERS:
+    for scheduler in PARAMS:
         # Param groups are those of the user at stage 0, and have other parameters at all others.
         ranks(2).run(_compare, optimizer="Adam", scheduler=scheduler, stages=(0, 0, 3, 3))
 
@@ -61,12 +74,15 @@ def test_schedulers_by_name_reach_the_shards_whenever_they_are_built(ranks) -> N
 def _compare(group: Group, optimizer: str, scheduler: str, stages: tuple[int, ...]) -> None:
     """At each of the stages: built before shard() and after it by turns."""
     warnings.simplefilter("error")
-    alone, its_optimizer = _build(optimizer)
-    _train(alone, its_optimizer, make_scheduler(its_optimizer, scheduler, PARAMS[scheduler]))
+    alone, its_optimizer, its_scheduler = _build(optimizer, scheduler, 0, Group.solo())
+    zero_engine.unshard(alone, its_optimizer)
+    _train(alone, its_optimizer, its_scheduler)
     for turn, stage in enumerate(stages):
-        model, ours = _build(optimizer)
-        early = make_scheduler(ours, scheduler, PARAMS[scheduler]) if turn % 2 else None
-        zero_engine.shard(model, ours, parity.ZeroConfig(stage), group=group)
-        _train(model, ours, early or make_scheduler(ours, scheduler, PARAMS[scheduler]))
-        what = f"{optimizer}, {scheduler}, stage {stage}, before shard: {early is not None}"
+        model, ours, made = _build(optimizer, scheduler, stage, group)
+        if turn % 2 == 0:  # once more, after shard()
+            for each in ours.param_groups:
+                each["lr"] = each.pop("initial_lr")
+            made = getattr(zero_engine, scheduler)(ours, **PARAMS[scheduler])
+        _train(model, ours, made)
+        what = f"{optimizer}, {scheduler}, stage {stage}, before shard: {turn % 2 == 1}"
         assert_weights_of(model, alone, group=group, what=what)

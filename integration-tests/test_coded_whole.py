@@ -26,13 +26,12 @@ from parity import Recipe, ZeroConfig
 from parking import park_and_return
 from residences import Cell, resting_as
 from torch import Tensor, nn
-from zero_comm import Group, parse_codec, record_traffic
+from zero_comm import Group, Handle, parse_codec, record_traffic
 from zero_engine import Offload, Precision, Wire
 from zero_partition import (
     LostEditError,
     StateError,
     StateKind,
-    _publish,
     find_sharded,
     memory_report,
 )
@@ -403,11 +402,11 @@ def test_two_units_are_on_their_way_at_a_time_and_the_plan_says_so(ranks) -> Non
 
 def _peak(group: Group) -> None:
     samples: list[int] = []
-    wait = _publish._wait
+    wait = Handle.wait
 
-    def sample(handles: Any) -> None:
+    def sample(handle: Handle[Any], **how: Any) -> Any:
         samples.append(parity.live_bytes(at_least=2048))
-        wait(handles)
+        return wait(handle, **how)
 
     config = {"wire": Wire(params="int8")}
     plan = zero_engine.plan(
@@ -416,8 +415,9 @@ def _peak(group: Group) -> None:
     parity.count_from_here()
     model, optimizer = _chain(group, **config)
     _step(model, optimizer)
-    with mock.patch.object(_publish, "_wait", sample):
-        _step(model, optimizer)
+    model(torch.ones(1, 64)).square().sum().backward()
+    with mock.patch.object(Handle, "wait", sample):
+        optimizer.step()
 
     in_flight = 2 * 2 * CODEC_OF_CHAIN.wire_bytes(64 * 64 // 2)
     assert max(samples) == memory_before_step(plan) + in_flight

@@ -16,7 +16,7 @@ import torch
 import zero_ckpt
 import zero_engine
 from deepspeed_script import Images, Net
-from scripts import WORLD_SIZE, launch, on_ranks
+from scripts import WORLD_SIZE, on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from zero_comm import Group
@@ -53,8 +53,7 @@ def test_a_deepspeed_script_runs_with_one_line_changed(ranks, tmp_path: Path, st
     path.write_text(json.dumps(settings))
     arguments = ["--deepspeed", "--deepspeed_config", str(path), "--out", str(tmp_path / "run")]
 
-    run = launch if stage == 3 else on_ranks(ranks)
-    run(str(SCRIPT), arguments)
+    on_ranks(ranks)(str(SCRIPT), arguments)  # by torchrun: test_huggingface_script.py
 
     reports = [json.loads((tmp_path / f"run.{rank}.json").read_text()) for rank in range(2)]
     expected = _train_alone(settings)

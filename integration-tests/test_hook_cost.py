@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import zero_partition
 from torch import Tensor, nn
 from zero_comm import Group
 
-PACKAGE = str(Path(zero_partition.__file__).parent)
+PACKAGE = str(Path(inspect.getfile(zero_partition)).parent)
 
 
 class _Many(nn.Module):

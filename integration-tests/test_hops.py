@@ -2,6 +2,7 @@
 
 Four ranks are two nodes of two.
 """
+# Names private classes: no public call tells when a hop of a reduction in flight begins and ends.
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from parity import ZeroConfig
 from torch import nn
 from zero_comm import Blockwise, Group, Loco
 from zero_engine import FileError, Wire
-from zero_engine._manifest import MANIFEST, read_manifest
+from zero_engine.testing import MANIFEST, read_manifest
 from zero_partition import find_sharded, loco_state
 
 LOCO = Loco(reset_T=5)  # they are forgotten after the fifth step

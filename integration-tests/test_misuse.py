@@ -134,6 +134,39 @@ def _read_after_refusal(group: Group) -> None:
     assert not find_sharded(model).forwards
 
 
+class _StepsInside(nn.Module):
+    """A training step that somebody calls as the model's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = _blocks()
+
+    def forward(self, x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+        for _ in range(2):
+            loss = self.blocks(x * self.scale).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_inside_a_forward_is_right_or_refused(ranks, stage: int) -> None:
+    """At stage 3 what is whole meanwhile would stay as it was before the step."""
+    ranks(2).run(_step_inside, stage=stage)
+
+
+def _step_inside(group: Group, stage: int) -> None:
+    plain, model, optimizer = _sharded(group, stage, _StepsInside)
+    x = torch.ones(2, WIDTH)
+    if stage == 3:
+        with pytest.raises(StateError, match="called while a forward is running"):
+            model(x, optimizer)
+        return
+    assert model(x, optimizer).equal(plain(x, parity.adamw(plain)))
+
+
 def test_a_parameter_at_rest_tells_what_it_is_like(ranks) -> None:
     """Its dtype and shape are known on each rank; asking for them needs no other."""
     ranks(2).run(_ask_what_it_is_like)

@@ -22,8 +22,10 @@ PRECISIONS: Final = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("stage", [1, 2, 3])
+# Gradients of stage 2 rest as those of stages 1 and 3 do, and its state as that of stage 1.
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(1, "fp32"), (2, "fp32"), (1, "bf16")] + [(3, p) for p in PRECISIONS]
+)
 def test_every_residence_trains_the_same_bits(
     ranks, tmp_path: Path, stage: int, precision: str
 ) -> None:

@@ -17,7 +17,6 @@ from parity import Recipe, ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_partition import find_sharded
-from zero_partition._shard_state import ShardState
 
 NESTED = ("blocks.0.up", "blocks.0", "lift", "embed")
 
@@ -152,7 +151,7 @@ def _look_ahead(_: Group, window: int, is_ahead: bool) -> None:
     travelled: list[bool] = []
 
     def look(index: int) -> None:
-        travels = units[index].state is ShardState.GATHERING
+        travels = units[index].state.name == "GATHERING"
         travelled.append(travels)
         is_early = travels or units[index].is_resident
         assert is_early or not is_ahead or not is_recorded, f"unit {index} comes too late"

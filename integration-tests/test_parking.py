@@ -272,18 +272,13 @@ def _look_at_views(group: Group) -> None:
         parity.loss_of(model, parity.batch(5, 0, group.rank)).backward()
         sharded = find_sharded(model)
         shards = [p for entry in optimizer.param_groups for p in entry["params"]]
-        with zero_partition._torch_compat.plain_access():
-            tensors = {
-                **{f"shard {i}": p for i, p in enumerate(shards)},
-                **{f"grad {i}": p.grad for i, p in enumerate(shards) if p.grad is not None},
-                **{
-                    f"{i} {k}": v
-                    for i, p in enumerate(shards)
-                    for k, v in optimizer.state[p].items()
-                },
-            }
-            values = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-            types = {name: type(tensor) for name, tensor in tensors.items()}
+        tensors = {
+            **{f"shard {i}": p for i, p in enumerate(shards)},
+            **{f"grad {i}": p.grad for i, p in enumerate(shards) if p.grad is not None},
+            **{f"{i} {k}": v for i, p in enumerate(shards) for k, v in optimizer.state[p].items()},
+        }
+        values = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        types = {name: type(tensor) for name, tensor in tensors.items()}
         versions = [param._version for param in model.parameters()]
 
         parking.park_and_return(*ALL)(model)
@@ -295,10 +290,9 @@ def _look_at_views(group: Group) -> None:
             assert shard.grad is tensors.get(f"grad {index}")
             for key, value in optimizer.state[shard].items():
                 assert value is tensors[f"{index} {key}"]
-        with zero_partition._torch_compat.plain_access():
-            for name, tensor in tensors.items():
-                assert type(tensor) is types[name]
-                assert torch.equal(tensor, values[name]), name
+        for name, tensor in tensors.items():
+            assert type(tensor) is types[name]
+            assert torch.equal(tensor, values[name]), name
         for unit in sharded.units:
             for buffer in unit.buffers:
                 memory = buffer.shard if buffer.whole is None else buffer.whole

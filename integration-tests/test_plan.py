@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
-from unittest import mock
 
 import attrs
 import parity
@@ -18,11 +16,10 @@ from residences import Cell, cells, resting_as
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_comm import Group, Loco, record_traffic
-from zero_engine import Plan, Precision, Wire, _residence
+from zero_engine import Plan, Precision, Wire
 from zero_offload import CPUAdam
 from zero_partition import (
     PartitionError,
-    RestPlan,
     find_sharded,
     loco_state,
     memory_report,
@@ -499,7 +496,7 @@ def _compare_offloads(group: Group, folder: str) -> None:
 
 
 def _compare_elsewhere(group: Group, cell: Cell, config: ZeroConfig) -> None:
-    with resting_as(cell), planned_apart():
+    with resting_as(cell):
         plan = _plan(
             Mixed,
             "cpu-adam",
@@ -520,15 +517,3 @@ def _compare_elsewhere(group: Group, cell: Cell, config: ZeroConfig) -> None:
     assert 0 <= passing <= plan.passing_bytes, what
     _assert_equal(attrs.evolve(report, host_bytes=report.host_bytes - passing), plan.at_rest, what)
     zero_engine.unshard(model, optimizer)
-
-
-@contextlib.contextmanager
-def planned_apart() -> Iterator[None]:
-    """Plan for a host whose memory is not the device's, as `residences.RESIDENCES` has it."""
-
-    def rests_of(offload: Any, device: torch.device) -> RestPlan:
-        found = _residence.rests_of(offload, torch.device("meta"))
-        return attrs.evolve(found, grads=False, host_is_device=device.type == "cpu")
-
-    with mock.patch("zero_engine._plan.rests_of", rests_of):
-        yield

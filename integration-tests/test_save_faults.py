@@ -15,10 +15,10 @@ import attrs
 import pytest
 import save_loops
 from attrs import define, field
-from save_loops import check_newest, make, save_step
+from save_loops import REAL, check_newest, make, save_step
 from zero_comm import Group
 from zero_engine import FileError
-from zero_engine._file_system import FILE_SYSTEM, FileSystem
+from zero_engine.testing import FileSystem
 
 CALLS = tuple(field.name for field in attrs.fields(FileSystem))
 
@@ -50,7 +50,7 @@ class _Faulty:
                 if name == "write" and not is_dead:  # as a full disk does: half of it
                     os.write(args[0], args[1][: len(args[1]) // 2])
                 raise self.error
-            found = getattr(FILE_SYSTEM, name)(*args)
+            found = getattr(REAL, name)(*args)
             if name == "open":
                 self.open_files.add(found)
             elif name == "close":
@@ -127,7 +127,7 @@ def _fail_on_one(group: Group, folder: Path, failing: int) -> None:
     def no_room(*args: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    system = attrs.evolve(FILE_SYSTEM, write=no_room) if group.rank == failing else FILE_SYSTEM
+    system = FileSystem(write=no_room) if group.rank == failing else REAL
     expected = "free some space" if group.rank == failing else f"rank {failing} failed"
     with pytest.raises(FileError, match=expected):
         save_step(folder, model, optimizer, 2, system=system)
@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, call: str, cod
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    system = attrs.evolve(FILE_SYSTEM, **{call: refuse})
+    system = FileSystem(**{call: refuse})
     with pytest.raises(FileError, match="save to a folder that this process may write to"):
         save_step(tmp_path / "there", model, optimizer, 1, system=system)
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from zero_comm import AgreementError, Group
 from zero_engine import ConfigError, FileError, Offload
-from zero_engine._manifest import MANIFEST, read_manifest, seal
+from zero_engine.testing import MANIFEST, damage, edit_manifest
 from zero_partition import LoadError, StateError, full_optimizer_state
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -396,14 +396,6 @@ def test_a_planted_pickle_is_never_executed(tmp_path: Path, monkeypatch) -> None
     assert planted.exists()  # it would have
 
 
-def _edit(path: Path, change: Any) -> None:
-    said = read_manifest(path / MANIFEST)
-    change(said)
-    for key in ("format", "version"):
-        said.pop(key)
-    (path / MANIFEST).write_bytes(seal(said))
-
-
 def _rename(said: dict[str, Any]) -> None:
     said["params"]["other"] = said["params"].pop("scale")
 
@@ -453,7 +445,7 @@ def _refuse(group: Group, folder: Path, change: str, message: str) -> None:
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
     path = zero_engine.save(folder, model, optimizer, step=2).path
     if group.rank == 0:
-        _edit(path, globals()[change])
+        edit_manifest(path, globals()[change])
     parity.run_steps(model, optimizer, range(2, 3), rank=group.rank)
     before = _values(model, optimizer)
 
@@ -473,7 +465,7 @@ def _refuse_damage(group: Group, folder: Path) -> None:
     path = zero_engine.save(folder, model, optimizer, step=2).path
     for name in ("rank-00000-00.safetensors", "rank-00001-00.safetensors"):
         if group.rank == 0:
-            _damage(path / name)
+            damage(path / name)
         parity.run_steps(model, optimizer, range(1), rank=group.rank)
         before = _values(model, optimizer)
 
@@ -483,22 +475,16 @@ def _refuse_damage(group: Group, folder: Path) -> None:
         assert _same(_values(model, optimizer), before)
 
 
-def _damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 4
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("damage", ["a byte", "the manifest's end", "no manifest"])
-def test_of_a_damaged_newest_the_tags_that_load_are_named(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("how", ["a byte", "the manifest's end", "no manifest"])
+def test_of_a_damaged_newest_the_tags_that_load_are_named(tmp_path: Path, how: str) -> None:
     """Who finds a job stopped at night wants to know where it can go on."""
     model, optimizer = _build(Group.solo())
     for step in range(1, 5):
         path = zero_engine.save(tmp_path, model, optimizer, step=step).path
     os.truncate(next((tmp_path / "step-2").glob("rank-*")), 10)
-    if damage == "a byte":
-        _damage(next(path.glob("rank-*")))
-    elif damage == "no manifest":
+    if how == "a byte":
+        damage(next(path.glob("rank-*")))
+    elif how == "no manifest":
         (path / MANIFEST).unlink()
     else:
         os.truncate(path / MANIFEST, 10)
@@ -585,7 +571,7 @@ def _load_what_fits(group: Group, folder: Path) -> None:
     model, optimizer = _build(group)
     path = zero_engine.save(folder, model, optimizer, step=2).path
     if group.rank == 0:
-        _edit(path, _rename)
+        edit_manifest(path, _rename)
     again, its = zero_engine.shard(*parity.build_with_optimizer(), ZeroConfig(3), group=group)
     zero_engine.set_full_param(again.scale, torch.full((1,), 3.0))
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Timer
+from threading import Timer
 from typing import Any
-from unittest import mock
 
 import parity
 import pytest
@@ -18,7 +15,7 @@ from residences import Blocks, Cell
 from torch import nn
 from zero_comm import Group
 from zero_engine import FileError, GatheredParameters, Precision, Saver, full_state_dict
-from zero_engine._copies import Copying
+from zero_engine.testing import held_copies
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -29,19 +26,6 @@ CONFIGS = {
     "stage 3": ZeroConfig(3),
     "stage 3, masters": ZeroConfig(3, precision=Precision(params=torch.bfloat16)),
 }
-
-
-@contextmanager
-def _held() -> Iterator[Event]:
-    """No value is copied on the thread before this is set."""
-    may_copy, copy = Event(), Copying._copy
-
-    def copy_later(copying: Copying) -> None:
-        assert may_copy.wait(20)
-        copy(copying)
-
-    with mock.patch.object(Copying, "_copy", copy_later):
-        yield may_copy
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -55,7 +39,7 @@ def _step_meanwhile(group: Group, folder: Path, config: ZeroConfig) -> None:
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
     saver = Saver(folder, model, optimizer, overlap=True)
     for start in (2, 5):
-        with _held() as may_copy:
+        with held_copies() as may_copy:
             saver.save(step=start)
             first = parity.loss_of(model, parity.batch(start, 0, group.rank))
             first.backward()
@@ -83,7 +67,7 @@ def _write_meanwhile(group: Group, folder: Path, how: str) -> None:
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
     zero_engine.save(folder / "other", model, optimizer, step=1)
     expected = full_state_dict(model)
-    with _held() as may_copy, Saver(folder / "it", model, optimizer, overlap=True) as saver:
+    with held_copies() as may_copy, Saver(folder / "it", model, optimizer, overlap=True) as saver:
         saver.save(step=2)
         Timer(0.1, may_copy.set).start()
         _write(how, model, optimizer, folder)
@@ -146,7 +130,7 @@ def _swap_meanwhile(group: Group, folder: Path, stage: int) -> None:
     with Saver(folder, model, optimizer, overlap=True) as saver:
         saver.save(step=1)
         saver.wait()
-        with _held() as may_copy:
+        with held_copies() as may_copy:
             saver.save(step=2)
             with torch.no_grad():
                 next(model.parameters()).mul_(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import attrs
 import parity
@@ -11,11 +10,9 @@ import pytest
 import torch
 import zero_engine
 from parity import ZeroConfig
-from torch import nn
+from torch import Tensor, nn
 from zero_comm import Group, record_traffic
-from zero_partition import ScheduleReport, memory_report, schedule_report
-from zero_partition._schedule import Schedule
-from zero_partition._unit import Unit
+from zero_partition import ScheduleReport, find_sharded, memory_report, schedule_report
 
 WIDTH = 64
 BLOCK = WIDTH * WIDTH  # elements of a layer of parity.Chain
@@ -97,29 +94,25 @@ def _gathers_of_a_step(
         _step(model, optimizer)
     model(torch.ones(1, WIDTH)).sum().backward()
     happened: list[tuple[str, bool]] = []
-    in_use: list[Unit | None] = [None]
-    step, use, take = Schedule.step, Schedule._use, Unit._take_slot
+    units = [unit for unit in find_sharded(model).units if unit.name.startswith("layers.")]
 
-    def watch_step(schedule: Schedule) -> None:
-        in_use[0] = None
-        step(schedule)
+    def look(index: int) -> None:  # right before it is used
+        if index < len(units):
+            unit = units[index]
+            is_ahead = unit.state.name == "GATHERING"
+            if is_ahead or not unit.is_resident:  # else it is whole from its use before
+                happened.append((unit.name, is_ahead))
 
-    def watch_use(schedule: Schedule, unit: Unit, phase: str) -> None:
-        in_use[0] = unit
-        use(schedule, unit, phase)
+    def after_forward(output: Tensor, index: int) -> None:
+        look(index + 1)
+        output.register_hook(lambda _: look(index))
 
-    def watch_take(unit: Unit, pool: Any) -> None:
-        happened.append((unit.name, in_use[0] is not unit))
-        take(unit, pool)
-
-    with (
-        mock.patch.object(Schedule, "step", watch_step),
-        mock.patch.object(Schedule, "_use", watch_use),
-        mock.patch.object(Unit, "_take_slot", watch_take),
-    ):
-        optimizer.step()  # the first gathers may be launched as a step ends
-        optimizer.zero_grad()
-        model(torch.ones(1, WIDTH)).sum().backward()
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_hook(lambda _m, _a, out, own=index: after_forward(out, own))
+    optimizer.step()  # the first gathers may be launched as a step ends
+    optimizer.zero_grad()
+    look(0)
+    model(torch.ones(1, WIDTH)).sum().backward()
     return happened, schedule_report(model)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -131,7 +133,7 @@ def _count_planning(num_layers: int) -> int:
 
 
 def _calls_of_ours(action: Callable[[], object]) -> int:
-    folder = zero_partition.__path__[0]
+    folder = str(Path(inspect.getfile(zero_partition)).parent)
     return _calls(action, lambda frame: frame.f_code.co_filename.startswith(folder))
 
 

@@ -38,10 +38,10 @@ class Specimen:
         return self.inputs(torch.Generator().manual_seed(10_000 * step + 100 * micro + rank))
 
     def recipe(self, rank: int, **settings: Any) -> parity.Recipe:
-        """Five steps of it, unless `settings` say otherwise."""
+        """Three steps of it, unless `settings` say otherwise."""
         defaults: dict[str, Any] = {
             "optimizer": "adamw-fused",
-            "num_steps": 5,
+            "num_steps": 3,
             "make": lambda: self.build(rank),
             "batch": self.batch,
             "loss_of": loss_of,

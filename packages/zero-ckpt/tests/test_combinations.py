@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import pytest
 import torch
-from late_host import late
 from same_numbers import Block, Run, assert_equal, plainly, train
 from torch import Tensor, nn
 from zero_ckpt import MATMULS, Checkpointer, PackedSaver, RngTracker, Verification, within_bytes
+from zero_ckpt.testing import late
 from zero_comm import Group
 
 pytestmark = pytest.mark.xdist_group("ranks")

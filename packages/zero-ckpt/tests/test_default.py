@@ -39,16 +39,15 @@ from zero_ckpt import (
     reset,
     set_num_layers,
 )
-from zero_ckpt._configuration import Configuration, configuration_of
+from zero_ckpt.testing import choices_of, fresh_default
 from zero_comm import Group
 
 
 @pytest.fixture(autouse=True)
-def default(monkeypatch) -> Iterator[Checkpointer]:
+def default() -> Iterator[Checkpointer]:
     """A new one for each test."""
-    checkpointer = Checkpointer()
-    monkeypatch.setattr("zero_ckpt._default._DEFAULT", checkpointer)
-    return checkpointer
+    with fresh_default() as checkpointer:
+        yield checkpointer
 
 
 def _as_megatron(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -292,32 +291,31 @@ def test_a_seed_that_is_refused_changes_nothing(seed: Any) -> None:
 
 # What configure is told.
 
-KEYS = {  # by argument: the file's key, the field, and two values that are not the default
-    "partition_activations": ("partition_activations", "partitions", (False, True)),
-    "contiguous_checkpointing": ("contiguous_memory_optimization", "is_contiguous", (False, True)),
-    "num_checkpoints": ("number_checkpoints", "num_layers", (3, 5)),
-    "checkpoint_in_cpu": ("cpu_checkpointing", "on_host", (False, True)),
-    "synchronize": ("synchronize_checkpoint_boundary", "synchronizes", (False, True)),
-    "profile": ("profile", "profiles", (False, True)),
+KEYS = {  # by argument: the file's key, the value where nobody says one, and two others
+    "partition_activations": ("partition_activations", False, (False, True)),
+    "contiguous_checkpointing": ("contiguous_memory_optimization", False, (False, True)),
+    "num_checkpoints": ("number_checkpoints", 9, (3, 5)),
+    "checkpoint_in_cpu": ("cpu_checkpointing", False, (False, True)),
+    "synchronize": ("synchronize_checkpoint_boundary", False, (False, True)),
+    "profile": ("profile", False, (False, True)),
 }
-
-
-def _configuration_of(section: Any, num_layers: int | None = 9, **arguments: Any) -> Configuration:
-    source = {"activation_checkpointing": section, "train_batch_size": 8}
-    return configuration_of(source, dict.fromkeys(KEYS) | arguments, num_layers)
+DEFAULTS = {argument: default for argument, (_, default, _) in KEYS.items()}
+DEFAULTS["num_checkpoints"] = None
 
 
 @pytest.mark.parametrize("argument", KEYS)
 def test_an_argument_beats_the_file_which_beats_the_default(argument: str) -> None:
     """A script's flags correct the file that it is started with."""
-    key, field, values = KEYS[argument]
-    unset = getattr(_configuration_of({}), field)
+    key, unset, values = KEYS[argument]
 
     for given, written in itertools.product((None, *values), repeat=2):
-        found = _configuration_of({key: written}, **{argument: given})
+        checkpointer = Checkpointer()
+        checkpointer.set_num_layers(9)
+        source = {"activation_checkpointing": {key: written}, "train_batch_size": 8}
+        checkpointer.configure(None, deepspeed_config=source, **{argument: given})
 
         expected = next((one for one in (given, written) if one is not None), unset)
-        assert getattr(found, field) == expected, (given, written)
+        assert choices_of(checkpointer)[argument] == expected, (given, written)
 
 
 def test_a_later_configure_starts_from_the_defaults(default: Checkpointer) -> None:
@@ -326,7 +324,7 @@ def test_a_later_configure_starts_from_the_defaults(default: Checkpointer) -> No
 
     configure(None)
 
-    assert default._configuration == Configuration()
+    assert choices_of(default) == DEFAULTS
 
 
 SECTION = {"synchronize_checkpoint_boundary": True, "number_checkpoints": 4}
@@ -360,7 +358,8 @@ def test_the_file_comes_in_every_form_that_scripts_have_it_in(
     """Some pass args.deepspeed_config, a path; some the dict; some what was parsed from it."""
     configure(None, deepspeed_config=source(tmp_path))
 
-    assert default._configuration == Configuration(synchronizes=True, num_layers=4)
+    expected = {"synchronize": True, "num_checkpoints": 4}
+    assert choices_of(default) == DEFAULTS | expected
 
 
 @pytest.mark.parametrize("source", [{}, {"activation_checkpointing": None}])
@@ -368,7 +367,7 @@ def test_a_file_without_the_section_asks_for_nothing(source: Any, default: Check
     """Most files have none."""
     configure(None, deepspeed_config=source)
 
-    assert default._configuration == Configuration()
+    assert choices_of(default) == DEFAULTS
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -413,12 +412,13 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(
     arguments: dict[str, Any], message: str, default: Checkpointer
 ) -> None:
     """DeepSpeed's takes most of these, and falls back to the defaults in silence."""
-    before = vars(default).copy()
+    before, saver = choices_of(default), default.saver
 
     with pytest.raises(CheckpointError, match=message):
         configure(**{"mpu_": None, **arguments})
 
-    assert vars(default) == before
+    assert choices_of(default) == before
+    assert default.saver is saver
     assert not is_configured()
 
 
@@ -457,7 +457,7 @@ def test_two_checkpointers_differ(default: Checkpointer) -> None:
 
     assert other.is_configured()
     assert not is_configured()
-    assert default._configuration == Configuration()
+    assert choices_of(default) == DEFAULTS
     assert not get_cuda_rng_tracker().is_initialized()
 
 

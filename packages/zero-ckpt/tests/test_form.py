@@ -1,4 +1,4 @@
-"""Any tensor becomes a flat run of elements, and a tensor of the same form again."""
+"""Any input is kept as a flat run of elements, and is a tensor of the same form again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 from torch import Tensor
-from zero_ckpt._form import flatten
+from zero_ckpt import PackedSaver
+from zero_ckpt.testing import late
 
 
 def _any_tensor(rng: random.Random) -> Tensor:
@@ -43,33 +44,32 @@ def _pairs(tensor: Tensor) -> list[tuple[int, int]]:
     return [(a, b) for a in dims for b in dims if tensor.stride(a) > tensor.stride(b)]
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_a_tensor_comes_back_with_its_values_shape_and_order_of_strides(seed: int) -> None:
-    """Kernels add up in the order of memory: another order is another sum."""
-    tensor = _any_tensor(random.Random(seed))
-    flat, form = flatten(tensor)
-
-    back = form.over(flat.clone())
-
-    assert torch.equal(back, tensor)
-    assert all(back.stride(a) > back.stride(b) for a, b in _pairs(tensor))
-    assert flat.is_contiguous()
-    assert flat.shape == (form.numel,)
+def _kept_bytes(tensor: Tensor) -> tuple[int, Tensor]:
+    """What a slot for it takes, and what comes back."""
+    saver = PackedSaver(num_slots=1)
+    kept = saver.save([tensor], "it")
+    (back,) = kept.restore()
+    return sum(saver.kept_bytes().values()), back
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_nothing_is_kept_twice(seed: int) -> None:
-    """An expanded mask costs what it did, and not a hundred times as much."""
+def test_a_tensor_comes_back_with_its_values_and_its_order_of_strides(seed: int) -> None:
+    """Kernels add up in the order of memory: another order is another sum. Nothing is kept twice.
+
+    An expanded mask costs what it did, and not a hundred times as much.
+    """
     tensor = _any_tensor(random.Random(seed))
     repeated = [
         0 if step == 0 else size for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     ]
     once = tensor[tuple(slice(0, size or 1) for size in repeated)]
 
-    flat, _ = flatten(tensor)
+    num_bytes, back = _kept_bytes(tensor)
 
-    assert flat.numel() <= tensor.numel()
-    assert flat.numel() <= max(once.numel(), tensor.untyped_storage().nbytes() // tensor.itemsize)
+    assert torch.equal(back, tensor)
+    assert all(back.stride(a) > back.stride(b) for a, b in _pairs(tensor))
+    assert num_bytes <= tensor.nbytes
+    assert num_bytes <= max(once.nbytes, tensor.untyped_storage().nbytes())
 
 
 @pytest.mark.parametrize(
@@ -83,18 +83,23 @@ def test_nothing_is_kept_twice(seed: int) -> None:
     ],
     ids=["dense", "transposed", "expanded", "overlapping", "offset"],
 )
-def test_what_has_no_gaps_is_not_copied(tensor: Tensor) -> None:
-    """A copy of each input would cost a pass over memory."""
-    flat, form = flatten(tensor)
+def test_what_has_no_gaps_is_copied_once(tensor: Tensor) -> None:
+    """To the host, from where it lies: another copy of each input would be a pass over memory."""
+    saver = PackedSaver(on_host=True)
+    host = late(saver)
 
-    assert flat.data_ptr() == tensor.data_ptr()
-    assert form.over(flat).stride() == tensor.stride()
+    kept = saver.save([tensor], "it")
+
+    assert host.read_from == [tensor.data_ptr()]
+    saver.save([], "the next")  # the first one's copy is over
+    assert kept.restore()[0].stride() == tensor.stride()
 
 
-def test_what_is_repeated_and_has_gaps_is_copied_once() -> None:
+def test_what_is_repeated_and_has_gaps_is_kept_once() -> None:
     """A column of a matrix, expanded to a mask, is a column."""
     column = torch.randn(4, 1000)[:, :1]
-    flat, form = flatten(column.expand(4, 10))
+    num_bytes, back = _kept_bytes(column.expand(4, 10))
 
-    assert torch.equal(flat, column.flatten())
-    assert form.strides == (1, 0)
+    assert num_bytes == 4 * 4
+    assert torch.equal(back, column.expand(4, 10))
+    assert back.stride() == (1, 0)

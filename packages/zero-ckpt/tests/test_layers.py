@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from same_numbers import Run, assert_equal, plainly, train
 from torch import Tensor, nn
 from zero_ckpt import Checkpointer
-from zero_ckpt._layers import Layers, module_of
 
 
 class _Block(nn.Module):
@@ -29,13 +29,19 @@ _FORMS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("form", list(_FORMS))
-def test_a_block_is_one_layer_in_whatever_form_it_is_called(form: str) -> None:
-    """Libraries bind keyword arguments anew for every call."""
-    block, layers = _Block(), Layers()
+def _layers(*functions: Callable[..., Any]) -> list[tuple[str, int]]:
+    """Names of the layers that were called, and how often."""
+    checkpointer = Checkpointer(profiles=True)
+    for function in functions:
+        checkpointer.checkpoint(function, torch.ones(3, requires_grad=True))
+    return [(timing.layer, timing.num_calls) for timing in checkpointer.timings()]
 
-    assert module_of(_FORMS[form](block)) is block
-    assert layers.of(_FORMS[form](block)) is layers.of(block)
+
+def test_a_block_is_one_layer_in_whatever_form_it_is_called() -> None:
+    """Libraries bind keyword arguments anew for every call."""
+    block = _Block()
+
+    assert _layers(*(form(block) for form in _FORMS.values())) == [("_Block", len(_FORMS))]
 
 
 @pytest.mark.parametrize("form", ["partial-of-module", "partial-of-function"])
@@ -64,15 +70,19 @@ def test_functions_of_one_name_are_one_layer() -> None:
 
         return scaled
 
-    layers = Layers()
-
-    assert layers.of(make(1.0)) is layers.of(make(2.0))
-    assert layers.of(make(1.0)) is not layers.of(torch.sin)
+    assert [num_calls for _, num_calls in _layers(make(1.0), torch.sin, make(2.0))] == [2, 1]
 
 
 def test_a_module_that_is_gone_is_forgotten() -> None:
     """A name must keep no model alive, nor a new module at its address get its name."""
-    layers = Layers()
-    for number in range(1, 4):
-        suffix = "" if number == 1 else f" {number}"
-        assert layers.of(_Block()).name == f"_Block{suffix}"
+    checkpointer = Checkpointer(profiles=True)
+    for _ in range(3):
+        block = _Block()
+        checkpointer.checkpoint(block, torch.ones(3, requires_grad=True))
+        seen = weakref.ref(block)
+        del block
+
+        assert seen() is None
+
+    names = [timing.layer for timing in checkpointer.timings()]
+    assert names == ["_Block", "_Block 2", "_Block 3"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from zero_ckpt import (
     KeepSaver,
     Timing,
 )
-from zero_ckpt._profile import Profile
+from zero_ckpt.testing import clocked
 
 
 class _Clock:
@@ -68,9 +69,7 @@ class _Block(nn.Module):
 
 
 def _profiling(clock: _Clock, saver: AbstractSaver | None = None) -> Checkpointer:
-    checkpointer = Checkpointer(profiles=True, stops_early=False, saver=saver)
-    checkpointer._profile = Profile(clock)
-    return checkpointer
+    return clocked(Checkpointer(profiles=True, stops_early=False, saver=saver), clock)
 
 
 def _x() -> Tensor:
@@ -117,12 +116,15 @@ def test_measurements_are_added_up_before_they_are_many() -> None:
     """A run of a million steps must not keep a record of each."""
     clock = _Clock()
     checkpointer = _profiling(clock)
-    block = _Block(clock, 1)
-    for _ in range(2000):
+    block, num_calls = _Block(clock, 1), 6000
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(num_calls):
         checkpointer.checkpoint(block, _x())
 
-    assert checkpointer._profile is not None and len(checkpointer._profile._pending) < 1100
-    assert checkpointer.timings()[0].forward_s == checkpointer.timings()[0].num_calls == 2000
+    assert len(gc.get_objects()) - before < num_calls
+    (timing,) = checkpointer.timings()
+    assert timing.forward_s == timing.num_calls == num_calls
 
 
 def test_a_call_that_raises_is_measured_and_ends() -> None:

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from zero_comm import BACKENDS, Group, Reduction, all_reduce_flat
-from zero_comm._torch_compat import all_gather_single, reduce_scatter_single
+from attrs import evolve
+from zero_comm import (
+    BACKENDS,
+    Group,
+    Reduction,
+    all_gather_flat,
+    all_reduce_flat,
+    reduce_scatter_flat,
+)
 
 
 def test_gloo_can_do_what_its_row_says(ranks) -> None:
@@ -39,18 +46,20 @@ def _sends_by_tag(group: Group) -> bool:
     return [tensor.item() for tensor in out] == [0.0, 1.0]
 
 
-def test_torch_s_single_collectives_are_found_under_either_name(ranks) -> None:
+def test_torch_s_own_collectives_are_found_under_either_name(ranks) -> None:
     """Torch 2.13 renames them and warns: `all_gather_single` was `all_gather_into_tensor`."""
-    for gathered, scattered in ranks(2).run(_call_single):
+    for gathered, scattered in ranks(2).run(_call_torch_s):
         assert gathered == [0.0, 1.0]
         assert scattered == [1.0]
 
 
-def _call_single(group: Group) -> tuple[list[float], list[float]]:
-    gathered = torch.zeros(2)
-    all_gather_single(gathered, torch.full((1,), float(group.rank)))
-    scattered = torch.zeros(1)
-    reduce_scatter_single(scattered, torch.full((2,), float(group.rank)))
+def _call_torch_s(group: Group) -> tuple[list[float], list[float]]:
+    """As on nccl, which composes nothing; of gloo's own, a sum is what both know."""
+    group = evolve(group, backend=evolve(BACKENDS["nccl"], name="gloo"))
+    gathered = torch.full((2,), float(group.rank))
+    all_gather_flat(gathered, splits=[1, 1], group=group).wait()
+    mine = torch.full((2,), float(group.rank))
+    scattered = reduce_scatter_flat(mine, splits=[1, 1], group=group, op=Reduction.SUM).wait()
     return gathered.tolist(), scattered.tolist()
 
 

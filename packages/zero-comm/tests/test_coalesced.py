@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import time
+from math import prod
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +17,7 @@ from zero_comm import (
     all_gather_coalesced,
     all_reduce_coalesced,
     broadcast_coalesced,
+    record_traffic,
     reduce_scatter_coalesced,
 )
 
@@ -108,6 +113,55 @@ def _scatter(group: Group, op: Reduction, with_out: bool) -> list[Tensor]:
     assert out is None or all(a is b for a, b in zip(shards, out, strict=True))
     _assert_same(tensors, _list(group.rank, group.world_size, with_integers=with_integers))
     return shards
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_any_list_comes_back_as_it_was_in_one_message_per_dtype(ranks, world_size: int) -> None:
+    """For any sizes and shapes, an empty tensor anywhere among them included."""
+    ranks(world_size).run(_broadcast_any)
+
+
+def _broadcast_any(group: Group) -> None:
+    rng = random.Random(0)
+    for _ in range(60):
+        sent = []
+        for _ in range(rng.randrange(10)):
+            shape = [rng.randrange(4) for _ in range(rng.randrange(1, 4))]
+            dtype = rng.choice([torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+            sent.append(torch.tensor([rng.randrange(99) for _ in range(prod(shape))]).to(dtype))
+            sent[-1] = sent[-1].reshape(shape)
+        last = group.world_size - 1
+        tensors = [t.clone() if group.rank == last else torch.full_like(t, 77) for t in sent]
+        with record_traffic(group) as traffic:
+            broadcast_coalesced(tensors, src=last, group=group).wait()
+
+        _assert_same(tensors, sent)
+        if group.world_size > 1:
+            calls = sum(operation.calls for operation in traffic.operations.values())
+            assert calls == len({tensor.dtype for tensor in sent})
+
+
+@pytest.mark.parametrize("num_tensors", [1, 2])
+def test_tensors_may_be_written_as_soon_as_a_collective_was_launched(
+    ranks, num_tensors: int
+) -> None:
+    """What travels is a copy: it is the wait that writes the result over them."""
+    ranks(2).run(_write_after_launch, num_tensors=num_tensors)
+
+
+def _write_after_launch(group: Group, num_tensors: int) -> None:
+    for launch, expected in (
+        (lambda tensors: all_reduce_coalesced(tensors, group=group, op=Reduction.SUM), 3.0),
+        (lambda tensors: broadcast_coalesced(tensors, src=0, group=group), 1.0),
+    ):
+        tensors = [torch.full((3,), 1.0 + group.rank) for _ in range(num_tensors)]
+        if group.rank == 1:
+            time.sleep(0.1)  # until the other has written
+        handle = launch(tensors)
+        for tensor in tensors:
+            tensor.fill_(-7)
+        handle.wait()
+        _assert_same(tensors, [torch.full((3,), expected)] * num_tensors)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

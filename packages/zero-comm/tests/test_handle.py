@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from attrs import evolve
 from zero_comm import (
     CommError,
@@ -17,7 +18,6 @@ from zero_comm import (
     all_reduce_flat,
     reduce_scatter_flat,
 )
-from zero_comm._handle import Message
 
 
 def test_a_handle_is_waited_on_once() -> None:
@@ -50,24 +50,30 @@ def test_what_is_borrowed_lives_until_the_wait() -> None:
 def test_works_are_waited_on_in_order_and_then_finished() -> None:
     """The sum may start only when what it adds has arrived."""
     happened: list[str] = []
-    messages = [Message(_FakeWork(name, happened), name) for name in ("first", "second")]
+    messages = [_FakeMessage(name, happened) for name in ("first", "second")]
 
     Handle(lambda timeout_s: happened.append(f"finish {timeout_s}"), messages).wait(timeout_s=2.0)
 
     assert happened == ["first", "second", "finish 2.0"]
 
 
-def test_a_failed_work_says_which_and_what_to_do() -> None:
+def test_a_message_that_fails_says_which_and_what_to_do(ranks) -> None:
     """Torch knows a connection; the reader needs the collective and the rank."""
-    handle = Handle(lambda _: None, [Message(_BrokenWork(), "receiving from rank 1")])
+    _, error = ranks(2).run(_lose_the_connection)
 
-    with pytest.raises(
-        CommError, match=r"receiving from rank 1 did not finish: reset by peer"
-    ) as e:
-        handle.wait()
+    assert "all_gather: receiving from rank 0 did not finish" in error
+    assert "look for the first error" in error
 
-    assert isinstance(e.value.__cause__, RuntimeError)
-    assert "look for the first error" in str(e.value)
+
+def _lose_the_connection(group: Group) -> str:
+    messages = evolve(group, peers=None)  # as between hosts
+    if group.rank == 0:
+        dist.destroy_process_group()
+        return ""
+    with pytest.raises(CommError) as raised:
+        all_gather_flat(torch.ones(2), splits=[1, 1], group=messages).wait(timeout_s=10.0)
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("what", ["all_gather", "reduce_scatter", "all_reduce"])
@@ -100,7 +106,7 @@ def test_hops_begin_one_after_the_other_and_only_when_told() -> None:
 
     def hop(name: str) -> Handle[str]:
         happened.append(f"launch {name}")
-        return Handle(lambda _: name, [Message(_FakeWork(f"wait for {name}", happened), name)])
+        return Handle(lambda _: name, [_FakeMessage(f"wait for {name}", happened)])
 
     handle = hop("a").then(lambda a: hop(a + "b").then(lambda ab: hop(ab + "c"))).map(str.upper)
     assert happened == ["launch a"]
@@ -133,14 +139,9 @@ def test_a_wait_goes_through_all_hops_that_are_left() -> None:
     assert timeouts == [2.0, 2.0, 2.0]
 
 
-class _FakeWork:
+class _FakeMessage:
     def __init__(self, name: str, happened: list[str]) -> None:
         self.name, self.happened = name, happened
 
-    def wait(self, timeout: object = None) -> None:
+    def wait(self, *, timeout_s: float | None = None) -> None:
         self.happened.append(self.name)
-
-
-class _BrokenWork:
-    def wait(self, timeout: object = None) -> None:
-        raise RuntimeError("reset by peer")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
 from torch import Tensor
-from zero_comm import Blockwise, CodecError, _blockwise, _native
-from zero_comm._blocks import decode_blocks, encode_blocks
-from zero_comm._native import Kernels, _compile
+from zero_comm import Blockwise, CodecError, build
+from zero_comm.codecs import decode_blocks, encode_blocks
+from zero_comm.testing import load_native, using_kernels
 
 PACKAGE: Final = Path(__file__).parents[1]
 COMPILER: Final = shutil.which("c++")
@@ -26,23 +28,21 @@ BLOCKS = [2, 6, 8, 128, 256, 1000, 1024]
 
 
 @pytest.fixture(scope="module", params=["best", "plainest"])
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """For the best instruction set here, and for the one that every processor has."""
     if COMPILER is None:
         pytest.skip("there is no c++ on PATH")
     out_dir = tmp_path_factory.mktemp(request.param)
     flags = ["-DEACH_ISA="] if request.param == "plainest" else []
-    library = _compile.compile_library(_native.HERE, out_dir, flags)
-    found, reason = _native.load(library, {})
+    library = build.compile_library(build.HERE, out_dir, flags)
+    found, reason = load_native(library, {})
     assert found is not None, reason
     return found
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("bits", [8, 4])
-def test_compiled_codecs_write_and_read_the_same_bits(
-    compiled: Kernels, bits: int, block: int
-) -> None:
+def test_compiled_codecs_write_and_read_the_same_bits(compiled: Any, bits: int, block: int) -> None:
     """Ranks with and without a compiler train together, and their parameters must not differ."""
     for numel in NUMELS:
         for values in _kinds(numel):
@@ -83,17 +83,15 @@ def _wire(numel: int, bits: int, block: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_codec_is_the_same_with_and_without_them(
-    compiled: Kernels, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_codec_is_the_same_with_and_without_them(compiled: Any, dtype: torch.dtype) -> None:
     """Long ones too, which are cut so that passes over them stay in cache."""
     values = torch.randn(100_003).to(dtype)
     for codec in (Blockwise(8), Blockwise(4), Blockwise(8, block=100)):
         results = []
         for found in (compiled, None):
-            monkeypatch.setattr(_blockwise, "kernels", lambda _, found=found: found)
-            wire = codec.encode(values)
-            results.append((wire, codec.decode(wire, torch.empty_like(values))))
+            with using_kernels(found):
+                wire = codec.encode(values)
+                results.append((wire, codec.decode(wire, torch.empty_like(values))))
         (wire, decoded), (expected_wire, expected) = results
         assert torch.equal(wire, expected_wire)
         assert torch.equal(decoded, expected)
@@ -111,30 +109,30 @@ def test_there_is_a_reason_where_there_are_none(tmp_path: Path) -> None:
         (damaged, {}, "cannot be loaded"),
         (damaged, {"ZERO_COMM_NATIVE": "off"}, "ZERO_COMM_NATIVE=off"),
     ):
-        found, reason = _native.load(path, environment)
+        found, reason = load_native(path, environment)
         assert found is None
         assert said in reason
     with pytest.raises(CodecError, match=r"require, but .*libmissing\.so does not exist"):
-        _native.load(missing, {"ZERO_COMM_NATIVE": "require"})
+        load_native(missing, {"ZERO_COMM_NATIVE": "require"})
     with pytest.raises(CodecError, match="'maybe': expected one of auto, require, off"):
-        _native.load(missing, {"ZERO_COMM_NATIVE": "maybe"})
+        load_native(missing, {"ZERO_COMM_NATIVE": "maybe"})
 
 
 @needs_compiler
-def test_a_library_of_another_version_is_not_called(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_of_another_version_is_not_called(tmp_path: Path) -> None:
     """Its arguments would be taken for others, which corrupts in silence."""
-    library = _compile.compile_library(_native.HERE, tmp_path)
-    monkeypatch.setattr(_native, "ABI", _native.ABI + 1)
+    for name in build.SOURCES:
+        shutil.copy(build.HERE / name, tmp_path)
+    header = tmp_path / "zero_comm.h"
+    abi = int(re.search(r"#define ZERO_COMM_ABI (\d+)", header.read_text())[1])  # type: ignore
+    header.write_text(header.read_text().replace(f"COMM_ABI {abi}", f"COMM_ABI {abi + 1}"))
+    library = build.compile_library(tmp_path, tmp_path)
 
-    found, reason = _native.load(library, {})
+    found, reason = load_native(library, {})
 
     assert found is None
-    assert f"built for ABI {_native.ABI - 1}, this package calls ABI {_native.ABI}" in reason
-    assert [path.name for path in tmp_path.iterdir()] == [_compile.LIBRARY]
-    header = (_native.HERE / "zero_comm.h").read_text()
-    assert f"#define ZERO_COMM_ABI {_native.ABI - 1} " in header
+    assert f"built for ABI {abi + 1}, this package calls ABI {abi}" in reason
+    assert {path.name for path in tmp_path.iterdir()} == {*build.SOURCES, build.LIBRARY}
 
 
 def test_plain_torch_says_so_once() -> None:
@@ -164,7 +162,8 @@ def test_plain_torch_says_so_once() -> None:
 
 def test_the_recipe_needs_the_standard_library_only() -> None:
     """The build environment is isolated: it has neither torch nor attrs."""
-    program = f"import runpy, sys; runpy.run_path({_compile.__file__!r}); print(*sys.modules)"
+    recipe = inspect.getsourcefile(build.compile_library)
+    program = f"import runpy, sys; runpy.run_path({recipe!r}); print(*sys.modules)"
     ran = subprocess.run(
         [sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True
     )
@@ -175,15 +174,15 @@ def test_a_compiler_that_is_missing_or_fails_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The remedy is to install one, or to say where it is; and nothing half made is left."""
-    with pytest.raises(_compile.CompileError, match=r"c\+\+, g\+\+ or clang\+\+ is not on PATH"):
-        _compile.find_compiler({"PATH": "/nowhere"})
+    with pytest.raises(build.CompileError, match=r"c\+\+, g\+\+ or clang\+\+ is not on PATH"):
+        build.find_compiler({"PATH": "/nowhere"})
     broken, out_dir = tmp_path / "broken", tmp_path / "out"
     broken.write_text("#!/bin/sh\necho this compiler is ill; exit 3\n")
     broken.chmod(0o700)
     out_dir.mkdir()
     monkeypatch.setenv("CXX", str(broken))
-    with pytest.raises(_compile.CompileError, match=r"ended with 3:\nthis compiler is ill"):
-        _compile.compile_library(_native.HERE, out_dir)
+    with pytest.raises(build.CompileError, match=r"ended with 3:\nthis compiler is ill"):
+        build.compile_library(build.HERE, out_dir)
     assert not list(out_dir.iterdir())
 
 
@@ -200,11 +199,12 @@ def test_a_wheel_has_the_library_if_there_was_a_compiler(
     shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("*.so", "dist", "__pycache__"))
     environment = os.environ | ({} if has_compiler else {"CXX": "/nowhere/c++"})
     environment.pop("ZERO_COMM_NATIVE", None)
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "to")]
-    subprocess.run(build, cwd=source, env=environment, check=True, capture_output=True)
+    make = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "to")]
+    subprocess.run(make, cwd=source, env=environment, check=True, capture_output=True)
     (wheel,) = (tmp_path / "to").iterdir()
     names = zipfile.ZipFile(wheel).namelist()
 
     assert wheel.name.endswith("-py3-none-any.whl") != has_compiler
-    assert (f"zero_comm/_native/{_compile.LIBRARY}" in names) == has_compiler
-    assert {f"zero_comm/_native/{name}" for name in _compile.SOURCES} <= set(names)
+    native = {Path(name).name for name in names}
+    assert (build.LIBRARY in native) == has_compiler
+    assert set(build.SOURCES) <= native

@@ -4,39 +4,39 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from errno import EPERM
-from unittest import mock
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, Literal
 
 import attrs
 import pytest
 import torch
 from attrs import define, field
 from torch import Tensor
-from zero_comm import CommError, GroupMismatchError, _journal, _peer_memory, _transfer
-from zero_comm._peer_memory import PeerMemory
-from zero_comm._transfer import RemoteBuffer, Transfer
+from zero_comm import CommError, GroupMismatchError
+from zero_comm.testing import journal_capacity, local_peers, looking_alone, reads_refused
 
 
 @define(eq=False)
 class _Exchange:
     """One transfer of a rank that takes all that its peers lend."""
 
-    memory: PeerMemory
+    memory: Any  # what `Group.peers` is
     tag: int
     buffer: Tensor
     got: dict[int, list[float]] = field(factory=dict)  # by rank
-    transfer: Transfer = field(init=False)
+    transfer: Any = field(init=False)
 
     def launch(self) -> _Exchange:
         self.transfer = self.memory.launch(self.tag, self.buffer, self._take)
         return self
 
-    def _take(self, buffers: dict[int, RemoteBuffer]) -> None:
+    def _take(self, buffers: dict[int, Any]) -> None:
         for rank, theirs in buffers.items():
             assert rank not in self.got, "carried out twice"
             row = torch.empty_like(self.buffer)
@@ -46,7 +46,7 @@ class _Exchange:
     def look(self) -> str:
         """What is missing, after one look at the news; nothing when it is over."""
         # A process looks at all its groups' journals, and here every rank lives in this one.
-        with mock.patch.object(_peer_memory, "_ALL", [self.memory]):
+        with looking_alone(self.memory):
             try:
                 self.memory.wait(self.transfer, "exchange", timeout_s=0)
             except CommError as error:
@@ -57,15 +57,8 @@ class _Exchange:
         return not self.look()
 
 
-def _exchange(memory: PeerMemory, tag: int, value: float) -> _Exchange:
+def _exchange(memory: Any, tag: int, value: float) -> _Exchange:
     return _Exchange(memory, tag, torch.full((2,), value)).launch()
-
-
-def _acquainted(world_size: int) -> list[PeerMemory]:
-    memories = [PeerMemory(rank, world_size, timeout_s=20.0) for rank in range(world_size)]
-    for memory in memories:
-        memory.meet([peer.whereabouts for peer in memories])
-    return memories
 
 
 def _look_until_over(exchanges: list[_Exchange]) -> None:
@@ -82,7 +75,7 @@ def _look_until_over(exchanges: list[_Exchange]) -> None:
 
 def test_an_offer_alone_moves_nothing() -> None:
     """What the other side will pass, and where it may be written, is not known yet."""
-    first, second = _acquainted(2)
+    first, second = local_peers(2)
     early = _exchange(first, 0, 1.0)
     other_tag = _exchange(second, 1, 2.0)
 
@@ -102,7 +95,7 @@ def test_an_offer_alone_moves_nothing() -> None:
 
 def test_transfers_of_one_tag_pair_in_the_order_of_their_launches() -> None:
     """A tag is used once a step; the third gather must not take what the second was lent."""
-    first, second = _acquainted(2)
+    first, second = local_peers(2)
     ours = [_exchange(first, 7, float(i)) for i in range(3)]
     theirs = [_exchange(second, 7, 10.0 + i) for i in range(3)]
     _look_until_over([*reversed(ours), *theirs])
@@ -114,7 +107,7 @@ def test_transfers_of_one_tag_pair_in_the_order_of_their_launches() -> None:
 
 def test_transfers_of_different_tags_pair_in_any_order() -> None:
     """A prefetch runs ahead on one rank; its bytes belong to its own unit all the same."""
-    first, second = _acquainted(2)
+    first, second = local_peers(2)
     ours = {tag: _exchange(first, tag, float(tag)) for tag in (0, 1, 2)}
     theirs = {tag: _exchange(second, tag, 10.0 + tag) for tag in (2, 0, 1)}
     _look_until_over([*ours.values(), *theirs.values()])
@@ -126,7 +119,7 @@ def test_transfers_of_different_tags_pair_in_any_order() -> None:
 
 def test_a_look_at_one_transfer_carries_out_the_others() -> None:
     """A peer that waits for this rank's part must not wait for this rank's order of waits."""
-    first, second = _acquainted(2)
+    first, second = local_peers(2)
     never = _exchange(first, 0, 0.0)
     ours = _exchange(first, 1, 1.0)
     theirs = _exchange(second, 1, 2.0)
@@ -138,7 +131,7 @@ def test_a_look_at_one_transfer_carries_out_the_others() -> None:
 
 def test_a_part_of_a_buffer_is_read_from_its_offset() -> None:
     """A chunk is bytes from the start of the buffer; elements would be another rank's chunk."""
-    first, second = _acquainted(2)
+    first, second = local_peers(2)
     taken = torch.zeros(2, dtype=torch.float64)
     first.launch(0, torch.arange(5, dtype=torch.float64), lambda _: None)
     second.launch(
@@ -153,7 +146,7 @@ def test_a_part_of_a_buffer_is_read_from_its_offset() -> None:
 
 def test_a_lent_buffer_is_not_over_until_every_peer_is_done() -> None:
     """Its owner writes to it next, and the last reader would find half of each."""
-    memories = _acquainted(3)
+    memories = local_peers(3)
     exchanges = [_exchange(memory, 0, float(memory.rank)) for memory in memories]
     owner, other, last = exchanges
 
@@ -169,7 +162,7 @@ def test_a_lent_buffer_is_not_over_until_every_peer_is_done() -> None:
 @pytest.mark.parametrize("comes_last", [False, True], ids=["comes first", "comes last"])
 def test_a_transfer_that_nobody_waits_on_still_lends_its_buffer(comes_last: bool) -> None:
     """A handle dropped by an exception must not turn into a peer's garbage, nor into a leak."""
-    first, second = _acquainted(2)
+    first, second = local_peers(2)
     theirs = _exchange(second, 0, 6.0) if comes_last else None
     exchange = _exchange(first, 0, 5.0)  # where it comes last, this side is done at once
     seen = weakref.ref(exchange.buffer)
@@ -192,11 +185,18 @@ def test_a_transfer_that_nobody_waits_on_still_lends_its_buffer(comes_last: bool
 # ---- A journal is a ring ----
 
 
+@pytest.fixture
+def small_journals() -> Iterator[Callable[[int], None]]:
+    """Journals that are made from now on hold so few entries."""
+    with ExitStack() as stack:
+        yield lambda entries: stack.enter_context(journal_capacity(entries))
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_journal_wraps_around(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+def test_a_journal_wraps_around(small_journals: Callable[[int], None], world_size: int) -> None:
     """Training launches millions of transfers; the ring has a thousand places."""
-    monkeypatch.setattr(_journal, "_CAPACITY", 5)  # an offer and a done do not divide it
-    memories = _acquainted(world_size)
+    small_journals(5)  # an offer and a done do not divide it
+    memories = local_peers(world_size)
     for i in range(40):
         exchanges = [_exchange(memory, 3, 100.0 * memory.rank + i) for memory in memories]
         _look_until_over(exchanges)
@@ -210,8 +210,8 @@ def test_a_journal_wraps_around(monkeypatch: pytest.MonkeyPatch, world_size: int
 
 def test_more_launches_than_the_journal_holds_all_arrive() -> None:
     """Peers may be that far behind; nothing is lost and no launch blocks."""
-    first, second = _acquainted(2)
-    numbers = range(2 * _journal._CAPACITY + 3)
+    first, second = local_peers(2)
+    numbers = range(2 * 1024 + 3)
     ours = [_exchange(first, 0, float(i)) for i in numbers]
     theirs = [_exchange(second, 0, -float(i)) for i in numbers]
 
@@ -222,13 +222,13 @@ def test_more_launches_than_the_journal_holds_all_arrive() -> None:
 
 
 def test_a_rank_that_waited_on_all_its_transfers_owes_its_peers_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    small_journals: Callable[[int], None],
 ) -> None:
     """It may compute, or wait for a message, as long as it likes: no thread speaks for it."""
-    monkeypatch.setattr(_journal, "_CAPACITY", 2)
+    small_journals(2)
     for seed in range(120):
         rng = random.Random(seed)
-        memories = _acquainted(3)
+        memories = local_peers(3)
         launched: list[list[_Exchange]] = [[] for _ in memories]
         for _ in range(2000):
             rank = rng.randrange(3)
@@ -244,12 +244,12 @@ def test_a_rank_that_waited_on_all_its_transfers_owes_its_peers_nothing(
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_schedule_moves_every_value_to_its_own_place(
-    monkeypatch: pytest.MonkeyPatch, seed: int
+    small_journals: Callable[[int], None], seed: int
 ) -> None:
     """Ranks launch and look as they please; what is over is overwritten at once, as users do."""
     rng = random.Random(seed)
-    monkeypatch.setattr(_journal, "_CAPACITY", rng.choice([2, 3, 7, 64]))
-    memories = _acquainted(rng.choice([2, 3, 4]))
+    small_journals(rng.choice([2, 3, 7, 64]))
+    memories = local_peers(rng.choice([2, 3, 4]))
     tags = [rng.randrange(4) for _ in range(30)]
     still = [rng.sample(tags, len(tags)) for _ in memories]  # each rank's own order
     launched: list[list[_Exchange]] = [[] for _ in memories]
@@ -284,10 +284,10 @@ def test_any_schedule_moves_every_value_to_its_own_place(
 
 def test_threads_of_one_rank_may_wait_side_by_side() -> None:
     """Backward of a CUDA-less autograd runs where it is called, and that may be two threads."""
-    memories = _acquainted(2)
+    memories = local_peers(2)
     wrong: list[object] = []
 
-    def work(memory: PeerMemory, tag: int) -> None:
+    def work(memory: Any, tag: int) -> None:
         for i in range(200):
             exchange = _exchange(memory, tag, 1000.0 * memory.rank + 10.0 * i + tag)
             memory.wait(exchange.transfer, "exchange")
@@ -323,20 +323,15 @@ def _noting(wrong: list[object], work: Callable[..., None]) -> Callable[..., Non
 
 def test_a_process_that_is_not_the_rank_is_refused() -> None:
     """In another container a number means another process, and its memory is no journal."""
-    first, second = (PeerMemory(rank, 2, timeout_s=1.0) for rank in range(2))
-    there = second.whereabouts
-    stranger = attrs.evolve(there, token=there.token + 1)
-    nowhere = attrs.evolve(there, address=8)
-
-    with pytest.raises(ProcessLookupError, match=rf"process {there.pid} here is not rank 1"):
-        first.meet([first.whereabouts, stranger])
+    with pytest.raises(ProcessLookupError, match=rf"process {os.getpid()} here is not rank 1"):
+        local_peers(2, told=lambda there: attrs.evolve(there, token=there.token + 1))
     with pytest.raises(OSError, match="Bad address"):
-        first.meet([first.whereabouts, nowhere])
+        local_peers(2, told=lambda there: attrs.evolve(there, address=8))
 
 
 def test_buffers_of_different_size_are_refused_by_every_rank() -> None:
     """Both sizes and both ranks, or one looks for the wrong one; read, it would be past the end."""
-    memories = _acquainted(3)
+    memories = local_peers(3)
     exchanges = [
         _Exchange(memory, 0, torch.zeros(3 if memory.rank == 1 else 4)).launch()
         for memory in memories
@@ -358,7 +353,7 @@ def test_buffers_of_different_size_are_refused_by_every_rank() -> None:
 
 def test_a_tag_serves_again_after_an_error() -> None:
     """The caller may go on with another batch; what failed must not be counted among the later."""
-    first, second = _acquainted(2)
+    first, second = local_peers(2)
     wrong = [
         _Exchange(first, 0, torch.zeros(3)).launch(),
         _Exchange(second, 0, torch.zeros(4)).launch(),
@@ -384,7 +379,7 @@ class _GivenAway:
 
 def test_a_reader_that_fails_says_so_in_its_own_wait() -> None:
     """Another transfer was being waited on when it happened, and is not to blame."""
-    first, second = _acquainted(2)
+    first, second = local_peers(2)
     failing, other = _exchange(first, 0, 1.0), _exchange(first, 1, 1.0)
     lender = second.launch(0, _GivenAway(), lambda _: None)  # type: ignore[arg-type]
     good = _exchange(second, 1, 2.0)
@@ -397,15 +392,15 @@ def test_a_reader_that_fails_says_so_in_its_own_wait() -> None:
 
 
 @pytest.mark.parametrize("what", ["journal", "buffer"])
-def test_a_peer_that_may_be_read_no_more_is_named_with_the_switch(what: str) -> None:
+def test_a_peer_that_may_be_read_no_more_is_named_with_the_switch(
+    what: Literal["journal", "buffer"],
+) -> None:
     """A sandbox, or a change of user after the start: nothing in the traceback says whose fault."""
-    first, second = _acquainted(2)
+    first, second = local_peers(2)
     theirs = _exchange(second, 0, 2.0)
-    refusal = PermissionError(EPERM, "Operation not permitted")
-    place = {"journal": (_journal, "read"), "buffer": (_transfer, "read_into")}[what]
 
     with (
-        mock.patch.object(*place, side_effect=refusal),
+        reads_refused(what),
         pytest.raises(CommError, match=r"rank 0 c.* rank 1 \(.*not perm.*ZERO_COMM_PEER_MEMORY=0"),
     ):
         first.wait(_exchange(first, 0, 1.0).transfer, "exchange")
@@ -414,7 +409,7 @@ def test_a_peer_that_may_be_read_no_more_is_named_with_the_switch(what: str) -> 
 
 def test_what_goes_wrong_while_adding_is_raised_by_its_own_wait() -> None:
     """The same as above; and a wait that returns without the values is a wrong gradient."""
-    first, second = _acquainted(2)
+    first, second = local_peers(2)
 
     def add(_: object) -> None:
         raise NotImplementedError("no sum of such values")
@@ -431,7 +426,7 @@ def test_what_goes_wrong_while_adding_is_raised_by_its_own_wait() -> None:
 
 def test_a_rank_that_was_interrupted_says_so_and_keeps_no_peer_waiting() -> None:
     """Ctrl-C may come between any two lines; what it tore apart cannot be trusted."""
-    first, second = _acquainted(2)
+    first, second = local_peers(2)
 
     def be_interrupted(_: object) -> None:
         raise KeyboardInterrupt
@@ -448,7 +443,7 @@ def test_a_rank_that_was_interrupted_says_so_and_keeps_no_peer_waiting() -> None
 
 def test_a_process_that_took_over_the_number_counts_as_ended() -> None:
     """Numbers are used again, and a stranger's memory would be read as a journal."""
-    first, second = _acquainted(2)
+    first, second = local_peers(2)
     exchange = _exchange(first, 0, 1.0)
     where = second.whereabouts
     ctypes.c_int64.from_address(where.address).value = where.token + 1  # as another process's
@@ -461,7 +456,7 @@ def test_a_process_that_took_over_the_number_counts_as_ended() -> None:
 
 def test_a_group_that_a_rank_gave_away_is_an_error_at_once() -> None:
     """The process goes on without it, and takes part in nothing more."""
-    first, second = _acquainted(2)
+    first, second = local_peers(2)
     exchange = _exchange(first, 0, 1.0)
     del second
     gc.collect()
@@ -475,8 +470,7 @@ def test_a_group_that_a_rank_gave_away_is_an_error_at_once() -> None:
 def test_a_wait_ends_with_its_timeout() -> None:
     """The one given, else the group's own."""
     for own_s, given_s in [(0.05, None), (20.0, 0.05)]:
-        first, second = (PeerMemory(rank, 2, timeout_s=own_s) for rank in range(2))
-        first.meet([first.whereabouts, second.whereabouts])
+        first, _second = local_peers(2, timeout_s=own_s)
         exchange = _exchange(first, 0, 1.0)
         started = time.monotonic()
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,14 +17,12 @@ from zero_comm import (
     CommError,
     Group,
     Reduction,
-    _process_memory,
-    _shared_host,
     all_gather_flat,
     all_reduce_flat,
     check_agreement,
     reduce_scatter_flat,
 )
-from zero_comm._peer_memory import PeerMemory
+from zero_comm.testing import cannot_read, reads_cut_short, without_reads
 
 # ---- What is chosen ----
 
@@ -43,36 +37,12 @@ def _ask(group: Group) -> tuple[str, bool]:
     return group.transport, group.peers is not None
 
 
-def _switch_off() -> object:
-    return mock.patch.dict(os.environ, {SWITCH: "0"})
-
-
-def _not_permit() -> object:
-    def refuse(*_: object) -> int:
-        ctypes.set_errno(errno.EPERM)
-        return -1
-
-    return mock.patch.object(_process_memory, "_READ", refuse)
-
-
-def _lack_the_call() -> object:
-    return mock.patch.object(_process_memory, "_READ", None)
-
-
-@contextmanager
-def _be_elsewhere() -> Iterator[None]:
-    with tempfile.TemporaryDirectory() as folder:
-        boot_id = Path(folder, "boot_id")
-        boot_id.write_text("another system's\n")
-        with mock.patch.object(_shared_host, "_BOOT_ID", boot_id):
-            yield
-
-
-# What keeps one rank from reading, and what all ranks then say of it.
+# What keeps one rank from reading, and what all ranks then say of whom.
 OBSTACLES = {
-    "switch": (_switch_off, f"has {SWITCH}=0 set"),
-    "permission": (_not_permit, "may not read a peer's memory (another user, container or sand"),
-    "system": (_lack_the_call, "runs on a system without process_vm_readv"),
+    "switch": f"has {SWITCH}=0 set",
+    "permission": "may not read a peer's memory (another user, container or sand",
+    "system": "runs on a system without process_vm_readv",
+    "host": "runs on another host than a peer",  # which is the odd one, none can say
 }
 
 
@@ -80,39 +50,16 @@ OBSTACLES = {
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_one_rank_that_cannot_read_makes_all_send_messages(ranks, name: str, odd: int) -> None:
     """A rank that reads and one that sends would wait for each other; who and why is the remedy."""
-    _, because = OBSTACLES[name]
+    named = 0 if name == "host" else odd
     for transport, has_peers, gathered in ranks(3).run(_wrap_with_an_obstacle, name=name, odd=odd):
-        assert transport.startswith(f"messages, because rank {odd} {because}")
+        assert transport.startswith(f"messages, because rank {named} {OBSTACLES[name]}")
         assert not has_peers
         assert gathered == [0.0, 1.0, 2.0]
 
 
-def _wrap_with_an_obstacle(group: Group, name: str, odd: int) -> tuple[str, bool, list[float]]:
-    obstacle, _ = OBSTACLES[name]
+def _wrap_with_an_obstacle(group: Group, name: Any, odd: int) -> tuple[str, bool, list[float]]:
     process_group = dist.new_group()
-    if group.rank == odd:
-        with obstacle():  # type: ignore[attr-defined]
-            group = Group.from_process_group(process_group)
-    else:
-        group = Group.from_process_group(process_group)
-    return group.transport, group.peers is not None, _gather_ranks(group)
-
-
-@pytest.mark.parametrize("odd", [0, 1, 2])
-def test_ranks_of_several_hosts_send_messages(ranks, odd: int) -> None:
-    """The same number is another process there, if any. Which host is the odd one, none can say."""
-    for transport, has_peers, gathered in ranks(3).run(_wrap_elsewhere, odd=odd):
-        assert transport == "messages, because rank 0 runs on another host than a peer"
-        assert not has_peers
-        assert gathered == [0.0, 1.0, 2.0]
-
-
-def _wrap_elsewhere(group: Group, odd: int) -> tuple[str, bool, list[float]]:
-    process_group = dist.new_group()
-    if group.rank == odd:
-        with _be_elsewhere():
-            group = Group.from_process_group(process_group)
-    else:
+    with cannot_read(name) if group.rank == odd else nullcontext():
         group = Group.from_process_group(process_group)
     return group.transport, group.peers is not None, _gather_ranks(group)
 
@@ -133,7 +80,7 @@ def test_values_travel_as_the_group_says(ranks, transport: str) -> None:
 
 def _reduce_and_gather_that_way_only(group: Group, transport: str) -> None:
     group = over(group, transport)
-    with _no_messages() if transport == READS else _no_reads():
+    with _no_messages() if transport == READS else without_reads():
         _one_of_each(group)
 
 
@@ -144,7 +91,7 @@ def test_what_controls_is_sent_as_a_message(ranks) -> None:
 
 def _agree_without_reading(group: Group) -> None:
     group = over(group, READS)
-    with _no_reads():
+    with without_reads():
         check_agreement({"a": "1"}, group=group)
 
 
@@ -154,15 +101,6 @@ def _no_messages() -> Iterator[None]:
         raise AssertionError("a message was sent")
 
     with mock.patch.object(dist, "isend", refuse), mock.patch.object(dist, "irecv", refuse):
-        yield
-
-
-@contextmanager
-def _no_reads() -> Iterator[None]:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a buffer was lent")
-
-    with mock.patch.object(PeerMemory, "launch", refuse):
         yield
 
 
@@ -176,7 +114,9 @@ def test_results_are_the_same_either_way(ranks, world_size: int) -> None:
 
 
 def _one_of_each_both_ways(group: Group) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    return _one_of_each(over(group, READS)), _one_of_each(over(group, MESSAGES))
+    with reads_cut_short(3 * 2**14 + 5):  # as the kernel does, at 2 GiB
+        by_reading = _one_of_each(over(group, READS))
+    return by_reading, _one_of_each(over(group, MESSAGES))
 
 
 def _one_of_each(group: Group) -> dict[str, Tensor]:
@@ -245,7 +185,7 @@ def test_a_sub_group_finds_out_for_itself(ranks) -> None:
 
 def _wrap_whole_and_part(group: Group) -> tuple[str, str, list[float]]:
     of_all, of_two = dist.new_group(), dist.new_group([0, 2])
-    with _switch_off() if group.rank == 1 else mock.patch.dict(os.environ):  # type: ignore
+    with cannot_read("switch") if group.rank == 1 else nullcontext():
         whole = Group.from_process_group(of_all)
     if group.rank == 1:
         return whole.transport, "", []

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from zero_comm import Blockwise, CodecError, _kernels, native_status
-from zero_comm._blocks import decode_blocks, encode_blocks
+from zero_comm import Blockwise, CodecError, native_status
+from zero_comm.codecs import decode_blocks, encode_blocks
+from zero_comm.testing import forgetting_kernels, load_triton, triton_gives, triton_ptx
 
-MODULE = "zero_comm._triton_codec"
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
@@ -51,44 +51,13 @@ def test_compiled_kernels_round_as_torch_does(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for bits in (8, 4):
         for block in (256, 10000):
-            encode, decode, decode_add = _ptx_of(capability, dtype, bits, block)
+            encode, decode, decode_add = triton_ptx(capability, dtype, bits, block)
             for ptx in (encode, decode, decode_add):
                 assert not re.search(r"\bfma|\bmad\.\w+\.f32|ftz|approx|div\.full", ptx)
                 assert not re.search(r"\b(add|sub|mul|div)(\.\w+)*(?<!\.rn)\.f32", ptx)
             assert len(re.findall(r"div\.rn\.f32", encode)) >= 2
             if dtype != "fp32":
                 assert re.search(rf"cvt\.rn\.{dtype.replace('p', '')}(x2)?\.f32", decode)
-
-
-def _ptx_of(capability: int, dtype: str, bits: int, block: int) -> list[str]:
-    """Of the kernels that encode, decode, and decode to add; compiling needs no GPU."""
-    from triton import compile as compile_kernel
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from zero_comm import _triton_codec
-
-    types = {"values": f"*{dtype}", "out": f"*{dtype}", "integers": "*i8"}
-    types |= {"numel": "i32", "num_bytes": "i32"}
-    found = []
-    for kernel, adds in (
-        ("_encode", {}),
-        ("_decode", {"ADDS": False}),
-        ("_decode", {"ADDS": True}),
-    ):
-        function = getattr(_triton_codec, kernel)
-        names = function.arg_names
-        types["scales"] = "*i32" if kernel == "_encode" else "*fp32"
-        source = ASTSource(
-            function,
-            {name: types.get(name, "constexpr") for name in names},
-            _triton_codec.tile_of(bits, block) | adds,
-            {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types},
-        )
-        target = GPUTarget("cuda", capability, 32)
-        compiled = compile_kernel(source, target=target, options=_triton_codec.LAUNCH)
-        assert compiled.asm["cubin"]
-        found.append(compiled.asm["ptx"])
-    return found
 
 
 @pytest.mark.gpu
@@ -172,17 +141,15 @@ def with_a_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cpu")
 
 
-def test_they_are_tried_before_they_are_used(
-    with_a_device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_tried_before_they_are_used(with_a_device: torch.device) -> None:
     """What compiles elsewhere may not here, and other bits on one rank make another model."""
     for kernels, said in (
         (_plain, ""),
         (_raising, "does not work on cpu: RuntimeError: Failed to find C compiler"),
         (_fused, "Triton's kernels give other bits than plain torch on cpu"),
     ):
-        monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(TritonKernels=kernels))
-        found, reason = _kernels.load_triton(with_a_device, {})
+        with triton_gives(kernels):
+            found, reason = load_triton(with_a_device, {})
         assert (found is None) == bool(said)
         assert reason.endswith(said)
 
@@ -191,12 +158,11 @@ def test_there_is_a_reason_where_there_are_none(
     with_a_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow run whose cause nobody can ask for is hard to mend."""
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    monkeypatch.setitem(sys.modules, "triton", None)
-    assert "Triton cannot be imported (" in _why_not(with_a_device)
-    assert "`pip install triton` installs it" in _why_not(with_a_device)
-    with pytest.raises(CodecError, match="ZERO_COMM_TRITON=require, but Triton cannot be imported"):
-        _kernels.load_triton(with_a_device, {"ZERO_COMM_TRITON": "require"})
+    with triton_gives(None):
+        assert "Triton cannot be imported (" in _why_not(with_a_device)
+        assert "`pip install triton` installs it" in _why_not(with_a_device)
+        with pytest.raises(CodecError, match="=require, but Triton cannot be imported"):
+            load_triton(with_a_device, {"ZERO_COMM_TRITON": "require"})
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert "from capability 8.0 on, not for a device" in _why_not(with_a_device)
@@ -209,20 +175,17 @@ def test_there_is_a_reason_where_there_are_none(
 
 
 def _why_not(device: torch.device, **environment: str) -> str:
-    found, reason = _kernels.load_triton(device, environment)
+    found, reason = load_triton(device, environment)
     assert found is None
     return reason
 
 
 def test_a_status_is_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled codecs of a CPU say nothing about those of a GPU."""
-    _kernels._loaded.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    try:
+    with forgetting_kernels():
         assert native_status("cuda") == "there is no CUDA device"
         assert native_status("meta") == "there are kernels for CPU and CUDA only"
         monkeypatch.setenv("ZERO_COMM_TRITON", "off")
         assert native_status() == native_status("cpu")
         assert "ZERO_COMM_TRITON" not in native_status()
-    finally:
-        _kernels._loaded.cache_clear()

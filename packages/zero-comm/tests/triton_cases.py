@@ -1,4 +1,4 @@
-"""Seeded cases for the kernels of `_triton_codec.py`, on a GPU or in Triton's interpreter.
+"""Seeded cases for Triton's kernels, on a GPU or in Triton's interpreter.
 
     TRITON_INTERPRET=1 python triton_cases.py     # needs no GPU
 
@@ -8,19 +8,15 @@ where float32 becomes bfloat16, and misreads bfloat16 below 2**-126. Cases for i
 
 from __future__ import annotations
 
-from unittest import mock
-
 import numpy as np
 import torch
 from torch import Tensor
-from zero_comm import Blockwise, _blockwise
-from zero_comm._blocks import decode_blocks, encode_blocks
-from zero_comm._kernels import _agrees
-from zero_comm._triton_codec import TritonKernels
+from zero_comm.codecs import Blockwise, decode_blocks, encode_blocks
+from zero_comm.testing import triton_agrees, triton_kernels, using_kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCKS = (2, 6, 8, 128, 256, 1000, 5000, 10000)
-KERNELS = TritonKernels()
+KERNELS = triton_kernels()
 
 
 def check_encode(seed: int, device: str) -> None:
@@ -76,7 +72,7 @@ def check_codec(device: str) -> None:
                 values = torch.linspace(-8, 8, numel).to(dtype)
                 results = []
                 for found, where in ((None, "cpu"), (KERNELS, device)):
-                    with mock.patch.object(_blockwise, "kernels", return_value=found):
+                    with using_kernels(found):
                         wire = codec.encode(values.to(where))
                         decoded = codec.decode(wire, torch.empty(numel, device=where))
                         added = codec.decode_add(wire, torch.ones(numel, device=where))
@@ -148,5 +144,5 @@ if __name__ == "__main__":
         check_encode(each, "cpu")
         check_decode(each, "cpu")
     check_codec("cpu")
-    assert _agrees(KERNELS, torch.device("cpu"))
+    assert triton_agrees(KERNELS, torch.device("cpu"))
     print("all agree")

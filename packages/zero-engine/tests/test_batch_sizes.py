@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Final
 
 import pytest
-from zero_engine import ConfigError
-from zero_engine._batch_sizes import BatchSizes
+from zero_engine import ConfigError, EngineConfig
 
-SIZES = (None, 1, 2, 3, 4, 6, 8, 12)
+SIZES: Final = (None, 1, 2, 3, 4, 6, 8, 12)
+KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -17,11 +18,15 @@ def test_inference_agrees_with_trying_all(world_size: int) -> None:
     for given in itertools.product(SIZES, repeat=3):
         expected = _by_trying(*given, world_size=world_size)
 
+        raw = {key: size for key, size in zip(KEYS, given, strict=True) if size is not None}
+
         if expected is None:
-            with pytest.raises(ConfigError, match=r"^train_batch_size: expected"):
-                BatchSizes.infer(*given, world_size=world_size)
+            with pytest.raises(ConfigError, match=r"^train_batch_size: "):
+                EngineConfig.from_deepspeed(raw, world_size=world_size)
         else:
-            assert BatchSizes.infer(*given, world_size=world_size) == BatchSizes(*expected)
+            found = EngineConfig.from_deepspeed(raw, world_size=world_size)
+            sizes = (found.train_batch_size, found.micro_batch_size, found.accumulation_steps)
+            assert sizes == expected
 
 
 def _by_trying(

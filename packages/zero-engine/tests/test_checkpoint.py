@@ -3,137 +3,116 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import zlib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
-from zero_engine._checkpoint import Checkpoint
-from zero_engine._errors import ConfigError, FileError
-from zero_engine._manifest import MANIFEST, seal
-from zero_engine._plain_values import from_json, name_of, to_json
-from zero_engine._tensor_file import PlannedTensor, TensorFilePlan
+import zero_engine
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_engine import ConfigError, FileError, ZeroConfig
+from zero_engine.testing import MANIFEST, damage, edit_manifest, write_manifest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool, torch.int64)
 
 
-def _bytes_of(value: Tensor) -> bytes:
-    return value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+class _Values(nn.Module):
+    """Some parameter that trains, and frozen ones of all dtypes and of odd shapes."""
+
+    def __init__(self, *, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.trained = nn.Parameter(torch.randn(7, 5, generator=generator))
+        values = ((torch.randn(7, 5, generator=generator) * 9).to(dtype) for dtype in DTYPES)
+        self.values = nn.ParameterList(nn.Parameter(v, requires_grad=False) for v in values)
+        self.register_buffer("scalar", torch.randn((), generator=generator))
+        self.register_buffer("empty", torch.empty(0, 3))
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    plan = TensorFilePlan.of(PlannedTensor(k, v.dtype, v.numel()) for k, v in tensors.items())
-    content = plan.header
-    for padding, value in zip(plan.paddings, tensors.values(), strict=True):
-        content += bytes(padding) + _bytes_of(value)
-    assert len(content) == plan.num_bytes
-    path.write_bytes(content)
-    return {"bytes": len(content), "crc32": zlib.crc32(content)}
+def _shard(*, seed: int = 0, group: Group | None = None) -> tuple[nn.Module, Any]:
+    model = _Values(seed=seed)
+    optimizer = torch.optim.SGD([model.trained], lr=0.1, momentum=0.9)
+    group = Group.solo() if group is None else group
+    return zero_engine.shard(model, optimizer, ZeroConfig(3, min_unit_bytes=0), group=group)
 
 
-def _cut(value: Tensor, cuts: Sequence[int]) -> list[tuple[int, int]]:
-    edges = [0, *cuts, value.numel()]
-    return [(a, b) for a, b in itertools.pairwise(edges) if a < b]
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in zero_engine.full_state_dict(model).items()}
 
 
-def write_checkpoint(
-    folder: Path,
-    params: Mapping[str, Tensor],
-    *,
-    tag: str = "one",
-    serial: int | None = 1,
-    step: int = 7,
-    cuts: Sequence[int] = (),
-    changes: Mapping[str, Any] | None = None,
-) -> Path:
-    """A checkpoint of two ranks, whose pieces go to their files by turns."""
-    path = folder / tag
-    path.mkdir(parents=True)
+def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == value.dtype and torch.equal(found[name], value)
+        for name, value in expected.items()
+    )
+
+
+def _write_by_hand(folder: Path, params: dict[str, Tensor], cuts: tuple[int, ...]) -> None:
+    """Format 1, as the safetensors library writes files: pieces of each go to two by turns."""
+    (path := folder / "one").mkdir(parents=True)
     files: list[dict[str, Tensor]] = [{}, {}]
     said = {}
     for name, value in params.items():
-        pieces = []
-        for index, (start, stop) in enumerate(_cut(value, [c for c in cuts if c < value.numel()])):
-            key = f"params/{name}/{start}"
-            files[index % 2][key] = value.reshape(-1)[start:stop]
-            pieces.append(
-                {"file": f"rank-{index % 2:05}.safetensors", "key": key, "start": start}
-                | {"stop": stop}
-            )
-        said[name] = {"dtype": name_of(value.dtype), "shape": list(value.shape), "pieces": pieces}
-    content = {
-        "tag": tag,
-        "serial": serial,
-        "step": step,
-        "world_size": 2,
-        "stage": 3,
-        "params": said,
-        "ties": {},
-        "excludes_frozen": False,
-        "buffers": {},
-        "rank_buffers": {},
-        "optimizer": {},
-        "param_groups": [],
-        "rngs": {},
-        "scheduler": None,
-        "engine": None,
-        "extra": None,
-        "files": {
-            f"rank-{index:05}.safetensors": _write_file(
-                path / f"rank-{index:05}.safetensors", tensors
-            )
-            for index, tensors in enumerate(files)
-        },
-    }
-    (path / MANIFEST).write_bytes(seal(content | dict(changes or {})))
-    return path
-
-
-def _params() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    values = {
-        str(dtype): (torch.randn(7, 5, generator=generator) * 9).to(dtype) for dtype in DTYPES
-    }
-    return values | {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3)}
+        edges, pieces = [0, *(cut for cut in cuts if cut < value.numel()), value.numel()], []
+        for index, (start, stop) in enumerate(itertools.pairwise(edges)):
+            if start < stop:
+                key = f"params/{name}/{start}"
+                files[index % 2][key] = value.reshape(-1)[start:stop].clone()
+                where = {"file": f"rank-{index % 2:05}.safetensors", "key": key}
+                pieces.insert(0, where | {"start": start, "stop": stop})
+        dtype = str(value.dtype).removeprefix("torch.")
+        said[name] = {"dtype": dtype, "shape": list(value.shape), "pieces": pieces}
+    facts = {}
+    for index, tensors in enumerate(files):
+        save_file(tensors, path / (name := f"rank-{index:05}.safetensors"))
+        content = (path / name).read_bytes()
+        facts[name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+    empty = ("ties", "buffers", "rank_buffers", "optimizer", "rngs")
+    absent = ("scheduler", "engine", "extra")
+    write_manifest(
+        path,
+        {section: {} for section in empty}
+        | dict.fromkeys(absent)
+        | {"tag": "one", "serial": 1, "step": 7, "world_size": 2, "stage": 3, "params": said}
+        | {"excludes_frozen": False, "param_groups": [], "files": facts},
+    )
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (3, 4, 17)])
-def test_any_run_of_elements_is_read_whatever_files_it_lies_in(tmp_path: Path, cuts) -> None:
+def test_any_run_of_elements_is_read_whatever_files_it_lies_in(ranks, tmp_path, cuts) -> None:
     """Another world size asks for other runs than were written."""
-    params = _params()
-    write_checkpoint(tmp_path, params, cuts=cuts)
+    params = dict(_Values(seed=1).named_parameters())
+    _write_by_hand(tmp_path, {n: p.detach() for n, p in params.items()}, cuts)
 
-    checkpoint = Checkpoint.open(tmp_path)
+    found, *_ = ranks(3).run(_load_by_hand, folder=tmp_path)
 
-    assert checkpoint is not None
-    assert (checkpoint.tag, checkpoint.step, checkpoint.world_size) == ("one", 7, 2)
-    assert checkpoint.verify() == sum(f.num_bytes for f in checkpoint.files.values())
-    for name, value in params.items():
-        reader = checkpoint.params[name]
-        assert (reader.shape, reader.dtype) == (value.shape, value.dtype)
-        assert torch.equal(reader.whole(), value)
-        flat = value.reshape(-1)
-        for start in range(0, value.numel(), 3):
-            for stop in range(start, value.numel() + 1, 4):
-                assert torch.equal(reader.read(start, stop), flat[start:stop])
+    assert all(torch.equal(found[name], param) for name, param in params.items())
+
+
+def _load_by_hand(group: Group, folder: Path) -> dict[str, Tensor]:
+    model, _ = _shard(group=group)
+    report = zero_engine.load(folder, model, is_strict=False)  # it has no buffers
+    assert report is not None
+    assert (report.path.name, report.step, report.missing) == ("one", 7, ("scalar", "empty"))
+    return _values(model)
 
 
 def test_files_are_what_the_safetensors_library_reads(tmp_path: Path) -> None:
     """Whoever has only that library must get at the tensors."""
-    params = _params()
-    _write_file(tmp_path / "some.safetensors", params)
+    model, optimizer = _shard()
 
-    found = load_file(tmp_path / "some.safetensors")
+    path = zero_engine.save(tmp_path, model, optimizer, step=1).path
 
-    for name, value in params.items():
-        assert found[name].dtype == value.dtype
-        assert torch.equal(found[name], value.reshape(-1))
+    found = [value for file in path.glob("*.safetensors") for value in load_file(file).values()]
+    for name, value in _values(model).items():
+        flat = value.reshape(-1)
+        assert not flat.numel() or any(
+            each.dtype == flat.dtype and torch.equal(each, flat) for each in found
+        ), name
 
 
 @pytest.mark.parametrize("content", [None, [], ["one/"], [".one.partial-12/", "latest"]])
@@ -146,80 +125,83 @@ def test_a_folder_without_a_complete_checkpoint_is_no_error(tmp_path: Path, cont
             (folder / name).mkdir()
             (folder / name / "rank-00000.safetensors").touch()
             if name.startswith("."):
-                (folder / name / MANIFEST).write_bytes(seal({}))
+                write_manifest(folder / name, {})
         else:
             (folder / name).write_text("one")
 
-    assert Checkpoint.open(folder) is None
+    assert zero_engine.load(folder, *_shard(), missing_ok=True) is None
+
+
+def _load(folder: Path, tag: str | None = None) -> tuple[str, int]:
+    report = zero_engine.load(folder, *_shard(seed=1), tag=tag)
+    assert report is not None
+    return report.path.name, report.step
 
 
 def test_the_newest_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
     """Steps begin anew, clocks differ, and `latest` is written after the checkpoint."""
-    for serial, tag, step in ((1, "b", 300), (3, "a", 100), (2, "c", 200)):
-        write_checkpoint(tmp_path, {}, tag=tag, serial=serial, step=step)
-    write_checkpoint(tmp_path, {}, tag="aside", serial=None, step=400)
+    model, optimizer = _shard()
+    for tag, step in (("b", 300), ("c", 200), ("a", 100)):
+        zero_engine.save(tmp_path, model, optimizer, step=step, tag=tag)
+    zero_engine.save(tmp_path, model, optimizer, step=400, tag="aside", is_latest=False)
     (tmp_path / "latest").write_text("b")
 
-    newest, by_tag = Checkpoint.open(tmp_path), Checkpoint.open(tmp_path, "aside")
-
-    assert newest is not None and newest.tag == "a"
-    assert by_tag is not None and by_tag.step == 400
+    assert _load(tmp_path) == ("a", 100)
+    assert _load(tmp_path, "aside") == ("aside", 400)
     with pytest.raises(FileError, match=r"expected a checkpoint 'd', got a, aside, b, c"):
-        Checkpoint.open(tmp_path, "d")
+        _load(tmp_path, "d")
 
 
 def test_one_that_was_about_to_be_replaced_is_still_there(tmp_path: Path) -> None:
     """Between two renames there is no folder of the tag's name."""
-    write_checkpoint(tmp_path, {}).rename(tmp_path / ".one.replaced-ab12")
+    zero_engine.save(tmp_path, *_shard(), step=7, tag="one")
+    (tmp_path / "one").rename(tmp_path / ".one.replaced-ab12")
 
-    found = Checkpoint.open(tmp_path)
-
-    assert found is not None and found.tag == "one"
+    assert _load(tmp_path, "one") == _load(tmp_path) == (".one.replaced-ab12", 7)
 
 
-def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
+def test_every_flipped_byte_is_detected_and_nothing_is_written(tmp_path: Path) -> None:
     """Disks and links flip bits, and a training that goes on from them shows nothing."""
-    path = write_checkpoint(tmp_path, _params(), cuts=(9,))
+    path = zero_engine.save(tmp_path, *_shard(), step=7).path
+    model, optimizer = _shard(seed=1)
+    before = _values(model)
     draw = random.Random(0)
     files = sorted(path.iterdir())
     for _ in range(200):
         file = draw.choice(files)
-        content = bytearray(file.read_bytes())
-        position, bit = draw.randrange(len(content)), draw.randrange(1, 256)
-        content[position] ^= bit
-        good = file.read_bytes()
-        file.write_bytes(content)
+        position, flip = draw.randrange(file.stat().st_size), draw.randrange(1, 256)
+        damage(file, position, flip)
 
         with pytest.raises(FileError, match=file.name):
-            opened = Checkpoint.open(tmp_path)
-            assert opened is not None
-            opened.verify()
+            zero_engine.load(tmp_path, model, optimizer)
 
-        file.write_bytes(good)
+        damage(file, position, flip)
+    assert _same(_values(model), before)
+    zero_engine.load(tmp_path, model, optimizer)
+    assert _same(_values(model), _values(_shard()[0]))
 
 
 def test_white_space_counts(tmp_path: Path) -> None:
     """Else a flip in it would go unseen, and two files of one checksum would differ."""
-    path = write_checkpoint(tmp_path, {}) / MANIFEST
+    path = zero_engine.save(tmp_path, *_shard(), step=7).path / MANIFEST
     path.write_bytes(path.read_bytes().replace(b"\n", b" ", 1))
 
     with pytest.raises(FileError, match="damaged"):
-        Checkpoint.open(tmp_path)
+        _load(tmp_path)
 
 
 def test_a_damaged_manifest_is_passed_over_only_if_it_is_not_the_newest(tmp_path: Path) -> None:
     """To go back a day without a word would be worse than to stop."""
-    write_checkpoint(tmp_path, {}, tag="old", serial=1)
-    write_checkpoint(tmp_path, {}, tag="new", serial=2)
-    (tmp_path / "latest").write_text("new")
+    for step, tag in enumerate(("old", "new")):
+        zero_engine.save(tmp_path, *_shard(), step=step, tag=tag)
     for tag in ("old", "new"):
         (tmp_path / tag / MANIFEST).rename(tmp_path / "aside")
         (tmp_path / tag / MANIFEST).write_text("{")
         if tag == "new":
             with pytest.raises(FileError, match=r"new.*it is damaged"):
-                Checkpoint.open(tmp_path)
+                _load(tmp_path)
         else:
-            assert Checkpoint.open(tmp_path).tag == "new"
+            assert _load(tmp_path) == ("new", 1)
         (tmp_path / "aside").rename(tmp_path / tag / MANIFEST)
 
 
@@ -236,13 +218,14 @@ def test_a_damaged_manifest_is_passed_over_only_if_it_is_not_the_newest(tmp_path
 )
 def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path, change, message) -> None:
     """A checksum says that it is as it was written, not that it is good."""
-    write_checkpoint(tmp_path, {}, changes=change)
+    path = zero_engine.save(tmp_path, *_shard(), step=7).path
+    edit_manifest(path, lambda content: content.update(change))
 
     with pytest.raises(FileError, match=message):
-        Checkpoint.open(tmp_path)
+        _load(tmp_path)
 
 
-def test_values_come_back_as_they_were() -> None:
+def test_values_come_back_as_they_were(tmp_path: Path) -> None:
     """Betas are a tuple, and a learning rate may be a tensor."""
     value = {
         "betas": (0.9, 0.95),
@@ -252,8 +235,10 @@ def test_values_come_back_as_they_were() -> None:
         "flags": torch.tensor([[True], [False]]),
         "nothing": torch.empty(0, 2, dtype=torch.bfloat16),
     }
+    model, optimizer = _shard()
+    zero_engine.save(tmp_path, model, optimizer, step=1, extra=value)
 
-    again = from_json(json.loads(json.dumps(to_json(value, "extra"))))
+    again = zero_engine.load(tmp_path, model, optimizer).extra
 
     assert list(again) == list(value)
     for key in ("lr", "flags", "nothing"):
@@ -263,7 +248,7 @@ def test_values_come_back_as_they_were() -> None:
     assert again == value
 
 
-def test_what_would_have_to_be_pickled_is_refused_by_name() -> None:
+def test_what_would_have_to_be_pickled_is_refused_by_name(tmp_path: Path) -> None:
     """A checkpoint that runs code when it is read is what this format is there to avoid."""
-    with pytest.raises(ConfigError, match=r"extra\['a'\]\[1\]: expected .* got a Path"):
-        to_json({"a": [1, object.__new__(type("Path", (), {}))]}, "extra")
+    with pytest.raises(ConfigError, match=r"extra\['a'\]\[1\]: expected .* got a PosixPath"):
+        zero_engine.save(tmp_path, *_shard(), step=1, extra={"a": [1, Path("x")]})

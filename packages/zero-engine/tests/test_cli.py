@@ -7,15 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from zero_engine._cli import main
-from zero_engine._cli_values import num_bytes_of
 
 
-def test_the_command_says_what_is_wrong_on_one_line(tmp_path: Path, capsys) -> None:
+def test_the_command_says_what_is_wrong_on_one_line(zero, tmp_path: Path, capsys) -> None:
     """A traceback is for those who wrote the program."""
-    status = main(["export", str(tmp_path), str(tmp_path / "out")])
-
-    assert status == 1
+    assert zero("export", tmp_path, tmp_path / "out") == 1
     error = capsys.readouterr().err
     assert error.startswith("zero: ")
     assert "complete checkpoint" in error
@@ -34,21 +30,22 @@ def test_the_command_says_what_is_wrong_on_one_line(tmp_path: Path, capsys) -> N
     ],
     ids=" ".join,
 )
-def test_the_command_refuses_arguments_that_make_no_sense(arguments: list[str], capsys) -> None:
+def test_the_command_refuses_arguments_that_make_no_sense(zero, arguments, capsys) -> None:
     """With the usage, and the status that shells expect."""
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-
-    assert caught.value.code == 2
+    assert zero(*arguments) == 2
     assert "usage: zero" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("text", "num_bytes"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), ("12", 12), ("7b", 7)]
-)
-def test_sizes_are_decimal_but_for_those_with_an_i(text: str, num_bytes: int) -> None:
-    """As Hugging Face reads them."""
-    assert num_bytes_of(text) == num_bytes
+def test_sizes_are_decimal_but_for_those_with_an_i(zero, capsys) -> None:
+    """As Hugging Face reads them: 38 MB are no 38 MiB."""
+    plan = ["plan", "--layers", "4", "--hidden", "256", "--world-size", "8"]
+    outs = {}
+    for text, num_bytes in (("0.038GB", 38 * 10**6), ("36.5 MiB", 73 * 2**19), ("7b", 7)):
+        for size in (text, num_bytes):
+            assert zero(*plan, "--device-memory", size) == 0
+            outs[size] = capsys.readouterr().out
+        assert outs[text] == outs[num_bytes]
+    assert len(set(outs.values())) == 3
 
 
 def test_the_module_is_the_command() -> None:

@@ -138,7 +138,7 @@ def test_a_sub_group_has_the_bytes_of_the_file_but_neither_few_nor_many(numel: i
     offload = _offload({"device": "cpu"}, sub_group_size=numel)
 
     assert offload is not None
-    assert offload.subgroup_bytes == (12 * numel if MIB <= 12 * numel <= 64 * MIB else 64 * MIB)
+    assert offload.subgroup_bytes == min(max(12 * numel, MIB), 64 * MIB)
 
 
 def test_a_tiny_sub_group_size_changes_neither_numbers_nor_speed(ranks) -> None:

@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from zero_engine._cli import main
 
 SIZE = ["--layers", "4", "--hidden", "256"]
 
 
-def test_all_options_are_listed_and_one_is_recommended(capsys: pytest.CaptureFixture) -> None:
+def test_all_options_are_listed_and_one_is_recommended(zero, capsys) -> None:
     """The question is which stage to take, before any of them is tried."""
-    status = main(["plan", *SIZE, "--world-size", "8", "--device-memory", "40MB"])
+    status = zero("plan", *SIZE, "--world-size", "8", "--device-memory", "40MB")
 
     out = capsys.readouterr().out
     assert status == 0
@@ -21,7 +20,7 @@ def test_all_options_are_listed_and_one_is_recommended(capsys: pytest.CaptureFix
     assert "fits in 40.0 MB" in out
 
 
-def test_what_fits_says_what_is_not_in_it_and_leaves_a_fifth(capsys: pytest.CaptureFixture) -> None:
+def test_what_fits_says_what_is_not_in_it_and_leaves_a_fifth(zero, capsys) -> None:
     """A device that a plan fills has no room for activations: the run would end in its first."""
     arguments = ["plan", *SIZE, "--world-size", "8", "--device-memory", "38MB"]  # stage 1: 30.9 MB
     for further, expected, left in (
@@ -29,27 +28,26 @@ def test_what_fits_says_what_is_not_in_it_and_leaves_a_fifth(capsys: pytest.Capt
         (["--reserve", "0.15"], "stage 1", "15%"),
         (["--reserve", "0%"], "stage 1", "0%"),
     ):
-        assert main([*arguments, *further]) == 0
+        assert zero(*arguments, *further) == 0
         out = capsys.readouterr().out
         assert "fits, activations apart" in out
         assert f"{expected} fits in 38.0 MB" in out
         assert "Not in it are activations, and what" in out
         assert f"; {left} of each device is left free" in out
-        assert main([*arguments, *further, "--json"]) == 0
+        assert zero(*arguments, *further, "--json") == 0
         assert json.loads(capsys.readouterr().out)["recommended"] == expected
-    assert main([*arguments, "--activations-memory", "2MB"]) == 0
+    assert zero(*arguments, "--activations-memory", "2MB") == 0
     assert "In it are 2.00 MB for activations, and not what" in capsys.readouterr().out
     for wrong in ("20", "-1%", "much"):
-        with pytest.raises(SystemExit):
-            main([*arguments, f"--reserve={wrong}"])
+        assert zero(*arguments, f"--reserve={wrong}") == 2
         assert "expected a share such as 20% or 0.2" in capsys.readouterr().err
 
 
-def test_one_stage_is_shown_in_detail(capsys: pytest.CaptureFixture) -> None:
+def test_one_stage_is_shown_in_detail(zero, capsys) -> None:
     """Alike units share a line: a model of 80 blocks has a table of a few lines."""
     arguments = ["--world-size", "8", "--ranks-per-node", "2", "--stage", "3"]
 
-    status = main(["plan", *SIZE, "--dtype", "bf16", *arguments, "--optimizer-rests", "host"])
+    status = zero("plan", *SIZE, "--dtype", "bf16", *arguments, "--optimizer-rests", "host")
 
     out = capsys.readouterr().out
     assert status == 0
@@ -58,23 +56,23 @@ def test_one_stage_is_shown_in_detail(capsys: pytest.CaptureFixture) -> None:
     assert "of it to other nodes" in out
 
 
-def test_what_travels_is_asked_for_by_name(capsys: pytest.CaptureFixture) -> None:
+def test_what_travels_is_asked_for_by_name(zero, capsys) -> None:
     """What all three of ZeRO++ bring is seen before they are tried."""
     arguments = [*SIZE, "--world-size", "8", "--ranks-per-node", "2", "--stage", "3", "--json"]
     near = ["--secondary", "--encode-params", "int8", "--encode-gradients", "int4", "--loco"]
 
     across = []
     for further in ([], near):
-        assert main(["plan", *arguments, *further]) == 0
+        assert zero("plan", *arguments, *further) == 0
         across.append(json.loads(capsys.readouterr().out)["across_bytes"])
 
     assert across[1] < across[0] / 4
 
 
 @pytest.mark.parametrize("arguments", [[], ["--stage", "2"]], ids=["options", "one"])
-def test_json_is_json(capsys: pytest.CaptureFixture, arguments: list[str]) -> None:
+def test_json_is_json(zero, capsys, arguments: list[str]) -> None:
     """Scripts read it."""
-    main(["plan", *SIZE, "--world-size", "8", "--json", *arguments])
+    zero("plan", *SIZE, "--world-size", "8", "--json", *arguments)
 
     found = json.loads(capsys.readouterr().out)
     one = found["options"][2]["plan"] if "options" in found else found
@@ -82,22 +80,22 @@ def test_json_is_json(capsys: pytest.CaptureFixture, arguments: list[str]) -> No
     assert one["numel"] == 12 * 4 * 256**2
 
 
-def test_a_file_for_deepspeed_is_planned(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_a_file_for_deepspeed_is_planned(zero, capsys, tmp_path: Path) -> None:
     """Who comes from there has one."""
     path = tmp_path / "ds.json"
     content = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
     path.write_text(json.dumps(content))
 
-    assert main(["plan", *SIZE, "--world-size", "8", "--config", str(path)]) == 0
+    assert zero("plan", *SIZE, "--world-size", "8", "--config", path) == 0
     assert capsys.readouterr().out.startswith("stage 2,")
 
 
-def test_a_picture_is_written(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_a_picture_is_written(zero, capsys, tmp_path: Path) -> None:
     """Beside the table."""
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
 
-    assert main(["plan", *SIZE, "--world-size", "8", "--picture", str(path)]) == 0
+    assert zero("plan", *SIZE, "--world-size", "8", "--picture", path) == 0
     assert path.stat().st_size > 1000
 
 
@@ -114,11 +112,9 @@ def test_a_picture_is_written(capsys: pytest.CaptureFixture, tmp_path: Path) -> 
         ([*SIZE, "--world-size", "8", "--stage", "3", "--loco"], "loco"),
     ],
 )
-def test_what_cannot_be_is_a_line_on_stderr(
-    capsys: pytest.CaptureFixture, arguments: list[str], message: str
-) -> None:
+def test_what_cannot_be_is_a_line_on_stderr(zero, capsys, arguments, message) -> None:
     """No traceback for a typing error."""
-    assert main(["plan", *arguments]) == 1
+    assert zero("plan", *arguments) == 1
 
     error = capsys.readouterr().err
     assert error.startswith("zero: ")
@@ -134,9 +130,7 @@ def test_what_cannot_be_is_a_line_on_stderr(
         (["config.json", "--layers", "2"], "got both: 'config.json' and --layers"),
     ],
 )
-def test_half_a_model_is_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_half_a_model_is_refused(zero, capsys, arguments, message) -> None:
     """What is missing is said, and what came."""
-    assert main(["plan", *arguments, "--world-size", "8"]) == 1
+    assert zero("plan", *arguments, "--world-size", "8") == 1
     assert message in capsys.readouterr().err

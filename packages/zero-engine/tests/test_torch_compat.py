@@ -1,4 +1,5 @@
 """Private names of torch that the engine relies on do what they are used for."""
+# Names a private module: what it holds are private names of torch, each looked up in one place.
 
 from __future__ import annotations
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,9 +15,6 @@ import zero_engine
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from zero_engine import FileError
-from zero_engine._deepspeed_layout import Run, locate_cut_params, locate_whole_groups
-from zero_engine._joined_range import JoinedRange
-from zero_engine._torch_file import read_torch_file
 
 
 def _weights() -> dict[str, Tensor]:
@@ -105,38 +100,6 @@ def test_a_pickle_that_would_run_something_is_named_and_not_run(tmp_path: Path, 
     assert marker.exists(), "the file does what it is meant not to do here"
 
 
-class _Thing:
-    """Pickled under a name that only the writer has."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = str(marker)
-
-    def __setstate__(self, state: dict[str, str]) -> None:
-        Path(state["marker"]).touch()
-
-
-class _StandIn:
-    """Of ours."""
-
-
-def test_a_stand_in_gets_attributes_and_nothing_of_the_class(tmp_path: Path, monkeypatch) -> None:
-    """A name that is let in must not let in what comes with it, here or anywhere."""
-    thing = type("Thing", (_Thing,), {"__module__": "elsewhere"})
-    elsewhere = ModuleType("elsewhere")
-    elsewhere.Thing = thing
-    monkeypatch.setitem(sys.modules, "elsewhere", elsewhere)
-    path, marker = tmp_path / "a.pt", tmp_path / "marker"
-    torch.save([thing(marker)], path)
-
-    (found,) = read_torch_file(path, stand_ins={"elsewhere.Thing": _StandIn})
-
-    assert type(found) is _StandIn
-    assert vars(found) == {"marker": str(marker)}
-    assert not marker.exists()
-    with pytest.raises(FileError, match=r"asks for elsewhere\.Thing"):
-        read_torch_file(path)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -173,60 +136,3 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(FileError, match="no such file"):
         zero_engine.open_weights(path)
-
-
-# ---- Where DeepSpeed's partitions have what ----
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("seed", range(5))
-def test_partitions_give_every_parameter_back(world_size: int, stage: int, seed: int) -> None:
-    """Cut by the words of NOTE(partitions), and put together again."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def number(high: int) -> int:
-        return int(torch.randint(high, (), generator=generator))
-
-    names = [f"p{i}" for i in range(2 + number(5))]
-    whole = {name: torch.randn(number(12), generator=generator) for name in names}
-    groups = [names[::2], names[1::2]]
-    numels = [{name: whole[name].numel() for name in group} for group in groups]
-    gaps = [[number(3) for _ in group] for group in groups]
-    flats: list[list[Tensor]] = [[] for _ in range(world_size)]
-    for group, gap in zip(groups, gaps, strict=True):
-        if stage == 3:
-            parts = [_padded(whole[name], world_size).chunk(world_size) for name in group]
-            for rank in range(world_size):
-                pieces = [p[rank] if rank < len(p) else p[0][:0] for p in parts]
-                flats[rank].append(torch.cat(pieces))
-        else:
-            ends = [torch.cat([whole[n], torch.zeros(g)]) for n, g in zip(group, gap, strict=True)]
-            flat = torch.cat(ends)
-            step = _padded(flat, 2 * world_size).numel() // world_size
-            for rank in range(world_size):
-                flats[rank].append(flat[rank * step : (rank + 1) * step])
-    lengths = [[flat.numel() for flat in of_rank] for of_rank in flats]
-
-    if stage == 3:
-        runs = locate_cut_params(numels, lengths)
-    else:
-        runs = locate_whole_groups(numels, gaps, lengths)
-
-    for name, value in whole.items():
-        parts = tuple((flats[run.rank][run.group], run.start, run.stop) for run in runs[name])
-        reader = JoinedRange(value.shape, value.dtype, parts)
-        for start in range(value.numel() + 1):
-            stop = start + number(value.numel() - start + 1)
-            assert torch.equal(reader.read(start, stop), value[start:stop])
-
-
-def _padded(value: Tensor, multiple: int) -> Tensor:
-    return torch.cat([value, torch.zeros(-value.numel() % multiple)])
-
-
-def test_what_is_not_there_is_not_invented() -> None:
-    """Runs that end early are how a reader finds out."""
-    runs = locate_whole_groups([{"a": 3, "b": 4}], [[0, 0]], [[4], [1]])
-
-    assert runs == {"a": (Run(0, 0, 0, 3),), "b": (Run(0, 0, 3, 4), Run(1, 0, 0, 1))}

@@ -7,26 +7,23 @@ import warnings
 from pathlib import Path
 
 import pytest
-from zero_offload import _cpu_optimizer, _native
+import torch
+from zero_offload import CPUAdam, native_status
 
 # Under --import-mode=importlib a test's folder is not importable; its neighbours are there.
 sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
-def kernels() -> _native.Kernels:
-    """The compiled kernels; skips without, unless they are required."""
-    found = _native.kernels()
-    if found is None:
-        pytest.skip(_native.native_status().reason)
-    return found
+def compiled() -> None:
+    """Skips without compiled kernels, unless they are required."""
+    if not native_status().loaded:
+        pytest.skip(native_status().reason)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _plain_torch_will_do() -> None:
     """Without a compiler the rest must still pass; what is said then has a test of its own."""
-    status = _native.native_status()
-    if not status.loaded:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _cpu_optimizer._warn_once(status.reason)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        CPUAdam([torch.zeros(1)])

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import torch
 from attrs import frozen
-from recording_store import RecordingStore
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from zero_offload import OffloadedOptimizer
+from zero_offload.testing import RecordingStore
 
 # Many sub-groups of a small model, none of which is too small for the disk.
 CUT: Final[dict[str, Any]] = {"subgroup_bytes": 8_000, "small_bytes": 0}

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from zero_offload import BudgetError, HostArena, host_memory, set_host_budget
-from zero_offload._available import Available, available_memory
-from zero_offload._host_budget import HostBudget
-from zero_offload._numa import interleave, nodes_of_process, spread
+from zero_offload.testing import budget as made
+from zero_offload.testing import budget_of, interleave, nodes_of_process, spread
 
-PLENTY = Available(1 << 50, "a large machine")
+MARGIN_BYTES = 128 * 2**20  # what is left to the rest of the process and the machine
 
 
 def _resident_bytes() -> int:
@@ -26,7 +25,7 @@ def _resident_bytes() -> int:
 @pytest.mark.parametrize("nbytes", [1, 4095, 4097, 1_000_001, 2**25 + 2**24 + 1])
 def test_memory_has_its_exact_size_and_is_resident(nbytes: int) -> None:
     """Torch's pinned allocator doubles what is above a power of two; and late pages kill a job."""
-    budget = HostBudget(available=lambda: PLENTY)
+    budget = made()
     before = _resident_bytes()
 
     memory = HostArena("x", is_pinned=False, budget=budget).allocate(nbytes)
@@ -41,7 +40,7 @@ def test_memory_has_its_exact_size_and_is_resident(nbytes: int) -> None:
 
 def test_memory_lives_until_its_last_view_dies() -> None:
     """A view in a parameter or a future outlives whoever asked for the memory."""
-    budget = HostBudget(available=lambda: PLENTY)
+    budget = made()
     arena = HostArena("x", budget=budget)
     memory = arena.allocate(100_000, dtype=torch.float32)
     view = memory[10:20].view(2, 5)
@@ -57,7 +56,7 @@ def test_memory_lives_until_its_last_view_dies() -> None:
 
 def test_nothing_is_held_for_no_elements() -> None:
     """A rank's shard may be empty."""
-    budget = HostBudget(limit_bytes=0, available=lambda: PLENTY)
+    budget = made(0)
 
     memory = HostArena("x", budget=budget).allocate(0, dtype=torch.bfloat16)
 
@@ -66,7 +65,7 @@ def test_nothing_is_held_for_no_elements() -> None:
 
 def test_a_refusal_says_who_holds_what() -> None:
     """Out of memory at step 1 of 100,000 is settled by knowing what to make smaller."""
-    budget = HostBudget(limit_bytes=10 * 4096, available=lambda: PLENTY)
+    budget = made(10 * 4096)
     kept = HostArena("moments", budget=budget).allocate(6 * 4096)
 
     with pytest.raises(BudgetError, match=r"'grads' asks for .*\(20480 bytes\)") as caught:
@@ -95,19 +94,19 @@ def test_one_budget_serves_the_process() -> None:
 
 def test_what_the_machine_lacks_is_refused_before_it_is_touched() -> None:
     """The kernel's answer would be a signal that no one can catch."""
-    budget = HostBudget(available=lambda: Available(200 * 2**20, "control group limit y"))
+    budget = made(available_bytes=200 * 2**20, source="control group limit y")
 
     with pytest.raises(BudgetError, match=r"this machine \(control group limit y\)"):
         HostArena("x", budget=budget).allocate(100 * 2**20)
     with pytest.raises(BudgetError, match="this machine"):
-        HostArena("x").allocate(available_memory().nbytes)
+        HostArena("x", budget=budget_of(Path("/"))).allocate(1 << 50)
 
     assert budget.held() == {}
 
 
 def test_memory_promised_to_another_thread_is_not_promised_again() -> None:
     """Pages are free until touched; two threads must not both be told that they are theirs."""
-    budget = HostBudget(available=lambda: Available(300 * 2**20, "m"))
+    budget = made(available_bytes=300 * 2**20)
 
     with (
         budget.taking("first", 100 * 2**20),
@@ -123,7 +122,7 @@ def test_memory_promised_to_another_thread_is_not_promised_again() -> None:
 
 def test_a_refusal_of_the_system_is_typed_and_holds_nothing() -> None:
     """`ulimit -v` is set on many clusters."""
-    budget = HostBudget(available=lambda: PLENTY)
+    budget = made()
     limits = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (size + 2**26, limits[1]))
@@ -139,18 +138,22 @@ def test_a_refusal_of_the_system_is_typed_and_holds_nothing() -> None:
 @pytest.mark.parametrize(
     ("files", "nbytes", "source"),
     [
-        ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 5 kB\n"}, 5 * 1024, "MemAvailable"),
+        (
+            {"proc/meminfo": "MemTotal: 900000 kB\nMemAvailable: 500000 kB\n"},
+            512_000_000,
+            "MemAvailable",
+        ),
         (
             {
-                "proc/meminfo": "MemAvailable: 5000 kB\n",
+                "proc/meminfo": "MemAvailable: 5000000 kB\n",
                 "proc/self/cgroup": "0::/a/b\n",
                 "sys/fs/cgroup/a/b/memory.max": "max\n",
                 "sys/fs/cgroup/a/b/memory.current": "10\n",
-                "sys/fs/cgroup/a/memory.max": "1000\n",
-                "sys/fs/cgroup/a/memory.current": "400\n",
-                "sys/fs/cgroup/a/memory.stat": "active_file 7\ninactive_file 100\n",
+                "sys/fs/cgroup/a/memory.max": "1000000000\n",
+                "sys/fs/cgroup/a/memory.current": "400000000\n",
+                "sys/fs/cgroup/a/memory.stat": "active_file 7\ninactive_file 100000000\n",
             },
-            700,
+            700_000_000,
             "a/memory.max",
         ),
         (
@@ -174,10 +177,12 @@ def test_the_strictest_limit_counts(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
 
-    found = available_memory(tmp_path)
+    with pytest.raises(BudgetError) as caught:
+        HostArena("x", budget=budget_of(tmp_path)).allocate(1 << 60)
 
-    assert found.nbytes == nbytes
-    assert found.source.endswith(source)
+    left = max(0, nbytes - MARGIN_BYTES)
+    assert f"{source}) has" in str(caught.value)
+    assert f"({left} bytes) left" in str(caught.value)
 
 
 def test_memory_spreads_over_the_nodes_of_this_process(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -13,8 +15,8 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from zero_offload import NativeUnavailableError, _native, build
-from zero_offload._native import Kernels, _abi, _compile
+from zero_offload import NativeUnavailableError, build
+from zero_offload.testing import load
 
 PACKAGE: Final = Path(__file__).parents[1]
 COMPILER: Final = shutil.which("c++")
@@ -22,31 +24,52 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no c++ on
 
 
 @needs_compiler
-def test_the_recipe_makes_a_library_that_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_makes_a_library_that_loads(tmp_path: Path) -> None:
     """The build hook and `python -m zero_offload.build` run this file and nothing else.
 
-    A library of another version would be read with shifted fields, which corrupts in silence.
+    An instruction set is chosen by name, to compare and to look for a fault.
     """
-    library = _compile.compile_cpu(PACKAGE / "csrc", tmp_path)
-    found, status = _native.load(library, {})
+    library, *_ = build.build(PACKAGE / "csrc", tmp_path)
+    found, status = load(library, {})
+    scalar, chosen = load(library, {"ZERO_OFFLOAD_ISA": "scalar"})
 
     assert found is not None
     assert status.loaded
-    assert {status.isa, *status.others} == set(_abi.ISAS)
-    assert [path.name for path in tmp_path.iterdir()] == [_compile.LIBRARY]
+    assert {status.isa, *status.others} == {"scalar", "vector", "avx2", "avx512"}
+    assert library.name == build.LIBRARY
+    assert all(path.suffix == ".so" for path in tmp_path.iterdir())
+    assert scalar is not None
+    assert scalar.isa == chosen.isa == "scalar"
+    assert set(chosen.others.values()) <= {"ZERO_OFFLOAD_ISA=scalar", "this processor has it not"}
+    with pytest.raises(NativeUnavailableError, match="'sse9' here; there are scalar, vector"):
+        load(library, {"ZERO_OFFLOAD_ISA": "sse9"})
 
-    monkeypatch.setattr(_abi, "ABI", _abi.ABI + 1)
-    found, status = _native.load(library, {})
+
+@needs_compiler
+def test_a_library_of_another_version_is_not_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be read with shifted fields, which corrupts in silence."""
+    monkeypatch.setenv("CXX", str(_hurried_compiler(tmp_path)))
+    shutil.copytree(PACKAGE / "csrc", tmp_path / "csrc")
+    header = tmp_path / "csrc" / "zero_offload.h"
+    abi = int(re.search(r"#define ZERO_ABI (\d+)", header.read_text())[1])  # type: ignore[index]
+    text = header.read_text().replace(f"ZERO_ABI {abi}", f"ZERO_ABI {abi + 1}")
+    header.write_text(text)
+    said = f"built for ABI {abi + 1}, this package calls ABI {abi}"
+
+    with pytest.raises(build.CompileError, match=said):
+        build.build(tmp_path / "csrc", tmp_path)
+    found, status = load(tmp_path / build.LIBRARY, {})
 
     assert found is None
-    assert f"built for ABI {_abi.ABI - 1}, this package calls ABI {_abi.ABI}" in status.reason
+    assert said in status.reason
 
 
 def test_the_recipe_needs_the_standard_library_only() -> None:
     """The build environment is isolated: it has neither torch nor attrs."""
-    program = f"import runpy, sys; runpy.run_path({_compile.__file__!r}); print(*sys.modules)"
+    recipe = inspect.getsourcefile(build.compile_all)
+    program = f"import runpy, sys; runpy.run_path({recipe!r}); print(*sys.modules)"
     ran = subprocess.run(
         [sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True
     )
@@ -56,10 +79,10 @@ def test_the_recipe_needs_the_standard_library_only() -> None:
 
 def test_a_missing_compiler_is_named() -> None:
     """The remedy is to install one, or to say where it is."""
-    with pytest.raises(_compile.CompileError, match=r"c\+\+, g\+\+ or clang\+\+ is not on PATH"):
-        _compile.find_compiler({"PATH": "/nowhere"})
-    with pytest.raises(_compile.CompileError, match="CXX='strange --flag' is not on PATH"):
-        _compile.find_compiler({"PATH": "/nowhere", "CXX": "strange --flag"})
+    with pytest.raises(build.CompileError, match=r"c\+\+, g\+\+ or clang\+\+ is not on PATH"):
+        build.find_compiler({"PATH": "/nowhere"})
+    with pytest.raises(build.CompileError, match="CXX='strange --flag' is not on PATH"):
+        build.find_compiler({"PATH": "/nowhere", "CXX": "strange --flag"})
 
 
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
@@ -73,24 +96,9 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     out_dir = tmp_path / "out"
     out_dir.mkdir()
 
-    with pytest.raises(_compile.CompileError, match=r"ended with 3:\nthis compiler is ill"):
-        _compile.compile_all(PACKAGE / "csrc", out_dir)
+    with pytest.raises(build.CompileError, match=r"ended with 3:\nthis compiler is ill"):
+        build.compile_all(PACKAGE / "csrc", out_dir)
     assert not list(out_dir.iterdir())
-
-
-def test_the_structs_have_the_headers_fields() -> None:
-    """A field more or less on one side shifts all that follow."""
-    header = (PACKAGE / "csrc" / "zero_offload.h").read_text()
-    assert f"#define ZERO_ABI {_abi.ABI} " in header
-    for struct, names in (
-        ("zero_tensor", _abi.TENSOR.names),
-        ("zero_rule", [field[0] for field in _abi.NativeRule._fields_]),
-    ):
-        body = header[: header.index(f"}} {struct};")].rpartition("typedef struct {")[2]
-        lines = [line.partition("/*")[0] for line in body.splitlines()]
-        declared = " ".join(lines).replace(";", ",").split(",")
-
-        assert [each.split()[-1].lstrip("*") for each in declared if each.strip()] == list(names)
 
 
 def test_there_is_a_reason_where_there_are_no_kernels(tmp_path: Path) -> None:
@@ -104,7 +112,7 @@ def test_there_is_a_reason_where_there_are_no_kernels(tmp_path: Path) -> None:
         (damaged, {}, "cannot be loaded"),
         (damaged, {"ZERO_OFFLOAD_NATIVE": "off"}, "ZERO_OFFLOAD_NATIVE=off"),
     ):
-        found, status = _native.load(path, environment)
+        found, status = load(path, environment)
         assert found is None
         assert reason in status.reason
         assert "plain torch" in str(status)
@@ -115,21 +123,9 @@ def test_kernels_that_are_required_and_missing_raise(tmp_path: Path) -> None:
     missing = tmp_path / "libmissing.so"
     for environment in ({"ZERO_OFFLOAD_NATIVE": "require"}, {"ZERO_OFFLOAD_ISA": "avx2"}):
         with pytest.raises(NativeUnavailableError, match=r"but .*libmissing\.so does not exist"):
-            _native.load(missing, environment)
+            load(missing, environment)
     with pytest.raises(NativeUnavailableError, match="auto, require, off"):
-        _native.load(missing, {"ZERO_OFFLOAD_NATIVE": "maybe"})
-
-
-def test_an_instruction_set_is_chosen_by_name(kernels: Kernels) -> None:
-    """To compare, and to look for a fault."""
-    path = _native.HERE / _native.LIBRARY
-    found, status = _native.load(path, {"ZERO_OFFLOAD_ISA": "scalar"})
-
-    assert found is not None
-    assert found.isa == status.isa == "scalar"
-    assert set(status.others.values()) <= {"ZERO_OFFLOAD_ISA=scalar", "this processor has it not"}
-    with pytest.raises(NativeUnavailableError, match="'sse9' here; there are scalar, vector"):
-        kernels.with_isa("sse9")
+        load(missing, {"ZERO_OFFLOAD_NATIVE": "maybe"})
 
 
 def test_plain_torch_says_so_once() -> None:
@@ -167,13 +163,13 @@ def test_an_installation_works(tmp_path: Path, form: str, has_compiler: bool) ->
     compiler = str(_hurried_compiler(tmp_path))
     environment = os.environ | {"CXX": compiler if has_compiler else "/nowhere/c++"}
     environment.pop("PYTHONPATH", None)
-    build = [sys.executable, "-m", "hatchling", "build", "-t", form, "-d", str(tmp_path / "dist")]
-    subprocess.run(build, cwd=source, env=environment, check=True, capture_output=True)
+    make = [sys.executable, "-m", "hatchling", "build", "-t", form, "-d", str(tmp_path / "dist")]
+    subprocess.run(make, cwd=source, env=environment, check=True, capture_output=True)
     (made,) = (tmp_path / "dist").iterdir()
     if form == "wheel":
         assert made.name.endswith("-py3-none-any.whl") != has_compiler
         names = zipfile.ZipFile(made).namelist()
-        assert any(name.endswith(_compile.LIBRARY) for name in names) == has_compiler
+        assert any(name.endswith(build.LIBRARY) for name in names) == has_compiler
 
     home = tmp_path / "venv"
     venv.create(home, with_pip=False)
@@ -226,7 +222,7 @@ def test_a_library_is_current_until_a_source_is_younger(tmp_path: Path) -> None:
     csrc, out = tmp_path / "csrc", tmp_path / "out"
     for folder in (csrc, out):
         folder.mkdir()
-    source, library = csrc / "a.cpp", out / _compile.LIBRARY
+    source, library = csrc / "a.cpp", out / build.LIBRARY
     source.touch()
     assert not build.is_current(csrc, out)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, Final
 
@@ -19,8 +19,8 @@ from zero_offload import (
     RollbackError,
     StepOrderError,
     UnsupportedTensorError,
-    _native,
 )
+from zero_offload.testing import native
 
 SHAPES: Final = ((7, 9), (1,), (), (0,), (1003,), (8, 8))
 Make = Callable[[Any], Optimizer]
@@ -47,16 +47,16 @@ PAIRS: Final[dict[str, tuple[Make, Make]]] = {
 
 
 @pytest.fixture(params=["native", "torch"])
-def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _path(request: pytest.FixtureRequest) -> Iterator[None]:
     """Once with compiled kernels and once as where there is no compiler."""
-    if request.param == "torch":
-        status = _native.NativeStatus("", "a test leaves them out")
-        monkeypatch.setattr(_native, "_loaded", lambda: (None, status))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            CPUAdam([torch.zeros(1)])  # who is told once is not told again
-    else:
-        request.getfixturevalue("kernels")
+    if request.param == "native":
+        request.getfixturevalue("compiled")
+        yield
+        return
+    with native(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        CPUAdam([torch.zeros(1)])  # who is told once is not told again
+        yield
 
 
 @pytest.mark.usefixtures("_path")

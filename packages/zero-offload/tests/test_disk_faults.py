@@ -9,14 +9,14 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
-import faults
 import pytest
 import torch
 from attrs import evolve
-from zero_offload import DiskSettings, DiskStore, StoreError
-from zero_offload._system import SYSTEM, System
+from zero_offload import DiskSettings, DiskStore, HostArena, StoreError
+from zero_offload.testing import SYSTEM, System, checksums_in_pieces, faults, native
 
 THREADS = DiskSettings(uses_uring=False)
 
@@ -245,21 +245,53 @@ def test_a_file_changed_behind_our_back_is_named(
         assert caught.value.key == "x"
 
 
-@pytest.mark.parametrize("uses_uring", [True, False])
-def test_a_checksum_sees_what_no_date_tells(tmp_path: Path, uses_uring: bool) -> None:
-    """A device that returns other bytes changes no date."""
-    settings = DiskSettings(has_checksums=True, uses_uring=uses_uring)
-    with DiskStore(tmp_path, settings) as store:
-        store.write("x", torch.zeros(10_000)).result()
-        (path,) = store.folder.iterdir()
-        date = path.stat().st_mtime_ns
-        with path.open("r+b") as file:
-            file.seek(20_000)
-            file.write(b"?")
-        os.utime(path, ns=(date, date))
+@pytest.mark.parametrize("how", ["as compiled", "threads", "plain Python"])
+@pytest.mark.parametrize("piece_bytes", [2**30, 100], ids=["at once", "in pieces"])
+def test_a_checksum_sees_what_no_date_tells(tmp_path: Path, how: str, piece_bytes: int) -> None:
+    """A device that returns other bytes changes no date. Every byte counts, wherever it lies."""
+    settings = DiskSettings(has_checksums=True, uses_uring=how != "threads")
+    with ExitStack() as stack:
+        stack.enter_context(checksums_in_pieces(piece_bytes))
+        if how == "plain Python":
+            stack.enter_context(native())
+        store = stack.enter_context(DiskStore(tmp_path, settings))
+        for nbytes in (1, 7, 8, 9, 1003, 40_000):
+            value = torch.randint(0, 256, (nbytes + 1,), dtype=torch.uint8)[1:]
+            into = torch.zeros_like(value)
+            for position in (0, nbytes // 2, nbytes - 1):
+                store.write("x", value).result()
+                assert torch.equal(store.read("x", into).result(), value)
+                (path,) = store.folder.iterdir()
+                date = path.stat().st_mtime_ns
+                with path.open("r+b") as file:
+                    file.seek(position)
+                    file.write(bytes([255 - value[position]]))
+                os.utime(path, ns=(date, date))
 
-        with pytest.raises(StoreError, match=f"its {store.status.checksum} is not that"):
-            store.read("x", torch.zeros(10_000)).result()
+                with pytest.raises(StoreError, match=f"its {store.status.checksum} is not that"):
+                    store.read("x", into).result()
+            store.delete("x")
+        assert store.status.checksum == "crc32" or how != "plain Python"
+
+
+@pytest.mark.parametrize("uses_uring", [True, False])
+def test_a_file_that_ends_early_is_told_by_the_count(tmp_path: Path, uses_uring: bool) -> None:
+    """A file truncated at the last moment must not look like one that was read."""
+    before: list[os.stat_result] = []
+    system = evolve(SYSTEM, fstat=lambda fd: before[0] if before else os.fstat(fd))
+    settings = DiskSettings(block_bytes=8192, queue_depth=3, uses_uring=uses_uring)
+    with DiskStore(tmp_path, settings, system=system) as store:
+        if uses_uring and store.status.transport != "io_uring":
+            pytest.skip(store.status.uring_reason)
+        into = HostArena("x").allocate(50_001)
+        store.write("x", torch.ones(50_000, dtype=torch.uint8)).result()
+        (path,) = store.folder.iterdir()
+        before.append(path.stat())
+        for nbytes in (40_960, 4096, 0):
+            os.truncate(path, nbytes)
+            for start in (0, 1):
+                with pytest.raises(StoreError, match=f"it ends after {nbytes} of 50000 bytes"):
+                    store.read("x", into[start : 50_000 + start]).result()
 
 
 def test_no_file_stays_open(tmp_path: Path) -> None:

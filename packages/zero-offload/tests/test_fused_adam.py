@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 from zero_offload import FusedAdam, NativeUnavailableError, OffloadError
-from zero_offload._fused_adam import _Work, pieces_of
-from zero_offload._native._compile import CompileError, compile_cuda
+from zero_offload.build import CompileError, compile_cuda
+from zero_offload.testing import fused_pieces
 
 CSRC = Path(__file__).parents[1] / "csrc"
 
@@ -36,7 +36,7 @@ def test_pieces_cover_each_element_once(numel: int) -> None:
     tensors = [torch.zeros(numel) for _ in range(4)]
     out, step = torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(())
 
-    pieces = pieces_of(_Work(*tensors, None, out, step), 10)
+    pieces = fused_pieces(tensors, out=out, step=step, piece_numel=10)
 
     assert [piece.numel for piece in pieces] == [10] * (numel // 10) + [numel % 10] * (
         numel % 10 > 0

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from zero_offload import DiskStore, StoreError
-from zero_offload._job_folder import JobFolder, remove_leftovers
+from attrs import evolve
+from zero_offload import DiskSettings, DiskStore, StoreError
+from zero_offload.testing import SYSTEM
 
 JOB = """
 import sys, torch
@@ -89,22 +90,38 @@ def test_files_are_for_this_user_alone(tmp_path: Path) -> None:
 
 def test_jobs_that_start_together_keep_their_folders(tmp_path: Path) -> None:
     """Eight ranks start at once, and each looks for leftovers while the others make theirs."""
+    settings = DiskSettings(num_workers=1, queue_depth=1, uses_uring=False, is_direct=False)
     stop = time.monotonic() + 1.0
 
     def churn(_: int) -> int:
         count = 0
         while time.monotonic() < stop:
-            folder = JobFolder(tmp_path)
-            (folder.path / "file").write_text("x")
-            remove_leftovers(tmp_path)
-            assert (folder.path / "file").read_text() == "x"
-            folder.close()
+            with DiskStore(tmp_path, settings) as store:  # looks for leftovers of others
+                (store.folder / "file").write_text("x")
+                with DiskStore(tmp_path, settings):
+                    assert (store.folder / "file").read_text() == "x"
             count += 1
         return count
 
     with ThreadPoolExecutor(8) as threads:
         assert min(threads.map(churn, range(8))) > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_was_taken_for_a_leftover_is_made_anew(tmp_path: Path) -> None:
+    """Another job may look for leftovers after a lock was made and before it is taken."""
+    others = iter([1])
+
+    def flock(fd: int, how: int) -> None:
+        if next(others, None):
+            DiskStore(tmp_path).close()
+        SYSTEM.flock(fd, how)
+
+    with DiskStore(tmp_path, system=evolve(SYSTEM, flock=flock)) as store:
+        assert store.folder.with_name(f"{store.folder.name}.lock").exists()
+        DiskStore(tmp_path).close()
+
+        assert store.folder.exists()
 
 
 def test_only_what_is_ours_is_removed(tmp_path: Path) -> None:
@@ -119,9 +136,11 @@ def test_only_what_is_ours_is_removed(tmp_path: Path) -> None:
     (tmp_path / "zero-offload-linked.lock").write_text("")  # a dead job's lock, a link for a folder
     (tmp_path / "zero-offload-linked").symlink_to(elsewhere)
 
-    removed = remove_leftovers(tmp_path)
+    before = sorted(tmp_path.iterdir())
 
-    assert removed == []
+    DiskStore(tmp_path).close()
+
+    assert sorted(tmp_path.iterdir()) == before
     assert (elsewhere / "precious").read_text() == "x"
     assert (tmp_path / "zero-offload-without-lock").exists()
 

@@ -11,11 +11,9 @@ import pytest
 import torch
 from attrs import evolve
 from torch import Tensor
-from zero_offload import _native_step, _reference
-from zero_offload._batch import Batch, Dtypes
-from zero_offload._native import Kernels
-from zero_offload._rule import Formula, Rule
-from zero_offload._team import Team
+from zero_offload.testing import Batch, Dtypes, Formula, Rule, native_isas, step
+
+pytestmark = pytest.mark.usefixtures("compiled")
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 FAST: Final = ("vector", "avx2", "avx512")
@@ -66,35 +64,31 @@ def _ident(mix: Dtypes) -> str:
 
 @pytest.mark.parametrize("isa", FAST)
 @pytest.mark.parametrize("rule", RULES)
-def test_an_instruction_set_changes_no_bit(kernels: Kernels, rule: str, isa: str) -> None:
+def test_an_instruction_set_changes_no_bit(rule: str, isa: str) -> None:
     """Ranks on different machines must step alike; whole vectors and their ends as well."""
-    fast, scalar = _kernels(kernels, isa), kernels.with_isa("scalar")
     for mix, amsgrad in itertools.product(MIXES, (False, True)):
         for offset in (0, 1, 3):
             mine, theirs = (_batch(mix, rule, NUMELS, offset, amsgrad) for _ in range(2))
-            _native_step.step_batch(mine, RULES[rule], kernels=fast, team=Team())
-            _native_step.step_batch(theirs, RULES[rule], kernels=scalar, team=Team())
+            step(mine, RULES[rule], _here(isa))
+            step(theirs, RULES[rule], "scalar")
 
             _assert_same_bits(mine, theirs, f"{_ident(mix)}, amsgrad={amsgrad}, from {offset}")
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_scalar_kernel_is_the_formula(kernels: Kernels, rule: str) -> None:
+def test_the_scalar_kernel_is_the_formula(rule: str) -> None:
     """Without a compiler plain torch steps, and a run may move to a machine that has one."""
     for mix, amsgrad in itertools.product(MIXES, (False, True)):
         mine, theirs = (_batch(mix, rule, NUMELS, 1, amsgrad) for _ in range(2))
-        scalar = kernels.with_isa("scalar")
-        _native_step.step_batch(mine, RULES[rule], kernels=scalar, team=Team())
-        _reference.step_batch(theirs, RULES[rule])
+        step(mine, RULES[rule], "scalar")
+        step(theirs, RULES[rule], None)
 
         _assert_same_bits(mine, theirs, f"{_ident(mix)}, amsgrad={amsgrad}")
 
 
 @pytest.mark.parametrize("isa", ["scalar", *FAST])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_million_elements_in_threads_are_the_formula(
-    kernels: Kernels, rule: str, isa: str
-) -> None:
+def test_a_million_elements_in_threads_are_the_formula(rule: str, isa: str) -> None:
     """Threads take parts that begin anywhere in a list of tensors."""
     mix = Dtypes(F32, BF16, F32, BF16)
     numels = (70_001, 1_000_003, 5)
@@ -102,22 +96,22 @@ def test_a_million_elements_in_threads_are_the_formula(
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        _native_step.step_batch(mine, RULES[rule], kernels=_kernels(kernels, isa), team=Team())
+        step(mine, RULES[rule], _here(isa))
     finally:
         torch.set_num_threads(threads)
-    _reference.step_batch(theirs, RULES[rule])
+    step(theirs, RULES[rule], None)
 
     _assert_same_bits(mine, theirs, isa)
 
 
 @pytest.mark.parametrize("isa", ["scalar", *FAST])
-def test_only_the_span_asked_for_is_written(kernels: Kernels, isa: str) -> None:
+def test_only_the_span_asked_for_is_written(isa: str) -> None:
     """A range of a step touches its elements; its neighbours may be on their way from disk."""
     mix = Dtypes(F32, BF16, F32, BF16)
     whole, part, before = (_batch(mix, "adamw", (1003,), 0, amsgrad=True) for _ in range(3))
     part.starts, part.stops = [13], [801]
     for batch in (whole, part):
-        _native_step.step_batch(batch, RULES["adamw"], kernels=_kernels(kernels, isa), team=Team())
+        step(batch, RULES["adamw"], _here(isa))
 
     columns = zip(whole.written(), part.written(), before.written(), strict=True)
     for (stepped,), (mixed,), (old,) in columns:
@@ -125,14 +119,14 @@ def test_only_the_span_asked_for_is_written(kernels: Kernels, isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ["scalar", *FAST])
-def test_every_16_bit_number_is_read_as_torch_reads_it(kernels: Kernels, isa: str) -> None:
+def test_every_16_bit_number_is_read_as_torch_reads_it(isa: str) -> None:
     """A conversion that is wrong for subnormals alone would pass every test on random numbers."""
     zero = Rule(formula=Formula.ADAGRAD, rate=0.0)
     for dtype in (BF16, F16):
         every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
         batch = Batch(Dtypes(F32, dtype, F32))
         _fill(batch, torch.zeros(2**16), every, torch.zeros(2**16))
-        _native_step.step_batch(batch, zero, kernels=_kernels(kernels, isa), team=Team())
+        step(batch, zero, _here(isa))
 
         torch.testing.assert_close(
             batch.firsts[0], every.float() * every.float(), rtol=0, atol=0, equal_nan=True
@@ -140,7 +134,7 @@ def test_every_16_bit_number_is_read_as_torch_reads_it(kernels: Kernels, isa: st
 
 
 @pytest.mark.parametrize("isa", ["scalar", *FAST])
-def test_hard_numbers_are_rounded_as_torch_rounds_them(kernels: Kernels, isa: str) -> None:
+def test_hard_numbers_are_rounded_as_torch_rounds_them(isa: str) -> None:
     """Ties, overflow, subnormals and infinities: to nearest, ties to even."""
     stay = Rule(formula=Formula.LION, rate=-0.0)  # -0.0 stays as well
     hard = _hard_numbers()
@@ -148,7 +142,7 @@ def test_hard_numbers_are_rounded_as_torch_rounds_them(kernels: Kernels, isa: st
         batch = Batch(Dtypes(F32, F32, F32, dtype))
         _fill(batch, hard.clone(), torch.zeros_like(hard), torch.zeros_like(hard))
         batch.outs.append(torch.zeros_like(hard, dtype=dtype))
-        _native_step.step_batch(batch, stay, kernels=_kernels(kernels, isa), team=Team())
+        step(batch, stay, _here(isa))
 
         assert torch.equal(batch.outs[0].isnan(), hard.isnan())
         finite = ~hard.isnan()
@@ -158,9 +152,7 @@ def test_hard_numbers_are_rounded_as_torch_rounds_them(kernels: Kernels, isa: st
 
 @pytest.mark.parametrize("isa", ["scalar", *FAST])
 @pytest.mark.parametrize("rule", RULES)
-def test_numbers_at_the_ends_step_as_the_formula_says(
-    kernels: Kernels, rule: str, isa: str
-) -> None:
+def test_numbers_at_the_ends_step_as_the_formula_says(rule: str, isa: str) -> None:
     """A parameter of which nothing was asked stays; one that broke shows it, on every machine."""
     ends = (0.0, -0.0, math.nan, math.inf, -math.inf, 1e-45, -1e-39, 3e38, 1.0)
     grads, firsts, params = (
@@ -175,53 +167,52 @@ def test_numbers_at_the_ends_step_as_the_formula_says(
         if RULES[rule].formula is Formula.ADAM:
             batch.seconds.append(firsts.abs())
         batches.append(batch)
-    _native_step.step_batch(batches[0], RULES[rule], kernels=_kernels(kernels, isa), team=Team())
-    _reference.step_batch(batches[1], RULES[rule])
+    step(batches[0], RULES[rule], _here(isa))
+    step(batches[1], RULES[rule], None)
 
     for (mine,), (theirs,) in zip(*(batch.written() for batch in batches), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("isa", ["scalar", *FAST])
-def test_a_largest_moment_that_is_nan_stays_nan(kernels: Kernels, isa: str) -> None:
+def test_a_largest_moment_that_is_nan_stays_nan(isa: str) -> None:
     """Else amsgrad would hide a broken gradient that torch shows."""
     nan, inf = float("nan"), float("inf")
     batch = _batch(Dtypes(F32, F32, F32), "adamw", (4 * 16,), 0, amsgrad=True)
     batch.largests[0][:] = torch.tensor([nan, 1.0, inf, 0.0]).repeat(16)
     batch.grads[0][:] = torch.tensor([1.0, nan, 1.0, -0.0]).repeat(16)
-    _native_step.step_batch(batch, RULES["adamw"], kernels=_kernels(kernels, isa), team=Team())
+    step(batch, RULES["adamw"], _here(isa))
 
     expected = torch.tensor([True, True, False, False]).repeat(16)
     assert torch.equal(batch.largests[0].isnan(), expected)
 
 
 @pytest.mark.parametrize("isa", ["scalar", *FAST])
-def test_the_callers_floating_point_settings_change_no_bit(kernels: Kernels, isa: str) -> None:
+def test_the_callers_floating_point_settings_change_no_bit(isa: str) -> None:
     """Threads differ in whether they flush subnormals, and who steps what must not matter."""
     mine, theirs = (_batch(Dtypes(F32, F32, F32), "adamw", (99,), 0, False) for _ in range(2))
     for batch in (mine, theirs):
         batch.firsts[0].mul_(1e-39)
         batch.grads[0].zero_()
-    fast = _kernels(kernels, isa)
     try:
         torch.set_flush_denormal(True)
-        _native_step.step_batch(mine, RULES["adamw"], kernels=fast, team=Team())
+        step(mine, RULES["adamw"], _here(isa))
     finally:
         torch.set_flush_denormal(False)
-    _native_step.step_batch(theirs, RULES["adamw"], kernels=fast, team=Team())
+    step(theirs, RULES["adamw"], _here(isa))
 
     assert mine.firsts[0].any()
     _assert_same_bits(mine, theirs, isa)
 
 
 @pytest.mark.parametrize("isa", ["scalar", *FAST])
-def test_a_step_leaves_the_callers_floating_point_settings(kernels: Kernels, isa: str) -> None:
+def test_a_step_leaves_the_callers_floating_point_settings(isa: str) -> None:
     """What the user's own code computes afterwards, on the same thread, is no business of ours."""
     tiny = torch.tensor([1e-39])
     try:
         torch.set_flush_denormal(True)
         batch = _batch(Dtypes(F32, F32, F32), "adamw", (99,), 0, amsgrad=False)
-        _native_step.step_batch(batch, RULES["adamw"], kernels=_kernels(kernels, isa), team=Team())
+        step(batch, RULES["adamw"], _here(isa))
         after = (tiny * 0.5).item()
     finally:
         torch.set_flush_denormal(False)
@@ -231,9 +222,7 @@ def test_a_step_leaves_the_callers_floating_point_settings(kernels: Kernels, isa
 
 
 @pytest.mark.parametrize("isa", ["scalar", *FAST])
-def test_stochastic_rounding_is_the_references_and_right_on_average(
-    kernels: Kernels, isa: str
-) -> None:
+def test_stochastic_rounding_is_the_references_and_right_on_average(isa: str) -> None:
     """It may go up or down, with the probability that makes the mean exact."""
     numel = 2**16
     values = torch.tensor([1.0 + 2.0**-9, -3.0 - 3 * 2.0**-9, 1.0, float("inf")])
@@ -246,8 +235,8 @@ def test_stochastic_rounding_is_the_references_and_right_on_average(
         batch.outs.append(torch.zeros(numel, dtype=BF16))
         batch.indices[0] = 2**32 - numel // 2  # where 32 bits wrap
         batches.append(batch)
-    _native_step.step_batch(batches[0], stay, kernels=_kernels(kernels, isa), team=Team())
-    _reference.step_batch(batches[1], stay)
+    step(batches[0], stay, _here(isa))
+    step(batches[1], stay, None)
 
     _assert_same_bits(*batches, isa)
     rounded = batches[0].outs[0].double().view(4, -1)
@@ -259,13 +248,10 @@ def test_stochastic_rounding_is_the_references_and_right_on_average(
     assert rounded[3].unique().tolist() == [float("inf")]
 
 
-def _kernels(kernels: Kernels, isa: str) -> Kernels:
-    from zero_offload import NativeUnavailableError
-
-    try:
-        return kernels.with_isa(isa)
-    except NativeUnavailableError as error:
-        pytest.skip(str(error))
+def _here(isa: str) -> str:
+    if isa not in native_isas():
+        pytest.skip(f"there are no kernels for {isa} here")
+    return isa
 
 
 def _fill(batch: Batch, param: Tensor, grad: Tensor, first: Tensor) -> None:

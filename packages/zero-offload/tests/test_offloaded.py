@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from zero_offload import (
     UnsupportedOptimizerError,
     UnsupportedTensorError,
 )
+from zero_offload.testing import elsewhere
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -250,20 +252,22 @@ def test_parameters_in_transit_are_stepped_as_those_that_are_here(
     dtype: torch.dtype,
     grads: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A device's parameters pass through host memory; here those of the model count as such."""
     arguments = {"lr": 1e-2, "grads": grads, **HOMES["disk"](tmp_path)}
     expected = _train(dtype, lambda p: OffloadedOptimizer(p, optimizer, **arguments))
+    devices = ExitStack()
 
     def make(params: Iterable[nn.Parameter]) -> OffloadedOptimizer:
-        params = _elsewhere(params, monkeypatch)
+        params = list(params)
+        devices.enter_context(elsewhere(params))
         offloaded = OffloadedOptimizer(params, optimizer, **arguments)
         assert offloaded.footprint.transit_bytes > 0
         assert (offloaded.footprint.gradient_bytes > 0) == (grads == "host")
         return offloaded
 
-    assert_equal(_train(dtype, make), expected)
+    with devices:
+        assert_equal(_train(dtype, make), expected)
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
@@ -274,7 +278,6 @@ def test_a_share_on_the_device_is_stepped_there_by_the_class_that_was_asked_for(
     dtype: torch.dtype,
     fraction: float,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two kinds of step make one: the same numbers, masters and gradients where each needs them."""
     arguments = {"lr": 1e-2, **HOMES["disk"](tmp_path)}
@@ -282,15 +285,19 @@ def test_a_share_on_the_device_is_stepped_there_by_the_class_that_was_asked_for(
         arguments["momentum"] = 0.9
     expected = _train(dtype, lambda p: OffloadedOptimizer(p, optimizer, **arguments))
 
+    devices = ExitStack()
+
     def make(params: Iterable[nn.Parameter]) -> OffloadedOptimizer:
-        params = _elsewhere(params, monkeypatch)
+        params = list(params)
+        devices.enter_context(elsewhere(params))
         offloaded = OffloadedOptimizer(
             params, optimizer, fraction={"device": fraction}, **arguments
         )
         assert offloaded.footprint.device_bytes > 0
         return offloaded
 
-    actual = _train(dtype, make)
+    with devices:
+        actual = _train(dtype, make)
 
     # Native steps round in another order than torch's; a bf16 value may then be its neighbour.
     tolerance = 1e-6 if dtype is torch.float32 else 2**-7
@@ -360,20 +367,3 @@ def _train(dtype: torch.dtype, make: Make, max_norm: float | None = None) -> Out
     if isinstance(optimizer, OffloadedOptimizer):
         optimizer.close()
     return outcome
-
-
-def _elsewhere(
-    params: Iterable[nn.Parameter], monkeypatch: pytest.MonkeyPatch
-) -> list[nn.Parameter]:
-    """Parameters that count as a device's from now on."""
-    from zero_offload import _state_plan, _subgroup_state, _transit
-
-    params = list(params)
-    spans = [(param.data_ptr(), param.data_ptr() + param.nbytes) for param in params]
-
-    def is_here(tensor: torch.Tensor) -> bool:
-        return not any(start <= tensor.data_ptr() < stop for start, stop in spans)
-
-    for module in (_state_plan, _subgroup_state, _transit):
-        monkeypatch.setattr(module, "is_here", is_here)
-    return params

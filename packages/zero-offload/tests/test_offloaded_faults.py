@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from offloaded_training import CUT, HOMES, assert_equal, loss_of, make_model, train
-from recording_store import RecordingStore
 from zero_offload import (
     BudgetError,
     OffloadedOptimizer,
@@ -18,6 +17,7 @@ from zero_offload import (
     host_memory,
     set_host_budget,
 )
+from zero_offload.testing import RecordingStore
 
 
 def _trained(store: RecordingStore) -> tuple[torch.nn.Module, OffloadedOptimizer]:

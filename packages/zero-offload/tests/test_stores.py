@@ -8,12 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-import faults
 import numpy as np
 import pytest
 import torch
-from zero_offload import AbstractStore, DiskSettings, DiskStore, HostArena, HostStore, StoreError
-from zero_offload._ring import io_library
+from zero_offload import (
+    AbstractStore,
+    DiskSettings,
+    DiskStore,
+    HostArena,
+    HostStore,
+    StoreError,
+    native_status,
+)
+from zero_offload.testing import faults
 
 SMALL: Final = {"block_bytes": 8192, "queue_depth": 3, "num_workers": 3}  # many blocks in a test
 Make = Callable[[Path], AbstractStore]
@@ -67,9 +74,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path):
 
 
 def _needs_native() -> None:
-    library, reason = io_library()
-    if library is None:
-        pytest.skip(f"no native disk I/O: {reason}")
+    if not native_status().loaded:
+        pytest.skip(f"no native disk I/O: {native_status().reason}")
 
 
 def _random_tensor(rng: np.random.Generator) -> torch.Tensor:

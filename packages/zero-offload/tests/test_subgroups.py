@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from zero_offload._subgroups import (
+from zero_offload.testing import (
     ALIGN_BYTES,
     CUT_NUMEL,
     PAGE_BYTES,

@@ -7,7 +7,9 @@ import threading
 
 import pytest
 import torch
-from zero_offload._team import ALONE_NUMEL, CUT_NUMEL, Team
+from zero_offload.testing import share
+
+LINE_NUMEL = 64  # cuts fall on these, so that no two threads write one cache line
 
 
 @pytest.fixture(autouse=True)
@@ -18,15 +20,17 @@ def _three_threads() -> object:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("numel", [0, 1, ALONE_NUMEL - 1, ALONE_NUMEL, 10**6 + 3, 10**9])
+@pytest.mark.parametrize("numel", [0, 1, 1000, 2**16 - 1, 2**16, 10**6 + 3, 10**9])
 def test_every_element_is_somebodys_once(numel: int) -> None:
     """An element stepped twice or never is a wrong weight that nothing reports."""
-    parts = _parts(numel)
+    parts: list[tuple[int, int]] = []
+    share(numel, lambda start, stop: parts.append((start, stop)))
+    parts.sort()
 
     assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
     assert parts[-1][1] == numel
-    assert all(start % CUT_NUMEL == 0 for start, _ in parts)
-    assert (len(parts) > 1) == (numel >= ALONE_NUMEL)
+    assert all(start % LINE_NUMEL == 0 for start, _ in parts)
+    assert (len(parts) > 1) == (numel >= 2**16)  # below, waking a thread costs more than it does
 
 
 def test_threads_are_torchs_in_number() -> None:
@@ -35,12 +39,13 @@ def test_threads_are_torchs_in_number() -> None:
     meeting = threading.Barrier(3)
 
     def work(start: int, stop: int) -> None:
-        del stop
-        names.add(threading.current_thread().name)
-        if start == 0 or len(names) <= 3:
+        del start, stop
+        name = threading.current_thread().name
+        if name not in names:
+            names.add(name)
             meeting.wait(timeout=20)
 
-    Team().divide(3, 3, work)
+    share(10**6, work)
 
     assert len(names) == 3
 
@@ -57,16 +62,15 @@ def test_an_error_in_a_thread_reaches_the_caller() -> None:
         raised.wait(timeout=20)
 
     with pytest.raises(RuntimeError, match="of a thread"):
-        Team().share(10**6, work)
+        share(10**6, work)
 
 
 def test_a_forked_process_makes_its_own_threads() -> None:
     """Threads do not survive a fork; waiting for them would hang a data loader's worker."""
-    team = Team()
-    assert _sum(team) == 10**6
+    assert _sum() == 10**6
     context = multiprocessing.get_context("fork")
     pipe, other = context.Pipe()
-    child = context.Process(target=lambda: other.send(_sum(team)))
+    child = context.Process(target=lambda: other.send(_sum()), daemon=True)
     child.start()
 
     assert pipe.poll(20)
@@ -74,13 +78,7 @@ def test_a_forked_process_makes_its_own_threads() -> None:
     child.join()
 
 
-def _parts(numel: int) -> list[tuple[int, int]]:
-    parts: list[tuple[int, int]] = []
-    Team().share(numel, lambda start, stop: parts.append((start, stop)))
-    return sorted(parts)
-
-
-def _sum(team: Team) -> int:
+def _sum() -> int:
     found: list[int] = []
-    team.share(10**6, lambda start, stop: found.append(stop - start))
+    share(10**6, lambda start, stop: found.append(stop - start))
     return sum(found)

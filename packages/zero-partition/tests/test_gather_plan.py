@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 from zero_partition import Limits
-from zero_partition._gather_plan import Extent, Gather, choose_slots, plan_gathers
-from zero_partition._order import Use
+from zero_partition.plan import Extent, Gather, Use, choose_slots, plan_gathers
 
 Extents = dict[int, Extent]
 

@@ -2,7 +2,7 @@
 
 import torch
 from attrs import define
-from zero_partition._slots import SlotPool
+from zero_partition.plan import SlotPool
 
 
 @define(eq=False)

@@ -5,8 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from zero_partition import Cut, FlatLayout, ParameterPlan, Span, StateError
-from zero_partition._state_entry import PlainEntry, Said, TensorEntry, part_of_entry, plan_entry
+from zero_partition import StateError
+from zero_partition.plan import (
+    Cut,
+    FlatLayout,
+    ParameterPlan,
+    PlainEntry,
+    Said,
+    Span,
+    TensorEntry,
+    part_of_entry,
+    plan_entry,
+)
 
 SHAPES = [(7, 3), (12,), (1,), (), (0, 4), (33,), (2, 3, 4), (1, 5)]
 

@@ -1,4 +1,5 @@
 """Each private function of torch that we name still does what we need."""
+# Names a private module: what it holds are private names of torch, each looked up in one place.
 
 import copy
 import weakref

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Sequence
 
 from ._native import HERE, open_library
-from ._native._compile import LIBRARY, SOURCES, CompileError, compile_library
+from ._native._compile import LIBRARY, SOURCES, CompileError, compile_library, find_compiler
+
+__all__ = ["HERE", "LIBRARY", "SOURCES", "CompileError", "compile_library", "find_compiler", "main"]
 
 
 def main(argv: Sequence[str]) -> int:

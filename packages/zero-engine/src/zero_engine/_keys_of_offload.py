@@ -46,8 +46,7 @@ def _subgroup_bytes(numel: int) -> int:
     And no tiny one: DeepSpeed cuts no parameter into sub-groups, so there 8 means one parameter
     each, where pieces of eight elements would take a hundred times as long.
     """
-    num_bytes = numel * _ADAM_BYTES_PER_ELEMENT
-    return SUBGROUP_BYTES if num_bytes < _LEAST_SUBGROUP_BYTES else min(num_bytes, SUBGROUP_BYTES)
+    return min(max(numel * _ADAM_BYTES_PER_ELEMENT, _LEAST_SUBGROUP_BYTES), SUBGROUP_BYTES)
 
 
 def _whole_pages(num_bytes: int) -> int:

@@ -299,6 +299,8 @@ class OffloadedState:
         transit.begin()
         state.step(groups, mine, factor, fetch=transit.fetch, send=transit.send, wait=transit.wait)
         transit.end()
+        if turn.slot is not None:  # masters are sent from there, and the next state is read into it
+            transit.wait_for_sent()
 
     def let_go(self) -> None:
         """Keep no view of parameters' memory until the next step."""

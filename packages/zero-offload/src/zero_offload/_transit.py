@@ -88,6 +88,11 @@ class Transit:
             events.append(event)
         self._events[self._turn], self._devices = events, set()
 
+    def wait_for_sent(self) -> None:
+        """Block until what the last sub-group sent is there: its memory may be another's then."""
+        for event in self._events[self._turn] or ():
+            event.synchronize()
+
     def _note(self, device: torch.device) -> None:
         if device.type != "cpu":  # whose copies are done when they return
             self._devices.add(device)

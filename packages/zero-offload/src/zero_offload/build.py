@@ -10,7 +10,18 @@ from typing import Final
 
 from ._native import HERE, native_status
 from ._native._abi import AbiError, open_library
-from ._native._compile import LIBRARY, CompileError, compile_all
+from ._native._compile import LIBRARY, CompileError, compile_all, compile_cuda, find_compiler
+
+__all__ = [
+    "LIBRARY",
+    "CompileError",
+    "build",
+    "compile_all",
+    "compile_cuda",
+    "find_compiler",
+    "is_current",
+    "main",
+]
 
 # In an installed package the sources lie beside the library, in a checkout beside src/.
 SOURCES: Final = (HERE / "csrc", HERE.parents[2] / "csrc")

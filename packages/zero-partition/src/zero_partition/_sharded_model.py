@@ -209,6 +209,13 @@ class ShardedModel:
         """What the optimizer reads must be there, and nothing may still read what it writes."""
         self.refuse_incomplete_gradients("optimizer.step()")
         self.refuse_while_gathered("optimizer.step()")
+        is_running = any(unit.depth for unit in self.units)
+        if is_running and self.placements.params is Placement.SHARDED:
+            raise StateError(
+                "optimizer.step() was called while a forward is running, which would go on with "
+                f"parameters as they were (rank {self.whole.rank}); call it when that has ended, "
+                "or train at stage 2 or lower"
+            )
         self.refuse_parked("optimizer.step()", *StateKind)
         self._check_params()
         with plain_access():

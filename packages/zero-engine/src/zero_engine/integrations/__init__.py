@@ -12,8 +12,21 @@ __all__ = ["PRIVATE_METHODS"]
 PRIVATE_METHODS: Final = MappingProxyType[str, tuple[str, ...]](
     {
         # what is called or overridden, as "module:Class.method"
-        "transformers": (),
+        "transformers": (
+            "transformers:Trainer._load_best_model",
+            "transformers:Trainer._load_from_checkpoint",
+            "transformers:Trainer._load_optimizer_and_scheduler",
+            "transformers:Trainer._move_model_to_device",
+            "transformers:Trainer._save",
+            "transformers:Trainer._save_optimizer_and_scheduler",
+            "transformers:Trainer._wrap_model",
+        ),
         "accelerate": (),
-        "lightning": (),
+        "lightning": (
+            "lightning.fabric.strategies.strategy:Strategy._convert_stateful_objects_in_state",
+            "lightning.fabric.strategies.strategy:_BackwardSyncControl.no_backward_sync",
+            "lightning.pytorch.plugins.precision:Precision._after_closure",
+            "lightning.pytorch.strategies:Strategy._reset_optimizers_and_schedulers",
+        ),
     }
 )

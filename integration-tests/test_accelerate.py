@@ -1,0 +1,626 @@
+"""Accelerate's own loop, with `ZeroAccelerator` in place of `Accelerator`: its DDP's numbers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+import torch
+import zero_engine
+from scripts import launch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from zero_comm import Group
+from zero_engine import ConfigError, FileError
+from zero_partition import PartitionError, StateError
+
+pytest.importorskip("accelerate")
+
+STAGES: Final = (1, 2, 3)
+ROWS: Final = 22  # of 2 and 2 ranks: the last batch is filled up
+ZeroConfig: Final = partial(zero_engine.ZeroConfig, min_unit_bytes=0)
+
+
+# ---- The script ----
+
+
+@contextmanager
+def _environment(group: Group) -> Iterator[None]:
+    """What torchrun says, and none of the states that Accelerate shares in a process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    said = {"WORLD_SIZE": str(group.world_size), "OMP_NUM_THREADS": "1"}
+    if group.world_size > 1:
+        said |= {"RANK": str(group.rank), "LOCAL_RANK": str(group.rank)}
+        said |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for, and not used
+    try:
+        with mock.patch.dict(os.environ, said):
+            yield
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+def _zero(stage: int = 3, **options: Any) -> Any:
+    from zero_engine.integrations.accelerate import ZeroAccelerator
+
+    return ZeroAccelerator(zero=ZeroConfig(stage), **options)
+
+
+def _ddp(**options: Any) -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True, **options)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    inner = (nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6)) for _ in range(2))
+    return nn.Sequential(*inner, nn.Linear(6, 3))
+
+
+def _batches() -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, 6, generator=generator)
+    return DataLoader(TensorDataset(x, x[:, :3].sin()), batch_size=2)
+
+
+def _objects() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader]:
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return model, optimizer, scheduler, _batches()
+
+
+def _train(
+    accelerator: Any, prepared: Any, *, max_norm: float | None = None, max_value: float = 0.0
+) -> list[float]:
+    """The loop of Accelerate's documentation."""
+    model, optimizer, scheduler, batches = prepared
+    losses = []
+    for x, y in batches:
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and max_norm is not None:
+                accelerator.clip_grad_norm_(model.parameters(), max_norm)
+            if accelerator.sync_gradients and max_value:
+                accelerator.clip_grad_value_(model.parameters(), max_value)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _run(
+    group: Group, make: Callable[..., Any], *, steps: int = 1, **clip: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    with _environment(group):
+        accelerator = make(gradient_accumulation_steps=steps)
+        prepared = accelerator.prepare(*_objects())
+        losses = _train(accelerator, prepared, **clip)
+        return losses, accelerator.get_state_dict(prepared[0])
+
+
+def _train_plainly(
+    group: Group, stage: int, *, steps: int, max_norm: float | None
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The same by our functions alone: what Accelerate does with batches, losses and schedulers."""
+    model, optimizer, scheduler, batches = _objects()
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+    rows = list(batches)
+    mine = [rows[i % len(rows)] for i in range(group.rank, len(rows) + 1, group.world_size)]
+    losses = []
+    for number, (x, y) in enumerate(mine, start=1):
+        is_last = number % steps == 0 or number == len(mine)
+        loss = nn.functional.mse_loss(model(x), y)
+        if is_last or stage >= 2:
+            (loss / steps).backward()
+        else:
+            with zero_engine.no_sync(model):
+                (loss / steps).backward()
+        if is_last:
+            if max_norm is not None:
+                zero_engine.clip_grad_norm_(model, max_norm)
+            optimizer.step()
+            for _ in range(group.world_size):
+                scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, zero_engine.full_state_dict(model)
+
+
+def _assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], what: str) -> None:
+    assert not ours or ours.keys() == theirs.keys()  # the whole is on rank 0
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), f"{what}: {name}"
+
+
+# ---- The law ----
+
+
+def test_trains_as_accelerates_ddp_and_as_our_plain_loop(ranks) -> None:
+    """One line changed must not change what a script computes."""
+    ranks(2).run(_compare, timeout_s=120)  # accelerate takes long to import
+
+
+def _compare(group: Group) -> None:
+    losses, weights = _run(group, _ddp)
+    clip = {"steps": 2, "max_norm": 0.1}
+    clipped_losses, clipped = _run(group, _ddp, **clip)
+    valued = _run(group, _ddp, max_value=0.01)
+    for stage in STAGES:
+        ours = _run(group, partial(_zero, stage))
+        assert ours[0] == losses, f"stage {stage}"
+        _assert_equal(ours[1], weights, f"stage {stage}")
+
+        ours = _run(group, partial(_zero, stage), **clip)
+        plain = _train_plainly(group, stage, **clip)
+        assert ours[0] == plain[0], f"stage {stage}"
+        _assert_equal(ours[1], plain[1], f"stage {stage}, plain loop")
+        assert ours[0] == pytest.approx(clipped_losses, rel=1e-5)
+        for name, value in ours[1].items():
+            torch.testing.assert_close(value, clipped[name], rtol=1e-5, atol=1e-6)
+
+        ours = _run(group, partial(_zero, stage), max_value=0.01)
+        _assert_equal(ours[1], valued[1], f"stage {stage}, clip_grad_value_")
+
+
+def test_objects_are_prepared_in_any_order_and_stay_the_same(ranks) -> None:
+    """Scripts prepare a model before its optimizer, after it, with it, or several of both."""
+    ranks(2).run(_prepare_in_orders, timeout_s=120)
+
+
+def _prepare_in_orders(group: Group) -> None:
+    expected = _run(group, _ddp)
+
+    def together(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, batches: Any) -> Any:
+        scheduler, batches, optimizer, model = accelerator.prepare(
+            scheduler, batches, optimizer, model
+        )
+        return model, optimizer, scheduler, batches
+
+    def model_first(accelerator: Any, model: Any, *rest: Any) -> Any:
+        return accelerator.prepare(model), *accelerator.prepare(*rest)
+
+    def optimizer_first(accelerator: Any, model: Any, optimizer: Any, *rest: Any) -> Any:
+        optimizer = accelerator.prepare(optimizer)
+        model, *others = accelerator.prepare(model, *rest)
+        return model, optimizer, *others
+
+    for prepare, builds_sharded in (
+        (together, False),
+        (model_first, False),
+        (optimizer_first, False),
+        (together, True),
+    ):
+        with _environment(group):
+            accelerator = _zero()
+            with zero_engine.Init() if builds_sharded else nullcontext():
+                given = _objects()
+            prepared = prepare(accelerator, *given)
+            assert prepared[0] is given[0], "the model, without a wrapper"
+            assert accelerator.unwrap_model(prepared[0]) is given[0]
+            assert prepared[1].optimizer is given[1]
+            assert prepared[2].scheduler is given[2]
+            assert _train(accelerator, prepared) == expected[0], prepare.__name__
+            ours = accelerator.get_state_dict(prepared[0])
+            _assert_equal(ours, expected[1], prepare.__name__)
+
+            with pytest.raises(StateError, match=r"got 1 of 10 that train in 1 models.*model\.par"):
+                accelerator.clip_grad_norm_([next(prepared[0].parameters())], 1.0)
+            assert accelerator.prepare(prepared[0]) is prepared[0], "once more"
+
+            gone = [weakref.ref(prepared[0]), weakref.ref(given[1])]
+            prepared = accelerator.free_memory(*prepared)
+            del given
+            gc.collect()
+            assert [ref() for ref in gone] == [None, None], "something keeps them"
+
+
+def test_two_models_train_with_an_optimizer_each(ranks) -> None:
+    """GANs, and students with their teacher, which has none."""
+    ranks(2).run(_train_two, timeout_s=120)
+
+
+def _train_two(group: Group) -> None:
+    def train(accelerator: Any) -> list[dict[str, Tensor]]:
+        student, other, teacher = _model(), _model(), _model()
+        first = torch.optim.SGD(student.parameters(), lr=0.1)
+        second = torch.optim.AdamW(other.parameters(), lr=1e-2)
+        student, second, other, first, batches = accelerator.prepare(
+            student, second, other, first, _batches()
+        )
+        teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+        for x, _ in batches:
+            with torch.no_grad():
+                target = teacher(x)
+            accelerator.backward((student(x) - target - 1).square().mean())
+            accelerator.backward((other(x) + target).square().mean())
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+        return [accelerator.get_state_dict(each) for each in (student, other, teacher)]
+
+    with _environment(group):
+        expected = train(_ddp())
+    with _environment(group):
+        for ours, theirs in zip(train(_zero()), expected, strict=True):
+            _assert_equal(ours, theirs, "two models")
+
+
+# torch.compile's own, when it looks at tensors that are no leaves
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_models_train_as_accelerates_ddp(ranks) -> None:
+    """Whole at stage 1, and their blocks at stage 3, where a model does not compile as a whole."""
+    ranks(2).run(_train_compiled, timeout_s=120)
+
+
+class _Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x[:, :3]
+
+
+def _train_compiled(group: Group) -> None:
+    from accelerate.utils import TorchDynamoPlugin
+
+    def train(accelerator: Any) -> tuple[list[float], dict[str, Tensor]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = _Blocks()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        prepared = accelerator.prepare(model, optimizer, scheduler, _batches())
+        is_compiled = accelerator.state.dynamo_plugin.backend.value != "NO"
+        assert hasattr(prepared[0], "_orig_mod") == is_compiled
+        return _train(accelerator, prepared), accelerator.get_state_dict(prepared[0])
+
+    with _environment(group):
+        expected = train(_ddp(dynamo_backend="no"))
+    for stage, by_block in ((1, False), (3, True)):
+        plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=by_block)
+        with _environment(group):
+            losses, weights = train(_zero(stage, dynamo_plugin=plugin))
+        assert losses == expected[0], f"stage {stage}"
+        _assert_equal(weights, expected[1], f"stage {stage}")
+
+
+# ---- Mixed precision ----
+
+
+def test_bf16_keeps_bf16_parameters_or_autocasts_alone_when_told(ranks) -> None:
+    """As with DeepSpeed and FSDP2; `Precision()` gives the bits of Accelerate's DDP."""
+    ranks(2).run(_train_in_bf16, timeout_s=120)
+
+
+def _train_in_bf16(group: Group) -> None:
+    from zero_engine.integrations.accelerate import ZeroAccelerator
+
+    ddp, _ = _run(group, partial(_ddp, mixed_precision="bf16"))
+    alone = ZeroConfig(precision=zero_engine.Precision())
+    make = partial(ZeroAccelerator, zero=alone, mixed_precision="bf16")
+    assert _run(group, make)[0] == ddp
+    curves = []
+    for stage in STAGES:
+        with _environment(group):
+            accelerator = _zero(stage, mixed_precision="bf16")
+            if stage == 2:  # the fp32 values that masters begin with are not rounded meanwhile
+                model, optimizer, *rest = _objects()
+                model = accelerator.prepare(model)
+                prepared = (model, *accelerator.prepare(optimizer, *rest))
+            else:
+                prepared = accelerator.prepare(*_objects())
+            losses = _train(accelerator, prepared)
+            assert losses != ddp and losses == pytest.approx(ddp, rel=0.02), f"stage {stage}"
+            curves.append(losses)
+            model, optimizer = prepared[:2]
+            assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+            assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
+            assert model(torch.randn(2, 6)).dtype == torch.float32
+    assert curves[0] == curves[1] == curves[2]
+
+
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(ranks) -> None:
+    """Accelerate makes the scaler on GPUs only: here it is put in its place."""
+    ranks(2).run(_overflow, timeout_s=120)
+
+
+def _overflow(group: Group) -> None:
+    for stage in STAGES:
+        with _environment(group):
+            accelerator = _zero(stage)
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+            model, optimizer, scheduler, batches = accelerator.prepare(*_objects())
+            before = accelerator.get_state_dict(model)
+            skipped, rates = [], []
+            for number, (x, y) in enumerate(batches):
+                loss = nn.functional.mse_loss(model(x), y)
+                is_bad = number == 0 and group.rank == 1
+                accelerator.backward(loss * float("inf") if is_bad else loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                skipped.append(accelerator.optimizer_step_was_skipped)
+                rates.append(scheduler.get_last_lr()[0])
+                if number == 0:
+                    _assert_equal(accelerator.get_state_dict(model), before, f"stage {stage}")
+            assert skipped == [True] + [False] * 5, f"stage {stage}"
+            assert rates[:2] == [1e-2, pytest.approx(1e-2 / 3)], f"stage {stage}"
+            assert accelerator.scaler.get_scale() == 128.0, f"stage {stage}"
+
+
+# ---- Saving ----
+
+
+def test_a_saved_state_goes_on_with_the_same_bits(ranks, tmp_path: Path) -> None:
+    """With what Accelerate saves: scheduler, step, registered objects; hooks see the models."""
+    ranks(2).run(_resume, timeout_s=120, folder=str(tmp_path))
+
+
+class _Counter:
+    """Something that a script registers."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def _begin(stage: int, **options: Any) -> tuple[Any, Any, _Counter]:
+    accelerator = _zero(stage, gradient_accumulation_steps=4, **options)
+    counter = _Counter()
+    accelerator.register_for_checkpointing(counter)
+    return accelerator, accelerator.prepare(*_objects()), counter
+
+
+def _note(seen: list[Any], models: list[nn.Module], *rest: Any) -> None:
+    seen.append((list(models), *rest))
+
+
+def _resume(group: Group, folder: str) -> None:
+    from accelerate.utils import ProjectConfiguration
+
+    for stage, resumed in ((1, 1), (2, 3), (3, 2)):
+        named = {"automatic_checkpoint_naming": True, "total_limit": 1}
+        project = ProjectConfiguration(project_dir=f"{folder}/{stage}", **named)
+        with _environment(group):
+            accelerator, prepared, counter = _begin(stage, project_config=project)
+            seen: list[Any] = []
+            accelerator.register_save_state_pre_hook(partial(_note, seen))
+            _train(accelerator, prepared)
+            accelerator.save_state()
+            counter.value = 7
+            path = accelerator.save_state()
+            assert path == Path(folder, str(stage), "checkpoints/checkpoint_1")
+            assert seen[1] == ([prepared[0]], [], str(path))
+            assert seen[1][0][0] is prepared[0]
+            expected = _train(accelerator, prepared)
+            step, rate = accelerator.step, prepared[2].get_last_lr()
+        with _environment(group):
+            accelerator, prepared, counter = _begin(resumed, project_config=project)
+            accelerator.load_state()
+            assert counter.value == 7
+            assert _train(accelerator, prepared) == expected, f"stage {stage}"
+            assert (accelerator.step, prepared[2].get_last_lr()) == (step, rate)
+
+
+def test_a_saved_state_goes_on_at_another_number_of_ranks(ranks, tmp_path: Path) -> None:
+    """Accelerate reads the step on ranks that saved only; all must accumulate alike."""
+    saved = _save_alone(Group.solo(), str(tmp_path))
+    for loaded, step in ranks(2).run(_load_as_two, timeout_s=120, folder=str(tmp_path)):
+        assert step == saved[1] == 3
+        _assert_equal(loaded, saved[0], "weights and moments")
+
+
+def _save_alone(group: Group, folder: str) -> tuple[dict[str, Tensor], int]:
+    with _environment(group):
+        accelerator, prepared, _ = _begin(3)
+        model, _, _, batches = prepared
+        for (x, y), _ in zip(batches, range(7), strict=False):
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                prepared[1].step()
+                prepared[1].zero_grad()
+        accelerator.step = 3
+        accelerator.save_state(folder)
+        return _values(model), accelerator.step
+
+
+def _load_as_two(group: Group, folder: str) -> tuple[dict[str, Tensor], int]:
+    with _environment(group):
+        accelerator, prepared, _ = _begin(3)
+        with pytest.raises(FileError, match=r"zero, which ZeroAccelerator\.save_state\(\) writes"):
+            accelerator.load_state(str(Path(folder).parent))
+        accelerator.load_state(folder)
+        return _values(prepared[0]), accelerator.step
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    """Weights, and the optimizer's moments by their numbers; empty but on rank 0."""
+    found = zero_engine.full_state_dict(model)
+    state = zero_engine.full_optimizer_state_dict(model).get("state", {})
+    return found | {
+        f"{number}.{name}": entry[name] for number, entry in state.items() for name in entry
+    }
+
+
+def test_a_saved_model_is_read_by_accelerate(ranks, tmp_path: Path) -> None:
+    """Whole, in several files, from rank 0."""
+    ranks(2).run(_save_model, timeout_s=120, folder=str(tmp_path))
+
+
+def _save_model(group: Group, folder: str) -> None:
+    from accelerate import load_checkpoint_in_model
+
+    with _environment(group):
+        accelerator = _zero()
+        prepared = accelerator.prepare(*_objects())
+        _train(accelerator, prepared)
+        accelerator.save_model(prepared[0], folder, max_shard_size=500)
+        accelerator.wait_for_everyone()
+        files = sorted(path.name for path in Path(folder).glob("model*"))
+        assert len(files) > 2 and files[-1] == "model.safetensors.index.json", files
+        whole = accelerator.get_state_dict(prepared[0])
+        assert bool(whole) == (group.rank == 0)
+        if whole:
+            fresh = _model()
+            load_checkpoint_in_model(fresh, folder)
+            _assert_equal(whole, fresh.state_dict(), "save_model")
+
+
+# ---- DeepSpeed's settings ----
+
+
+def test_a_deepspeed_plugin_says_what_deepspeed_would_do(ranks) -> None:
+    """Stage, dtype, accumulation and clipping, from its fields or a file, without the package."""
+    ranks(2).run(_read_plugins, timeout_s=120)
+
+
+def _read_plugins(group: Group) -> None:
+    from accelerate.utils import DeepSpeedPlugin
+    from zero_engine.integrations.accelerate import ZeroAccelerator
+
+    expected = _run(group, partial(_zero, 2), steps=2, max_norm=0.1)
+    plugin = DeepSpeedPlugin(zero_stage=2, gradient_clipping=0.1, gradient_accumulation_steps=2)
+    with _environment(group):
+        accelerator = ZeroAccelerator(deepspeed_plugin=plugin)
+        prepared = accelerator.prepare(*_objects())
+        assert _train(accelerator, prepared) == expected[0]  # no call clips
+
+    file = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 10},
+    }
+    with _environment(group):
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+        accelerator = ZeroAccelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=file))
+        assert accelerator.mixed_precision == "bf16"
+        model, _ = accelerator.prepare(*_objects()[:2])
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        rests = {name: bool(p.numel()) for name, p in model.named_parameters() if p.numel() <= 10}
+        assert all(rests.values()), rests  # biases are whole, as the file says
+
+
+# ---- What cannot be ----
+
+
+def test_what_cannot_be_beside_it_is_refused_with_the_remedy(ranks) -> None:
+    """Each of these would train something else than it says, or end far from its cause."""
+    ranks(2).run(_refuse, timeout_s=120)
+
+
+def _refuse(group: Group) -> None:
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import (
+        DDPCommunicationHookType,
+        DeepSpeedPlugin,
+        DistributedDataParallelKwargs,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+    )
+    from accelerate.utils.deepspeed import DummyOptim
+    from zero_engine.integrations.accelerate import ZeroAccelerator
+
+    with _environment(group):  # what says nothing here stands in many scripts
+        ZeroAccelerator(kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
+    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    plugin = DeepSpeedPlugin(gradient_accumulation_steps=4)
+    for options, message in (
+        ({"fsdp_plugin": FullyShardedDataParallelPlugin()}, "expected no fsdp_plugin.*leave it"),
+        ({"parallelism_config": ParallelismConfig()}, "expected no parallelism_config"),
+        ({"kwargs_handlers": [hook]}, r"no comm_hook.*ZeroConfig\(wire="),
+        ({"mixed_precision": "fp16"}, "got 'fp16' on cpu.*say 'bf16'"),
+        ({"zero": "ds.json"}, r"from_deepspeed\(file\)"),
+        ({"zero": ZeroConfig(), "deepspeed_plugin": plugin}, "leave one out"),
+        ({"deepspeed_plugin": plugin, "gradient_accumulation_steps": 2}, "steps=4.*got 2"),
+        (
+            {"project_config": ProjectConfiguration(save_on_each_node=True)},
+            "expected save_on_each_node=False",
+        ),
+    ):
+        with _environment(group), pytest.raises(ConfigError, match=f"(?s){message}"):
+            ZeroAccelerator(**options)
+
+    with _environment(group):
+        os.environ["ACCELERATE_USE_MEGATRON_LM"] = "true"
+        with pytest.raises(ConfigError, match="no ACCELERATE_USE_MEGATRON_LM in the environment"):
+            ZeroAccelerator()
+    with _environment(group):
+        PartialState()  # sees one process, without cpu=True
+        with pytest.raises(ConfigError, match="expected WORLD_SIZE=2 processes, got 1"):
+            ZeroAccelerator()
+
+    with _environment(group):
+        accelerator = ZeroAccelerator(dynamo_plugin=TorchDynamoPlugin(backend="eager"))
+        with pytest.raises(ConfigError, match=r"whole model at stage 3.*use_regional_compilation"):
+            accelerator.prepare(_model())
+    with _environment(group):
+        accelerator = ZeroAccelerator()
+        model = _model()
+        two = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model[:2]]
+        with pytest.raises(ConfigError, match=r"got 2; chain them: zero_engine\.ChainedOptimizer"):
+            accelerator.prepare(model, *two)
+        with pytest.raises(ConfigError, match=r"got a DummyOptim.*make torch's in the script"):
+            accelerator.prepare(model, DummyOptim(model.parameters()))
+        model.is_quantized = True
+        with pytest.raises(ConfigError, match=r"quantized or spread.*without quantization_config"):
+            accelerator.prepare(model)
+        model.is_quantized = False
+        model.hf_device_map = {"0": "cpu", "1": "disk"}
+        with pytest.raises(ConfigError, match="quantized or spread"):
+            accelerator.prepare(model)
+        del model.hf_device_map
+        zero_engine.shard(model)
+        with pytest.raises(PartitionError, match="already"):
+            accelerator.prepare(model)
+    with _environment(group):
+        wrapped = Accelerator(cpu=True).prepare(_model())
+    with _environment(group), pytest.raises((PartitionError, ConfigError), match=r"ddp\.module"):
+        ZeroAccelerator().prepare(wrapped)
+
+
+# ---- The documented script ----
+
+
+def test_the_documented_script_runs_by_torchrun(tmp_path: Path) -> None:
+    """What a reader copies is what runs: bf16, accumulation, metrics, and a model to read again."""
+    pytest.importorskip("transformers")
+    page = Path(__file__).parents[1] / "docs" / "accelerate.md"
+    code = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert code is not None
+    script = tmp_path / "script.py"
+    script.write_text(code[1])
+
+    printed = launch(str(script), [str(tmp_path)])
+
+    accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", printed)]
+    assert len(accuracies) == 2 and accuracies[-1] > 0.9, printed

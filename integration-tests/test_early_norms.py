@@ -1,0 +1,53 @@
+"""Norms of gradients that leave the device are those of what is stepped, whoever wrote to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+import zero_engine
+from residences import Blocks, Cell, cpu_adam, sharded
+from torch import Tensor
+from zero_comm import Group
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "nobody": lambda grad: None,
+    "in place": lambda grad: grad.mul_(2),
+    "data": lambda grad: grad.data.mul_(2),
+    "numpy": lambda grad: grad.numpy().fill(1),
+    "foreach": lambda grad: torch._foreach_mul_([grad], 2.0),
+    "grad scaler": lambda grad: torch._amp_foreach_non_finite_check_and_unscale_(
+        [grad], torch.zeros(1), torch.ones(()) / 2
+    ),
+}
+
+
+@pytest.mark.parametrize("num_backwards", [1, 2])
+@pytest.mark.parametrize("how", WRITES)
+def test_a_norm_is_that_of_what_is_stepped(tmp_path: Path, how: str, num_backwards: int) -> None:
+    """It is taken while a gradient is on its way; users write later, and backwards add."""
+    cell = Cell(2, "disk", residence="poisoned")
+    with sharded(Group.solo(), cell, str(tmp_path), make=Blocks, make_optimizer=cpu_adam) as (
+        model,
+        optimizer,
+    ):
+        for micro in range(num_backwards):
+            parity.loss_of(model, parity.batch(0, micro, 0)).backward()
+        grads = [
+            param.grad
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        for grad in grads:
+            WRITES[how](grad)
+
+        found = zero_engine.clip_grad_norm_(model, 1e9)
+
+        expected = torch.cat([torch.flatten(grad * 1).double() for grad in grads]).norm()
+        torch.testing.assert_close(found.double(), expected)
+        optimizer.zero_grad()

@@ -1,0 +1,411 @@
+"""Lightning: what DDPStrategy trains, ZeroStrategy trains, and so do the two of Fabric."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import scripts
+import torch
+import torch.distributed as dist
+import zero_engine
+from torch import nn
+from zero_comm import Group
+
+pytest.importorskip("lightning")
+DOCUMENTED: Final = Path(__file__).parents[1] / "docs" / "lightning.md"
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{said}")
+    for said in (
+        r".isinstance\(treespec, LeafSpec\). is deprecated:FutureWarning",
+        "Using `DistributedSampler` with the dataloaders",
+        "You.re resuming from a checkpoint that ended before the epoch ended",
+        "Be aware that when using `ckpt_path`, callbacks used",
+        "Checkpoint directory .* exists and is not empty",
+        r"The '\w+' does not have many workers",
+    )
+]
+
+
+def test_fit_validate_and_predict_are_those_of_ddp_strategy(ranks) -> None:
+    """The sanity check is a forward before any backward; what follows `fit` finds it sharded."""
+    ranks(2).run(_fit, timeout_s=120)
+
+
+def _fit(group: Group) -> None:
+    import lightning_loops as loops
+    from lightning.pytorch.utilities.model_summary import summarize
+
+    expected: Any = None
+    for stage in (None, 1, 2, 3):
+        module = loops.Module()
+        got = loops.fit(group, stage, module, num_sanity_val_steps=2)
+        trainer = got[2]
+        rest = [summarize(module).total_parameters, trainer.callback_metrics["loss"]]
+        rest += trainer.validate(module, loops.batches(), verbose=False)
+        rest += torch.cat(trainer.predict(module, loops.batches())).tolist()
+        rest += loops.fit(group, stage, module, max_epochs=1)[0]
+        if stage is None:
+            expected = got, rest
+            continue
+        loops.assert_same(got, expected[0], group=group, what=f"stage {stage}")
+        assert rest == expected[1], f"stage {stage}"
+
+
+def test_manual_optimization_and_closures_that_are_repeated_are_those_of_ddp_strategy(
+    ranks,
+) -> None:
+    """Chained optimizers step inside training_step(), past the module's forward."""
+    ranks(2).run(_manual, timeout_s=120)
+
+
+def _manual(group: Group) -> None:
+    import lightning_loops as loops
+
+    for make in (lambda: loops.Manual(loops.chained), lambda: loops.Module(loops.looks_ahead)):
+        expected = loops.fit(group, None, make())
+        for stage in (1, 2, 3):
+            got = loops.fit(group, stage, make())
+            loops.assert_same(got, expected, group=group, what=f"stage {stage}")
+
+
+def test_what_configure_model_builds_is_sharded_while_it_is_built(ranks) -> None:
+    """And has the values of plain construction on rank 0."""
+    ranks(2).run(_configure_model, timeout_s=120)
+
+
+def _configure_model(group: Group) -> None:
+    import lightning_loops as loops
+
+    for precision in ("32-true", "bf16-true"):
+        expected = loops.fit(group, None, loops.BuiltLater(), precision=precision)
+        module = loops.BuiltLater()
+        got = loops.fit(group, 3, module, precision=precision)
+        assert not module.is_whole
+        loops.assert_same(got, expected, group=group, what=precision)
+
+
+def test_clipping_and_accumulation_are_close_to_ddp_strategy_and_equal_to_a_plain_loop(
+    ranks,
+) -> None:
+    """The norm is that over all ranks; sharded gradients are reduced by every backward."""
+    ranks(2).run(_clip, timeout_s=120)
+
+
+def _clip(group: Group) -> None:
+    import lightning_loops as loops
+
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    losses, weights, _ = loops.fit(group, None, loops.Module(loops.sgd), **options)
+    on_host = {"offload": zero_engine.Offload(optimizer="host")}
+    for stage, fields in ((1, {}), (3, {}), (3, on_host)):
+        module = loops.Module(loops.sgd)
+        got = loops.fit(group, stage, module, fields=fields, **options)
+        torch.testing.assert_close(got[0], losses, rtol=1e-5, atol=0)
+        if group.rank == 0:
+            torch.testing.assert_close(got[1], weights, rtol=1e-5, atol=1e-6)
+        config = zero_engine.ZeroConfig(stage, min_unit_bytes=0, **fields)
+        plain = _plain_loop(group, module.seen, config)
+        loops.assert_same(got, plain, group=group, what=f"stage {stage}")
+
+
+def _plain_loop(
+    group: Group, seen: list[Any], config: zero_engine.ZeroConfig
+) -> tuple[list[float], dict[str, Any]]:
+    """The same steps by hand, of the batches that Lightning gave to this rank."""
+    import lightning_loops as loops
+
+    module = loops.Module()
+    optimizer = loops.sgd(module)
+    zero_engine.shard(module, optimizer, config, group=group)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for step in range(4):
+        first, second = seen[2 * step : 2 * step + 2]
+        with zero_engine.no_sync(module) if config.stage < 2 else nullcontext():
+            (module.training_step(first, 0) / 2).backward()
+        (module.training_step(second, 0) / 2).backward()
+        zero_engine.clip_grad_norm_(module, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            scheduler.step()  # an epoch has ended
+    return module.losses, zero_engine.full_state_dict(module)
+
+
+def test_mixed_precision_is_that_of_ddp_strategy(ranks) -> None:
+    """Lightning has bf16 in the place of fp16 on the CPU, and says so; its scaler works there."""
+    ranks(2).run(_mixed, timeout_s=120)
+
+
+def _mixed(group: Group) -> None:
+    import lightning_loops as loops
+    from lightning.pytorch.plugins import MixedPrecision
+
+    def scaled() -> dict[str, Any]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17, growth_interval=3)
+        return {"plugins": MixedPrecision("16-mixed", "cpu", scaler)}
+
+    def replaced() -> dict[str, Any]:
+        return {"precision": "16-mixed"}
+
+    def exact() -> dict[str, Any]:
+        return {"precision": "64-true"}
+
+    for options in (lambda: {"precision": "bf16-mixed"}, replaced, scaled, exact):
+        runs = []
+        for stage in (None, 2, 3):
+            expects = pytest.warns(match="Using `precision='bf16-mixed'` instead")
+            with expects if options is replaced and not group.rank else nullcontext():
+                runs.append(loops.fit(group, stage, loops.Module(), **options()))
+        for got in runs[1:]:
+            loops.assert_same(got, runs[0], group=group, what=str(options()))
+
+
+def test_lightnings_own_average_of_weights_is_that_of_ddp_strategy_at_stage_2(ranks) -> None:
+    """It reads and writes parameters, which rest whole there; at stage 3 it is refused."""
+    ranks(2).run(_average, timeout_s=120)
+
+
+def _average(group: Group) -> None:
+    import lightning_loops as loops
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    def run(stage: int | None) -> Any:
+        callback = StochasticWeightAveraging(0.01, swa_epoch_start=1)
+        return loops.fit(group, stage, loops.Module(), callbacks=callback, max_epochs=3)
+
+    loops.assert_same(run(2), run(None), group=group, what="stage 2")
+
+
+def test_checkpoints_resume_at_another_number_of_ranks_and_from_ddp_strategy(
+    ranks, tmp_path
+) -> None:
+    """ModelCheckpoint's best and last are folders; what goes on from them is what DDP's does."""
+    ranks(2).run(_save, timeout_s=120, folder=str(tmp_path))
+    kept = sorted(path.name for path in tmp_path.iterdir())  # and neither of step 2
+    assert kept == ["ddp-step=4.ckpt", "last.ckpt", "weights.ckpt", "zero-step=4.ckpt"]
+    ranks(1).run(_resume_alone, timeout_s=120, folder=str(tmp_path))
+
+
+def _save(group: Group, folder: str) -> None:
+    import lightning_loops as loops
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    whole = loops.fit(group, None, loops.Module())
+    for stage, name in ((None, "ddp"), (3, "zero")):
+        keeps = ModelCheckpoint(
+            folder, f"{name}-{{step}}", every_n_train_steps=2, save_last=stage == 3
+        )
+        options = {"enable_checkpointing": True, "callbacks": keeps}
+        trainer = loops.fit(group, stage, loops.Module(), max_epochs=1, **options)[2]
+    best, last = keeps.best_model_path, keeps.last_model_path
+    said = trainer.callback_metrics["loss"].item()
+    for path in (best, last, f"{folder}/weights.ckpt"):
+        if path not in (best, last):
+            trainer.save_checkpoint(path, weights_only=True)
+        fresh = loops.Module()
+        with torch.no_grad():
+            fresh.shift.zero_()
+        checker = loops.trainer_of(group, loops.strategy_of(2))
+        (found,) = checker.validate(fresh, loops.batches(8), ckpt_path=path, verbose=False)
+        assert found["loss"] == said
+    module = loops.Module.load_from_checkpoint(f"{folder}/weights.ckpt")
+    torch.testing.assert_close(module.shift, trainer.lightning_module.shift + 0, rtol=0, atol=0)
+    for stage, path in ((3, last), (2, best), (1, f"{folder}/ddp-step=4.ckpt")):
+        module = loops.Module()
+        module.losses += whole[0][:4]
+        got = loops.fit(group, stage, module, ckpt_path=path)
+        loops.assert_same(got, whole, group=group, what=f"stage {stage} from {path}")
+
+
+def _resume_alone(group: Group, folder: str) -> None:
+    import lightning_loops as loops
+
+    expected = loops.fit(group, None, loops.Module(), ckpt_path=f"{folder}/ddp-step=4.ckpt")
+    for stage, path in ((1, "last.ckpt"), (3, "zero-step=4.ckpt"), (2, "ddp-step=4.ckpt")):
+        got = loops.fit(group, stage, loops.Module(), ckpt_path=f"{folder}/{path}")
+        loops.assert_same(got, expected, group=group, what=f"stage {stage} from {path}")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_fp16_on_a_gpu_is_that_of_ddp_strategy(ranks) -> None:
+    """There Lightning keeps the scaler, and moves models and optimizers between phases."""
+    ranks(1).run(_on_gpu, timeout_s=120)
+
+
+def _on_gpu(group: Group) -> None:
+    import lightning_loops as loops
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    options = {"accelerator": "cuda", "precision": "16-mixed"}
+    expected = loops.fit(group, None, loops.Module(), **options)
+    for stage in (1, 2, 3):
+        module = loops.Module()
+        got = loops.fit(group, stage, module, **options)
+        loops.assert_same(got, expected, group=group, what=f"stage {stage}")
+        assert module.shift.is_cuda
+
+
+def test_fabric_trains_saves_and_loads_as_under_its_ddp_strategy(ranks, tmp_path) -> None:
+    """Accumulation, both clippings, sharded construction, and a closure of the scaler."""
+    ranks(2).run(_fabric, timeout_s=120, folder=str(tmp_path))
+
+
+def _fabric(group: Group, folder: str) -> None:
+    import lightning_loops as loops
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy
+    from zero_engine.integrations.lightning import ZeroFabricStrategy
+
+    def start(strategy: Any, **options: Any) -> tuple[Any, Any, Any]:
+        loops.join(group)
+        fabric = Fabric(accelerator="cpu", strategy=strategy, devices=group.world_size, **options)
+        fabric.launch()
+        with fabric.init_module():
+            model = loops.Module()
+        model, optimizer = fabric.setup(model, loops.sgd(model))
+        return fabric, model, optimizer
+
+    def train(fabric: Any, model: Any, optimizer: Any, *, clips: dict[str, float]) -> list[float]:
+        losses = []
+        for index, batch in enumerate(fabric.setup_dataloaders(loops.batches())):
+            is_first = index % 2 == 0
+            with fabric.no_backward_sync(model, enabled=is_first):
+                loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+                fabric.backward(loss)
+            losses.append(loss.item())
+            if is_first and index:
+                optimizer.zero_grad()  # what was accumulated is thrown away
+            elif not is_first:
+                fabric.clip_gradients(model, optimizer, **clips)
+                optimizer.step()
+                optimizer.zero_grad()
+        return losses
+
+    for clips in ({"clip_val": 0.05}, {"max_norm": 0.1}):
+        fabric, plain, optimizer = start(DDPStrategy())
+        expected = train(fabric, plain, optimizer, clips=clips)
+        for stage in (1, 2, 3):
+            fabric, model, optimizer = start(ZeroFabricStrategy(stage, min_unit_bytes=0))
+            losses = train(fabric, model, optimizer, clips=clips)
+            if "clip_val" in clips:
+                got = losses, zero_engine.full_state_dict(model.module)
+                theirs = expected, plain.state_dict()
+                loops.assert_same(got, theirs, group=group, what=f"stage {stage}")
+            torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+
+    state = {"model": model, "optimizer": optimizer, "step": 4, "seed": (1, 2)}
+    fabric.save(f"{folder}/it.ckpt", state)
+    after = train(fabric, model, optimizer, clips=clips)
+    other, model, optimizer = start(ZeroFabricStrategy(1))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    assert other.load(f"{folder}/it.ckpt", state) == {"seed": (1, 2)}
+    assert state["step"] == 4
+    assert train(other, model, optimizer, clips=clips) == after
+
+
+def test_two_models_of_fabric_train_by_turns(ranks) -> None:
+    """What a Trainer's one module cannot: each has an optimizer, and steps alone."""
+    ranks(2).run(_by_turns, timeout_s=120)
+
+
+def _by_turns(group: Group) -> None:
+    import lightning_loops as loops
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy
+    from zero_engine.integrations.lightning import ZeroFabricStrategy
+
+    curves = []
+    for strategy in (DDPStrategy(), ZeroFabricStrategy(2), ZeroFabricStrategy(3)):
+        loops.join(group)
+        fabric = Fabric(accelerator="cpu", strategy=strategy, devices=2)
+        fabric.launch()
+        pairs = []
+        for seed in (0, 1):
+            torch.default_generator.manual_seed(seed)
+            model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+            pairs.append(fabric.setup(model, loops.sgd(model)))
+        losses = []
+        for step in range(6):
+            torch.default_generator.manual_seed(10 * step + group.rank)
+            (trained, optimizer), (other, its_optimizer) = pairs[:: 1 if step % 2 else -1]
+            loss = other(trained(torch.randn(4, 6))).square().mean()
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            its_optimizer.zero_grad()
+            losses.append(loss.item())
+        curves.append(losses)
+    assert curves[1:] == [curves[0]] * 2
+
+
+def test_the_script_of_the_documentation_runs(ranks, tmp_path) -> None:
+    """It is copied as it is."""
+    script = tmp_path / "train.py"
+    script.write_text(DOCUMENTED.read_text().partition("```python\n")[2].partition("```\n")[0])
+
+    printed = scripts.on_ranks(ranks)(str(script), [str(tmp_path / "run")])
+
+    assert "at step 60\nas loaded: True" in printed
+
+
+def test_what_cannot_be_says_what_to_do(ranks, tmp_path) -> None:
+    """Not Lightning's own message about some attribute, and no wrong numbers."""
+    ranks(2).run(_refusals, timeout_s=120, folder=str(tmp_path))
+
+
+def _refusals(group: Group, folder: str) -> None:
+    import lightning_loops as loops
+    from lightning.fabric import Fabric
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    from lightning.pytorch.plugins import FSDPPrecision
+    from zero_engine.integrations.lightning import ZeroFabricStrategy, ZeroStrategy
+
+    def two(module: nn.Module) -> list[torch.optim.Optimizer]:
+        return [loops.sgd(module), loops.sgd(module)]
+
+    class Filtering(loops.Module):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"] = {"shift": torch.zeros(6)}
+
+    def fit(module: Any = None, **options: Any) -> Any:
+        return loops.fit(group, 3, loops.Module() if module is None else module, **options)[2]
+
+    def fabric() -> Any:
+        loops.join(group)
+        made = Fabric(accelerator="cpu", strategy=ZeroFabricStrategy(), devices=2)
+        made.launch()
+        return made
+
+    bf16 = zero_engine.Precision(params=torch.bfloat16)
+    trained, net = fit(), nn.Linear(2, 2)
+    zero_engine.save(folder, trained.lightning_module, trained.optimizers[0], step=0, tag="plain")
+    wrapped = loops.Module()
+    wrapped.net = nn.parallel.DistributedDataParallel(wrapped.net)
+    refused = {
+        "got the plugin FSDPPrecision": lambda: fit(plugins=FSDPPrecision("32-true")),
+        "expected one precision": lambda: fit(precision="bf16-true", fields={"precision": bf16}),
+        "torch.compile": lambda: fit(torch.compile(loops.Module(), backend="eager")),
+        "zero_engine.ShardedAverage": lambda: fit(callbacks=StochasticWeightAveraging(0.1)),
+        "ChainedOptimizer": lambda: fit(loops.Manual(two)),
+        "ddp.module": lambda: fit(wrapped),
+        "as each rank writes its own part of the weights": lambda: fit(Filtering()).save_checkpoint(
+            "x"
+        ),
+        "expected no storage_options": lambda: trained.save_checkpoint(
+            "x", storage_options={"a": 1}
+        ),
+        "a path that every rank sees": lambda: trained.save_checkpoint("s3://bucket/x"),
+        "one of a plain loop": lambda: fit(ckpt_path=f"{folder}/plain"),
+        "from_deepspeed": lambda: ZeroStrategy(config={"zero_optimization": {"stage": 3}}),
+        "stage: expected": lambda: ZeroStrategy(4),
+        "fabric.setup\\(model, optimizer\\)": lambda: fabric().setup_optimizers(loops.sgd(net)),
+        "one optimizer, got 2": lambda: fabric().setup(net, *two(net)),
+        "give the model in `state`": lambda: fabric().load(f"{folder}/plain", {}),
+    }
+    for said, action in refused.items():
+        with pytest.raises((ValueError, OSError), match=said):
+            action()

@@ -1,0 +1,612 @@
+"""transformers' own Trainer, on two ranks, over sharded models: its numbers, and its files."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import parity
+import pytest
+import torch
+import zero_engine
+from high_water import HighWater, giving_memory_back, needs_high_water
+from scripts import on_ranks
+from torch import Tensor
+from zero_comm import Group
+from zero_engine import ConfigError, Precision, ZeroConfig, full_state_dict
+
+transformers = pytest.importorskip("transformers")
+
+from zero_engine.integrations.transformers import (  # noqa: E402
+    ZeroSeq2SeqTrainer,
+    ZeroTrainer,
+)
+
+pytestmark = [
+    pytest.mark.xdist_group("ranks"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+VOCABULARY: Final = 29
+STILL: Final = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # no dropout
+
+
+def _as_torchrun(group: Group) -> None:
+    """What torchrun says in the environment, which Accelerate looks at; a run's end restores it."""
+    rank, size = str(group.rank), str(group.world_size)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(OMP_NUM_THREADS="1")
+
+
+def _zero(stage: int) -> ZeroConfig:
+    """Each small block is gathered by itself."""
+    return ZeroConfig(stage=stage, min_unit_bytes=0, window=1)
+
+
+def _args(folder: Any, kind: Any = None, **options: Any) -> Any:
+    told = {
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "max_grad_norm": 0.0,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+    }
+    return (kind or transformers.TrainingArguments)(str(folder), **told | options)
+
+
+def _gpt2(**options: Any) -> Any:
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+        **options,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _sequences(num: int, seed: int = 2) -> list[dict[str, Tensor]]:
+    """Counting in steps of different size; the first tokens of some are not to be predicted."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(num):
+        start, stride, hidden = torch.randint(1, 6, (3,), generator=generator).tolist()
+        tokens = (start + stride * torch.arange(8)) % VOCABULARY
+        labels = torch.where(torch.arange(8) < hidden, -100, tokens)
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def _logged(trainer: Any, *names: str) -> list[Any]:
+    """What the log has under these names, in order."""
+    return [entry[name] for entry in trainer.state.log_history for name in names if name in entry]
+
+
+def _train(model: Any, args: Any, *, zero: Any = None, **options: Any) -> Any:
+    """By the host's own Trainer where `zero` is None."""
+    options = {"train_dataset": _sequences(13), **options}
+    if zero is None:
+        kind = _AsOnGPU if args.fp16 else transformers.Trainer
+        trainer = kind(model=model, args=args, **options)
+    else:
+        trainer = ZeroTrainer(model=model, args=args, zero=zero, **options)
+    trainer.train()
+    return trainer
+
+
+# ---- Numbers ----
+
+
+OPTIONS: Final[dict[str, dict[str, bool]]] = {
+    "fp32": {},
+    "bf16 and recomputed": {"bf16": True, "activation_checkpointing": True},
+    "fp16": {"fp16": True},
+}
+
+
+class _AsOnGPU(transformers.Trainer):
+    """The host's own, with the autocast and scaler that it leaves out on a CPU, silently."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.native_amp = True
+        self.accelerator.scaler = torch.amp.GradScaler("cpu")
+
+
+@pytest.mark.parametrize("way", OPTIONS)
+def test_numbers_are_those_of_ddp(ranks, tmp_path: Path, way: str) -> None:
+    """The law: dropout, schedule, uneven last batches, evaluation, and nothing else changes."""
+    ranks(2).run(_compare_with_ddp, folder=str(tmp_path), more=OPTIONS[way], timeout_s=120)
+
+
+def _compare_with_ddp(group: Group, folder: str, more: dict[str, Any]) -> None:
+    _as_torchrun(group)
+    found = {}
+    for stage in (None, 1, 2, 3):
+        args = _args(folder, num_train_epochs=2, eval_strategy="epoch", **more)
+        zero = None if stage is None else _zero(stage)
+        trainer = _train(_gpt2(), args, zero=zero, eval_dataset=_sequences(5, seed=3))
+        weights = trainer.model.state_dict() if zero is None else full_state_dict(trainer.model)
+        found[stage] = (
+            _logged(trainer, "loss", "eval_loss", "learning_rate"),
+            _logged(trainer, "grad_norm"),
+            weights,
+        )
+    logs, norms, weights = found.pop(None)
+    assert logs[-2] < logs[0] - 0.5, "it learns nothing"
+    for stage, (their_logs, their_norms, their_weights) in found.items():
+        assert their_logs == logs, stage
+        torch.testing.assert_close(their_norms, norms, rtol=1e-5, atol=0)
+        if group.rank == 0:
+            parity.assert_same_weights(their_weights, weights, what=f"stage {stage}")
+
+
+def test_accumulated_and_clipped_it_is_the_plain_loop(ranks, tmp_path: Path) -> None:
+    """Its bits, and DDP's numbers; the norm in the log is that of all ranks' gradients."""
+    ranks(2).run(_compare_with_plain_loop, folder=str(tmp_path), timeout_s=120)
+
+
+def _compare_with_plain_loop(group: Group, folder: str) -> None:
+    _as_torchrun(group)
+    told = {
+        "num_train_epochs": 1,
+        "gradient_accumulation_steps": 3,  # of 5 batches: the last step has two
+        "max_grad_norm": 0.1,
+        "train_sampling_strategy": "sequential",
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.1,
+    }
+    data = _sequences(19)
+    ddp = _train(_gpt2(**STILL), _args(folder, **told), train_dataset=data)
+    for stage in (1, 2, 3):
+        options = {"args": _args(folder, **told), "zero": _zero(stage)}
+        trainer = _train(_gpt2(**STILL), train_dataset=data, **options)
+        weights = full_state_dict(trainer.model)
+        for name in ("loss", "grad_norm"):
+            torch.testing.assert_close(
+                _logged(trainer, name), _logged(ddp, name), rtol=1e-5, atol=0
+            )
+        norms, expected = _plain_loop(group, stage, trainer)
+        assert _logged(trainer, "grad_norm") == norms
+        assert min(norms) > 0.1, "nothing is clipped"
+        if group.rank == 0:
+            for name, value in ddp.model.state_dict().items():
+                torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+            parity.assert_same_weights(weights, expected, what=f"stage {stage}")
+
+
+def _plain_loop(group: Group, stage: int, trainer: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Norms and weights of one epoch over the same batches."""
+    model, batches = _gpt2(**STILL), list(trainer.get_train_dataloader())
+    model, norms = model.train(), []
+    decays = set(trainer.get_decay_parameter_names(model))
+    named = list(model.named_parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [param for name, param in named if name in decays], "weight_decay": 0.1},
+            {"params": [param for name, param in named if name not in decays], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        fused=True,
+    )
+    zero_engine.shard(model, optimizer, _zero(stage))
+    for start in range(0, len(batches), 3):
+        of_step = batches[start : start + 3]
+        num_items = sum((batch["labels"][:, 1:] != -100).sum() for batch in of_step)
+        torch.distributed.all_reduce(num_items)
+        for batch in of_step:
+            waits = stage < 2 and batch is not of_step[-1]
+            with zero_engine.no_sync(model) if waits else nullcontext():
+                loss = model(**batch, num_items_in_batch=num_items).loss * group.world_size
+                loss.backward()
+        norms.append(zero_engine.clip_grad_norm_(model, 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, full_state_dict(model)
+
+
+FILE: Final = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "fp16": {"enabled": "auto", "initial_scale_power": 19, "hysteresis": 1},
+    "optimizer": {
+        "type": "AdamW",
+        "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(
+            ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"
+        ),
+    },
+    "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"},
+}
+FILLED: Final = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 0.1,
+    "fp16": FILE["fp16"] | {"enabled": True},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-7, "weight_decay": 0.1},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": 0,
+            "warmup_max_lr": 1e-2,
+            "warmup_num_steps": 3,
+            "total_num_steps": 8,
+        },
+    },
+    "zero_optimization": {"stage": 3},
+}
+
+
+def test_a_deepspeed_file_is_filled_as_trainer_fills_it(ranks, tmp_path: Path) -> None:
+    """The bits of an engine whose file has the numbers; in fp16, with steps that overflow."""
+    (tmp_path / "ds.json").write_text(json.dumps(FILE))
+    ranks(2).run(_compare_with_engine, folder=str(tmp_path), timeout_s=120)
+
+
+def _compare_with_engine(group: Group, folder: str) -> None:
+    _as_torchrun(group)
+    args = _args(
+        folder,
+        max_steps=8,
+        fp16=True,
+        max_grad_norm=0.1,
+        train_sampling_strategy="sequential",
+        adam_beta2=0.95,
+        adam_epsilon=1e-7,
+        weight_decay=0.1,
+        warmup_steps=3,
+    )
+    data = _sequences(40)
+    trainer = _train(_gpt2(**STILL), args, zero=f"{folder}/ds.json", train_dataset=data)
+    rates, applied = [], []
+    engine, *_ = zero_engine.initialize(model=_gpt2(**STILL), config=FILLED)
+    for batch, _ in zip(trainer.get_train_dataloader(), range(8), strict=False):
+        num_items = (batch["labels"][:, 1:] != -100).sum()
+        torch.distributed.all_reduce(num_items)
+        loss = engine(**batch, num_items_in_batch=num_items).loss * group.world_size
+        rates.append(engine.get_lr()[0])
+        engine.backward(loss)
+        engine.step()
+        applied.append(engine.was_step_applied())
+
+    assert trainer.model.dtype is torch.float16
+    assert _logged(trainer, "learning_rate") == rates
+    assert {True, False} == set(applied)
+    assert trainer.accelerator.scaler.state_dict()["scale"] == engine.cur_scale
+    weights, expected = full_state_dict(trainer.model), full_state_dict(engine.module)
+    parity.assert_same_weights(weights, expected, what="fp16")
+
+
+# ---- Files ----
+
+
+def test_checkpoints_are_gone_on_with(ranks, tmp_path: Path) -> None:
+    """By as many ranks bit for bit, also where the host's own Trainer began; by one rank too."""
+    from safetensors.torch import load_file
+
+    losses, _ = ranks(2).run(_save_and_resume, folder=str(tmp_path), timeout_s=150)
+    alone = _train_with_checkpoints(tmp_path / "alone", _zero(3), tmp_path / "zero", batch=4)
+
+    def written(name: str, step: int) -> dict[str, Tensor]:
+        return load_file(tmp_path / name / f"checkpoint-{step}" / "model.safetensors")
+
+    expected = written("ddp", 6)
+    for name in ("zero", "again", "from ddp"):
+        parity.assert_same_weights(written(name, 6), expected, what=name)
+    found = _logged(alone, "loss", "eval_loss", "learning_rate")
+    torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
+    best, last = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()
+        for name in ("final", "zero/checkpoint-6")
+    )
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "zero/checkpoint-2")
+    parity.assert_same_weights(best, reloaded.state_dict(), what="best")
+    assert not torch.equal(best["lm_head.weight"], last["lm_head.weight"])
+    kept = {path.name for path in (tmp_path / "zero").iterdir()}
+    assert kept == {"checkpoint-2", "checkpoint-6"}
+
+
+def _train_with_checkpoints(
+    folder: Path, zero: Any, resumed: Path | None = None, *, batch: int = 2, **more: Any
+) -> Any:
+    """The best is the worst, so that it is the first, and training ends two evaluations later."""
+    kind = transformers.Trainer if zero is None else ZeroTrainer
+    args = _args(
+        folder,
+        max_steps=8,
+        per_device_train_batch_size=batch,
+        train_sampling_strategy="sequential",
+        eval_strategy="steps",
+        save_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,
+        **more,
+    )
+    trainer = kind(
+        model=_gpt2(**STILL),
+        args=args,
+        train_dataset=_sequences(40),
+        eval_dataset=_sequences(4, seed=3),
+        callbacks=[transformers.EarlyStoppingCallback(early_stopping_patience=2)],
+        **({} if zero is None else {"zero": zero}),
+    )
+    trainer.train(resume_from_checkpoint=resumed and str(resumed / "checkpoint-2"))
+    assert trainer.state.global_step == 6
+    return trainer
+
+
+def _save_and_resume(group: Group, folder: str) -> list[float]:
+    _as_torchrun(group)
+    root = Path(folder)
+    _train_with_checkpoints(root / "ddp", None)
+    trainer = _train_with_checkpoints(root / "zero", _zero(3))
+    losses = _logged(trainer, "loss", "eval_loss", "learning_rate")
+    trainer.save_model(str(root / "final"))
+    best = full_state_dict(trainer.model)
+    trainer = _train_with_checkpoints(root / "thin", _zero(3), save_only_model=True)
+    parity.assert_same_weights(full_state_dict(trainer.model), best, what="weights alone")
+    _train_with_checkpoints(root / "again", _zero(1), root / "zero")
+    _train_with_checkpoints(root / "from ddp", _zero(2), root / "ddp")
+    return losses
+
+
+def _llama(**options: Any) -> Any:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48} | options
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=2, **sizes)
+    torch.manual_seed(1)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def test_of_peft_the_adapter_alone_is_saved(ranks, tmp_path: Path) -> None:
+    """What DDP would save, at stage 3, without gathering what is frozen."""
+    from safetensors.torch import load_file
+
+    peft = pytest.importorskip("peft")
+    ranks(2).run(_train_adapters, folder=str(tmp_path), timeout_s=120)
+
+    name = "adapter_model.safetensors"
+    for run in ("zero", "again", "best"):
+        folder = tmp_path / run / "checkpoint-4"
+        assert not (folder / "model.safetensors").exists()
+        with pytest.raises(zero_engine.FileError, match="saved with exclude_frozen=True"):
+            zero_engine.export(folder / "zero", tmp_path / "exported")
+        expected = load_file(tmp_path / "ddp" / "checkpoint-4" / name)
+        parity.assert_same_weights(load_file(folder / name), expected, what=run)
+    loaded = peft.PeftModel.from_pretrained(_llama(), tmp_path / "zero" / "checkpoint-4")
+    assert isinstance(loaded, peft.PeftModelForCausalLM)
+
+
+def _train_adapters(group: Group, folder: str) -> None:
+    import peft
+
+    _as_torchrun(group)
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    best |= {"eval_strategy": "steps", "eval_steps": 2, "greater_is_better": True}
+    for name, zero, resumed, more in (
+        ("ddp", None, None, {}),
+        ("zero", _zero(3), None, {}),
+        ("again", _zero(3), f"{folder}/zero/checkpoint-2", {}),
+        ("best", _zero(3), None, best),
+    ):
+        lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        args = _args(f"{folder}/{name}", max_steps=4, save_strategy="steps", save_steps=2, **more)
+        trainer = (transformers.Trainer if zero is None else ZeroTrainer)(
+            model=peft.get_peft_model(_llama(), lora),
+            args=args,
+            train_dataset=_sequences(20),
+            eval_dataset=_sequences(4, seed=3),
+            **({} if zero is None else {"zero": zero}),
+        )
+        trainer.train(resume_from_checkpoint=resumed)
+    trainer.save_model(f"{folder}/final")
+    if group.rank == 0:
+        saved = Path(folder, "final", "adapter_model.safetensors").read_bytes()
+        assert saved == Path(folder, "best/checkpoint-2/adapter_model.safetensors").read_bytes()
+
+
+# ---- Construction, evaluation alone, generation ----
+
+
+@needs_high_water
+def test_no_rank_holds_a_model_that_the_trainer_builds(ranks, tmp_path: Path) -> None:
+    """M/N and one parameter, and a tenth; rank 0 reads pages of the mapped file besides."""
+    _llama().save_pretrained(tmp_path / "small")
+    large = _llama(hidden_size=512, intermediate_size=1536, num_hidden_layers=8)
+    large.save_pretrained(tmp_path / "large")
+    file_bytes = (tmp_path / "large" / "model.safetensors").stat().st_size
+
+    found = ranks(2).run(_measure, folder=str(tmp_path), timeout_s=90.0)
+
+    for rank, (rise, largest) in enumerate(found):
+        bound = 1.1 * (file_bytes / 2 + largest) + (0 if rank else file_bytes)
+        assert rise <= bound, (rank, rise, bound, file_bytes)
+
+
+def _measure(group: Group, folder: str) -> tuple[int, int]:
+    """Of a trainer's `model_init`; and evaluated and trained, the small one is as DDP's."""
+    _as_torchrun(group)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    data = {"train_dataset": _sequences(8), "eval_dataset": _sequences(5, seed=3)}
+    args = _args(folder, max_steps=2, eval_on_start=True)
+    plain = transformers.Trainer(load(f"{folder}/small"), args, **data)
+    plain.train()
+    args = _args(folder, max_steps=2)
+    zero = {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"}}
+    zero |= {"train_micro_batch_size_per_gpu": "auto"}
+    with ZeroTrainer.Init(args, zero):
+        model = load(f"{folder}/small")
+    trainer = ZeroTrainer(model, args, zero=zero, **data)
+    assert trainer.evaluate()["eval_loss"] == _logged(plain, "eval_loss")[0]
+    trainer.train()
+    assert _logged(trainer, "loss") == _logged(plain, "loss")
+    gc.collect()
+    with giving_memory_back():
+        mark = HighWater()
+        trainer = ZeroTrainer(args=args, model_init=lambda: load(f"{folder}/large"))
+        params = list(trainer.model.parameters())
+        at_rest = sum(param.untyped_storage().nbytes() for param in params)
+        assert at_rest < sum(param.nbytes for param in params) / 100, "it is whole"
+        return mark.rise_bytes(), max(param.nbytes for param in params)
+
+
+def test_what_is_generated_is_what_ddp_generates(ranks, tmp_path: Path) -> None:
+    """At stage 3 every token needs every rank, and ranks come to their ends at different ones."""
+    ranks(2).run(_generate, folder=str(tmp_path), timeout_s=120)
+
+
+@mock.patch("zero_comm.init", parity.by_messages)  # as with NCCL, or on several hosts
+def _generate(group: Group, folder: str) -> None:
+    _as_torchrun(group)
+    data, found = _sequences(24), []
+    for kind, zero in (
+        (transformers.Seq2SeqTrainer, {}),
+        (ZeroSeq2SeqTrainer, {"zero": _zero(3)}),
+    ):
+        torch.manual_seed(1)
+        config = transformers.T5Config(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_heads=4,
+            decoder_start_token_id=0,
+        )
+        args = _args(
+            folder,
+            transformers.Seq2SeqTrainingArguments,
+            num_train_epochs=1,
+            eval_strategy="epoch",
+            predict_with_generate=True,
+            generation_max_length=10,
+        )
+        trainer = kind(
+            transformers.T5ForConditionalGeneration(config),
+            args,
+            train_dataset=data,
+            eval_dataset=data[:5],
+            **zero,
+        )
+        trainer.train()
+        torch.manual_seed(7 + group.rank)
+        ends = list(range(1, VOCABULARY, 4))
+        predicted = trainer.predict(data[:7], do_sample=True, eos_token_id=ends)
+        found.append((_logged(trainer, "loss", "eval_loss"), predicted.predictions.tolist()))
+    assert found[0] == found[1]
+    assert len({row.index(0, 1) for row in found[0][1]}) > 1, "they end together"
+
+
+def test_the_script_of_the_documentation_runs(ranks, tmp_path: Path) -> None:
+    """It is what people copy; what it saves is read by `from_pretrained`."""
+    text = Path(__file__).parents[1].joinpath("docs/transformers.md").read_text()
+    script = tmp_path / "train.py"
+    script.write_text(text.split("```python\n")[1].split("```")[0])
+
+    printed = on_ranks(ranks)(str(script), [str(tmp_path)])
+
+    loss = float(re.findall(r"^loss (.*)$", printed, re.MULTILINE)[0])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokens = torch.arange(12)[None] * 2 + 3
+    assert loss < math.log(64) - 0.3 > model(input_ids=tokens, labels=tokens).loss.item()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-10"]
+
+
+# ---- What is refused ----
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"fsdp": "full_shard"}, r"leave fsdp= out: zero=ZeroConfig\(stage=3\)"),
+        ({"torch_compile": True}, "leave torch_compile= out: compile each block: for layer in"),
+        ({"bf16_full_eval": True}, "bf16=True evaluates under autocast"),
+        ({"save_on_each_node": True}, "let output_dir be a folder that all nodes see"),
+        ({"fp16": True}, "expected bf16, as zero= says, got fp16; change one of them"),
+    ],
+    ids=str,
+)
+def test_arguments_that_cannot_be_beside_zero_name_the_line_to_change(
+    tmp_path: Path, options: dict[str, Any], expected: str
+) -> None:
+    """Nothing is silently ignored."""
+    zero = ZeroConfig(precision=Precision(params=torch.bfloat16))
+    with mock.patch.dict(os.environ):  # Accelerate writes to it
+        args = _args(tmp_path, **options)
+        with pytest.raises(ConfigError, match=expected):
+            ZeroTrainer(_llama(), args, zero=zero)
+
+
+@pytest.mark.parametrize(
+    ("mark", "expected"),
+    [
+        ("hf_device_map", "leave device_map= out: load it in `with ZeroTrainer.Init"),
+        ("is_loaded_in_8bit", "leave quantization_config= out: .* load with dtype=torch.bfloat16"),
+    ],
+)
+def test_models_that_are_placed_or_quantized_already_are_refused(
+    tmp_path: Path, mark: str, expected: str
+) -> None:
+    """Where they come from `model_init`, too."""
+    model = _llama()
+    setattr(model, mark, True)
+    for of in ({"model": model}, {"model_init": lambda: model}):
+        with pytest.raises(ConfigError, match=expected):
+            ZeroTrainer(args=_args(tmp_path), zero=_zero(2), **of)
+
+
+def test_deepspeed_in_the_arguments_is_answered_with_the_line_to_change(tmp_path: Path) -> None:
+    """It is what every tutorial says; the host's own answer is that a package is missing."""
+    with pytest.raises(ConfigError, match=r"ZeroTrainer\(\.\.\., zero=THE_SAME_FILE\)"):
+        _args(tmp_path, deepspeed="ds.json")
+    args = _args(tmp_path)
+    args.deepspeed = "ds.json"
+    with pytest.raises(ConfigError, match="leave deepspeed= out"):
+        ZeroTrainer(_llama(), args)
+    (tmp_path / "latest").write_text("global_step2")
+    trainer = ZeroTrainer(_llama(), _args(tmp_path), train_dataset=_sequences(4))
+    with pytest.raises(zero_engine.FileError, match=r"load_deepspeed\(folder, model\)"):
+        trainer.train(resume_from_checkpoint=str(tmp_path))
+
+
+def test_how_a_job_was_started_and_what_its_file_says_must_fit(tmp_path: Path) -> None:
+    """Copies that train apart, or in one process, and numbers that contradict the arguments'."""
+    args = _args(tmp_path)
+    with (
+        mock.patch.object(transformers.TrainingArguments, "n_gpu", 2),
+        pytest.raises(ConfigError, match="DataParallel; start it by: torchrun --nproc-per-node=2"),
+    ):
+        ZeroTrainer(_llama(), args)
+    with (
+        mock.patch.dict(os.environ, WORLD_SIZE="2"),
+        pytest.raises(ConfigError, match=r"WORLD_SIZE=2: .*say TrainingArguments\(use_cpu=True"),
+    ):
+        ZeroTrainer(_llama(), args)
+    zero = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}
+    with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu: expected 2"):
+        ZeroTrainer(_llama(), args, zero=zero)

@@ -1,0 +1,214 @@
+"""Files that an earlier version wrote load: a job goes on after the library was updated.
+
+These are the only recorded outputs of ours in the tests. What they must hold follows from names;
+see `written`.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import written
+import zero_engine
+from safetensors.torch import load_file
+from torch import nn
+from written import CHECKPOINTS, ENTRIES, FILES, LR, STEP
+from zero_comm import Group
+from zero_engine import Precision, ZeroConfig
+from zero_offload import DiskStore, OffloadedOptimizer
+from zero_partition import ZeroRedundancyOptimizer
+
+
+def _build(
+    stage: int, optimizer: str, group: Group, **settings: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Sharded, with other values and no state yet."""
+    model = written.Model()
+    stepper = written.make_optimizer(optimizer, model)
+    stepper.param_groups[0]["lr"] = 1.0
+    config = ZeroConfig(stage, min_unit_bytes=0, **settings)
+    return zero_engine.shard(model, stepper, config, group=group)
+
+
+def _check_model(model: nn.Module, entries: list[str], *, has_frozen: bool = True) -> None:
+    """Every value. Collective."""
+    expected = written.weights()
+    if not has_frozen:
+        del expected["frozen"]
+    found = zero_engine.full_state_dict(model)
+    for name, value in expected.items() if found else ():
+        assert torch.equal(found[name].float(), value), name
+    for name, param in written.trained(model).items():
+        for entry in entries:
+            state = zero_engine.full_optimizer_state(param, entry)
+            assert torch.equal(state, written.state_of(name, entry)), (name, entry)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_checkpoint_loads(name: str) -> None:
+    """At another stage and world size; saved by two ranks."""
+    stage, optimizer, _ = CHECKPOINTS[name]
+    model, stepper = _build((stage + 1) % 4, optimizer, Group.solo())
+    scheduler = torch.optim.lr_scheduler.StepLR(stepper, step_size=5, gamma=0.25)
+
+    report = zero_engine.load(FILES / name, model, stepper, scheduler=scheduler)
+
+    assert report is not None
+    assert report.step == STEP
+    assert str(report.extra) == str(written.EXTRA)
+    assert (scheduler.step_size, scheduler.gamma) == (2, 0.5)
+    assert stepper.param_groups[0]["lr"] == LR
+    _check_model(model, ENTRIES[optimizer])
+    if optimizer == "adamw":
+        state = zero_engine.full_optimizer_state_dict(model)["state"]
+        assert {float(of_param["step"]) for of_param in state.values()} == {STEP}
+
+
+def test_a_checkpoint_goes_on_where_it_was(ranks) -> None:
+    """With as many ranks and the same wire, nothing begins anew: random numbers, codec's errors."""
+    ranks(2).run(_go_on)
+
+
+def _go_on(group: Group) -> None:
+    stage, optimizer, settings = CHECKPOINTS["stage-3-coded"]
+    model, stepper = _build(stage, optimizer, group, **settings)
+
+    report = zero_engine.load(FILES / "stage-3-coded", model, stepper)
+
+    assert report is not None
+    assert report.begins_anew == ()
+    assert report.restores_rngs
+    drawn = (torch.rand(3), random.random(), np.random.rand())
+    torch.manual_seed(100 + group.rank)
+    random.seed(200 + group.rank)
+    np.random.seed(300 + group.rank)
+    assert torch.equal(drawn[0], torch.rand(3))
+    assert drawn[1:] == (random.random(), np.random.rand())
+    _check_model(model, ENTRIES[optimizer])
+
+
+def test_what_was_saved_in_the_background_loads() -> None:
+    """With an average, and without what is frozen."""
+    model, stepper = _build(1, "adamw", Group.solo())
+    average = zero_engine.ShardedAverage(model, decay=0.5)
+
+    zero_engine.load(FILES / "background", model, stepper, average=average)
+
+    _check_model(model, ENTRIES["adamw"], has_frozen=False)
+    assert average.num_updates == 1
+    with average.swap():
+        weights = zero_engine.full_state_dict(model)
+    for name in written.trained(model):
+        assert torch.equal(weights[name], written.weights()[name]), name
+
+
+def test_an_engines_checkpoint_loads() -> None:
+    """With its counters, scheduler, loss scale and what the user gave."""
+    engine = written.start_engine(Group.solo())
+
+    path, client_state = engine.load_checkpoint(str(FILES / "engine"))
+
+    assert Path(str(path)).name == f"global_step{STEP}"
+    assert client_state == {"position": 17}
+    assert (engine.global_steps, engine.skipped_steps, engine.cur_scale) == (STEP, 0, 16)
+    assert engine.lr_scheduler.last_epoch == STEP
+    for name, param in written.trained(engine.module).items():
+        assert torch.equal(zero_engine.full_param(param), written.weights()[name].half()), name
+        for entry in ENTRIES["adamw"]:
+            state = zero_engine.full_optimizer_state(param, entry)
+            assert torch.equal(state, written.state_of(name, entry)), (name, entry)
+
+
+@pytest.mark.parametrize("source", ["exported", "exported-16", "engine-16", "weights.pt"])
+def test_weights_load(source: str) -> None:
+    """Into a sharded model; what is safetensors, that library reads as well."""
+    model, _ = _build(3, "sgd", Group.solo())
+
+    zero_engine.load_pretrained(model, FILES / source)
+
+    found, expected = zero_engine.full_state_dict(model), written.weights()
+    dtype = {"engine-16": torch.float16, "exported": torch.float32}.get(source, torch.bfloat16)
+    for name, value in expected.items():
+        rounded = value if name == "counts" and source != "exported-16" else value.to(dtype)
+        assert torch.equal(found[name], rounded.float()), name
+    for file in (FILES / source).glob("*.safetensors"):
+        for name, value in load_file(file).items():
+            assert torch.equal(value.float(), found[name]), (file, name)
+
+
+def test_an_optimizers_whole_state_dict_loads() -> None:
+    """That torch.save wrote, with masters of bf16 parameters."""
+    masters = Precision(params=torch.bfloat16)
+    model, _ = _build(2, "adamw", Group.solo(), precision=masters)
+    zero_engine.load_pretrained(model, FILES / "weights.pt")
+    state = torch.load(FILES / "optimizer.pt", weights_only=True)
+
+    zero_engine.load_full_optimizer_state_dict(model, state)
+
+    for name, param in written.trained(model).items():
+        assert torch.equal(zero_engine.local_param(param), written.weights()[name].flatten())
+        for entry in ENTRIES["adamw"]:
+            found = zero_engine.full_optimizer_state(param, entry)
+            assert torch.equal(found, written.state_of(name, entry)), (name, entry)
+
+
+def test_state_dicts_of_optimizers_by_themselves_load() -> None:
+    """Of ZeroRedundancyOptimizer, whole, and of OffloadedOptimizer: plain torch gave the same."""
+    for file, kind, options in (
+        ("redundancy.pt", torch.optim.AdamW, {}),
+        ("offloaded.pt", torch.optim.SGD, {"momentum": 0.75}),
+    ):
+        plain = written.Model()
+        params = list(written.trained(plain).values())
+        expected = kind(params, lr=LR, **options)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        expected.step()
+        divides = kind is torch.optim.AdamW
+        make = ZeroRedundancyOptimizer if divides else OffloadedOptimizer
+        group = {"group": Group.solo()} if divides else {}
+        optimizer = make(params, kind, lr=1.0, **group, **options)
+
+        optimizer.load_state_dict(torch.load(FILES / file, weights_only=True))
+
+        if divides:
+            optimizer.consolidate_state_dict(to=0)
+        found = optimizer.state_dict()
+        assert found["param_groups"][0]["lr"] == LR
+        for index, state in expected.state_dict()["state"].items():
+            for entry, value in state.items():
+                assert torch.equal(torch.as_tensor(found["state"][index][entry]), value), entry
+
+
+def test_rates_load() -> None:
+    """A machine is measured once."""
+    rates = zero_engine.Rates.load(FILES / "rates.json")
+
+    assert {name: getattr(rates, name) for name in written.RATES} == written.RATES
+
+
+def test_what_a_killed_job_left_on_the_disk_is_removed(tmp_path: Path) -> None:
+    """No process reads another's swap files; the next one here deletes what nobody holds."""
+    folder = shutil.copytree(FILES / "swap-left", tmp_path / "swap")
+    left = set(folder.iterdir())
+    assert len(left) == 2
+
+    DiskStore(folder).close()
+
+    assert not left & set(folder.iterdir())
+
+
+def test_a_checkpoint_is_exported(tmp_path: Path) -> None:
+    """Long after training."""
+    zero_engine.export(FILES / "stage-1", tmp_path / "out", dtype=torch.bfloat16)
+
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert len(found) == len(written.weights()) - 1  # tied ones once
+    for name, value in found.items():
+        assert torch.equal(value, written.weights()[name].bfloat16()), name

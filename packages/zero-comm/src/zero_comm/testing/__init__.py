@@ -1,0 +1,48 @@
+"""For tests: several ranks on one machine, peers whose memory cannot be read, codecs' kernels.
+
+`RankPool` is what the `ranks` fixture gives. `local_peers` makes ranks of one process, each of them
+what `Group.peers` is; `cannot_read` and its like make reading fail. `using_kernels` and its like
+choose what encodes blocks.
+"""
+
+from .kernels import (
+    forgetting_kernels,
+    load_native,
+    load_triton,
+    triton_agrees,
+    triton_gives,
+    triton_kernels,
+    triton_ptx,
+    using_kernels,
+)
+from .peers import (
+    cannot_read,
+    journal_capacity,
+    lingering,
+    local_peers,
+    looking_alone,
+    reads_cut_short,
+    reads_refused,
+    without_reads,
+)
+from .rank_pool import RankPool
+
+__all__ = [
+    "RankPool",
+    "cannot_read",
+    "forgetting_kernels",
+    "journal_capacity",
+    "lingering",
+    "load_native",
+    "load_triton",
+    "local_peers",
+    "looking_alone",
+    "reads_cut_short",
+    "reads_refused",
+    "triton_agrees",
+    "triton_gives",
+    "triton_kernels",
+    "triton_ptx",
+    "using_kernels",
+    "without_reads",
+]

@@ -1,0 +1,383 @@
+"""Several ranks on one machine, for tests: workers that stay, and bodies that are sent to them.
+
+Importing torch costs seconds, so it happens once, in a fork server that all workers of a session
+come from, and the workers of a `RankPool` are kept. Each run gets a process group of its own, which
+costs milliseconds, so that a message that one body forgot cannot arrive in the next. Ranks meet at
+a file, never at a port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import hashlib
+import importlib.util
+import inspect
+import os
+import pickle
+import random
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing import connection, get_context, parent_process
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from attrs import define, field, frozen, validators
+
+from zero_comm._errors import RankFailedError
+from zero_comm._group import Group
+
+# Importing torch takes long on a busy machine with two cores.
+_START_TIMEOUT_S: Final = 180.0
+# After an error that looks like the echo of another, how long to listen for that other one.
+_ECHO_S: Final = 2.0
+# Longer than any run, so that a hang is reported by the pool, which knows every rank.
+_GROUP_MARGIN_S: Final = 60.0
+
+_ECHO: Final = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|timed out|did not finish", re.IGNORECASE
+)
+
+
+@frozen
+class _Request:
+    """What a worker is told to run."""
+
+    file: str
+    name: str
+    kwargs: dict[str, Any]
+    rendezvous: str  # a file that does not exist yet
+    timeout_s: float
+    warning_filters: list[Any]  # those of the caller, so that a warning means the same in a rank
+
+
+@frozen
+class _Reply:
+    """What a worker answers: a pickled value, or the text of a traceback."""
+
+    value: bytes = b""
+    error: str = ""
+    is_echo: bool = False  # looks like the consequence of another rank's failure
+
+
+@frozen(eq=False)
+class _Worker:
+    """One rank, seen from the parent."""
+
+    process: BaseProcess
+    link: Connection
+    stack_file: Path
+
+
+@define(eq=False)
+class RankPool:
+    """Worker processes, one per rank, that run the same function side by side.
+
+    The workers start with the first `run` and stay until `close`, or until a rank fails: a worker
+    whose peers failed cannot be trusted, so all are killed and the next `run` starts new ones.
+    """
+
+    world_size: int = field(validator=validators.ge(1))
+    _workers: list[_Worker] = field(factory=list, init=False)
+    _folder: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False)
+    _num_runs: int = field(default=0, init=False)
+
+    def run(self, body: Callable[..., Any], *, timeout_s: float = 30.0, **kwargs: Any) -> list[Any]:
+        """Call `body(group, **kwargs)` on every rank; block until all have returned.
+
+        Every rank gets a new gloo group (a solo group when the world size is 1), one thread, the
+        same seed and the caller's warning filters.
+
+        Args:
+            body: A top-level function. It is sent as (file, name), because a test module has no
+                importable name, and its file is imported in the worker, where it may import its
+                neighbours.
+            timeout_s: How long to wait for the slowest rank, in seconds, once the workers stand.
+            **kwargs: Sent by pickle, as the results are: values of classes that both sides can
+                import, tensors included.
+
+        Returns:
+            What each rank returned, in rank order.
+
+        Raises:
+            RankFailedError: A rank raised (its traceback is in the message), died, or did not
+                answer in time (its Python stack is in the message).
+            ValueError: `body` is not a top-level function of a file.
+        """
+        file, name = _address(body)
+        if not self._workers:
+            self._start()
+        assert self._folder is not None, "a pool with workers has a folder"
+        self._num_runs += 1
+        request = _Request(
+            file=file,
+            name=name,
+            kwargs=kwargs,
+            rendezvous=str(Path(self._folder.name, f"run-{self._num_runs}")),
+            timeout_s=timeout_s,
+            warning_filters=list(warnings.filters),
+        )
+        message = pickle.dumps(request)
+        try:
+            for worker in self._workers:
+                with contextlib.suppress(BrokenPipeError):  # it died: noticed when listening
+                    worker.link.send_bytes(message)
+            replies = self._listen(timeout_s, doing=f"running {name}()")
+        except BaseException:  # also when the user interrupts: some ranks are still at work
+            self.close()
+            raise
+        return [pickle.loads(reply.value) for reply in replies]
+
+    def close(self) -> None:
+        """Kill the workers. The next `run` starts new ones."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.process.close()
+            worker.link.close()
+        self._workers.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in rank order; empty before the first run and after a failure."""
+        return [worker.process.pid or 0 for worker in self._workers]
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        context = get_context("forkserver")
+        # Only imported there, nothing run: no thread and no CUDA context exists when it forks.
+        context.set_forkserver_preload(_worth_loading_once())
+        for rank in range(self.world_size):
+            stack_file = Path(self._folder.name, f"stack-{rank}")
+            stack_file.touch()
+            link, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(theirs, rank, self.world_size, str(stack_file)),
+                name=f"rank {rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()  # so that the worker's death ends the link
+            self._workers.append(_Worker(process, link, stack_file))
+        try:
+            self._listen(_START_TIMEOUT_S, doing="starting")
+        except BaseException:
+            self.close()
+            raise
+
+    def _listen(self, timeout_s: float, *, doing: str) -> list[_Reply]:
+        """One reply per rank, or the error of the rank that failed first of its own accord."""
+        deadline = time.monotonic() + timeout_s
+        replies: dict[int, _Reply] = {}
+        failed: list[int] = []
+        while len(replies) < self.world_size:
+            silent = [rank for rank in range(self.world_size) if rank not in replies]
+            # An end of the worker ends its link too, so the link is all there is to watch.
+            links = [self._workers[rank].link for rank in silent]
+            ready = connection.wait(links, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in silent:
+                if self._workers[rank].link not in ready:
+                    continue
+                replies[rank] = self._receive(rank, doing)
+                if replies[rank].error:
+                    failed.append(rank)
+                    deadline = min(deadline, time.monotonic() + _ECHO_S)
+            if any(not replies[rank].is_echo for rank in failed):
+                break
+
+        if failed:
+            first = min(failed, key=lambda rank: replies[rank].is_echo)
+            raise RankFailedError(
+                f"rank {first} of {self.world_size} failed while {doing}:\n{replies[first].error}"
+            )
+        if len(replies) < self.world_size:
+            silent = [rank for rank in range(self.world_size) if rank not in replies]
+            raise RankFailedError(
+                f"no answer within {timeout_s:g} s while {doing}: ranks {silent} of "
+                f"{self.world_size} did not return. A rank that leaves a collective out leaves its "
+                f"peers waiting.\n{self._stacks(silent)}"
+            )
+        return [replies[rank] for rank in range(self.world_size)]
+
+    def _receive(self, rank: int, doing: str) -> _Reply:
+        worker = self._workers[rank]
+        try:
+            return pickle.loads(worker.link.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            worker.process.join(timeout=5.0)
+            code = worker.process.exitcode
+            how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else ""
+            return _Reply(
+                error=f"the process ended {how or f'with exit code {code}'} while {doing}"
+            )
+
+    def _stacks(self, ranks: list[int]) -> str:
+        """Where each of these ranks is now, in Python."""
+        pids = self.pids
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[rank], signal.SIGUSR1)
+        deadline = time.monotonic() + 1.0
+        files = [self._workers[rank].stack_file for rank in ranks]
+        while time.monotonic() < deadline and not all(file.stat().st_size for file in files):
+            time.sleep(0.05)
+        time.sleep(0.05)  # the last lines
+        return "\n".join(
+            f"rank {rank} is at\n{file.read_text()}"
+            for rank, file in zip(ranks, files, strict=True)
+        )
+
+
+def _worth_loading_once() -> list[str]:
+    """What ranks would each load for themselves: torch, and what this session has of the rest.
+
+    An optimizer loads torch._dynamo at its first step, which takes as long as torch itself.
+    """
+    ours = {name for name in sys.modules if name.startswith("zero_") and "." not in name}
+    return [__name__, *sorted(ours | ({"pytest", "torch._dynamo"} & sys.modules.keys()))]
+
+
+def _address(body: Callable[..., Any]) -> tuple[str, str]:
+    name = getattr(body, "__qualname__", repr(body))
+    file = inspect.getsourcefile(inspect.unwrap(body)) if inspect.isfunction(body) else None
+    if file is None or not name.isidentifier():
+        raise ValueError(
+            f"expected a top-level function of a file, got {name}; a rank imports the body by its "
+            "name, so pass what it closes over as keyword arguments"
+        )
+    return str(Path(file).resolve()), name
+
+
+# ---- In the worker ----
+
+
+def _serve(link: Connection, rank: int, world_size: int, stack_file: str) -> None:
+    """Answer requests until the parent goes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
+    torch.set_num_threads(1)
+    gc.freeze()  # modules stay: collections, of which tests ask for many, need not look at them
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    with Path(stack_file).open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        link.send_bytes(pickle.dumps(_Reply()))
+        while True:
+            try:
+                message = link.recv_bytes()
+            except EOFError:
+                return
+            link.send_bytes(pickle.dumps(_answer(message, rank, world_size)))
+
+
+def _die_with_parent() -> None:
+    """A parent that was killed says no goodbye, and a rank may be waiting for a peer meanwhile."""
+    parent = parent_process()
+    assert parent is not None, "workers are started by a RankPool"
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _answer(message: bytes, rank: int, world_size: int) -> _Reply:
+    try:
+        request = pickle.loads(message)
+        with _fresh_state(request), _importable(Path(request.file).parent):
+            body = getattr(_load(request.file), request.name)
+            group = _join(request, rank, world_size)
+            return _Reply(value=pickle.dumps(body(group, **request.kwargs)))
+    except BaseException as error:  # pytest.fail() and sys.exit() are no Exceptions
+        is_echo = isinstance(error, RuntimeError) and _ECHO.search(str(error)) is not None
+        return _Reply(error=traceback.format_exc(), is_echo=is_echo)
+
+
+def _join(request: _Request, rank: int, world_size: int) -> Group:
+    _leave()
+    if world_size == 1:
+        return Group.solo()
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(request.rendezvous, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=request.timeout_s + _GROUP_MARGIN_S),
+    )
+    return Group.from_process_group()
+
+
+def _leave() -> None:
+    """Let go of the last run's group: all ranks have answered, none needs it."""
+    if dist.is_initialized():
+        last = [dist.group.WORLD]
+        dist.destroy_process_group()
+        # Its threads look up every 10 ms: whoever drops it last waits for them, and it is not us.
+        threading.Thread(target=last.clear).start()
+
+
+@contextlib.contextmanager
+def _fresh_state(request: _Request) -> Iterator[None]:
+    """Start every run alike, and leave no mark of it: seed, defaults of torch, environment."""
+    environment, folder = dict(os.environ), Path.cwd()
+    random.seed(0)
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.filters = request.warning_filters
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+
+
+@contextlib.contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _load(file: str) -> ModuleType:
+    """The module of a file, under a name of our own, loaded once."""
+    name = f"_ranks_{Path(file).stem}_{hashlib.sha256(file.encode()).hexdigest()[:12]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None, f"{file} is no Python file"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

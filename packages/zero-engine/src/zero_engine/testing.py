@@ -1,0 +1,159 @@
+"""For tests: disks that fail, checkpoints that are not as they were saved, and other residences.
+
+A disk that fails is a `FileSystem` with another call in place of one of its own:
+
+    full = FileSystem(write=raise_no_space)
+    with pytest.raises(zero_engine.FileError):
+        save(folder, model, optimizer, step=2, system=full)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any, Final
+from unittest import mock
+
+import attrs
+import torch
+from torch import nn
+from zero_offload import AbstractStore
+from zero_partition import AbstractGradientHome, AbstractShardHome, RestPlan
+
+from . import _plan, _residence, _shard
+from ._copies import Copying
+from ._disk import Disk
+from ._file_system import FileSystem
+from ._manifest import MANIFEST, read_manifest, seal
+from ._offload import Offload
+from ._residence import Elsewhere
+from ._save import SaveReport, save_with
+from ._shard_updater import OffloadedUpdater
+
+__all__ = [
+    "MANIFEST",
+    "FileSystem",
+    "damage",
+    "edit_manifest",
+    "held_copies",
+    "host_apart",
+    "read_manifest",
+    "resting",
+    "save",
+    "write_manifest",
+]
+
+_HELD_S: Final = 20.0
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    system: FileSystem,
+    extra: Any = None,
+    tag: str | None = None,
+    keep: int | None = None,
+) -> SaveReport:
+    """`zero_engine.save` on another file system, which may fail on this rank only. Collective.
+
+    `zero_engine.Saver` takes `system` itself.
+    """
+    asked: dict[str, Any] = {"folder": folder, "tag": tag, "step": step, "keep": keep}
+    asked |= {"extra": extra, "scheduler": None, "has_frozen": True, "is_latest": True}
+    return save_with(model, optimizer, system=system, **asked)
+
+
+def write_manifest(checkpoint: Path, content: dict[str, Any]) -> None:
+    """Make a manifest of a checkpoint's own folder, with the checksum of what it says. Local."""
+    (checkpoint / MANIFEST).write_bytes(seal(content))
+
+
+def edit_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a checkpoint says of itself in place, as if it had been saved so. Local."""
+    content = read_manifest(checkpoint / MANIFEST)
+    change(content)
+    write_manifest(checkpoint, content)
+
+
+def damage(path: Path, position: int = -1, flip: int = 4) -> None:
+    """Flip bits of one byte of a file. Local; the same again undoes it."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= flip
+    path.write_bytes(content)
+
+
+@contextmanager
+def held_copies() -> Iterator[Event]:
+    """`Saver(overlap=True)` copies nothing on its thread before this event is set. Local."""
+    may_copy, copy = Event(), Copying._copy
+
+    def copy_later(copying: Copying) -> None:
+        assert may_copy.wait(_HELD_S), "the event of held_copies() was never set"
+        copy(copying)
+
+    with mock.patch.object(Copying, "_copy", copy_later):
+        yield may_copy
+
+
+@contextmanager
+def host_apart() -> Iterator[None]:
+    """On CPUs, `shard` and `plan` see a host whose memory is not the device's. Local.
+
+    What an `Offload` puts on the host then rests apart from the device, but for gradients, which
+    stay there.
+    """
+
+    def of(offload: Offload | None, _: torch.device) -> Elsewhere:
+        return attrs.evolve(Elsewhere.of(offload, torch.device("meta")), gradient_home=None)
+
+    def rests_of(offload: Offload | None, device: torch.device) -> RestPlan:
+        found = _residence.rests_of(offload, torch.device("meta"))
+        return attrs.evolve(found, grads=False, host_is_device=device.type == "cpu")
+
+    with (
+        mock.patch.object(_shard, "Elsewhere", SimpleNamespace(of=of)),
+        mock.patch.object(_plan, "rests_of", rests_of),
+    ):
+        yield
+
+
+@contextmanager
+def resting(
+    *,
+    home: Callable[[], AbstractShardHome],
+    store: Callable[[], AbstractStore],
+    gradient_home: Callable[[], AbstractGradientHome],
+) -> Iterator[None]:
+    """`shard` keeps what an `Offload` names at these instead. Local.
+
+    Args:
+        home: Makes what has parameters that rest on "disk".
+        store: Makes what has optimizer state that rests on "disk".
+        gradient_home: Makes where gradients wait of state that rests elsewhere, all of it.
+    """
+
+    class Instead(Disk):
+        def open(self) -> Any:
+            instead: Any = self._store or store()
+            self._store = instead
+            return super().open()
+
+    def of(offload: Offload | None, _: torch.device) -> Elsewhere:
+        if offload is None:
+            return Elsewhere()
+        shards: Any = home() if offload.params == "disk" else None
+        if offload.optimizer == "device" or not offload.fraction:
+            return Elsewhere(home=shards)
+        disk = Instead(offload) if offload.optimizer == "disk" else None
+        gradients: Any = gradient_home() if offload.fraction == 1 else None
+        updater = OffloadedUpdater(offload, disk, lambda: 0)
+        return Elsewhere(home=shards, updater=updater, gradient_home=gradients)
+
+    with mock.patch.object(_shard, "Elsewhere", SimpleNamespace(of=of)):
+        yield

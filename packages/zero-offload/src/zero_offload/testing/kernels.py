@@ -1,0 +1,91 @@
+"""What is compiled: chosen, left out or replaced; and one step of it, by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+from unittest import mock
+
+from zero_offload import _checksum, _native, _native_step, _reference
+from zero_offload._batch import Batch, Dtypes
+from zero_offload._errors import NativeUnavailableError
+from zero_offload._native import Kernels, NativeStatus, load
+from zero_offload._native._abi import ISAS
+from zero_offload._rule import Formula, Rule
+from zero_offload._team import Team
+
+__all__ = [
+    "Batch",
+    "Dtypes",
+    "Formula",
+    "Rule",
+    "checksums_in_pieces",
+    "load",
+    "native",
+    "native_isas",
+    "share",
+    "step",
+]
+
+_TEAM: Final = Team()
+
+
+def native_isas() -> tuple[str, ...]:
+    """Instruction sets that are compiled and that this processor has; none without kernels."""
+    found = _native.kernels()
+    if found is None:
+        return ()
+    return tuple(name for name, number in ISAS.items() if found.library.zero_has(number))
+
+
+@contextmanager
+def native(
+    isa: str | None = None, *, library: Any = None, reason: str = "a test"
+) -> Iterator[None]:
+    """Inside, new optimizers and stores use this and nothing else that is compiled. Local.
+
+    Args:
+        isa: The instruction set; plain torch steps, and threads move bytes, when None.
+        library: In place of this installation's; for its disk I/O.
+        reason: Why there is none, where there is none.
+    """
+    chosen = None
+    if library is not None:
+        chosen = Kernels(library, isa or "scalar")
+    elif isa is not None:
+        chosen = _of(isa)
+    found = chosen, NativeStatus(chosen.isa if chosen else "", reason if chosen is None else "")
+    with mock.patch.object(_native, "_loaded", lambda: found):
+        yield
+
+
+def step(batch: Batch, rule: Rule, isa: str | None) -> None:
+    """Step a batch in place by one instruction set; by the formula in plain torch when None. Local.
+
+    Raises:
+        NativeUnavailableError: This processor or build has none of that name.
+    """
+    if isa is None:
+        _reference.step_batch(batch, rule)
+    else:
+        _native_step.step_batch(batch, rule, kernels=_of(isa), team=_TEAM)
+
+
+def share(numel: int, work: Callable[[int, int], None]) -> None:
+    """Call `work(start, stop)` on parts of [0, numel), as a step does by torch's threads. Local."""
+    _TEAM.share(numel, work)
+
+
+@contextmanager
+def checksums_in_pieces(piece_bytes: int) -> Iterator[None]:
+    """Inside, values are read in so many bytes at a time, as very large ones are. Local."""
+    with mock.patch.object(_checksum, "_BLOCK_BYTES", piece_bytes):
+        yield
+
+
+def _of(isa: str) -> Kernels:
+    found = _native.kernels()
+    if found is None:
+        raise NativeUnavailableError(_native.native_status().reason)
+    return found.with_isa(isa)

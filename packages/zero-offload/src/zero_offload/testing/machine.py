@@ -1,0 +1,46 @@
+"""Machines as a test describes them: how much memory they have, and which of it is a device's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+from torch import Tensor
+
+from zero_offload import _state_plan, _subgroup_state, _transit
+from zero_offload._available import Available, available_memory
+from zero_offload._host_budget import HostBudget
+from zero_offload._numa import interleave, nodes_of_process, spread
+
+__all__ = ["budget", "budget_of", "elsewhere", "interleave", "nodes_of_process", "spread"]
+
+
+def budget(
+    limit_bytes: int | None = None,
+    *,
+    available_bytes: int = 1 << 50,
+    source: str = "a large machine",
+) -> HostBudget:
+    """For `HostArena(budget=)`: of a machine that has so much, as `source` says."""
+    return HostBudget(limit_bytes, available=lambda: Available(available_bytes, source))
+
+
+def budget_of(root: Path) -> HostBudget:
+    """The same of the machine whose /proc and /sys lie under `root`."""
+    return HostBudget(available=lambda: available_memory(root))
+
+
+@contextmanager
+def elsewhere(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, these tensors on the CPU count as a device's. Local."""
+    spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
+
+    def is_here(tensor: Tensor) -> bool:
+        return not any(start <= tensor.data_ptr() < stop for start, stop in spans)
+
+    with ExitStack() as stack:
+        for module in (_state_plan, _subgroup_state, _transit):
+            stack.enter_context(mock.patch.object(module, "is_here", is_here))
+        yield

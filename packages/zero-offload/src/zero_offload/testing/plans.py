@@ -1,0 +1,49 @@
+"""Planners: arithmetic, which a test asks without an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from zero_offload._fused_adam import _Work, pieces_of
+from zero_offload._subgroups import (
+    ALIGN_BYTES,
+    CUT_NUMEL,
+    PAGE_BYTES,
+    Entry,
+    Item,
+    Residence,
+    Shares,
+    SubGroup,
+    plan_subgroups,
+)
+
+__all__ = [
+    "ALIGN_BYTES",
+    "CUT_NUMEL",
+    "PAGE_BYTES",
+    "Entry",
+    "Item",
+    "Residence",
+    "Shares",
+    "SubGroup",
+    "fused_pieces",
+    "plan_subgroups",
+]
+
+
+def fused_pieces(
+    tensors: Sequence[Tensor], *, out: Tensor, step: Tensor, piece_numel: int
+) -> Sequence[Any]:
+    """What each block of FusedAdam's kernel takes: addresses and numel, `piece_numel` at most.
+
+    Args:
+        tensors: Parameter (or its master), gradient, first and second moment, of one numel.
+        out: What the parameter is rounded into.
+        step: The step count.
+        piece_numel: Of the largest piece.
+    """
+    param, grad, first, second = tensors
+    return pieces_of(_Work(param, grad, first, second, None, out, step), piece_numel)

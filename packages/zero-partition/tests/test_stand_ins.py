@@ -1,0 +1,207 @@
+"""Stand-ins cannot be mistaken for data: of parameters, of gradients, and of what is parked."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_partition import (
+    STAGES,
+    AbstractKeeper,
+    Stage,
+    StateError,
+    clip_grad_norm_,
+    park,
+    partition,
+    unpark,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _partition(
+    group: Group, stage: int, *, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(3, 2, dtype=dtype), nn.Linear(2, 3, dtype=dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    placements = STAGES[Stage(stage)]
+    partition(model, optimizer, group=group, placements=placements, min_unit_bytes=0, **options)
+    return model, optimizer
+
+
+def _backward(model: nn.Module, group: Group, dtype: torch.dtype = torch.float32) -> None:
+    model(torch.full((2, 3), float(group.rank + 1), dtype=dtype)).sum().backward()
+
+
+# ---- A parameter whose values are shards ----
+
+
+def test_a_sharded_parameter_has_its_shape_and_no_bytes_of_another(ranks) -> None:
+    """It never shows another unit's values."""
+    ranks(2).run(_look_at_params)
+
+
+def _look_at_params(group: Group) -> None:
+    for dtype in DTYPES:
+        model, _ = _partition(group, 3, dtype=dtype)
+        params = list(model.parameters())
+        assert [param.shape for param in params] == [(2, 3), (2,), (3, 2), (3,)]
+        assert all(param.dtype is dtype for param in params)
+        assert all(p.untyped_storage().nbytes() == dtype.itemsize for p in params)
+        # Detectors of tied weights compare addresses.
+        assert len({param.data_ptr() for param in params}) == len(params)
+        # Values drawn at random would be lost without a word.
+        for write in (nn.init.normal_, nn.init.ones_):
+            with pytest.raises(StateError, match="GatheredParameters"):
+                write(params[0])
+        _backward(model, group, dtype)
+        assert all(p.untyped_storage().nbytes() == dtype.itemsize for p in params)
+
+
+# ---- Gradients ----
+
+USES_OF_VALUES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "clip": lambda p: nn.utils.clip_grad_norm_([p], 1.0),
+    "add": lambda p: p.grad + 1,
+    "norm": lambda p: p.grad.norm(),
+    "zero": lambda p: p.grad.zero_(),
+    "tolist": lambda p: p.grad.tolist(),
+    "step": lambda p: torch.optim.SGD([p], lr=1.0).step(),
+}
+NORMS: dict[str, Callable[[Tensor], Any]] = {
+    "vector_norm": torch.linalg.vector_norm,
+    "foreach_norm": lambda g: torch._foreach_norm([g]),
+    "method": lambda g: g.norm(),
+    "function": torch.norm,
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_guard_refuses_every_use_of_values(ranks, stage: int) -> None:
+    """A sharded gradient that reads as none would be a silent no-op."""
+    ranks(2).run(_use_gradients, stage=stage)
+
+
+def _use_gradients(group: Group, stage: int) -> None:
+    model, optimizer = _partition(group, stage)
+    _backward(model, group)
+    param = model[0].weight
+    for name, use in USES_OF_VALUES.items():
+        with pytest.raises(StateError, match=r"clip_grad_norm_|would write to parameter"):
+            use(param)
+            raise AssertionError(name)
+    guard = param.grad
+    assert (guard.shape, guard.dtype, guard.numel(), guard.dim()) == ((2, 3), torch.float32, 6, 2)
+    assert "sharded" in repr(guard)
+
+    # What the optimizer has is this rank's part: an ordinary tensor, but for its norm.
+    part = optimizer.param_groups[0]["params"][0].grad
+    for name, norm in NORMS.items():
+        with pytest.raises(StateError, match=f"rank {group.rank} of 2"):
+            norm(part)
+            raise AssertionError(name)
+    before = part * 1
+    assert type(before) is Tensor
+    part.mul_(3)
+    assert torch.equal(part * 1, before * 3)
+
+
+def test_alone_a_shard_is_the_whole_gradient() -> None:
+    """With one rank there is nothing to refuse."""
+    model, optimizer = _partition(Group.solo(), 3)
+    _backward(model, Group.solo())
+
+    grads = [param.grad for param in optimizer.param_groups[0]["params"]]
+    norm = torch.stack([torch.linalg.vector_norm(grad) for grad in grads]).norm()
+    torch.testing.assert_close(clip_grad_norm_(model, 100.0), norm)
+
+
+# ---- What is parked ----
+
+
+class _Keeper(AbstractKeeper):
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes] = {}
+
+    def reserve(self, sizes: Mapping[str, int]) -> None:
+        pass
+
+    def keep(self, key: str, source: Tensor, *, waits: bool) -> None:
+        self.kept[key] = source.numpy().tobytes()
+        source.fill_(0xFF)
+
+    def give_back(self, key: str, into: Tensor, *, waits: bool) -> None:
+        into.copy_(torch.frombuffer(bytearray(self.kept[key]), dtype=torch.uint8))
+
+    def close(self) -> None:
+        self.kept = {}
+
+
+USES_OF_PARKED: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda t: t.sum(),
+    "out": lambda t: torch.add(torch.ones(2, 3), 1, out=t),
+    "in place": lambda t: t.mul_(2),
+    "index": lambda t: t[0],
+    "numpy": lambda t: t.detach().numpy(),
+    "data": lambda t: t.data,
+    "foreach": lambda t: torch._foreach_norm([t]),
+    "copy into another": lambda t: torch.zeros(2, 3).copy_(t),
+    "linear": lambda t: nn.functional.linear(torch.ones(1, 3), t),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "to": lambda t: t.to(torch.float64),
+    "item": lambda t: t.tolist(),
+}
+
+
+@pytest.fixture
+def stepped() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """At stage 0, where parameters and momenta have their own shapes."""
+    model, optimizer = _partition(Group.solo(), 0)
+    _backward(model, Group.solo())
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_a_parked_tensor_raises_where_its_values_are_used(stepped) -> None:
+    """Without it, a read of memory that is gone ends the process, or goes on with NaN."""
+    model, optimizer = stepped
+    park(model, _Keeper())
+    weight = optimizer.param_groups[0]["params"][0]
+
+    for tensor in (weight, optimizer.state[weight]["momentum_buffer"]):
+        for name, use in USES_OF_PARKED.items():
+            with pytest.raises(StateError, match=r"reload_states\(model\)"):
+                use(tensor)
+                raise AssertionError(name)
+
+
+def test_a_parked_tensor_is_still_itself(stepped) -> None:
+    """Optimizers, schedulers and reports ask for shapes, and look objects up by identity."""
+    model, optimizer = stepped
+    weight = optimizer.param_groups[0]["params"][0]
+    momentum = optimizer.state[weight]["momentum_buffer"]
+    expected = [weight.detach().clone(), momentum.clone()]
+    kinds = [type(weight), type(momentum)]
+    known = {weight: "weight", momentum: "momentum"}
+
+    park(model, _Keeper())
+
+    assert [known[tensor] for tensor in (weight, momentum)] == ["weight", "momentum"]
+    for tensor, kind in zip((weight, momentum), kinds, strict=True):
+        assert isinstance(tensor, kind)
+        facts = (tensor.shape, tensor.dtype, tensor.numel(), tensor.nbytes)
+        assert facts == (torch.Size([2, 3]), torch.float32, 6, 24)
+        assert tensor.untyped_storage().nbytes() == 4
+        assert "parked" in repr(tensor)
+    unpark(model)
+    assert [type(weight), type(momentum)] == kinds
+    assert torch.equal(weight, expected[0]) and torch.equal(momentum, expected[1])
+    assert weight.is_leaf
