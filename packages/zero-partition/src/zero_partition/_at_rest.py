@@ -26,13 +26,24 @@ class Owner(Protocol):
     """What is known of a parameter that may rest sharded."""
 
     @property
-    def name(self) -> str: ...  # the first of its names
+    def name(self) -> str:
+        """The first of its names."""
+        ...
+
     @property
-    def is_trainable(self) -> bool: ...
+    def is_trainable(self) -> bool:
+        """Whether the optimizer steps it."""
+        ...
+
     @property
-    def is_gathered(self) -> bool: ...  # its own memory is whole, for the user
+    def is_gathered(self) -> bool:
+        """Whether its own memory is whole, for the user."""
+        ...
+
     @property
-    def is_at_rest(self) -> bool: ...  # its values are elsewhere
+    def is_at_rest(self) -> bool:
+        """Whether its values are elsewhere."""
+        ...
 
     def value(self, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
         """What stands in for it, or for its `data`, in a call of `what`. Collective."""

@@ -18,10 +18,8 @@ from ._torch_compat import plain_access
 class Shaped(Protocol):
     """What a parameter must be like again."""
 
-    @property
-    def shape(self) -> torch.Size: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class Verdict(IntEnum):
