@@ -119,6 +119,54 @@ def _make(kind: Callable[..., Any], params: list[Any], options: dict, given: set
     return kind(params, **options)
 
 
+class DeepSpeedCPUAdam(CPUAdam):
+    """`zero_offload.CPUAdam`, with the arguments in DeepSpeed's order.
+
+    Parameters may be on a GPU until `initialize`, whose `offload_optimizer` brings what is stepped
+    to the host. 16-bit ones have no masters of their own: `initialize` keeps them. amsgrad works.
+
+    Args:
+        model_params: As `params` there, as are all others that are not named here.
+        lr: As there.
+        bias_correction: As there.
+        betas: As there.
+        eps: As there.
+        weight_decay: As there.
+        amsgrad: As there.
+        adamw_mode: Decay shrinks parameters (AdamW); added to gradients (Adam) when False.
+        fp32_optimizer_states: False keeps moments in the parameter's dtype.
+    """
+
+    def __init__(  # noqa: PLR0917 - the order is DeepSpeed's
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(
+            model_params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            decoupled_weight_decay=adamw_mode,
+            bias_correction=bias_correction,
+            masters=False,
+            state_dtype=torch.float32 if fp32_optimizer_states else None,
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; `step` refuses what is not on the CPU then."""
+        torch.optim.Optimizer.add_param_group(self, param_group)
+
+
 def _make_adam(name: str, params: list[Any], options: dict, given: set[str]) -> Any:
     own = {"adam_w_mode", "torch_adam", "bias_correction", "set_grad_none"}
     own.add("fp32_optimizer_states")  # checked with those of one value
@@ -133,8 +181,6 @@ def _make_mixed_adam(
     name: str, on_host: bool, params: list[Any], options: dict, given: set[str]
 ) -> Any:
     """With moments in fp32, whatever the parameters are."""
-    from .compat.deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415 (imports this package)
-
     check_names(_PATH, given, _MIXED_OPTIONS | _ONLY.keys())
     is_decoupled = options.pop("adam_w_mode", True) or name == "adamw"
     if on_host:

@@ -18,8 +18,15 @@ from ._torch_compat import plain_access
 class Shaped(Protocol):
     """What a parameter must be like again."""
 
-    shape: torch.Size
-    dtype: torch.dtype
+    @property
+    def shape(self) -> torch.Size:
+        """Of all of it."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        ...
 
 
 class Verdict(IntEnum):
