@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from zero_offload import FusedAdam
+from zero_offload import CPUAdam, FusedAdam
 from zero_partition import ChainedOptimizer
 
 from ._checks import check_flag, check_names, check_number, check_whole, nearest
