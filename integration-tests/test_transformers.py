@@ -566,7 +566,7 @@ def test_arguments_that_cannot_be_beside_zero_name_the_line_to_change(
     ("mark", "expected"),
     [
         ("hf_device_map", "leave device_map= out: load it in `with ZeroTrainer.Init"),
-        ("is_loaded_in_8bit", "leave quantization_config= out: .* load with dtype=torch.bfloat16"),
+        ("is_quantized", "leave quantization_config= out: .* load with dtype=torch.bfloat16"),
     ],
 )
 def test_models_that_are_placed_or_quantized_already_are_refused(
