@@ -26,7 +26,7 @@ __all__ = ["ZeroSeq2SeqTrainer", "ZeroTrainer"]
 Zero = ZeroConfig | str | os.PathLike[str] | Mapping[str, Any] | None
 
 _FOLDER: Final = "zero"  # in that of a checkpoint: what zero_engine.save() writes
-_WORDS: Final = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_WORDS: Final[dict[Any, str]] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _REFUSED: Final = {  # arguments of TrainingArguments and from_pretrained(), and what to do instead
     "deepspeed": "write ZeroTrainer(..., zero=THE_SAME_FILE), and start with torchrun",
     "fsdp": "zero=ZeroConfig(stage=3) is its full_shard, stage=2 its shard_grad_op",
@@ -37,6 +37,7 @@ _REFUSED: Final = {  # arguments of TrainingArguments and from_pretrained(), and
     "device_map": "load it in `with ZeroTrainer.Init(args, zero=...):`, and no rank holds it all",
     "quantization_config": "quantized parameters are not sharded; load with dtype=torch.bfloat16",
 }
+_LAUNCHED: Final = "ACCELERATE_USE_"
 _MARKS: Final = {"device_map": "hf_device_map", "quantization_config": "is_quantized"}  # of models
 
 
@@ -46,12 +47,11 @@ class ZeroTrainer(transformers.Trainer):
         trainer = ZeroTrainer(model, args, train_dataset=data, zero=ZeroConfig(stage=3))
         trainer.train()
 
-    Trainer's arguments, methods and callbacks stay, and so do the numbers that it has with
-    DistributedDataParallel. The first `train()`, `evaluate()`, `predict()` or `save_model()` shards
-    the model and its optimizer, in place. A checkpoint's folder has what `zero_engine.save` writes
-    in place of `optimizer.pt`, and is resumed from at any number of ranks, stage and residence.
-    `save_model()` writes what `from_pretrained` reads, by way of rank 0's host memory; of a PEFT
-    model the adapters alone.
+    Trainer's arguments, methods, callbacks and numbers, those of DistributedDataParallel, stay. The
+    first `train()`, `evaluate()`, `predict()` or `save_model()` shards the model and its optimizer,
+    in place. A checkpoint has what `zero_engine.save` writes in place of `optimizer.pt`; it is
+    resumed from at any number of ranks, stage and residence. `save_model()` writes what
+    `from_pretrained` reads, by way of rank 0's host memory; of a PEFT model the adapters alone.
 
     Args:
         *positional: Trainer's, in its order.
@@ -73,7 +73,7 @@ class ZeroTrainer(transformers.Trainer):
 
     def __init__(self, *positional: Any, zero: Zero = None, **named: Any) -> None:
         self._zero = zero
-        self._sharded: nn.Module | None = None
+        self._sharded: Any = None
         super().__init__(*positional, **named)
 
     @staticmethod
@@ -102,7 +102,7 @@ class ZeroTrainer(transformers.Trainer):
         super().create_accelerator_and_postprocess()
         accelerator = self.accelerator
         accelerator.no_sync, accelerator.clip_grad_norm_ = self._no_sync, self._clip
-        params: Any = settings.zero.precision and settings.zero.precision.params
+        params = settings.zero.precision and settings.zero.precision.params
         mixed = _WORDS.get(params) or accelerator.mixed_precision
         # No autocast over 16-bit parameters; fp16 on a CPU too, where Accelerate leaves it out.
         accelerator.native_amp |= mixed == "fp16"
@@ -121,16 +121,14 @@ class ZeroTrainer(transformers.Trainer):
         self._settings = _read(self._zero, self.args, model)
         return model
 
-    # ---- Training ----
-
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         """Left to `initialize`: what `Init` has built is there, and must not be converted."""
 
-    def create_optimizer(self, *model: Any) -> Any:
+    def create_optimizer(self, *model: Any, **named: Any) -> Any:
         """Also leave one that the file names to `initialize`."""
         if self.optimizer is None and self._settings.optimizer is not None:
             return None
-        return super().create_optimizer(*model)
+        return super().create_optimizer(*model, **named)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Also that of the file, with the numbers of steps that it leaves "auto"."""
@@ -159,6 +157,9 @@ class ZeroTrainer(transformers.Trainer):
                 self.optimizer = accelerator.prepare(optimizer, device_placement=[False])
             self.model_wrapped = accelerator.prepare_model(whole, False, evaluation_mode=True)
             self.model_wrapped._is_accelerate_prepared = True
+            if self._settings.zero.stage == 3 and self.args.world_size > 1:
+                for module in whole.modules():  # for generate() and layerdrop, which are in step
+                    module._is_fsdp_managed_module = True
             self._sharded = whole
         return self.model_wrapped if training else model
 
@@ -172,30 +173,24 @@ class ZeroTrainer(transformers.Trainer):
             return self.accelerator.scaler.unscale_(self.model, max_norm)
         return zero_engine.clip_grad_norm_(self.model, max_norm, norm_type)
 
-    # ---- Files ----
-
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Also gather what is to be written: all on rank 0, or adapters alone."""
         self._wrap_model(self.model, training=False)
         adapters = getattr(self.model, "peft_config", {}).keys()
-        if state_dict is None and not adapters:
+        if state_dict is None and adapters:
+            state_dict = dict(self.model.named_buffers()) | {
+                name: zero_engine.full_param(param, to_rank=0)
+                for name, param in self.model.named_parameters()
+                if param.requires_grad or not adapters.isdisjoint(name.split("."))
+            }
+        elif state_dict is None:
             state_dict = zero_engine.full_state_dict(self.model)
-        if state_dict is not None:
-            super()._save(output_dir, state_dict)
-            return
-        params = {
-            name: param
-            for name, param in self.model.named_parameters()
-            if param.requires_grad or not adapters.isdisjoint(name.split("."))
-        }
-        with zero_engine.GatheredParameters(params.values()):
-            values = {name: param.detach() for name, param in params.items()}
-            super()._save(output_dir, values | dict(self.model.named_buffers()))
+        super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder, optimizer = Path(output_dir, _FOLDER), self.optimizer.optimizer  # in Accelerate's
-        options = {"step": self.state.global_step, "exclude_frozen": _is_peft(self.model)}
-        zero_engine.save(folder, self.model, optimizer, **options)
+        step, is_peft = self.state.global_step, hasattr(self.model, "peft_config")
+        zero_engine.save(folder, self.model, optimizer, step=step, exclude_frozen=is_peft)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
@@ -207,25 +202,23 @@ class ZeroTrainer(transformers.Trainer):
                 "one that DeepSpeed wrote; for its weights call zero_engine.load_deepspeed(folder, "
                 "model), and train() without resume_from_checkpoint"
             )
-        if Path(resume_from_checkpoint, _FOLDER).is_dir():
+        if (ours := Path(resume_from_checkpoint, _FOLDER)).is_dir():
             if self.model is self._sharded:
-                folder = Path(resume_from_checkpoint, _FOLDER)
-                zero_engine.load(folder, self.model, restores_rngs=False)
-        elif _is_peft(self.model):
+                zero_engine.load(ours, self.model, restores_rngs=False)
+        elif hasattr(self.model, "peft_config"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             zero_engine.load_pretrained(self.model, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        names = (_FOLDER, OPTIMIZER_NAME, SCHEDULER_NAME)
-        ours, plain, scheduler = (Path(checkpoint, name) for name in names)
+        ours, plain = Path(checkpoint, _FOLDER), Path(checkpoint, OPTIMIZER_NAME)
         if ours.is_dir():
             zero_engine.load(ours, self.model, self.optimizer.optimizer, restores_rngs=False)
         elif plain.is_file():  # Trainer's own
             is_first = self.args.process_index == 0
             state = torch.load(plain, map_location="cpu", weights_only=True) if is_first else {}
             zero_engine.load_full_optimizer_state_dict(self.model, state)
-        if scheduler.is_file():
+        if (scheduler := Path(checkpoint, SCHEDULER_NAME)).is_file():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
     def _load_best_model(self) -> None:
@@ -239,17 +232,6 @@ class ZeroSeq2SeqTrainer(ZeroTrainer, transformers.Seq2SeqTrainer):
     within `zero_engine.unsharded(trainer.model)` needs the memory of the whole model, and no
     communication.
     """
-
-    def evaluate(self, *args: Any, **named: Any) -> Any:
-        """As Seq2SeqTrainer's."""
-        return super().evaluate(*args, **self._in_step() | named)
-
-    def predict(self, *args: Any, **named: Any) -> Any:
-        """As Seq2SeqTrainer's."""
-        return super().predict(*args, **self._in_step() | named)
-
-    def _in_step(self) -> dict[str, Any]:
-        return {"synced_gpus": self._settings.zero.stage == 3 and self.args.world_size > 1}
 
 
 class _Scaler:
@@ -308,10 +290,9 @@ def _read(zero: Zero, args: Any, model: Any, num_training_steps: int = 1) -> Eng
     settings = EngineConfig.from_deepspeed(
         zero, world_size=args.world_size, model=model, auto=auto, implied=implied
     )
-    precision, stage = settings.zero.precision, settings.zero.stage
-    if precision is not None and precision.masters is not None:
-        stage = max(stage, 1)  # masters lie beside shards, as `initialize` says
-    settings = attrs.evolve(settings, zero=attrs.evolve(settings.zero, stage=stage))
+    read = settings.zero
+    if read.stage == 0 and read.precision is not None and read.precision.masters is not None:
+        settings = attrs.evolve(settings, zero=attrs.evolve(read, stage=1))  # as `initialize` says
     return _checked(settings, args, model)
 
 
@@ -320,19 +301,19 @@ def _checked(settings: EngineConfig, args: Any, model: Any) -> EngineConfig:
     zero, world_size = settings.zero, args.world_size
     for argument in _REFUSED:
         told, mark = (model, _MARKS[argument]) if argument in _MARKS else (args, argument)
-        launched = parse_flag_from_env(f"ACCELERATE_USE_{argument.upper()}")
-        if getattr(told, mark, launched) and (argument != "torch_compile" or zero.stage == 3):
+        asked = getattr(told, mark, None) or parse_flag_from_env(_LAUNCHED + argument.upper())
+        if asked and (argument != "torch_compile" or zero.stage == 3):
             _refuse(argument)
     started = int(os.environ.get("WORLD_SIZE", "1"))
     said = _WORDS.get(settings.autocast_dtype or (zero.precision and zero.precision.params))
-    is_best_peft = args.save_only_model and args.load_best_model_at_end and _is_peft(model)
+    is_best_alone = args.save_only_model and args.load_best_model_at_end and zero.stage == 3
     wrong = {
         f"{world_size} processes, which Accelerate sees, got WORLD_SIZE={started}: each would "
         "train alone; on a CPU, say TrainingArguments(use_cpu=True)": started > world_size,
         f"one process for each GPU, got one for {args.n_gpu}, which is DataParallel; start it by: "
         f"torchrun --nproc-per-node={args.n_gpu} script.py": args.n_gpu > 1,
         "save_only_model=False with load_best_model_at_end at stage 3, where PEFT cannot load into "
-        "what is sharded, got True; leave it out": is_best_peft and zero.stage == 3,
+        "what is sharded, got True; leave it out": is_best_alone and hasattr(model, "peft_config"),
         f"{said}, as zero= says, got {args.mixed_precision}; change one of them": said
         and said != args.mixed_precision
         and (settings.autocast_dtype or args.mixed_precision != "no"),
@@ -340,19 +321,17 @@ def _checked(settings: EngineConfig, args: Any, model: Any) -> EngineConfig:
     for expected, is_wrong in wrong.items():
         if is_wrong:
             raise ConfigError(f"ZeroTrainer: expected {expected}")
-    micro = settings.micro_batch_size
-    return attrs.evolve(settings, accumulation_steps=1, train_batch_size=micro * world_size)
-
-
-def _is_peft(model: Any) -> bool:
-    return hasattr(model, "peft_config")
+    batch = settings.micro_batch_size * world_size
+    return attrs.evolve(settings, accumulation_steps=1, train_batch_size=batch)
 
 
 def _refuse(argument: str, *_: Any) -> NoReturn:
     """With the line to change."""
     where = "from_pretrained" if argument in _MARKS else "TrainingArguments"
-    instead = f"leave {argument}= out: {_REFUSED[argument]}"
-    raise ConfigError(f"{where}({argument}=...): not with ZeroTrainer; {instead}")
+    raise ConfigError(
+        f"{where}({argument}=...), or {_LAUNCHED}{argument.upper()} in the environment: not with "
+        f"ZeroTrainer; leave {argument}= out: {_REFUSED[argument]}"
+    )
 
 
 if not host_deepspeed.is_deepspeed_available():  # else all it says is that the package is missing
