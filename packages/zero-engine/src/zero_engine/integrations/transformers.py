@@ -62,8 +62,8 @@ class ZeroTrainer(transformers.Trainer):
         **named: Trainer's.
 
     Raises:
-        ConfigError: `zero` cannot be, or `args` or the model ask for another way to distribute, or
-            for what cannot be done to what is sharded: it names the line to change.
+        ConfigError: `zero` cannot be, or `args` or the model ask for what cannot be beside it: it
+            names the line to change.
     """
 
     model: Any
