@@ -24,7 +24,6 @@ PRIVATE_METHODS: Final = MappingProxyType[str, tuple[str, ...]](
         "accelerate": (),
         "lightning": (
             "lightning.fabric.strategies.strategy:_BackwardSyncControl.no_backward_sync",
-            "lightning.pytorch.plugins.precision:Precision._after_closure",
         ),
     }
 )

@@ -7,17 +7,16 @@ otherwise: launching, process group, samplers, reduction of metrics.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -30,6 +29,7 @@ from zero_engine import ConfigError, FileError, ZeroConfig
 
 _OF_DDP: Final = ("cluster_environment", "parallel_devices", "process_group_backend", "timeout")
 _PRECISIONS: Final = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
+_AVERAGES: Final = (StochasticWeightAveraging, WeightAveraging)
 _BESIDE: Final = "lightning"  # in a checkpoint's `extra`: what Lightning keeps, as it writes it
 
 
@@ -47,7 +47,7 @@ class _Zero:
 
     def __init__(self, stage: int = 3, *, config: ZeroConfig | None = None, **options: Any) -> None:
         of_ddp = {key: options.pop(key) for key in _OF_DDP if key in options}
-        if config and (options or stage != 3 or not isinstance(config, ZeroConfig)):
+        if config is not None and (options or stage != 3 or not isinstance(config, ZeroConfig)):
             raise ConfigError(
                 f"ZeroStrategy: expected config to be a ZeroConfig, alone, got {config!r} and "
                 f"{options or stage}; DeepSpeed's file is read by ZeroConfig.from_deepspeed(path)"
@@ -56,17 +56,12 @@ class _Zero:
         super().__init__(**of_ddp)
 
     def _shard(self, module: nn.Module, optimizers: Sequence[Optimizer], plugin: Any) -> None:
-        name = type(plugin).__name__
-        if name not in _PRECISIONS:
+        name, own = type(plugin).__name__, self.config.precision
+        if name not in _PRECISIONS or (own is not None and name != "Precision"):
             raise ConfigError(
-                "ZeroStrategy: expected Lightning's precision '32-true', '64-true', '16-true', "
-                f"'16-mixed', 'bf16-true' or 'bf16-mixed', got the plugin {name}"
-            )
-        if self.config.precision is not None and name != "Precision":
-            raise ConfigError(
-                f"ZeroStrategy: expected one precision, got Lightning's {plugin.precision!r} and "
-                f"{self.config.precision}; for 16-bit parameters with fp32 masters leave out the "
-                "first"
+                "ZeroStrategy: expected one precision, Lightning's '32-true', '64-true', '16-true',"
+                " '16-mixed', 'bf16-true' or 'bf16-mixed', or ZeroConfig's with '32-true', for "
+                f"16-bit parameters with fp32 masters; got the plugin {name} and {own}"
             )
         given: Any = optimizers[0] if len(optimizers) == 1 else optimizers or None
         zero_engine.shard(module, given, self.config)
@@ -88,8 +83,8 @@ class _Zero:
         if "://" in str(path) or any(options.values()) or writer is not TorchCheckpointIO:
             raise ConfigError(
                 f"ZeroStrategy: expected no {', '.join(options)}, no CheckpointIO plugin, and a "
-                f"path that every rank sees, got {options}, a {writer.__name__} and {path!r}: each "
-                "rank writes into the folder"
+                f"path that every rank sees, got {options}, a {writer.__name__} and {path!r}, as "
+                "each rank writes its own part of the weights into the folder"
             )
         written = io.BytesIO()
         torch.save(beside, written)
@@ -115,6 +110,9 @@ class ZeroStrategy(_Zero, DDPStrategy):
         ConfigError: An option is wrong or unknown, or `config` comes with others.
     """
 
+    lightning_module: Any  # the trainer connects it first
+    restore_checkpoint_after_setup = True  # each rank reads the part that it keeps, as set up
+
     def model_sharded_context(self) -> Any:
         """Around `configure_model`: what it builds is sharded while it is built. Collective."""
         return zero_engine.Init(config=self.config)
@@ -125,12 +123,20 @@ class ZeroStrategy(_Zero, DDPStrategy):
         A module that is sharded already stays so; but `fit` makes a new optimizer, and every rank
         holds a whole model for a moment.
         """
-        module, is_fitting = self._module, trainer.state.fn == TrainerFn.FITTING
+        module, is_fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         plugin: Any = self.precision_plugin
         assert self.accelerator is not None, "the trainer has chosen one"
         self.accelerator.setup(trainer)
-        if self.config.placements.params is Placement.SHARDED:
-            _refuse_at_stage_3(module, trainer)
+        averages = [c for c in trainer.callbacks if isinstance(c, _AVERAGES)]
+        is_compiled = getattr(module, "_compiler_ctx", None) is not None
+        if self.config.placements.params is Placement.SHARDED and (averages or is_compiled):
+            raise ConfigError(
+                "ZeroStrategy at stage 3: expected no LightningModule that torch.compile() has "
+                "compiled as a whole, gathers included, and no callback that copies whole weights, "
+                f"which no rank has, got {averages or 'the first'}; compile blocks by block."
+                "compile(), keep a zero_engine.ShardedAverage(module, decay=...) and update() it "
+                "in on_train_batch_end(), or use stage 2 or lower"
+            )
         if is_fitting and find_sharded(module) is not None:
             zero_engine.unshard(module)
         if find_sharded(module) is None:
@@ -148,37 +154,21 @@ class ZeroStrategy(_Zero, DDPStrategy):
         plugin.clip_grad_by_norm = lambda _, norm: zero_engine.clip_grad_norm_(module, norm)
         plugin.clip_grad_by_value = lambda _, value: zero_engine.clip_grad_value_(module, value)
 
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None, "the trainer connects it first"
-        return self.lightning_module
-
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        """Forward, backward and clipping come before the step, as in a plain loop.
+    def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
+        """Forward and backward come before the step, as in a plain loop.
 
         Lightning has them in the step's closure, where what was accumulated would be reduced by
-        itself. An optimizer whose step cannot do without a closure gets them so.
+        itself. An optimizer that evaluates it repeatedly does so from the second time on.
         """
-        plugin: Any = self.precision_plugin
-        asked = signature(optimizer.step).parameters.get("closure")
-        if getattr(plugin, "scaler", None) is not None or (asked and asked.default is asked.empty):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        result = closure()
-        plugin._after_closure(self._module, optimizer)
-        optimizer.step(**kwargs)
-        return result
+        first = [closure()]
+        return super().optimizer_step(
+            optimizer, lambda: first.pop() if first else closure(), *args, **kwargs
+        )
 
     def block_backward_sync(self) -> Any:
         """Accumulate whole gradients where they rest whole; else each backward reduces its own."""
         is_sharded = self.config.placements.grads is Placement.SHARDED
-        return nullcontext() if is_sharded else zero_engine.no_sync(self._module)
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Each rank reads the part that it keeps, and `setup` says which."""
-        return True
+        return nullcontext() if is_sharded else zero_engine.no_sync(self.lightning_module)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing: `save_checkpoint` writes weights from where they are."""
@@ -188,30 +178,21 @@ class ZeroStrategy(_Zero, DDPStrategy):
         """Nothing: `save_checkpoint` writes it from where it is."""
         return {}
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         """Write a folder, or a file if it is of weights only. Collective."""
-        module = self._module
-        if checkpoint["state_dict"]:
-            raise ConfigError(
-                "ZeroStrategy.save_checkpoint(): expected on_save_checkpoint() to leave "
-                "checkpoint['state_dict'] empty, as each rank writes its own part of the weights, "
-                f"got {sorted(checkpoint['state_dict'])[:3]}; put them under a key of their own"
-            )
+        module, filled = self.lightning_module, checkpoint["state_dict"]  # by on_save_checkpoint()
         if "optimizer_states" not in checkpoint:
-            whole = checkpoint | {"state_dict": zero_engine.full_state_dict(module)}
+            whole = checkpoint | {"state_dict": zero_engine.full_state_dict(module) | filled}
             super().save_checkpoint(whole, filepath, storage_options)
             return
         optimizer = getattr(find_sharded(module), "optimizer", None)
         beside, step = checkpoint | {"optimizer_states": []}, checkpoint["global_step"]
-        self._save(filepath, module, optimizer, beside, step, storage_options=storage_options)
+        options = {"storage_options": storage_options, "checkpoint['state_dict']": [*filled]}
+        self._save(filepath, module, optimizer, beside, step, **options)
 
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Load a folder, with the optimizer when fitting; or read a file. Collective."""
-        path, module = self.broadcast(checkpoint_path), self._module
+        path, module = self.broadcast(checkpoint_path), self.lightning_module
         if not Path(path).is_dir():
             return super().load_checkpoint(path, weights_only)
         is_fitting = module.trainer.state.fn == TrainerFn.FITTING
@@ -226,7 +207,7 @@ class ZeroStrategy(_Zero, DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Of a file: a folder's is loaded."""
         for state in checkpoint["optimizer_states"]:
-            zero_engine.load_full_optimizer_state_dict(self._module, state)
+            zero_engine.load_full_optimizer_state_dict(self.lightning_module, state)
 
     def teardown(self) -> None:
         """Leave module and optimizer as they are, sharded and on their device."""
@@ -285,13 +266,12 @@ class ZeroFabricStrategy(_Zero, FabricDDPStrategy):
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
         """Write a folder where `state` holds a model that was set up, else a file. Collective."""
-        model, optimizer, others = _set_up_in(state, "fabric.save()")
+        model, optimizer, others = _set_up_in(state)
         if model is None:
             super().save_checkpoint(path, state, storage_options, filter)
             return
         beside = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in others.items()}
-        options = {"storage_options": storage_options, "filter": filter}
-        self._save(path, model, optimizer, beside, **options)
+        self._save(path, model, optimizer, beside, storage_options=storage_options, filter=filter)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -300,7 +280,7 @@ class ZeroFabricStrategy(_Zero, FabricDDPStrategy):
         path = self.broadcast(path)
         if not Path(path).is_dir():
             return super().load_checkpoint(path, state, strict, weights_only)
-        model, optimizer, others = _set_up_in(state, "fabric.load()")
+        model, optimizer, others = _set_up_in(state)
         if model is None:
             raise ConfigError(f"fabric.load(): {path} is a folder; give the model in `state`")
         beside = _load(path, model, optimizer, strict, weights_only)
@@ -314,28 +294,10 @@ class ZeroFabricStrategy(_Zero, FabricDDPStrategy):
         return beside
 
 
-def _refuse_at_stage_3(module: LightningModule, trainer: Trainer) -> None:
-    if getattr(module, "_compiler_ctx", None) is not None:
-        raise ConfigError(
-            "ZeroStrategy at stage 3: expected a LightningModule, got one that torch.compile() "
-            "has compiled as a whole, gathers included; compile its blocks by block.compile()"
-        )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-            raise ConfigError(
-                f"ZeroStrategy at stage 3: a {type(callback).__name__} copies whole weights, "
-                "which no rank has; keep a zero_engine.ShardedAverage(module, decay=...) and "
-                "update() it in on_train_batch_end(), or use stage 2 or lower"
-            )
-
-
-def _load(
-    path: Any, model: nn.Module, optimizer: Any, is_strict: bool, weights_only: bool | None
-) -> dict[str, Any]:
-    options = {"is_strict": is_strict, "restores_rngs": optimizer is not None}
-    report: Any = zero_engine.load(
-        Path(path).parent, model, optimizer, tag=Path(path).name, **options
-    )
+def _load(path: Any, model: Any, optimizer: Any, is_strict: bool, weights_only: Any) -> Any:
+    options: Any = {"is_strict": is_strict, "restores_rngs": optimizer is not None}
+    folder, tag = Path(path).parent, Path(path).name
+    report: Any = zero_engine.load(folder, model, optimizer, tag=tag, **options)
     if not isinstance(report.extra, dict) or _BESIDE not in report.extra:
         raise FileError(
             f"{path}: expected a checkpoint that a Trainer or Fabric saved, got one of a plain "
@@ -345,17 +307,12 @@ def _load(
     return torch.load(content, map_location="cpu", weights_only=weights_only)
 
 
-def _set_up_in(state: Any, where: str) -> tuple[Any, Any, dict[str, Any]]:
+def _set_up_in(state: Any) -> tuple[Any, Any, dict[str, Any]]:
     """The model in it that was set up, its optimizer if that is there, and all the rest."""
-    state = state if isinstance(state, dict) else {}
-    models = {key: v.module for key, v in state.items() if isinstance(v, _Called)}
-    if len(models) > 1:
-        raise ConfigError(
-            f"{where}: expected one model that was set up, got {sorted(models)}; each goes with "
-            "its optimizer to a path of its own"
-        )
-    model = next(iter(models.values()), None)
-    own = getattr(model and find_sharded(model), "optimizer", None)
-    optimizers = [key for key, v in state.items() if v is not None and v is own]
-    others = {key: v for key, v in state.items() if key not in (*models, *optimizers)}
-    return model, own if optimizers else None, others
+    values = list(state.values()) if isinstance(state, dict) else []
+    model = next((v for v in values if isinstance(v, _Called)), None)
+    own = getattr(model and find_sharded(model.module), "optimizer", None)
+    optimizer = next((v for v in values if v is own), None)
+    taken = {id(model), id(optimizer)} - {id(None)}
+    others = {k: v for k, v in state.items() if id(v) not in taken} if values else {}
+    return model and model.module, optimizer, others
