@@ -16,7 +16,6 @@ from typing import Any, Final
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -117,16 +116,16 @@ class ZeroStrategy(_Zero, DDPStrategy):
         """Around `configure_model`: what it builds is sharded while it is built. Collective."""
         return zero_engine.Init(config=self.config)
 
-    def setup(self, trainer: Trainer) -> None:
+    def setup(self, trainer: Any) -> None:
         """Shard the module, with its optimizer when fitting. Collective.
 
         A module that is sharded already stays so; but `fit` makes a new optimizer, and every rank
         holds a whole model for a moment.
         """
         module, is_fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        accelerator: Any = self.accelerator
         plugin: Any = self.precision_plugin
-        assert self.accelerator is not None, "the trainer has chosen one"
-        self.accelerator.setup(trainer)
+        accelerator.setup(trainer)
         averages = [c for c in trainer.callbacks if isinstance(c, _AVERAGES)]
         is_compiled = getattr(module, "_compiler_ctx", None) is not None
         if self.config.placements.params is Placement.SHARDED and (averages or is_compiled):
@@ -313,6 +312,6 @@ def _set_up_in(state: Any) -> tuple[Any, Any, dict[str, Any]]:
     model = next((v for v in values if isinstance(v, _Called)), None)
     own = getattr(model and find_sharded(model.module), "optimizer", None)
     optimizer = next((v for v in values if v is own), None)
-    taken = {id(model), id(optimizer)} - {id(None)}
+    taken = [id(v) for v in (model, optimizer) if v is not None]
     others = {k: v for k, v in state.items() if id(v) not in taken} if values else {}
     return model and model.module, optimizer, others
