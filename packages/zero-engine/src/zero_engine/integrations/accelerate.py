@@ -187,10 +187,9 @@ class ZeroAccelerator(Accelerator):
             zero_partition.StateError: `parameters` are not all those of one sharded model.
         """
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        given = set(listed)
         for found in self._sharded():
             params = set(found.model.parameters())
-            if {param for param in params if param.requires_grad} <= given <= params:
+            if {param for param in params if param.requires_grad} <= set(listed) <= params:
                 self.unscale_gradients()
                 return zero_engine.clip_grad_norm_(found.model, max_norm, norm_type)
         return super().clip_grad_norm_(listed, max_norm, norm_type)  # sharded gradients refuse it
@@ -246,7 +245,6 @@ class ZeroAccelerator(Accelerator):
         return find_sharded(self.unwrap_model(model, keep_torch_compile=False))
 
     def _sharded(self) -> list[ShardedModel]:
-        """Those of the prepared models."""
         return [found for model in self._models if (found := self._find(model)) is not None]
 
 
