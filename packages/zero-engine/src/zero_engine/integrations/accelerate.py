@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -167,7 +167,7 @@ class ZeroAccelerator(Accelerator):
             config = attrs.evolve(config, precision=kept)
         return config
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+    def no_sync(self, model: nn.Module) -> Any:
         """Accumulate without reducing. Local; `accumulate` enters it.
 
         Without effect at stages 2 and 3, as with DeepSpeed: gradients are sharded as soon as they
