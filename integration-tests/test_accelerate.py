@@ -83,9 +83,7 @@ def _objects() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader]:
     return model, optimizer, scheduler, _batches()
 
 
-def _train(
-    accelerator: Any, prepared: Any, *, max_norm: float | None = None, max_value: float = 0.0
-) -> list[float]:
+def _train(accelerator: Any, prepared: Any, *, max_norm: float | None = None) -> list[float]:
     """The loop of Accelerate's documentation."""
     model, optimizer, scheduler, batches = prepared
     losses = []
@@ -95,8 +93,6 @@ def _train(
             accelerator.backward(loss)
             if accelerator.sync_gradients and max_norm is not None:
                 accelerator.clip_grad_norm_(model.parameters(), max_norm)
-            if accelerator.sync_gradients and max_value:
-                accelerator.clip_grad_value_(model.parameters(), max_value)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -160,7 +156,6 @@ def _compare(group: Group) -> None:
     losses, weights = _run(group, _ddp)
     clip = {"steps": 2, "max_norm": 0.1}
     clipped_losses, clipped = _run(group, _ddp, **clip)
-    valued = _run(group, _ddp, max_value=0.01)
     for stage in STAGES:
         ours = _run(group, partial(_zero, stage))
         assert ours[0] == losses, f"stage {stage}"
@@ -174,12 +169,9 @@ def _compare(group: Group) -> None:
         for name, value in ours[1].items():
             torch.testing.assert_close(value, clipped[name], rtol=1e-5, atol=1e-6)
 
-        ours = _run(group, partial(_zero, stage), max_value=0.01)
-        _assert_equal(ours[1], valued[1], f"stage {stage}, clip_grad_value_")
-
 
 def test_objects_are_prepared_in_any_order_and_stay_the_same(ranks) -> None:
-    """Scripts prepare a model before its optimizer, after it, with it, or several of both."""
+    """Scripts prepare a model with its optimizer or after it, whole or built in parts."""
     ranks(2).run(_prepare_in_orders, timeout_s=120)
 
 
@@ -192,9 +184,6 @@ def _prepare_in_orders(group: Group) -> None:
         )
         return model, optimizer, scheduler, batches
 
-    def model_first(accelerator: Any, model: Any, *rest: Any) -> Any:
-        return accelerator.prepare(model), *accelerator.prepare(*rest)
-
     def optimizer_first(accelerator: Any, model: Any, optimizer: Any, *rest: Any) -> Any:
         optimizer = accelerator.prepare(optimizer)
         model, *others = accelerator.prepare(model, *rest)
@@ -202,7 +191,6 @@ def _prepare_in_orders(group: Group) -> None:
 
     for prepare, builds_sharded in (
         (together, False),
-        (model_first, False),
         (optimizer_first, False),
         (together, True),
     ):
@@ -219,7 +207,10 @@ def _prepare_in_orders(group: Group) -> None:
             ours = accelerator.get_state_dict(prepared[0])
             _assert_equal(ours, expected[1], prepare.__name__)
 
-            with pytest.raises(StateError, match=r"got 1 of 10 that train in 1 models.*model\.par"):
+            accelerator.backward(prepared[0](torch.ones(2, 6)).sum())
+            with pytest.raises(
+                StateError, match=r"zero_engine\.clip_grad_norm_\(model, max_norm\)"
+            ):
                 accelerator.clip_grad_norm_([next(prepared[0].parameters())], 1.0)
             assert accelerator.prepare(prepared[0]) is prepared[0], "once more"
 
@@ -322,12 +313,7 @@ def _train_in_bf16(group: Group) -> None:
     for stage in STAGES:
         with _environment(group):
             accelerator = _zero(stage, mixed_precision="bf16")
-            if stage == 2:  # the fp32 values that masters begin with are not rounded meanwhile
-                model, optimizer, *rest = _objects()
-                model = accelerator.prepare(model)
-                prepared = (model, *accelerator.prepare(optimizer, *rest))
-            else:
-                prepared = accelerator.prepare(*_objects())
+            prepared = accelerator.prepare(*_objects())
             losses = _train(accelerator, prepared)
             assert losses != ddp and losses == pytest.approx(ddp, rel=0.02), f"stage {stage}"
             curves.append(losses)
@@ -451,7 +437,7 @@ def _save_alone(group: Group, folder: str) -> tuple[dict[str, Tensor], int]:
 def _load_as_two(group: Group, folder: str) -> tuple[dict[str, Tensor], int]:
     with _environment(group):
         accelerator, prepared, _ = _begin(3)
-        with pytest.raises(FileError, match=r"zero, which ZeroAccelerator\.save_state\(\) writes"):
+        with pytest.raises(FileError, match=r"load\(\): .*zero: no such folder"):
             accelerator.load_state(str(Path(folder).parent))
         accelerator.load_state(folder)
         return _values(prepared[0]), accelerator.step
@@ -504,10 +490,12 @@ def _read_plugins(group: Group) -> None:
 
     expected = _run(group, partial(_zero, 2), steps=2, max_norm=0.1)
     plugin = DeepSpeedPlugin(zero_stage=2, gradient_clipping=0.1, gradient_accumulation_steps=2)
-    with _environment(group):
-        accelerator = ZeroAccelerator(deepspeed_plugin=plugin)
-        prepared = accelerator.prepare(*_objects())
-        assert _train(accelerator, prepared) == expected[0]  # no call clips
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=256.0)):  # as on GPUs, with fp16
+        with _environment(group):
+            accelerator = ZeroAccelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=4)
+            accelerator.scaler = scaler  # and the plugin's 2 steps take precedence
+            prepared = accelerator.prepare(*_objects())
+            assert _train(accelerator, prepared) == expected[0]  # no call clips
 
     file = {
         "train_batch_size": "auto",
@@ -539,33 +527,20 @@ def test_what_cannot_be_beside_it_is_refused_with_the_remedy(ranks) -> None:
 def _refuse(group: Group) -> None:
     from accelerate import Accelerator, PartialState
     from accelerate.utils import (
-        DDPCommunicationHookType,
         DeepSpeedPlugin,
-        DistributedDataParallelKwargs,
         FullyShardedDataParallelPlugin,
         ParallelismConfig,
-        ProjectConfiguration,
         TorchDynamoPlugin,
     )
-    from accelerate.utils.deepspeed import DummyOptim
     from zero_engine.integrations.accelerate import ZeroAccelerator
 
-    with _environment(group):  # what says nothing here stands in many scripts
-        ZeroAccelerator(kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
-    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     plugin = DeepSpeedPlugin(gradient_accumulation_steps=4)
     for options, message in (
         ({"fsdp_plugin": FullyShardedDataParallelPlugin()}, "expected no fsdp_plugin.*leave it"),
         ({"parallelism_config": ParallelismConfig()}, "expected no parallelism_config"),
-        ({"kwargs_handlers": [hook]}, r"no comm_hook.*ZeroConfig\(wire="),
         ({"mixed_precision": "fp16"}, "got 'fp16' on cpu.*say 'bf16'"),
         ({"zero": "ds.json"}, r"from_deepspeed\(file\)"),
         ({"zero": ZeroConfig(), "deepspeed_plugin": plugin}, "leave one out"),
-        ({"deepspeed_plugin": plugin, "gradient_accumulation_steps": 2}, "steps=4.*got 2"),
-        (
-            {"project_config": ProjectConfiguration(save_on_each_node=True)},
-            "expected save_on_each_node=False",
-        ),
     ):
         with _environment(group), pytest.raises(ConfigError, match=f"(?s){message}"):
             ZeroAccelerator(**options)
@@ -587,10 +562,8 @@ def _refuse(group: Group) -> None:
         accelerator = ZeroAccelerator()
         model = _model()
         two = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model[:2]]
-        with pytest.raises(ConfigError, match=r"got 2; chain them: zero_engine\.ChainedOptimizer"):
+        with pytest.raises(ConfigError, match=r"got 2; several.*ChainedOptimizer"):
             accelerator.prepare(model, *two)
-        with pytest.raises(ConfigError, match=r"got a DummyOptim.*make torch's in the script"):
-            accelerator.prepare(model, DummyOptim(model.parameters()))
         model.is_quantized = True
         with pytest.raises(ConfigError, match=r"quantized or spread.*without quantization_config"):
             accelerator.prepare(model)
@@ -599,6 +572,9 @@ def _refuse(group: Group) -> None:
         with pytest.raises(ConfigError, match="quantized or spread"):
             accelerator.prepare(model)
         del model.hf_device_map
+        accelerator.prepare(plain := _model())
+        with pytest.raises(ConfigError, match=r"sharded already; call prepare\(model, optimizer"):
+            accelerator.prepare(torch.optim.SGD(plain.parameters(), lr=0.1))
         zero_engine.shard(model)
         with pytest.raises(PartitionError, match="already"):
             accelerator.prepare(model)

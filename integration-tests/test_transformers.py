@@ -413,6 +413,7 @@ def _train_adapters(group: Group, folder: str) -> None:
         ("zero", _zero(3), None, {}),
         ("again", _zero(3), f"{folder}/zero/checkpoint-2", {}),
         ("best", _zero(3), None, best),
+        ("alone", _zero(2), None, best | {"save_only_model": True}),
     ):
         lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         args = _args(f"{folder}/{name}", max_steps=4, save_strategy="steps", save_steps=2, **more)
@@ -424,10 +425,10 @@ def _train_adapters(group: Group, folder: str) -> None:
             **({} if zero is None else {"zero": zero}),
         )
         trainer.train(resume_from_checkpoint=resumed)
-    trainer.save_model(f"{folder}/final")
-    if group.rank == 0:
-        saved = Path(folder, "final", "adapter_model.safetensors").read_bytes()
-        assert saved == Path(folder, "best/checkpoint-2/adapter_model.safetensors").read_bytes()
+        trainer.save_model(f"{folder}/{name}/final")
+        if more and group.rank == 0:
+            saved = Path(folder, name, "final/adapter_model.safetensors").read_bytes()
+            assert saved == Path(folder, "ddp/checkpoint-2/adapter_model.safetensors").read_bytes()
 
 
 # ---- Construction, evaluation alone, generation ----
@@ -566,7 +567,7 @@ def test_arguments_that_cannot_be_beside_zero_name_the_line_to_change(
     ("mark", "expected"),
     [
         ("hf_device_map", "leave device_map= out: load it in `with ZeroTrainer.Init"),
-        ("is_loaded_in_8bit", "leave quantization_config= out: .* load with dtype=torch.bfloat16"),
+        ("is_quantized", "leave quantization_config= out: .* load with dtype=torch.bfloat16"),
     ],
 )
 def test_models_that_are_placed_or_quantized_already_are_refused(

@@ -23,10 +23,7 @@ PRIVATE_METHODS: Final = MappingProxyType[str, tuple[str, ...]](
         ),
         "accelerate": (),
         "lightning": (
-            "lightning.fabric.strategies.strategy:Strategy._convert_stateful_objects_in_state",
             "lightning.fabric.strategies.strategy:_BackwardSyncControl.no_backward_sync",
-            "lightning.pytorch.plugins.precision:Precision._after_closure",
-            "lightning.pytorch.strategies:Strategy._reset_optimizers_and_schedulers",
         ),
     }
 )

@@ -7,16 +7,15 @@ otherwise: launching, process group, samplers, reduction of metrics.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from inspect import signature
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -29,10 +28,71 @@ from zero_engine import ConfigError, FileError, ZeroConfig
 
 _OF_DDP: Final = ("cluster_environment", "parallel_devices", "process_group_backend", "timeout")
 _PRECISIONS: Final = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
+_AVERAGES: Final = (StochasticWeightAveraging, WeightAveraging)
 _BESIDE: Final = "lightning"  # in a checkpoint's `extra`: what Lightning keeps, as it writes it
 
 
-class ZeroStrategy(DDPStrategy):
+class _Called(nn.Module):
+    """Stands where Lightning has DistributedDataParallel, and sends every step through forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.forward = module, module.__call__
+        self.state_dict, self.load_state_dict = module.state_dict, module.load_state_dict
+
+
+class _Zero:
+    """What both strategies do; `self` is one of Lightning's, too."""
+
+    def __init__(self, stage: int = 3, *, config: ZeroConfig | None = None, **options: Any) -> None:
+        of_ddp = {key: options.pop(key) for key in _OF_DDP if key in options}
+        if config is not None and (options or stage != 3 or not isinstance(config, ZeroConfig)):
+            raise ConfigError(
+                f"ZeroStrategy: expected config to be a ZeroConfig, alone, got {config!r} and "
+                f"{options or stage}; DeepSpeed's file is read by ZeroConfig.from_deepspeed(path)"
+            )
+        self.config = config or ZeroConfig(stage, **options)
+        super().__init__(**of_ddp)
+
+    def _shard(self, module: nn.Module, optimizers: Sequence[Optimizer], plugin: Any) -> None:
+        name, own = type(plugin).__name__, self.config.precision
+        if name not in _PRECISIONS or (own is not None and name != "Precision"):
+            raise ConfigError(
+                "ZeroStrategy: expected one precision, Lightning's '32-true', '64-true', '16-true',"
+                " '16-mixed', 'bf16-true' or 'bf16-mixed', or ZeroConfig's with '32-true', for "
+                f"16-bit parameters with fp32 masters; got the plugin {name} and {own}"
+            )
+        given: Any = optimizers[0] if len(optimizers) == 1 else optimizers or None
+        zero_engine.shard(module, given, self.config)
+        if given is None:
+            return
+        kind = type(given)
+
+        def zero_grad(_: Optimizer, set_to_none: bool = True) -> None:
+            vars(given).get("zero_grad", partial(kind.zero_grad, given))(set_to_none)
+
+        # Lightning's wrapper of an optimizer inherits from its class, and so would not find what
+        # shard() has put into the optimizer itself.
+        given.__class__ = type(kind.__name__, (kind,), {"zero_grad": zero_grad})
+
+    def _save(
+        self: Any, path: Any, model: Any, optimizer: Any, beside: Any, step: int = 0, **options: Any
+    ) -> None:
+        path, writer = self.broadcast(path), type(self.checkpoint_io)
+        if "://" in str(path) or any(options.values()) or writer is not TorchCheckpointIO:
+            raise ConfigError(
+                f"ZeroStrategy: expected no {', '.join(options)}, no CheckpointIO plugin, and a "
+                f"path that every rank sees, got {options}, a {writer.__name__} and {path!r}, as "
+                "each rank writes its own part of the weights into the folder"
+            )
+        written = io.BytesIO()
+        torch.save(beside, written)
+        extra = {_BESIDE: torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)}
+        folder, tag = Path(path).parent, Path(path).name
+        zero_engine.save(folder, model, optimizer, tag=tag, step=step, extra=extra, is_latest=False)
+
+
+class ZeroStrategy(_Zero, DDPStrategy):
     """ZeRO for `lightning.Trainer`: losses and weights are those of DDPStrategy.
 
     The module and its optimizer stay sharded when `fit` ends, for what follows. Checkpoints are
@@ -49,100 +109,65 @@ class ZeroStrategy(DDPStrategy):
         ConfigError: An option is wrong or unknown, or `config` comes with others.
     """
 
-    def __init__(self, stage: int = 3, *, config: ZeroConfig | None = None, **options: Any) -> None:
-        self.config, of_ddp = _settings(stage, config, options)
-        super().__init__(**of_ddp)
+    lightning_module: Any  # the trainer connects it first
+    restore_checkpoint_after_setup = True  # each rank reads the part that it keeps, as set up
 
     def model_sharded_context(self) -> Any:
         """Around `configure_model`: what it builds is sharded while it is built. Collective."""
         return zero_engine.Init(config=self.config)
 
-    def setup(self, trainer: Trainer) -> None:
+    def setup(self, trainer: Any) -> None:
         """Shard the module, with its optimizer when fitting. Collective.
 
         A module that is sharded already stays so; but `fit` makes a new optimizer, and every rank
         holds a whole model for a moment.
         """
-        module, is_fitting = self._module, trainer.state.fn == TrainerFn.FITTING
-        assert self.accelerator is not None, "the trainer has chosen one"
-        self.accelerator.setup(trainer)
-        _check_precision(self.precision_plugin, self.config)
-        self._check(trainer)
+        module, is_fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        accelerator: Any = self.accelerator
+        plugin: Any = self.precision_plugin
+        accelerator.setup(trainer)
+        averages = [c for c in trainer.callbacks if isinstance(c, _AVERAGES)]
+        is_compiled = getattr(module, "_compiler_ctx", None) is not None
+        if self.config.placements.params is Placement.SHARDED and (averages or is_compiled):
+            raise ConfigError(
+                "ZeroStrategy at stage 3: expected no LightningModule that torch.compile() has "
+                "compiled as a whole, gathers included, and no callback that copies whole weights, "
+                f"which no rank has, got {averages or 'the first'}; compile blocks by block."
+                "compile(), keep a zero_engine.ShardedAverage(module, decay=...) and update() it "
+                "in on_train_batch_end(), or use stage 2 or lower"
+            )
         if is_fitting and find_sharded(module) is not None:
             zero_engine.unshard(module)
         if find_sharded(module) is None:
             if is_fitting and self._layer_sync is not None:
                 self._layer_sync.apply(module)
-            self.precision_plugin.convert_module(module)
+            plugin.convert_module(module)
             self.model_to_device()
-            self._reset_optimizers_and_schedulers()
             if is_fitting:
                 self.setup_optimizers(trainer)
-            _shard(module, self.optimizers, self.config, "configure_optimizers()")
-        self.model = _Called(module)
+            self._shard(module, self.optimizers if is_fitting else (), plugin)
+        # Past forward where the optimizer steps inside training_step(), by hand.
+        self.model = _Called(module) if module.automatic_optimization else module
         self.setup_precision_plugin()
-        plugin: Any = self.precision_plugin  # whose own would clip by the norm of one rank's part
+        # Its own would clip by the norm of one rank's part.
         plugin.clip_grad_by_norm = lambda _, norm: zero_engine.clip_grad_norm_(module, norm)
         plugin.clip_grad_by_value = lambda _, value: zero_engine.clip_grad_value_(module, value)
 
-    def _check(self, trainer: Trainer) -> None:
-        if self.config.placements.params is Placement.REPLICATED:
-            return
-        if getattr(self._module, "_compiler_ctx", None) is not None:
-            raise ConfigError(
-                "ZeroStrategy at stage 3: expected a LightningModule, got one that torch.compile() "
-                "has compiled as a whole, gathers included; compile its blocks by block.compile()"
-            )
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-                raise ConfigError(
-                    f"ZeroStrategy at stage 3: a {type(callback).__name__} copies whole weights, "
-                    "which no rank has; keep a zero_engine.ShardedAverage(module, decay=...) and "
-                    "update() it in on_train_batch_end(), or use stage 2 or lower"
-                )
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None, "the trainer connects it first"
-        return self.lightning_module
-
-    # ---- Steps ----
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Through forward, as other steps; not where the optimizer steps inside, by hand."""
-        if self._module.automatic_optimization:
-            return super().training_step(*args, **kwargs)
-        with self.precision_plugin.train_step_context():
-            return self._module.training_step(*args, **kwargs)
-
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        """Forward, backward and clipping come before the step, as in a plain loop.
+    def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
+        """Forward and backward come before the step, as in a plain loop.
 
         Lightning has them in the step's closure, where what was accumulated would be reduced by
-        itself. An optimizer whose step cannot do without a closure gets them so.
+        itself. An optimizer that evaluates it repeatedly does so from the second time on.
         """
-        plugin: Any = self.precision_plugin
-        asked = signature(optimizer.step).parameters.get("closure")
-        if getattr(plugin, "scaler", None) is not None or (asked and asked.default is asked.empty):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        result = closure()
-        plugin._after_closure(self._module, optimizer)
-        optimizer.step(**kwargs)
-        return result
+        first = [closure()]
+        return super().optimizer_step(
+            optimizer, lambda: first.pop() if first else closure(), *args, **kwargs
+        )
 
     def block_backward_sync(self) -> Any:
         """Accumulate whole gradients where they rest whole; else each backward reduces its own."""
         is_sharded = self.config.placements.grads is Placement.SHARDED
-        return nullcontext() if is_sharded else zero_engine.no_sync(self._module)
-
-    # ---- Checkpoints ----
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Each rank reads the part that it keeps, and `setup` says which."""
-        return True
+        return nullcontext() if is_sharded else zero_engine.no_sync(self.lightning_module)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing: `save_checkpoint` writes weights from where they are."""
@@ -152,34 +177,25 @@ class ZeroStrategy(DDPStrategy):
         """Nothing: `save_checkpoint` writes it from where it is."""
         return {}
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         """Write a folder, or a file if it is of weights only. Collective."""
-        if checkpoint["state_dict"]:
-            raise ConfigError(
-                "ZeroStrategy.save_checkpoint(): expected on_save_checkpoint() to leave "
-                "checkpoint['state_dict'] empty, as each rank writes its own part of the weights, "
-                f"got {sorted(checkpoint['state_dict'])[:3]}; put them under a key of their own"
-            )
-        filepath = self.broadcast(filepath)
+        module, filled = self.lightning_module, checkpoint["state_dict"]  # by on_save_checkpoint()
         if "optimizer_states" not in checkpoint:
-            whole = zero_engine.full_state_dict(self._module)
-            super().save_checkpoint(checkpoint | {"state_dict": whole}, filepath, storage_options)
+            whole = checkpoint | {"state_dict": zero_engine.full_state_dict(module) | filled}
+            super().save_checkpoint(whole, filepath, storage_options)
             return
-        _check_storage(self.checkpoint_io, storage_options=storage_options)
-        optimizer, beside = next(iter(self.optimizers), None), checkpoint | {"optimizer_states": []}
-        _save(filepath, self._module, optimizer, beside, step=checkpoint["global_step"])
+        optimizer = getattr(find_sharded(module), "optimizer", None)
+        beside, step = checkpoint | {"optimizer_states": []}, checkpoint["global_step"]
+        options = {"storage_options": storage_options, "checkpoint['state_dict']": [*filled]}
+        self._save(filepath, module, optimizer, beside, step, **options)
 
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Load a folder, with the optimizer when fitting; or read a file. Collective."""
-        path, module = self.broadcast(checkpoint_path), self._module
+        path, module = self.broadcast(checkpoint_path), self.lightning_module
         if not Path(path).is_dir():
             return super().load_checkpoint(path, weights_only)
         is_fitting = module.trainer.state.fn == TrainerFn.FITTING
-        optimizer = next(iter(self.optimizers), None) if is_fitting else None
+        optimizer = self.optimizers[0] if is_fitting else None
         return _load(path, module, optimizer, module.strict_loading, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -190,46 +206,38 @@ class ZeroStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Of a file: a folder's is loaded."""
         for state in checkpoint["optimizer_states"]:
-            zero_engine.load_full_optimizer_state_dict(self._module, state)
+            zero_engine.load_full_optimizer_state_dict(self.lightning_module, state)
 
     def teardown(self) -> None:
         """Leave module and optimizer as they are, sharded and on their device."""
-        assert self.cluster_environment is not None and self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        parts: Any = self.cluster_environment, self.accelerator
+        for part in (*parts, self.precision_plugin, self.checkpoint_io):
+            part.teardown()
 
 
-class ZeroFabricStrategy(FabricDDPStrategy):
+class ZeroFabricStrategy(_Zero, FabricDDPStrategy):
     """ZeRO for `lightning.Fabric`, made as a `ZeroStrategy` is.
 
     `fabric.setup(model, optimizer)` shards both. `fabric.save(path, state)` writes a folder, as
     `zero_engine.save` does, where `state` holds a model that was set up; `fabric.load` reads it.
     """
 
-    def __init__(self, stage: int = 3, *, config: ZeroConfig | None = None, **options: Any) -> None:
-        self.config, of_ddp = _settings(stage, config, options)
-        super().__init__(**of_ddp)
-        self._backward_sync_control: Any = self
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:
+    def no_backward_sync(self, module: Any, enabled: bool) -> Any:
         """What `fabric.no_backward_sync` enters."""
-        return zero_engine.no_sync(_inside(module)) if enabled else nullcontext()
+        return zero_engine.no_sync(module.module) if enabled else nullcontext()
 
-    def module_init_context(self, empty_init: bool | None = None) -> Any:
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Around construction: what is built is sharded while it is built. Collective."""
-        stack = ExitStack()
-        stack.enter_context(super().module_init_context(empty_init))
-        stack.enter_context(zero_engine.Init(config=self.config))
-        return stack
+        with super().module_init_context(empty_init), zero_engine.Init(config=self.config):
+            yield
 
     def setup_module_and_optimizers(  # type: ignore[override]
         self, module: nn.Module, optimizers: Sequence[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, Sequence[Optimizer], Any]:
         """Shard a model with its optimizer. Collective."""
-        _check_precision(self.precision, self.config)
-        _shard(module, optimizers, self.config, "fabric.setup()")
+        self._shard(module, optimizers, self.precision)
+        self._backward_sync_control: Any = self
         return _Called(module), optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
@@ -243,12 +251,10 @@ class ZeroFabricStrategy(FabricDDPStrategy):
             "model, optimizer = fabric.setup(model, optimizer)"
         )
 
-    def clip_gradients_norm(  # type: ignore[override]
-        self, module: Any, optimizer: Any, max_norm: float, norm_type: Any = 2.0, **kwargs: Any
-    ) -> Tensor:
+    def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """By the norm over all ranks. Collective."""
         self.precision.unscale_gradients(optimizer)
-        return zero_engine.clip_grad_norm_(optimizer, max_norm, float(norm_type), **kwargs)
+        return zero_engine.clip_grad_norm_(optimizer, *args, **kwargs)
 
     def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:
         """Clamp every element."""
@@ -259,13 +265,12 @@ class ZeroFabricStrategy(FabricDDPStrategy):
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
         """Write a folder where `state` holds a model that was set up, else a file. Collective."""
-        model, optimizer, others = _set_up_in(state, "fabric.save()")
+        model, optimizer, others = _set_up_in(state)
         if model is None:
             super().save_checkpoint(path, state, storage_options, filter)
             return
-        _check_storage(self.checkpoint_io, storage_options=storage_options, filter=filter)
-        beside = self._convert_stateful_objects_in_state(others, filter={})
-        _save(self.broadcast(path), model, optimizer, beside, step=0)
+        beside = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in others.items()}
+        self._save(path, model, optimizer, beside, storage_options=storage_options, filter=filter)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -274,138 +279,39 @@ class ZeroFabricStrategy(FabricDDPStrategy):
         path = self.broadcast(path)
         if not Path(path).is_dir():
             return super().load_checkpoint(path, state, strict, weights_only)
-        given = {"": state} if isinstance(state, nn.Module) else state or {}
-        model, optimizer, others = _set_up_in(given, "fabric.load()")
+        model, optimizer, others = _set_up_in(state)
         if model is None:
             raise ConfigError(f"fabric.load(): {path} is a folder; give the model in `state`")
         beside = _load(path, model, optimizer, strict, weights_only)
         if strict and others.keys() - beside.keys():
             raise KeyError(f"fabric.load(): {path} lacks {sorted(others.keys() - beside.keys())}")
-        for key in others.keys() & beside.keys():
-            if hasattr(given[key], "load_state_dict"):
-                given[key].load_state_dict(beside.pop(key))
+        for key in [key for key in others if key in beside]:  # in the same order on every rank
+            if hasattr(state[key], "load_state_dict"):
+                state[key].load_state_dict(beside.pop(key))
             else:
-                given[key] = beside.pop(key)
+                state[key] = beside.pop(key)
         return beside
 
 
-# ---- What both do ----
-
-
-class _Called(nn.Module):
-    """Stands where Lightning has DistributedDataParallel, and sends every step through forward."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.state_dict, self.load_state_dict = module.state_dict, module.load_state_dict
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
-        return self.module(*args, **kwargs)
-
-
-def _inside(value: Any) -> Any:
-    return value.module if isinstance(value, _Called) else value
-
-
-def _settings(
-    stage: int, config: ZeroConfig | None, options: dict[str, Any]
-) -> tuple[ZeroConfig, dict[str, Any]]:
-    of_ddp = {key: options.pop(key) for key in _OF_DDP if key in options}
-    if config is None:
-        return ZeroConfig(stage, **options), of_ddp
-    if options or stage != 3 or not isinstance(config, ZeroConfig):
-        raise ConfigError(
-            f"ZeroStrategy: expected config to be a ZeroConfig, alone, got {config!r} and "
-            f"{options or stage}; DeepSpeed's file is read by ZeroConfig.from_deepspeed(path)"
-        )
-    return config, of_ddp
-
-
-def _shard(
-    module: nn.Module, optimizers: Sequence[Optimizer], config: ZeroConfig, where: str
-) -> None:
-    if len(optimizers) > 1:
-        raise ConfigError(
-            f"{where}: expected one optimizer, got {len(optimizers)}; give zero_engine."
-            "ChainedOptimizer(muon, adamw), which steps them as one. Those that step by turns need "
-            "a model each, as in fabric.setup(generator, its_optimizer)"
-        )
-    optimizer = next(iter(optimizers), None)
-    zero_engine.shard(module, optimizer, config)
-    if optimizer is None:
-        return
-    kind = type(optimizer)
-
-    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-        own = vars(optimizer).get("zero_grad")  # what shard() has put there
-        own(set_to_none) if own else kind.zero_grad(self, set_to_none)
-
-    # What Lightning wraps around an optimizer inherits from its class, and would find that there.
-    optimizer.__class__ = type(kind.__name__, (kind,), {"zero_grad": zero_grad})
-
-
-def _check_precision(plugin: Any, config: ZeroConfig) -> None:
-    name = type(plugin).__name__
-    if name not in _PRECISIONS:
-        raise ConfigError(
-            "ZeroStrategy: expected Lightning's precision '32-true', '64-true', '16-true', "
-            f"'16-mixed', 'bf16-true' or 'bf16-mixed', got the plugin {name}"
-        )
-    if config.precision is not None and name != "Precision":
-        raise ConfigError(
-            f"ZeroStrategy: expected one precision, got Lightning's {plugin.precision!r} and "
-            f"{config.precision}; for 16-bit parameters with fp32 masters leave out the first"
-        )
-
-
-def _check_storage(checkpoint_io: Any, **options: Any) -> None:
-    if any(options.values()) or type(checkpoint_io) is not TorchCheckpointIO:
-        raise ConfigError(
-            f"ZeroStrategy: expected no {', '.join(options)} and no CheckpointIO plugin, got "
-            f"{options} and a {type(checkpoint_io).__name__}: each rank writes into the folder"
-        )
-
-
-def _save(path: Any, model: nn.Module, optimizer: Any, beside: dict[str, Any], step: int) -> None:
-    if "://" in str(path):
-        raise ConfigError(f"ZeroStrategy: expected a path that every rank sees, got {path!r}")
-    written = io.BytesIO()
-    torch.save(beside, written)
-    extra = {_BESIDE: torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)}
+def _load(path: Any, model: Any, optimizer: Any, is_strict: bool, weights_only: Any) -> Any:
+    options: Any = {"is_strict": is_strict, "restores_rngs": optimizer is not None}
     folder, tag = Path(path).parent, Path(path).name
-    zero_engine.save(folder, model, optimizer, tag=tag, step=step, extra=extra, is_latest=False)
-
-
-def _load(
-    path: Any, model: nn.Module, optimizer: Any, is_strict: bool, weights_only: bool | None
-) -> dict[str, Any]:
-    folder, tag, is_fitting = Path(path).parent, Path(path).name, optimizer is not None
-    report = zero_engine.load(
-        folder, model, optimizer, tag=tag, is_strict=is_strict, restores_rngs=is_fitting
-    )
-    extra = None if report is None else report.extra
-    if not isinstance(extra, dict) or _BESIDE not in extra:
+    report: Any = zero_engine.load(folder, model, optimizer, tag=tag, **options)
+    if not isinstance(report.extra, dict) or _BESIDE not in report.extra:
         raise FileError(
             f"{path}: expected a checkpoint that a Trainer or Fabric saved, got one of a plain "
             "loop; its weights are loaded, and zero_engine.load() loads it as it is"
         )
-    content = io.BytesIO(extra[_BESIDE].numpy().tobytes())
+    content = io.BytesIO(report.extra[_BESIDE].numpy().tobytes())
     return torch.load(content, map_location="cpu", weights_only=weights_only)
 
 
-def _set_up_in(state: Mapping[str, Any], where: str) -> tuple[Any, Any, dict[str, Any]]:
+def _set_up_in(state: Any) -> tuple[Any, Any, dict[str, Any]]:
     """The model in it that was set up, its optimizer if that is there, and all the rest."""
-    modules = {key: _inside(v) for key, v in state.items() if isinstance(v, nn.Module)}
-    models = {key: module for key, module in modules.items() if find_sharded(module) is not None}
-    if len(models) > 1:
-        raise ConfigError(
-            f"{where}: expected one model that was set up, got {sorted(models)}; each goes with "
-            "its optimizer to a path of its own"
-        )
-    found = [find_sharded(model) for model in models.values()]
-    theirs = [sharded.optimizer for sharded in found if sharded is not None and sharded.optimizer]
-    optimizers = {key: v for key, v in state.items() if any(v is one for one in theirs)}
-    others = {k: v for k, v in state.items() if k not in models and k not in optimizers}
-    return next(iter(models.values()), None), next(iter(optimizers.values()), None), others
+    values = list(state.values()) if isinstance(state, dict) else []
+    model = next((v for v in values if isinstance(v, _Called)), None)
+    own = getattr(model and find_sharded(model.module), "optimizer", None)
+    optimizer = next((v for v in values if v is own), None)
+    taken = [id(v) for v in (model, optimizer) if v is not None]
+    others = {k: v for k, v in state.items() if id(v) not in taken} if values else {}
+    return model and model.module, optimizer, others

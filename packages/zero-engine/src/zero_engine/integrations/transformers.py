@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, NoReturn
 
 import attrs
 import torch
 import transformers
+from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from transformers.integrations import deepspeed as host_deepspeed
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
@@ -25,29 +26,19 @@ __all__ = ["ZeroSeq2SeqTrainer", "ZeroTrainer"]
 Zero = ZeroConfig | str | os.PathLike[str] | Mapping[str, Any] | None
 
 _FOLDER: Final = "zero"  # in that of a checkpoint: what zero_engine.save() writes
-_WORDS: Final = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_ARGUMENTS: Final = {  # that TrainingArguments may not have, and what to write instead
-    "deepspeed": "write ZeroTrainer(..., zero=THE_SAME_FILE)",
+_WORDS: Final[dict[Any, str]] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_REFUSED: Final = {  # arguments of TrainingArguments and from_pretrained(), and what to do instead
+    "deepspeed": "write ZeroTrainer(..., zero=THE_SAME_FILE), and start with torchrun",
     "fsdp": "zero=ZeroConfig(stage=3) is its full_shard, stage=2 its shard_grad_op",
     "bf16_full_eval": "a sharded model is not converted; bf16=True evaluates under autocast",
     "fp16_full_eval": "a sharded model is not converted; fp16=True evaluates under autocast",
     "save_on_each_node": "rank 0 has the model; let output_dir be a folder that all nodes see",
+    "torch_compile": "compile each block: for layer in model.model.layers: layer.compile()",
+    "device_map": "load it in `with ZeroTrainer.Init(args, zero=...):`, and no rank holds it all",
+    "quantization_config": "quantized parameters are not sharded; load with dtype=torch.bfloat16",
 }
-_AT_STAGE_3: Final = {
-    "torch_compile": "compile each block: for layer in model.model.layers: layer.compile()"
-}
-_ONE_DEVICE: Final = "load it in `with ZeroTrainer.Init(args, zero=...):`, and no rank holds it all"
-_FLOATS: Final = "quantized parameters are not sharded; load with dtype=torch.bfloat16"
-_OF_MODELS: Final = {  # likewise, by the mark that the argument leaves on a model
-    "hf_device_map": ("device_map", _ONE_DEVICE),
-    "is_distributed_loading_by_transformers": ("distributed_config", _ONE_DEVICE),
-    "is_quantized": ("quantization_config", _FLOATS),
-    "is_loaded_in_8bit": ("quantization_config", _FLOATS),
-}
-
-# NOTE(prepared): Trainer gives the model and its optimizer to Accelerator.prepare(), which would
-# wrap the one in DistributedDataParallel, and ask the other, sharded, for its state. What has been
-# prepared it leaves as it is: so they are, one by one, where `_wrap_model` shards them.
+_LAUNCHED: Final = "ACCELERATE_USE_"
+_MARKS: Final = {"device_map": "hf_device_map", "quantization_config": "is_quantized"}  # of models
 
 
 class ZeroTrainer(transformers.Trainer):
@@ -56,12 +47,11 @@ class ZeroTrainer(transformers.Trainer):
         trainer = ZeroTrainer(model, args, train_dataset=data, zero=ZeroConfig(stage=3))
         trainer.train()
 
-    Trainer's arguments, methods and callbacks stay, and so do the numbers that it has with
-    DistributedDataParallel. The first `train()`, `evaluate()`, `predict()` or `save_model()` shards
-    the model and its optimizer, in place. A checkpoint's folder has what `zero_engine.save` writes
-    in place of `optimizer.pt`, and is resumed from at any number of ranks, stage and residence.
-    `save_model()` writes what `from_pretrained` reads, by way of rank 0's host memory; of a PEFT
-    model the adapters alone.
+    Trainer's arguments, methods, callbacks and numbers, those of DistributedDataParallel, stay. The
+    first `train()`, `evaluate()`, `predict()` or `save_model()` shards the model and its optimizer,
+    in place. A checkpoint has what `zero_engine.save` writes in place of `optimizer.pt`; it is
+    resumed from at any number of ranks, stage and residence. `save_model()` writes what
+    `from_pretrained` reads, by way of rank 0's host memory; of a PEFT model the adapters alone.
 
     Args:
         *positional: Trainer's, in its order.
@@ -72,8 +62,8 @@ class ZeroTrainer(transformers.Trainer):
         **named: Trainer's.
 
     Raises:
-        ConfigError: `zero` cannot be, or `args` or the model ask for another way to distribute, or
-            for what cannot be done to what is sharded: it names the line to change.
+        ConfigError: `zero` cannot be, or `args` or the model ask for what cannot be beside it: it
+            names the line to change.
     """
 
     model: Any
@@ -83,7 +73,7 @@ class ZeroTrainer(transformers.Trainer):
 
     def __init__(self, *positional: Any, zero: Zero = None, **named: Any) -> None:
         self._zero = zero
-        self._sharded: nn.Module | None = None
+        self._sharded: Any = None
         super().__init__(*positional, **named)
 
     @staticmethod
@@ -108,24 +98,19 @@ class ZeroTrainer(transformers.Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Also read `zero`, and be asked where Accelerate looks at gradients."""
-        self._configure(self.model)
+        self._settings = settings = _read(self._zero, self.args, self.model)
         super().create_accelerator_and_postprocess()
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            raise ConfigError(
-                "ZeroTrainer: expected Accelerate without DeepSpeed and FSDP, got one of them from "
-                "`accelerate launch` or its environment; start with torchrun"
-            )
         accelerator = self.accelerator
         accelerator.no_sync, accelerator.clip_grad_norm_ = self._no_sync, self._clip
-        params: Any = _param_dtype(self._settings)
+        params = settings.zero.precision and settings.zero.precision.params
         mixed = _WORDS.get(params) or accelerator.mixed_precision
         # No autocast over 16-bit parameters; fp16 on a CPU too, where Accelerate leaves it out.
         accelerator.native_amp |= mixed == "fp16"
         accelerator.native_amp &= params not in _WORDS
-        scale = self._settings.loss_scale
+        scale = settings.loss_scale
         if scale is None and mixed == "fp16":
             scale = DynamicLossScale(window=2000, hysteresis=1)  # as torch's GradScaler
-        elif scale is None and self._settings.checks_overflow:
+        elif scale is None and settings.checks_overflow:
             scale = zero_engine.StaticLossScale(1.0)
         accelerator.scaler = None if scale is None else _Scaler(LossScaler(scale))
 
@@ -133,145 +118,111 @@ class ZeroTrainer(transformers.Trainer):
         """Also, at stage 3, without a whole model on any rank."""
         with self.Init(self.args, self._zero):
             model = super().call_model_init(trial)
-        self._configure(model)
-        return model
-
-    def _configure(self, model: Any) -> None:
         self._settings = _read(self._zero, self.args, model)
-        self._stage = self._settings.zero.stage
-        _refuse(self.args, model, self._settings)
-
-    # ---- Training ----
+        return model
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         """Left to `initialize`: what `Init` has built is there, and must not be converted."""
 
-    def create_optimizer(self, model: Any = None) -> Any:
+    def create_optimizer(self, *model: Any, **named: Any) -> Any:
         """Also leave one that the file names to `initialize`."""
         if self.optimizer is None and self._settings.optimizer is not None:
             return None
-        return super().create_optimizer() if model is None else super().create_optimizer(model)
+        return super().create_optimizer(*model, **named)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Also that of the file, with the numbers of steps that it leaves "auto"."""
-        spec = self._settings.scheduler
-        if self.lr_scheduler is not None or spec is None:
-            return super().create_scheduler(num_training_steps, optimizer)
-        num_warmup_steps = max(1, self.args.get_warmup_steps(num_training_steps))
-        steps = {"total_num_steps": num_training_steps, "warmup_num_steps": num_warmup_steps}
-        left_open = {row.key for row in self._settings.sources if row.origin == "auto"}
-        params = {k: v for k, v in steps.items() if f"scheduler.params.{k}" in left_open}
-        make = getattr(zero_engine, spec.type)
-        self.lr_scheduler = make(optimizer or self.optimizer, **spec.params | params)
-        self._created_lr_scheduler = True  # so that the next train() makes another
-        return self.lr_scheduler
+        spec = _read(self._zero, self.args, self.model, num_training_steps).scheduler
+        if self.lr_scheduler is None and spec is not None:
+            make = getattr(zero_engine, spec.type)
+            self.lr_scheduler = make(optimizer or self.optimizer, **spec.params)
+            self._created_lr_scheduler = True  # so that the next train() makes another
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        """Shard the model and the optimizer, the first time, also for an evaluation."""
-        self._shard(is_training=training)
-        return self._prepared if training else model
+        """Shard the model and the optimizer, the first time, also for an evaluation.
 
-    def _shard(self, *, is_training: bool = False) -> None:
-        model, args, settings = self.model, self.args, self._settings
-        if model is self._sharded or (not is_training and find_sharded(model) is not None):
-            return
-        is_trained = is_training or any(param.requires_grad for param in model.parameters())
-        _, optimizer, _, _ = zero_engine.initialize(
-            model=model,
-            optimizer=self.create_optimizer() if is_trained else None,
-            config=attrs.evolve(  # steps and schedule are Trainer's
-                settings,
-                optimizer=settings.optimizer if is_trained else None,
-                scheduler=None,
-                accumulation_steps=1,
-                train_batch_size=settings.micro_batch_size * args.world_size,
-            ),
-        )
-        if optimizer is not None:  # see NOTE(prepared)
-            self.optimizer = self.accelerator.prepare(optimizer, device_placement=[False])
-        self._prepared = self.accelerator.prepare_model(
-            model, device_placement=False, evaluation_mode=True
-        )
-        self._prepared._is_accelerate_prepared = True
-        self._sharded = model
+        Trainer gives both to Accelerator.prepare(), which would wrap the one, and ask the other for
+        its state. What is prepared it leaves as it is: so they are, one by one.
+        """
+        whole, accelerator = self.model, self.accelerator
+        if whole is not self._sharded and (training or find_sharded(whole) is None):
+            is_trained = training or any(param.requires_grad for param in whole.parameters())
+            _, optimizer, _, _ = zero_engine.initialize(
+                model=whole,
+                optimizer=self.create_optimizer() if is_trained else None,
+                config=attrs.evolve(self._settings, scheduler=None),  # which is Trainer's
+            )
+            if optimizer is not None:
+                self.optimizer = accelerator.prepare(optimizer, device_placement=[False])
+            self.model_wrapped = accelerator.prepare_model(whole, False, evaluation_mode=True)
+            self.model_wrapped._is_accelerate_prepared = True
+            if self._settings.zero.stage == 3 and self.args.world_size > 1:
+                for module in whole.modules():  # for generate() and layerdrop, which are in step
+                    module._is_fsdp_managed_module = True
+            self._sharded = whole
+        return self.model_wrapped if training else model
 
     def _no_sync(self, model: Any) -> AbstractContextManager[None]:
         """Accelerator.no_sync: gradients that are kept whole anyway are reduced once."""
-        return zero_engine.no_sync(self.model) if self._stage < 2 else nullcontext()
+        return zero_engine.no_sync(self.model) if self._settings.zero.stage < 2 else nullcontext()
 
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Accelerator.clip_grad_norm_, by the norm over all ranks; infinity clips nothing."""
-        scaler = self.accelerator.scaler
-        if scaler is None:
-            return zero_engine.clip_grad_norm_(self.model, max_norm, norm_type)
-        return scaler.unscale_(self.model, None if math.isinf(max_norm) else max_norm)
-
-    # ---- Files ----
+        if self.accelerator.scaler is not None:
+            return self.accelerator.scaler.unscale_(self.model, max_norm)
+        return zero_engine.clip_grad_norm_(self.model, max_norm, norm_type)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Also gather what is to be written: all on rank 0, or adapters alone."""
-        self._shard()
-        adapters: Any = getattr(self.model, "peft_config", None)
-        if state_dict is None and adapters is None:
+        self._wrap_model(self.model, training=False)
+        adapters = getattr(self.model, "peft_config", {}).keys()
+        if state_dict is None and adapters:
+            state_dict = dict(self.model.named_buffers()) | {
+                name: zero_engine.full_param(param, to_rank=0)
+                for name, param in self.model.named_parameters()
+                if param.requires_grad or not adapters.isdisjoint(name.split("."))
+            }
+        elif state_dict is None:
             state_dict = zero_engine.full_state_dict(self.model)
-        if state_dict is not None:
-            super()._save(output_dir, state_dict)
-            return
-        params = {
-            name: param
-            for name, param in self.model.named_parameters()
-            if param.requires_grad or not adapters.keys().isdisjoint(name.split("."))
-        }
-        with zero_engine.GatheredParameters(params.values()):
-            values = {name: param.detach() for name, param in params.items()}
-            super()._save(output_dir, values | dict(self.model.named_buffers()))
+        super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        zero_engine.save(
-            Path(output_dir, _FOLDER),
-            self.model,
-            self.optimizer.optimizer,  # in Accelerate's
-            step=self.state.global_step,
-            exclude_frozen=_is_peft(self.model),
-        )
+        folder, optimizer = Path(output_dir, _FOLDER), self.optimizer.optimizer  # in Accelerate's
+        step, is_peft = self.state.global_step, hasattr(self.model, "peft_config")
+        zero_engine.save(folder, self.model, optimizer, step=step, exclude_frozen=is_peft)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Only where there are weights alone; else they come with the optimizer's state."""
+        """From what we save only where it is sharded; else they come with the optimizer's state."""
         if Path(resume_from_checkpoint, "latest").is_file():
             raise zero_engine.FileError(
                 f"{resume_from_checkpoint}: expected a checkpoint of ZeroTrainer or Trainer, got "
                 "one that DeepSpeed wrote; for its weights call zero_engine.load_deepspeed(folder, "
                 "model), and train() without resume_from_checkpoint"
             )
-        if Path(resume_from_checkpoint, _FOLDER).is_dir():
-            return
-        if _is_peft(self.model):
+        if (ours := Path(resume_from_checkpoint, _FOLDER)).is_dir():
+            if self.model is self._sharded:
+                zero_engine.load(ours, self.model, restores_rngs=False)
+        elif hasattr(self.model, "peft_config"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             zero_engine.load_pretrained(self.model, resume_from_checkpoint)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         ours, plain = Path(checkpoint, _FOLDER), Path(checkpoint, OPTIMIZER_NAME)
-        scheduler = Path(checkpoint, SCHEDULER_NAME)
         if ours.is_dir():
             zero_engine.load(ours, self.model, self.optimizer.optimizer, restores_rngs=False)
         elif plain.is_file():  # Trainer's own
             is_first = self.args.process_index == 0
             state = torch.load(plain, map_location="cpu", weights_only=True) if is_first else {}
             zero_engine.load_full_optimizer_state_dict(self.model, state)
-        if scheduler.is_file():
+        if (scheduler := Path(checkpoint, SCHEDULER_NAME)).is_file():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
     def _load_best_model(self) -> None:
-        best: Any = self.state.best_model_checkpoint
-        if Path(best, _FOLDER).is_dir():
-            zero_engine.load(Path(best, _FOLDER), self.model, restores_rngs=False)
-        else:
-            zero_engine.load_pretrained(self.model, best)
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
 
 class ZeroSeq2SeqTrainer(ZeroTrainer, transformers.Seq2SeqTrainer):
@@ -282,25 +233,14 @@ class ZeroSeq2SeqTrainer(ZeroTrainer, transformers.Seq2SeqTrainer):
     communication.
     """
 
-    def evaluate(self, *args: Any, **named: Any) -> Any:
-        """As Seq2SeqTrainer's."""
-        return super().evaluate(*args, **self._in_step() | named)
 
-    def predict(self, *args: Any, **named: Any) -> Any:
-        """As Seq2SeqTrainer's."""
-        return super().predict(*args, **self._in_step() | named)
-
-    def _in_step(self) -> dict[str, Any]:
-        return {"synced_gpus": self._stage == 3 and self.args.world_size > 1}
-
-
-@final
-@attrs.define(eq=False)
 class _Scaler:
     """A LossScaler with the methods that Accelerate calls on torch's GradScaler."""
 
-    _scaler: LossScaler
-    _is_finite: bool | None = None  # what is known of the gradients of the step at hand
+    def __init__(self, scaler: LossScaler) -> None:
+        self._scaler = scaler
+        self._is_finite: bool | None = None  # what is known of the gradients of the step at hand
+        self.state_dict, self.load_state_dict = scaler.state_dict, scaler.load_state_dict
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss.float() * self._scaler.scale
@@ -320,22 +260,15 @@ class _Scaler:
         self._scaler.update(overflowed=not self._is_finite)
         self._is_finite = None
 
-    def state_dict(self) -> dict[str, float | int]:
-        return self._scaler.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._scaler.load_state_dict(state_dict)
-
-
-def _read(zero: Zero, args: Any, model: nn.Module | None) -> EngineConfig:
+def _read(zero: Zero, args: Any, model: Any, num_training_steps: int = 1) -> EngineConfig:
     """What `zero` says, with what Trainer fills in; without a model, for its stage alone."""
     micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    batch = micro * accumulation * args.world_size
     if zero is None or isinstance(zero, ZeroConfig):
-        zero = ZeroConfig() if zero is None else zero
-        return EngineConfig(zero=zero, train_batch_size=batch, micro_batch_size=micro)
+        settings = EngineConfig(train_batch_size=1, micro_batch_size=1, zero=zero or ZeroConfig())
+        return _checked(settings, args, model)
     auto = {
-        "train_batch_size": batch,
+        "train_batch_size": micro * accumulation * args.world_size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": args.max_grad_norm,
@@ -347,69 +280,59 @@ def _read(zero: Zero, args: Any, model: nn.Module | None) -> EngineConfig:
         "fp16.enabled": args.fp16,
         "bf16.enabled": args.bf16,
     }
-    implied = {f"scheduler.params.{name}_num_steps": 1 for name in ("total", "warmup")}
+    implied = {
+        "scheduler.params.total_num_steps": num_training_steps,
+        "scheduler.params.warmup_num_steps": max(1, args.get_warmup_steps(num_training_steps)),
+    }
     if model is None:
-        sizes = ("prefetch_bucket_size", "param_persistence_threshold")
-        implied |= {f"zero_optimization.stage3_{name}": 1 for name in sizes}
-        implied["zero_optimization.reduce_bucket_size"] = 1
+        sizes = ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+        implied |= {f"zero_optimization.{name}": 1 for name in (*sizes, "reduce_bucket_size")}
     settings = EngineConfig.from_deepspeed(
         zero, world_size=args.world_size, model=model, auto=auto, implied=implied
     )
-    precision, stage = settings.zero.precision, settings.zero.stage
-    if precision is not None and precision.masters is not None:
-        stage = max(stage, 1)  # masters lie beside shards, as `initialize` says
-    return attrs.evolve(settings, zero=attrs.evolve(settings.zero, stage=stage))
+    read = settings.zero
+    if read.stage == 0 and read.precision is not None and read.precision.masters is not None:
+        settings = attrs.evolve(settings, zero=attrs.evolve(read, stage=1))  # as `initialize` says
+    return _checked(settings, args, model)
 
 
-def _refuse(args: Any, model: Any, settings: EngineConfig) -> None:
-    """Raise ConfigError, with the line to change, where something else is asked for than ZeRO."""
-    is_sharded = settings.zero.stage == 3
-    for name, instead in (_ARGUMENTS | (_AT_STAGE_3 if is_sharded else {})).items():
-        if getattr(args, name, None):
-            raise ConfigError(_refused("TrainingArguments", name, instead))
-    for name, (argument, instead) in _OF_MODELS.items():
-        if getattr(model, name, None):
-            raise ConfigError(_refused("from_pretrained", argument, instead))
-    if args.world_size < (started := int(os.environ.get("WORLD_SIZE", "1"))):
-        raise ConfigError(
-            f"ZeroTrainer: expected {args.world_size} processes, which Accelerate sees, got "
-            f"WORLD_SIZE={started}: each would train alone; on a CPU, say "
-            "TrainingArguments(use_cpu=True)"
-        )
-    if args.n_gpu > 1:
-        raise ConfigError(
-            f"ZeroTrainer: expected one process for each GPU, got one for {args.n_gpu}, which is "
-            f"DataParallel; start it by: torchrun --nproc-per-node={args.n_gpu} script.py"
-        )
-    if is_sharded and args.save_only_model and args.load_best_model_at_end and _is_peft(model):
-        raise ConfigError(
-            "TrainingArguments(save_only_model=True): expected False with load_best_model_at_end "
-            "at stage 3, where PEFT cannot load into what is sharded; leave it out"
-        )
-    computes: Any = settings.autocast_dtype
-    asked = _WORDS.get(computes or _param_dtype(settings))
-    if asked and asked != args.mixed_precision and (computes or args.mixed_precision != "no"):
-        raise ConfigError(
-            f"TrainingArguments(fp16=..., bf16=...): expected {asked}, as zero= says, got "
-            f"{args.mixed_precision}; change one of them"
-        )
+def _checked(settings: EngineConfig, args: Any, model: Any) -> EngineConfig:
+    """For one micro-batch a step, as Trainer counts them, where nothing else is asked for."""
+    zero, world_size = settings.zero, args.world_size
+    for argument in _REFUSED:
+        told, mark = (model, _MARKS[argument]) if argument in _MARKS else (args, argument)
+        asked = getattr(told, mark, None) or parse_flag_from_env(_LAUNCHED + argument.upper())
+        if asked and (argument != "torch_compile" or zero.stage == 3):
+            _refuse(argument)
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    said = _WORDS.get(settings.autocast_dtype or (zero.precision and zero.precision.params))
+    is_best_alone = args.save_only_model and args.load_best_model_at_end and zero.stage == 3
+    wrong = {
+        f"{world_size} processes, which Accelerate sees, got WORLD_SIZE={started}: each would "
+        "train alone; on a CPU, say TrainingArguments(use_cpu=True)": started > world_size,
+        f"one process for each GPU, got one for {args.n_gpu}, which is DataParallel; start it by: "
+        f"torchrun --nproc-per-node={args.n_gpu} script.py": args.n_gpu > 1,
+        "save_only_model=False with load_best_model_at_end at stage 3, where PEFT cannot load into "
+        "what is sharded, got True; leave it out": is_best_alone and hasattr(model, "peft_config"),
+        f"{said}, as zero= says, got {args.mixed_precision}; change one of them": said
+        and said != args.mixed_precision
+        and (settings.autocast_dtype or args.mixed_precision != "no"),
+    }
+    for expected, is_wrong in wrong.items():
+        if is_wrong:
+            raise ConfigError(f"ZeroTrainer: expected {expected}")
+    batch = settings.micro_batch_size * world_size
+    return attrs.evolve(settings, accumulation_steps=1, train_batch_size=batch)
 
 
-def _param_dtype(settings: EngineConfig) -> Any:
-    return settings.zero.precision and settings.zero.precision.params
-
-
-def _refused(where: str, argument: str, instead: str) -> str:
-    return f"{where}({argument}=...): not with ZeroTrainer; leave {argument}= out: {instead}"
-
-
-def _is_peft(model: Any) -> bool:
-    return hasattr(model, "peft_config")
-
-
-def _refuse_deepspeed(*_: Any) -> None:
-    raise ConfigError(_refused("TrainingArguments", "deepspeed", _ARGUMENTS["deepspeed"]))
+def _refuse(argument: str, *_: Any) -> NoReturn:
+    """With the line to change."""
+    where = "from_pretrained" if argument in _MARKS else "TrainingArguments"
+    raise ConfigError(
+        f"{where}({argument}=...), or {_LAUNCHED}{argument.upper()} in the environment: not with "
+        f"ZeroTrainer; leave {argument}= out: {_REFUSED[argument]}"
+    )
 
 
 if not host_deepspeed.is_deepspeed_available():  # else all it says is that the package is missing
-    host_deepspeed.HfTrainerDeepSpeedConfig = _refuse_deepspeed  # type: ignore[assignment, misc]
+    host_deepspeed.HfTrainerDeepSpeedConfig = partial(_refuse, "deepspeed")  # type: ignore[assignment, misc]
