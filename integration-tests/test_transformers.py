@@ -582,12 +582,10 @@ def test_models_that_are_placed_or_quantized_already_are_refused(
 
 
 def test_deepspeed_in_the_arguments_is_answered_with_the_line_to_change(tmp_path: Path) -> None:
-    """It is what every tutorial says; the host's own answer is that a package is missing."""
-    with pytest.raises(ConfigError, match=r"ZeroTrainer\(\.\.\., zero=THE_SAME_FILE\)"):
-        _args(tmp_path, deepspeed="ds.json")
+    """It is what every tutorial says; without the package, TrainingArguments refuse it first."""
     args = _args(tmp_path)
     args.deepspeed = "ds.json"
-    with pytest.raises(ConfigError, match="leave deepspeed= out"):
+    with pytest.raises(ConfigError, match="leave deepspeed= out: write ZeroTrainer"):
         ZeroTrainer(_llama(), args)
     (tmp_path / "latest").write_text("global_step2")
     trainer = ZeroTrainer(_llama(), _args(tmp_path), train_dataset=_sequences(4))

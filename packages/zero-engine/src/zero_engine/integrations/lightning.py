@@ -117,11 +117,7 @@ class ZeroStrategy(_Zero, DDPStrategy):
         return zero_engine.Init(config=self.config)
 
     def setup(self, trainer: Any) -> None:
-        """Shard the module, with its optimizer when fitting. Collective.
-
-        A module that is sharded already stays so; but `fit` makes a new optimizer, and every rank
-        holds a whole model for a moment.
-        """
+        """Shard the module, with its optimizer when fitting; one sharded stays so. Collective."""
         module, is_fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         accelerator: Any = self.accelerator
         plugin: Any = self.precision_plugin
@@ -130,15 +126,11 @@ class ZeroStrategy(_Zero, DDPStrategy):
         is_compiled = getattr(module, "_compiler_ctx", None) is not None
         if self.config.placements.params is Placement.SHARDED and (averages or is_compiled):
             raise ConfigError(
-                "ZeroStrategy at stage 3: expected no LightningModule that torch.compile() has "
-                "compiled as a whole, gathers included, and no callback that copies whole weights, "
-                f"which no rank has, got {averages or 'the first'}; compile blocks by block."
-                "compile(), keep a zero_engine.ShardedAverage(module, decay=...) and update() it "
-                "in on_train_batch_end(), or use stage 2 or lower"
+                "ZeroStrategy at stage 3: expected no torch.compile() of a whole LightningModule, "
+                f"and no callback that copies whole weights, got {averages or 'the first'}; compile"
+                " blocks, keep a zero_engine.ShardedAverage(module, decay=...), or use stage 2"
             )
-        if is_fitting and find_sharded(module) is not None:
-            zero_engine.unshard(module)
-        if find_sharded(module) is None:
+        if is_fitting or find_sharded(module) is None:
             if is_fitting and self._layer_sync is not None:
                 self._layer_sync.apply(module)
             plugin.convert_module(module)
@@ -298,10 +290,7 @@ def _load(path: Any, model: Any, optimizer: Any, is_strict: bool, weights_only: 
     folder, tag = Path(path).parent, Path(path).name
     report: Any = zero_engine.load(folder, model, optimizer, tag=tag, **options)
     if not isinstance(report.extra, dict) or _BESIDE not in report.extra:
-        raise FileError(
-            f"{path}: expected a checkpoint that a Trainer or Fabric saved, got one of a plain "
-            "loop; its weights are loaded, and zero_engine.load() loads it as it is"
-        )
+        raise FileError(f"{path} is one of a plain loop, not of Lightning: use zero_engine.load()")
     content = io.BytesIO(report.extra[_BESIDE].numpy().tobytes())
     return torch.load(content, map_location="cpu", weights_only=weights_only)
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import attrs
 import torch
 import transformers
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
-from transformers.integrations import deepspeed as host_deepspeed
 from zero_partition import find_sharded
 
 import zero_engine
@@ -63,7 +61,6 @@ class ZeroTrainer(transformers.Trainer):
 
     model: Any
     optimizer: Any
-    lr_scheduler: Any
     accelerator: Any
 
     def __init__(self, *positional: Any, zero: Zero = None, **named: Any) -> None:
@@ -276,7 +273,11 @@ def _checked(settings: EngineConfig, args: Any, model: Any) -> EngineConfig:
         told, mark = (model, _MARKS[argument]) if argument in _MARKS else (args, argument)
         asked = getattr(told, mark, None) or parse_flag_from_env(_LAUNCHED + argument.upper())
         if asked and (argument != "torch_compile" or zero.stage == 3):
-            _refuse(argument)
+            where = "from_pretrained" if argument in _MARKS else "TrainingArguments"
+            raise ConfigError(
+                f"{where}({argument}=...), or {_LAUNCHED}{argument.upper()} in the environment: "
+                f"not with ZeroTrainer; leave {argument}= out: {_REFUSED[argument]}"
+            )
     started = int(os.environ.get("WORLD_SIZE", "1"))
     said = _WORDS.get(settings.autocast_dtype or (zero.precision and zero.precision.params))
     is_best_alone = args.save_only_model and args.load_best_model_at_end and zero.stage == 3
@@ -296,16 +297,3 @@ def _checked(settings: EngineConfig, args: Any, model: Any) -> EngineConfig:
             raise ConfigError(f"ZeroTrainer: expected {expected}")
     batch = settings.micro_batch_size * world_size
     return attrs.evolve(settings, accumulation_steps=1, train_batch_size=batch)
-
-
-def _refuse(argument: str, *_: Any) -> NoReturn:
-    """With the line to change."""
-    where = "from_pretrained" if argument in _MARKS else "TrainingArguments"
-    raise ConfigError(
-        f"{where}({argument}=...), or {_LAUNCHED}{argument.upper()} in the environment: not with "
-        f"ZeroTrainer; leave {argument}= out: {_REFUSED[argument]}"
-    )
-
-
-if not host_deepspeed.is_deepspeed_available():  # else all it says is that the package is missing
-    host_deepspeed.HfTrainerDeepSpeedConfig = partial(_refuse, "deepspeed")  # type: ignore[assignment, misc]
