@@ -582,7 +582,9 @@ def test_models_that_are_placed_or_quantized_already_are_refused(
 
 
 def test_deepspeed_in_the_arguments_is_answered_with_the_line_to_change(tmp_path: Path) -> None:
-    """It is what every tutorial says; without the package, TrainingArguments refuse it first."""
+    """It is what every tutorial says; the host's own answer is that a package is missing."""
+    with pytest.raises(ConfigError, match=r"ZeroTrainer\(\.\.\., zero=THE_SAME_FILE\)"):
+        _args(tmp_path, deepspeed="ds.json")
     args = _args(tmp_path)
     args.deepspeed = "ds.json"
     with pytest.raises(ConfigError, match="leave deepspeed= out: write ZeroTrainer"):

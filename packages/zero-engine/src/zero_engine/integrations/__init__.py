@@ -6,8 +6,6 @@ need beyond them is listed below, and a test looks each of them up in the versio
 
 from typing import Final
 
-__all__ = ["PRIVATE_METHODS"]
-
 PRIVATE_METHODS: Final[dict[str, tuple[str, ...]]] = {
     # what is called or overridden, as "module:Class.method"
     "transformers": (

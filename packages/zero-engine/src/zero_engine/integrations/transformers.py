@@ -13,6 +13,7 @@ import torch
 import transformers
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
+from transformers.integrations import deepspeed as host_deepspeed
 from zero_partition import find_sharded
 
 import zero_engine
@@ -20,7 +21,6 @@ from zero_engine import ConfigError, DynamicLossScale, EngineConfig, LossScaler,
 
 Zero = ZeroConfig | str | os.PathLike[str] | Mapping[str, Any] | None
 
-_FOLDER: Final = "zero"  # in that of a checkpoint: what zero_engine.save() writes
 _WORDS: Final[dict[Any, str]] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _REFUSED: Final = {  # arguments of TrainingArguments and from_pretrained(), and what to do instead
     "deepspeed": "write ZeroTrainer(..., zero=THE_SAME_FILE), and start with torchrun",
@@ -174,14 +174,14 @@ class ZeroTrainer(transformers.Trainer):
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        folder, optimizer = Path(output_dir, _FOLDER), self.optimizer.optimizer  # in Accelerate's
+        folder, optimizer = Path(output_dir, "zero"), self.optimizer.optimizer  # in Accelerate's
         options: Any = {"step": self.state.global_step, "scheduler": self.lr_scheduler}
         is_peft = hasattr(self.model, "peft_config")
         zero_engine.save(folder, self.model, optimizer, exclude_frozen=is_peft, **options)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """From what we save only where it is sharded; else they come with the optimizer's state."""
-        if (ours := Path(resume_from_checkpoint, _FOLDER)).is_dir():
+        if (ours := Path(resume_from_checkpoint, "zero")).is_dir():
             if self.model is self._sharded:
                 zero_engine.load(ours, self.model, restores_rngs=False)
         elif hasattr(self.model, "peft_config"):
@@ -190,7 +190,7 @@ class ZeroTrainer(transformers.Trainer):
             zero_engine.load_pretrained(self.model, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        ours, optimizer = Path(checkpoint, _FOLDER), self.optimizer.optimizer
+        ours, optimizer = Path(checkpoint, "zero"), self.optimizer.optimizer
         options: Any = {"scheduler": self.lr_scheduler, "restores_rngs": False}
         zero_engine.load(ours, self.model, optimizer, **options)
 
@@ -201,9 +201,7 @@ class ZeroTrainer(transformers.Trainer):
 class ZeroSeq2SeqTrainer(ZeroTrainer, transformers.Seq2SeqTrainer):
     """transformers' Seq2SeqTrainer over a model sharded by ZeRO: all else is as in `ZeroTrainer`.
 
-    With `predict_with_generate` at stage 3, ranks generate in step (`synced_gpus`). `predict()`
-    within `zero_engine.unsharded(trainer.model)` needs the memory of the whole model, and no
-    communication.
+    With `predict_with_generate` at stage 3, ranks generate in step (`synced_gpus`).
     """
 
 
@@ -280,14 +278,11 @@ def _checked(settings: EngineConfig, args: Any, model: Any) -> EngineConfig:
             )
     started = int(os.environ.get("WORLD_SIZE", "1"))
     said = _WORDS.get(settings.autocast_dtype or (zero.precision and zero.precision.params))
-    is_best_alone = args.save_only_model and args.load_best_model_at_end and zero.stage == 3
     wrong = {
         f"{world_size} processes, which Accelerate sees, got WORLD_SIZE={started}: each would "
         "train alone; on a CPU, say TrainingArguments(use_cpu=True)": started > world_size,
         f"one process for each GPU, got one for {args.n_gpu}, which is DataParallel; start it by: "
         f"torchrun --nproc-per-node={args.n_gpu} script.py": args.n_gpu > 1,
-        "save_only_model=False with load_best_model_at_end at stage 3, where PEFT cannot load into "
-        "what is sharded, got True; leave it out": is_best_alone and hasattr(model, "peft_config"),
         f"{said}, as zero= says, got {args.mixed_precision}; change one of them": said
         and said != args.mixed_precision
         and (settings.autocast_dtype or args.mixed_precision != "no"),
@@ -295,5 +290,13 @@ def _checked(settings: EngineConfig, args: Any, model: Any) -> EngineConfig:
     for expected, is_wrong in wrong.items():
         if is_wrong:
             raise ConfigError(f"ZeroTrainer: expected {expected}")
-    batch = settings.micro_batch_size * world_size
-    return attrs.evolve(settings, accumulation_steps=1, train_batch_size=batch)
+    size = settings.micro_batch_size * world_size
+    return attrs.evolve(settings, accumulation_steps=1, train_batch_size=size)
+
+
+def _tell(*_: Any) -> Any:
+    raise ConfigError(f"TrainingArguments(deepspeed=...): leave it out; {_REFUSED['deepspeed']}")
+
+
+if not host_deepspeed.is_deepspeed_available():
+    host_deepspeed.HfTrainerDeepSpeedConfig = _tell  # type: ignore[assignment, misc]
