@@ -46,7 +46,6 @@ def _fit(group: Group) -> None:
         rest = [summarize(module).total_parameters, trainer.callback_metrics["loss"]]
         rest += trainer.validate(module, loops.batches(), verbose=False)
         rest += torch.cat(trainer.predict(module, loops.batches())).tolist()
-        rest += loops.fit(group, stage, module, max_epochs=1)[0]
         if stage is None:
             expected = got, rest
             continue
@@ -392,14 +391,13 @@ def _refusals(group: Group, folder: str) -> None:
         "zero_engine.ShardedAverage": lambda: fit(callbacks=StochasticWeightAveraging(0.1)),
         "ChainedOptimizer": lambda: fit(loops.Manual(two)),
         "ddp.module": lambda: fit(wrapped),
-        "as each rank writes its own part of the weights": lambda: fit(Filtering()).save_checkpoint(
-            "x"
-        ),
+        r"checkpoint\['state_dict'\]": lambda: fit(Filtering()).save_checkpoint("x"),
         "expected no storage_options": lambda: trained.save_checkpoint(
             "x", storage_options={"a": 1}
         ),
         "a path that every rank sees": lambda: trained.save_checkpoint("s3://bucket/x"),
         "one of a plain loop": lambda: fit(ckpt_path=f"{folder}/plain"),
+        "is sharded already": lambda: fit(trained.lightning_module),
         "from_deepspeed": lambda: ZeroStrategy(config={"zero_optimization": {"stage": 3}}),
         "stage: expected": lambda: ZeroStrategy(4),
         "fabric.setup\\(model, optimizer\\)": lambda: fabric().setup_optimizers(loops.sgd(net)),

@@ -69,20 +69,16 @@ class ZeroAccelerator(Accelerator):
         if steps > 1:  # Accelerate writes 1 for none; the plugin's takes precedence there, too
             self.gradient_accumulation_steps = int(steps)
         processes, dtype = os.environ.get("WORLD_SIZE", "1"), self.mixed_precision
-        for is_wrong, message in (
-            (
-                int(processes) > self.num_processes,
-                f"WORLD_SIZE={processes} processes, got {self.num_processes}; a PartialState made "
-                "before it on CPUs needs cpu=True, or set ACCELERATE_USE_CPU=true",
-            ),
-            (
-                dtype == "fp8" or (dtype == "fp16" and self.scaler is None),
-                f"mixed_precision 'no' or 'bf16', or 'fp16' on a GPU, got {dtype!r} on "
-                f"{self.device}, where Accelerate has no loss scale; say 'bf16'",
-            ),
-        ):
-            if is_wrong:
-                raise ConfigError(f"ZeroAccelerator: expected {message}")
+        if int(processes) > self.num_processes:
+            raise ConfigError(
+                f"ZeroAccelerator: expected WORLD_SIZE={processes} processes, got "
+                f"{self.num_processes}; a PartialState made before it on CPUs needs cpu=True"
+            )
+        if dtype == "fp8" or (dtype == "fp16" and self.scaler is None):
+            raise ConfigError(
+                "ZeroAccelerator: expected mixed_precision 'no' or 'bf16', or 'fp16' on a GPU, got "
+                f"{dtype!r} on {self.device}, where Accelerate has no loss scale; say 'bf16'"
+            )
         self.register_save_state_pre_hook(self._save_sharded)
         self.register_load_state_pre_hook(self._load_sharded)
 

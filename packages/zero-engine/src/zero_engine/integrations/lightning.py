@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from zero_partition import Placement, find_sharded
+from zero_partition import find_sharded
 
 import zero_engine
 from zero_engine import ConfigError, FileError, ZeroConfig
@@ -58,9 +58,8 @@ class _Zero:
         name, own = type(plugin).__name__, self.config.precision
         if name not in _PRECISIONS or (own is not None and name != "Precision"):
             raise ConfigError(
-                "ZeroStrategy: expected one precision, Lightning's '32-true', '64-true', '16-true',"
-                " '16-mixed', 'bf16-true' or 'bf16-mixed', or ZeroConfig's with '32-true', for "
-                f"16-bit parameters with fp32 masters; got the plugin {name} and {own}"
+                "ZeroStrategy: expected one precision, Lightning's by '16-mixed' and the like, or "
+                f"ZeroConfig's with '32-true'; got the plugin {name} and {own}"
             )
         given: Any = optimizers[0] if len(optimizers) == 1 else optimizers or None
         zero_engine.shard(module, given, self.config)
@@ -82,8 +81,7 @@ class _Zero:
         if "://" in str(path) or any(options.values()) or writer is not TorchCheckpointIO:
             raise ConfigError(
                 f"ZeroStrategy: expected no {', '.join(options)}, no CheckpointIO plugin, and a "
-                f"path that every rank sees, got {options}, a {writer.__name__} and {path!r}, as "
-                "each rank writes its own part of the weights into the folder"
+                f"path that every rank sees, got {options}, a {writer.__name__} and {path!r}"
             )
         written = io.BytesIO()
         torch.save(beside, written)
@@ -117,28 +115,20 @@ class ZeroStrategy(_Zero, DDPStrategy):
         return zero_engine.Init(config=self.config)
 
     def setup(self, trainer: Any) -> None:
-        """Shard the module, with its optimizer when fitting. Collective.
-
-        A module that is sharded already stays so; but `fit` makes a new optimizer, and every rank
-        holds a whole model for a moment.
-        """
+        """Shard the module, with its optimizer when fitting; one sharded stays so. Collective."""
         module, is_fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         accelerator: Any = self.accelerator
         plugin: Any = self.precision_plugin
         accelerator.setup(trainer)
         averages = [c for c in trainer.callbacks if isinstance(c, _AVERAGES)]
         is_compiled = getattr(module, "_compiler_ctx", None) is not None
-        if self.config.placements.params is Placement.SHARDED and (averages or is_compiled):
+        if self.config.stage == 3 and (averages or is_compiled):
             raise ConfigError(
-                "ZeroStrategy at stage 3: expected no LightningModule that torch.compile() has "
-                "compiled as a whole, gathers included, and no callback that copies whole weights, "
-                f"which no rank has, got {averages or 'the first'}; compile blocks by block."
-                "compile(), keep a zero_engine.ShardedAverage(module, decay=...) and update() it "
-                "in on_train_batch_end(), or use stage 2 or lower"
+                "ZeroStrategy at stage 3: expected no torch.compile() of a whole LightningModule, "
+                f"and no callback that copies whole weights, got {averages or 'the first'}; compile"
+                " blocks, keep a zero_engine.ShardedAverage(module, decay=...), or use stage 2"
             )
-        if is_fitting and find_sharded(module) is not None:
-            zero_engine.unshard(module)
-        if find_sharded(module) is None:
+        if is_fitting or find_sharded(module) is None:
             if is_fitting and self._layer_sync is not None:
                 self._layer_sync.apply(module)
             plugin.convert_module(module)
@@ -166,8 +156,8 @@ class ZeroStrategy(_Zero, DDPStrategy):
 
     def block_backward_sync(self) -> Any:
         """Accumulate whole gradients where they rest whole; else each backward reduces its own."""
-        is_sharded = self.config.placements.grads is Placement.SHARDED
-        return nullcontext() if is_sharded else zero_engine.no_sync(self.lightning_module)
+        is_whole = self.config.stage < 2
+        return zero_engine.no_sync(self.lightning_module) if is_whole else nullcontext()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing: `save_checkpoint` writes weights from where they are."""
@@ -298,10 +288,7 @@ def _load(path: Any, model: Any, optimizer: Any, is_strict: bool, weights_only: 
     folder, tag = Path(path).parent, Path(path).name
     report: Any = zero_engine.load(folder, model, optimizer, tag=tag, **options)
     if not isinstance(report.extra, dict) or _BESIDE not in report.extra:
-        raise FileError(
-            f"{path}: expected a checkpoint that a Trainer or Fabric saved, got one of a plain "
-            "loop; its weights are loaded, and zero_engine.load() loads it as it is"
-        )
+        raise FileError(f"{path} is one of a plain loop, not of Lightning: use zero_engine.load()")
     content = io.BytesIO(report.extra[_BESIDE].numpy().tobytes())
     return torch.load(content, map_location="cpu", weights_only=weights_only)
 

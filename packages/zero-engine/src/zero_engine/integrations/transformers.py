@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import attrs
 import torch
@@ -15,23 +14,17 @@ import transformers
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from transformers.integrations import deepspeed as host_deepspeed
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from zero_partition import find_sharded
 
 import zero_engine
 from zero_engine import ConfigError, DynamicLossScale, EngineConfig, LossScaler, ZeroConfig
 
-__all__ = ["ZeroSeq2SeqTrainer", "ZeroTrainer"]
-
 Zero = ZeroConfig | str | os.PathLike[str] | Mapping[str, Any] | None
 
-_FOLDER: Final = "zero"  # in that of a checkpoint: what zero_engine.save() writes
 _WORDS: Final[dict[Any, str]] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _REFUSED: Final = {  # arguments of TrainingArguments and from_pretrained(), and what to do instead
     "deepspeed": "write ZeroTrainer(..., zero=THE_SAME_FILE), and start with torchrun",
     "fsdp": "zero=ZeroConfig(stage=3) is its full_shard, stage=2 its shard_grad_op",
-    "bf16_full_eval": "a sharded model is not converted; bf16=True evaluates under autocast",
-    "fp16_full_eval": "a sharded model is not converted; fp16=True evaluates under autocast",
     "save_on_each_node": "rank 0 has the model; let output_dir be a folder that all nodes see",
     "torch_compile": "compile each block: for layer in model.model.layers: layer.compile()",
     "device_map": "load it in `with ZeroTrainer.Init(args, zero=...):`, and no rank holds it all",
@@ -68,7 +61,6 @@ class ZeroTrainer(transformers.Trainer):
 
     model: Any
     optimizer: Any
-    lr_scheduler: Any
     accelerator: Any
 
     def __init__(self, *positional: Any, zero: Zero = None, **named: Any) -> None:
@@ -85,7 +77,7 @@ class ZeroTrainer(transformers.Trainer):
             with ZeroTrainer.Init(args, zero="ds.json"):
                 model = AutoModelForCausalLM.from_pretrained(name)
 
-        Collective at stage 3; below it nothing happens. `model_init` is called within one.
+        Collective at stage 3; below it nothing happens. `model_init` enters it by itself.
 
         Args:
             args: As for the trainer, as is `zero`.
@@ -114,13 +106,6 @@ class ZeroTrainer(transformers.Trainer):
             scale = zero_engine.StaticLossScale(1.0)
         accelerator.scaler = None if scale is None else _Scaler(LossScaler(scale))
 
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Also, at stage 3, without a whole model on any rank."""
-        with self.Init(self.args, self._zero):
-            model = super().call_model_init(trial)
-        self._settings = _read(self._zero, self.args, model)
-        return model
-
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         """Left to `initialize`: what `Init` has built is there, and must not be converted."""
 
@@ -147,6 +132,7 @@ class ZeroTrainer(transformers.Trainer):
         """
         whole, accelerator = self.model, self.accelerator
         if whole is not self._sharded and (training or find_sharded(whole) is None):
+            self._settings = _read(self._zero, self.args, whole)  # `model_init` may have made it
             is_trained = training or any(param.requires_grad for param in whole.parameters())
             _, optimizer, _, _ = zero_engine.initialize(
                 model=whole,
@@ -188,21 +174,14 @@ class ZeroTrainer(transformers.Trainer):
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        folder, optimizer = Path(output_dir, _FOLDER), self.optimizer.optimizer  # in Accelerate's
-        step, is_peft = self.state.global_step, hasattr(self.model, "peft_config")
-        zero_engine.save(folder, self.model, optimizer, step=step, exclude_frozen=is_peft)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+        folder, optimizer = Path(output_dir, "zero"), self.optimizer.optimizer  # in Accelerate's
+        options: Any = {"step": self.state.global_step, "scheduler": self.lr_scheduler}
+        is_peft = hasattr(self.model, "peft_config")
+        zero_engine.save(folder, self.model, optimizer, exclude_frozen=is_peft, **options)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """From what we save only where it is sharded; else they come with the optimizer's state."""
-        if Path(resume_from_checkpoint, "latest").is_file():
-            raise zero_engine.FileError(
-                f"{resume_from_checkpoint}: expected a checkpoint of ZeroTrainer or Trainer, got "
-                "one that DeepSpeed wrote; for its weights call zero_engine.load_deepspeed(folder, "
-                "model), and train() without resume_from_checkpoint"
-            )
-        if (ours := Path(resume_from_checkpoint, _FOLDER)).is_dir():
+        if (ours := Path(resume_from_checkpoint, "zero")).is_dir():
             if self.model is self._sharded:
                 zero_engine.load(ours, self.model, restores_rngs=False)
         elif hasattr(self.model, "peft_config"):
@@ -211,15 +190,9 @@ class ZeroTrainer(transformers.Trainer):
             zero_engine.load_pretrained(self.model, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        ours, plain = Path(checkpoint, _FOLDER), Path(checkpoint, OPTIMIZER_NAME)
-        if ours.is_dir():
-            zero_engine.load(ours, self.model, self.optimizer.optimizer, restores_rngs=False)
-        elif plain.is_file():  # Trainer's own
-            is_first = self.args.process_index == 0
-            state = torch.load(plain, map_location="cpu", weights_only=True) if is_first else {}
-            zero_engine.load_full_optimizer_state_dict(self.model, state)
-        if (scheduler := Path(checkpoint, SCHEDULER_NAME)).is_file():
-            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+        ours, optimizer = Path(checkpoint, "zero"), self.optimizer.optimizer
+        options: Any = {"scheduler": self.lr_scheduler, "restores_rngs": False}
+        zero_engine.load(ours, self.model, optimizer, **options)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
@@ -228,9 +201,7 @@ class ZeroTrainer(transformers.Trainer):
 class ZeroSeq2SeqTrainer(ZeroTrainer, transformers.Seq2SeqTrainer):
     """transformers' Seq2SeqTrainer over a model sharded by ZeRO: all else is as in `ZeroTrainer`.
 
-    With `predict_with_generate` at stage 3, ranks generate in step (`synced_gpus`). `predict()`
-    within `zero_engine.unsharded(trainer.model)` needs the memory of the whole model, and no
-    communication.
+    With `predict_with_generate` at stage 3, ranks generate in step (`synced_gpus`).
     """
 
 
@@ -290,9 +261,6 @@ def _read(zero: Zero, args: Any, model: Any, num_training_steps: int = 1) -> Eng
     settings = EngineConfig.from_deepspeed(
         zero, world_size=args.world_size, model=model, auto=auto, implied=implied
     )
-    read = settings.zero
-    if read.stage == 0 and read.precision is not None and read.precision.masters is not None:
-        settings = attrs.evolve(settings, zero=attrs.evolve(read, stage=1))  # as `initialize` says
     return _checked(settings, args, model)
 
 
@@ -303,17 +271,18 @@ def _checked(settings: EngineConfig, args: Any, model: Any) -> EngineConfig:
         told, mark = (model, _MARKS[argument]) if argument in _MARKS else (args, argument)
         asked = getattr(told, mark, None) or parse_flag_from_env(_LAUNCHED + argument.upper())
         if asked and (argument != "torch_compile" or zero.stage == 3):
-            _refuse(argument)
+            where = "from_pretrained" if argument in _MARKS else "TrainingArguments"
+            raise ConfigError(
+                f"{where}({argument}=...), or {_LAUNCHED}{argument.upper()} in the environment: "
+                f"not with ZeroTrainer; leave {argument}= out: {_REFUSED[argument]}"
+            )
     started = int(os.environ.get("WORLD_SIZE", "1"))
     said = _WORDS.get(settings.autocast_dtype or (zero.precision and zero.precision.params))
-    is_best_alone = args.save_only_model and args.load_best_model_at_end and zero.stage == 3
     wrong = {
         f"{world_size} processes, which Accelerate sees, got WORLD_SIZE={started}: each would "
         "train alone; on a CPU, say TrainingArguments(use_cpu=True)": started > world_size,
         f"one process for each GPU, got one for {args.n_gpu}, which is DataParallel; start it by: "
         f"torchrun --nproc-per-node={args.n_gpu} script.py": args.n_gpu > 1,
-        "save_only_model=False with load_best_model_at_end at stage 3, where PEFT cannot load into "
-        "what is sharded, got True; leave it out": is_best_alone and hasattr(model, "peft_config"),
         f"{said}, as zero= says, got {args.mixed_precision}; change one of them": said
         and said != args.mixed_precision
         and (settings.autocast_dtype or args.mixed_precision != "no"),
@@ -321,18 +290,13 @@ def _checked(settings: EngineConfig, args: Any, model: Any) -> EngineConfig:
     for expected, is_wrong in wrong.items():
         if is_wrong:
             raise ConfigError(f"ZeroTrainer: expected {expected}")
-    batch = settings.micro_batch_size * world_size
-    return attrs.evolve(settings, accumulation_steps=1, train_batch_size=batch)
+    size = settings.micro_batch_size * world_size
+    return attrs.evolve(settings, accumulation_steps=1, train_batch_size=size)
 
 
-def _refuse(argument: str, *_: Any) -> NoReturn:
-    """With the line to change."""
-    where = "from_pretrained" if argument in _MARKS else "TrainingArguments"
-    raise ConfigError(
-        f"{where}({argument}=...), or {_LAUNCHED}{argument.upper()} in the environment: not with "
-        f"ZeroTrainer; leave {argument}= out: {_REFUSED[argument]}"
-    )
+def _tell(*_: Any) -> Any:
+    raise ConfigError(f"TrainingArguments(deepspeed=...): leave it out; {_REFUSED['deepspeed']}")
 
 
-if not host_deepspeed.is_deepspeed_available():  # else all it says is that the package is missing
-    host_deepspeed.HfTrainerDeepSpeedConfig = partial(_refuse, "deepspeed")  # type: ignore[assignment, misc]
+if not host_deepspeed.is_deepspeed_available():
+    host_deepspeed.HfTrainerDeepSpeedConfig = _tell  # type: ignore[assignment, misc]
