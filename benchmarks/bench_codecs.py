@@ -17,7 +17,8 @@ from unittest import mock
 
 import torch
 from results import write_results
-from zero_comm import AbstractCodec, _blockwise, native_status, parse_codec
+from zero_comm import AbstractCodec, native_status, parse_codec
+from zero_comm.codecs import blockwise as _blockwise
 
 CODECS = ("int8", "int4", "bf16")
 

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from results import write_results
 from zero_comm import Group, all_gather_flat, all_reduce_flat, reduce_scatter_flat
-from zero_comm._torch_compat import all_gather_single, reduce_scatter_single
 from zero_comm.testing import RankPool
+from zero_comm.torch_private import all_gather_single, reduce_scatter_single
 
 RESULTS: Final = Path(__file__).parent / "results"
 OPERATIONS: Final = ("all_reduce", "reduce_scatter", "all_gather")

@@ -19,7 +19,7 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group, Loco
-from zero_comm._watch import Watch
+from zero_comm.watch import Watch
 from zero_engine import Wire
 from zero_partition import find_sharded
 from zero_partition._gradient_route import GradientRoute

@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # beside the ot
 import torch
 from results import write_results
 from torch import Tensor
-from zero_comm import AbstractCodec, Blockwise, _blockwise, native_status, parse_codec
+from zero_comm import AbstractCodec, Blockwise, native_status, parse_codec
+from zero_comm.codecs import blockwise as _blockwise
 
 CODECS: Final = ("int8", "int4", "bf16")
 DTYPES: Final = (torch.float32, torch.bfloat16)

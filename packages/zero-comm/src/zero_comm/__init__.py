@@ -1,28 +1,21 @@
 """Coalesced collectives over one group of ranks."""
 
+from zero_comm.codecs.blockwise import Blockwise
+from zero_comm.codecs.cast import Cast
+from zero_comm.codecs.codec import AbstractCodec
+from zero_comm.codecs.kernels import native_status
+from zero_comm.codecs.parse import parse_codec
+
 from .__about__ import __version__
-from ._agreement import all_gather_json, check_agreement
-from ._backend import BACKENDS, Backend
-from ._blockwise import Blockwise
-from ._by_levels import reduce_scatter_by_levels, sent_by_levels
-from ._calls import collective
-from ._cast import Cast
-from ._chunks import even_splits
-from ._coalesced import (
+from .agreement import all_gather_json, check_agreement
+from .coalesced import (
     all_gather_coalesced,
     all_reduce_coalesced,
     broadcast_coalesced,
     reduce_scatter_coalesced,
 )
-from ._codec import AbstractCodec
-from ._compositions import (
-    all_gather_flat,
-    all_reduce_flat,
-    broadcast_flat,
-    reduce_scatter_flat,
-)
-from ._ddp_hook import ddp_hook
-from ._errors import (
+from .ddp_hook import ddp_hook
+from .errors import (
     AgreementError,
     CodecError,
     CommError,
@@ -30,19 +23,27 @@ from ._errors import (
     GroupMismatchError,
     RankFailedError,
 )
-from ._exposure import Exposure, expose
-from ._gather_to import gather_flat
-from ._group import Group, init, record_traffic
-from ._handle import Handle
-from ._kernels import native_status
-from ._levels import Levels
-from ._loco import Loco, LocoErrors
-from ._parse_codec import parse_codec
-from ._quant_reduce import all_to_all_loco_quant_reduce, all_to_all_quant_reduce
-from ._reduction import Reduction
-from ._sent import Sent, sent_of
-from ._traffic import OperationTraffic, Traffic, TrafficLog
-from ._watch import Purpose
+from .flat import (
+    all_gather_flat,
+    all_reduce_flat,
+    broadcast_flat,
+    gather_flat,
+    reduce_scatter_flat,
+)
+from .group import BACKENDS, Backend, Group, init, record_traffic
+from .handle import Handle
+from .hierarchical import (
+    Levels,
+    all_to_all_loco_quant_reduce,
+    all_to_all_quant_reduce,
+    reduce_scatter_by_levels,
+    sent_by_levels,
+)
+from .loco import Loco, LocoErrors
+from .traffic import OperationTraffic, Sent, Traffic, TrafficLog, sent_of
+from .transport import Reduction, even_splits
+from .watch import Purpose, collective
+from .window import Exposure, expose
 
 __all__ = [
     "BACKENDS",

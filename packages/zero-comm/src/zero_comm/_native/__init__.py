@@ -11,7 +11,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from zero_comm._errors import CodecError
+from zero_comm.errors import CodecError
 
 HERE: Final = Path(__file__).parent
 ABI: Final = 1

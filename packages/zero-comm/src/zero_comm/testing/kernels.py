@@ -10,10 +10,11 @@ from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
-from zero_comm import _blockwise, _kernels
-from zero_comm._kernels import _agrees as triton_agrees
-from zero_comm._kernels import load_triton
 from zero_comm._native import load as load_native
+from zero_comm.codecs import blockwise as _blockwise
+from zero_comm.codecs import kernels as _kernels
+from zero_comm.codecs.kernels import _agrees as triton_agrees
+from zero_comm.codecs.kernels import load_triton
 
 __all__ = [
     "forgetting_kernels",
@@ -26,7 +27,7 @@ __all__ = [
     "using_kernels",
 ]
 
-_TRITON: Final = "zero_comm._triton_codec"
+_TRITON: Final = "zero_comm.codecs.triton"
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def forgetting_kernels() -> Iterator[None]:
 
 def triton_kernels() -> Any:
     """The kernels for CUDA. Imports Triton."""
-    from zero_comm._triton_codec import TritonKernels  # noqa: PLC0415
+    from zero_comm.codecs.triton import TritonKernels  # noqa: PLC0415
 
     return TritonKernels()
 
@@ -78,7 +79,7 @@ def triton_ptx(capability: int, dtype: str, bits: int, block: int) -> list[str]:
     backends = importlib.import_module("triton.backends.compiler")
     compiler = importlib.import_module("triton.compiler")
 
-    from zero_comm import _triton_codec  # noqa: PLC0415
+    from zero_comm.codecs import triton as _triton_codec  # noqa: PLC0415
 
     types = {"values": f"*{dtype}", "out": f"*{dtype}", "integers": "*i8"}
     types |= {"numel": "i32", "num_bytes": "i32"}

@@ -12,8 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-from zero_comm import _journal, _peer_memory, _process_memory, _remains, _shared_host, _transfer
-from zero_comm._peer_memory import PeerMemory
+from zero_comm import meet as _shared_host
+from zero_comm import peer_memory as _journal
+from zero_comm import peer_memory as _peer_memory
+from zero_comm import peer_memory as _transfer
+from zero_comm import process_memory as _process_memory
+from zero_comm import window as _remains
+from zero_comm.peer_memory import PeerMemory
 
 
 def local_peers(

@@ -38,8 +38,8 @@ import torch
 import torch.distributed as dist
 from attrs import define, field, frozen, validators
 
-from zero_comm._errors import RankFailedError
-from zero_comm._group import Group
+from zero_comm.errors import RankFailedError
+from zero_comm.group import Group
 
 # Importing torch takes long on a busy machine with two cores.
 _START_TIMEOUT_S: Final = 180.0

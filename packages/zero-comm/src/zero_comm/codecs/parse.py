@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from ._blockwise import BLOCK, Blockwise
-from ._cast import NAMES, Cast
-from ._codec import AbstractCodec
-from ._errors import CodecError
+from zero_comm.errors import CodecError
+
+from .blockwise import BLOCK, Blockwise
+from .cast import NAMES, Cast
+from .codec import AbstractCodec
 
 _CASTS: Final = {name: dtype for dtype, name in NAMES.items()}
 _BITS: Final = {"int8": 8, "int4": 4}

@@ -10,10 +10,11 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from ._blockwise import Blockwise
-from ._chunks import chunks_of
-from ._codec import AbstractCodec
-from ._errors import CodecError
+from zero_comm.codecs.blockwise import Blockwise
+from zero_comm.codecs.codec import AbstractCodec
+
+from .errors import CodecError
+from .transport import chunks_of
 
 # NOTE(telescope): with h = g + e sent as q, r = h - q lost, and e' = b e + (1 - b) r kept, what the
 # reductions lack in all is the sum of r - e = (e' - e) / (1 - b), which telescopes to the last

@@ -15,14 +15,146 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._chunks import check_mean, check_tensor, count_traffic, even_splits, own_chunk
-from ._codec import AbstractCodec, check_encodable
-from ._encoded import all_reduce_encoded, gather_encoded, reduce_scatter_encoded
-from ._errors import GroupMismatchError
-from ._group import Group
-from ._handle import Handle, Message
-from ._launches import launch_gather, launch_reduce_scatter, torch_op
-from ._reduction import Reduction
+from zero_comm.codecs.codec import AbstractCodec, check_encodable
+
+from .errors import GroupMismatchError
+from .group import Group
+from .handle import Handle, Message
+from .traffic import Sent
+from .transport import (
+    Reduction,
+    check_mean,
+    check_tensor,
+    chunks_of,
+    count_traffic,
+    even_splits,
+    finish_mean,
+    gather_to_by_messages,
+    gather_to_by_reading,
+    key_of,
+    launch_exchange,
+    launch_gather,
+    launch_reduce_scatter,
+    own_chunk,
+    torch_op,
+    watch_of,
+)
+
+
+def gather_encoded(
+    out: Tensor,
+    splits: Sequence[int],
+    *,
+    group: Group,
+    shard: Tensor,
+    codec: AbstractCodec,
+    name: str,
+    tag: int,
+    version: int | None = None,
+    is_late: bool = False,
+) -> Handle[Tensor]:
+    """Fill `out` from every rank's shard: values, or bytes that the codec has written already."""
+    wire_splits = [codec.wire_bytes(numel) for numel in splits]
+    wire = torch.empty(sum(wire_splits), dtype=torch.uint8, device=out.device)
+    rows = chunks_of(wire, wire_splits)
+    if shard.dtype == torch.uint8:
+        rows[group.rank].copy_(shard)
+    else:
+        codec.encode(shard, rows[group.rank])
+    gathering = launch_gather(
+        wire, wire_splits, group=group, name=name, tag=tag, version=version, is_late=is_late
+    )
+
+    def finish(timeout_s: float | None) -> Tensor:
+        gathering.wait(timeout_s=timeout_s)
+        for row, chunk in zip(rows, chunks_of(out, splits), strict=True):
+            codec.decode(row, chunk)
+        return out
+
+    return Handle(finish)
+
+
+def reduce_scatter_encoded(
+    buffer: Tensor,
+    splits: Sequence[int],
+    *,
+    group: Group,
+    op: Reduction,
+    codec: AbstractCodec,
+    out: Tensor,
+    name: str,
+    tag: int,
+) -> Handle[Tensor]:
+    """Add this rank's chunk of every rank's `buffer` into `out`, which may be its own chunk.
+
+    The buffer is read before this returns.
+    """
+    wire = encode_parts(chunks_of(buffer, splits), codec)
+    wire_splits = [codec.wire_bytes(numel) for numel in splits]
+    exchange = launch_exchange(wire, wire_splits, group=group, name=name, tag=tag)
+
+    def finish(timeout_s: float | None) -> Tensor:
+        total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        add_up(exchange.wait(timeout_s=timeout_s), total, codec)
+        finish_mean(total, op=op, world_size=group.world_size)
+        return out if total is out else out.copy_(total)
+
+    return Handle(finish)
+
+
+def all_reduce_encoded(
+    buffer: Tensor,
+    splits: Sequence[int],
+    *,
+    group: Group,
+    op: Reduction,
+    codec: AbstractCodec,
+    tag: int,
+) -> Handle[Tensor]:
+    """A reduce-scatter and then a gather, each of them encoded."""
+    name, own = "all_reduce", chunks_of(buffer, splits)[group.rank]
+    reduction = reduce_scatter_encoded(
+        buffer, splits, group=group, op=op, codec=codec, out=own, name=name, tag=tag
+    )
+    return reduction.then(
+        lambda reduced: gather_encoded(
+            buffer,
+            splits,
+            group=group,
+            shard=reduced,
+            codec=codec,
+            name=name,
+            tag=tag,
+            is_late=True,
+        )
+    )
+
+
+def encode_parts(parts: Sequence[Tensor], codec: AbstractCodec) -> Tensor:
+    """Each part apart, one after the other in a new wire buffer."""
+    wire, rows = wire_for(parts, codec)
+    for part, row in zip(parts, rows, strict=True):
+        codec.encode(part, row)
+    return wire
+
+
+def wire_for(parts: Sequence[Tensor], codec: AbstractCodec) -> tuple[Tensor, list[Tensor]]:
+    """A wire buffer, and in it a row for each part."""
+    numels = [codec.wire_bytes(part.numel()) for part in parts]
+    wire = torch.empty(sum(numels), dtype=torch.uint8, device=parts[0].device)
+    return wire, chunks_of(wire, numels)
+
+
+def add_up(rows: Sequence[Tensor], total: Tensor, codec: AbstractCodec) -> Tensor:
+    """The sum of what rows decode to, in their order: float32, in `total`."""
+    codec.decode(rows[0], total)
+    for row in rows[1:]:
+        codec.decode_add(row, total)
+    return total
+
+
+# ---- Collectives on one flat buffer, composed of what the backend does well ----
+
 
 _BUILT_IN: Final = -1  # torch's own collectives meet in the order of their launches
 
@@ -271,3 +403,65 @@ def _all_gather_encoded(
         tag=tag,
         version=version,
     )
+
+
+# ---- All ranks' values, for one rank alone ----
+
+
+def gather_flat(
+    shard: Tensor,
+    *,
+    splits: Sequence[int],
+    to: int,
+    group: Group,
+    out: Tensor | None = None,
+    tag: int = 0,
+) -> Handle[Tensor | None]:
+    """Give one rank every rank's values, end to end in rank order. Collective; returns at once.
+
+    Args:
+        shard: This rank's values: 1-D, contiguous, `splits[rank]` elements, on the group's device;
+            any dtype, the same on every rank. Do not write it until the handle was waited on.
+        splits: Elements per rank, in rank order; the same on every rank. May be uneven, or zero.
+        to: Who receives, a position in the group.
+        group: The ranks that take part.
+        out: On rank `to`, what to fill: 1-D, contiguous, `sum(splits)` elements; allocated when
+            None. Not looked at elsewhere.
+        tag: As for `all_gather_flat`.
+
+    Returns:
+        Handle of `out` on rank `to`, and of None elsewhere.
+
+    Raises:
+        GroupMismatchError: `to` is no rank of the group, or a tensor does not fit.
+    """
+    if not 0 <= to < group.world_size or len(splits) != group.world_size:
+        raise GroupMismatchError(
+            f"expected `to` in 0..{group.world_size - 1} and as many splits, got {to} and "
+            f"{len(splits)} splits (rank {group.rank})"
+        )
+    check_tensor(shard, splits[group.rank], group, "shard")
+    is_target = group.rank == to
+    numel = 0 if is_target else shard.numel()
+    sent = Sent(numel, numel * shard.element_size())
+    inside, across = (Sent(), sent) if group.is_across(to) else (sent, Sent())
+    group.count("gather", inside=inside, across=across, tag=tag)
+    chunks: list[Tensor] = []
+    if is_target:
+        out = shard.new_empty(sum(splits)) if out is None else out
+        check_tensor(out, sum(splits), group, "out", dtype=shard.dtype)
+        chunks = chunks_of(out, splits)
+        with torch.no_grad():
+            chunks[to].copy_(shard)
+    result = out if is_target else None
+    if group.world_size == 1:
+        return Handle(lambda _: result)
+    launch = None
+    if group.backend.composes_from_peers:
+        launch = watch_of(group).launch("gather", key_of(tag), tag=tag)
+        if group.peers is not None:
+            return gather_to_by_reading(
+                shard, result, chunks, splits=splits, peers=group.peers, launch=launch
+            )
+    messages = gather_to_by_messages(shard, chunks, to=to, group=group, launch=launch)
+    return Handle(lambda _: result, messages, (shard, out))

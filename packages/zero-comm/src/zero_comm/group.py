@@ -12,17 +12,54 @@ import torch
 import torch.distributed as dist
 from attrs import Factory, evolve, field, frozen
 
-from ._backend import BACKENDS, Backend
-from ._errors import CommError
-from ._peer_memory import PeerMemory
-from ._sent import Sent
-from ._shared_host import shared_host
-from ._torch_compat import let_gloo_finish_at_exit
-from ._traffic import Traffic, TrafficLog
-from ._watch import Purpose, Watch
+from .errors import CommError
+from .meet import shared_host
+from .peer_memory import PeerMemory
+from .torch_private import let_gloo_finish_at_exit
+from .traffic import Sent, Traffic, TrafficLog
+from .watch import Purpose, Watch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+@frozen
+class Backend:
+    """What a process-group backend can do by itself, and what we compose instead."""
+
+    name: str
+    reduces_mean: bool  # ReduceOp.AVG works
+    composes_from_peers: bool  # an exchange between every two ranks beats its own collectives
+    reason: str  # why, in one line, for whoever asks a group
+
+
+BACKENDS: Final = {
+    "solo": Backend(
+        name="solo",
+        reduces_mean=True,
+        composes_from_peers=False,
+        reason="one rank: nothing travels",
+    ),
+    "gloo": Backend(
+        name="gloo",
+        reduces_mean=True,
+        composes_from_peers=True,
+        reason=(
+            "gloo's reduce-scatter moves as much as two all-reduces and its all-gather copies "
+            "twice; exchanges between every two ranks were 3 to 12 times faster at 100 MB"
+        ),
+    ),
+    "nccl": Backend(
+        name="nccl",
+        reduces_mean=True,
+        composes_from_peers=False,
+        reason="NCCL's own collectives are the fastest on its links",
+    ),
+}
+
+
+# ---- The ranks that communicate, as one value that is passed around ----
+
 
 _NOTHING: Final = Sent()
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compositions import all_reduce_flat
-from ._group import Group
-from ._handle import Handle
+from .flat import all_reduce_flat
+from .group import Group
+from .handle import Handle
 
 
 def ddp_hook(group: Group) -> Callable[[Any, Any], torch.futures.Future]:

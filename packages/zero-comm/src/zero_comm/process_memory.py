@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from ._calls import UNEVEN
+from .watch import UNEVEN
 
 SWITCH: Final = "ZERO_COMM_PEER_MEMORY"  # an environment variable; 0 does without all this
 

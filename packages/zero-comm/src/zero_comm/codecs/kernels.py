@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from . import _native
-from ._blocks import decode_blocks, encode_blocks
-from ._errors import CodecError
-from ._native._compile import LIBRARY
+from zero_comm import _native
+from zero_comm._native._compile import LIBRARY
+from zero_comm.errors import CodecError
+
+from .codec import decode_blocks, encode_blocks
 
 if TYPE_CHECKING:
-    from ._native import Kernels
-    from ._triton_codec import TritonKernels
+    from zero_comm._native import Kernels
+
+    from .triton import TritonKernels
 
 SWITCH: Final = "ZERO_COMM_TRITON"
 _CAPABILITY: Final = (8, 0)  # bfloat16 in hardware
@@ -87,7 +89,7 @@ def _try_triton(device: torch.device) -> tuple[TritonKernels | None, str]:
         name = torch.cuda.get_device_name(device)
         return None, f"the kernels are for Nvidia's devices from capability 8.0 on, not for {name}"
     try:
-        from ._triton_codec import TritonKernels  # noqa: PLC0415 - a choice, not a dependency
+        from zero_comm.codecs.triton import TritonKernels  # noqa: PLC0415 - a choice, not a dependency
     except ImportError as error:
         return None, f"Triton cannot be imported ({error}); `pip install triton` installs it"
     found = TritonKernels()

@@ -8,8 +8,9 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from ._codec import AbstractCodec
-from ._errors import CodecError
+from zero_comm.errors import CodecError
+
+from .codec import AbstractCodec
 
 NAMES: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _HALF_STEP: Final = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}

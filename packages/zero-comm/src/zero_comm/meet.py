@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
 from collections.abc import Sequence
+from datetime import timedelta
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
-from weakref import WeakKeyDictionary, WeakMethod, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, ref
 
 import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from . import _process_memory
-from ._handle import Message
-from ._interrupt import break_connections
-from ._peer_memory import PeerMemory, Whereabouts
-from ._process_memory import SWITCH
-from ._watch import Watch
+from zero_comm import process_memory as _process_memory
+
+from .handle import Message
+from .peer_memory import PeerMemory, Whereabouts
+from .process_memory import SWITCH
+from .watch import Watch
+
+# NOTE(interrupt): gloo knows no way to give up a receive, and torch's `abort` returns without one.
+# But a receive that times out closes every connection of its group, and with them all waits end, in
+# this process and in the peers'. So a receive that nobody answers is posted, and given a moment.
+
+
+def break_connections(of: ReferenceType[Any]) -> None:
+    """End every wait in this gloo group, for good. Local; peers notice at once."""
+    process_group = of()
+    if process_group is None:
+        return
+    options = process_group._get_backend(torch.device("cpu")).options
+    # Each peer, because a connection that is closed already fails at once and closes no other;
+    # each device, over which gloo spreads tags.
+    for peer in dist.get_process_group_ranks(process_group):
+        for tag in range(len(options._devices)):
+            blank = torch.empty(1, dtype=torch.uint8, device="cpu")
+            with contextlib.suppress(RuntimeError, ValueError):  # ValueError: the peer is this rank
+                work = dist.irecv(blank, peer, group=process_group, tag=tag)
+                assert work is not None, "this rank is in the group"
+                work.wait(timedelta(milliseconds=1))
+
+
+# ---- Whether the ranks of a group can read each other's memory, and the journals if so ----
+
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _TAG: Final = (1 << 24) - 1  # before those of the compositions

@@ -8,10 +8,10 @@ from typing import Final
 from attrs import field, frozen
 from torch import Tensor
 
-from ._blocks import decode_blocks, encode_blocks, scales_of
-from ._codec import AbstractCodec
-from ._errors import CodecError
-from ._kernels import kernels
+from zero_comm.errors import CodecError
+
+from .codec import AbstractCodec, decode_blocks, encode_blocks, scales_of
+from .kernels import kernels
 
 BLOCK: Final = 256
 _SCALE_BYTES: Final = 4

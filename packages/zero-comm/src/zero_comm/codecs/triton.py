@@ -2,7 +2,6 @@
 
 Triton is imported here, so this file is imported only where there is Triton: by `_kernels.py`.
 """
-# ruff: noqa: PLR0917 - kernels take many scalars, by position
 
 from typing import ClassVar, Final, final
 
@@ -12,8 +11,10 @@ import triton.language as tl  # pyrefly: ignore[missing-import]
 from attrs import frozen
 from torch import Tensor
 
-from ._blocks import LARGEST, LEAST_SCALE
-from ._codec import DTYPES
+from .codec import DTYPES, LARGEST, LEAST_SCALE
+
+# ruff: noqa: PLR0917 - kernels take many scalars, by position
+
 
 # NOTE(bits): a product and a sum must not become one operation, which rounds once where torch
 # rounds twice: every launch forbids it. Divisions are `div_rn`, since `/` is an approximation.

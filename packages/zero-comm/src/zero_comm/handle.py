@@ -11,9 +11,8 @@ from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from attrs import define, field
 
-from ._calls import causes
-from ._errors import CommError
-from ._watch import Launch, Wait
+from .errors import CommError
+from .watch import Launch, Wait, causes
 
 # NOTE(dropped): when a message arrives for a receive whose Work is gone, gloo stops reading from
 # that peer for good, and every later collective of the group hangs. A handle that nobody waits on,

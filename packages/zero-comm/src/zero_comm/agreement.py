@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ._compositions import all_gather_flat
-from ._errors import AgreementError
-from ._group import Group
+from .errors import AgreementError
+from .flat import all_gather_flat
+from .group import Group
 
 
 def check_agreement(
