@@ -1,9 +1,13 @@
 """Activation checkpointing with tracked randomness."""
 
+from zero_ckpt.inputs.packed import PackedSaver
+from zero_ckpt.inputs.savers import AbstractKept, AbstractSaver, KeepSaver
+
 from .__about__ import __version__
-from ._apply import CheckpointedModules, checkpoint_modules
-from ._checkpointer import Checkpointer
-from ._default import (
+from .apply import CheckpointedModules, checkpoint_modules
+from .checkpointer import Checkpointer
+from .errors import CheckpointError, NondeterminismError, SeedInUseError, UnknownRngError
+from .megatron import (
     CheckpointFunction,
     checkpoint,
     configure,
@@ -17,9 +21,7 @@ from ._default import (
     reset,
     set_num_layers,
 )
-from ._errors import CheckpointError, NondeterminismError, SeedInUseError, UnknownRngError
-from ._packed import PackedSaver
-from ._policy import (
+from .policies import (
     MATMULS,
     ModulePolicy,
     OperatorCall,
@@ -31,10 +33,9 @@ from ._policy import (
     inside,
     within_bytes,
 )
-from ._profile import Timing
-from ._savers import AbstractKept, AbstractSaver, KeepSaver
-from ._tracker import RngTracker
-from ._verify import Verification
+from .profile import Timing
+from .rng import RngTracker
+from .verify import Verification
 
 __all__ = [
     "MATMULS",

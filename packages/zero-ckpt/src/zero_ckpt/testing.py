@@ -10,12 +10,12 @@ import torch
 from attrs import asdict, define, field
 from torch import Tensor
 
-from . import _default
-from ._checkpointer import Checkpointer
-from ._configuration import _OPTIONS
-from ._host import AbstractHost, Copy
-from ._packed import PackedSaver
-from ._profile import Profile
+from zero_ckpt import megatron as _default
+from zero_ckpt.inputs.packed import AbstractHost, Copy, PackedSaver
+
+from .checkpointer import Checkpointer
+from .configuration import _OPTIONS
+from .profile import Profile
 
 
 @define(eq=False)

@@ -14,9 +14,10 @@ from attrs import frozen
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
-from ._errors import CheckpointError
-from ._memory import storages_in
-from ._torch_compat import can_be_kept, is_made_of_others, modules_being_called
+from zero_ckpt.inputs.memory import storages_in
+
+from .errors import CheckpointError
+from .torch_private import can_be_kept, is_made_of_others, modules_being_called
 
 
 @frozen(eq=False)

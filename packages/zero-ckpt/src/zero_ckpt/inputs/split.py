@@ -11,7 +11,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from ._errors import CheckpointError
+from zero_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from zero_comm import Group

@@ -13,10 +13,10 @@ import torch
 from attrs import define, field
 from torch import nn
 
-from ._checkpointer import Checkpointer
-from ._errors import CheckpointError
-from ._policy import ModulePolicy, select
-from ._torch_compat import modules_being_called
+from .checkpointer import Checkpointer
+from .errors import CheckpointError
+from .policies import ModulePolicy, select
+from .torch_private import modules_being_called
 
 
 @define(eq=False)

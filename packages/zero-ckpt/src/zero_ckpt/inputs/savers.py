@@ -11,7 +11,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from ._errors import CheckpointError
+from zero_ckpt.errors import CheckpointError
 
 Measuring = Callable[[], AbstractContextManager[Any]]
 

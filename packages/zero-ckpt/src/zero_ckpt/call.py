@@ -8,9 +8,9 @@ from typing import Any, Final
 from attrs import field, frozen
 from torch import Tensor, nn
 
-from ._errors import CheckpointError
-from ._nested import replace_in
-from ._torch_compat import version_of
+from .errors import CheckpointError
+from .nested import replace_in
+from .torch_private import version_of
 
 _NO_DISPATCH: Final = Tensor.__torch_dispatch__
 

@@ -12,9 +12,9 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-from ._frame import AbstractCompanion
-from ._layers import module_of
-from ._torch_compat import version_of
+from .frame import AbstractCompanion
+from .layers import module_of
+from .torch_private import version_of
 
 # Kernels write some buffers behind the version's back (batch norm's statistics), and those are
 # small. A larger one is put back only where its version says that forward wrote to it.

@@ -6,21 +6,20 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from attrs import define, field
 from torch import Tensor
 
-from ._ambient import Ambient
-from ._call import Call
-from ._errors import CheckpointError, NondeterminismError
-from ._rng import RngSnapshot
-from ._savers import AbstractKept
-from ._torch_compat import current_backward, is_plain, version_of
-from ._tracker import RngTracker
-from ._turn import Turn
-from ._verify import Witness
+from zero_ckpt.inputs.savers import AbstractKept
+
+from .call import Call
+from .errors import CheckpointError, NondeterminismError
+from .rng import RngSnapshot, RngTracker
+from .surroundings import Ambient, Turn
+from .torch_private import current_backward, is_plain, version_of
+from .verify import Witness
 
 # NOTE(frame): autograd hands what it wants to save to `_pack`, which gives it a _Saved instead: a
 # number. When backward asks for one of them, the function runs again, under hooks that count in the
@@ -231,3 +230,33 @@ def _unpack(saved: _Saved) -> Tensor:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+# ---- The edges of a checkpoint, at which a device may be waited for ----
+
+
+@final
+class Synchronized(AbstractCompanion):
+    """Waits for the current accelerator before and after both runs; for nothing on the CPU."""
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Around the first run."""
+        return _synchronized()
+
+    def recompute(self) -> AbstractContextManager[Any]:
+        """Around the second."""
+        return _synchronized()
+
+
+@contextmanager
+def _synchronized() -> Iterator[None]:
+    _wait()
+    try:
+        yield
+    finally:
+        _wait()
+
+
+def _wait() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

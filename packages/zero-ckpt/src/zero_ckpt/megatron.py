@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, final
 
-from ._checkpointer import Checkpointer
-from ._errors import CheckpointError
-from ._tracker import RngTracker
+from .checkpointer import Checkpointer
+from .errors import CheckpointError
+from .rng import RngTracker
 
 _DEFAULT: Final = Checkpointer()
 

@@ -2,27 +2,258 @@
 
 from __future__ import annotations
 
+import sys
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from threading import RLock
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 from weakref import WeakValueDictionary
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import Tensor
 
-from ._errors import CheckpointError
-from ._form import Form, flatten
-from ._host import AbstractHost, Copy, PinnedHost
-from ._savers import AbstractKept, AbstractSaver, AsTheyAre, Measuring, stays_as_it_is
-from ._slots import Slot, Slots
-from ._split import Split
-from ._torch_compat import hooks_save_tensors, set_version, version_of
+from zero_ckpt.errors import CheckpointError
+from zero_ckpt.torch_private import hooks_save_tensors, set_version, version_of
+
+from .savers import AbstractKept, AbstractSaver, AsTheyAre, Measuring, stays_as_it_is
+from .split import Split
 
 if TYPE_CHECKING:
     from zero_comm import Group
+
+
+@frozen
+class Form:
+    """Shape and strides over a flat tensor that has an element for every place in memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat tensor: fewer than the shape has, where some are repeated."""
+        if 0 in self.shape:
+            return 0
+        steps = zip(self.shape, self.strides, strict=True)
+        return 1 + sum((size - 1) * stride for size, stride in steps)
+
+    def over(self, flat: Tensor) -> Tensor:
+        """A view of a flat tensor. Local."""
+        return flat.as_strided(self.shape, self.strides)
+
+
+def flatten(tensor: Tensor) -> tuple[Tensor, Form]:
+    """Its elements in the order of memory, and their form. Local.
+
+    A view, of transposed, expanded and overlapping tensors too; a copy where the memory between
+    its elements is not its own. The form has the tensor's strides, or those of the copy, in the
+    same order.
+    """
+    form = Form(tuple(tensor.shape), tensor.stride())
+    if form.numel > tensor.numel():
+        tensor = _without_gaps(tensor)
+        form = Form(form.shape, tensor.stride())
+    return tensor.as_strided((form.numel,), (1,)), form
+
+
+def _without_gaps(tensor: Tensor) -> Tensor:
+    core = tensor
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:  # expanded: once is enough
+            core = core.narrow(dim, 0, 1)
+    return core.clone(memory_format=torch.preserve_format).expand(tensor.shape)
+
+
+# ---- Copies between a device and pinned host memory, beside the computation ----
+
+
+# NOTE(copies): a copy runs on a stream of its own, and reads or writes memory of the device that
+# was allocated on the stream of the computation. That memory is held until the latter stream has
+# been told to wait for the copy: from then on whoever is given it next comes after the copy.
+
+
+@define(eq=False)
+class Copy:
+    """One copy on its way. Both tensors live until it is settled."""
+
+    target: Tensor
+    source: Tensor | None  # None once it is settled
+    _wait: Callable[[], None]
+    stream: Any = None  # of the computation that made the tensor, and will use it
+    is_torn: bool = field(default=False, init=False)  # the source was written in place meanwhile
+    _version: int = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._version = -1 if self.source is None else version_of(self.source)
+
+    def settle(self) -> Tensor:
+        """Whatever the stream of the computation does from now on comes after the copy.
+
+        Local; blocks no host thread.
+        """
+        if self.source is not None:
+            self._wait()
+            self.is_torn = version_of(self.source) != self._version
+            self.source = None
+        return self.target
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.settle()
+
+
+class AbstractHost(ABC):
+    """Who copies."""
+
+    @abstractmethod
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies somewhere else than on the host."""
+
+    @abstractmethod
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the host to copy to."""
+
+    @abstractmethod
+    def away(self, source: Tensor, target: Tensor) -> Copy:
+        """Begin to copy to memory that `allocate` gave."""
+
+    @abstractmethod
+    def back(self, copy: Copy) -> Copy:
+        """Begin to copy what went away to new memory of the device that it came from."""
+
+
+@final
+@define(eq=False)
+class PinnedHost(AbstractHost):
+    """One more stream per device, on which copies follow one another in both directions."""
+
+    _sides: dict[torch.device, torch.Stream] = field(factory=dict, init=False)
+
+    def takes(self, tensor: Tensor) -> bool:
+        """All but those on the CPU."""
+        return tensor.device.type != "cpu"
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Pinned."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def away(self, source: Tensor, target: Tensor) -> Copy:
+        """After all that the current stream has been given so far."""
+        stream = torch.accelerator.current_stream(source.device)
+        return self._copy(source, target, stream, source.device)
+
+    def back(self, copy: Copy) -> Copy:
+        """After all that the stream of the computation has been given so far."""
+        with copy.stream:
+            target = torch.empty_like(copy.target, device=copy.stream.device, pin_memory=False)
+        return self._copy(copy.target, target, copy.stream, target.device)
+
+    def _copy(
+        self, source: Tensor, target: Tensor, stream: torch.Stream, device: torch.device
+    ) -> Copy:
+        if device not in self._sides:
+            self._sides[device] = torch.Stream(device)
+        side = self._sides[device]
+        side.wait_stream(stream)
+        with side:
+            target.copy_(source, non_blocking=True)
+        done = side.record_event()
+        return Copy(target, source, lambda: stream.wait_event(done), stream)
+
+
+# ---- Permanent memory for the inputs of layers that are alike, which calls take turns to use ----
+
+
+class _Key(NamedTuple):
+    """Inputs at the same place of layers on the same device are alike."""
+
+    position: int
+    device: torch.device
+
+
+@define(eq=False)
+class _Slab:
+    memory: Tensor  # (slots, elements of one)
+    free: list[int]  # slots that nobody uses
+    users: dict[int, Any] = field(factory=dict, init=False)  # streams that used them last
+
+
+@define(eq=False)
+class Slot:
+    """Memory for one input of one call. Given back when this object dies."""
+
+    tensor: Tensor
+    _slab: _Slab
+    _index: int
+
+    def __del__(self) -> None:
+        self._slab.free.append(self._index)
+
+
+@final
+@define(eq=False)
+class Slots:
+    """As many of each kind as there are layers; allocated when the first one comes."""
+
+    _num_slots: int
+    _slabs: dict[_Key, _Slab] = field(factory=dict, init=False)
+
+    def take(self, position: int, like: Tensor, layer: str, host: AbstractHost | None) -> Slot:
+        """A slot for a 1-D tensor, not yet written. Local.
+
+        Args:
+            position: Of the input among those of its call.
+            like: Of the same numel and dtype, and of the same device if there is no host.
+            layer: Whose input, for errors.
+            host: Whose memory it is to be; the tensor's device's when None.
+
+        Raises:
+            CheckpointError: All slots are taken, or those of this position are of another kind.
+        """
+        key = _Key(position, like.device)
+        if key not in self._slabs:
+            shape = (self._num_slots, like.numel())
+            memory = like.new_empty(shape) if host is None else host.allocate(shape, like.dtype)
+            self._slabs[key] = _Slab(memory, list(reversed(range(self._num_slots))))
+        slab = self._slabs[key]
+        _, numel = slab.memory.shape
+        if (numel, slab.memory.dtype) != (like.numel(), like.dtype):
+            raise CheckpointError(
+                f"{layer}: expected {numel} elements of {slab.memory.dtype} to keep of its input "
+                f"{position}, as in the first layer, for which contiguous memory was allocated; "
+                f"got {like.numel()} of {like.dtype}. Call reset() when shapes change, or leave "
+                "out num_slots where layers are not alike"
+            )
+        if not slab.free:
+            raise CheckpointError(
+                f"{layer}: expected {self._num_slots} layers at most, as was announced, and the "
+                "inputs of so many are kept now. Announce more (num_slots, num_checkpoints, "
+                "set_num_layers()), run what has no backward under no_grad(), or let go of outputs "
+                "whose backward will not come, and reset()"
+            )
+        index = slab.free.pop()
+        if slab.memory.device.type != "cpu":
+            stream = torch.accelerator.current_stream(slab.memory.device)
+            if slab.users.get(index, stream) != stream:
+                stream.wait_stream(slab.users[index])
+            slab.users[index] = stream
+        # .data: a write to one slot is none to the others, as versions count
+        return Slot(slab.memory.data[index], slab, index)
+
+    def reset(self) -> None:
+        """Allocate anew when the next input comes; slots in use stay what they are. Local."""
+        self._slabs.clear()
+
+    @property
+    def reserved(self) -> list[Tensor]:
+        """All memory, whether it is in use or not."""
+        return [slab.memory for slab in self._slabs.values()]
+
+
+# ---- Inputs that are split over ranks, moved to the host, or kept in permanent memory ----
 
 
 @final

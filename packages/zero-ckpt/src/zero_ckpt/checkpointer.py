@@ -12,28 +12,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from ._ambient import Ambient
-from ._boundaries import Synchronized
-from ._buffers import OnceWritten
-from ._call import Call
-from ._checksums import Checksums
-from ._configuration import Configuration, changed, configuration_of
-from ._errors import CheckpointError
-from ._frame import AbstractCompanion, Frame
-from ._generators import devices_of
-from ._keep import Keeping
-from ._layers import Layer, Layers
-from ._memory import Ledger
-from ._model_parallel import ModelParallel
-from ._policy import OperatorPolicy, check_operator_policy
-from ._profile import Profile, Timed, TimedKept, Timing, table_of
-from ._rng import RngSnapshot
-from ._savers import AbstractKept, AbstractSaver, KeepSaver, detached
-from ._seeds import reseed_own, seed_both
-from ._torch_compat import is_transformed, uncompiled
-from ._tracker import RngTracker
-from ._turn import Turn
-from ._verify import Verification, Witness
+from zero_ckpt.inputs.memory import Ledger
+from zero_ckpt.inputs.savers import AbstractKept, AbstractSaver, KeepSaver, detached
+
+from .buffers import OnceWritten
+from .call import Call
+from .configuration import Configuration, ModelParallel, changed, configuration_of
+from .errors import CheckpointError
+from .frame import AbstractCompanion, Frame, Synchronized
+from .keep import Keeping
+from .layers import Layer, Layers
+from .policies import OperatorPolicy, check_operator_policy
+from .profile import Profile, Timed, TimedKept, Timing, table_of
+from .rng import RngSnapshot, RngTracker, devices_of, reseed_own, seed_both
+from .surroundings import Ambient, Turn
+from .torch_private import is_transformed, uncompiled
+from .verify import Checksums, Verification, Witness
 
 
 @final

@@ -14,9 +14,10 @@ import torch
 from attrs import asdict, define, field, frozen
 from torch import Tensor
 
-from ._errors import CheckpointError
-from ._frame import AbstractCompanion
-from ._savers import AbstractKept
+from zero_ckpt.inputs.savers import AbstractKept
+
+from .errors import CheckpointError
+from .frame import AbstractCompanion
 
 _MAX_PENDING: Final = 1024  # measurements, before those that are over are added up
 

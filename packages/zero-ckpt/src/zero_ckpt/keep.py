@@ -12,13 +12,14 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._errors import NondeterminismError
-from ._frame import AbstractCompanion
-from ._generators import devices_of, get_state, set_state
-from ._memory import Ledger, is_known, storages_in, tensors_in
-from ._nested import replace_in
-from ._policy import OperatorCall, OperatorPolicy
-from ._torch_compat import (
+from zero_ckpt.inputs.memory import Ledger, is_known, storages_in, tensors_in
+
+from .errors import NondeterminismError
+from .frame import AbstractCompanion
+from .nested import replace_in
+from .policies import OperatorCall, OperatorPolicy
+from .rng import devices_of, get_state, set_state
+from .torch_private import (
     alias_of,
     can_be_kept,
     current_backward,
