@@ -1,13 +1,21 @@
 """Tensors that rest on host or disk, and optimizers that step where they rest."""
 
+from zero_offload.adam.cpu_optimizers import CPUAdagrad, CPUAdam, CPULion
+from zero_offload.adam.fused import FusedAdam
+from zero_offload.disk.disk_store import DiskStore
+from zero_offload.disk.host_store import HostStore
+from zero_offload.disk.settings import DiskSettings, DiskStatus
+from zero_offload.disk.store import AbstractStore
+from zero_offload.disk.tune import tune
+from zero_offload.memory.arena import HostArena
+from zero_offload.memory.budget import host_memory, set_host_budget
+from zero_offload.state.footprint import Footprint
+from zero_offload.state.offloaded_state import OffloadedState
+from zero_offload.state.optimizer import OffloadedOptimizer
+
 from .__about__ import __version__
-from ._arena import HostArena
-from ._cpu_adagrad import CPUAdagrad
-from ._cpu_adam import CPUAdam
-from ._cpu_lion import CPULion
-from ._disk_settings import DiskSettings, DiskStatus
-from ._disk_store import DiskStore
-from ._errors import (
+from ._native import NativeStatus, native_status
+from .errors import (
     BudgetError,
     DepartedGradientError,
     NativeUnavailableError,
@@ -19,15 +27,6 @@ from ._errors import (
     UnsupportedOptimizerError,
     UnsupportedTensorError,
 )
-from ._footprint import Footprint
-from ._fused_adam import FusedAdam
-from ._host_budget import host_memory, set_host_budget
-from ._host_store import HostStore
-from ._native import NativeStatus, native_status
-from ._offloaded import OffloadedOptimizer
-from ._offloaded_state import OffloadedState
-from ._store import AbstractStore
-from ._tune import tune
 
 __all__ = [
     "AbstractStore",

@@ -11,7 +11,7 @@ from typing import Final
 
 from attrs import field, frozen
 
-from zero_offload._errors import NativeUnavailableError
+from zero_offload.errors import NativeUnavailableError
 
 from ._abi import ISAS, AbiError, open_library
 from ._compile import CUDA_LIBRARY, LIBRARY

@@ -10,7 +10,7 @@ from typing import Final
 from attrs import frozen
 from torch import Tensor
 
-from zero_offload._errors import NativeUnavailableError, OffloadError
+from zero_offload.errors import NativeUnavailableError, OffloadError
 
 from ._abi import ABI
 from ._compile import CUDA_LIBRARY

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from attrs import evolve
 
-from zero_offload._system import SYSTEM, System
+from zero_offload.disk.folder import SYSTEM, System
 
 
 def refused(number: int) -> OSError:

@@ -7,13 +7,16 @@ from contextlib import contextmanager
 from typing import Any, Final
 from unittest import mock
 
-from zero_offload import _checksum, _native, _native_step, _reference
-from zero_offload._batch import Batch, Dtypes
-from zero_offload._errors import NativeUnavailableError
+from zero_offload import _native
 from zero_offload._native import Kernels, NativeStatus, load
 from zero_offload._native._abi import ISAS
-from zero_offload._rule import Formula, Rule
-from zero_offload._team import Team
+from zero_offload.adam import cpu_optimizer as _native_step
+from zero_offload.adam import reference as _reference
+from zero_offload.adam.batches import Batch, Dtypes
+from zero_offload.adam.parallel import Team
+from zero_offload.adam.rule import Formula, Rule
+from zero_offload.disk import file as _checksum
+from zero_offload.errors import NativeUnavailableError
 
 __all__ = [
     "Batch",

@@ -9,10 +9,11 @@ from unittest import mock
 
 from torch import Tensor
 
-from zero_offload import _state_plan, _subgroup_state, _transit
-from zero_offload._available import Available, available_memory
-from zero_offload._host_budget import HostBudget
-from zero_offload._numa import interleave, nodes_of_process, spread
+from zero_offload.memory.budget import Available, HostBudget, available_memory
+from zero_offload.memory.numa import interleave, nodes_of_process, spread
+from zero_offload.state import block as _subgroup_state
+from zero_offload.state import footprint as _state_plan
+from zero_offload.state import transit as _transit
 
 __all__ = ["budget", "budget_of", "elsewhere", "interleave", "nodes_of_process", "spread"]
 

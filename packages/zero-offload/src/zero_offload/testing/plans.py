@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_offload._fused_adam import _Work, pieces_of
-from zero_offload._subgroups import (
+from zero_offload.adam.fused import _Work, pieces_of
+from zero_offload.state.subgroups import (
     ALIGN_BYTES,
     CUT_NUMEL,
     PAGE_BYTES,

@@ -11,9 +11,9 @@ from typing import Any, final
 from attrs import define, field
 from torch import Tensor
 
-from zero_offload._errors import StoreError
-from zero_offload._host_store import HostStore
-from zero_offload._store import AbstractStore
+from zero_offload.disk.host_store import HostStore
+from zero_offload.disk.store import AbstractStore
+from zero_offload.errors import StoreError
 
 
 @final

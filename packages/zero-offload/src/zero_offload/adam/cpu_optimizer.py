@@ -1,0 +1,425 @@
+"""What CPUAdam, CPUAdagrad and CPULion share: everything but the formula."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from abc import ABC, abstractmethod
+from bisect import insort
+from collections.abc import Callable
+from functools import cache
+from itertools import chain
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from attrs import define, evolve, field
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_offload import _native
+from zero_offload._native import Kernels
+from zero_offload._native._abi import DTYPES, ISAS, NO_DTYPE, TENSOR, NativeRule
+from zero_offload.adam import reference as _reference
+from zero_offload.errors import RollbackError, StepOrderError, UnsupportedTensorError
+
+from .batches import MASTER, Batch, Plan, StatePolicy, check_param
+from .history import LastStep
+from .parallel import Team
+from .rule import Rule, seed_of_step
+
+
+def step_batch(batch: Batch, rule: Rule, *, kernels: Kernels, team: Team) -> None:
+    """Step every run of the batch in place. Local, blocking; the GIL is released meanwhile."""
+    table = _table(batch)
+    numbers = _numbers(batch, rule)
+    kernel = getattr(kernels.library, f"zero_{rule.formula.value}")
+    isa, address, count = ISAS[kernels.isa], table.ctypes.data, len(table)
+
+    def work(start: int, stop: int) -> None:
+        kernel(isa, address, count, ctypes.byref(numbers), start, stop)
+
+    team.share(int(table["numel"].sum()), work)
+
+
+def advance(steps: list[Tensor], kernels: Kernels | None) -> None:
+    """Add 1 to each step count: fp32 tensors of one element on the CPU. Local, blocking."""
+    if kernels is None:
+        for step in steps:
+            step.add_(1)
+    else:
+        addresses = np.array([step.data_ptr() for step in steps], np.uintp)
+        kernels.library.zero_count(addresses.ctypes.data, len(steps))
+
+
+def _table(batch: Batch) -> np.ndarray:
+    """An array of `zero_tensor`; of a batch used again, gradients' addresses are renewed."""
+    dtypes, starts = batch.dtypes, np.array(batch.starts, np.int64)
+    columns = [("grad", batch.grads, dtypes.grad)]
+    table = batch.table
+    if table is None:
+        table = batch.table = np.zeros(len(batch.params), TENSOR)
+        table["numel"] = np.array(batch.stops, np.int64) - starts
+        table["index"] = np.array(batch.indices, np.int64) + starts
+        columns += [
+            ("param", batch.params, dtypes.param),
+            ("first", batch.firsts, dtypes.state),
+            ("second", batch.seconds, dtypes.state),
+            ("largest", batch.largests, dtypes.state),
+            ("out", batch.outs, dtypes.out or dtypes.param),
+        ]
+    for name, tensors, dtype in columns:
+        if tensors:
+            addresses = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+            table[name] = addresses + starts * dtype.itemsize
+    return table
+
+
+def _numbers(batch: Batch, rule: Rule) -> NativeRule:
+    dtypes = batch.dtypes
+    return NativeRule(
+        param_dtype=DTYPES[dtypes.param],
+        grad_dtype=DTYPES[dtypes.grad],
+        state_dtype=DTYPES[dtypes.state],
+        out_dtype=NO_DTYPE if dtypes.out is None else DTYPES[dtypes.out],
+        maximize=rule.maximize,
+        decoupled=rule.decoupled,
+        stochastic=rule.seed is not None,
+        factor=rule.factor,
+        weight_decay=rule.weight_decay,
+        shrink=rule.shrink,
+        beta1=rule.beta1,
+        beta2=rule.beta2,
+        one_minus_beta1=1 - rule.beta1,
+        one_minus_beta2=1 - rule.beta2,
+        unbias=rule.unbias,
+        eps=rule.eps,
+        rate=rule.rate,
+        seed=rule.seed or 0,
+    )
+
+
+# ---- One step made of ranges ----
+
+
+@final
+@define(eq=False)
+class Round:
+    """From the first range of a step until every element has had its turn."""
+
+    numel: int  # of all parameters
+    advanced: set[Tensor] = field(factory=set, init=False)
+    _spans: list[tuple[int, int]] = field(factory=list, init=False)
+
+    @property
+    def num_done(self) -> int:
+        """How many elements have had their turn."""
+        return sum(stop - start for start, stop in self._spans)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all have."""
+        return self.num_done == self.numel
+
+    def check(self, start: int, stop: int) -> None:
+        """Raise if [start, stop) is not a span of what is left to do.
+
+        Raises:
+            StepOrderError: It leaves the parameters' elements, or one of its elements was stepped.
+        """
+        if not 0 <= start <= stop <= self.numel:
+            raise StepOrderError(
+                f"step_range({start}, {stop}): expected 0 <= start <= stop <= {self.numel}, the "
+                f"number of elements of all parameters"
+            )
+        for low, high in self._spans:
+            if low < stop and start < high:
+                raise StepOrderError(
+                    f"step_range({start}, {stop}): [{low}, {high}) was already stepped; each "
+                    f"element is stepped once before the next step begins "
+                    f"({self.num_done} of {self.numel} elements are done)"
+                )
+
+    def add(self, start: int, stop: int) -> None:
+        """Note that [start, stop) has had its turn."""
+        if start < stop:
+            insort(self._spans, (start, stop))
+
+
+# ---- What CPUAdam, CPUAdagrad and CPULion share: everything but the formula ----
+
+
+END: Final = 2**63 - 1
+
+
+class AbstractCPUOptimizer(Optimizer, ABC):
+    """An optimizer over CPU tensors whose step is one pass over memory.
+
+    Not thread-safe: one step at a time. `grad_scale` and `found_inf`, if set, are tensors or
+    numbers that the next step divides gradients by, and skips for if not 0, as in torch's fused
+    optimizers; `torch.amp.GradScaler` uses them.
+    """
+
+    needs_cut = "flat"  # elementwise: a part of a parameter is stepped as in the whole
+    grad_scale: Tensor | float | None  # set by others, or missing
+    found_inf: Tensor | float | None
+
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], policy: StatePolicy, *, keeps_last_step: bool
+    ) -> None:
+        self._policy = policy
+        self._keeps_last_step = keeps_last_step
+        self._reset()
+        if _native.kernels() is None:
+            _warn_once(_native.native_status().reason)
+        super().__init__(params, defaults)
+        self._step_supports_amp_scaling = True
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether 16-bit parameters have fp32 masters in the state, as "master"."""
+        return self._policy.masters
+
+    @property
+    def state_dtype(self) -> torch.dtype | None:
+        """Of the state's tensors; each parameter's own when None."""
+        return self._policy.state_dtype
+
+    @abstractmethod
+    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The state's tensors in the order of `zero_tensor`: first, second, largest."""
+
+    @abstractmethod
+    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+        """The numbers of a group's step; `factor` and `seed` are left out."""
+
+    def _start(self, group: dict[str, Any]) -> float:
+        """What the first of the state's tensors is filled with."""
+        del group
+        return 0.0
+
+    # ---- Stepping ----
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient. Local, blocking.
+
+        Args:
+            closure: Computes the loss again, as for any optimizer of torch.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            StepOrderError: A step of ranges is under way.
+            UnsupportedTensorError: A gradient is sparse or not on the CPU.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._round is not None:
+            raise StepOrderError(
+                f"step() while a step of ranges is under way: {self._round.num_done} of "
+                f"{self._round.numel} elements are done. Finish it with step_range()"
+            )
+        self._begin()
+        self._step_span(0, END, set())
+        return loss
+
+    @torch.no_grad()
+    def step_range(self, start: int, stop: int) -> None:
+        """Step elements [start, stop) of all parameters, laid end to end. Local, blocking.
+
+        Ranges in any order make one step: it begins with the first, and ends when every element
+        has had its turn, with or without gradient. A parameter's step count advances once, with
+        the first range that touches it. The result is that of `step()`, to the bit.
+
+        Raises:
+            StepOrderError: The range leaves the parameters, or overlaps one of the same step.
+            UnsupportedTensorError: A gradient is sparse or not on the CPU.
+        """
+        numel = sum(p.numel() for group in self.param_groups for p in group["params"])
+        under_way = self._round or Round(numel)
+        under_way.check(start, stop)
+        if self._round is None:
+            self._begin()
+        if start < stop:
+            self._step_span(start, stop, under_way.advanced)
+        under_way.add(start, stop)
+        self._round = None if under_way.is_complete else under_way
+
+    @torch.no_grad()
+    def rollback(self) -> None:
+        """Take back the last step, or what was done of one by ranges. Local, blocking.
+
+        Parameters, masters, moments and step counts become what they were, to the bit. Needs
+        `keeps_last_step=True`, which keeps a copy of them: the formula cannot be inverted without
+        losing bits.
+
+        Raises:
+            RollbackError: Steps are not kept, none was made, or the last is already taken back.
+        """
+        if not self._keeps_last_step:
+            raise RollbackError(
+                f"{type(self).__name__} keeps no copy of its last step; construct it with "
+                f"keeps_last_step=True"
+            )
+        if not self._has_last_step:
+            raise RollbackError(
+                "there is no step to roll back: none was made since construction, loading or the "
+                "last rollback"
+            )
+        self._last_step.restore()
+        self._has_last_step, self._round = False, None
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Set masters from parameters that something else has written, such as loading. Local."""
+        for param, entries in self.state.items():
+            if MASTER in entries:
+                entries[MASTER].copy_(param)
+
+    def forget_plan(self) -> None:
+        """Let go of the tensors of the last step, which the next one would have looked at first."""
+        self._whole = None
+
+    def _begin(self) -> None:
+        if self._keeps_last_step:
+            self._last_step.clear()
+            self._has_last_step = True
+
+    def _step_span(self, start: int, stop: int, advanced: set[Tensor]) -> None:
+        """Step elements [start, stop); `advanced` are parameters whose count this step raised."""
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and float(found_inf) != 0:
+            return
+        factor = 1.0 if scale is None else 1.0 / float(scale)
+        plan = self._whole if stop == END and self._whole is not None else None
+        self._whole = None
+        if plan is None or not plan.renew(self.param_groups, self.state):
+            plan = self._plan(start, stop, advanced)
+        if self._keeps_last_step:
+            self._keep(plan)
+        kernels = _native.kernels()
+        advance(plan.steps, kernels)
+        advanced.update(plan.params)
+        for part in plan.parts.values():
+            rule = evolve(self._rule(self.param_groups[part.group], part.step), factor=factor)
+            if self._policy.rounding == "stochastic":
+                rule = evolve(rule, seed=seed_of_step(self._policy.seed, part.step))
+            if kernels is None:
+                _reference.step_batch(part.batch, rule)
+            else:
+                step_batch(part.batch, rule, kernels=kernels, team=self._team)
+        for param, copy in plan.copies:
+            param.copy_(copy)
+        torch.autograd.graph.increment_version(plan.params)  # kernels write behind autograd's back
+        if stop == END:
+            plan.keep()
+            self._whole = plan
+
+    def _keep(self, plan: Plan) -> None:
+        for step in plan.steps:
+            self._last_step.keep_step(step)
+        for part in plan.parts.values():
+            self._last_step.keep(part.batch)
+        for param, _ in plan.copies:
+            self._last_step.keep_param(param)
+
+    def _plan(self, start: int, stop: int, advanced: set[Tensor]) -> Plan:
+        """Check and collect the tensors of a span; nothing is stepped yet."""
+        plan = Plan(self._policy)
+        index = 0
+        for position, group in enumerate(self.param_groups):
+            names, start_value = self._names(group), self._start(group)
+            for param in group["params"]:
+                numel = param.numel()
+                low, high = max(start - index, 0), min(stop - index, numel)
+                is_touched = low < high or (numel == 0 and stop == END)
+                if is_touched and param.grad is not None:
+                    plan.add(
+                        position,
+                        param,
+                        self.state[param],
+                        names,
+                        start_value=start_value,
+                        span=(low, high),
+                        index=index,
+                        advances=param not in advanced,
+                    )
+                index += numel
+        return plan
+
+    # ---- State ----
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; parameters must be dense CPU tensors of fp32, bf16 or fp16.
+
+        Those on meta can be planned with, and not stepped.
+
+        Raises:
+            UnsupportedTensorError: One is not; the group is not added.
+        """
+        super().add_param_group(param_group)
+        try:
+            for param in self.param_groups[-1]["params"]:
+                if not param.is_meta:
+                    check_param(param, self._policy, where=type(self).__name__)
+        except UnsupportedTensorError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this or torch's optimizer of the same formula saved. Local.
+
+        Moments take the dtype this optimizer keeps them in. Masters that were not saved are made
+        from the parameters at the next step: load those first.
+        """
+        final: list[dict[str, Any]] = [state_dict]
+
+        def see(optimizer: Optimizer, seen: dict[str, Any]) -> None:
+            del optimizer
+            final[0] = seen
+
+        handle = self.register_load_state_dict_pre_hook(see)  # the last one: sees what others made
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        # torch has cast everything to the parameter's dtype: wrong for state of 16-bit ones.
+        ids = chain.from_iterable(group["params"] for group in final[0]["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for saved_id, param in zip(ids, params, strict=True):
+            for name, value in final[0]["state"].get(saved_id, {}).items():
+                if name != "step" and torch.is_tensor(value) and param.is_cpu:
+                    self.state[param][name] = self._policy.shaped(name, value, param)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {"_policy": self._policy, "_keeps_last_step": self._keeps_last_step}
+        return super().__getstate__() | kept | {"_step_supports_amp_scaling": True}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget what no state dict and no copy carries."""
+        self._team = Team()
+        self._last_step = LastStep()
+        self._has_last_step = False
+        self._round: Round | None = None
+        self._whole: Plan | None = None  # of the last `step()`
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        f"zero_offload steps with plain torch, about ten times slower than its kernels: {reason}",
+        RuntimeWarning,
+        stacklevel=4,
+    )

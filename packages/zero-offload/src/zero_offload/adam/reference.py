@@ -1,0 +1,121 @@
+"""The formulas in plain torch: what runs without a compiler, and what the kernels must equal.
+
+Each operation is one torch operator on fp32, rounded on its own, in the order of csrc/kernels.h, so
+that both give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .batches import Batch
+from .rule import Formula, Rule
+
+CHUNK_NUMEL: Final = 2**20  # bounds the temporaries
+MASK: Final = 0xFFFFFFFF
+
+
+@torch.no_grad()
+def step_batch(batch: Batch, rule: Rule) -> None:
+    """Step every run of the batch in place. Local, blocking."""
+    for k, (start, stop) in enumerate(zip(batch.starts, batch.stops, strict=True)):
+        columns = (batch.params, batch.grads, batch.firsts, batch.seconds, batch.largests)
+        tensors = [column[k].view(-1) if column else None for column in columns]
+        out = batch.outs[k].view(-1) if batch.outs else None
+        for low in range(start, stop, CHUNK_NUMEL):
+            span = slice(low, min(low + CHUNK_NUMEL, stop))
+            param, grad, *state = (None if t is None else t[span] for t in tensors)
+            assert param is not None
+            assert grad is not None
+            value = _FORMULAS[rule.formula](param.float(), grad, state, rule)
+            for to in (param, None if out is None else out[span]):
+                if to is not None:
+                    to.copy_(_rounded(value, to.dtype, rule, batch.indices[k] + low))
+
+
+def _adam(param: Tensor, grad: Tensor, state: list[Tensor | None], rule: Rule) -> Tensor:
+    first, second, largest = state
+    assert first is not None
+    assert second is not None
+    grad = _gradient(param, grad, rule)
+    if rule.decoupled:
+        param = param * rule.shrink
+    mean = _lerp(first.float(), grad, rule.beta1)
+    square = second.float() * rule.beta2 + grad * (1 - rule.beta2) * grad
+    first.copy_(mean)
+    second.copy_(square)
+    if largest is not None:
+        square = torch.maximum(largest.float(), square)
+        largest.copy_(square)
+    below = _root(square) * rule.unbias + rule.eps
+    return param + mean * rule.rate / below
+
+
+def _adagrad(param: Tensor, grad: Tensor, state: list[Tensor | None], rule: Rule) -> Tensor:
+    total = state[0]
+    assert total is not None
+    grad = _gradient(param, grad, rule)
+    sum_of_squares = total.float() + grad * grad
+    total.copy_(sum_of_squares)
+    return param + grad * rule.rate / (_root(sum_of_squares) + rule.eps)
+
+
+def _lion(param: Tensor, grad: Tensor, state: list[Tensor | None], rule: Rule) -> Tensor:
+    first = state[0]
+    assert first is not None
+    grad = _gradient(param, grad, rule)
+    if rule.decoupled:
+        param = param * rule.shrink
+    mean = first.float()
+    way = _lerp(mean, grad, rule.beta1)
+    first.copy_(_lerp(mean, grad, rule.beta2))
+    return param + way.sign() * rule.rate
+
+
+_FORMULAS: Final[dict[Formula, Callable[[Tensor, Tensor, list[Tensor | None], Rule], Tensor]]] = {
+    Formula.ADAM: _adam,
+    Formula.ADAGRAD: _adagrad,
+    Formula.LION: _lion,
+}
+
+
+def _gradient(param: Tensor, grad: Tensor, rule: Rule) -> Tensor:
+    grad = grad.float() * (-rule.factor if rule.maximize else rule.factor)
+    if not rule.decoupled and rule.weight_decay:
+        grad = grad + param * rule.weight_decay
+    return grad
+
+
+def _lerp(start: Tensor, end: Tensor, beta: float) -> Tensor:
+    """From start to end by 1 - beta, as torch's lerp: from the nearer end."""
+    weight = 1 - beta
+    way = end - start
+    return start + way * weight if np.float32(weight) < 0.5 else end - way * beta
+
+
+def _root(square: Tensor) -> Tensor:
+    """Correctly rounded, which torch's own is not on every processor."""
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.sqrt(square.numpy()))
+
+
+def _rounded(value: Tensor, dtype: torch.dtype, rule: Rule, index: int) -> Tensor:
+    """To nearest even, or stochastically where the rule says so."""
+    if rule.seed is None or dtype != torch.bfloat16:
+        return value.to(dtype)
+    noise = torch.arange(index, index + value.numel()) & MASK
+    noise = (noise * 0x9E3779B9 + rule.seed) & MASK
+    noise = _times(noise ^ (noise >> 16), 0x85EBCA6B)
+    noise = _times(noise ^ (noise >> 13), 0xC2B2AE35)
+    noise = (noise ^ (noise >> 16)) >> 16
+    bits = ((value.view(torch.int32).long() + noise) >> 16).to(torch.int16)
+    return torch.where(value.isfinite(), bits.view(torch.bfloat16), value.to(dtype))
+
+
+def _times(factor: Tensor, other: int) -> Tensor:
+    return (factor * other) & MASK  # int64 wraps, which leaves the lower 32 bits right

@@ -1,0 +1,326 @@
+"""A store on disk: one file per key, in a folder that is gone when the job is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, final
+
+from attrs import define, field
+from torch import Tensor
+
+from zero_offload.errors import StoreError
+
+from .file import REMEDIES, Checksummer, SwapFile, choose_checksummer, with_remedy
+from .folder import SYSTEM, JobFolder, System
+from .settings import DiskSettings, DiskStatus
+from .store import AbstractStore, Form, check_form, flat_bytes
+from .transport import (
+    AbstractTransport,
+    Direct,
+    RingTransport,
+    Transfer,
+    align_up,
+    choose_transport,
+    io_library,
+    probe_direct,
+)
+
+
+@final
+@define(eq=False)
+class DiskStore(AbstractStore):
+    """Keeps values in files of a private folder below `parent`, which is removed by `close`.
+
+    Also removed at exit; and what a killed job left is removed by the next store in that place.
+    Tensors are on the CPU. Memory of a `HostArena` is read and written in place; any other goes
+    through blocks of aligned memory, which costs a copy and up to `block_bytes * queue_depth *
+    num_workers` of memory. `status` says what is in use and why not
+    more. Values do not survive the job.
+
+    Args:
+        parent: An existing folder on the disk to use.
+        settings: How; see `tune`.
+        system: For tests; see `System`.
+
+    Raises:
+        StoreError: There is no such folder, or it cannot be written to.
+    """
+
+    parent: Path = field(converter=Path)
+    settings: DiskSettings = field(factory=DiskSettings)
+    system: System = field(default=SYSTEM, kw_only=True, repr=False)
+    _folder: JobFolder = field(init=False, repr=False)
+    _direct: Direct = field(init=False, repr=False)
+    _transport: AbstractTransport = field(init=False, repr=False)
+    _uring_reason: str = field(default="", init=False, repr=False)
+    _checksummer: Checksummer | None = field(default=None, init=False, repr=False)
+    _registered: tuple[int, str] = field(default=(0, "no buffers were registered"), init=False)
+    _workers: ThreadPoolExecutor = field(init=False, repr=False)
+    _owner: int = field(factory=os.getpid, init=False, repr=False)
+    _files: dict[str, SwapFile] = field(factory=dict, init=False, repr=False)
+    _num_files: int = field(default=0, init=False, repr=False)  # ever made: names are not reused
+    _waiting: dict[str, deque[_Job]] = field(factory=dict, init=False, repr=False)
+    _is_closed: bool = field(default=False, init=False, repr=False)
+    _state: threading.Condition = field(factory=threading.Condition, init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._folder = JobFolder(self.parent, self.system)
+        try:
+            self._direct = (
+                probe_direct(self._folder.path, self.system)
+                if self.settings.is_direct
+                else Direct(1, "is_direct is False")
+            )
+        except OSError as error:
+            self._folder.close()
+            raise StoreError(
+                f"cannot write to {self._folder.path}: {with_remedy(error)}",
+                path=str(self._folder.path),
+                errno=error.errno,
+            ) from error
+        library, reason = io_library()
+        self._transport, self._uring_reason = choose_transport(
+            self.settings, self._direct.align_bytes, library, reason, self.system
+        )
+        if self.settings.has_checksums:
+            self._checksummer = choose_checksummer(library)
+        self._workers = ThreadPoolExecutor(
+            self.settings.num_workers, thread_name_prefix="zero-offload-disk"
+        )
+
+    @property
+    def status(self) -> DiskStatus:
+        """What is in use, and for each thing that is not, why."""
+        return DiskStatus(
+            transport="io_uring" if isinstance(self._transport, RingTransport) else "threads",
+            uring_reason=self._uring_reason,
+            direct_bytes=self._direct.align_bytes,
+            direct_reason=self._direct.reason,
+            registered_bytes=self._registered[0],
+            register_reason=self._registered[1],
+            lock_reason=self._folder.lock_reason,
+            checksum=self._checksummer.algorithm if self._checksummer else "",
+        )
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are."""
+        return self._folder.path
+
+    def register(self, buffers: Sequence[Tensor]) -> None:
+        """Let the kernel keep these buffers mapped, in place of those of an earlier call.
+
+        For the few buffers through which much is moved; they live until the next call or `close`.
+        Waits for what is under way. Where it is refused, all still works: `status` says why.
+        """
+        for buffer in buffers:
+            flat_bytes("a buffer to register", buffer)
+        reason = self._transport.register(buffers)
+        nbytes = 0 if reason else sum(buffer.nbytes for buffer in buffers)
+        self._registered = (nbytes, reason)
+
+    def allocate(self, sizes: Mapping[str, int]) -> None:
+        """See `AbstractStore.allocate`."""
+        rooms = {key: align_up(nbytes, self._direct.align_bytes) for key, nbytes in sizes.items()}
+        with self._state:
+            # A write that has just failed is known to its caller before it is out of the way.
+            self._state.wait_for(lambda: self._waiting.keys().isdisjoint(sizes))
+            self._check_open()
+            for key in sizes:
+                if key in self._files:
+                    raise StoreError(f"{key!r} is allocated already", key=key)
+            needed, free = sum(rooms.values()), self._free_bytes()
+            if needed > free:
+                raise StoreError(
+                    f"{len(rooms)} values need {needed} bytes in {self.folder}, and {free} bytes "
+                    f"are free there; {REMEDIES[errno.ENOSPC]}",
+                    path=str(self.folder),
+                    nbytes=needed,
+                    errno=errno.ENOSPC,
+                )
+            made: list[SwapFile] = []
+            try:
+                for key, nbytes in sizes.items():
+                    made.append(self._make(key, nbytes))
+            except StoreError as error:
+                for file in made:
+                    self.system.unlink(file.path)
+                raise StoreError(
+                    f"{len(rooms)} values need {needed} bytes in {self.folder}: {error}",
+                    key=error.key,
+                    path=error.path,
+                    nbytes=needed,
+                    errno=error.errno,
+                ) from error
+            self._files |= {file.key: file for file in made}
+
+    def write(self, key: str, source: Tensor) -> Future[None]:
+        """See `AbstractStore.write`. `source` is on the CPU."""
+        return self._submit(key, lambda: self._write(key, source))
+
+    def read(self, key: str, into: Tensor) -> Future[Tensor]:
+        """See `AbstractStore.read`. `into` is on the CPU."""
+        return self._submit(key, lambda: self._read(key, into))
+
+    def delete(self, key: str) -> None:
+        """See `AbstractStore.delete`. Blocks."""
+        self._submit(key, lambda: self._delete(key)).result()
+
+    def sizes(self) -> dict[str, int]:
+        """See `AbstractStore.sizes`."""
+        with self._state:
+            return {key: file.nbytes for key, file in self._files.items()}
+
+    def close(self) -> None:
+        """See `AbstractStore.close`."""
+        if os.getpid() != self._owner:
+            return  # the files, and the threads, are those of the process that forked this one
+        with self._state:
+            self._is_closed = True
+            self._state.wait_for(lambda: not self._waiting)
+        self._workers.shutdown()
+        self._transport.close()
+        self._folder.close()
+
+    def _submit(self, key: str, run: Callable[[], Any]) -> Future[Any]:
+        """Run it on a worker, after what was asked of this key before."""
+        job = _Job(run)
+        try:
+            if not key:
+                raise StoreError("a key must not be empty")
+            with self._state:
+                self._check_open()
+                if key in self._waiting:
+                    self._waiting[key].append(job)
+                else:
+                    self._workers.submit(self._serve, key)
+                    self._waiting[key] = deque([job])
+        except Exception as error:
+            job.future.set_exception(error)
+        return job.future
+
+    def _serve(self, key: str) -> None:
+        """Do what is asked of one key, in order, until nothing is."""
+        while True:
+            with self._state:
+                queue = self._waiting[key]
+                if not queue:
+                    del self._waiting[key]
+                    self._state.notify_all()
+                    return
+                job = queue.popleft()
+            job.run()
+            del job  # with it goes the last hold on what it borrowed
+
+    def _write(self, key: str, source: Tensor) -> None:
+        flat = self._flat(key, source)
+        file = self._files.get(key)
+        if file is None or file.nbytes != flat.nbytes:
+            if file is not None:
+                self._delete(key)
+            file = self._make(key, flat.nbytes)
+            with self._state:
+                self._files[key] = file
+        file.form, file.fault = None, "its last write failed"
+        with file.opened("write", self._direct.flag) as fd:
+            moved = self._move(fd, flat, writes=True)
+            assert moved == flat.nbytes, f"{file.path}: {moved} of {flat.nbytes} bytes written"
+            file.stamp(fd)
+        file.checksum = self._checksummer.of(flat) if self._checksummer else None
+        file.form = Form.of(source)
+
+    def _read(self, key: str, into: Tensor) -> Tensor:
+        flat = self._flat(key, into)
+        file = self._known(key)
+        if file.form is None:
+            raise StoreError(f"{key!r} cannot be read: {file.fault}", key=key, path=file.path)
+        check_form(key, file.form, into, file.path)
+        with file.opened("read", self._direct.flag) as fd:
+            moved = self._move(fd, flat, writes=False)
+        if moved < flat.nbytes:
+            raise file.changed(f"it ends after {moved} of {flat.nbytes} bytes")
+        if self._checksummer and self._checksummer.of(flat) != file.checksum:
+            raise file.changed(f"its {self._checksummer.algorithm} is not that of what we wrote")
+        return into
+
+    def _delete(self, key: str) -> None:
+        file = self._known(key)
+        with self._state:
+            del self._files[key]
+        file.delete()
+
+    def _move(self, fd: int, flat: Tensor, *, writes: bool) -> int:
+        align = self._direct.align_bytes
+        transfer = Transfer(fd, writes, flat.data_ptr(), flat.nbytes, align=align)
+        return self._transport.move(transfer)
+
+    def _known(self, key: str) -> SwapFile:
+        file = self._files.get(key)
+        if file is None:
+            raise StoreError(f"{key!r} was never written to {self.folder}", key=key)
+        return file
+
+    def _flat(self, key: str, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            raise StoreError(
+                f"{key!r}: a DiskStore moves tensors of the CPU, got one on {tensor.device}; copy "
+                "it to memory of a HostArena first",
+                key=key,
+            )
+        return flat_bytes(key, tensor)
+
+    def _make(self, key: str, nbytes: int) -> SwapFile:
+        with self._state:
+            self._num_files += 1
+            path = str(self.folder / f"{self._num_files:06}-{_spelled(key)}")
+        file = SwapFile(key, path, nbytes, self.system)
+        file.make(align_up(nbytes, self._direct.align_bytes))
+        return file
+
+    def _free_bytes(self) -> int:
+        found = self.system.statvfs(str(self.folder))
+        return found.f_bavail * found.f_frsize
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StoreError(f"this DiskStore is closed: {self.folder}", path=str(self.folder))
+        if os.getpid() != self._owner:
+            raise StoreError(
+                f"this DiskStore belongs to process {self._owner}, and was used in process "
+                f"{os.getpid()}, which was forked from it; make one there",
+                path=str(self.folder),
+            )
+
+
+@final
+@define(eq=False)
+class _Job:
+    """One operation, and the future of whoever asked for it; it cannot be cancelled."""
+
+    _run: Callable[[], Any] | None
+    future: Future[Any] = field(factory=Future, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.future.set_running_or_notify_cancel()
+
+    def run(self) -> None:
+        assert self._run is not None, "a job runs once"
+        try:
+            result = self._run()
+        except BaseException as error:
+            self._run = None
+            self.future.set_exception(error)
+        else:
+            self._run = None
+            self.future.set_result(result)
+
+
+def _spelled(key: str) -> str:
+    """A hint of the key in a file's name."""
+    return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in key)[:60]

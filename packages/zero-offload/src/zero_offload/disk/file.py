@@ -1,0 +1,205 @@
+"""One file of a store on disk: made with all its room, and known again when it is opened."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from attrs import define, field, frozen
+from torch import Tensor
+
+from zero_offload.errors import StoreError
+
+from .folder import System
+from .store import Form
+
+_BLOCK_BYTES: Final = 2**30  # zlib takes no more than 4 GiB
+
+
+@frozen
+class Checksum:
+    """What was computed, and how."""
+
+    algorithm: str
+    value: int
+
+
+@frozen
+class Checksummer:
+    """One way of computing checksums; releases the GIL."""
+
+    algorithm: str
+    update: Callable[[int, int, int], int]  # (value so far, address, bytes) -> value
+
+    def of(self, tensor: Tensor) -> Checksum:
+        """Over the bytes of a contiguous CPU tensor."""
+        value, address = 0, tensor.data_ptr()
+        for start in range(0, tensor.nbytes, _BLOCK_BYTES):
+            size = min(_BLOCK_BYTES, tensor.nbytes - start)
+            value = self.update(value, address + start, size)
+        return Checksum(self.algorithm, value)
+
+
+def choose_checksummer(library: ctypes.CDLL | None) -> Checksummer:
+    """CRC-32C by the processor where the native library has it, else zlib's CRC-32."""
+    if library is not None and library.zero_has_crc32c():
+        return Checksummer("crc32c", library.zero_crc32c)
+    return Checksummer("crc32", _crc32)
+
+
+def _crc32(value: int, address: int, nbytes: int) -> int:
+    return zlib.crc32((ctypes.c_char * nbytes).from_address(address), value)
+
+
+# ---- One file of a store on disk: made with all its room, and known again when it is opened ----
+
+
+REMEDIES: Final = {
+    errno.ENOSPC: "free some of the disk, or name another one",
+    errno.EDQUOT: "the quota is used up: raise it, or name another disk",
+    errno.EFBIG: "a limit on the size of files (`ulimit -f`) or the file system forbids it",
+    errno.EACCES: "something changed the permissions of the job's folder",
+    errno.EROFS: "the file system has become read-only: look at the kernel's log",
+    errno.EIO: "the device fails: look at the kernel's log",
+    errno.EMFILE: "raise the limit on open files (`ulimit -n`)",
+}
+_NO_FALLOCATE: Final = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+
+
+@frozen
+class _Stamp:
+    """By which a file is known to be as we left it."""
+
+    inode: tuple[int, int]
+    nbytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> _Stamp:
+        return cls((found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns)
+
+    def difference(self, now: _Stamp) -> str:
+        if now.inode != self.inode:
+            return "another file has been put in its place"
+        if now.nbytes != self.nbytes:
+            return f"it had {self.nbytes} bytes and now has {now.nbytes}"
+        return "something else has written to it" if now.mtime_ns != self.mtime_ns else ""
+
+
+@define(eq=False)
+class SwapFile:
+    """The file of one key, and what its value is known by."""
+
+    key: str
+    path: str
+    nbytes: int
+    system: System = field(repr=False)
+    form: Form | None = field(default=None, init=False)  # None: there is nothing to read
+    checksum: Checksum | None = field(default=None, init=False)
+    fault: str = field(default="it was never written", init=False)  # why, where form is None
+    _stamp: _Stamp = field(default=_Stamp((0, 0), 0, 0), init=False)
+
+    def make(self, room: int) -> None:
+        """With all its room, or not at all.
+
+        Raises:
+            StoreError: The system refuses.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with self._reported("make"):
+            fd = self.system.open(self.path, flags, 0o600)
+            try:
+                if room:
+                    self._fill(fd, room)
+                self.stamp(fd)
+            except BaseException:
+                self.system.unlink(self.path)
+                raise
+            finally:
+                self.system.close(fd)
+
+    @contextlib.contextmanager
+    def opened(self, verb: str, flag: int) -> Iterator[int]:
+        """The file, if it is as we left it. O_NOFOLLOW: nor is a link put in its place.
+
+        Args:
+            verb: What it is opened for, in messages.
+            flag: Added to those of open.
+
+        Raises:
+            StoreError: It was changed, or the system refuses, now or within.
+        """
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flag
+        with self._reported(verb):
+            try:
+                fd = self.system.open(self.path, flags, 0)
+            except FileNotFoundError:
+                raise self.changed("it has been removed") from None
+            try:
+                difference = self._stamp.difference(_Stamp.of(self.system.fstat(fd)))
+                if difference:
+                    raise self.changed(difference)
+                yield fd
+            finally:
+                self.system.close(fd)
+
+    def stamp(self, fd: int) -> None:
+        """Know it from now on as it is."""
+        self._stamp = _Stamp.of(self.system.fstat(fd))
+
+    def delete(self) -> None:
+        """It may be gone already.
+
+        Raises:
+            StoreError: The system refuses.
+        """
+        with self._reported("delete"), contextlib.suppress(FileNotFoundError):
+            self.system.unlink(self.path)
+
+    def changed(self, how: str) -> StoreError:
+        """What to raise where somebody else has written to it."""
+        return StoreError(
+            f"{self.path}, which holds {self.key!r} ({self.nbytes} bytes), was changed behind our "
+            f"back: {how}. Its value is lost; resume from a checkpoint, and keep others out of "
+            "that folder",
+            key=self.key,
+            path=self.path,
+            nbytes=self.nbytes,
+        )
+
+    def _fill(self, fd: int, room: int) -> None:
+        try:
+            self.system.fallocate(fd, 0, room)
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise
+            self.system.truncate(fd, room)  # such a file system can only fail later
+
+    @contextlib.contextmanager
+    def _reported(self, verb: str) -> Iterator[None]:
+        """What the system refuses is said with the key, the path and the bytes."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(
+                f"cannot {verb} {self.key!r} ({self.nbytes} bytes) at {self.path}: "
+                f"{with_remedy(error)}",
+                key=self.key,
+                path=self.path,
+                nbytes=self.nbytes,
+                errno=error.errno,
+            ) from error
+
+
+def with_remedy(error: OSError) -> str:
+    """What the system says, and what to do where that is known."""
+    remedy = REMEDIES.get(error.errno or 0, "")
+    text = error.strerror or str(error)
+    return f"{text}; {remedy}" if remedy else text

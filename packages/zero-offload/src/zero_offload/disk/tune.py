@@ -1,0 +1,150 @@
+"""Measuring a disk for a few seconds, to choose how to use it."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from attrs import define, evolve, field
+from torch import Tensor
+
+from zero_offload.errors import StoreError
+from zero_offload.memory.arena import HostArena
+
+from .folder import SYSTEM, JobFolder
+from .settings import DiskSettings
+from .transport import (
+    AbstractTransport,
+    Direct,
+    Transfer,
+    choose_transport,
+    io_library,
+    probe_direct,
+)
+
+_BLOCKS: Final = tuple(kib * 1024 for kib in (512, 1024, 4096, 8192))
+_DEPTHS: Final = (2, 4, 8, 16)
+_MOST_BYTES: Final = 256 * 2**20
+
+
+@define(eq=False)
+class _Candidate:
+    settings: DiskSettings
+    transport: AbstractTransport
+    write_s: list[float] = field(factory=list)
+    read_s: list[float] = field(factory=list)
+
+    @property
+    def pair_s(self) -> float:
+        """To write and read once: what a swap costs."""
+        return statistics.median(self.write_s) + statistics.median(self.read_s)
+
+
+def tune(path: str | os.PathLike[str], *, seconds: float = 8.0) -> DiskSettings:
+    """Measure ways of using the disk under `path`, print them, and return the best.
+
+    Writes and reads one file of up to 256 MiB in a private folder there, which is removed; holds
+    as much host memory. The best has the least time to write and read once. Block size, queue depth
+    and io_uring or threads are tried, in turns, so that a disturbance hits all alike; each at least
+    once, also where that takes longer. Blocks.
+
+    Args:
+        path: An existing folder on the disk to use.
+        seconds: How long to measure, about.
+
+    Raises:
+        StoreError: The folder is missing or cannot be written to, or has not enough room.
+    """
+    folder = JobFolder(Path(path))
+    candidates: list[_Candidate] = []
+    file = str(folder.path / "measured")
+    try:
+        direct = probe_direct(folder.path, SYSTEM)
+        free = os.statvfs(folder.path)
+        nbytes = min(_MOST_BYTES, free.f_bavail * free.f_frsize // 4) // max(_BLOCKS) * max(_BLOCKS)
+        if not nbytes:
+            raise StoreError(f"{path} has no room to measure in; free some", path=str(path))
+        memory = HostArena("tune", is_pinned=False).allocate(nbytes)
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | direct.flag, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            candidates = _candidates(direct)
+            # The first write of a file finds its blocks; swapping writes them again and again.
+            _time(candidates[0], fd, memory, direct, writes=True)
+            stop = time.perf_counter() + seconds
+            for count, candidate in enumerate(itertools.cycle(candidates)):
+                if count >= len(candidates) and time.perf_counter() > stop:
+                    break
+                candidate.write_s.append(_time(candidate, fd, memory, direct, writes=True))
+                candidate.read_s.append(_time(candidate, fd, memory, direct, writes=False))
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(
+            f"cannot measure in {path}: {error.strerror}", path=str(path), errno=error.errno
+        ) from error
+    finally:
+        for candidate in candidates:
+            candidate.transport.close()
+        folder.close()
+    candidates.sort(key=lambda each: each.pair_s)
+    print(_table(candidates, nbytes, direct))
+    return candidates[0].settings
+
+
+def _candidates(direct: Direct) -> list[_Candidate]:
+    library, reason = io_library()
+    found = []
+    for block_bytes, depth in itertools.product(_BLOCKS, _DEPTHS):
+        asked = DiskSettings(block_bytes=block_bytes, queue_depth=depth, num_workers=1)
+        for uses_uring in (True, False):
+            settings = evolve(asked, uses_uring=uses_uring)
+            transport, why = choose_transport(settings, direct.align_bytes, library, reason, SYSTEM)
+            if uses_uring and why:  # then it would be the threads twice
+                transport.close()
+                continue
+            found.append(_Candidate(evolve(settings, num_workers=2), transport))
+    return found
+
+
+def _time(candidate: _Candidate, fd: int, memory: Tensor, direct: Direct, *, writes: bool) -> float:
+    if direct.align_bytes == 1 and not writes:  # else the page cache would be measured
+        os.posix_fadvise(fd, 0, memory.nbytes, os.POSIX_FADV_DONTNEED)
+    start = time.perf_counter()
+    transfer = Transfer(fd, writes, memory.data_ptr(), memory.nbytes, align=direct.align_bytes)
+    candidate.transport.move(transfer)
+    if direct.align_bytes == 1 and writes:
+        os.fdatasync(fd)
+    return time.perf_counter() - start
+
+
+def _table(candidates: Sequence[_Candidate], nbytes: int, direct: Direct) -> str:
+    """The best first."""
+    header = ("transport", "block KiB", "queue depth", "write GB/s", "read GB/s")
+    rows = [
+        (
+            "io_uring" if each.settings.uses_uring else "threads",
+            str(each.settings.block_bytes // 1024),
+            str(each.settings.queue_depth),
+            f"{nbytes / statistics.median(each.write_s) / 1e9:.2f}",
+            f"{nbytes / statistics.median(each.read_s) / 1e9:.2f}",
+        )
+        for each in candidates
+    ]
+    note = direct.reason or f"O_DIRECT in units of {direct.align_bytes} bytes"
+    title = f"one file of {nbytes // 2**20} MiB; {note}; the best first"
+    if importlib.util.find_spec("tabulate") is not None:
+        from tabulate import tabulate  # noqa: PLC0415 (optional)
+
+        return f"{title}\n{tabulate(rows, headers=header, disable_numparse=True)}"
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)) for row in (header, *rows))
+    return "\n".join([title, *lines])

@@ -1,0 +1,153 @@
+"""Host memory at exact size: page-aligned, page-locked where there is a GPU, in one budget."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, final
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from zero_offload.errors import BudgetError
+
+from .budget import PROCESS_BUDGET, HostBudget
+from .numa import nodes_of_process, spread
+
+PAGE_BYTES: Final = mmap.PAGESIZE
+_HUGE_BYTES: Final = 2 * 2**20
+_MADV_HUGEPAGE: Final = 14
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+_PORTABLE: Final = 1  # cudaHostRegisterPortable: page-locked for every device
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+@final
+@define(eq=False)
+class HostArena:
+    """Hands out host memory as tensors, each a mapping of its own rounded up to a page.
+
+    The memory lives until the last tensor that views it dies, and is then given back to the system
+    and to the budget. It starts on a page, as O_DIRECT, vector code and page-locking like it, is
+    zero, and is *there* when `allocate` returns: each page has been touched, so that a machine
+    that is full says so then, and not by ending the process later. Pages are huge where the kernel
+    grants that. With more than one memory node under this process its pages alternate between them.
+
+    Args:
+        name: Who holds the memory, in the breakdown of a refusal.
+        is_pinned: Page-lock with CUDA where torch sees a device; plain memory where not.
+        budget: What the bytes are counted in; one for the process unless said otherwise.
+    """
+
+    name: str = "arena"
+    is_pinned: bool = True
+    budget: HostBudget = field(default=PROCESS_BUDGET, repr=False)
+    pin_reason: str = field(default="", init=False)
+    """Why memory is not page-locked; empty where it is, or nothing has been allocated yet."""
+    spread_reason: str = field(default="", init=False)
+    """Why pages do not alternate between several nodes; empty where they do, or there is one."""
+
+    def allocate(
+        self, numel: int, *, dtype: torch.dtype = torch.uint8, name: str | None = None
+    ) -> Tensor:
+        """Memory for `numel` elements: 1-D, zero, on the CPU. Local; blocks while it is touched.
+
+        Args:
+            numel: 0 gives an empty tensor, which holds nothing.
+            dtype: Of the elements.
+            name: Who holds it, if not the arena's name.
+
+        Raises:
+            BudgetError: The budget or the machine does not have it; with who holds what.
+        """
+        if numel < 0:
+            raise ValueError(f"numel must be 0 or more, got {numel}")
+        nbytes = numel * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(0, dtype=dtype)
+        holder = self.name if name is None else name
+        mapped_bytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        with self.budget.taking(holder, mapped_bytes):
+            address, self.spread_reason = _map(mapped_bytes, holder)
+        unpin = self._pin(address, mapped_bytes)
+        owner = (ctypes.c_char * nbytes).from_address(address)
+        # The tensor's storage holds the owner; the process's end frees everything anyway, and doing
+        # it earlier would take memory away from under tensors that outlive us.
+        end: Any = weakref.finalize(
+            owner, _release, address, mapped_bytes, unpin, self.budget, holder
+        )
+        end.atexit = False
+        return torch.frombuffer(owner, dtype=dtype)
+
+    def _pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
+        """Page-lock; returns what undoes it, or None and the reason in `pin_reason`."""
+        if not self.is_pinned:
+            self.pin_reason = "is_pinned is False"
+            return None
+        if not torch.cuda.is_available():
+            self.pin_reason = "torch sees no CUDA device"
+            return None
+        cudart: Any = torch.cuda.cudart()
+        status = cudart.cudaHostRegister(address, nbytes, _PORTABLE)
+        if int(status) != 0:
+            text = cudart.cudaGetErrorString(status)
+            self.pin_reason = f"cudaHostRegister of {nbytes} bytes: {text}"
+            # CUDA keeps the error until someone asks, and then blames the next kernel for it.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+            return None
+        self.pin_reason = ""
+
+        def unpin() -> None:
+            torch.cuda.synchronize()  # a copy may still be under way
+            cudart.cudaHostUnregister(address)
+
+        return unpin
+
+
+def _map(nbytes: int, holder: str) -> tuple[int, str]:
+    """Anonymous memory with every page touched, and why it is not spread over nodes."""
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = _libc.mmap(None, nbytes, protection, kind, -1, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        why = os.strerror(ctypes.get_errno())
+        raise BudgetError(
+            f"{holder!r} asks for {nbytes} bytes of host memory, and the system refuses to map "
+            f"them: {why}. Look at `ulimit -v` and vm.overcommit_memory.",
+            nbytes=nbytes,
+        )
+    reason = spread(address, nbytes, nodes_of_process())
+    if nbytes >= _HUGE_BYTES:
+        _libc.madvise(address, nbytes, _MADV_HUGEPAGE)  # advice: refused, all still works
+    if _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE):
+        if ctypes.get_errno() != errno.EINVAL:  # that: a kernel before 5.14
+            why = os.strerror(ctypes.get_errno())
+            _libc.munmap(address, nbytes)
+            raise BudgetError(
+                f"{holder!r} asks for {nbytes} bytes of host memory, and the system ran out while "
+                f"providing them: {why}. Other processes hold the rest.",
+                nbytes=nbytes,
+            )
+        ctypes.memset(address, 0, nbytes)
+    return address, reason
+
+
+def _release(
+    address: int, nbytes: int, unpin: Callable[[], None] | None, budget: HostBudget, holder: str
+) -> None:
+    if unpin is not None:
+        unpin()
+    _libc.munmap(address, nbytes)
+    budget.give_back(holder, nbytes)

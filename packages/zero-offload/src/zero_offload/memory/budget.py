@@ -1,0 +1,189 @@
+"""One budget for the host memory of a process: who holds what, and no more than there is."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, final
+
+from attrs import define, field, frozen
+
+from zero_offload.errors import BudgetError
+
+_UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
+
+
+@frozen
+class Available:
+    """Bytes that may be taken, and who sets that limit."""
+
+    nbytes: int
+    source: str
+
+
+def available_memory(root: Path = Path("/")) -> Available:
+    """The least that the machine and any control group above this process leave.
+
+    Memory that the kernel can drop at once (the page cache) counts as available. Linux; where
+    nothing can be read, everything is taken to be available.
+    """
+    found = [*_of_machine(root), *_of_groups(root)]
+    return min(found, key=lambda each: each.nbytes, default=Available(_UNLIMITED, "unknown"))
+
+
+def _of_machine(root: Path) -> list[Available]:
+    path = root / "proc/meminfo"
+    return [
+        Available(int(line.split()[1]) * 1024, "MemAvailable")
+        for line in _lines(path)
+        if line.startswith("MemAvailable:")
+    ]
+
+
+def _of_groups(root: Path) -> list[Available]:
+    found = []
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            for mount in ("sys/fs/cgroup", "sys/fs/cgroup/unified"):
+                names = ("memory.max", "memory.current", "inactive_file")
+                found += _upwards(root / mount, group, *names)
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            found += _upwards(root / "sys/fs/cgroup/memory", group, *names)
+    return found
+
+
+def _upwards(mount: Path, group: str, limit: str, usage: str, droppable: str) -> list[Available]:
+    """Of a group and those around it; within a container the mount is the group itself."""
+    found = []
+    folder = mount / group.strip("/")
+    while True:
+        most, taken = _number(folder / limit), _number(folder / usage)
+        if most is not None and taken is not None and most < _UNLIMITED:
+            rest = max(0, most - taken + _statistic(folder / "memory.stat", droppable))
+            found.append(Available(rest, f"control group limit {folder / limit}"))
+        if folder == mount:
+            return found
+        folder = folder.parent
+
+
+def _statistic(path: Path, name: str) -> int:
+    return sum(int(line.split()[1]) for line in _lines(path) if line.startswith(f"{name} "))
+
+
+def _number(path: Path) -> int | None:
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None  # "max" is no limit
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+# ---- One budget for the host memory of a process: who holds what, and no more than there is ----
+
+
+# What is left to the rest of the process and the machine: their next allocation must not be the one
+# that wakes the kernel's out-of-memory killer.
+_MARGIN_BYTES: Final = 128 * 2**20
+
+
+@final
+@define(eq=False)
+class HostBudget:
+    """Counts the bytes of host memory by name. Safe to use from several threads.
+
+    Args:
+        limit_bytes: What all names may hold together; None: what the machine has.
+        available: Measures what the machine and the control groups leave.
+    """
+
+    limit_bytes: int | None = None
+    available: Callable[[], Available] = available_memory
+    _held: Counter[str] = field(factory=Counter, init=False)
+    _untouched_bytes: int = field(default=0, init=False)  # taken, and still free to the kernel
+    _lock: threading.RLock = field(factory=threading.RLock, init=False)  # finalizers may nest
+
+    @contextmanager
+    def taking(self, name: str, nbytes: int) -> Iterator[None]:
+        """Count `nbytes` more for `name`; the block makes them resident, or raises and holds none.
+
+        Raises:
+            BudgetError: They are not there; the block is not entered.
+        """
+        self._take(name, nbytes)
+        try:
+            yield
+        except BaseException:
+            self.give_back(name, nbytes)
+            raise
+        finally:
+            with self._lock:
+                self._untouched_bytes -= nbytes
+
+    def _take(self, name: str, nbytes: int) -> None:
+        with self._lock:
+            total = self._held.total()
+            if self.limit_bytes is not None and total + nbytes > self.limit_bytes:
+                rest = max(0, self.limit_bytes - total)
+                raise self._refusal(name, nbytes, rest, f"the budget of {_bytes(self.limit_bytes)}")
+            machine = self.available()
+            rest = max(0, machine.nbytes - self._untouched_bytes - _MARGIN_BYTES)
+            if nbytes > rest:
+                raise self._refusal(name, nbytes, rest, f"this machine ({machine.source})")
+            self._held[name] += nbytes
+            self._untouched_bytes += nbytes
+
+    def give_back(self, name: str, nbytes: int) -> None:
+        """Count `nbytes` fewer for `name`."""
+        with self._lock:
+            self._held[name] -= nbytes
+            if not self._held[name]:
+                del self._held[name]
+
+    def held(self) -> dict[str, int]:
+        """Bytes by name, the largest first."""
+        with self._lock:
+            return dict(Counter(dict(self._held)).most_common())
+
+    def _refusal(self, name: str, nbytes: int, rest: int, who: str) -> BudgetError:
+        held = self.held()
+        lines = "".join(f"\n  {_bytes(each)}  {holder}" for holder, each in held.items())
+        return BudgetError(
+            f"{name!r} asks for {_bytes(nbytes)} of host memory, and {who} has {_bytes(rest)} "
+            f"left. Held by this process: {_bytes(sum(held.values()))}{lines}\nRest more on disk "
+            "(DiskStore), hold fewer or smaller buffers, or raise it with set_host_budget().",
+            nbytes=nbytes,
+            held=held,
+        )
+
+
+PROCESS_BUDGET: Final = HostBudget()
+
+
+def set_host_budget(limit_bytes: int | None) -> None:
+    """Limit what all arenas of this process may hold together, in bytes; None: what there is.
+
+    What is held already stays, even if it is more.
+    """
+    if limit_bytes is not None and limit_bytes < 0:
+        raise ValueError(
+            f"a budget is a number of bytes >= 0, or None for no limit; got {limit_bytes}"
+        )
+    PROCESS_BUDGET.limit_bytes = limit_bytes
+
+
+def host_memory() -> dict[str, int]:
+    """Bytes of host memory that each name holds in this process, the largest first."""
+    return PROCESS_BUDGET.held()
+
+
+def _bytes(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB ({nbytes} bytes)"

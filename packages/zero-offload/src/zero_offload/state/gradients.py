@@ -1,0 +1,215 @@
+"""Gradients that leave the device while backward goes on."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from zero_offload.errors import DepartedGradientError, UnsupportedTensorError
+from zero_offload.memory.arena import HostArena
+from zero_offload.torch_private import as_subclass_sharing_memory, plain_call
+
+from .subgroups import align_up
+
+
+@final
+class DepartedGradient(Tensor):
+    """A guard: it has the gradient's shape, dtype and device, and no values.
+
+    So torch's `clip_grad_norm_(model.parameters())` stops with a message where it would otherwise
+    find no gradients and do nothing; and whoever sets `param.grad = None` drops the gradient.
+    """
+
+    @classmethod
+    def of(cls, param: Tensor) -> DepartedGradient:
+        """For a parameter; costs one element."""
+        element = torch.zeros((), dtype=param.dtype, device=param.device)
+        return as_subclass_sharing_memory(cls, element.expand(param.shape))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer questions about form; refuse everything that would read or write values."""
+        is_attribute = getattr(func, "__name__", "") == "__get__"
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if (is_attribute and attribute not in _VALUES) or func in _FORM:
+            return plain_call(func, args, kwargs or {})
+        raise DepartedGradientError(
+            f"{getattr(func, '__name__', func)} was called on a gradient that has left its device "
+            f"for the host, where OffloadedOptimizer steps. To clip, call the optimizer's own "
+            f"clip_grad_norm_(max_norm); to drop it, zero_grad(). GradScaler, and what else reads "
+            f"gradients, needs OffloadedOptimizer(..., grads='device')"
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"DepartedGradient(shape={tuple(self.shape)}: the gradient is on the host)"
+
+
+_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes that give the elements away
+_FORM = {
+    Tensor.dim,
+    Tensor.size,
+    Tensor.numel,
+    Tensor.stride,
+    Tensor.element_size,
+    Tensor.is_contiguous,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.__hash__,
+}
+
+
+# ---- Gradients that leave the device while backward goes on ----
+
+
+@frozen(eq=False)
+class _Arrival:
+    """A copy under way. `adds_to` is where it is to be added once it is here."""
+
+    event: Any
+    source: Tensor
+    copy: Tensor
+    adds_to: Tensor | None
+
+
+@final
+@define(eq=False)
+class GradientStream:
+    """Copies each gradient to the host when backward has made it, and drops it on the device.
+
+    A guard takes its place in `param.grad`, and says that it is there: whoever sets that to None
+    drops the gradient. Further backwards are added on the host, in the gradient's dtype and order,
+    as autograd would have.
+
+    Args:
+        arena: Whose memory gradients lie in.
+    """
+
+    arena: HostArena
+    _grads: dict[Tensor, Tensor] = field(factory=dict, init=False)  # by parameter, on the host
+    _adding: set[Tensor] = field(factory=set, init=False)  # while autograd accumulates
+    _under_way: deque[_Arrival] = field(factory=deque, init=False)
+    _staging: list[Tensor] = field(factory=list, init=False)  # for what is to be added
+    _num_staged: int = field(default=0, init=False)
+    _hooks: list[Any] = field(factory=list, init=False)
+    _streams: dict[torch.device, Any] = field(factory=dict, init=False)
+
+    def add(self, leaving: Sequence[Tensor]) -> None:
+        """Take memory for gradients of parameters, and install hooks that bring them here.
+
+        Raises:
+            BudgetError: The host has not so much.
+        """
+        memory = self.arena.allocate(bytes_of(leaving), name="gradients")
+        start = 0
+        for param in leaving:
+            stop = start + param.numel() * param.element_size()
+            self._grads[param] = memory[start:stop].view(param.dtype).view(param.shape)
+            self._hooks.append(param.register_hook(partial(self._make_room, weakref.ref(param))))
+            self._hooks.append(param.register_post_accumulate_grad_hook(self._take))
+            start = align_up(stop)
+
+    def grad_of(self, param: Tensor) -> Tensor | None:
+        """What the next step uses: what has left and is here, else `param.grad`."""
+        return self._grads[param] if isinstance(param.grad, DepartedGradient) else param.grad
+
+    def clear(self) -> None:
+        """Drop what has arrived."""
+        self.finish()
+        for param in self._grads:
+            if isinstance(param.grad, DepartedGradient):
+                param.grad = None
+
+    def finish(self) -> None:
+        """Block until all that is under way is here and added."""
+        while self._under_way:
+            self._land()
+
+    def close(self) -> None:
+        """Remove the hooks and release the memory."""
+        self.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._grads, self._staging = [], {}, []
+
+    def _make_room(self, reference: weakref.ref[Tensor], grad: Tensor) -> None:
+        """Before autograd accumulates: it would add to the guard."""
+        del grad
+        param = reference()
+        assert param is not None, "its gradient has just been computed"
+        if isinstance(param.grad, DepartedGradient):
+            param.grad = None
+            self._adding.add(param)
+        else:
+            self._adding.discard(param)
+
+    def _take(self, param: Tensor) -> None:
+        grad = param.grad
+        if grad is None:
+            return
+        check_dense(param, grad)
+        host = self._grads[param]
+        adds = param in self._adding
+        copy = self._staged(host) if adds else host
+        event = self._copy(copy, grad.detach())
+        self._under_way.append(_Arrival(event, grad, copy, host if adds else None))
+        self._adding.discard(param)
+        param.grad = DepartedGradient.of(param)
+
+    def _staged(self, like: Tensor) -> Tensor:
+        """One of two buffers, free again."""
+        while sum(each.adds_to is not None for each in self._under_way) > 1:
+            self._land()
+        nbytes, at = like.nbytes, self._num_staged % 2
+        if not self._staging:
+            largest = max(grad.nbytes for grad in self._grads.values())
+            self._staging = [self.arena.allocate(largest, name="accumulation") for _ in range(2)]
+        self._num_staged += 1
+        return self._staging[at][:nbytes].view(like.dtype).view(like.shape)
+
+    def _copy(self, copy: Tensor, grad: Tensor) -> Any:
+        if grad.is_cpu:
+            copy.copy_(grad)
+            return None
+        stream = self._streams.setdefault(grad.device, None) or torch.cuda.Stream(grad.device)
+        self._streams[grad.device] = stream
+        stream.wait_stream(torch.cuda.current_stream(grad.device))
+        with torch.cuda.stream(stream):
+            copy.copy_(grad, non_blocking=True)
+            grad.record_stream(stream)  # its memory is not used again before the copy is done
+            event = torch.cuda.Event()
+            event.record(stream)
+        return event
+
+    def _land(self) -> None:
+        arrival = self._under_way.popleft()
+        if arrival.event is not None:
+            arrival.event.synchronize()
+        if arrival.adds_to is not None:
+            arrival.adds_to.add_(arrival.copy)
+
+
+def bytes_of(params: Iterable[Tensor]) -> int:
+    """Of gradients that lie end to end, each starting on a cache line."""
+    return sum(align_up(param.numel() * param.element_size()) for param in params)
+
+
+def check_dense(param: Tensor, grad: Tensor) -> None:
+    """Raise for a gradient that has no plain memory.
+
+    Raises:
+        UnsupportedTensorError: It is sparse.
+    """
+    if grad.layout is not torch.strided:
+        raise UnsupportedTensorError(
+            f"gradient of a parameter of shape {tuple(param.shape)}: expected a dense tensor, got "
+            f"{grad.layout}; use sparse=False in the embedding"
+        )

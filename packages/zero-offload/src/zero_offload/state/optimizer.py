@@ -1,0 +1,363 @@
+"""Any optimizer of torch, with its state on the host or on disk."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, NoReturn, final
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_offload.adam.norm import total_norm
+from zero_offload.adam.parallel import Team
+from zero_offload.disk.disk_store import DiskStore
+from zero_offload.disk.store import AbstractStore
+from zero_offload.errors import OffloadError
+
+from .footprint import Footprint
+from .gradients import check_dense
+from .offloaded_state import OffloadedState
+from .stepper import Stepper
+from .subgroups import Shares, check_sizes
+
+
+@final
+@frozen(eq=False)
+class StateView(Mapping[Tensor, dict[str, Any]]):
+    """`optimizer.state`: copies on the CPU, made at each access. To write: `write_state`."""
+
+    _reference: weakref.ref[OffloadedOptimizer] = field(converter=weakref.ref)
+
+    @property
+    def optimizer(self) -> OffloadedOptimizer:
+        """Whose state it is; held weakly, or its memory would wait for the garbage collector."""
+        optimizer = self._reference()
+        if optimizer is None:
+            raise ReferenceError("the optimizer of this state is gone; keep the optimizer")
+        return optimizer
+
+    def __getitem__(self, param: Tensor) -> dict[str, Any]:
+        """A copy of a parameter's state."""
+        if not any(param is each for each in self.optimizer.started()):
+            raise KeyError(f"a parameter of shape {tuple(param.shape)} without state")
+        return self.optimizer.read_state([param])[param]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Parameters that have state."""
+        return iter(self.optimizer.started())
+
+    def __len__(self) -> int:
+        """How many have."""
+        return len(self.optimizer.started())
+
+    def items(self) -> ItemsView[Tensor, dict[str, Any]]:
+        """All of it, each sub-group read once."""
+        return self.optimizer.read_state(self.optimizer.started()).items()
+
+
+# ---- Any optimizer of torch, with its state on the host or on disk ----
+
+
+@final
+class OffloadedOptimizer(Optimizer):
+    """An optimizer whose state rests on the host or on disk, and which is stepped there.
+
+        optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4,
+                                       state="disk", path="/local/nvme")
+
+    Everything else of the training loop stays as it is. Parameters stay where they are, on the
+    host or on a device; sub-groups of them are stepped one after the other while the state of the
+    next is read and that of the last is written. Adam, AdamW and Adagrad of torch are stepped by
+    `CPUAdam` and `CPUAdagrad`; other optimizers as they are, on the host, each sub-group by an
+    instance of its own: one whose parameters depend on each other's is not for this. 16-bit
+    parameters have fp32 masters in the state. Results do not depend on where the state rests.
+
+    `step()`, `zero_grad()`, param groups, schedulers, hooks and `torch.amp.GradScaler` are as for
+    any optimizer of torch. State dicts are torch's of that class, in both directions; `state` is a
+    view that reads. Local; not thread-safe.
+
+    Gradients of parameters on a device go to the host during backward. What `param.grad` has then
+    raises when it is used: clip with `clip_grad_norm_` below. With `grads="device"` they stay in
+    `param.grad` until the step, as GradScaler needs.
+
+    Args:
+        params: Parameters or groups, as torch takes them.
+        optimizer: A class of torch.optim, or like one, that steps each parameter by itself.
+        state: Where state rests: "host" or "disk".
+        grads: Where gradients of parameters on a device wait for the step: "host" or "device".
+        fraction: Shares of the state's bytes that rest elsewhere: {"device": 0.2, "host": 0.3}
+            leaves half for `state`. Dealt in the order of parameters.
+        path: With state="disk", a folder on the disk to use.
+        store: In place of `path`: any store, which stays the caller's to close.
+        subgroup_bytes: Most state that is read, stepped and written together. With the disk, three
+            times this is held in memory.
+        small_bytes: A sub-group with less state stays in memory.
+        budget_bytes: Most host memory to hold; None: what the process's budget allows.
+        arguments: Of the optimizer: lr and so on.
+
+    Raises:
+        UnsupportedOptimizerError: The class needs all parameters at once.
+        BudgetError: The host has not the memory, or may not have it; with who holds what.
+        StoreError: The disk has no room, or there is no such folder.
+        ValueError: An argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: type[Optimizer],
+        *,
+        state: Literal["host", "disk"] = "host",
+        grads: Literal["host", "device"] = "host",
+        fraction: Mapping[str, float] | None = None,
+        path: str | Path | None = None,
+        store: AbstractStore | None = None,
+        subgroup_bytes: int = 64 * 2**20,
+        small_bytes: int = 2**20,
+        budget_bytes: int | None = None,
+        **arguments: Any,
+    ) -> None:
+        shares = Shares.of(state, fraction or {})
+        check_sizes(subgroup_bytes, small_bytes)
+        if grads not in ("host", "device"):
+            raise ValueError(f"grads={grads!r}: expected 'host' or 'device'")
+        if (state == "disk") != ((path is None) != (store is None)):
+            raise ValueError(
+                f"state={state!r}, path={path!r}, store={store!r}: state='disk' takes one of path "
+                f"and store, state='host' none"
+            )
+        stepper = Stepper.choose(optimizer, arguments)
+        self._offloaded: OffloadedState | None = None
+        self._clip = 1.0
+        self._team = Team()
+        super().__init__(params, stepper.defaults)
+        self.state = StateView(self)  # type: ignore[assignment]
+        self._step_supports_amp_scaling = True
+        self._own_store = DiskStore(Path(path)) if path is not None else None
+        self._offloaded = OffloadedState(
+            stepper,
+            shares,
+            self._own_store or store,
+            grads_leave=grads == "host",
+            subgroup_bytes=subgroup_bytes,
+            small_bytes=small_bytes,
+            budget_bytes=budget_bytes,
+        )
+        try:
+            self._plan(p for group in self.param_groups for p in group["params"] if p.requires_grad)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def footprint(self) -> Footprint:
+        """What this holds, and where."""
+        return self._parts.footprint
+
+    # ---- Stepping ----
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient. Local, blocking.
+
+        Args:
+            closure: Computes the loss again, as for any optimizer of torch; called once.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            StoreError: The first read failed; nothing was stepped, and the step can be tried again.
+            TornStepError: A later read or write failed, or a sub-group's step did. Parameters and
+                state are of two different steps: load a state dict, and the model's.
+            UnsupportedTensorError: A gradient is sparse; nothing was stepped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parts = self._usable("step()")
+        parts.gradients.finish()
+        clip, self._clip = self._clip, 1.0
+        found_inf = getattr(self, "found_inf", None)  # GradScaler sets both for the time of a step
+        if found_inf is not None and float(found_inf) != 0:
+            return loss
+        scale = getattr(self, "grad_scale", None)
+        factor = clip if scale is None else clip / float(scale)
+        grads = self._grads()
+        self._plan(param for param in grads if not parts.is_planned(param))
+
+        parts.step(self.param_groups, grads, factor=factor)
+        parts.settle()
+        return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` of all parameters; the next step does the scaling.
+
+        So gradients are read once, and not written. With a GradScaler, call its `unscale_` before.
+
+        Returns:
+            The norm before clipping: an fp32 tensor of no dimension on the CPU.
+
+        Raises:
+            RuntimeError: The norm is not finite, and `error_if_nonfinite`.
+        """
+        parts = self._usable("clip_grad_norm_()")
+        parts.gradients.finish()
+        norm = total_norm(list(self._grads().values()), float(norm_type), self._team)
+        if error_if_nonfinite and not -float("inf") < norm < float("inf"):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {norm}, so they cannot "
+                f"be clipped; pass error_if_nonfinite=False to go on all the same"
+            )
+        coefficient = max_norm / (norm + 1e-6)
+        self._clip = coefficient if not coefficient >= 1 else 1.0  # nan goes on, as torch's does
+        return torch.tensor(norm, dtype=torch.float32)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that have left their device are dropped in either case."""
+        self._clip = 1.0
+        if self._offloaded is not None:
+            self._offloaded.gradients.clear()
+        super().zero_grad(set_to_none)
+
+    # ---- State ----
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, at any time; room is taken for it. On an error the group is not added."""
+        super().add_param_group(param_group)
+        if self._offloaded is not None:
+            try:
+                self._plan(p for p in self.param_groups[-1]["params"] if p.requires_grad)
+            except BaseException:
+                self.param_groups.pop()
+                raise
+
+    def started(self) -> list[Tensor]:
+        """Parameters that have state, in order."""
+        return self._parts.started()
+
+    @torch.no_grad()
+    def read_state(self, params: Iterable[Tensor]) -> dict[Tensor, dict[str, Any]]:
+        """Copies, on the CPU, of the state of some parameters. Local, blocking.
+
+        Raises:
+            StoreError: A read failed; all is as it was.
+        """
+        return self._parts.read(params)
+
+    @torch.no_grad()
+    def write_state(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Put the state of some parameters in place of what there is. Local, blocking.
+
+        Args:
+            states: By parameter; entries as `state` gives them, of any dtype. {} removes.
+
+        Raises:
+            TornStepError: A read or write failed, and some states are replaced.
+        """
+        parts = self._usable("writing state")
+        self._plan(param for param in states if not parts.is_planned(param))
+        parts.write(states)
+        parts.settle()
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Set masters from parameters that something else has written, such as loading. Local."""
+        parts = self._parts
+        parts.refresh()
+        parts.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's of that class; tensors are copies on the CPU, all in memory at once."""
+        self._usable("state_dict()")
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this or the plain optimizer saved. Local, blocking.
+
+        Entries take the dtypes in which they are kept here. Masters that were not saved are made
+        from the parameters: load those first. After a torn step this makes the optimizer usable
+        again.
+        """
+        self._parts  # noqa: B018 - raises if closed
+        final: list[dict[str, Any]] = [state_dict]
+
+        def see(optimizer: Optimizer, seen: dict[str, Any]) -> dict[str, Any]:
+            del optimizer
+            final[0] = seen
+            return {**seen, "state": {}}  # which torch would bring to the parameters' devices
+
+        handle = self.register_load_state_dict_pre_hook(see)  # the last: sees what others made
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        ids = chain.from_iterable(group["params"] for group in final[0]["param_groups"])
+        params = [param for group in self.param_groups for param in group["params"]]
+        saved = final[0]["state"]
+        states = {p: saved.get(i, {}) for i, p in zip(ids, params, strict=True)}
+        known = {p: entries for p, entries in states.items() if entries or p.requires_grad}
+        self._parts.mend()
+        self.write_state(known)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.param_groups = state["param_groups"]
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def __getstate__(self) -> NoReturn:
+        raise OffloadError(
+            "an OffloadedOptimizer cannot be pickled or copied: its state may be on disk. Save "
+            "state_dict(), and load it into another one"
+        )
+
+    def close(self) -> None:
+        """Remove the hooks, release the memory and what is on disk. Again: nothing happens."""
+        parts, self._offloaded = self._offloaded, None
+        if parts is not None:
+            parts.close(keeps_store=self._own_store is None)
+        if self._own_store is not None:
+            self._own_store.close()
+
+    # ---- Within ----
+
+    @property
+    def _parts(self) -> OffloadedState:
+        if self._offloaded is None:
+            raise OffloadError("this OffloadedOptimizer is closed; make another one")
+        return self._offloaded
+
+    def _usable(self, what: str) -> OffloadedState:
+        parts = self._parts
+        parts.check(what)
+        return parts
+
+    def _grads(self) -> dict[Tensor, Tensor]:
+        """By parameter, of those that have one; checked."""
+        grads = {}
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            grad = self._parts.gradients.grad_of(param)
+            if grad is not None:
+                check_dense(param, grad)
+                grads[param] = grad
+        return grads
+
+    def _plan(self, params: Iterable[Tensor]) -> None:
+        """Take room for parameters that have none yet."""
+        positions = {
+            param: position
+            for position, group in enumerate(self.param_groups)
+            for param in group["params"]
+        }
+        self._parts.add({p: positions[p] for p in params}, self.param_groups)

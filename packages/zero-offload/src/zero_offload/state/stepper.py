@@ -1,0 +1,194 @@
+"""Which optimizer steps a sub-group, what its state consists of, and which are refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from attrs import field, frozen
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_offload.adam.batches import MASTER
+from zero_offload.adam.cpu_optimizer import AbstractCPUOptimizer
+from zero_offload.adam.cpu_optimizers import CPUAdagrad, CPUAdam
+from zero_offload.errors import UnsupportedOptimizerError
+
+from .subgroups import Entry
+
+NATIVE: Final[Mapping[type[Optimizer], type[AbstractCPUOptimizer]]] = {
+    torch.optim.Adam: CPUAdam,
+    torch.optim.AdamW: CPUAdam,
+    torch.optim.Adagrad: CPUAdagrad,
+}
+_REFUSED: Final = {
+    ("capturable", True): "a graph of the device cannot hold a step on the host",
+    ("differentiable", True): "autograd does not see a step on the host",
+    ("keeps_last_step", True): "it would keep all of the state in memory",
+    ("rounding", "stochastic"): "its random bits would depend on how sub-groups are cut",
+}
+_TENSORS: Final = ("params", "param_names")
+# Of the parameters that are tried; what a state holds besides is rarely of so many elements.
+_SIDES: Final = (61, 5, 7, 2, 2, 2, 2, 2)
+
+
+@frozen
+class Stepper:
+    """An optimizer, and what steps in its place on the host.
+
+    Attributes:
+        template: Of the user's class and settings; its own parameters do not matter.
+        used: The native optimizer of the same formula, or the user's class as it is. Native ones
+            round once an element and keep moments in fp32, so torch's own class steps what has 16
+            bits and no master, as it would where nothing rests elsewhere.
+        own_masters: Dtypes of the masters that the sub-group keeps, by that of the parameter. None:
+            fp32 ones where parameters have 16 bits and the optimizer keeps none itself.
+    """
+
+    template: Optimizer
+    used: type[Optimizer]
+    own_masters: Mapping[torch.dtype, torch.dtype] | None = field(default=None)
+
+    @classmethod
+    def choose(cls, asked: type[Optimizer], arguments: Mapping[str, Any]) -> Stepper:
+        """Look at a class and its arguments, without parameters.
+
+        Raises:
+            UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group, or not with one
+                of the arguments.
+            ValueError: The class refuses an argument.
+        """
+        _check(asked, arguments)
+        template = asked([_blank((1, 1), torch.float32)], **arguments)
+        return cls(template, NATIVE.get(asked, asked))
+
+    @classmethod
+    def like(
+        cls, optimizer: Optimizer, *, own_masters: Mapping[torch.dtype, torch.dtype]
+    ) -> Stepper:
+        """Look at an optimizer.
+
+        Raises:
+            UnsupportedOptimizerError: As for `choose`.
+        """
+        asked = type(optimizer)
+        _check(asked, optimizer.defaults)
+        return cls(optimizer, NATIVE.get(asked, asked), own_masters)
+
+    @property
+    def asked(self) -> type[Optimizer]:
+        """The user's class."""
+        return type(self.template)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What a param group has that sets nothing else."""
+        return dict(self.template.defaults)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether each element is stepped by itself, with masters, by kernels."""
+        return issubclass(self.used, AbstractCPUOptimizer)
+
+    def used_for(self, dtype: torch.dtype) -> type[Optimizer]:
+        """What steps parameters of this dtype on the host: `used`, or the user's class."""
+        is_plain = self.own_masters is not None and self.used is not self.asked
+        stepped = self.own_master(dtype, on_host=True) or dtype
+        return self.asked if is_plain and _is_narrow(stepped) else self.used
+
+    def make(self, groups: list[dict[str, Any]], *, dtype: torch.dtype, on_host: bool) -> Optimizer:
+        """An optimizer over pieces of parameters of this dtype, or of those stepped like it.
+
+        Its groups' numbers are set before each step.
+        """
+        used = self.used_for(dtype)
+        if on_host and used is not self.asked:
+            return used(groups)  # type: ignore[call-arg]  (the class has defaults of its own)
+        if not on_host and issubclass(self.asked, AbstractCPUOptimizer):
+            raise UnsupportedOptimizerError(
+                f"{self.asked.__name__} steps tensors of the CPU, and fraction leaves some of the "
+                f"state on the device; set fraction['device'] to 0, or use a class of torch.optim"
+            )
+        return _twin(self.template, groups)
+
+    def own_master(self, dtype: torch.dtype, *, on_host: bool) -> torch.dtype | None:
+        """Dtype of the master that the sub-group, not the optimizer, keeps of such a parameter."""
+        if self.own_masters is None:
+            keeps = _is_narrow(dtype) and not (self.is_native and on_host)
+            return torch.float32 if keeps else None
+        asked = self.own_masters.get(dtype)
+        return torch.float32 if asked is not None and self._is_optimizers(asked) else asked
+
+    def hides_master(self, dtype: torch.dtype) -> bool:
+        """Whether the optimizer, stepping such a parameter itself, would have no master of it."""
+        asked = (self.own_masters or {}).get(dtype)
+        return asked is not None and not self._is_optimizers(asked)
+
+    def _is_optimizers(self, asked: torch.dtype) -> bool:
+        return (
+            _is_narrow(asked) and self.is_native and getattr(self.template, "keeps_masters", False)
+        )
+
+    def entries(self, ndim: int, dtype: torch.dtype, group: dict[str, Any]) -> tuple[Entry, ...]:
+        """What the state of such a parameter consists of, as a step of a tiny one shows."""
+        masters: tuple[Entry, ...] = ()
+        of = dtype
+        if (own := self.own_master(dtype, on_host=True)) is not None:
+            masters, dtype = (Entry(MASTER, own),), own
+        param = _blank(_SIDES[:ndim], dtype)
+        param.grad = torch.zeros_like(param)
+        with torch.random.fork_rng(devices=[]):  # the user's numbers must not change for our trial
+            optimizer = self.make([{"params": [param]}], dtype=of, on_host=True)
+            set_numbers(optimizer.param_groups[0], group)
+            optimizer.step()
+        return masters + tuple(
+            Entry(name, value.dtype)
+            for name, value in optimizer.state[param].items()
+            if isinstance(value, Tensor) and value.numel() == param.numel() and name != "step"
+        )
+
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+
+
+def _check(asked: type[Optimizer], arguments: Mapping[str, Any]) -> None:
+    closure = inspect.signature(asked.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedOptimizerError(
+            f"{asked.__name__} evaluates the loss within its step, at points that depend on "
+            f"all parameters at once, so it cannot be stepped by sub-groups. Use it without "
+            f"offloading its state, or one that steps each parameter by itself"
+        )
+    for (name, value), reason in _REFUSED.items():
+        if name in arguments and arguments[name] == value:
+            raise UnsupportedOptimizerError(
+                f"{asked.__name__}({name}={value!r}) cannot be offloaded, as {reason}; leave it out"
+            )
+
+
+def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Another like it, over other parameters, without its state and hooks."""
+    made = type(optimizer).__new__(type(optimizer))
+    kept = optimizer.__getstate__()
+    own = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in kept and not name.startswith("_optimizer_") and not callable(value)
+    }
+    groups = [{**optimizer.defaults, **group} for group in groups]
+    vars(made).update(own)
+    made.__setstate__({**kept, "state": defaultdict(dict), "param_groups": groups})
+    return made
+
+
+def set_numbers(inner: dict[str, Any], outer: Mapping[str, Any]) -> None:
+    """Give a group of an inner optimizer the numbers that schedulers have set."""
+    inner.update({name: value for name, value in outer.items() if name not in _TENSORS})
+
+
+def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=dtype))

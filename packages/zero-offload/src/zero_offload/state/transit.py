@@ -1,0 +1,116 @@
+"""Between a device and the host during a step: copies through two buffers, in turns."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from zero_offload.memory.arena import HostArena
+
+from .subgroups import align_up
+
+
+@final
+@define(eq=False)
+class Transit:
+    """Host memory through which one sub-group's tensors pass while it is stepped.
+
+    Tensors of the CPU do not: they are stepped where they are, and no memory is taken. Copies are
+    asynchronous where memory is page-locked; on the device they follow the current stream.
+
+    Args:
+        arena: Whose memory it is.
+    """
+
+    arena: HostArena
+    _buffers: list[Tensor] = field(factory=list, init=False)
+    _events: list[Any] = field(factory=lambda: [None, None], init=False)
+    _turn: int = field(default=0, init=False)
+    _cursor: int = field(default=0, init=False)
+    _devices: set[torch.device] = field(factory=set, init=False)  # of what is under way
+
+    @property
+    def nbytes(self) -> int:
+        """Of both buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def reserve(self, nbytes: int) -> None:
+        """Take two buffers for at least `nbytes` each; see `room_of`.
+
+        Raises:
+            BudgetError: The host has not so much.
+        """
+        if nbytes > self.nbytes // 2:
+            self._buffers = []
+            self._buffers = [self.arena.allocate(nbytes, name="transit") for _ in range(2)]
+
+    def begin(self) -> None:
+        """Begin another sub-group, in the buffer whose copies are the older ones."""
+        self._turn = 1 - self._turn
+        self._cursor = 0
+        for event in self._events[self._turn] or ():
+            event.synchronize()
+        self._events[self._turn] = None
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Begin to copy a tensor to the host; one that is there already is given back itself."""
+        if is_here(tensor):
+            return tensor
+        copy = self._room(tensor).view(tensor.shape)
+        copy.copy_(tensor, non_blocking=True)
+        self._note(tensor.device)
+        return copy
+
+    def wait(self) -> None:
+        """Block until what was fetched is here."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).synchronize()
+        self._devices = set()
+
+    def send(self, source: Tensor, target: Tensor) -> None:
+        """Begin to copy `source`, which is on the host, to `target`."""
+        if is_here(target):
+            target.copy_(source)
+            return
+        if source.dtype is not target.dtype:  # converted here, half as much travels
+            source = self._room(target).view(target.shape).copy_(source)
+        target.copy_(source, non_blocking=True)
+        self._note(target.device)
+
+    def end(self) -> None:
+        """The sub-group is stepped; what was sent may still be under way."""
+        events = []
+        for device in self._devices:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+        self._events[self._turn], self._devices = events, set()
+
+    def wait_for_sent(self) -> None:
+        """Block until what the last sub-group sent is there: its memory may be another's then."""
+        for event in self._events[self._turn] or ():
+            event.synchronize()
+
+    def _note(self, device: torch.device) -> None:
+        if device.type != "cpu":  # whose copies are done when they return
+            self._devices.add(device)
+
+    def _room(self, tensor: Tensor) -> Tensor:
+        start, nbytes = self._cursor, tensor.numel() * tensor.element_size()
+        self._cursor += align_up(nbytes)
+        buffer = self._buffers[self._turn]
+        assert self._cursor <= buffer.nbytes, f"{self._cursor} of {buffer.nbytes} bytes of transit"
+        return buffer[start : start + nbytes].view(tensor.dtype)
+
+
+def is_here(tensor: Tensor) -> bool:
+    """Whether the host's kernels can step it."""
+    return tensor.is_cpu
+
+
+def room_of(numel: int, param_bytes: int, grad_bytes: int) -> int:
+    """What a piece needs while it is stepped: itself, and its gradient if that is on a device."""
+    return align_up(numel * param_bytes) + align_up(numel * grad_bytes)
