@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import torch
-from zero_engine._torch_compat import current_backward
+from zero_engine.torch_private import current_backward
 
 
 def test_each_backward_has_a_number_of_its_own() -> None:

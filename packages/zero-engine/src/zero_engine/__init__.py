@@ -42,34 +42,38 @@ from zero_partition import (
     update_full_grads,
 )
 
+from zero_engine.checkpoint.background import Saver, Snapshot, StopSignals
+from zero_engine.checkpoint.export import ExportReport, export
+from zero_engine.checkpoint.load import LoadReport, load
+from zero_engine.checkpoint.load_deepspeed import DeepSpeedLoadReport, load_deepspeed
+from zero_engine.checkpoint.pretrained import load_pretrained, open_weights
+from zero_engine.checkpoint.save import SaveReport, save
+from zero_engine.deepspeed.engine import Engine
+from zero_engine.deepspeed.engine_config import EngineConfig, NamedSpec
+from zero_engine.deepspeed.initialize import initialize
+from zero_engine.deepspeed.schedules import (
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+)
+from zero_engine.planning.estimate import Rates, StepEstimate, estimate_step
+from zero_engine.planning.options import Option, Room, plan_options, recommend
+from zero_engine.planning.plan import Plan, UnitRow, plan
+from zero_engine.planning.probe import probe
+from zero_engine.planning.sources import GPTSize
+from zero_engine.planning.tables import options_table, plan_table, save_picture, times_table
+
 from .__about__ import __version__
-from ._config import ZeroConfig
-from ._construct import Init, materialise
-from ._engine import Engine
-from ._engine_config import EngineConfig, NamedSpec
-from ._errors import ConfigError, FileError, LossScaleError, NotBuiltError
-from ._estimate import StepEstimate, estimate_step
-from ._export import ExportReport, export
-from ._initialize import initialize
-from ._load import LoadReport, load
-from ._load_deepspeed import DeepSpeedLoadReport, load_deepspeed
-from ._loss_scale import DynamicLossScale, LossScaler, StaticLossScale
-from ._offload import Offload
-from ._parking import offload_states, reload_states
-from ._plan import Plan, UnitRow, plan
-from ._plan_options import Option, Room, plan_options, recommend
-from ._plan_picture import save_picture
-from ._plan_source import GPTSize
-from ._plan_table import options_table, plan_table, times_table
-from ._pretrained import load_pretrained, open_weights
-from ._probe import probe
-from ._rates import Rates
-from ._save import SaveReport, save
-from ._saver import Saver, Snapshot
-from ._schedulers import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
-from ._shard import shard, unshard
-from ._stop_signals import StopSignals
-from ._tables import report, schedule_table
+from .config import ZeroConfig
+from .errors import ConfigError, FileError, LossScaleError, NotBuiltError
+from .init import Init, materialise
+from .loss_scale import DynamicLossScale, LossScaler, StaticLossScale
+from .offload import Offload
+from .report import report, schedule_table
+from .sharding import shard, unshard
+from .state_offload import offload_states, reload_states
 
 __all__ = [
     "ChainedOptimizer",

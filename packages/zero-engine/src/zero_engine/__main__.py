@@ -1,5 +1,5 @@
 """`python -m zero_engine` is the `zero` command."""
 
-from ._cli import main
+from .cli import main
 
 raise SystemExit(main())

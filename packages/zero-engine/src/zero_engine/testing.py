@@ -23,15 +23,18 @@ from torch import nn
 from zero_offload import AbstractStore
 from zero_partition import AbstractGradientHome, AbstractShardHome, RestPlan
 
-from . import _plan, _residence, _shard
-from ._copies import Copying
-from ._disk import Disk
-from ._file_system import FileSystem
-from ._manifest import MANIFEST, read_manifest, seal
-from ._offload import Offload
-from ._residence import Elsewhere
-from ._save import SaveReport, save_with
-from ._shard_updater import OffloadedUpdater
+from zero_engine import sharding as _shard
+from zero_engine.checkpoint.background import Copying
+from zero_engine.checkpoint.folder import FileSystem
+from zero_engine.checkpoint.manifest import MANIFEST, read_manifest, seal
+from zero_engine.checkpoint.save import SaveReport, save_with
+from zero_engine.planning import plan as _plan
+from zero_engine.residence import choose as _residence
+from zero_engine.residence.choose import Elsewhere
+from zero_engine.residence.shards import Disk
+from zero_engine.residence.updater import OffloadedUpdater
+
+from .offload import Offload
 
 __all__ = [
     "MANIFEST",

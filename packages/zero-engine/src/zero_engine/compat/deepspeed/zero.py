@@ -21,8 +21,8 @@ from zero_engine import (
     ZeroConfig,
     unregister_external_parameter,
 )
-from zero_engine._mpu import check_mpu, data_group_of
-from zero_engine._zero_settings import stage_of, wire_said_in
+from zero_engine.deepspeed.mpu import check_mpu, data_group_of
+from zero_engine.deepspeed_file.zero_settings import stage_of, wire_said_in
 
 from ._wire_arguments import check_wire_arguments
 

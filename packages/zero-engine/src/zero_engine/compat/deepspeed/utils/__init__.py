@@ -10,8 +10,13 @@ from torch import Tensor, nn
 
 import zero_engine
 from zero_engine import ConfigError
-from zero_engine._leaf_modules import find_by_class, find_by_name, holds_parameter, set_leaf
 from zero_engine.compat.deepspeed.comm import get_rank
+from zero_engine.deepspeed_file.leaf_modules import (
+    find_by_class,
+    find_by_name,
+    holds_parameter,
+    set_leaf,
+)
 
 Classes = type[nn.Module] | str | Sequence[type[nn.Module] | str]
 

@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import Tensor
 from zero_partition import AbstractRangeReader
 
-from zero_engine._export import open_weights_of, verify_weights
+from zero_engine.checkpoint.export import open_weights_of, verify_weights
 
 __all__ = ["get_fp32_state_dict_from_zero_checkpoint"]
 

@@ -1,0 +1,509 @@
+"""Saver: checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from threading import Event, Thread, main_thread
+from types import FrameType
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from attrs import define, field, frozen
+from torch import Tensor, nn
+from zero_comm import Group, all_gather_json, collective
+from zero_offload import HostArena
+from zero_partition import Placement, ShardedAverage, StateError
+
+from zero_engine.checks import together
+from zero_engine.errors import ConfigError, FileError
+
+from .folder import FILE_SYSTEM, FileSystem, named
+from .save import SaveReport, Writing, report_of, sharded_of
+from .writer import Given, GivenBatch
+
+_ALIGN_BYTES: Final = 64  # of each copy in their memory
+
+
+@frozen(eq=False)
+class _Watched:
+    """A tensor to which nobody may write while its values are copied."""
+
+    name: str
+    tensor: Tensor
+    version: int
+
+
+@define(eq=False)
+class Copying:
+    """Copies that are taken on another thread while training reads the same values."""
+
+    _pending: list[tuple[Tensor, Tensor]] = field(factory=list, init=False)  # copy and source
+    _watched: list[_Watched] = field(factory=list, init=False)
+    _is_over: Event = field(factory=Event, init=False)
+    _device: torch.device | None = field(default=None, init=False)
+    _is_ready: torch.cuda.Event | None = field(default=None, init=False)  # on that device
+
+    def watch(self, name: str, tensor: Tensor) -> None:
+        """Fail if somebody writes to this before all is copied."""
+        self._watched.append(_Watched(name, tensor, tensor._version))
+
+    def add(self, copy: Tensor, source: Tensor) -> None:
+        """Have this copied."""
+        self._pending.append((copy, source))
+
+    def follow(self, device: torch.device) -> None:
+        """Have it done after all that has been launched on a device by now, and after that only."""
+        self._device, self._is_ready = device, torch.cuda.Event()
+        self._is_ready.record(torch.cuda.current_stream(device))
+
+    def run(self) -> None:
+        """On the thread.
+
+        Raises:
+            FileError: Somebody has written to a value meanwhile.
+        """
+        try:
+            self._copy()
+            for each in self._watched:
+                if each.tensor._version != each.version:
+                    raise FileError(
+                        f"{each.name}: was written to while it was copied. With overlap=True what "
+                        "trains must stay as it is until the optimizer's next step; leave that "
+                        "out, or write later"
+                    )
+        finally:
+            self._pending, self._watched = [], []
+            self._is_over.set()
+
+    def wait(self) -> None:
+        """Until the values may change."""
+        self._is_over.wait()
+
+    def _copy(self) -> None:
+        if self._is_ready is not None:
+            stream = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(stream):
+                stream.wait_event(self._is_ready)
+                for copy, source in self._pending:
+                    if source.is_cuda:
+                        copy.copy_(source, non_blocking=True)
+            stream.synchronize()
+        for copy, source in self._pending:
+            if not source.is_cuda:  # one core: torch would take all of those that training has
+                np.copyto(copy.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+
+
+@define(eq=False)
+class Copies:
+    """Host memory that holds what is being written.
+
+    It is kept: to fault its pages in anew for every checkpoint takes longer than to fill them.
+    """
+
+    _arena: HostArena = field(factory=lambda: HostArena("copies of a checkpoint"), init=False)
+    _memory: dict[Given, Tensor] = field(factory=dict, init=False)
+
+    def take(self, writing: Writing, copying: Copying | None) -> int:
+        """Let it be written from copies; returns their bytes.
+
+        Args:
+            writing: Whose batches become copies.
+            copying: Is given what may be copied later; without one, all is copied now.
+        """
+        of_frozen, of_others = writing.frozen_batches, writing.batches
+        runs = dict.fromkeys(run for batch in (*of_frozen, *of_others) for run in batch.runs)
+        if self._memory.keys() != runs.keys():
+            self._memory = {}  # before there is more
+            self._memory = self._room_for(list(runs))
+        writing.frozen_batches = [self._copied(batch, copying) for batch in of_frozen]
+        writing.batches = [self._copied(batch, copying) for batch in of_others]
+        device = writing.group.device
+        if device.type == "cuda" and copying is not None:
+            copying.follow(device)
+        elif device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return sum(copy.nbytes for copy in self._memory.values())
+
+    def _room_for(self, runs: Sequence[Given]) -> dict[Given, Tensor]:
+        """At once: a mapping for each of thousands would be one too many for the kernel."""
+        sizes = [run.planned().num_bytes for run in runs]
+        aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]
+        parts = self._arena.allocate(sum(aligned)).split(aligned)
+        return {
+            run: part[:size].view(run.dtype)
+            for run, part, size in zip(runs, parts, sizes, strict=True)
+        }
+
+    def _copied(self, batch: GivenBatch, copying: Copying | None) -> GivenBatch:
+        values = []
+        for run, value in zip(batch.runs, batch.read(), strict=True):
+            copy, flat = self._memory[run], value.detach().view(-1)
+            if (flat.dtype, flat.numel()) != (copy.dtype, copy.numel()):
+                values.append(flat)  # for the writer to refuse
+                continue
+            if copying is not None and batch.is_resident:
+                copying.watch(run.key, flat)
+                copying.add(copy, flat)
+            else:
+                copy.copy_(flat, non_blocking=True)
+            values.append(copy)
+
+        def read() -> list[Tensor]:
+            return values
+
+        return GivenBatch(batch.runs, read)
+
+
+# ---- Saver: checkpoints that are written while training goes on ----
+
+
+_POLL_S: Final = 0.02
+_AT_EXIT_S: Final = 20.0
+_SAID: Final = ".written-"  # a rank's word that its files are on disk, in the partial folder
+
+# NOTE(background): no thread but the main one takes part in collectives. Ranks tell rank 0 by small
+# files beside what they have written; rank 0's thread waits for those of all, and publishes. That
+# something went wrong, every rank learns in the next call, which is collective.
+
+
+@final
+@frozen(kw_only=True)
+class Snapshot:
+    """What a save has blocked training for."""
+
+    path: Path  # of the checkpoint's own folder, once it is complete
+    num_bytes: int  # of host memory that this rank holds until then
+    seconds: float
+
+
+@final
+class Saver:
+    """Saves in the background: training waits for a copy in host memory, and not for the disk.
+
+        with zero_engine.Saver(folder, model, optimizer, keep=3) as saver:
+            for step in range(...):
+                ...
+                if step % 100 == 0:
+                    saver.save(step=step)
+
+    One checkpoint at a time is written; its copy takes as much host memory as this rank has of
+    parameters and optimizer state, which is kept for the next until `close`. Leaving the block
+    waits for the last one.
+
+    Args:
+        folder: As for `zero_engine.save`, and so below.
+        model: That was sharded.
+        optimizer: That was sharded with it, or None.
+        keep: How many checkpoints to keep; all when None.
+        exclude_frozen: Leave out parameters that do not train.
+        overlap: Copy while the next forward and backward run, which read the same values: `save`
+            returns at once, and whatever writes to them next, as the optimizer's step, waits for
+            what is left. Until then nobody may write to parameters or state in place. Buffers, and
+            what rests outside the device, are copied at once.
+        timeout_s: How long rank 0 waits for the files of the others, in seconds.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        keep: int | None = None,
+        exclude_frozen: bool = False,
+        overlap: bool = False,
+        timeout_s: float = 1800.0,
+        system: FileSystem = FILE_SYSTEM,
+    ) -> None:
+        self._model, self._optimizer, self._timeout_s = model, optimizer, timeout_s
+        self._asked: dict[str, Any] = {
+            "folder": folder,
+            "keep": keep,
+            "has_frozen": not exclude_frozen,
+        }
+        self._asked |= {"is_latest": True, "system": system}
+        self._overlap = overlap
+        self._under_way: _Background | None = None
+        self._copies = Copies()
+
+    @collective
+    def save(
+        self,
+        *,
+        step: int,
+        extra: Any = None,
+        scheduler: Any = None,
+        tag: str | None = None,
+        average: ShardedAverage | None = None,
+    ) -> Snapshot:
+        """Copy everything to host memory, and begin to write it. Collective.
+
+        Waits for the save before, if that is still being written.
+
+        Args:
+            step: As for `zero_engine.save`, as are the others.
+            extra: Likewise.
+            scheduler: Likewise.
+            tag: Likewise.
+            average: Likewise.
+
+        Raises:
+            FileError: The save before failed, on this rank or another; nothing new was begun, and
+                the next call begins anew. Or as for `zero_engine.save`, as for all else.
+        """
+        self.wait()
+        begun = time.monotonic()
+        writing = Writing.begin(
+            self._model,
+            self._optimizer,
+            step=step,
+            extra=extra,
+            scheduler=scheduler,
+            tag=tag,
+            average=average,
+            **self._asked,
+        )
+        sharded = sharded_of(self._model, self._optimizer, "Saver.save()")
+        copying = Copying() if self._overlap else None
+        if copying is not None and sharded.placements.params is Placement.REPLICATED:
+            for name, param in self._model.named_parameters():  # shards are behind our own gates
+                copying.watch(name, param)
+
+        def take() -> int:
+            return self._copies.take(writing, copying)
+
+        try:
+            sizes = together(take, what="Saver.save()", group=writing.group)
+        except BaseException:
+            writing.abandon()
+            raise
+        self._under_way = _Background(writing, copying, self._timeout_s)
+        self._under_way.start()
+        if copying is not None:
+            sharded.before_write.append(copying.wait)
+        return Snapshot(
+            path=writing.request.folder / writing.request.tag,
+            num_bytes=sizes[writing.group.rank],
+            seconds=time.monotonic() - begun,
+        )
+
+    @collective
+    def wait(self) -> SaveReport | None:
+        """Block until the last save is complete. Collective.
+
+        Returns:
+            What was saved; None if nothing was under way.
+
+        Raises:
+            FileError: It failed, on this rank or another; the checkpoint before is as it was.
+        """
+        if self._under_way is None:
+            return None
+        under_way, self._under_way = self._under_way, None
+        return under_way.finish()
+
+    def close(self) -> None:
+        """As `wait`, and give back the memory of copies."""
+        try:
+            self.wait()
+        finally:
+            self._copies = Copies()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Wait; after an exception for this rank's own part only, as other ranks may be gone."""
+        if kind is None:
+            self.close()
+        elif self._under_way is not None:
+            self._under_way.thread.join()
+
+
+@define(eq=False)
+class _Background:
+    """One save, on a thread of its own."""
+
+    writing: Writing
+    copying: Copying | None  # before it is written
+    timeout_s: float
+    thread: Thread = field(init=False)
+    is_over: Event = field(factory=Event, init=False)  # rank 0 need not wait for others' files
+    error: Exception | None = field(default=None, init=False)
+    written: dict[str, Any] | None = field(default=None, init=False)
+
+    def start(self) -> None:
+        self.thread = Thread(target=self._run, name="zero-save", daemon=False)
+        self.thread.start()
+
+    def finish(self) -> SaveReport:
+        """Collective."""
+        writing = self.writing
+        if writing.group.rank:
+            self.thread.join()
+        problems = all_gather_json("" if self.error is None else "failed", group=writing.group)
+        if any(problems):  # which a rank whose disk is full could not say otherwise
+            self.is_over.set()
+        self.thread.join()
+        if self.error is not None:
+            writing.abandon()  # others may have written since, and have ended by now
+
+        def look() -> dict[str, Any] | None:
+            if self.error is not None:
+                raise self.error
+            return self.written
+
+        said = together(look, what="a save in the background", group=writing.group)
+        return report_of(writing, said)
+
+    def _run(self) -> None:
+        writing = self.writing
+        try:
+            self._write()
+            if writing.group.rank == 0:
+                said = _collect(writing.path, writing.group, self.timeout_s, self.is_over)
+                for rank in range(writing.group.world_size):
+                    writing.system.unlink(_said_at(writing.path, rank))
+                writing.publish(said)
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they would hold the copies
+            self.error = error
+        finally:
+            writing.abandon()
+            writing.batches, writing.frozen_batches = [], []
+
+    def _write(self) -> None:
+        """And tell rank 0, of a failure too."""
+        writing = self.writing
+        at, problem = _said_at(writing.path, writing.group.rank), ""
+        try:
+            if self.copying is not None:
+                self.copying.run()
+            self.written = writing.write()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            content = json.dumps({"problem": problem, "written": self.written}).encode()
+            temporary = at.with_name(f"{at.name}.partial")
+            try:
+                writing.system.write_file(temporary, content)
+                writing.system.rename(temporary, at)
+            except OSError as error:
+                if not problem:
+                    raise named(error, at) from error
+
+
+def _said_at(path: Path, rank: int) -> Path:
+    return path / f"{_SAID}{rank:05}"
+
+
+def _collect(path: Path, group: Group, timeout_s: float, is_over: Event) -> list[dict[str, Any]]:
+    """What every rank has written, when all have. On rank 0's thread."""
+    deadline = time.monotonic() + timeout_s
+    found: dict[int, dict[str, Any]] = {}
+    while len(found) < group.world_size:
+        for rank in _missing(found, group):
+            at = _said_at(path, rank)
+            if at.exists():
+                said = json.loads(at.read_bytes())
+                if said["problem"]:
+                    raise FileError(
+                        f"a save in the background: rank {rank} failed: {said['problem']}"
+                    )
+                found[rank] = said["written"]
+        if len(found) < group.world_size:
+            if not main_thread().is_alive() and timeout_s > _AT_EXIT_S:
+                timeout_s = _AT_EXIT_S  # the job is ending, and another rank may have ended
+                deadline = time.monotonic() + timeout_s
+            if time.monotonic() > deadline:
+                raise FileError(
+                    f"{path}: rank {min(_missing(found, group))} has not written its files within "
+                    f"{timeout_s:g} s; is it alive, and does it see the same folder?"
+                )
+            if is_over.wait(_POLL_S):
+                raise FileError(f"{path}: another rank failed to write its files")
+    return [found[rank] for rank in range(group.world_size)]
+
+
+def _missing(found: Iterable[int], group: Group) -> list[int]:
+    return [rank for rank in range(group.world_size) if rank not in found]
+
+
+# ---- StopSignals: a job that is told to end saves first, at the same step on every rank ----
+
+
+_USUAL: Final = (signal.SIGTERM, signal.SIGUSR1)  # of schedulers: Slurm, Kubernetes, spot machines
+
+
+@final
+class StopSignals:
+    """Notes signals that ask the job to end, so that it can save between two steps.
+
+        with zero_engine.StopSignals(model) as stop:
+            for step in range(...):
+                ...
+                optimizer.step()
+                optimizer.zero_grad()
+                if stop.arrived():
+                    zero_engine.save(folder, model, optimizer, step=step + 1)
+                    break
+
+    Inside the block the signals do nothing else: SIGTERM does not end the process. What was done
+    about them before is done again after it.
+
+    Args:
+        model: That was sharded: its ranks tell each other.
+        signals: Which.
+
+    Raises:
+        zero_partition.StateError: The model is not sharded; or, from `with`, this is not the main
+            thread, which alone can take signals.
+        ConfigError: `signals` are none.
+    """
+
+    def __init__(self, model: nn.Module, signals: Iterable[signal.Signals] = _USUAL) -> None:
+        self._group = sharded_of(model, None, "StopSignals()").whole
+        self._signals = tuple(signals)
+        if not self._signals or not all(isinstance(s, signal.Signals) for s in self._signals):
+            raise ConfigError(
+                "StopSignals.signals: expected some of Python's signal.Signals, such as "
+                f"signal.SIGTERM, got {signals!r}"
+            )
+        self._before: dict[signal.Signals, Any] = {}
+        self._noted = ""
+
+    def arrived(self) -> str | None:
+        """The name of a signal that some rank has received in this block, or None. Collective.
+
+        The same on every rank: one small message per call.
+        """
+        said = all_gather_json(self._noted, group=self._group)
+        return next((name for name in said if name), None)
+
+    def __enter__(self) -> StopSignals:
+        self._noted = ""
+        try:
+            for each in self._signals:
+                self._before[each] = signal.signal(each, self._note)
+        except ValueError as error:
+            self._put_back()
+            raise StateError(f"StopSignals: {error}; enter it in the main thread") from error
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._put_back()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = signal.Signals(number).name
+
+    def _put_back(self) -> None:
+        while self._before:
+            each, handler = self._before.popitem()
+            signal.signal(each, signal.SIG_DFL if handler is None else handler)

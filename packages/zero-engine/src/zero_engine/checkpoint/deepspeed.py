@@ -1,0 +1,500 @@
+"""A checkpoint that DeepSpeed's ZeRO saved, as parameters by name, to be read range by range."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeAlias, final
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+from zero_partition import AbstractRangeReader
+
+from zero_engine.errors import FileError
+
+from .torch_file import TensorRange, read_torch_file
+
+_LATEST: Final = "latest"
+_OPTIMIZER: Final = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+
+
+class _Attributes:
+    """Stands for an object of which only attributes are looked at."""
+
+
+# What DeepSpeed's own optimizer files hold beside tensors and plain values.
+_STAND_INS: Final[Mapping[str, type]] = {
+    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": _Attributes,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _Attributes,
+    "deepspeed.utils.tensor_fragment.fragment_address": _Attributes,
+}
+
+
+@frozen
+class DeepSpeedFiles:
+    """What the files of one checkpoint say, as it is."""
+
+    path: Path  # of the folder they lie in
+    model: Mapping[int, Mapping[str, Any]]  # by rank; at stages 1 and 2 of rank 0 alone
+    optimizer: tuple[Mapping[str, Any], ...]  # by rank: what is under "optimizer_state_dict"
+
+    @classmethod
+    def open(cls, folder: Path, tag: str | None) -> DeepSpeedFiles:
+        """Read the files of a tag, of `latest`, or of the folder itself. Local; maps tensors.
+
+        Raises:
+            FileError: A file is missing, damaged, of something else than data parallelism, or asks
+                for a name that is not known.
+        """
+        path = _folder_of(folder, tag)
+        optimizer_paths = _numbered(path, _OPTIMIZER, lambda match: int(match[2]))
+        model_paths = _numbered(path, _MODEL, lambda match: int(match[1] or 0))
+        _refuse_others(path, {*optimizer_paths.values(), *model_paths.values()})
+        optimizer = {
+            rank: _part(found, "optimizer_state_dict")
+            for rank, found in sorted(optimizer_paths.items())
+        }
+        if 0 not in optimizer or 0 not in model_paths:
+            raise FileError(
+                f"{path}: expected a checkpoint of DeepSpeed's ZeRO, with "
+                "zero_pp_rank_0_mp_rank_00_optim_states.pt and a file of model states of rank 0; "
+                f"got {', '.join(sorted(p.name for p in path.iterdir())[:5]) or 'nothing'}"
+            )
+        counts = optimizer[0].get("partition_count")
+        counts = set(counts) if isinstance(counts, list) else {counts}
+        if len(counts) != 1 or sorted(optimizer) != list(range(len(optimizer))):
+            raise FileError(
+                f"{path}: expected one file of optimizer states from each rank, and as many "
+                f"partitions in every group; got ranks {sorted(optimizer)}, and {counts}"
+            )
+        if counts != {len(optimizer)}:
+            raise FileError(
+                f"{path}: expected optimizer states of {min(counts)} ranks, got files of "
+                f"{len(optimizer)}; a rank did not save, or the copy is incomplete"
+            )
+        model = {rank: _mapping(found) for rank, found in sorted(model_paths.items())}
+        return cls(path, model, tuple(optimizer.values()))
+
+
+def is_deepspeed(folder: Path, tag: str | None) -> bool:
+    """Whether there are files of DeepSpeed's, to look at before it is opened. Local."""
+    try:
+        names = [path.name for path in _folder_of(folder, tag).iterdir()]
+    except OSError:  # as with a folder that is missing: whoever opens it says so
+        return False
+    return any(_OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name) for name in names)
+
+
+def holds_deepspeed(folder: Path, tag: str | None) -> bool:
+    """Whether a folder, or one in it, has such files: also without `latest`. Local."""
+    if not folder.is_dir():
+        return False
+    return is_deepspeed(folder, tag) or any(
+        is_deepspeed(path, None) for path in folder.iterdir() if path.is_dir()
+    )
+
+
+def _folder_of(folder: Path, tag: str | None) -> Path:
+    if not folder.is_dir():
+        raise FileError(f"{folder}: no such folder")
+    if tag is None and (folder / _LATEST).is_file():
+        tag = (folder / _LATEST).read_text("utf-8", errors="replace").strip()
+    if tag is None:
+        return folder
+    if Path(tag).name != tag or not (folder / tag).is_dir():
+        known = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        raise FileError(f"{folder}: expected a folder {tag!r} in it, got {known}")
+    return folder / tag
+
+
+def _numbered(
+    folder: Path, pattern: re.Pattern[str], rank_of: Callable[[re.Match[str]], int]
+) -> dict[int, Path]:
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()):
+        match = pattern.fullmatch(path.name)
+        if match is None or int(match[match.re.groups]):  # of another model-parallel rank
+            continue
+        if (other := found.setdefault(rank_of(match), path)) != path:
+            raise FileError(
+                f"{folder}: expected one such file of rank {rank_of(match)}, got {other.name} and "
+                f"{path.name}; remove the one that an older run left"
+            )
+    return found
+
+
+def _refuse_others(folder: Path, known: set[Path]) -> None:
+    others = [path.name for path in sorted(folder.glob("*_states.pt")) if path not in known]
+    if others:
+        raise FileError(
+            f"{folder}: expected a checkpoint of data parallelism alone, got {others[0]}, as of "
+            "tensor, pipeline or expert parallelism; convert it with DeepSpeed's own tools to a "
+            "state dict or safetensors, and use load_pretrained()"
+        )
+
+
+def _mapping(path: Path) -> Mapping[str, Any]:
+    content = read_torch_file(path, stand_ins=_STAND_INS)
+    if not isinstance(content, Mapping):
+        raise FileError(f"{path}: expected a dict, got a {type(content).__name__}")
+    return content
+
+
+def _part(path: Path, key: str) -> Mapping[str, Any]:
+    content = _mapping(path)
+    if not isinstance(content.get(key), Mapping):
+        raise FileError(f"{path}: expected {key!r} in it, got {sorted(map(str, content))}")
+    return content[key]
+
+
+# ---- Where the elements of a parameter lie in DeepSpeed's flat partitions. Arithmetic only ----
+
+
+# NOTE(partitions): a checkpoint has flat groups of parameters, in order, and every rank has a
+# partition of each group.
+# Stages 1 and 2: a group is its parameters end to end, with gaps that align them, cut into one
+# partition per rank; those of the last ranks are shorter by what would be padding.
+# Stage 3: each parameter is cut into equal parts, one per rank, the last ones padded; a rank's
+# partition is its parts end to end. Groups are runs of parameters, and a rank's partitions end to
+# end are one flat sequence, whose cuts into groups need not be known.
+
+
+@frozen
+class Run:
+    """Consecutive elements of a parameter, in one partition."""
+
+    rank: int
+    group: int
+    start: int  # in the partition
+    stop: int
+
+
+Numels: TypeAlias = Mapping[str, int]  # elements of parameters, in order
+Runs: TypeAlias = dict[str, tuple[Run, ...]]  # by parameter, in the order of its elements
+
+
+def locate_whole_groups(
+    groups: Sequence[Numels],
+    gaps: Sequence[Sequence[int]],
+    lengths: Sequence[Sequence[int]],
+) -> Runs:
+    """For stages 1 and 2; see NOTE(partitions).
+
+    Args:
+        groups: The parameters of each group.
+        gaps: Elements that follow each parameter of each group, for alignment.
+        lengths: Of partitions, by rank and group.
+
+    Returns:
+        Runs that end early for a parameter of which not everything is there.
+    """
+    runs: Runs = {}
+    for group, numels in enumerate(groups):
+        segments = [(rank, group, of_rank[group]) for rank, of_rank in enumerate(lengths)]
+        cursor = 0
+        for (name, numel), gap in zip(numels.items(), gaps[group], strict=True):
+            runs[name] = tuple(_cut(segments, cursor, cursor + numel))
+            cursor += numel + gap
+    return runs
+
+
+def locate_cut_params(groups: Sequence[Numels], lengths: Sequence[Sequence[int]]) -> Runs:
+    """For stage 3; see NOTE(partitions), and `locate_whole_groups`."""
+    world_size = len(lengths)
+    segments = [
+        [(rank, group, length) for group, length in enumerate(of_rank)]
+        for rank, of_rank in enumerate(lengths)
+    ]
+    runs: Runs = {}
+    cursor = 0
+    for numels in groups:
+        for name, numel in numels.items():
+            part = -(-numel // world_size)
+            ends = [min(numel, part * (rank + 1)) for rank in range(world_size)]
+            starts = [min(numel, part * rank) for rank in range(world_size)]
+            runs[name] = tuple(
+                run
+                for rank in range(world_size)
+                for run in _cut(segments[rank], cursor, cursor + ends[rank] - starts[rank])
+            )
+            cursor += part
+    return runs
+
+
+def _cut(segments: Sequence[tuple[int, int, int]], start: int, stop: int) -> Iterator[Run]:
+    """Elements [start, stop) of partitions (rank, group, length) that follow each other."""
+    begin = 0
+    for rank, group, length in segments:
+        first, last = max(start, begin), min(stop, begin + length)
+        if first < last:
+            yield Run(rank, group, first - begin, last - begin)
+        begin += length
+
+
+# ---- A tensor that lies in several others ----
+
+
+@final
+@frozen(eq=False)
+class JoinedRange(AbstractRangeReader):
+    """Readers end to end, in one shape."""
+
+    joined_shape: torch.Size
+    joined_dtype: torch.dtype
+    parts: tuple[tuple[Tensor, int, int], ...]  # 1-D tensors, and which elements of them
+    _starts: tuple[int, ...] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        starts, cursor = [], 0
+        for _, first, last in self.parts:
+            starts.append(cursor)
+            cursor += last - first
+        object.__setattr__(self, "_starts", tuple(starts))
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole."""
+        return self.joined_shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all parts."""
+        return self.joined_dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop), as a view where they lie in one part: copy what is to stay."""
+        found = []
+        for begin, (tensor, first, last) in zip(self._starts, self.parts, strict=True):
+            low, high = max(start - begin, 0), min(stop - begin, last - first)
+            if low < high:
+                found.append(tensor[first + low : first + high])
+        if len(found) == 1:
+            return found[0]
+        return torch.cat(found) if found else torch.empty(0, dtype=self.dtype)
+
+
+# ---- A checkpoint that DeepSpeed's ZeRO saved, as parameters by name, to be read range by r ----
+
+
+Readers = dict[str, AbstractRangeReader]
+
+_OF_ENGINE: Final = ("lr_scheduler", "skipped_steps", "global_steps", "global_samples")
+_OF_DEEPSPEED: Final = {  # all that is not the user's; DeepSpeed puts both into one dict
+    *_OF_ENGINE,
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
+    *("shared_params", "frozen_param_fragments", "data_sampler", "random_ltd"),
+    *("sparse_tensor_module_names", "dp_world_size", "mp_world_size", "ds_config", "ds_version"),
+    "checkpoint_parallel_dimensions",
+}
+
+
+@final
+@frozen
+class DeepSpeedFolder:
+    """One checkpoint of stage 1, 2 or 3. Opening maps its files; values are read when asked for."""
+
+    path: Path
+    step: int
+    stage: int
+    world_size: int  # that saved it
+    params: Mapping[str, AbstractRangeReader]  # fp32 where they train, frozen ones as they are
+    ties: Mapping[str, str]  # from further names of tied parameters to those in `params`
+    buffers: Mapping[str, AbstractRangeReader]
+    states: Mapping[str, Mapping[str, AbstractRangeReader]]  # of the optimizer, by parameter, entry
+    engine: Mapping[str, Any]  # what its engine kept besides, by DeepSpeed's names
+    client_state: Mapping[str, Any]  # what `save_checkpoint` was given
+
+    @classmethod
+    def open(cls, folder: str | Path, tag: str | None = None) -> DeepSpeedFolder:
+        """A tag of a folder, what its `latest` names, or the folder itself. Local.
+
+        Raises:
+            FileError: A file is missing, damaged, of something else than data parallelism, holds
+                other than what its layout says, or asks for a name that is not allowed.
+        """
+        files = DeepSpeedFiles.open(Path(folder), tag)
+        try:
+            return _Reading(files).folder()
+        except FileError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise FileError(
+                f"{files.path}: expected the layout of DeepSpeed's ZeRO ({error!r}); convert it "
+                "with DeepSpeed's zero_to_fp32.py, and use load_pretrained()"
+            ) from error
+
+
+@define(eq=False)
+class _Reading:
+    """Puts together what the files of one checkpoint say."""
+
+    files: DeepSpeedFiles
+    stage: int = field(init=False)
+    groups: list[dict[str, torch.Size]] = field(init=False)  # shapes, in order
+    shapes: dict[str, torch.Size] = field(init=False)  # the same, together
+    flats: list[list[Tensor]] = field(init=False)  # partitions of masters, by rank and group
+    runs: Runs = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        # With gradients accumulated in fp32, stage 1 in bf16 leaves its number out.
+        self.stage = int(self.files.optimizer[0].get("zero_stage", 1))
+        if self.stage not in (1, 2, 3):
+            raise FileError(f"{self.files.path}: expected stage 1, 2 or 3, got {self.stage}")
+        self.groups = [
+            {str(name): torch.Size(shape) for name, shape in group.items()}
+            for group in self.model["param_shapes"]
+        ]
+        self.shapes = {n: shape for group in self.groups for n, shape in group.items()}
+        key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+        self.flats = [list(of_rank[key]) for of_rank in self.files.optimizer]
+        self.runs = self._locate()
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """Model states of rank 0."""
+        return self.files.model[0]
+
+    @property
+    def world_size(self) -> int:
+        """Of the ranks that saved."""
+        return len(self.files.optimizer)
+
+    def folder(self) -> DeepSpeedFolder:
+        ties = {str(a): str(n) for a, n in (self.model.get("shared_params") or {}).items()}
+        params: Readers = {name: self._join(name, self.flats) for name in self.shapes}
+        frozen = self._cut_frozen() if self.stage == 3 else self._whole_frozen(ties)
+        return DeepSpeedFolder(
+            path=self.files.path,
+            step=int(self.model["global_steps"]),
+            stage=self.stage,
+            world_size=self.world_size,
+            params=params | frozen,
+            ties={a: n for a, n in ties.items() if n in params or n in frozen},
+            buffers={name: TensorRange(self.model["module"][name]) for name in self._buffers()},
+            states=self._states(),
+            engine={key: self.model[key] for key in _OF_ENGINE if key in self.model},
+            client_state={k: v for k, v in self.model.items() if k not in _OF_DEEPSPEED},
+        )
+
+    def _buffers(self) -> list[str]:
+        return [str(name) for name in self.model.get("buffer_names") or ()]
+
+    def _locate(self) -> Runs:
+        numels = [{n: shape.numel() for n, shape in group.items()} for group in self.groups]
+        lengths = [[flat.numel() for flat in of_rank] for of_rank in self.flats]
+        if self.stage == 3:
+            runs = locate_cut_params(numels, lengths)
+        else:
+            said = self.files.optimizer[0].get("param_alignment_paddings")
+            gaps = said or [[0] * len(group) for group in numels]
+            runs = locate_whole_groups(numels, gaps, lengths)
+        for name, shape in self.shapes.items():
+            found = sum(run.stop - run.start for run in runs[name])
+            if found != shape.numel():
+                raise FileError(
+                    f"{self.files.path}: expected {shape.numel()} elements of {name!r} in the "
+                    f"partitions of {self.world_size} ranks, got {found}; state that DeepSpeed "
+                    "kept on NVMe, or shared out over fewer ranks, is not in these files"
+                )
+        self._check_lengths(runs, lengths)
+        return runs
+
+    def _check_lengths(self, runs: Runs, lengths: Sequence[Sequence[int]]) -> None:
+        """What is left over is padding: else parameters lie elsewhere than we think."""
+        total = sum(map(sum, lengths))
+        used = sum(shape.numel() for shape in self.shapes.values())
+        gaps = self.files.optimizer[0].get("param_alignment_paddings") or []
+        used += 0 if self.stage == 3 else sum(map(sum, gaps))
+        padded = self.world_size * (len(runs) if self.stage == 3 else 2 * len(self.groups))
+        if total - used > padded:
+            raise FileError(
+                f"{self.files.path}: expected {used} elements in all partitions, and at most "
+                f"{padded} of padding, got {total}"
+            )
+
+    def _join(self, name: str, flats: Sequence[Sequence[Any]]) -> JoinedRange:
+        runs = self.runs[name]
+        parts = tuple((flats[run.rank][run.group], run.start, run.stop) for run in runs)
+        dtypes = {tensor.dtype for tensor, _, _ in parts} or {torch.float32}
+        if len(dtypes) > 1:
+            raise FileError(f"{self.files.path}: {name!r} has parts of {sorted(map(str, dtypes))}")
+        return JoinedRange(self.shapes[name], dtypes.pop(), parts)
+
+    def _whole_frozen(self, ties: Mapping[str, str]) -> Readers:
+        trained_or_else = {*self.shapes, *self._buffers(), *ties}
+        return {
+            str(name): TensorRange(value)
+            for name, value in self.model["module"].items()
+            if name not in trained_or_else
+        }
+
+    def _cut_frozen(self) -> Readers:
+        readers: Readers = {}
+        for name, shape in (self.model.get("frozen_param_shapes") or {}).items():
+            lacking = [rank for rank in range(self.world_size) if rank not in self.files.model]
+            if lacking:
+                raise FileError(
+                    f"{self.files.path}: expected model states of {self.world_size} ranks, for the "
+                    f"frozen {name!r}; those of rank {lacking[0]} are not there"
+                )
+            fragments = [
+                self.files.model[r]["frozen_param_fragments"][name] for r in range(self.world_size)
+            ]
+            runs = locate_cut_params(
+                [{name: torch.Size(shape).numel()}], [[f.numel()] for f in fragments]
+            )[name]
+            parts = tuple((fragments[run.rank].view(-1), run.start, run.stop) for run in runs)
+            readers[name] = JoinedRange(torch.Size(shape), fragments[0].dtype, parts)
+        return readers
+
+    def _states(self) -> dict[str, dict[str, AbstractRangeReader]]:
+        by_rank = [list(self._states_of(rank)) for rank in range(self.world_size)]
+        return {name: self._state_of(name, by_rank) for name in self.shapes}
+
+    def _states_of(self, rank: int) -> Iterator[Mapping[str, Any]]:
+        """The state of each of a rank's partitions, in order."""
+        said = self.files.optimizer[rank]
+        base = said["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
+        if isinstance(base, list):  # "elastic": without padding, and without param groups
+            step = said.get("base_optimizer_state_step")
+            shared = {} if step is None else {"step": step}
+            yield from ({**shared, **state} for state in base)
+            return
+        for group in base["param_groups"]:
+            shared = {"step": group["step"]} if "step" in group else {}
+            for number in group["params"]:
+                state = base["state"].get(number, {})
+                yield {**shared, **state} if state else {}
+
+    def _state_of(
+        self, name: str, by_rank: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> dict[str, AbstractRangeReader]:
+        runs = self.runs[name]
+        if not runs:
+            return {}
+        first = by_rank[runs[0].rank][runs[0].group]
+        return {
+            str(key): self._entry(name, str(key), value, by_rank) for key, value in first.items()
+        }
+
+    def _entry(
+        self, name: str, key: str, value: Any, by_rank: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> AbstractRangeReader:
+        if isinstance(value, int | float):
+            value = torch.tensor(float(value))  # as torch's optimizers count
+        if not value.dim():
+            return TensorRange(value)
+        for run in self.runs[name]:
+            tensor = by_rank[run.rank][run.group][key]
+            length = self.flats[run.rank][run.group].numel()
+            if tensor.dim() != 1 or tensor.numel() < length:
+                raise FileError(
+                    f"{self.files.path}: expected {key!r} of {name!r} to have one value per "
+                    f"element, {length} in partition {run.group} of rank {run.rank}; got shape "
+                    f"{tuple(tensor.shape)}"
+                )
+        return self._join(name, [[state.get(key) for state in of] for of in by_rank])

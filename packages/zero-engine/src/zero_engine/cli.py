@@ -1,0 +1,420 @@
+"""The `zero` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import torch
+import zero_comm
+from tabulate import tabulate
+from zero_comm import Levels, Loco
+from zero_offload import StoreError
+from zero_partition import PartitionError, Precision, Wire
+
+from zero_engine.checkpoint.export import export
+from zero_engine.checkpoint.tensor_file import CODES
+from zero_engine.planning.estimate import Rates, estimate_step
+from zero_engine.planning.options import Room, plan_options, recommend
+from zero_engine.planning.plan import plan
+from zero_engine.planning.probe import probe
+from zero_engine.planning.sources import GPTSize
+from zero_engine.planning.tables import options_table, plan_table, save_picture, times_table
+
+from .__about__ import __version__
+from .config import ZeroConfig
+from .errors import ConfigError, FileError
+from .offload import Offload
+
+_UNITS: Final = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+DTYPES: Final = {
+    **{str(dtype).removeprefix("torch."): dtype for dtype in CODES if dtype.is_floating_point},
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+
+def dtype_of(text: str) -> torch.dtype:
+    """A floating-point dtype by its name, or argparse's error."""
+    if text not in DTYPES:
+        raise argparse.ArgumentTypeError(
+            f"expected one of {', '.join(sorted(DTYPES))}, got {text!r}"
+        )
+    return DTYPES[text]
+
+
+def share_of(text: str) -> float:
+    """A share such as 20% or 0.2, or argparse's error."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(%?)", text.strip())
+    share = 1.0 if match is None else float(match[1]) / (100 if match[2] else 1)
+    if share >= 1:
+        raise argparse.ArgumentTypeError(f"expected a share such as 20% or 0.2, got {text!r}")
+    return share
+
+
+def num_bytes_of(text: str) -> int:
+    """A size such as 5GB, in bytes, or argparse's error."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]I?B|B?)", text.strip().upper())
+    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2].removeprefix("B")])
+    if size < 1:
+        raise argparse.ArgumentTypeError(
+            f"expected a size such as 5GB, 500MB or 2GiB, got {text!r}"
+        )
+    return size
+
+
+# ---- `zero plan`: what training will take, from the shell ----
+
+
+_DISK: Final = Path("/")  # a plan opens no file
+_PLACES: Final = ("device", "host", "disk")
+
+
+def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of `zero`."""
+    parser = commands.add_parser(
+        "plan",
+        help="say what training a model takes, before it is started",
+        description="Say how much memory of device, host and disk training takes on so many ranks, "
+        "and how much it sends, without allocating any of it. Without --stage: all stages and "
+        "residences, and which one to take.",
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a config.json of transformers, or its folder"
+    )
+    model.add_argument("--layers", type=int, help="in place of MODEL: blocks of a transformer")
+    model.add_argument("--hidden", type=int, metavar="WIDTH", help="their width")
+    model.add_argument(
+        "--params", type=_number, help="of all, embeddings included: 7.5e9; 12 x layers x hidden^2"
+    )
+    model.add_argument("--dtype", type=dtype_of, help="of parameters, such as bf16")
+    model.add_argument(
+        "--no-masters", action="store_true", help="without fp32 masters of 16-bit parameters"
+    )
+    training = parser.add_argument_group("training")
+    training.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks")
+    training.add_argument("--ranks-per-node", type=int, metavar="N", help="all on one if not given")
+    training.add_argument("--optimizer", default="adamw", help="adamw, sgd, lion, muon, none, ...")
+    training.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    training.add_argument("--stage", type=int, choices=range(4), help="this one, in detail")
+    training.add_argument("--config", metavar="FILE", help="written for DeepSpeed, in detail")
+    training.add_argument("--optimizer-rests", choices=_PLACES, default="device")
+    training.add_argument("--params-rest", choices=_PLACES, default="device")
+    training.add_argument(
+        "--secondary", action="store_true", help="stage 3: a node keeps what it has gathered"
+    )
+    training.add_argument(
+        "--replicas", action="store_true", help="shards are those of a node; gradients are averaged"
+    )
+    training.add_argument("--encode-params", metavar="CODEC", help="int8, bf16, ...")
+    training.add_argument("--encode-gradients", metavar="CODEC", help="int4, int8, bf16, ...")
+    training.add_argument("--loco", action="store_true", help="what that loses is fed back")
+    training.add_argument("--rates", metavar="FILE", help="from zero probe --json: step time")
+    training.add_argument("--tokens", type=_number, help="that a rank computes with in a step")
+    room = parser.add_argument_group("what there is")
+    for name, what in (
+        ("device", "of each device"),
+        ("host", "of each machine"),
+        ("disk", "of each machine's disk"),
+        ("activations", "of each device, for what a plan does not know"),
+    ):
+        room.add_argument(f"--{name}-memory", type=num_bytes_of, metavar="SIZE", help=what)
+    room.add_argument(
+        "--reserve",
+        type=share_of,
+        default=0.2,
+        metavar="SHARE",
+        help="of each device, left free for activations and what else a plan does not know: 20%%",
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON, in place of tables")
+    parser.add_argument("--picture", metavar="FILE", help="stacked bars of memory, as PNG")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    arguments: dict[str, Any] = {
+        "world_size": options.world_size,
+        "ranks_per_node": options.ranks_per_node,
+        "optimizer": None if options.optimizer == "none" else options.optimizer,
+        "device": options.device,
+    }
+    room = Room(
+        device=options.device_memory,
+        host=options.host_memory,
+        disk=options.disk_memory,
+        activations=options.activations_memory or 0,
+        reserve=options.reserve,
+    )
+    if (options.rates is None) is not (options.tokens is None):
+        raise ConfigError("expected --rates and --tokens, or neither: a step takes both to time")
+    rates = None if options.rates is None else Rates.load(options.rates)
+    model, detailed = _model(options), _detailed(options)
+    if detailed is not None:
+        one = plan(model, detailed, **arguments)
+        plans, table = [one], plan_table(one)
+        found: dict[str, Any] = one.to_dict()
+    else:
+        every = plan_options(
+            model,
+            ZeroConfig(precision=_precision(options), wire=_wire(options)),
+            room=room,
+            **arguments,
+        )
+        chosen = recommend(every)
+        plans, table = [each.plan for each in every], options_table(every, room)
+        found = {
+            "options": [
+                {
+                    "name": each.name,
+                    "fits": each.fits,
+                    "device_bytes": each.device_bytes,
+                    "host_bytes": each.host_bytes,
+                    "disk_bytes": each.disk_bytes,
+                    "plan": each.plan.to_dict(),
+                }
+                for each in every
+            ],
+            "activations_bytes": room.activations,
+            "reserve": room.reserve,
+            "recommended": None if chosen is None else chosen.name,
+        }
+    if rates is not None:
+        times = [estimate_step(each, rates, tokens=options.tokens) for each in plans]
+        table += "\n\n" + times_table(plans, times)
+        found["step_seconds"] = [dict(each.seconds) for each in times]
+    if options.picture is not None:
+        save_picture(plans, options.picture)
+    print(json.dumps(found, indent=1) if options.json else table)
+
+
+def _model(options: argparse.Namespace) -> Any:
+    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "params")}
+    given = [f"--{name}" for name, value in sizes.items() if value is not None]
+    if options.model is not None:
+        if given:
+            raise ConfigError(
+                f"expected MODEL or --layers and --hidden, got both: {options.model!r} and "
+                + ", ".join(given)
+            )
+        return options.model
+    if options.layers is None or options.hidden is None:
+        raise ConfigError(
+            "expected MODEL (a config.json of transformers), or --layers and --hidden, with or "
+            f"without --params; got {', '.join(given) or 'none of them'}"
+        )
+    return GPTSize(
+        options.layers, options.hidden, options.params, dtype=options.dtype or torch.float32
+    )
+
+
+def _detailed(options: argparse.Namespace) -> ZeroConfig | None:
+    """The one configuration that was asked for; None: all of them."""
+    rests = (options.optimizer_rests, options.params_rest)
+    if options.config is not None:
+        asked = options.stage is not None or _wire(options) != Wire()
+        if asked or rests != ("device", "device"):
+            raise ConfigError("expected --config, or --stage and what rests where, got both")
+        return ZeroConfig.from_deepspeed(options.config)
+    if options.stage is None:
+        if rests != ("device", "device"):
+            raise ConfigError("expected --stage with --optimizer-rests and --params-rest")
+        return None
+    offload = None
+    if rests != ("device", "device"):
+        path = _DISK if "disk" in rests else None
+        offload = Offload(optimizer=rests[0], params=rests[1], path=path)
+    return ZeroConfig(
+        options.stage, offload=offload, precision=_precision(options), wire=_wire(options)
+    )
+
+
+def _precision(options: argparse.Namespace) -> Precision | None:
+    if options.dtype is None:
+        return None
+    return Precision(params=options.dtype, masters=None if options.no_masters else torch.float32)
+
+
+def _wire(options: argparse.Namespace) -> Wire:
+    return Wire(
+        secondary=options.secondary,
+        replicas=options.replicas,
+        params=options.encode_params,
+        gradients=options.encode_gradients,
+        loco=Loco() if options.loco else None,
+    )
+
+
+def _number(text: str) -> int:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if value < 1 or value != int(value):
+        raise argparse.ArgumentTypeError(f"expected a whole number such as 7.5e9, got {text!r}")
+    return int(value)
+
+
+# ---- `zero probe`: how fast this machine is, from the shell ----
+
+
+_PER_S: Final = {
+    "matmul_flops": ("matrix products", "GFLOP/s"),
+    "device_bytes": ("memory of the device, read and written", "GB/s"),
+    "host_bytes": ("memory of the host, read and written", "GB/s"),
+    "transfer_bytes": ("between device and host", "GB/s"),
+    "send_bytes": ("sent by a rank", "GB/s"),
+    "send_across_bytes": ("sent by a rank to other nodes", "GB/s"),
+    "disk_read_bytes": ("read from disk", "GB/s"),
+    "disk_write_bytes": ("written to disk", "GB/s"),
+}
+_SECONDS: Final = {
+    "layer_s": "forward and backward of the smallest layer",
+    "launch_s": "the smallest collective",
+}
+
+
+def add_probe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of `zero`."""
+    parser = commands.add_parser(
+        "probe",
+        help="measure how fast this machine is",
+        description="Measure for a few seconds how fast this machine computes, copies, sends and "
+        "reads, which is what `zero plan --rates` takes to say how long a step is. Alone, or on "
+        "all ranks: torchrun --nproc-per-node=N -m zero_engine probe.",
+    )
+    parser.add_argument("--path", help="a folder on the disk to measure")
+    parser.add_argument("--dtype", type=dtype_of, default=torch.float32, help="of matrices")
+    parser.add_argument("--size", type=float, default=1.0, help="of what is moved: 0.1 is quicker")
+    parser.add_argument("--json", action="store_true", help="as `zero plan --rates` reads it")
+    parser.set_defaults(run=_cli_probe_run)
+
+
+def _cli_probe_run(options: argparse.Namespace) -> None:
+    group = zero_comm.init()
+    rates = probe(
+        group,
+        path=options.path,
+        dtype=options.dtype,
+        size=options.size,
+        levels=Levels.of_nodes(group) if _has_nodes() else None,
+    )
+    if group.rank:
+        return
+    found = {name: value for name, value in attrs.asdict(rates).items() if value is not None}
+    if options.json:
+        print(json.dumps(found, indent=1))
+        return
+    per_s = ((words, found.get(name), unit) for name, (words, unit) in _PER_S.items())
+    rows = [(words, value / 10**9, unit) for words, value, unit in per_s if value is not None]
+    rows += [
+        (words, found[name] * 10**6, "us") for name, words in _SECONDS.items() if name in found
+    ]
+    print(tabulate(rows, floatfmt=".2f", tablefmt="plain"))
+
+
+def _has_nodes() -> bool:
+    """Whether torchrun says that ranks are of several nodes."""
+    local, whole = (os.environ.get(name, "1") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    return local != whole
+
+
+# ---- The `zero` command ----
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: Without the command's own name; the process's when None.
+
+    Returns:
+        The exit status: 0, or 1 after an error, which is a line on stderr. Arguments that make no
+        sense exit with 2 at once.
+    """
+    parser = argparse.ArgumentParser(
+        prog="zero",
+        description="Look ahead to training with zero_engine, and after what it left behind.",
+    )
+    parser.add_argument("--version", action="version", version=f"zero-engine {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in _COMMANDS:
+        add(commands)
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except (ConfigError, FileError, PartitionError, StoreError) as error:
+        print(f"zero: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write a checkpoint's weights as Hugging Face's files",
+        description="Write a checkpoint's weights as a folder that from_pretrained() of "
+        "transformers loads. Needs one process, no GPU, and little memory.",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of checkpoints, or one")
+    parser.add_argument("out", metavar="OUT", help="the folder to make")
+    parser.add_argument("--format", choices=["safetensors"], default="safetensors")
+    parser.add_argument(
+        "--dtype", type=dtype_of, help=f"of floating-point tensors: {', '.join(sorted(DTYPES))}"
+    )
+    parser.add_argument(
+        "--max-shard-size", type=num_bytes_of, default="5GB", metavar="SIZE", help="such as 5GB"
+    )
+    parser.add_argument("--tag", help="of the checkpoint; the newest complete one if not given")
+    parser.set_defaults(run=_run_export)
+
+
+def _run_export(options: argparse.Namespace) -> None:
+    with _progress_bar() as progress:
+        report = export(
+            options.checkpoint,
+            options.out,
+            tag=options.tag,
+            dtype=options.dtype,
+            max_shard_bytes=options.max_shard_size,
+            progress=progress,
+        )
+    print(
+        f"{options.out}: {report.num_tensors} tensors, {report.num_bytes} bytes in "
+        f"{len(report.files)} {'file' if len(report.files) == 1 else 'files'}"
+    )
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[int], object] | None]:
+    """What to call with bytes written; None where tqdm is missing, or nobody looks."""
+    try:
+        from tqdm import tqdm  # noqa: PLC0415  # no dependency of ours
+    except ImportError:
+        yield None
+        return
+    with tqdm(unit="B", unit_scale=True, disable=None) as bar:
+        yield bar.update
+
+
+_COMMANDS: Final = (_add_export, add_plan, add_probe)

@@ -1,0 +1,216 @@
+"""ZeroConfig: what the user can choose, checked when it is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+from attrs import Attribute, field, frozen
+from torch import nn
+from zero_partition import (
+    STAGES,
+    Cut,
+    CutChoice,
+    LayoutError,
+    Limits,
+    PartitionError,
+    Placements,
+    Precision,
+    Stage,
+    Wire,
+)
+
+from .checks import at_least, is_kind, names_fields
+from .errors import ConfigError
+from .offload import Offload
+
+
+def _check_stage(value: Any) -> Stage:
+    if isinstance(value, bool) or not isinstance(value, int) or value not in tuple(Stage):
+        raise ConfigError(
+            f"ZeroConfig.stage: expected 0, 1, 2 or 3, got {value!r}. 1 shards optimizer state, 2 "
+            "also gradients, 3 also parameters; 0 is plain data parallelism."
+        )
+    return Stage(value)
+
+
+def _check_units(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, tuple) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(
+            f"ZeroConfig.units: expected module names as in model.named_modules(), got {value!r}"
+        )
+
+
+def _as_names(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | tuple) else value
+
+
+def _as_cuts(value: Any) -> Any:
+    if value is None or (callable(value) and not isinstance(value, type)):
+        return value
+    try:
+        if isinstance(value, Mapping):
+            cuts = {name: Cut.parse(cut) for name, cut in value.items()}
+            return MappingProxyType(cuts)  # read-only, as the configuration is
+        one: Any = value
+        return Cut.parse(one)
+    except LayoutError as error:
+        raise ConfigError(
+            f"ZeroConfig.cut: {error}; or a mapping from parameter names to these, or a function "
+            "of name and parameter"
+        ) from error
+
+
+def _check_precision(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
+    if value is not None and not isinstance(value, Precision):
+        raise ConfigError(
+            "ZeroConfig.precision: expected a Precision, such as zero_engine.Precision(params="
+            f"torch.bfloat16), or None, got {value!r}"
+        )
+
+
+def _check_offload(config: ZeroConfig, _: Attribute, offload: Offload | None) -> None:
+    for name, lowest in (("optimizer", Stage.ONE), ("params", Stage.THREE)):
+        rests = getattr(offload, name, "device")
+        if rests != "device" and config.stage < lowest:
+            raise ConfigError(
+                f"ZeroConfig.offload: expected {name}='device' at stage {int(config.stage)}, which "
+                f"keeps them whole on every rank, got {rests!r}; leave it out, or set stage to "
+                f"{int(lowest)}"
+            )
+
+
+def _check_wire(config: ZeroConfig, _: Attribute, wire: Wire) -> None:
+    try:
+        wire.check(config.placements)
+    except PartitionError as error:
+        raise ConfigError(f"ZeroConfig.wire: {error}") from error
+
+
+def _check_state_dict(_: ZeroConfig, attribute: Attribute, value: Any) -> None:
+    if value not in ("raise", "gather", "placeholders"):
+        raise ConfigError(
+            f"ZeroConfig.state_dict: expected 'raise', 'gather' or 'placeholders', got {value!r}"
+        )
+
+
+@names_fields
+@frozen
+class ZeroConfig:
+    """How to distribute a model. The same on every rank.
+
+    Args:
+        stage: 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also
+            parameters (arXiv 1910.02054).
+        units: Names of the modules whose parameters are gathered and reduced as one, as in
+            `model.named_modules()`. Chosen when None: repeated blocks, and what is too large.
+        max_unit_bytes: Where units are chosen, what is larger is split if it can be.
+        min_unit_bytes: Where units are chosen, smaller blocks stay with what encloses them:
+            they are not worth a gather and hooks of their own.
+        precision: Dtypes of parameters, masters and gradients; as they are when None.
+        window: Stage 3: units that may be whole at a time, the one in use included; those that
+            enclose others do not count. More hides more communication and costs their bytes.
+        max_live_numel: Stage 3, in place of `window`: parameter elements that may be whole at a
+            time, those of units that enclose others included.
+        prefetch_numel: Stage 3: parameter elements whose gathers may be launched ahead of their
+            use; 0 turns prefetching off. As many as may be whole when None.
+        max_reuse_numel: Stage 3: a unit stays whole until its next use if the units used in between
+            have no more parameter elements, and as many may be whole. Whenever as many may be
+            whole when None.
+        small_param_numel: Stage 3: parameters of at most this many elements rest whole on every
+            rank, as at stage 2: no gather for biases and norms, at the price of their bytes.
+        max_small_numel: Elements of all those together; the first ones of the model that fit, and
+            no bound when None.
+        cut: Where parameters may be cut into shards: "flat" (anywhere), "row" (between rows),
+            "tensor" (nowhere: one rank keeps it) or "block(k)" (on multiples of k elements); a
+            mapping from parameter names, or patterns such as "blocks.*.weight", to these; or a
+            function of name and parameter. What is left open (None) is `cut` in the param group, or
+            what the optimizer needs: whole tensors for torch's Muon and Adafactor, else what it
+            says as its attribute `needs_cut`, else anything if it is elementwise, as a trial shows.
+        state_dict: What `state_dict()` does of what is sharded over several ranks, which are the
+            optimizer's state at stages 1 to 3, and the model's exact parameters at stage 3, and at
+            1 and 2 with `Wire(params=...)`: "raise" names `full_state_dict` and
+            `full_optimizer_state_dict`; "gather" makes it collective and gives every rank
+            everything, and the optimizer's `load_state_dict()` takes that; "placeholders" raises
+            for the optimizer, and has empty tensors of the model's parameters, as DeepSpeed does.
+        offload: What rests on the host or on disk: the optimizer's state at stages 1 to 3, the
+            parameters' shards at stage 3. Nothing when None.
+        wire: Which ranks exchange what: `Wire(secondary=True)` keeps gathers of backward inside a
+            node, `Wire(replicas=True)` shards over a node and averages over the nodes; and how they
+            are written on the way: `Wire(params="int8", gradients="int4")`.
+        timeout_s: How long `shard` waits for ranks that do not call it, in seconds.
+
+    Raises:
+        ConfigError: Names the setting, what was expected and what came.
+    """
+
+    stage: Stage = field(default=Stage.THREE, converter=_check_stage)
+    units: tuple[str, ...] | None = field(
+        default=None, converter=_as_names, validator=_check_units, kw_only=True
+    )
+    max_unit_bytes: int = field(default=512 * 2**20, validator=at_least(1, int), kw_only=True)
+    min_unit_bytes: int = field(default=2**16, validator=at_least(0, int), kw_only=True)
+    cut: CutChoice = field(default=None, converter=_as_cuts, kw_only=True)
+    precision: Precision | None = field(default=None, validator=_check_precision, kw_only=True)
+    window: int = field(default=3, validator=at_least(1, int), kw_only=True)
+    max_live_numel: int | None = field(default=None, validator=at_least(1, int), kw_only=True)
+    prefetch_numel: int | None = field(default=None, validator=at_least(0, int), kw_only=True)
+    max_reuse_numel: int | None = field(default=None, validator=at_least(0, int), kw_only=True)
+    small_param_numel: int = field(default=0, validator=at_least(0, int), kw_only=True)
+    max_small_numel: int | None = field(default=None, validator=at_least(0, int), kw_only=True)
+    state_dict: Literal["raise", "gather", "placeholders"] = field(
+        default="raise", validator=_check_state_dict, kw_only=True
+    )
+    offload: Offload | None = field(
+        default=None, validator=[is_kind(Offload, None), _check_offload], kw_only=True
+    )
+    wire: Wire = field(default=Wire(), validator=[is_kind(Wire), _check_wire], kw_only=True)
+    timeout_s: float = field(default=60.0, validator=at_least(0.001, (int, float)), kw_only=True)
+
+    @classmethod
+    def from_deepspeed(
+        cls,
+        source: Mapping[str, Any] | str | os.PathLike[str],
+        *,
+        model: nn.Module | None = None,
+        auto: Mapping[str, Any] | None = None,
+    ) -> ZeroConfig:
+        """Read what a configuration written for DeepSpeed says of ZeRO and of dtypes. Local.
+
+        For a plain loop: batch sizes, optimizer, scheduler and clipping stay with the caller, and
+        so do leaf modules, with a warning. The whole file is checked all the same;
+        `EngineConfig.from_deepspeed` says how.
+
+        Args:
+            source: A dict, the path of a JSON file, or its base64.
+            model: Resolves "auto" where it depends on `model.config.hidden_size` or, which 16-bit
+                section is on, on the dtype of its parameters.
+            auto: Values for further keys that are "auto" in the file, by path.
+
+        Raises:
+            ConfigError: Starts with the path of the key that is wrong.
+            FileError: There is no such file, or it is not JSON.
+        """
+        from zero_engine.deepspeed_file.zero_settings import read_zero_arguments  # noqa: PLC0415 (a table of 200 keys)
+
+        return cls(**read_zero_arguments(source, model=model, auto=auto))
+
+    @property
+    def placements(self) -> Placements:
+        """The stage's row of the table."""
+        return STAGES[self.stage]
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds of stage 3's schedule."""
+        return Limits(
+            self.window,
+            max_live_numel=self.max_live_numel,
+            prefetch_numel=self.prefetch_numel,
+            max_reuse_numel=self.max_reuse_numel,
+            read_ahead=0 if self.offload is None else self.offload.read_ahead,
+        )

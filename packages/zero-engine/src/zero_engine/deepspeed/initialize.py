@@ -1,0 +1,290 @@
+"""initialize(): the front door of DeepSpeed's shape."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import attrs
+import torch
+import zero_ckpt
+import zero_comm
+import zero_partition
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+from zero_comm import Group, collective
+from zero_offload import CPUAdam, FusedAdam
+from zero_partition import Stage
+
+from zero_engine.checks import default_group
+from zero_engine.config import ZeroConfig
+from zero_engine.deepspeed_file.leaf_modules import set_as_file_says
+from zero_engine.deepspeed_file.settings import implied_values
+from zero_engine.errors import ConfigError
+from zero_engine.sharding import shard
+
+from .engine import Engine
+from .engine_config import EngineConfig, NamedSpec
+from .loader import Loader, make_loader
+from .mpu import check_mpu, data_group_of, model_group_of, model_part_of
+from .optimizers import make_optimizer
+from .schedules import make_scheduler
+
+AnyConfig = Mapping[str, Any] | str | os.PathLike[str] | EngineConfig | ZeroConfig
+
+
+@collective
+@zero_partition.Init.suspended()
+def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: AnyConfig | None = None,
+    *,
+    group: Group | None = None,
+    auto: Mapping[str, Any] | None = None,
+) -> tuple[Engine, torch.optim.Optimizer | None, Loader | None, Any]:
+    """Shard a model, and wrap it with its optimizer, batches and scheduler. Collective.
+
+    A thin layer over `shard`: the plain loop has everything that the engine has.
+
+    Args:
+        args: Anything; its attribute `deepspeed_config` is the configuration, where there is one.
+        model: Moved to the group's device, and changed in place.
+        optimizer: An instance, or what makes one from `model_parameters`. The configuration's
+            otherwise; with neither, the engine is for inference.
+        model_parameters: Parameters or param groups to train; those that require a gradient when
+            None. Not looked at where `optimizer` is an instance.
+        training_data: A dataset with `__getitem__` and `__len__`, divided among the ranks.
+        lr_scheduler: An instance, or what makes one from the optimizer. The configuration's
+            otherwise.
+        mpu: Its `get_data_parallel_group()` is the process group to shard over; norms and overflow
+            are those of its `get_model_parallel_group()` as well, where that has several ranks. Or
+            a DeviceMesh: of one axis, or of two with one named "dp", "data" or "data_parallel".
+        dist_init_required: False: raise where torch.distributed is needed and not initialised.
+            Otherwise the job that torchrun describes is joined if need be.
+        collate_fn: Makes a batch from a list of samples of `training_data`.
+        config: DeepSpeed's dict, the path of such a JSON file, or its base64; an EngineConfig; or a
+            ZeroConfig, for one micro-batch per step. With fp16 or bf16 in such a file and stage 0,
+            it is stage 1 that trains: fp32 masters are sharded, which gives the same numbers in
+            less memory. Nor are inputs of the model converted then, as `Precision.cast_inputs`
+            would: DeepSpeed leaves that to the script.
+        group: The ranks to shard over, instead of `mpu`.
+        auto: Values by path for what the file leaves "auto", as in `{"gradient_clipping": 1.0}`.
+            What follows from arguments needs none: options of an `optimizer` that is an instance,
+            16-bit sections from the dtype of the model, batch sizes and clipping that `args` has as
+            attributes of these names, and one batch size from the other two.
+
+    Returns:
+        The engine, its optimizer, the loader of `training_data`, and the scheduler; None for what
+        there is not. An optimizer or scheduler that was passed is the same object.
+
+    Raises:
+        ConfigError: Names the argument or the key, what was expected and what came.
+        zero_partition.PartitionError: The model or the optimizer cannot be distributed as it is.
+        zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
+        zero_comm.CommError: A rank did not take part in time.
+        zero_ckpt.CheckpointError: The file's section `activation_checkpointing` cannot be.
+    """
+    _check_kinds(model, collate_fn, group)
+    check_mpu(mpu, what="initialize()")
+    assert model is not None, "its kind was checked"
+    chosen = _choose_config(args, config)
+    group = _join(mpu, dist_init_required) if group is None else group
+    across = model_group_of(mpu, what="initialize()")
+    implied = implied_values(args, optimizer, lr_scheduler)
+    settings = _as_engine_config(chosen, model, group.world_size, auto, implied)
+    if optimizer is not None or settings.optimizer is not None:
+        _check_trains(model)
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if not devices <= {group.device, torch.device("meta")}:  # of the latter shard() says more
+        model.to(group.device)
+    if model_parameters is None:
+        model_parameters = [param for param in model.parameters() if param.requires_grad]
+    made = _choose_optimizer(optimizer, model_parameters, settings, group)
+    scheduler = _choose_scheduler(lr_scheduler, made, settings.scheduler)
+    loader = None
+    if training_data is not None:
+        loader = make_loader(
+            training_data,
+            batch_size=settings.micro_batch_size,
+            rank=group.rank,
+            world_size=group.world_size,
+            collate_fn=collate_fn,
+            drop_last=settings.drop_last,
+        )
+    if settings.activation_checkpointing and not zero_ckpt.is_configured():
+        section = {"activation_checkpointing": settings.activation_checkpointing}
+        zero_ckpt.configure(model_part_of(mpu, what="initialize()"), section)
+    set_as_file_says(model, settings.leaf_modules, warns=group.rank == 0)
+    if settings.zero.offload is not None and settings.zero.offload.path is not None:
+        with suppress(OSError):  # shard() says on all ranks what is wrong with it
+            settings.zero.offload.path.mkdir(parents=True, exist_ok=True)
+    shard(model, made, settings.zero, group=group)  # last: what is wrong above leaves the model be
+    engine = Engine(model, made, settings, group=group, lr_scheduler=scheduler, across=across)
+    return engine, made, loader, scheduler
+
+
+def _check_kinds(model: Any, collate_fn: Any, group: Any) -> None:
+    for name, value, fits, expected in (
+        ("model", model, isinstance(model, nn.Module), "be a torch.nn.Module"),
+        ("collate_fn", collate_fn, collate_fn is None or callable(collate_fn), "be a function"),
+        ("group", group, isinstance(group, Group | None), "be a zero_comm.Group"),
+    ):
+        if not fits:
+            raise ConfigError(f"initialize(): expected {name} to {expected}, got {value!r}")
+
+
+def _check_trains(model: nn.Module) -> None:
+    params = list(model.parameters())
+    if not any(param.requires_grad for param in params):
+        raise ConfigError(
+            "initialize(): expected a model to train, as there is an optimizer, got a "
+            f"{type(model).__name__} of {len(params)} parameters, none of which requires a "
+            "gradient; unfreeze what is to be trained, or leave the optimizer out for inference"
+        )
+
+
+def _choose_config(args: Any, config: AnyConfig | None) -> AnyConfig:
+    of_args = getattr(args, "deepspeed_config", None)
+    if config is not None and of_args is not None and config != of_args:
+        raise ConfigError(
+            f"initialize(): expected one configuration, got args.deepspeed_config={of_args!r} and "
+            "config=...; leave one of them out"
+        )
+    chosen = of_args if config is None else config
+    if chosen is None:
+        raise ConfigError(
+            "initialize(): expected config to be a dict, a path, an EngineConfig or a ZeroConfig, "
+            "got none; pass config=..., or args with the attribute deepspeed_config"
+        )
+    return chosen
+
+
+def _join(mpu: Any, dist_init_required: bool | None) -> Group:
+    """The ranks to shard over. Collective where the job has to be joined."""
+    if dist_init_required is False:
+        default_group()  # which raises where there should be a job
+    group = zero_comm.init()
+    return group if mpu is None else data_group_of(mpu, what="initialize()")
+
+
+def _as_engine_config(
+    chosen: AnyConfig,
+    model: nn.Module,
+    world_size: int,
+    auto: Mapping[str, Any] | None,
+    implied: Mapping[str, Any],
+) -> EngineConfig:
+    if auto is not None and isinstance(chosen, ZeroConfig | EngineConfig):
+        raise ConfigError(
+            f"initialize(): expected auto with a configuration of DeepSpeed's, got it with a "
+            f"{type(chosen).__name__}, in which nothing is left open"
+        )
+    if isinstance(chosen, ZeroConfig):
+        return EngineConfig(zero=chosen, train_batch_size=world_size, micro_batch_size=1)
+    if not isinstance(chosen, EngineConfig):
+        settings = EngineConfig.from_deepspeed(
+            chosen, world_size=world_size, model=model, auto=auto, implied=implied
+        )
+        return _as_deepspeed(settings)
+    expected = chosen.micro_batch_size * chosen.accumulation_steps * world_size
+    if chosen.train_batch_size != expected:
+        raise ConfigError(
+            f"EngineConfig.train_batch_size: expected micro_batch_size {chosen.micro_batch_size} "
+            f"times accumulation_steps {chosen.accumulation_steps} times world size {world_size}, "
+            f"which is {expected}, got {chosen.train_batch_size}"
+        )
+    return chosen
+
+
+def _as_deepspeed(settings: EngineConfig) -> EngineConfig:
+    """What a file means to DeepSpeed and not to `ZeroConfig`.
+
+    It has masters without ZeRO too; ours lie beside shards: stage 1 at least. It leaves inputs as
+    they are. At stage 3 its scripts call state_dict() for the names, also on one rank alone.
+    """
+    zero, precision = settings.zero, settings.zero.precision
+    if zero.stage is Stage.THREE:
+        zero = attrs.evolve(zero, state_dict="placeholders")
+    if precision is not None:
+        stage = zero.stage if precision.masters is None else max(zero.stage, Stage.ONE)
+        precision = attrs.evolve(precision, cast_inputs=False)
+        zero = attrs.evolve(zero, stage=stage, precision=precision)
+    return attrs.evolve(settings, zero=zero)
+
+
+def _choose_optimizer(
+    given: Any, params: Iterable[Any], settings: EngineConfig, group: Group
+) -> torch.optim.Optimizer | None:
+    spec, state_dtype, offload = settings.optimizer, settings.state_dtype, settings.zero.offload
+    if given is None:
+        is_offloaded = offload is not None and offload.optimizer != "device"
+        on_host = is_offloaded or group.device.type == "cpu"
+        return spec and make_optimizer(
+            params, spec.type, spec.params, state_dtype=state_dtype, on_host=on_host
+        )
+    made = (
+        given(params) if not isinstance(given, torch.optim.Optimizer) and callable(given) else given
+    )
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            "initialize(): expected optimizer to be a torch.optim.Optimizer, or to return one when "
+            f"called with parameters, got {made!r}"
+        )
+    if state_dtype not in (None, kept := _state_dtype_of(made)):
+        raise ConfigError(
+            f"bf16.bf16_optimizer_states: expected {str(kept is not torch.float32).lower()}, as "
+            f"this {type(made).__name__} keeps {kept or 'fp32 masters besides'}, got what asks for "
+            f"{state_dtype}; pass zero_offload.CPUAdam(masters=False, state_dtype=...) or an "
+            "optimizer of torch's, or name Adam in the configuration"
+        )
+    return made
+
+
+def _state_dtype_of(optimizer: torch.optim.Optimizer) -> torch.dtype | None:
+    """Of its moments of bf16 parameters without masters; None if it keeps masters itself."""
+    if isinstance(optimizer, FusedAdam):
+        has_masters = any(group["masters"] for group in optimizer.param_groups)
+        return None if has_masters else torch.float32
+    if isinstance(optimizer, CPUAdam):
+        return None if optimizer.keeps_masters else optimizer.state_dtype or torch.bfloat16
+    return torch.bfloat16
+
+
+def _choose_scheduler(
+    given: Any, optimizer: torch.optim.Optimizer | None, spec: NamedSpec | None
+) -> Any:
+    if given is None and spec is None:
+        return None
+    if optimizer is None:
+        raise ConfigError("initialize(): expected an optimizer for the scheduler, got none")
+    if given is None and spec is not None:
+        return make_scheduler(optimizer, spec.type, spec.params)
+    makes_one = isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
+    made = given(optimizer) if makes_one else given
+    if not hasattr(made, "step"):
+        raise ConfigError(
+            "initialize(): expected lr_scheduler to have step(), or to return what has when called "
+            f"with the optimizer, got {made!r}"
+        )
+    scheduled = getattr(made, "optimizer", optimizer)
+    groups = [id(param_group) for param_group in optimizer.param_groups]  # a chain's: its members'
+    if isinstance(made, LRScheduler) and not any(
+        id(param_group) in groups for param_group in scheduled.param_groups
+    ):
+        raise ConfigError(
+            f"initialize(): expected the {type(made).__name__} to be built from the optimizer that "
+            f"trains, got one of another {type(scheduled).__name__}, whose learning rate "
+            "nobody reads; pass lr_scheduler=lambda optimizer: ..."
+        )
+    return made

@@ -1,0 +1,379 @@
+"""Optimizers by the names that DeepSpeed's files give them, made of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from inspect import signature
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+from zero_offload import CPUAdam, FusedAdam
+from zero_partition import ChainedOptimizer
+
+from zero_engine.checks import check_flag, check_names, check_number, check_whole, nearest
+from zero_engine.errors import ConfigError
+
+
+@final
+class Lion(torch.optim.Optimizer):
+    """Steps by the sign of an average of gradients; one entry of state per parameter.
+
+    With gradient g and average m: p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g),
+    then m = beta2 m + (1 - beta2) g. Elementwise, so that parameters may be cut anywhere.
+
+    Args:
+        params: Parameters, or param groups, as of any torch optimizer.
+        lr: The size of every element's step; a tenth of what AdamW wants, or less.
+        betas: Weights of the average in the update, and in the next average.
+        weight_decay: Decoupled, as AdamW's.
+
+    Raises:
+        ConfigError: Names the option, what was expected and what came.
+    """
+
+    needs_cut = "flat"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, once its options were checked."""
+        options = {**self.defaults, **param_group}
+        for name in ("lr", "weight_decay"):
+            if not isinstance(options[name], Tensor):
+                check_number(f"Lion.{name}", options[name], minimum=0)
+        if not isinstance(options["betas"], list | tuple) or len(options["betas"]) != 2:
+            raise ConfigError(f"Lion.betas: expected two numbers, got {options['betas']!r}")
+        for i, beta in enumerate(options["betas"]):
+            check_number(f"Lion.betas[{i}]", beta, minimum=0, below=1)
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                self._update(params, group)
+        return loss
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        grads: list[Any] = [param.grad for param in params]
+        for param in params:
+            if not self.state[param]:
+                self.state[param]["exp_avg"] = torch.zeros_like(param)
+        averages = [self.state[param]["exp_avg"] for param in params]
+        updates = torch._foreach_mul(averages, beta1)
+        torch._foreach_add_(updates, grads, alpha=1 - beta1)
+        torch._foreach_sign_(updates)
+        torch._foreach_mul_(updates, lr)
+        if group["weight_decay"]:
+            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+        torch._foreach_sub_(params, updates)
+        torch._foreach_mul_(averages, beta2)
+        torch._foreach_add_(averages, grads, alpha=1 - beta2)
+
+
+# ---- Optimizers by the names that DeepSpeed's files give them, made of torch's ----
+
+
+_PATH: Final = "optimizer.params"
+
+# What an option may be, whichever optimizer has it. What is not here, torch checks.
+_NUMBERS: Final = {
+    *("lr", "eps", "weight_decay", "momentum", "dampening", "lr_decay"),
+    *("initial_accumulator_value", "muon_lr", "adam_lr"),
+}
+_FLAGS: Final = {
+    *("amsgrad", "nesterov", "maximize", "capturable", "differentiable"),
+    *("adam_w_mode", "torch_adam", "bias_correction", "set_grad_none"),
+}
+
+# Known to DeepSpeed, and what to do about them here.
+_NOT_BUILT: Final = {
+    **dict.fromkeys(
+        ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"), "its compressed communication is not built yet"
+    ),
+    **dict.fromkeys(("Lamb", "FusedLamb"), "LAMB is not built yet"),
+    **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "pass one of the package mup as an object"),
+    **dict.fromkeys(
+        ("ZenFlow", "ZenFlowSelectiveAdamW", "ZenFlowCPUAdam"), "ZenFlow is not built yet"
+    ),
+    **dict.fromkeys(
+        ("DeepSpeedCPUAdam", "CPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion"),
+        "optimizers on the host are not built yet",
+    ),
+    "FusedAdam": 'use "Adam", which DeepSpeed makes of it, too',
+    "FusedLion": 'use "Lion", which DeepSpeed makes of it, too',
+}
+_KEYS_NOT_BUILT: Final = {
+    "max_grad_norm": "clipping is the key `gradient_clipping` at the top of the file",
+    "per_head_muon": "Muon takes whole matrices here",
+}
+_MIXED_OPTIONS: Final = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode"}
+_ONLY: Final = {  # where an option has one value that torch's optimizers can do
+    "bias_correction": (True, "Adam without bias correction is not built"),
+    "set_grad_none": (True, "gradients are always dropped, not zeroed; leave the key out"),
+    "fp32_optimizer_states": (True, "bf16.bf16_optimizer_states says it, for every optimizer"),
+    "ns_method": ("standard", "torch's Muon has the standard iteration alone"),
+}
+
+
+def make_optimizer(
+    params: Iterable[Any],
+    type: str,
+    params_dict: Mapping[str, Any],
+    *,
+    state_dtype: torch.dtype | None = None,
+    on_host: bool = True,
+) -> torch.optim.Optimizer:
+    """The optimizer that the section `optimizer` of a configuration file asks for. Local.
+
+    "Adam" is AdamW unless `adam_w_mode` is false, and the default weight decay of both is 0, as
+    DeepSpeed has it; with `torch_adam`, torch's own. "Lion" is `Lion`. "Muon" updates matrices by
+    torch's Muon and all else by AdamW, chained, with DeepSpeed's defaults; `muon_lr` and `adam_lr`
+    go before `lr`. A parameter goes to Muon if its attribute `use_muon` says so; where it has none,
+    if it is a matrix, and no embedding or `lm_head` by its name.
+
+    Args:
+        params: What torch's optimizers take: parameters, pairs of name and parameter, or param
+            groups, whose own options go before those of the file.
+        type: adam, adamw, sgd, adagrad, lion or muon, in upper or lower case.
+        params_dict: Options by name: those of torch's class, and DeepSpeed's own named above.
+        state_dtype: torch.float32 keeps Adam's moments so beside 16-bit parameters without masters.
+        on_host: Whether it steps there then, and not on a GPU.
+
+    Returns:
+        A torch optimizer.
+
+    Raises:
+        ConfigError: Names the key, as in `optimizer.params.lr`, what was expected and what came, or
+            the nearest key that there is; or the optimizer is known, but not built yet.
+    """
+    name = str(type).lower()
+    make = _MAKERS.get(name)
+    if make is None:
+        raise _refused(type)
+    if state_dtype is torch.float32:
+        if name not in ("adam", "adamw"):
+            raise ConfigError(
+                f"bf16.bf16_optimizer_states: expected true with optimizer.type {type!r}, which "
+                "keeps its state in the dtype of what it updates, got false; Adam can have it apart"
+            )
+        make = partial(_make_mixed_adam, name, on_host)
+    _refuse_keys(params_dict)
+    for name, value in params_dict.items():
+        _check(name, value)
+    options = {name: value for name, value in params_dict.items() if name not in _ONLY}
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    try:
+        return make(list(params), options, set(params_dict))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{_PATH}: {type} does not take them: {error}") from error
+
+
+def _make(kind: Callable[..., Any], params: list[Any], options: dict, given: set[str]) -> Any:
+    check_names(_PATH, given, _options_of(kind))
+    return kind(params, **options)
+
+
+class DeepSpeedCPUAdam(CPUAdam):
+    """`zero_offload.CPUAdam`, with the arguments in DeepSpeed's order.
+
+    Parameters may be on a GPU until `initialize`, whose `offload_optimizer` brings what is stepped
+    to the host. 16-bit ones have no masters of their own: `initialize` keeps them. amsgrad works.
+
+    Args:
+        model_params: As `params` there, as are all others that are not named here.
+        lr: As there.
+        bias_correction: As there.
+        betas: As there.
+        eps: As there.
+        weight_decay: As there.
+        amsgrad: As there.
+        adamw_mode: Decay shrinks parameters (AdamW); added to gradients (Adam) when False.
+        fp32_optimizer_states: False keeps moments in the parameter's dtype.
+    """
+
+    def __init__(  # noqa: PLR0917 - the order is DeepSpeed's
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(
+            model_params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            decoupled_weight_decay=adamw_mode,
+            bias_correction=bias_correction,
+            masters=False,
+            state_dtype=torch.float32 if fp32_optimizer_states else None,
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; `step` refuses what is not on the CPU then."""
+        torch.optim.Optimizer.add_param_group(self, param_group)
+
+
+def _make_adam(name: str, params: list[Any], options: dict, given: set[str]) -> Any:
+    own = {"adam_w_mode", "torch_adam", "bias_correction", "set_grad_none"}
+    own.add("fp32_optimizer_states")  # checked with those of one value
+    check_names(_PATH, given, _options_of(torch.optim.AdamW) | own)
+    is_decoupled = options.pop("adam_w_mode", True) or name == "adamw"
+    if not options.pop("torch_adam", False):
+        options.setdefault("weight_decay", 0.0)
+    return (torch.optim.AdamW if is_decoupled else torch.optim.Adam)(params, **options)
+
+
+def _make_mixed_adam(
+    name: str, on_host: bool, params: list[Any], options: dict, given: set[str]
+) -> Any:
+    """With moments in fp32, whatever the parameters are."""
+    check_names(_PATH, given, _MIXED_OPTIONS | _ONLY.keys())
+    is_decoupled = options.pop("adam_w_mode", True) or name == "adamw"
+    if on_host:
+        return DeepSpeedCPUAdam(params, adamw_mode=is_decoupled, **options)
+    options.setdefault("weight_decay", 0.0)
+    return FusedAdam(params, decoupled=is_decoupled, masters=False, **options)
+
+
+# NOTE(halves): options that only one half knows are for that half; both have lr and weight_decay.
+_MUON_OPTIONS: Final = {
+    *("lr", "weight_decay", "momentum"),
+    *("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
+}
+_REST_OPTIONS: Final = {"lr", "weight_decay", "betas", "eps"}
+_MUON_DEFAULTS: Final = {"lr": 0.02, "weight_decay": 0.0}
+_REST_DEFAULTS: Final = {"lr": 3e-4, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
+
+
+def _make_muon(params: list[Any], options: dict, given: set[str]) -> Any:
+    own = {"muon_lr", "adam_lr", "adam_w_mode", "torch_adam", "ns_method"}
+    check_names(_PATH, given, _MUON_OPTIONS | _REST_OPTIONS | own)
+    is_decoupled = options.pop("adam_w_mode", True)
+    options.pop("torch_adam", None)  # it is torch's either way
+    muon_lr, adam_lr = options.pop("muon_lr", None), options.pop("adam_lr", None)
+    adam = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+    is_grouped = bool(params) and isinstance(params[0], dict)
+    whole = [
+        {**group, "params": _members(group["params"])}
+        for group in (params if is_grouped else [{"params": params}])
+    ]
+    made: list[torch.optim.Optimizer] = []
+    for is_muon, kind, names, defaults, lr in (
+        (True, torch.optim.Muon, _MUON_OPTIONS, _MUON_DEFAULTS, muon_lr),
+        (False, adam, _REST_OPTIONS, _REST_DEFAULTS, adam_lr),
+    ):
+        groups = list(_half_of(whole, is_muon, (_MUON_OPTIONS | _REST_OPTIONS) - names))
+        mine = defaults | {key: value for key, value in options.items() if key in names}
+        if groups:
+            of_half: Any = mine if lr is None else mine | {"lr": lr}
+            made.append(kind(groups, **of_half))
+    if not made:
+        raise ConfigError("optimizer.type: Muon got no parameters")
+    return ChainedOptimizer(*made) if len(made) > 1 else made[0]
+
+
+def _members(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _half_of(
+    groups: Iterable[dict[str, Any]], is_muon: bool, dropped: set[str]
+) -> Iterator[dict[str, Any]]:
+    """The param groups as one half is to see them: its own parameters and options."""
+    for group in groups:
+        mine = [each for each in group["params"] if _goes_to_muon(each) is is_muon]
+        if mine:
+            kept = {key: value for key, value in group.items() if key not in dropped}
+            yield {**kept, "params": mine}
+
+
+def _goes_to_muon(member: Any) -> bool:
+    name, param = ("", member) if isinstance(member, Tensor) else member
+    wanted = getattr(param, "use_muon", None)
+    if wanted is None:
+        return param.dim() == 2 and not any(part in name.lower() for part in ("embed", "lm_head"))
+    if wanted and param.dim() != 2:
+        raise ConfigError(
+            f"optimizer.type: Muon updates matrices, got a parameter {name!r} of shape "
+            f"{tuple(param.shape)} with use_muon = True; set it to False"
+        )
+    return bool(wanted)
+
+
+_MAKERS: Final[dict[str, Callable[[list[Any], dict, set[str]], Any]]] = {
+    "adam": partial(_make_adam, "adam"),
+    "adamw": partial(_make_adam, "adamw"),
+    "sgd": partial(_make, torch.optim.SGD),
+    "adagrad": partial(_make, torch.optim.Adagrad),
+    "lion": partial(_make, Lion),
+    "muon": _make_muon,
+}
+
+
+def _options_of(kind: Callable[..., Any]) -> set[str]:
+    return set(signature(kind).parameters) - {"params"}
+
+
+def _refused(type: Any) -> ConfigError:
+    reasons = {name.lower(): reason for name, reason in _NOT_BUILT.items()}
+    reason = reasons.get(str(type).lower())
+    if reason is not None:
+        return ConfigError(f"optimizer.type: {type!r} is refused: {reason}")
+    near = nearest(type, _MAKERS)
+    return ConfigError(
+        f"optimizer.type: expected one of {', '.join(_MAKERS)}, got {type!r}"
+        f"{f'; did you mean {near!r}?' if near else ''}. Any other optimizer is passed as an "
+        "object: optimizer=..."
+    )
+
+
+def _refuse_keys(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name in _KEYS_NOT_BUILT:
+            raise ConfigError(f"{_PATH}.{name}: refused: {_KEYS_NOT_BUILT[name]}")
+        if name in _ONLY and value != _ONLY[name][0]:
+            only, why = _ONLY[name]
+            raise ConfigError(f"{_PATH}.{name}: expected {only!r}, got {value!r}: {why}")
+
+
+def _check(name: str, value: Any) -> None:
+    where = f"{_PATH}.{name}"
+    if name in _NUMBERS:
+        check_number(where, value, minimum=0)
+    elif name in _FLAGS or (name in ("foreach", "fused") and value is not None):
+        check_flag(where, value)
+    elif name == "ns_steps":
+        check_whole(where, value, minimum=1)
+    elif name == "betas":
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            raise ConfigError(f"{where}: expected two numbers, got {value!r}")
+        for i, beta in enumerate(value):
+            check_number(f"{where}[{i}]", beta, minimum=0, below=1)

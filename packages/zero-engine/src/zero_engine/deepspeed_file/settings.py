@@ -1,0 +1,457 @@
+"""Settings: all keys of a configuration, those of the file and the others, checked one by one."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final, final
+
+import attrs
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+
+from zero_engine.errors import ConfigError, FileError
+
+from .file_key import ANYTHING, CannotMatter, FileKey, Gate, NotBuilt, is_off
+from .keys import KEYS, SECTIONS, WRITTEN, unknown_key
+
+HIDDEN_SIZE_KEYS: Final = (
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+)
+_16_BIT: Final = {"fp16.enabled": torch.float16, "bf16.enabled": torch.bfloat16}
+_OF_ARGS: Final = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+
+
+def derived_values(
+    model: nn.Module | None, known: Mapping[str, Any], implied: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Values by path of key, as transformers' Trainer fills them in (its docs, "DeepSpeed"). Local.
+
+    Args:
+        model: The dtype of all of its parameters says which 16-bit section is on. Its `config` may
+            have `hidden_size`, or `hidden_sizes` of which the largest counts, by itself or in its
+            `text_config`.
+        known: What the file says, by path. A scheduler warms up to the optimizer's rate.
+        implied: What follows from other arguments.
+    """
+    found: dict[str, Any] = {"scheduler.params.warmup_min_lr": 0, "steps_per_print": 0}
+    lr = {**implied, **known}.get("optimizer.params.lr")
+    if lr is not None:
+        found["scheduler.params.warmup_max_lr"] = lr
+    hidden_size = _hidden_size(getattr(model, "config", None))
+    if hidden_size is not None:
+        square = hidden_size * hidden_size
+        found |= zip(HIDDEN_SIZE_KEYS, (square, int(0.9 * square), 10 * hidden_size), strict=True)
+    params = () if model is None else model.parameters()
+    dtypes = {param.dtype for param in params if param.is_floating_point()}
+    said = {of for path, of in _16_BIT.items() if known.get(path) is True}
+    if said or len(dtypes) == 1:
+        found |= {path: of in (said or dtypes) for path, of in _16_BIT.items()}
+    return {**found, **implied}
+
+
+def implied_values(args: Any, optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:
+    """What arguments of `initialize` say, by path of key. Local.
+
+    Args:
+        args: Its attributes by the names of batch sizes and clipping, where it has them.
+        optimizer: An instance's options are those of the file's; of anything else, and of a
+            scheduler, the file's are not read, and have their defaults.
+        lr_scheduler: Likewise.
+    """
+    found = {path: getattr(args, path, None) for path in _OF_ARGS}
+    for name, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
+        if given is not None:
+            found |= {path: KEYS[path].default for path in KEYS if path.startswith(f"{name}.")}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for option in ("lr", "betas", "eps", "weight_decay", "momentum"):
+            values = [_option(group, option) for group in optimizer.param_groups]
+            if all(value == values[0] for value in values):
+                found[f"optimizer.params.{option}"] = values[0]
+    return {
+        path: value
+        for path, value in found.items()
+        if value is not None or path.startswith(("optimizer.", "scheduler."))
+    }
+
+
+def _option(group: Mapping[str, Any], name: str) -> Any:
+    value = group.get(f"initial_{name}", group.get(name))  # before a scheduler's first step
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _hidden_size(config: Any) -> int | None:
+    for part in (config, getattr(config, "text_config", None)):
+        sizes = getattr(part, "hidden_size", None) or getattr(part, "hidden_sizes", None)
+        if sizes:
+            return max(sizes) if isinstance(sizes, list | tuple) else int(sizes)
+    return None
+
+
+# ---- From a file or dict to single keys with their paths ----
+
+
+_PLAIN_ALPHABET: Final = str.maketrans("-_", "+/")
+
+Source = Mapping[str, Any] | str | os.PathLike[str]
+
+
+@final
+@frozen
+class _Twice:
+    """Stands for the value of a name that an object of the file has more than once."""
+
+
+def shown(value: Any) -> str:
+    """The start of its repr, for a message; its type where it has none (an int of 5,000 digits)."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return f"a value of type {type(value).__name__}"
+
+
+def _as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        found[name] = _Twice() if name in found else value
+    return found
+
+
+def load(source: Source) -> Mapping[str, Any]:
+    """The top object of a configuration: a mapping, a file, or base64 of such a file. Local.
+
+    Raises:
+        ConfigError: `source` is neither a mapping nor a string nor a path.
+        FileError: There is no such file, or it is not JSON, or no object.
+    """
+    if isinstance(source, Mapping):
+        return source
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            "from_deepspeed(): expected a dict, the path of a JSON file or its base64, got "
+            f"{shown(source)} of type {type(source).__name__}"
+        )
+    decoded = _decode(source)
+    where = repr(str(source)) if decoded is None else f"base64 {shown(source)}"
+    try:
+        content = Path(source).read_bytes() if decoded is None else decoded
+        loaded = json.loads(content.decode(), object_pairs_hook=_as_dict)
+    except OSError as error:
+        raise FileError(
+            f"{where}: expected a readable JSON file, got {error.strerror or error}"
+        ) from error
+    except (ValueError, RecursionError) as error:  # ValueError: also of undecodable bytes
+        raise FileError(f"{where}: expected JSON, got {error}") from error
+    if not isinstance(loaded, dict):
+        raise FileError(f"{where}: expected an object ({{...}}), got {shown(loaded)}")
+    return loaded
+
+
+def _decode(source: str | os.PathLike[str]) -> bytes | None:
+    """What a base64 string says, in either alphabet; None for what is a path.
+
+    No path decodes to a text that begins with a brace, but one made for it.
+    """
+    if not isinstance(source, str):
+        return None
+    try:
+        content = base64.b64decode(source.translate(_PLAIN_ALPHABET), validate=True)
+    except ValueError:
+        return None
+    return content if content.lstrip().startswith(b"{") else None
+
+
+def leaves(raw: Mapping[Any, Any], *, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Paths as written, and their values; a section that is null is as good as absent.
+
+    Raises:
+        ConfigError: Names a key that is unknown, given twice, or a section that is no object.
+    """
+    for name, value in raw.items():
+        path = f"{prefix}{name}"
+        if not isinstance(name, str) or "." in name:
+            raise ConfigError(f"{path}: expected names in nested objects as keys, got {name!r}")
+        if isinstance(value, _Twice):
+            raise ConfigError(f"{path}: expected one value, got several; leave one")
+        if path in WRITTEN:
+            yield path, value
+        elif path not in SECTIONS:
+            raise unknown_key(path)
+        elif isinstance(value, Mapping):
+            yield from leaves(value, prefix=f"{path}.")
+        elif value is not None:
+            raise ConfigError(
+                f"{path}: expected an object with keys such as "
+                f"{next(other for other in WRITTEN if other.startswith(path + '.'))}, "
+                f"got {shown(value)}"
+            )
+
+
+# ---- Settings ----
+
+
+STAGE: Final = "zero_optimization.stage"
+
+
+class Origin(Enum):
+    """Where a value came from."""
+
+    FILE = "file"
+    AUTO = "auto"  # the file says "auto"
+    INFERRED = "inferred"  # from other values
+    DEFAULT = "default"
+
+
+class _Unresolved(Enum):
+    UNRESOLVED = "auto"
+
+
+UNRESOLVED: Final = _Unresolved.UNRESOLVED  # "auto" until something says what it is
+
+
+@final
+@frozen
+class Setting:
+    """One key, its value, and where that came from."""
+
+    key: FileKey
+    value: Any
+    origin: Origin
+    written: str  # the path in the file, which may be an alias
+
+
+@final
+@frozen(eq=False)
+class Settings:
+    """A value for every key of the table. Local, like all of it."""
+
+    by_path: Mapping[str, Setting]
+
+    def value(self, path: str) -> Any:
+        """What the key says.
+
+        Raises:
+            ConfigError: It says "auto", and nothing says what that is.
+        """
+        setting = self.by_path[path]
+        if setting.value is UNRESOLVED:
+            raise _unresolved([setting])
+        return setting.value
+
+    def is_gated_off(self, key: FileKey) -> bool:
+        """Whether its section is turned off; not where that is not known yet."""
+        return key.gate is not None and not any(
+            self._opens(key.gate, KEYS[path]) for path in key.gate.paths
+        )
+
+    def _opens(self, gate: Gate, key: FileKey) -> bool:
+        if not self.is_read(key):
+            return False
+        value = self.by_path[key.path].value
+        if value is UNRESOLVED:
+            return True
+        return value in gate.values if gate.values else not key.is_neutral(value)
+
+    def is_below_stage(self, key: FileKey) -> bool:
+        """Whether it is a key of higher stages than this one; not where that is not known yet."""
+        stage = self.by_path[STAGE].value
+        return stage is not UNRESOLVED and stage < key.min_stage
+
+    def is_read(self, key: FileKey) -> bool:
+        """Whether it means anything beside the others."""
+        return not self.is_gated_off(key) and not self.is_below_stage(key)
+
+    def given(self) -> Iterator[Setting]:
+        """What the file has, in no particular order."""
+        return (item for item in self.by_path.values() if item.origin is not Origin.DEFAULT)
+
+    def check_resolved(self, answer: type = object) -> None:
+        """Raise ConfigError where keys with this answer are read and say "auto"; it names all."""
+        open_settings = [
+            setting
+            for setting in self.given()
+            if setting.value is UNRESOLVED
+            and isinstance(setting.key.answer, answer)
+            and self.is_read(setting.key)
+        ]
+        if open_settings:
+            raise _unresolved(open_settings)
+
+    def idle(self, setting: Setting) -> str | None:
+        """Why it changes nothing here, though it is read; None where it may."""
+        key = setting.key
+        if isinstance(key.answer, CannotMatter):
+            is_asked = key.kind is not ANYTHING or not is_off(setting.value)
+            return key.answer.reason if is_asked else None
+        return key.idle(lambda path: self.by_path[path].value) if key.idle else None
+
+    def replaced(self, values: Mapping[str, Any], origin: Origin) -> Settings:
+        """The same but for some values."""
+        changed = {
+            path: attrs.evolve(self.by_path[path], value=value, origin=origin)
+            for path, value in values.items()
+        }
+        return Settings({**self.by_path, **changed})
+
+
+def _unresolved(settings: Sequence[Setting]) -> ConfigError:
+    first, *others = [setting.written for setting in settings]
+    paths = [setting.key.path for setting in settings]
+    model = "model=..., whose config has a hidden_size, or " * any(
+        path in HIDDEN_SIZE_KEYS for path in paths
+    )
+    answers = ", ".join(f'"{path}": ...' for path in paths)
+    likewise = f", as of {', '.join(others)}" if others else ""
+    return ConfigError(
+        f'{first}: expected a value for "auto", got none{likewise}; pass {model}auto={{{answers}}}'
+    )
+
+
+def read_settings(
+    source: Source,
+    *,
+    model: nn.Module | None,
+    auto: Mapping[str, Any] | None,
+    implied: Mapping[str, Any] | None = None,
+    warns: bool = True,
+) -> Settings:
+    """Read a configuration; rank 0 warns once of all its keys that cannot matter.
+
+    Args:
+        source: A dict, the path of a JSON file, or its base64.
+        model: Resolves what DeepSpeed's users let Hugging Face derive from its hidden size.
+        auto: Values by path for what the file leaves "auto". They must not contradict it.
+        implied: Values by path for what is "auto" still.
+        warns: False where the same configuration will be read again.
+
+    Raises:
+        ConfigError: Starts with the path of a key that is unknown, of a wrong type or value, not
+            built, or given twice.
+        FileError: The file is missing or not JSON.
+    """
+    defaults = {path: Setting(key, key.default, Origin.DEFAULT, path) for path, key in KEYS.items()}
+    settings = Settings({**defaults, **_read_leaves(load(source))})
+    settings = settings.replaced(_answers(settings, auto or {}), Origin.AUTO)
+    known = {
+        item.key.path: item.value
+        for item in settings.given()
+        if item.value is not UNRESOLVED or settings.is_below_stage(item.key)
+    }
+    derived = derived_values(model, known, implied or {})
+    settings = settings.replaced(
+        {
+            item.key.path: _read_value(item.key, derived[item.key.path], item.written)
+            for item in settings.given()
+            if item.key.path in derived and item.key.path not in known
+        },
+        Origin.AUTO,
+    )
+    _refuse_what_is_not_built(settings)
+    if warns:
+        _warn_of_what_cannot_matter(settings)
+    return settings
+
+
+def _read_leaves(raw: Mapping[Any, Any]) -> dict[str, Setting]:
+    found: dict[str, Setting] = {}
+    for written, value in leaves(raw):
+        key = WRITTEN[written]
+        if key.path in found:
+            raise ConfigError(
+                f"{written}: expected this key under one name, got {found[key.path].written} too"
+            )
+        found[key.path] = Setting(key, _read_value(key, value, written), Origin.FILE, written)
+    return found
+
+
+def _read_value(key: FileKey, value: Any, written: str) -> Any:
+    if value is None and key.default is None:
+        return None
+    try:
+        return key.kind.read(value)
+    except ValueError:
+        if isinstance(value, str) and value == "auto":
+            return UNRESOLVED
+        null = ", or null" if key.default is None else ""
+        raise ConfigError(
+            f"{written}: expected {key.kind.expected}{null}, got {shown(value)}"
+        ) from None
+
+
+def _answers(settings: Settings, auto: Mapping[Any, Any]) -> dict[str, Any]:
+    """What `auto` says of keys that are "auto" in the file."""
+    if not isinstance(auto, Mapping):
+        raise ConfigError(
+            "from_deepspeed(): expected auto to be values by path, as in "
+            f'{{"optimizer.params.lr": 1e-4}}, got {shown(auto)}'
+        )
+    found: dict[str, Any] = {}
+    for written, value in auto.items():
+        if written not in WRITTEN:
+            raise unknown_key(str(written))
+        key = WRITTEN[written]
+        setting, answer = settings.by_path[key.path], _read_value(key, value, written)
+        if setting.value is UNRESOLVED:
+            found[key.path] = answer
+        elif setting.origin is Origin.FILE and setting.value != answer:
+            raise ConfigError(
+                f"{setting.written}: expected {shown(value)}, as auto=... says, got "
+                f'{shown(setting.value)} in the file; change one, or write "auto" in the file'
+            )
+    return found
+
+
+def _refuse_what_is_not_built(settings: Settings) -> None:
+    for setting in settings.given():
+        key = setting.key
+        if settings.is_gated_off(key):
+            continue
+        if settings.is_below_stage(key):
+            if setting.value is not UNRESOLVED and not key.is_neutral(setting.value):
+                raise ConfigError(
+                    f"{setting.written}: expected it from stage {key.min_stage} on, got "
+                    f"{shown(setting.value)} at stage {settings.value(STAGE)}; leave it out, or "
+                    f"set {STAGE} to {key.min_stage}"
+                )
+        elif (
+            isinstance(key.answer, NotBuilt)
+            and setting.value is not UNRESOLVED
+            and not key.is_neutral(setting.value)
+        ):
+            raise ConfigError(
+                f"{setting.written}: expected {_as_json(key.default)}, as what it asks for is not "
+                f"built yet, got {shown(setting.value)}: {key.answer.remedy}"
+            )
+
+
+def _as_json(value: Any) -> str:
+    return "nothing" if value is None else json.dumps(value)
+
+
+def _warn_of_what_cannot_matter(settings: Settings) -> None:
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return  # rank 0 says it; before there are ranks, each does
+    lines = [
+        f"  {setting.written}: {reason}"
+        for setting in settings.given()
+        if settings.is_read(setting.key) and (reason := settings.idle(setting))
+    ]
+    if lines:
+        warnings.warn(
+            "keys of the configuration that change nothing here:\n" + "\n".join(lines),
+            stacklevel=4,
+        )

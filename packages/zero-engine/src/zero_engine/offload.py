@@ -1,0 +1,120 @@
+"""Offload: what rests elsewhere than on the device, checked when it is made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final, Literal, final
+
+import attrs
+from attrs import Attribute, field, frozen
+from zero_offload import DiskSettings
+
+from .checks import at_least, is_kind, names_fields
+from .errors import ConfigError
+
+SUBGROUP_BYTES: Final = 64 * 2**20
+RESIDENCES: Final = {"none": "device", "cpu": "host", "nvme": "disk"}  # DeepSpeed's words, and ours
+
+
+def our_word(value: Any) -> str:
+    """The end of an error that was given one of DeepSpeed's words."""
+    ours = RESIDENCES.get(value) if isinstance(value, str) else None
+    return "" if ours is None else f"; DeepSpeed's {value!r} is {ours!r} here"
+
+
+def _check_residence(_: Offload, attribute: Attribute, value: Any) -> None:
+    if value not in ("device", "host", "disk"):
+        raise ConfigError(
+            f"Offload.{attribute.name}: expected 'device', 'host' or 'disk', got {value!r}"
+            + our_word(value)
+        )
+
+
+def _check_share(_: Offload, attribute: Attribute, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 1:
+        raise ConfigError(
+            f"Offload.{attribute.name}: expected a share of the optimizer's state, from 0 to 1, "
+            f"got {value!r}"
+        )
+
+
+def _as_folder(value: Any) -> Path | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise ConfigError(f"Offload.path: expected the path of a folder, or None, got {value!r}")
+    return Path(value)
+
+
+@final
+@names_fields
+@frozen(kw_only=True)
+class Offload:
+    """What rests on the host or on disk between its uses. The same on every rank.
+
+    Numbers do not depend on it, except with `delayed_update`.
+
+    Args:
+        optimizer: Where optimizer state and masters rest, and are stepped: "device", "host" or
+            "disk". Not at stage 0.
+        params: Where shards of parameters rest. At stage 3 only.
+        fraction: Of the optimizer state, by bytes, that rests at `optimizer`; what is left rests
+            and is stepped on the device. 0 offloads nothing.
+        path: A folder on the disk to use; needed where something rests on disk.
+        pin: Page-lock host memory, where there is CUDA: transfers then overlap with computing.
+        subgroup_bytes: Most optimizer state that is read, stepped and written together; three
+            times this passes through memory. Below 1 MiB the step takes many times as long.
+        read_ahead: With params="disk": units whose shards are read ahead of their gather.
+        max_host_numel: With params="disk": elements of this rank's shards that rest on the host all
+            the same, those of the model's first units.
+        budget_bytes: Most host memory of a rank; what the process may have when None.
+        disk: How the disk is used, such as `zero_offload.tune(path)` returns.
+        delayed_update: `optimizer.step()` begins the update and returns; it goes on during the next
+            forward and backward, and the model has its values from the step after that on. So
+            gradients are of parameters that lack the last update: numbers differ, and learning may
+            be slower; compare. Takes memory for the new values, and for the gradients once more.
+            After the last step: `finish_update`.
+
+    Raises:
+        ConfigError: Names the setting, what was expected and what came.
+    """
+
+    optimizer: Literal["device", "host", "disk"] = field(
+        default="device", validator=_check_residence
+    )
+    params: Literal["device", "host", "disk"] = field(default="device", validator=_check_residence)
+    fraction: float = field(default=1.0, validator=_check_share)
+    path: Path | None = field(default=None, converter=_as_folder)
+    pin: bool = field(default=True, validator=is_kind(bool))
+    subgroup_bytes: int = field(default=SUBGROUP_BYTES, validator=at_least(1, int))
+    read_ahead: int = field(default=2, validator=at_least(0, int))
+    max_host_numel: int = field(default=0, validator=at_least(0, int))
+    budget_bytes: int | None = field(default=None, validator=at_least(1, int))
+    disk: DiskSettings | None = field(default=None, validator=is_kind(DiskSettings, None))
+    delayed_update: bool = field(default=False, validator=is_kind(bool))
+
+    def __attrs_post_init__(self) -> None:
+        uses_disk = "disk" in (self.optimizer, self.params)
+        if uses_disk and self.path is None:
+            where = "optimizer" if self.optimizer == "disk" else "params"
+            raise ConfigError(
+                f"Offload.path: expected a folder on the disk to use with {where}='disk', got "
+                "None; pass path=..."
+            )
+        # What asks for something must not be passed over; a bound holds where nothing reaches it.
+        for name, is_read, needed in (
+            ("fraction", self.optimizer != "device", "optimizer='host' or 'disk'"),
+            ("path", uses_disk, "optimizer='disk' or params='disk'"),
+            ("max_host_numel", self.params == "disk", "params='disk'"),
+            ("disk", uses_disk, "optimizer='disk' or params='disk'"),
+            ("delayed_update", self.optimizer != "device", "optimizer='host' or 'disk'"),
+            ("delayed_update", self.fraction > 0, "fraction above 0"),
+        ):
+            value, default = getattr(self, name), getattr(attrs.fields(Offload), name).default
+            if not is_read and value != default:
+                raise ConfigError(
+                    f"Offload.{name}: expected {default!r} without {needed}, got {value!r}; leave "
+                    f"it out, or set {needed}"
+                )

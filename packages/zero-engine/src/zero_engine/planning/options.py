@@ -1,0 +1,175 @@
+"""Which stage and residence a model needs: plans of all that there are, from cheap to dear."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+import attrs
+from attrs import Attribute, field, frozen
+from zero_partition import PartitionError
+
+from zero_engine.checks import at_least, check_number, names_fields
+from zero_engine.config import ZeroConfig
+from zero_engine.errors import ConfigError
+from zero_engine.offload import Offload
+
+from .plan import Plan, plan
+from .sources import model_of
+
+# NOTE(cheapest): each row needs less of the device than those before it and moves more: gradients
+# and parameters between ranks, then state over the bus, then state from and to a disk.
+
+_RESTS: Final = (  # stage, optimizer, params
+    (0, "device", "device"),
+    (1, "device", "device"),
+    (2, "device", "device"),
+    (3, "device", "device"),
+    (2, "host", "device"),
+    (3, "host", "device"),
+    (3, "host", "host"),
+    (3, "disk", "device"),
+    (3, "disk", "host"),
+    (3, "disk", "disk"),
+)
+_ANYWHERE: Final = Path("/")  # a plan opens no file
+
+
+def _is_share(_: Room, attribute: Attribute, value: Any) -> None:
+    check_number(f"Room.{attribute.name}", value, minimum=0, below=1)
+
+
+@final
+@names_fields
+@frozen(kw_only=True)
+class Room:
+    """Memory that there is, in bytes. None: no bound.
+
+    Args:
+        device: Of each device.
+        host: Of each machine, for all ranks on it.
+        disk: Likewise.
+        activations: Of each device, taken by activations and what else a plan does not know.
+        reserve: Share of each device that is left free, for what is not known even so.
+
+    Raises:
+        ConfigError: Names the bound, what was expected and what came.
+    """
+
+    device: int | None = field(default=None, validator=at_least(1, int))
+    host: int | None = field(default=None, validator=at_least(0, int))
+    disk: int | None = field(default=None, validator=at_least(0, int))
+    activations: int = field(default=0, validator=at_least(0, int))
+    reserve: float = field(default=0.0, validator=_is_share)
+
+    @property
+    def usable(self) -> int | None:
+        """Of each device, without the reserve."""
+        return None if self.device is None else self.without_reserve(self.device)
+
+    def without_reserve(self, num_bytes: int) -> int:
+        """Of a device of this size."""
+        return num_bytes - int(num_bytes * self.reserve)
+
+
+@final
+@frozen(kw_only=True)
+class Option:
+    """One way to train, and what it needs."""
+
+    plan: Plan
+    device_bytes: int  # of each device, in a step, with the activations that were given
+    host_bytes: int  # of each machine
+    disk_bytes: int  # likewise
+    fits: bool  # in the room that was given, without its reserve
+
+    @property
+    def name(self) -> str:
+        """In words: the stage, and what rests elsewhere."""
+        return name_of(self.plan.config)
+
+
+def name_of(config: ZeroConfig) -> str:
+    """A configuration in words: the stage, and what rests elsewhere."""
+    words, offload = [f"stage {int(config.stage)}"], config.offload
+    words += ["secondary shards"] * config.wire.secondary + ["replicas"] * config.wire.replicas
+    if offload is not None:
+        words += [f"{offload.optimizer} optimizer"] * (offload.optimizer != "device")
+        words += [f"{offload.params} parameters"] * (offload.params != "device")
+    return " + ".join(words)
+
+
+def plan_options(
+    model: Any,
+    config: ZeroConfig | None = None,
+    *,
+    world_size: int,
+    room: Room | None = None,
+    ranks_per_node: int | None = None,
+    **arguments: Any,
+) -> tuple[Option, ...]:
+    """Plan every stage and residence that is possible, the cheapest first. Local.
+
+    Args:
+        model: As for `plan`.
+        config: All settings but stage and offload count.
+        world_size: Number of ranks.
+        room: What there is; no bounds when None.
+        ranks_per_node: Ranks that share a machine, its host memory and its disk; all when None.
+        arguments: Further ones of `plan`.
+
+    Raises:
+        ConfigError: As for `plan`.
+        zero_partition.PartitionError: The model cannot be sharded at any stage.
+    """
+    config, room, model = config or ZeroConfig(), room or Room(), model_of(model)
+    options, problem = [], None
+    for stage, optimizer, params in _RESTS:
+        if (optimizer, params) != ("device", "device") and arguments.get("optimizer", "") is None:
+            continue
+        try:
+            each = attrs.evolve(config, stage=stage, offload=_offload(config, optimizer, params))
+            planned = plan(
+                model, each, world_size=world_size, ranks_per_node=ranks_per_node, **arguments
+            )
+        except (ConfigError, PartitionError) as error:  # masters at stage 0, say
+            problem = error
+            continue
+        options.append(_option(planned, room, ranks_per_node or world_size))
+    if not options and problem is not None:
+        raise problem
+    return tuple(options)
+
+
+def recommend(options: Sequence[Option]) -> Option | None:
+    """The cheapest that fits, None where none does."""
+    return next((option for option in options if option.fits), None)
+
+
+def _offload(config: ZeroConfig, optimizer: str, params: str) -> Offload | None:
+    if (optimizer, params) == ("device", "device"):
+        return None
+    uses_disk = "disk" in (optimizer, params)
+    given = config.offload or Offload()
+    return Offload(
+        optimizer=optimizer,  # type: ignore[arg-type]
+        params=params,  # type: ignore[arg-type]
+        path=(given.path or _ANYWHERE) if uses_disk else None,
+        subgroup_bytes=given.subgroup_bytes,
+        read_ahead=given.read_ahead,
+    )
+
+
+def _option(planned: Plan, room: Room, ranks_per_node: int) -> Option:
+    device_bytes = planned.memory.step_peak_bytes + planned.buffers_bytes + room.activations
+    host_bytes = (planned.at_rest.host_bytes + planned.passing_bytes) * ranks_per_node
+    disk_bytes = planned.at_rest.disk_bytes * ranks_per_node
+    needs = ((device_bytes, room.usable), (host_bytes, room.host), (disk_bytes, room.disk))
+    return Option(
+        plan=planned,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
+        fits=all(there_is is None or needed <= there_is for needed, there_is in needs),
+    )

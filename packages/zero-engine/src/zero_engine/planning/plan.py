@@ -1,0 +1,338 @@
+"""plan(): what training will take, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, final
+
+import attrs
+import torch
+from attrs import frozen
+from zero_comm import Levels
+from zero_offload import OffloadedState
+from zero_partition import (
+    AS_IT_IS,
+    MemoryReport,
+    ModelPlan,
+    PlannedMemory,
+    PlannedOperation,
+    PlannedSave,
+    PlannedStep,
+    RoomPlan,
+    UpdaterReport,
+    plan_memory,
+    plan_model,
+    plan_room,
+    plan_save,
+    plan_step,
+    plan_traffic,
+)
+
+from zero_engine.config import ZeroConfig
+from zero_engine.errors import ConfigError
+from zero_engine.offload import Offload
+from zero_engine.residence.choose import rests_of
+from zero_engine.residence.delayed import held_back_bytes
+from zero_engine.residence.shards import FREE_SHARDS, WRITES_BEHIND, first_that_fit
+from zero_engine.residence.updater import shares_of
+
+from .sources import OptimizerMaker, model_of, optimizer_of
+
+
+@frozen(kw_only=True)
+class ElsewherePlan:
+    """What one rank keeps outside the device, by who keeps it."""
+
+    updater: UpdaterReport | None = None  # state and masters, if something keeps them
+    home_host_bytes: int = 0  # shards of parameters
+    home_disk_bytes: int = 0
+    passing_bytes: int = 0  # at most, of host memory through which shards come from and go to disk
+
+
+def plan_elsewhere(
+    planned: ModelPlan,
+    rank: int,
+    offload: Offload | None,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+) -> ElsewherePlan:
+    """What `offload` has this rank keep elsewhere. Local."""
+    if offload is None:
+        return ElsewherePlan()
+    room = plan_room(
+        planned.units,
+        planned.resting,
+        rests=planned.rests,
+        precision=planned.precision,
+        rank=rank,
+        # There need be no such device here: what is on meta is not on the CPU, and that counts.
+        device=device if device.type == "cpu" else torch.device("meta"),
+        group_of=planned.group_of,
+    )
+    numel = offload.max_host_numel if offload.params == "disk" else None
+    on_host = room.sizes if numel is None else first_that_fit(room.sizes, numel)
+    on_disk = [size for index, size in room.sizes.items() if index not in on_host]
+    return ElsewherePlan(
+        updater=_plan_updater(planned, room, offload, optimizer),
+        home_host_bytes=sum(size.num_bytes for size in on_host.values()),
+        home_disk_bytes=sum(size.num_bytes for size in on_disk),
+        passing_bytes=_passing_bytes([size.num_bytes for size in on_disk], planned, offload),
+    )
+
+
+def _plan_updater(
+    planned: ModelPlan, room: RoomPlan, offload: Offload, optimizer: torch.optim.Optimizer | None
+) -> UpdaterReport | None:
+    if optimizer is None or not planned.rests.state:
+        return None
+    footprint = OffloadedState.footprint_like(
+        optimizer,
+        room.positions,
+        optimizer.param_groups,
+        own_masters=room.masters,
+        **shares_of(offload),
+    )
+    device_bytes = host_bytes = 0
+    if planned.rests.is_delayed:
+        targets = room.positions.keys()
+        device_bytes, host_bytes = held_back_bytes(targets, grads_leave=planned.rests.grads)
+    return UpdaterReport(
+        device_bytes=footprint.device_bytes + device_bytes,
+        host_bytes=footprint.host_bytes + host_bytes,
+        disk_bytes=footprint.disk_bytes,
+    )
+
+
+def _passing_bytes(sizes: list[int], planned: ModelPlan, offload: Offload) -> int:
+    """Shards read ahead, open for a sub-group's step, written behind, and memory kept for more.
+
+    How much of it is in use hangs on how fast the disk is, so this is a bound.
+    """
+    largest = max(sizes, default=0)
+    of_units = sorted(
+        (unit.num_bytes // planned.world_size for unit in planned.units), reverse=True
+    )
+    ahead = sum(of_units[: offload.read_ahead])
+    opened = offload.subgroup_bytes + 2 * largest if planned.rests.state else largest
+    return (
+        min(sum(sizes), ahead) + min(sum(sizes), opened) + (WRITES_BEHIND + FREE_SHARDS) * largest
+    )
+
+
+# ---- plan(): what training will take, before anything is allocated ----
+
+
+@final
+@frozen(kw_only=True)
+class UnitRow:
+    """What one unit takes and sends, on one rank."""
+
+    name: str
+    numel: int  # of its whole parameters
+    whole_bytes: int  # of its slot where its parameters rest sharded, padding included
+    shard_bytes: int  # of this rank's part of its parameters, padding included
+    gathers: int  # in a step
+    sent_bytes: int  # in a step, padding included
+
+
+@final
+@frozen(kw_only=True)
+class Plan:
+    """What one rank takes and sends, as the same configuration then allocates and counts.
+
+    Bytes are those of tensors: activations, the model's buffers and what libraries take come on
+    top. `memory.at_rest` and `memory.before_step` are what `zero_partition.memory_report` says
+    then.
+    """
+
+    world_size: int
+    rank: int  # whose: the one with most, if none was asked for
+    config: ZeroConfig
+    optimizer: str  # its class, or "none"
+    numel: int  # parameters of the model, each once
+    num_layers: int  # modules with parameters of their own
+    buffers_bytes: int  # of the model's buffers, which every rank keeps
+    memory: PlannedMemory
+    passing_bytes: int  # at most, of host memory besides: shards that come from and go to disk
+    shards_on_disk_bytes: int  # of parameters, among what rests on disk
+    step: PlannedStep  # what its optimizer goes through
+    save: PlannedSave  # what this rank gives to a checkpoint, the model's buffers apart
+    traffic: tuple[PlannedOperation, ...]  # of a step of one micro-batch
+    units: tuple[UnitRow, ...]
+
+    @property
+    def at_rest(self) -> MemoryReport:
+        """Between steps."""
+        return self.memory.at_rest
+
+    @property
+    def payload_bytes(self) -> int:
+        """Sent in a step, without padding."""
+        return sum(each.sent.payload_bytes for each in self.traffic)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Sent in a step, inside the node and across nodes."""
+        return sum(each.sent.num_bytes for each in self.traffic)
+
+    @property
+    def across_bytes(self) -> int:
+        """Sent in a step to ranks of other nodes."""
+        return sum(each.across.num_bytes for each in self.traffic)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, as JSON has them."""
+        plain: dict[str, Any] = _plain(self)
+        sums = ("payload_bytes", "sent_bytes", "across_bytes")
+        plain |= {name: getattr(self, name) for name in sums}
+        moments = ((m, getattr(self.memory, m)) for m in ("at_rest", "before_step"))
+        for moment, report in moments:
+            plain["memory"][moment]["total_bytes"] = report.total_bytes
+        return plain
+
+
+def plan(
+    model: Any,
+    config: ZeroConfig | None = None,
+    *,
+    world_size: int,
+    stage: int | None = None,
+    optimizer: str | OptimizerMaker | torch.optim.Optimizer | None = "adamw",
+    device: str | torch.device = "cuda",
+    rank: int | None = None,
+    ranks_per_node: int | None = None,
+    reads_peers: bool | None = None,
+) -> Plan:
+    """Say what `shard` with this configuration would take and send, on any number of ranks. Local.
+
+    The same layouts that are allocated then are planned here; nothing is allocated, and no other
+    rank takes part. Units are taken to be used in the order of the model's modules, each once, and
+    all trainable parameters to get a gradient.
+
+    Args:
+        model: A module, best on meta (`with torch.device("meta")`), a `GPTSize`, or a
+            configuration of transformers: object, dict, config.json or a folder with one.
+        config: As for `shard`; `ZeroConfig()` when None.
+        world_size: Number of ranks.
+        stage: In place of a configuration that sets nothing else.
+        optimizer: A name as in DeepSpeed's files, a torch optimizer of the model, what makes one of
+            its parameters, or None for inference.
+        device: Of the model in training: "cuda", or "cpu".
+        rank: Whose bytes; those of the rank that keeps most when None.
+        ranks_per_node: Ranks that share a node, neighbours in rank order; all do when None. Where
+            `config.wire` needs nodes it says so itself, or this does.
+        reads_peers: Whether ranks read each other's shards, as processes of one host on the CPU do;
+            they do on the CPU when None.
+
+    Raises:
+        ConfigError: An argument cannot be.
+        FileError: There is no such file.
+        zero_partition.PartitionError: The model or the optimizer cannot be sharded so.
+    """
+    if config is not None and stage is not None:
+        raise ConfigError(f"plan(): expected config or stage={stage}, got both; set config.stage")
+    if config is None:
+        config = ZeroConfig() if stage is None else ZeroConfig(stage)
+    for name, value, lowest in (
+        ("world_size", world_size, 1),
+        ("rank", rank, 0),
+        ("ranks_per_node", ranks_per_node, 1),
+    ):
+        if name != "world_size" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+            raise ConfigError(f"plan(): expected {name} to be at least {lowest}, got {value!r}")
+    if rank is not None and rank >= world_size:
+        raise ConfigError(f"plan(): expected a rank below {world_size}, got {rank}")
+    if ranks_per_node is not None and world_size % ranks_per_node:
+        raise ConfigError(
+            f"plan(): expected ranks_per_node to divide world_size={world_size}, got "
+            f"{ranks_per_node}"
+        )
+    if isinstance(config.wire.levels, Levels):  # groups are nothing that a plan needs, or can print
+        wire = attrs.evolve(config.wire, levels=config.wire.levels.inside.world_size)
+        config = attrs.evolve(config, wire=wire)
+    device = torch.device(device)
+    model = model_of(model)
+    made = optimizer_of(optimizer, model)
+    planned = plan_model(
+        model,
+        made,
+        world_size=world_size,
+        placements=config.placements,
+        units=config.units,
+        max_unit_bytes=config.max_unit_bytes,
+        min_unit_bytes=config.min_unit_bytes,
+        limits=config.limits,
+        small_param_numel=config.small_param_numel,
+        max_small_numel=config.max_small_numel,
+        precision=config.precision or AS_IT_IS,
+        cut=config.cut,
+        rests=rests_of(config.offload, device),
+        wire=config.wire,
+        ranks_per_node=ranks_per_node,
+        reads_peers=device.type == "cpu" if reads_peers is None else reads_peers,
+    )
+    if rank is None:
+        trained = planned.trained_bytes_per_rank
+        rank = max(range(len(trained)), key=lambda each: (trained[each], -each))
+    mine = planned.routes.shard_rank(rank)
+    elsewhere = plan_elsewhere(planned, mine, config.offload, made, device)
+    traffic = plan_traffic(planned, rank)
+    return Plan(
+        world_size=world_size,
+        rank=rank,
+        config=config,
+        optimizer="none" if made is None else type(made).__name__,
+        numel=sum(param.numel() for param in model.parameters()),
+        num_layers=sum(
+            1 for each in model.modules() if next(each.parameters(recurse=False), None) is not None
+        ),
+        buffers_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        memory=plan_memory(
+            planned,
+            rank,
+            updater=elsewhere.updater,
+            home_host_bytes=elsewhere.home_host_bytes,
+            home_disk_bytes=elsewhere.home_disk_bytes,
+        ),
+        passing_bytes=elsewhere.passing_bytes,
+        shards_on_disk_bytes=elsewhere.home_disk_bytes,
+        step=plan_step(planned, rank),
+        save=plan_save(planned, rank),
+        traffic=traffic,
+        units=_rows(planned, mine, traffic),
+    )
+
+
+def _rows(
+    planned: ModelPlan, rank: int, traffic: tuple[PlannedOperation, ...]
+) -> tuple[UnitRow, ...]:
+    rows = []
+    for unit in planned.units:
+        mine = [operation for operation in traffic if operation.unit == unit.name]
+        gathers = [operation.calls for operation in mine if operation.name == "all_gather"]
+        rows.append(
+            UnitRow(
+                name=unit.name or "(model)",
+                numel=unit.extent.numel,
+                whole_bytes=unit.num_bytes,
+                shard_bytes=sum(b.layout.splits[rank] * b.dtype.itemsize for b in unit.buffers),
+                gathers=max(gathers, default=0),
+                sent_bytes=sum(each.sent.num_bytes for each in mine),
+            )
+        )
+    return tuple(rows)
+
+
+def _plain(value: Any) -> Any:
+    if attrs.has(type(value)):
+        return {each.name: _plain(getattr(value, each.name)) for each in attrs.fields(type(value))}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -1,0 +1,174 @@
+"""What a plan is made of: a model without memory, from whatever describes one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeAlias, final
+
+import torch
+from attrs import field, frozen
+from torch import nn
+
+from zero_engine.checks import at_least
+from zero_engine.deepspeed.optimizers import make_optimizer
+from zero_engine.errors import ConfigError, FileError
+
+_LONGEST: Final = 300  # characters of an error of others: some list all there is
+
+# What makes an optimizer of parameters: the class, or a function that gives it its arguments.
+OptimizerMaker: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@final
+@frozen
+class GPTSize:
+    """A transformer by its numbers: 12 x layers x hidden^2 parameters, and embeddings if any.
+
+    Args:
+        layers: Blocks of 12 x hidden^2 parameters each.
+        hidden: Width.
+        params: Of all; what is more than the blocks have rests in the model itself, as embeddings
+            do. Those of the blocks when None.
+        dtype: Of the parameters.
+
+    Raises:
+        ConfigError: Names the number, what was expected and what came.
+    """
+
+    layers: int = field(validator=at_least(1, int))
+    hidden: int = field(validator=at_least(1, int))
+    params: int | None = field(default=None, validator=at_least(1, int))
+    dtype: torch.dtype = field(default=torch.float32)
+
+    def __attrs_post_init__(self) -> None:
+        if self.embedding_numel < 0:
+            raise ConfigError(
+                f"GPTSize.params: expected at least the {self.blocks_numel:,} parameters of "
+                f"{self.layers} layers of width {self.hidden}, got {self.params:,}; lower layers "
+                "or hidden, or leave params out"
+            )
+
+    @property
+    def blocks_numel(self) -> int:
+        """Parameters of all blocks."""
+        return 12 * self.layers * self.hidden**2
+
+    @property
+    def embedding_numel(self) -> int:
+        """Parameters besides."""
+        return 0 if self.params is None else self.params - self.blocks_numel
+
+    def build(self) -> nn.Module:
+        """The model, on meta."""
+        h, model = self.hidden, nn.Sequential()
+        if self.embedding_numel:
+            embedding = torch.empty(self.embedding_numel, dtype=self.dtype, device="meta")
+            model.register_parameter("embeddings", nn.Parameter(embedding))
+        blocks = [
+            nn.Sequential(
+                *(
+                    nn.Linear(rows, columns, bias=False, dtype=self.dtype, device="meta")
+                    for rows, columns in ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h))
+                )
+            )
+            for _ in range(self.layers)
+        ]
+        model.add_module("blocks", nn.Sequential(*blocks))
+        return model
+
+
+def model_of(source: Any) -> nn.Module:
+    """A model to plan with: the very one, or one on meta. Local.
+
+    Args:
+        source: A module; a `GPTSize`; a configuration of transformers as an object, a dict, a
+            config.json or a folder with one.
+
+    Raises:
+        ConfigError: It is none of these, or transformers is needed and missing.
+        FileError: There is no such file, or it is not JSON.
+    """
+    if isinstance(source, nn.Module):
+        return source
+    if isinstance(source, GPTSize):
+        return source.build()
+    if isinstance(source, str | Path):
+        source = _read_config(Path(source))
+    if isinstance(source, Mapping) or hasattr(source, "model_type"):
+        return _hugging_face_model(source)
+    raise ConfigError(
+        "plan(): expected a torch module, a GPTSize, or a configuration of transformers (object, "
+        f"dict, config.json or its folder), got {source!r} of type {type(source).__name__}"
+    )
+
+
+def optimizer_of(
+    choice: str | OptimizerMaker | torch.optim.Optimizer | None, model: nn.Module
+) -> torch.optim.Optimizer | None:
+    """An optimizer of the model's trainable parameters, as it was asked for; None: without one."""
+    if choice is None or isinstance(choice, torch.optim.Optimizer):
+        return choice
+    if isinstance(choice, str):
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        return make_optimizer(named, choice, {"lr": 1e-3})
+    if callable(choice):
+        made = choice(param for param in model.parameters() if param.requires_grad)
+        if isinstance(made, torch.optim.Optimizer):
+            return made
+    raise ConfigError(
+        "plan(): expected optimizer to be a name such as 'adamw', a torch optimizer, what makes "
+        f"one of parameters, or None, got {choice!r}"
+    )
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise FileError(
+            f"{path}: cannot be read ({error.strerror}); expected a config.json of transformers, "
+            "or a folder with one"
+        ) from error
+    except ValueError as error:
+        raise FileError(f"{path}: expected JSON, got something else: {error}") from error
+    if not isinstance(found, Mapping) or "model_type" not in found:
+        raise FileError(
+            f"{path}: expected a configuration of transformers, with model_type; got the keys "
+            f"{sorted(found) if isinstance(found, Mapping) else type(found).__name__}"
+        )
+    return found
+
+
+def _hugging_face_model(config: Any) -> nn.Module:
+    try:
+        import transformers  # noqa: PLC0415  # no dependency of ours
+    except ImportError as error:
+        raise ConfigError(
+            "plan(): a configuration of transformers needs that package to be built: pip install "
+            "transformers, or pass a model on meta, or GPTSize(layers, hidden)"
+        ) from error
+    try:
+        return _build(transformers, config)
+    except Exception as error:  # whatever a model's own code makes of it
+        text = re.sub(r"\s+", " ", str(error))
+        raise ConfigError(
+            f"plan(): transformers {transformers.__version__} builds no model of this "
+            f"configuration: {type(error).__name__}: {text[:_LONGEST]}"
+        ) from error
+
+
+def _build(transformers: Any, config: Any) -> nn.Module:
+    if isinstance(config, Mapping):
+        given = {key: value for key, value in config.items() if key != "model_type"}
+        config = transformers.AutoConfig.for_model(config["model_type"], **given)
+    names = getattr(config, "architectures", None) or ()
+    classes = (getattr(transformers, name, None) for name in names)
+    kind = next((found for found in classes if found is not None), None)
+    with torch.device("meta"):
+        if kind is not None:
+            return kind._from_config(config)  # type: ignore[no-any-return]
+        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]

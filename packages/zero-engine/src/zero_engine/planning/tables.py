@@ -1,0 +1,253 @@
+"""Plans as tables and sentences to print."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tabulate import tabulate
+
+from zero_engine.errors import ConfigError, FileError
+
+from .estimate import StepEstimate
+from .options import Option, Room, name_of, recommend
+from .plan import Plan, UnitRow
+
+_UNITS: Final = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
+KINDS: Final = {  # of memory on the device, as `MemoryReport` has them, in words
+    "params_bytes": "parameters",
+    "gradients_bytes": "gradients",
+    "optimizer_bytes": "optimizer state",
+    "padding_bytes": "padding",
+    "slots_bytes": "slots",
+    "secondary_bytes": "secondary shards",
+    "reduction_bytes": "reduction",
+    "encoded_bytes": "encoded, on their way",
+    "loco_bytes": "kept by LoCo",
+    "scalars_bytes": "single numbers",
+}
+
+
+def plan_table(plan: Plan) -> str:
+    """What one rank takes and sends, and each of its units; those that are alike share a line."""
+    at_rest, before_step = plan.at_rest, plan.memory.before_step
+    rows = [
+        [words, in_units(getattr(at_rest, kind)), in_units(getattr(before_step, kind))]
+        for kind, words in KINDS.items()
+    ]
+    rows.append(["device", in_units(at_rest.total_bytes), in_units(before_step.total_bytes)])
+    rows.append(["host", in_units(at_rest.host_bytes), in_units(before_step.host_bytes)])
+    rows.append(["disk", in_units(at_rest.disk_bytes), in_units(before_step.disk_bytes)])
+    memory = tabulate(rows, headers=["", "at rest", "before the step"], colalign=_RIGHT)
+    units = tabulate(
+        list(_unit_rows(plan.units)),
+        headers=["unit", "count", "parameters", "whole", "shard", "gathers", "sent in a step"],
+        disable_numparse=True,
+    )
+    across = f", {in_units(plan.across_bytes)} of it to other nodes" if plan.across_bytes else ""
+    passing = f" (and at most {in_units(plan.passing_bytes)} in transit)" * bool(plan.passing_bytes)
+    return (
+        f"{name_of(plan.config)}, {plan.numel:,} parameters, {plan.optimizer}, rank {plan.rank} of "
+        f"{plan.world_size}\n\n{memory}\n\n"
+        f"peak of a step   {in_units(plan.memory.step_peak_bytes)}, without activations{passing}\n"
+        f"peak of shard()  {in_units(plan.memory.init_peak_bytes)}, of a model that is whole on "
+        "the device\n"
+        f"a checkpoint     {in_units(plan.save.num_bytes)} written by this rank; save() reads "
+        f"{in_units(plan.save.batch_bytes)} at a time, a Saver copies all of it to the host\n"
+        f"sent in a step   {in_units(plan.sent_bytes)}{across}\n\n{units}"
+    )
+
+
+def options_table(options: Sequence[Option], room: Room) -> str:
+    """All options, a line each, and which one to take."""
+    rows = [
+        [
+            option.name,
+            in_units(option.device_bytes),
+            in_units(option.host_bytes),
+            in_units(option.disk_bytes),
+            in_units(option.plan.sent_bytes),
+            "yes" if option.fits else "no",
+        ]
+        for option in options
+    ]
+    headers = ["", "device", "host of a machine", "disk of a machine", "sent in a step"]
+    headers.append("fits with activations" if room.activations else "fits, activations apart")
+    table = tabulate(rows, headers=headers, disable_numparse=True)
+    return f"{table}\n\n{recommendation(options, room)}"
+
+
+def times_table(plans: Sequence[Plan], times: Sequence[StepEstimate]) -> str:
+    """How long a step takes by each plan, and what takes longest."""
+    rows = [
+        [name_of(plan.config), f"{each.least_s:.3g}", f"{each.most_s:.3g}", each.bottleneck]
+        for plan, each in zip(plans, times, strict=True)
+    ]
+    headers = ["", "s a step at least", "at most", "longest"]
+    return tabulate(rows, headers=headers, disable_numparse=True)
+
+
+def recommendation(options: Sequence[Option], room: Room) -> str:
+    """In words: the cheapest that fits, or what comes nearest; and what smaller devices take."""
+    lines, chosen = [], recommend(options)
+    if room.device is not None or room.host is not None or room.disk is not None:
+        if chosen is None:
+            least = min(options, key=lambda option: option.device_bytes)
+            lines.append(
+                f"Nothing fits in {_there_is(room)}. {least.name} needs least of a device: "
+                f"{in_units(least.device_bytes)}, {in_units(least.host_bytes)} of each machine's "
+                f"host memory and {in_units(least.disk_bytes)} of its disk."
+            )
+        else:
+            where = "" if room.device is None else f" in {in_units(room.device)}"
+            lines.append(f"{chosen.name} fits{where}: {_needs(chosen)}.")
+            if room.device is not None and chosen.plan.memory.init_peak_bytes > room.device:
+                lines.append(
+                    "Build the model under zero_engine.Init: whole on one device, it would not fit."
+                )
+    lines.append(_smallest(options, room))
+    apart = f"In it are {in_units(room.activations)} for activations, and not what"
+    apart = apart if room.activations else "Not in it are activations, and what"
+    lines.append(
+        f"{apart} the optimizer's step and libraries take; {room.reserve:.0%} of each device is "
+        "left free for that (--reserve, Room.reserve)."
+    )
+    return "\n".join(lines)
+
+
+def in_units(num_bytes: int) -> str:
+    """A decimal size with three digits or more."""
+    for size, unit in _UNITS:
+        if num_bytes >= size:
+            digits = 2 if num_bytes < 10 * size else 1 if num_bytes < 100 * size else 0
+            return f"{num_bytes / size:.{digits}f} {unit}"
+    return f"{num_bytes} B"
+
+
+_RIGHT: Final = ("left", "right", "right")
+_SIZES: Final = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 192)  # of devices, in GB
+
+
+def _smallest(options: Sequence[Option], room: Room) -> str:
+    """Of each option that asks for a smaller device than those before it: which one that is."""
+    said, smallest = [], None
+    for option in options:
+        needed = option.device_bytes
+        fitting = next(
+            (size for size in _SIZES if needed <= room.without_reserve(size * 10**9)), None
+        )
+        if fitting is not None and (smallest is None or fitting < smallest):
+            said.append(f"{option.name} fits in {fitting} GB")
+            smallest = fitting
+    return "; ".join(said) + "." if said else f"Nothing fits in {_SIZES[-1]} GB."
+
+
+def _there_is(room: Room) -> str:
+    bounds = ((room.device, "a device"), (room.host, "host memory"), (room.disk, "disk"))
+    said = [f"{in_units(there_is)} of {what}" for there_is, what in bounds if there_is is not None]
+    return ", ".join(said)
+
+
+def _needs(option: Option) -> str:
+    needs = [f"{in_units(option.device_bytes)} of a device"]
+    needs += [f"{in_units(option.host_bytes)} of a machine's host"] * bool(option.host_bytes)
+    needs += [f"{in_units(option.disk_bytes)} of its disk"] * bool(option.disk_bytes)
+    return ", ".join(needs)
+
+
+def _unit_rows(units: Sequence[UnitRow]) -> Iterator[list[object]]:
+    """One line for units that are alike but for the numbers in their names."""
+    alike: dict[tuple[object, ...], list[UnitRow]] = {}
+    for row in units:
+        pattern = re.sub(r"\d+", "*", row.name)
+        key = (pattern, row.numel, row.whole_bytes, row.shard_bytes, row.gathers, row.sent_bytes)
+        alike.setdefault(key, []).append(row)
+    for (pattern, *_), rows in alike.items():
+        first = rows[0]
+        yield [
+            first.name if len(rows) == 1 else pattern,
+            len(rows),
+            f"{first.numel:,}",
+            in_units(first.whole_bytes),
+            in_units(first.shard_bytes),
+            first.gathers,
+            in_units(first.sent_bytes),
+        ]
+
+
+# ---- Plans as a picture: stacked bars of one rank's memory ----
+
+
+_GREY: Final = "0.5"
+_SKIPPED: Final = "scalars_bytes"  # which nobody would see
+
+
+def save_picture(plans: Sequence[Plan], path: str | Path) -> None:
+    """Draw what one rank holds before the step, a bar for each plan; host and disk beside it.
+
+    Args:
+        plans: At least one.
+        path: Of the picture; its ending says the format, PNG for one.
+
+    Raises:
+        ConfigError: matplotlib is missing, or does not know the format.
+        FileError: It cannot be written there.
+    """
+    figure_of = _figure()
+    reports = [plan.memory.before_step for plan in plans]
+    device: dict[str, list[int]] = {
+        words: [getattr(report, kind) for report in reports]
+        for kind, words in KINDS.items()
+        if kind != _SKIPPED
+    }
+    panels = {"device": device}
+    for place in ("host", "disk"):
+        sizes = [getattr(report, f"{place}_bytes") for report in reports]
+        if any(sizes):
+            panels[place] = {place: sizes}
+    size = (2.5 + 0.9 * len(plans), 1.5 + 2.5 * len(panels))
+    figure = figure_of(figsize=size, layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
+    names = [name_of(plan.config).replace(" + ", "\n") for plan in plans]
+    for axis, (place, kinds) in zip(axes, panels.items(), strict=True):
+        _stack(axis, names, kinds)
+        axis.set_ylabel(f"{place}, GB a rank")
+    axes[0].set_title("Before the optimizer's step, without activations")
+    axes[0].legend(frameon=False)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written ({error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; use an ending such as .png") from error
+
+
+def _stack(axis: Any, names: Sequence[str], kinds: dict[str, list[int]]) -> None:
+    bottom = [0.0] * len(names)
+    for words, sizes in kinds.items():
+        if any(sizes):
+            heights = [size / 10**9 for size in sizes]
+            axis.bar(
+                range(len(names)),
+                heights,
+                bottom=bottom,
+                label=words,
+                width=0.7,
+                color=_GREY if len(kinds) == 1 else None,
+            )
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    axis.set_xticks(range(len(names)), names, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415  # no dependency of ours
+    except ImportError as error:
+        raise ConfigError(
+            "a picture needs matplotlib: pip install zero-engine[picture], or take the table or "
+            "JSON"
+        ) from error
+    return Figure

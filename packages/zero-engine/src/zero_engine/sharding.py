@@ -1,0 +1,135 @@
+"""shard(): the plain PyTorch front door."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+from zero_comm import Group, collective
+from zero_partition import AS_IT_IS, find_sharded, partition, unpartition
+
+from zero_engine.residence.choose import Elsewhere
+
+from .checks import default_group
+from .config import ZeroConfig
+from .errors import ConfigError
+
+Model = TypeVar("Model", bound=nn.Module)
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer | None)
+
+
+@collective
+def shard(
+    model: Model,
+    optimizer: AnyOptimizer = None,  # type: ignore[assignment]
+    config: ZeroConfig | None = None,
+    *,
+    group: Group | None = None,
+) -> tuple[Model, AnyOptimizer]:
+    """Distribute a model and its optimizer over all ranks; the training loop stays as it is.
+
+    Collective. Both objects come back as they are, changed in place; all ranks take the values of
+    rank 0. Optimizer state that exists is sharded, and a scheduler built before goes on working.
+
+    Args:
+        model: On the device of the group, its parameters dense and contiguous.
+        optimizer: Any torch optimizer built from `model.parameters()`; None for inference. One that
+            looks at more than single elements keeps tensors whole, or is refused; see
+            `ZeroConfig.cut`.
+        config: `ZeroConfig()`, stage 3, when None.
+        group: The ranks to distribute over; all of them when None, or just this process if
+            torch.distributed was not initialised.
+
+    Returns:
+        The same model and the same optimizer.
+
+    Raises:
+        ConfigError: `config`, `model` or `optimizer` is of the wrong type, or there are several
+            ranks but torch.distributed is not initialised.
+        zero_partition.PartitionError: The model or the optimizer cannot be distributed as it is.
+        zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    config = ZeroConfig() if config is None else config
+    is_many = isinstance(optimizer, list | tuple) and all(
+        isinstance(item, torch.optim.Optimizer) for item in optimizer
+    )
+    if is_many:
+        raise ConfigError(
+            f"shard(): expected one optimizer, got {len(optimizer)}; several step as one when they "
+            "are chained: shard(model, ChainedOptimizer(muon, adamw), config)"
+        )
+    for name, value, kind in (
+        ("model", model, nn.Module),
+        ("optimizer", optimizer, torch.optim.Optimizer | None),
+        ("config", config, ZeroConfig),
+        ("group", group, Group | None),
+    ):
+        if not isinstance(value, kind):
+            expected = getattr(kind, "__name__", str(kind))
+            raise ConfigError(
+                f"shard(): expected {name} to be a {expected}, got {value!r} of type "
+                f"{type(value).__name__}; call shard(model, optimizer, ZeroConfig(stage=3))"
+            )
+    group = default_group(model, timeout_s=config.timeout_s) if group is None else group
+    elsewhere = Elsewhere.of(config.offload, group.device)
+    try:
+        partition(
+            model,
+            optimizer,
+            group=group,
+            placements=config.placements,
+            units=config.units,
+            max_unit_bytes=config.max_unit_bytes,
+            min_unit_bytes=config.min_unit_bytes,
+            limits=config.limits,
+            precision=config.precision or AS_IT_IS,
+            small_param_numel=config.small_param_numel,
+            max_small_numel=config.max_small_numel,
+            cut=config.cut,
+            state_dict=config.state_dict,
+            home=elsewhere.home,
+            updater=elsewhere.updater,
+            gradient_home=elsewhere.gradient_home,
+            wire=config.wire,
+            timeout_s=config.timeout_s,
+        )
+    except BaseException:
+        elsewhere.end()
+        raise
+    return model, optimizer
+
+
+@collective
+def unshard(
+    model: Model,
+    optimizer: AnyOptimizer = None,  # type: ignore[assignment]
+) -> tuple[Model, AnyOptimizer]:
+    """Undo `shard`: plain objects again, whole on every rank, with none of our hooks. Collective.
+
+    For exporting, copying or compiling a model, or to shard it in another way. Needs the memory
+    that the plain model and optimizer have.
+
+    Args:
+        model: The very module that `shard` returned.
+        optimizer: The one that was sharded with it; it is undone also when it is not given.
+
+    Returns:
+        The same model and the same optimizer.
+
+    Raises:
+        ConfigError: `optimizer` was not sharded together with `model`.
+        zero_partition.StateError: Not sharded, a forward is running, gradients wait for the
+            optimizer (call its `step()` or `zero_grad()` first), or an entry of the optimizer's
+            state is laid out so that no whole of it is known; nothing was done.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    sharded = find_sharded(model)
+    if sharded is not None and optimizer is not None and sharded.optimizer is not optimizer:
+        raise ConfigError(
+            f"unshard(): expected the optimizer that was sharded with the model, got another "
+            f"{type(optimizer).__name__}; pass what shard() returned"
+        )
+    unpartition(model)
+    return model, optimizer
