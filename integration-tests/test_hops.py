@@ -22,7 +22,7 @@ from zero_comm import Group, Loco
 from zero_comm.watch import Watch
 from zero_engine import Wire
 from zero_partition import find_sharded
-from zero_partition._gradient_route import GradientRoute
+from zero_partition.run.gradients import GradientRoute
 
 NUM_UNITS = 5
 WIRES: dict[str, tuple[Wire, tuple[str, ...]]] = {

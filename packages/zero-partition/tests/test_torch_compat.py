@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from zero_partition import _torch_compat
+from zero_partition import torch_private as _torch_compat
 
 
 def test_is_in_backward() -> None:

@@ -1,12 +1,79 @@
 """Who owns which elements of a model, and when a parameter is whole: ZeRO stages 0 to 3."""
 
+from zero_partition.enter.average import ShardedAverage
+from zero_partition.enter.gathered import (
+    GatheredParameters,
+    register_external_parameter,
+    unregister_external_parameter,
+    unsharded,
+)
+from zero_partition.enter.hooks import find_sharded
+from zero_partition.enter.load_weights import LoadReport, load_ranges
+from zero_partition.enter.model_plan import ModelPlan, plan_model
+from zero_partition.enter.partition import partition
+from zero_partition.init.context import Init
+from zero_partition.init.materialize import materialise
+from zero_partition.init.units import (
+    choose_units,
+    get_leaf_modules,
+    plan_units,
+    set_leaf_modules,
+    unset_leaf_modules,
+)
+from zero_partition.memory.seams import (
+    MASTER,
+    AbstractGradientHome,
+    AbstractRangeReader,
+    AbstractShardHome,
+    AbstractUpdater,
+    Opening,
+    Pending,
+    ShardSize,
+    UpdaterReport,
+)
+from zero_partition.memory.store import RestPlan
+from zero_partition.plan.cuts import Cut, CutChoice
+from zero_partition.plan.layout import BufferPlan, FlatLayout, ParameterPlan, Piece, Span, UnitPlan
+from zero_partition.plan.stages import AS_IT_IS, STAGES, Placement, Placements, Precision, Stage
+from zero_partition.plan.trace import Limits
+from zero_partition.plan.wire import Routes, Wire
+from zero_partition.run.norm import GradientReport
+from zero_partition.run.residence import RoomPlan, plan_room
+from zero_partition.run.sharded_model import ShardedModel
+from zero_partition.run.unit import CodecErrors
+from zero_partition.values.access import (
+    ParameterStatus,
+    full_grad,
+    full_optimizer_state,
+    full_param,
+    local_grad,
+    local_optimizer_state,
+    local_param,
+    parameter_status,
+    set_full_grad,
+    set_full_optimizer_state,
+    set_full_param,
+    set_local_grad,
+    set_local_optimizer_state,
+    set_local_param,
+    update_full_grads,
+)
+from zero_partition.values.load import StateLoad, StateSource, param_groups_of, plan_load
+from zero_partition.values.parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
+
 from .__about__ import __version__
-from ._average import ShardedAverage
-from ._buffer_plan import BufferPlan, ParameterPlan, UnitPlan
-from ._chained import ChainedOptimizer
-from ._codec_errors import CodecErrors
-from ._cut import Cut, CutChoice
-from ._errors import (
+from .chained import ChainedOptimizer
+from .dry_run import (
+    PlannedMemory,
+    PlannedOperation,
+    PlannedSave,
+    PlannedStep,
+    plan_memory,
+    plan_save,
+    plan_step,
+    plan_traffic,
+)
+from .errors import (
     AtRestError,
     LayoutError,
     LoadError,
@@ -15,42 +82,7 @@ from ._errors import (
     PartitionError,
     StateError,
 )
-from ._external import register_external_parameter, unregister_external_parameter
-from ._gathered import GatheredParameters
-from ._grad_access import (
-    full_grad,
-    local_grad,
-    set_full_grad,
-    set_local_grad,
-    update_full_grads,
-)
-from ._gradient_home import AbstractGradientHome
-from ._grouping import choose_units, plan_units
-from ._hooks import find_sharded
-from ._init_context import Init
-from ._layout import FlatLayout, Piece
-from ._leaves import get_leaf_modules, set_leaf_modules, unset_leaf_modules
-from ._limits import Limits
-from ._loading import LoadReport, load_ranges
-from ._loco_state import loco_facts, loco_state, restore_loco
-from ._materialise import materialise
-from ._memory import MemoryReport
-from ._memory_plan import PlannedMemory, plan_memory
-from ._model_plan import ModelPlan, plan_model
-from ._norm import GradientReport
-from ._param_access import (
-    ParameterStatus,
-    full_param,
-    local_param,
-    parameter_status,
-    set_full_param,
-    set_local_param,
-)
-from ._parked import AbstractKeeper, StateKind
-from ._partition import partition
-from ._placement import STAGES, Placement, Placements, Stage
-from ._precision import AS_IT_IS, Precision
-from ._public import (
+from .public import (
     backward_without_batch,
     clip_grad_norm_,
     clip_grad_value_,
@@ -70,28 +102,9 @@ from ._public import (
     unpartition,
     unscale_and_clip_,
 )
-from ._range_reader import AbstractRangeReader
-from ._redundancy import ZeroRedundancyOptimizer
-from ._rest_plan import RestPlan
-from ._room_plan import RoomPlan, plan_room
-from ._save_plan import PlannedSave, plan_save
-from ._schedule_report import ScheduleReport, ScheduleRow
-from ._shard_home import AbstractShardHome, Pending, ShardSize
-from ._sharded_model import ShardedModel
-from ._span import Span
-from ._state_access import (
-    full_optimizer_state,
-    local_optimizer_state,
-    set_full_optimizer_state,
-    set_local_optimizer_state,
-)
-from ._state_load import StateLoad, StateSource, param_groups_of, plan_load
-from ._state_parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
-from ._step_plan import PlannedStep, plan_step
-from ._traffic_plan import PlannedOperation, plan_traffic
-from ._unsharded import unsharded
-from ._updater import MASTER, AbstractUpdater, Opening, UpdaterReport
-from ._wire import Routes, Wire
+from .redundancy import ZeroRedundancyOptimizer
+from .report import MemoryReport, ScheduleReport, ScheduleRow, loco_facts, loco_state, restore_loco
+from .stand_in import AbstractKeeper, StateKind
 
 __all__ = [
     "AS_IT_IS",

@@ -1,0 +1,116 @@
+"""Several optimizers of one model as one: Muon for its matrices and AdamW for the rest, say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from .errors import PartitionError, StateError
+
+_NOT_OPTIONS: Final = frozenset({"params", "param_names"})  # of a param group; the rest are
+
+
+class ChainedOptimizer(torch.optim.Optimizer):
+    """Steps several optimizers one after the other, as one optimizer.
+
+    Before each step gradients are reduced, and after it parameters are published: once for all of
+    them. `param_groups` holds the very dicts of the optimizers, in their order, so that schedulers
+    of one or of all work; each optimizer keeps its own cuts. Step, drop gradients, save and load
+    through this one.
+
+    Args:
+        optimizers: At least one; no parameter in two of them.
+
+    Raises:
+        PartitionError: No optimizers, or one of them is none.
+        ValueError: Two of them update the same parameter.
+    """
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        if not optimizers or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
+            raise PartitionError(
+                "ChainedOptimizer: expected one or more torch optimizers, got "
+                f"{[type(o).__name__ for o in optimizers]}"
+            )
+        self.optimizers = optimizers
+        self._is_built = self._is_stepping = False
+        super().__init__([group for o in optimizers for group in o.param_groups], {})
+        self._is_built = True
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._check_step)
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        """Parameter to its state in whichever optimizer updates it; to read."""
+        return {key: value for o in self.optimizers for key, value in o.state.items()}
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Torch's constructor sets it; each optimizer has its own."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: it would have to be of one of the optimizers, before they are chained."""
+        if self._is_built:
+            raise StateError(
+                "ChainedOptimizer.add_param_group(): add it to one of the optimizers before "
+                "chaining them"
+            )
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
+        """Step each, in order; `closure` is evaluated once, before the first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._is_stepping = True
+        try:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        finally:
+            self._is_stepping = False
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dicts of the optimizers, in their order."""
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What `state_dict` gave, into the same number of optimizers.
+
+        Raises:
+            StateError: It holds another number of optimizers, or none.
+        """
+        states = state_dict.get("optimizers")
+        if not isinstance(states, list | tuple) or len(states) != len(self.optimizers):
+            got = f"{len(states)}" if isinstance(states, list | tuple) else f"{sorted(state_dict)}"
+            raise StateError(
+                f"ChainedOptimizer.load_state_dict(): expected the states of "
+                f"{len(self.optimizers)} optimizers, got {got}"
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+        self.param_groups = [group for o in self.optimizers for group in o.param_groups]
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._is_stepping:
+            raise StateError(
+                f"{type(optimizer).__name__}.step() was called, but this optimizer was chained "
+                "with others: call step() of the ChainedOptimizer, which steps them all"
+            )
+
+
+def members_of(optimizer: torch.optim.Optimizer | None) -> Sequence[torch.optim.Optimizer]:
+    """The optimizers that were chained, or itself."""
+    if optimizer is None:
+        return ()
+    return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a param group says about its parameters."""
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}

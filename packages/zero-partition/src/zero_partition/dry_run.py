@@ -1,0 +1,589 @@
+"""What `memory_report` will say of a model on one rank, from layouts alone. Planning only."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+from attrs import define, evolve, frozen
+from zero_comm import AbstractCodec, Sent, even_splits, sent_by_levels, sent_of
+
+from zero_partition.enter.model_plan import ModelPlan
+from zero_partition.memory.seams import MASTER, UpdaterReport
+from zero_partition.plan.cuts import Cut
+from zero_partition.plan.layout import BufferPlan, ParameterPlan
+from zero_partition.plan.slots import PlannedGradients, ReductionPlan
+from zero_partition.plan.stages import Placement
+from zero_partition.plan.trace import (
+    ENCODED_IN_FLIGHT,
+    Gather,
+    choose_slots,
+    plan_gathers,
+    slot_bytes,
+    slot_conflicts,
+)
+from zero_partition.values.parts import BATCH_BYTES
+
+from .report import MemoryReport, encoded_bytes
+
+
+@frozen(kw_only=True)
+class PlannedStep:
+    """Bytes that one rank's optimizer goes through in a step, wherever that is."""
+
+    num_bytes: int  # values, state and gradients read, values and state written
+    grads_bytes: int  # of gradients as they are reduced: what goes where an optimizer steps
+    params_bytes: int  # of parameters as the model has them: what comes back
+
+
+def plan_step(plan: ModelPlan, rank: int) -> PlannedStep:
+    """Say what a step goes through on one rank, of all that train the model. Local."""
+    mine = plan.routes.shard_rank(rank)
+    num_bytes = grads_bytes = params_bytes = 0
+    for unit, placement in zip(plan.units, plan.resting, strict=True):
+        for buffer in unit.buffers:
+            if not buffer.trainable:
+                continue
+            dtype = plan.rests.training_of(plan.precision, buffer, placement)
+            wire = plan.precision.wire_of(buffer.dtype)
+            for param, shape in stepped_params(plan, buffer, mine):
+                if param.name not in plan.group_of:
+                    continue
+                numel = math.prod(shape)
+                state = sum(state_bytes(plan, param, shape, dtype))
+                num_bytes += 2 * (numel * dtype.itemsize + state) + numel * dtype.itemsize
+                num_bytes += numel * buffer.dtype.itemsize * (dtype != buffer.dtype)
+                grads_bytes += numel * wire.itemsize
+                params_bytes += numel * buffer.dtype.itemsize
+    return PlannedStep(num_bytes=num_bytes, grads_bytes=grads_bytes, params_bytes=params_bytes)
+
+
+def stepped_params(
+    plan: ModelPlan, buffer: BufferPlan, rank: int
+) -> Iterator[tuple[ParameterPlan, tuple[int, ...]]]:
+    """Parameters of a buffer, and the shape of what is stepped of each on a rank of the shards."""
+    if plan.placements.optim is Placement.REPLICATED:
+        yield from ((param, tuple(param.shape)) for param in buffer.params)
+        return
+    pieces = {piece.index: piece for piece in buffer.layout.pieces(rank)}
+    for position, param in enumerate(buffer.params):
+        piece = pieces.get(position)
+        is_absent = piece is None and param.shape.numel() > 0
+        if is_absent and param.cut != Cut.FLAT:
+            continue  # it has no gradient there, and no state
+        numel = 0 if piece is None else piece.in_tensor.numel
+        yield param, param.cut.shard_shape(param.shape, numel)
+
+
+def state_bytes(
+    plan: ModelPlan, param: ParameterPlan, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[int, int]:
+    """Of the state of a parameter that is stepped so: per element or row, and single numbers."""
+    group = plan.group_of.get(param.name)
+    return (0, 0) if group is None else plan.state.bytes_of((group, len(shape), dtype), shape)
+
+
+# ---- What `record_traffic` will count in one training step, from layouts alone. Planning on ----
+
+
+@frozen
+class PlannedOperation:
+    """One kind of operation on one unit's buffers in one step, as this rank sends it."""
+
+    unit: str  # its name
+    name: str  # as `record_traffic` has it
+    calls: int
+    inside: Sent  # to ranks of its own node
+    across: Sent  # to those of others
+
+    @property
+    def sent(self) -> Sent:
+        """To whomever."""
+        return self.inside + self.across
+
+
+def plan_traffic(plan: ModelPlan, rank: int) -> tuple[PlannedOperation, ...]:
+    """What one rank sends in a step of one micro-batch, from the second step on. Local.
+
+    Control messages, which are flags and scalars, are left out.
+
+    Args:
+        plan: Of the model.
+        rank: Whose, of all that train it.
+    """
+    gathered = Counter(gather.unit for gather in gathers_of(plan))
+    return tuple(
+        PlannedOperation(unit=unit.name, name=name, calls=calls, inside=inside, across=across)
+        for index, unit in enumerate(plan.units)
+        for buffer in unit.buffers
+        for name, calls, (inside, across) in _operations_of(
+            plan, index, buffer, rank, gathered[index]
+        )
+        if calls
+    )
+
+
+def gathers_of(plan: ModelPlan) -> tuple[Gather, ...]:
+    """Of a step."""
+    groups = choose_slots(plan.uses, plan.extents, plan.limits)
+    slot_of = {unit: slot for slot, units in enumerate(groups) for unit in units}
+    uses = [use for use in plan.uses if use.unit in plan.extents]
+    return plan_gathers(uses, plan.extents, slot_of, prefetch_numel=plan.limits.prefetch_numel)
+
+
+def _operations_of(
+    plan: ModelPlan, index: int, buffer: BufferPlan, rank: int, num_gathers: int
+) -> Iterator[tuple[str, int, tuple[Sent, Sent]]]:
+    """Names, how often, and what all of these calls send inside a node and across."""
+    routes, layout = plan.routes, buffer.layout
+    is_sharded = plan.placements.optim is Placement.SHARDED
+    shards = _Ranks(
+        layout.splits,
+        layout.payload_splits,
+        routes.shard_rank(rank),
+        tuple(of // routes.per_node for of in range(routes.shards)),
+    )
+    if plan.resting[index] is Placement.SHARDED:
+        local = num_gathers - 1 if routes.has_secondary and num_gathers else 0
+        codec = routes.codec_of(buffer)
+        inside, across = shards.send(buffer.dtype, num_gathers - local, sends_own=True, codec=codec)
+        if local:
+            splits = even_splits(layout.numel, routes.per_node)
+            payload = layout.payload_of(splits)
+            node = _Ranks(splits, payload, rank % routes.per_node, (0,) * routes.per_node)
+            inside += node.send(buffer.dtype, local, sends_own=True)[0]
+        yield "all_gather", num_gathers, (inside, across)
+    elif is_sharded and buffer.trainable:  # of what was updated
+        codec = plan.codec_of_updates(index, buffer)
+        yield "all_gather", 1, shards.send(buffer.dtype, 1, sends_own=True, codec=codec)
+    if not buffer.trainable:
+        return
+    if not is_sharded:
+        dtype = plan.rests.training_of(plan.precision, buffer, plan.resting[index])
+        yield "all_reduce", 1, shards.all_reduce(dtype)
+        return
+    dtype = plan.precision.wire_of(buffer.dtype)
+    codec = routes.wire.codec_of_gradients(dtype)
+    if codec is not None and routes.num_replicas == 1:
+        hops = sent_by_levels(
+            layout.splits,
+            layout.payload_splits,
+            rank=rank,
+            ranks_per_node=routes.per_node,
+            codec=codec,
+        )
+        yield "reduce_scatter", 1, hops
+        return
+    yield "reduce_scatter", 1, shards.send(dtype, 1, sends_own=False, codec=codec)
+    if routes.num_replicas > 1:
+        shard = layout.shard(routes.shard_rank(rank))
+        splits = even_splits(shard.numel, routes.num_replicas)
+        payload = layout.payload_of(splits, start=shard.start)
+        nodes = tuple(range(routes.num_replicas))
+        replicas = _Ranks(splits, payload, routes.replica(rank), nodes)
+        yield "all_reduce", 1, replicas.all_reduce(dtype, codec=codec)
+
+
+@frozen
+class _Ranks:
+    """Ranks that exchange a buffer, and which of them this one is."""
+
+    splits: Sequence[int]
+    payload: Sequence[int]
+    rank: int
+    nodes: Sequence[int]
+
+    def send(
+        self,
+        dtype: torch.dtype,
+        calls: int,
+        *,
+        sends_own: bool,
+        codec: AbstractCodec | None = None,
+    ) -> tuple[Sent, Sent]:
+        """Inside a node and across, of so many calls; see `sent_of`."""
+        inside, across = sent_of(
+            self.splits,
+            self.payload,
+            rank=self.rank,
+            sends_own=sends_own,
+            itemsize=dtype.itemsize,
+            nodes=self.nodes,
+            codec=codec,
+        )
+        return inside * calls, across * calls
+
+    def all_reduce(
+        self, dtype: torch.dtype, *, codec: AbstractCodec | None = None
+    ) -> tuple[Sent, Sent]:
+        """A reduce-scatter and an all-gather."""
+        both = (self.send(dtype, 1, sends_own=way, codec=codec) for way in (True, False))
+        (inside, across), (more_inside, more_across) = both
+        return inside + more_inside, across + more_across
+
+
+# ---- What `memory_report` will say of a model on one rank, from layouts alone. Planning only ----
+
+
+_NOTHING: Final = UpdaterReport(device_bytes=0, host_bytes=0, disk_bytes=0)
+
+
+@frozen(kw_only=True)
+class PlannedMemory:
+    """One rank's bytes at the moments of training, activations and the model's buffers apart.
+
+    `step_peak_bytes` is of the device, with what autograd holds of the gradient that it has made
+    last and what travels in another dtype; what the optimizer allocates to step is not in it.
+    """
+
+    at_rest: MemoryReport  # between steps, gradients dropped, from the second step on
+    before_step: MemoryReport  # gradients wait for the optimizer
+    init_peak_bytes: int  # of the device, while a model is sharded that is whole on it
+    step_peak_bytes: int
+
+
+def plan_memory(
+    plan: ModelPlan,
+    rank: int,
+    *,
+    updater: UpdaterReport | None = None,
+    home_host_bytes: int = 0,
+    home_disk_bytes: int = 0,
+) -> PlannedMemory:
+    """Where one rank's bytes will be. Local.
+
+    Every trainable parameter is taken to get a gradient in every backward.
+
+    Args:
+        plan: Of the model.
+        rank: Whose, of all that train it.
+        updater: What keeps the optimizer's state elsewhere, if something does.
+        home_host_bytes: Of shards of parameters that rest on the host, where these rest elsewhere.
+        home_disk_bytes: Likewise on disk.
+    """
+    mine = plan.routes.shard_rank(rank)
+    counts = _Counts(plan, mine, has_updater=updater is not None)
+    for index, unit in enumerate(plan.units):
+        for buffer in unit.buffers:
+            counts.add(index, buffer)
+    held = _NOTHING if updater is None else updater
+    slots, conflicts = plan_slots(plan)
+    num_ranks = plan.routes.whole
+    at_rest = MemoryReport(
+        params_bytes=counts.params,
+        gradients_bytes=0,
+        optimizer_bytes=counts.state + held.device_bytes,
+        padding_bytes=counts.padding,
+        slots_bytes=slots,
+        secondary_bytes=_secondary_bytes(plan, rank),
+        reduction_bytes=_pool_bytes(plan)
+        + counts.accumulators
+        + counts.shards
+        + counts.shard_padding,
+        encoded_bytes=_encoded_bytes(plan),
+        loco_bytes=counts.loco,
+        gathered_bytes=0,
+        scalars_bytes=counts.scalars + num_ranks * counts.num_flags * (num_ranks > 1),
+        parked_bytes=0,
+        num_slot_conflicts=conflicts,
+        trained_bytes_per_rank=plan.trained_bytes_per_rank,
+        host_bytes=held.host_bytes + home_host_bytes + counts.host_grads,
+        disk_bytes=held.disk_bytes + home_disk_bytes,
+    )
+    before_step = evolve(
+        at_rest,
+        encoded_bytes=0,
+        gradients_bytes=counts.grads,
+        padding_bytes=at_rest.padding_bytes + counts.shard_padding,
+        reduction_bytes=at_rest.reduction_bytes - counts.grads - counts.shard_padding,
+    )
+    return PlannedMemory(
+        at_rest=at_rest,
+        before_step=before_step,
+        init_peak_bytes=_init_peak_bytes(plan, mine),
+        step_peak_bytes=before_step.total_bytes + max(counts.on_their_way, _publishing_bytes(plan)),
+    )
+
+
+def plan_slots(plan: ModelPlan) -> tuple[int, int]:
+    """Bytes of the slots in which units become whole, and how many are beyond the window."""
+    groups = choose_slots(plan.uses, plan.extents, plan.limits)
+    return sum(slot_bytes(groups, plan.extents)), slot_conflicts(groups, plan.extents, plan.limits)
+
+
+def _secondary_bytes(plan: ModelPlan, rank: int) -> int:
+    """Of a node's copy: units whose slot goes to another within a step."""
+    if not plan.routes.has_secondary:
+        return 0
+    kept = {gather.unit for gather in gathers_of(plan) if gather.released is not None}
+    size = plan.routes.per_node
+    return sum(
+        even_splits(buffer.layout.numel, size)[rank % size] * buffer.dtype.itemsize
+        for unit in kept
+        for buffer in plan.units[unit].buffers
+    )
+
+
+def _encoded_bytes(plan: ModelPlan) -> int:
+    """Of gathers that are launched before the first use of a step: between steps they travel."""
+    if plan.routes.reads_peers and not plan.rests.params:
+        return 0  # nobody asks ahead
+    ahead = [gather.unit for gather in gathers_of(plan) if gather.launched < 0]
+    return sum(
+        sum(map(codec.wire_bytes, buffer.layout.splits))
+        for unit in ahead
+        for buffer in plan.units[unit].buffers
+        if (codec := plan.routes.codec_of(buffer)) is not None
+    )
+
+
+def _publishing_bytes(plan: ModelPlan) -> int:
+    """Most, at a time, of encoded shards of what a step has updated, where that rests whole."""
+    of_units = [
+        sum(
+            sum(map(codec.wire_bytes, buffer.layout.splits))
+            for buffer in unit.buffers
+            if (codec := plan.codec_of_updates(index, buffer)) is not None
+        )
+        for index, unit in enumerate(plan.units)
+        if plan.resting[index] is Placement.REPLICATED
+        and any(buffer.trainable for buffer in unit.buffers)
+    ]
+    starts = range(max(1, len(of_units) - ENCODED_IN_FLIGHT + 1))
+    return max(sum(of_units[start : start + ENCODED_IN_FLIGHT]) for start in starts)
+
+
+def loco_bytes(plan: ModelPlan, buffer: BufferPlan, rank: int) -> int:
+    """Of what is kept for the hops that move something, of as many elements as each encodes."""
+    routes, splits = plan.routes, buffer.layout.splits
+    codec = routes.wire.codec_of_gradients(plan.precision.wire_of(buffer.dtype))
+    loco = routes.wire.loco
+    if loco is None or codec is None or routes.num_replicas > 1:
+        return 0
+    encoded: list[int] = []
+    if routes.per_node > 1:
+        encoded += splits
+    if routes.per_node < routes.whole:
+        encoded += splits[rank % routes.per_node :: routes.per_node]
+    kept = loco.kept
+    return sum(4 * numel if kept is None else kept.wire_bytes(numel) for numel in encoded)
+
+
+@define
+class _Counts:
+    """Bytes of what was added, by kind."""
+
+    plan: ModelPlan
+    rank: int
+    has_updater: bool
+    params: int = 0
+    padding: int = 0
+    state: int = 0
+    scalars: int = 0
+    accumulators: int = 0  # whole gradients that stay
+    shards: int = 0  # payload of gradients' shards on the device
+    shard_padding: int = 0
+    host_grads: int = 0
+    grads: int = 0  # that the optimizer reads
+    num_flags: int = 0
+    loco: int = 0
+    on_their_way: int = 0  # most, at a time, between autograd and where they rest
+
+    def add(self, index: int, buffer: BufferPlan) -> None:
+        """One buffer of the unit at this position."""
+        plan, layout, placement = self.plan, buffer.layout, self.plan.resting[index]
+        itemsize = buffer.dtype.itemsize
+        payload, numel = layout.payload_splits[self.rank], layout.splits[self.rank]
+        self.scalars += len(buffer.params) * itemsize
+        if not (plan.rests.params and placement is Placement.SHARDED):
+            is_whole = placement is Placement.REPLICATED
+            mine, all_mine = (layout.payload_numel, layout.numel) if is_whole else (payload, numel)
+            used, unused = mine * itemsize, (all_mine - mine) * itemsize
+            codec = None if is_whole else plan.routes.resting_codec_of(buffer)
+            if codec is not None:
+                used, unused = encoded_bytes(codec, numel, payload)
+                self.scalars += itemsize
+            self.params += used
+            self.padding += unused
+        if not buffer.trainable:
+            return
+        self.num_flags += len(buffer.params)
+        master = plan.rests.master_of(plan.precision, buffer, placement)
+        dtype = master or buffer.dtype
+        if master is not None and not self.has_updater:
+            self.state += payload * dtype.itemsize
+            self.padding += (numel - payload) * dtype.itemsize
+        elif plan.codec_of_updates(index, buffer) is not None:  # a shard beside the whole
+            self.params += payload * itemsize
+            self.padding += (numel - payload) * itemsize
+        self._add_gradients(buffer, dtype)
+        self.loco += loco_bytes(plan, buffer, self.rank)
+        if not self.has_updater:
+            for param, shape in stepped_params(plan, buffer, self.rank):
+                state, scalars = state_bytes(plan, param, shape, dtype)
+                self.state += state
+                self.scalars += scalars
+
+    def _add_gradients(self, buffer: BufferPlan, dtype: torch.dtype) -> None:
+        plan, layout = self.plan, buffer.layout
+        payload, numel = layout.payload_splits[self.rank], layout.splits[self.rank]
+        wire = plan.precision.wire_of(buffer.dtype)
+        codec = plan.routes.wire.codec_of_gradients(wire)
+        way = max(_arriving(param) for param in buffer.params)
+        if codec is not None:
+            way = max(way, sum(map(codec.wire_bytes, layout.splits)))
+        if plan.placements.grads is Placement.REPLICATED:
+            self.accumulators += layout.numel * dtype.itemsize
+        if plan.placements.optim is Placement.REPLICATED:
+            self.grads += layout.payload_numel * dtype.itemsize
+        elif plan.rests.grads:
+            self.host_grads += numel * dtype.itemsize
+            way = max(way, numel * wire.itemsize)
+        else:
+            self.shards += payload * dtype.itemsize
+            self.shard_padding += (numel - payload) * dtype.itemsize
+            self.grads += payload * dtype.itemsize
+            if wire != dtype:
+                way = max(way, numel * wire.itemsize)
+        self.on_their_way = max(self.on_their_way, way)
+
+
+def _arriving(param: ParameterPlan) -> int:
+    """Bytes of a gradient that is about to be copied."""
+    return param.shape.numel() * param.dtype.itemsize
+
+
+def _pool_bytes(plan: ModelPlan) -> int:
+    """Of slots that gradients are collected in; they come in the reverse order of parameters."""
+    if plan.placements.grads is Placement.REPLICATED:
+        return 0
+    of_param: dict[str, PlannedGradients] = {}
+    for unit in plan.units:
+        for buffer in unit.buffers:
+            if buffer.trainable:
+                itemsize = plan.precision.wire_of(buffer.dtype).itemsize
+                gradients = PlannedGradients(buffer.layout.numel * itemsize, unit.is_outer)
+                of_param |= {param.name: gradients for param in buffer.params}
+    missing = Counter(map(id, of_param.values()))
+    reduction = ReductionPlan.of(list({id(each): each for each in of_param.values()}.values()))
+    for name in reversed([name for name in plan.user_bytes if name in of_param]):
+        gradients = of_param[name]
+        if gradients.slot is None:
+            reduction.collect(gradients)
+        missing[id(gradients)] -= 1
+        if not missing[id(gradients)]:
+            reduction.launch(gradients)
+    return reduction.pool.num_bytes
+
+
+def _init_peak_bytes(plan: ModelPlan, rank: int) -> int:
+    """While units are laid down one after the other; those to come are the user's still."""
+    user = [[_bytes_of_user(plan, buffer) for buffer in unit.buffers] for unit in plan.units]
+    left, laid, peak = sum(map(sum, user)), 0, 0
+    for index, (unit, of_unit) in enumerate(zip(plan.units, user, strict=True)):
+        for buffer in unit.buffers:
+            passing, rests = _laying(plan, index, buffer, rank)
+            peak = max(peak, left + laid + passing)
+            laid += rests
+        left -= sum(of_unit)
+    return max(peak, laid + left)
+
+
+def _bytes_of_user(plan: ModelPlan, buffer: BufferPlan) -> int:
+    return sum(plan.user_bytes[param.name] for param in buffer.params)
+
+
+def _laying(plan: ModelPlan, index: int, buffer: BufferPlan, rank: int) -> tuple[int, int]:
+    """Bytes while one buffer of the unit at this position is laid down, and once it is."""
+    layout, placement = buffer.layout, plan.resting[index]
+    master = plan.rests.master_of(plan.precision, buffer, placement)
+    source, shard = (master or buffer.dtype).itemsize, layout.splits[rank]
+    whole, scalars = layout.numel * source, len(buffer.params) * buffer.dtype.itemsize
+    masters = shard * source if master is not None and not plan.rests.state else 0
+    if not masters and plan.codec_of_updates(index, buffer) is not None:
+        masters = shard * buffer.dtype.itemsize  # a shard beside the whole
+    if placement is Placement.REPLICATED:
+        converted = layout.numel * buffer.dtype.itemsize
+        if master is None or master == buffer.dtype:
+            return whole + masters, converted + masters + scalars
+        return whole + converted + masters, converted + masters + scalars
+    codec = plan.routes.resting_codec_of(buffer)
+    kept = shard * buffer.dtype.itemsize if codec is None else codec.wire_bytes(shard)
+    resting = 0 if plan.rests.params else kept
+    return whole + shard * source, resting + masters + scalars
+
+
+# ---- How many bytes of parameters and optimizer state each rank gives to a checkpoint. Plan ----
+
+
+@frozen(kw_only=True)
+class PlannedSave:
+    """What one rank gives when all is saved; every element is given once, by one rank."""
+
+    num_bytes: int  # all, errors of encoding too: what it writes, or copies to write it later
+    batch_bytes: int  # most that is read together, where that takes memory of its own
+
+
+def plan_save(plan: ModelPlan, rank: int) -> PlannedSave:
+    """Say what `plan_parts` will say of a rank's parts, from the second step on. Local."""
+    if plan.routes.replica(rank):
+        return PlannedSave(num_bytes=0, batch_bytes=0)
+    sizes = [
+        size
+        for unit, placement in zip(plan.units, plan.resting, strict=True)
+        for buffer in unit.buffers
+        for size in _sizes_of(plan, buffer, placement, rank)
+    ]
+    total = sum(sizes)
+    errors = _loco_bytes(plan, rank) if plan.group_of else 0
+    return PlannedSave(
+        num_bytes=total + errors,
+        batch_bytes=min(total, max(BATCH_BYTES, *sizes, 0) if sizes else 0),
+    )
+
+
+def _loco_bytes(plan: ModelPlan, rank: int) -> int:
+    """Of what `loco_state` gives: errors, and for each buffer the number of its reductions."""
+    buffers = [buffer for unit in plan.units for buffer in unit.buffers if buffer.trainable]
+    kept = [num_bytes for buffer in buffers if (num_bytes := loco_bytes(plan, buffer, rank))]
+    return sum(num_bytes + torch.int64.itemsize for num_bytes in kept)
+
+
+def _sizes_of(
+    plan: ModelPlan, buffer: BufferPlan, placement: Placement, rank: int
+) -> Iterator[int]:
+    """Of each run of elements that the rank gives, in bytes."""
+    dtype = plan.rests.training_of(plan.precision, buffer, placement)
+    pieces = {piece.index: piece.in_tensor.numel for piece in buffer.layout.pieces(rank)}
+    is_whole = plan.placements.optim is Placement.REPLICATED
+    for position, param in enumerate(buffer.params):
+        mine = pieces.get(position, 0)
+        shape = tuple(param.shape) if is_whole else param.cut.shard_shape(param.shape, mine)
+        group = plan.group_of.get(param.name, -1) if buffer.trainable else -1
+        entries = {
+            each.name: each for each in plan.state.of_kind.get((group, len(shape), dtype), ())
+        }
+        master = entries.pop(MASTER, None)  # is written as the parameter
+        yield mine * (dtype if master is None else master.dtype).itemsize
+        owner = _first_with(buffer, position)
+        for entry in entries.values():
+            numel = math.prod(entry.shape_for(shape))
+            if is_whole:  # every rank has it: each gives an equal run
+                given = numel * (rank + 1) // plan.world_size - numel * rank // plan.world_size
+            elif entry.name == "step" or not entry.shape:  # one value for the whole parameter
+                given = numel if rank == owner else 0
+            else:
+                given = numel if mine else 0
+            yield given * entry.dtype.itemsize
+
+
+def _first_with(buffer: BufferPlan, position: int) -> int:
+    """The first rank that has state of a parameter."""
+    param, span = buffer.params[position], buffer.layout.spans[position]
+    if param.cut == Cut.FLAT or not param.shape.numel():
+        return 0  # all have
+    shards = enumerate(buffer.layout.shards)
+    return next(rank for rank, shard in shards if span.overlap(shard) is not None)

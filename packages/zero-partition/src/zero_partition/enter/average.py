@@ -1,0 +1,197 @@
+"""ShardedAverage: an exponential moving average of a model, of which each rank keeps its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from zero_comm import collective
+
+from zero_partition.errors import PartitionError, StateError
+from zero_partition.memory.seams import AbstractRangeReader
+from zero_partition.run.sharded_model import ShardedModel
+from zero_partition.run.unit import publish
+from zero_partition.stand_in import StateKind
+from zero_partition.torch_private import plain_access
+from zero_partition.values.load import find_misfits, read_into
+from zero_partition.values.parts import Part, PartBatch, WholeTensor, trained_of
+from zero_partition.values.state_dict import full_state_dict
+
+from .hooks import find_sharded
+
+_SWAP: Final = "ShardedAverage.swap()"
+
+
+@final
+class ShardedAverage:
+    """An exponential moving average of the parameters that train, sharded as their optimizer is.
+
+    What `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)` gives, in the bits
+    of each element: the first update takes the values, each further one makes the average
+    `decay * average + (1 - decay) * value`. Of fp32 masters where there are some. It takes 1/N of
+    their bytes at every stage, on the group's device; on the host where optimizer state rests
+    elsewhere. Frozen parameters and buffers are the model's own.
+
+    Args:
+        model: The very module that was sharded. Until the first update the average is as it is now.
+        decay: From 0 to 1.
+
+    Attributes:
+        decay: May be changed.
+        num_updates: How many there were.
+
+    Raises:
+        PartitionError: `decay` is no number from 0 to 1.
+        StateError: Not sharded, or parameters are parked.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
+            raise PartitionError(
+                f"ShardedAverage: expected decay to be a number from 0 to 1, got {decay!r}"
+            )
+        sharded = find_sharded(model)
+        if sharded is None:
+            raise StateError(
+                f"ShardedAverage: expected a model that was sharded, got a {type(model).__name__} "
+                "that was not; call zero_engine.shard() first, and pass the very module it "
+                "returned (torch.optim.swa_utils.AveragedModel averages plain ones)"
+            )
+        self.decay, self.num_updates = decay, 0
+        self._model, self._sharded = model, sharded
+        buffers = [buffer for unit in sharded.units for buffer in unit.buffers]
+        self._buffers = [buffer for buffer in buffers if buffer.plan.trainable]
+        is_elsewhere = sharded.residence.updater is not None
+        self._device = torch.device("cpu") if is_elsewhere else sharded.group.device
+        self._usable("ShardedAverage()")
+        self._averages = [
+            trained_of(sharded, buffer).to(self._device, copy=True) for buffer in self._buffers
+        ]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the values of now into the average; after `optimizer.step()`. Local.
+
+        An update of the optimizer's that is delayed counts as made.
+
+        Raises:
+            StateError: The model was unsharded since, its parameters are parked, or this is inside
+                `swap`.
+        """
+        sharded = self._usable("ShardedAverage.update()")
+        for buffer, average in zip(self._buffers, self._averages, strict=True):
+            values = trained_of(sharded, buffer).to(self._device)
+            average.lerp_(values, 1 - self.decay) if self.num_updates else average.copy_(values)
+        self.num_updates += 1
+
+    @collective
+    def full_state_dict(self) -> dict[str, Any]:
+        """The model's whole `state_dict` with the averages in it, on rank 0. Collective.
+
+        As `zero_engine.full_state_dict(model)`, but of the dtype in which they are averaged.
+
+        Returns:
+            The state dict on rank 0, in host memory; an empty dict elsewhere.
+
+        Raises:
+            StateError: As for `update`, or a forward is running.
+        """
+        sharded = self._usable("ShardedAverage.full_state_dict()")
+        averages = dict(zip(self._buffers, self._averages, strict=True))
+        return full_state_dict(sharded, averages)
+
+    @contextmanager
+    @collective
+    def swap(self) -> Iterator[nn.Module]:
+        """A context in which the model computes with the averages. Every rank; collective.
+
+        For evaluation: steps, loading and saving are refused inside. At its end every value that
+        trains is as it was, to the bit. Takes the bytes of the average once more.
+
+        Yields:
+            The model.
+
+        Raises:
+            StateError: As for `update`, or a forward, or a context that gathers, is running.
+        """
+        sharded = self._usable(_SWAP)
+        if any(unit.depth for unit in sharded.units):
+            raise StateError(f"{_SWAP} was called while a forward is running; leave that first")
+        sharded.refuse_while_gathered(_SWAP)
+        sharded.finish_update()
+        for buffer in self._buffers:
+            buffer.follow_writes()
+        trained = [buffer.trained.to(self._device, copy=True) for buffer in self._buffers]
+        sharded.gathers.append(_SWAP)
+        try:
+            self._write(self._averages)
+            yield self._model
+        finally:
+            sharded.gathers.remove(_SWAP)
+            self._write(trained)
+
+    def batches(self) -> list[PartBatch]:
+        """This rank's parts of the average, for a checkpoint. Local."""
+        self._usable("ShardedAverage.batches()")
+        batches = []
+        for buffer, average in zip(self._buffers, self._averages, strict=True):
+            parts, values = [], []
+            for piece in buffer.pieces:
+                param = buffer.plan.params[piece.index]
+                whole = WholeTensor(param.name, None, param.shape, average.dtype)
+                parts.append(Part(whole, piece.in_tensor))
+                values.append(average[piece.in_shard.as_slice()])
+            batches.append(PartBatch(tuple(parts), False, partial(list, values), False))
+        return batches
+
+    def find_problems(self, readers: Mapping[str, AbstractRangeReader]) -> list[str]:
+        """What speaks against loading an average, by names of parameters. Local."""
+        self._usable("ShardedAverage.load()")
+        problems = []
+        for buffer, average in zip(self._buffers, self._averages, strict=True):
+            for param in buffer.plan.params:
+                if param.name in readers:
+                    reader = readers[param.name]
+                    problems += find_misfits(param.name, param.shape, average.dtype, reader)
+                elif param.shape.numel():
+                    problems.append(f"the average lacks {param.name!r}")
+        return problems
+
+    def load(self, readers: Mapping[str, AbstractRangeReader], num_updates: int) -> None:
+        """Read this rank's parts of an average in which there are no problems. Local."""
+        for buffer, average in zip(self._buffers, self._averages, strict=True):
+            for piece in buffer.pieces:
+                reader = readers[buffer.plan.params[piece.index].name]
+                read_into(average[piece.in_shard.as_slice()], reader, piece.in_tensor)
+        self.num_updates = num_updates
+
+    def _usable(self, what: str) -> ShardedModel:
+        sharded = self._sharded
+        if find_sharded(self._model) is not sharded:
+            raise StateError(
+                f"{what}: the model was unsharded, or sharded anew, since this was made; make a "
+                "ShardedAverage of the model as it is sharded now"
+            )
+        if _SWAP in sharded.gathers:
+            raise StateError(f"{what} inside {_SWAP}: leave the context first")
+        sharded.refuse_parked(what, StateKind.PARAMS, StateKind.MASTERS)
+        return sharded
+
+    @torch.no_grad()
+    def _write(self, values: Sequence[Tensor]) -> None:
+        """Make these the values that train, and that the model computes with. Collective."""
+        sharded = self._sharded
+        sharded.begin_write()
+        with plain_access():
+            for buffer, value in zip(self._buffers, values, strict=True):
+                for rest in dict.fromkeys((buffer.training, buffer.resting)):
+                    rest.write(value)
+                buffer.follow_update()
+        sharded.end_write()
+        publish(sharded.units)
+        if sharded.residence.home is not None:
+            sharded.residence.home.settle()

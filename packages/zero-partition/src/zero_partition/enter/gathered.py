@@ -1,0 +1,664 @@
+"""GatheredParameters: parameters whole in a context, and changed there by one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Final, TypeVar, final
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from zero_comm import CommError, Handle, all_gather_flat, broadcast_flat, collective
+
+from zero_partition.errors import LostEditError, OverlapError, StateError
+from zero_partition.init.context import CURRENT
+from zero_partition.init.early_shard import EarlyShard, find_early
+from zero_partition.memory.seams import AbstractShardHome, ShardSize
+from zero_partition.plan.stages import Placement
+from zero_partition.run.sharded_model import (
+    Place,
+    ShardedModel,
+    find_place,
+    launch_buffer,
+    launch_flat,
+    launch_whole,
+    place_of,
+    sort_places,
+    write_whole,
+)
+from zero_partition.run.unit import ShardState, Unit
+from zero_partition.stand_in import StateKind
+from zero_partition.torch_private import plainly
+from zero_partition.values.access import Verdict, Watch, data_of, home_of, raise_on, sum_of
+
+from .hooks import Bound, find_sharded
+
+
+@define(eq=False)
+class EarlyGather:
+    """What `Gather` is to a sharded model, for parameters that are on their way into one."""
+
+    shards: Sequence[EarlyShard]  # of one group, sorted
+    what: str  # users call it
+    modifier_rank: int | None = None
+    compares_bytes: bool = False
+    _params: list[nn.Parameter] = field(factory=list, init=False)
+    _homes: list[Tensor] = field(factory=list, init=False)  # what they view while whole
+    _versions: list[int] = field(factory=list, init=False)
+    _sums: list[int] = field(factory=list, init=False)
+    _report: Handle[Tensor] | None = field(default=None, init=False)
+
+    def check(self) -> None:
+        """Raise, before anything is sent, what `GatheredParameters` documents. Local."""
+        group, modifier = self.shards[0].group, self.modifier_rank
+        if modifier is not None and not 0 <= modifier < group.world_size:
+            raise StateError(
+                f"{self.what}: expected modifier_rank in 0..{group.world_size - 1}, a rank of the "
+                f"group, got {modifier} (rank {group.rank})"
+            )
+        for early in self.shards:
+            if early.is_gathered:
+                raise OverlapError(
+                    f"{self.what}: parameter {early.label!r} is gathered already by an enclosing "
+                    f"context (rank {group.rank}), and two could not both have the last word; use "
+                    "the values that are there, or leave that context first"
+                )
+            early.check_untouched(early.parameter, early.label)
+
+    def open(self) -> None:
+        """Make the parameters whole. Collective."""
+        for early in self.shards:
+            param, home = early.parameter, early.whole()
+            self._params.append(param)
+            self._homes.append(home)
+            self._versions.append(param._version)
+            self._sums.append(sum_of(home) if self.compares_bytes else 0)
+        for early, param, home in zip(self.shards, self._params, self._homes, strict=True):
+            early.is_gathered = True
+            param.data = home
+
+    def report(self, *, has_raised: bool) -> None:
+        """Tell the others how this rank leaves. Launches only: they may be far behind, or gone."""
+        if self._report is not None or not self._params:
+            return
+        group = self.shards[0].group
+        with plainly():
+            said = [
+                Verdict.RAISED if has_raised else self._judge(index)
+                for index in range(len(self._params))
+            ]
+            mine = torch.tensor(said, dtype=torch.uint8, device=group.device)
+            self._report = all_gather_flat(
+                mine.new_empty(group.world_size * len(said)),
+                splits=[len(said)] * group.world_size,
+                group=group,
+                shard=mine,
+                control=True,
+            )
+
+    def settle(self) -> None:
+        """Agree on what was changed, and keep or refuse it. Collective."""
+        group = self.shards[0].group
+        assert self._report is not None, "report() comes first"
+        reports = self._report.wait().view(group.world_size, -1).tolist()
+        for rank, said in enumerate(reports):
+            for early, verdict in zip(self.shards, said, strict=True):
+                raise_on(
+                    Verdict(verdict),
+                    early.label,
+                    early.stand_in,
+                    seen_on=group.rank,
+                    rank=rank,
+                    modifier=self.modifier_rank,
+                    what=self.what,
+                )
+        if self.modifier_rank is not None:
+            with plainly():
+                self._keep_changes(self.modifier_rank)
+
+    def close(self) -> None:
+        """Keep this rank's part only, whatever happened. Local."""
+        for early, param in zip(self.shards, self._params, strict=False):
+            if early.is_gathered:
+                early.is_gathered = False
+                param.data = early.stand_in
+                early.version = param._version
+        self._params.clear()
+        self._homes.clear()
+
+    def _judge(self, index: int) -> Verdict:
+        param, home = self._params[index], self._homes[index]
+        data = param.data
+        if data.shape != home.shape or data.dtype != home.dtype or data.device != home.device:
+            return Verdict.MISSHAPEN
+        if self.modifier_rank is not None:
+            return Verdict.FINE
+        is_same = data.data_ptr() == home.data_ptr() and param._version == self._versions[index]
+        if is_same and self.compares_bytes:
+            is_same = sum_of(data) == self._sums[index]
+        return Verdict.FINE if is_same else Verdict.EDITED
+
+    def _keep_changes(self, modifier: int) -> None:
+        for early, param, home in zip(self.shards, self._params, self._homes, strict=True):
+            data = param.data
+            if early.group.rank == modifier and data.data_ptr() != home.data_ptr():
+                home.copy_(data)
+            if home.numel():
+                broadcast_flat(home.view(-1), src=modifier, group=early.group).wait()
+            early.keep_part_of(home)
+
+
+# ---- Parameters that a module is known to use though it does not own them ----
+
+
+def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
+    """Say that `module`'s forward uses `param`, which another module owns. The same on every rank.
+
+    It also works unsaid: a sharded parameter that is used outside its unit is gathered where it is
+    used. Said, the gather is launched before the module's forward and travels meanwhile. Where
+    parameters rest whole there is nothing to do, and nothing is done.
+
+    Once more is as good as once.
+
+    Args:
+        module: A module that runs in the model's forward, or a loss that is called on its output.
+        param: The model's own Parameter object.
+
+    Raises:
+        StateError: `param` belongs to no sharded model.
+    """
+    place = place_of(param, what="register_external_parameter()")
+    sharded = place.sharded
+    of_models = _AHEAD.setdefault(module, WeakKeyDictionary())
+    ahead = of_models.get(sharded)
+    if ahead is None:
+        ahead = of_models[sharded] = _LaunchAhead()
+        if place.unit.placement is Placement.SHARDED:
+            ahead.handle = module.register_forward_pre_hook(ahead, prepend=True)
+            sharded.removers.append(ahead.handle.remove)
+            # The module may serve another model when this one was deleted.
+            finalize(sharded, ahead.handle.remove).atexit = False  # type: ignore[attr-defined]
+    if place not in ahead.places:
+        ahead.places.append(place)
+
+
+def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
+    """Undo `register_external_parameter`. The same on every rank.
+
+    Raises:
+        StateError: `param` belongs to no sharded model, or was not registered for the module.
+    """
+    place = place_of(param, what="unregister_external_parameter()")
+    of_models = _AHEAD.get(module, {})
+    ahead = of_models.get(place.sharded)
+    if ahead is None or place not in ahead.places:
+        raise StateError(
+            f"unregister_external_parameter(): parameter {place.name!r} is not registered for this "
+            f"{type(module).__name__}"
+        )
+    ahead.places.remove(place)
+    if not ahead.places:
+        del of_models[place.sharded]
+        if ahead.handle is not None:
+            ahead.handle.remove()
+
+
+@define(eq=False)
+class _LaunchAhead(Bound):
+    """Before the module's forward: its parameters from one sharded model set out."""
+
+    places: list[Place] = field(factory=list)
+    handle: RemovableHandle | None = None
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for place in self.places:
+            place.sharded.outside.launch(place)
+
+
+# A model that is sharded again is another ShardedModel, and nothing of the first one is found.
+_AHEAD: Final[WeakKeyDictionary[nn.Module, WeakKeyDictionary[ShardedModel, _LaunchAhead]]] = (
+    WeakKeyDictionary()
+)
+
+
+# ---- Parameters made whole on demand, apart from their units, and what was done to them mea ----
+
+
+@define(eq=False)
+class Gather:
+    """The parameters of one model that one context keeps whole."""
+
+    sharded: ShardedModel
+    places: Sequence[Place]  # sorted
+    what: str  # users call it
+    modifier_rank: int | None = None
+    compares_bytes: bool = False
+    _values: dict[tuple[int, int, int], Tensor] = field(factory=dict, init=False)
+    _watch: Watch = field(init=False)
+    _fully_held: list[Unit] = field(factory=list, init=False)
+    _report: Handle[Tensor] | None = field(default=None, init=False)
+    _is_open: bool = field(default=False, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._watch = Watch(self.compares_bytes)
+
+    def check(self) -> None:
+        """Raise, before anything is sent, what `GatheredParameters` documents. Local."""
+        group = self.sharded.whole
+        modifier = self.modifier_rank
+        self.sharded.refuse_parked(self.what, StateKind.PARAMS)
+        if modifier is not None:
+            self.sharded.refuse_parked(self.what, StateKind.MASTERS)
+        if modifier is not None and not 0 <= modifier < group.world_size:
+            raise StateError(
+                f"{self.what}: expected modifier_rank in 0..{group.world_size - 1}, a rank of the "
+                f"group, got {modifier} (rank {group.rank})"
+            )
+        for place in self.places:
+            if place.key in self.sharded.gathered:
+                raise OverlapError(
+                    f"{self.what}: parameter {place.name!r} is gathered already by an enclosing "
+                    f"context (rank {group.rank}), and two could not both have the last word; use "
+                    "the values that are there, or leave that context first"
+                )
+            if modifier is not None and self.sharded.schedule.is_in_use(place.unit):
+                raise StateError(
+                    f"{self.what}: parameter {place.name!r} cannot be modified while its unit "
+                    f"{place.unit.name!r} runs forward or backward (rank {group.rank}); leave out "
+                    "modifier_rank, or modify it between steps"
+                )
+
+    def open(self) -> None:
+        """Make the parameters whole. Collective."""
+        self._is_open = True
+        self.sharded.gathers.append(self.what)
+        self.sharded.gathered.update(place.key for place in self.places)
+        try:
+            if not self.sharded.is_exact:
+                self._gather()
+        except BaseException:
+            self.close()
+            raise
+        self._watch.start(self.places)
+
+    def report(self, *, has_raised: bool) -> None:
+        """Tell the others how this rank leaves. Launches only: they may be far behind, or gone."""
+        group = self.sharded.whole
+        if self._report is not None or not self._is_open:
+            return
+        said = [Verdict.RAISED if has_raised else self._judge(place) for place in self.places]
+        mine = torch.tensor(said, dtype=torch.uint8, device=group.device)
+        while self.sharded.unread:  # of an earlier context, which every rank has left by now
+            self.sharded.unread.pop().wait()
+        self._report = all_gather_flat(
+            mine.new_empty(group.world_size * len(said)),
+            splits=[len(said)] * group.world_size,
+            group=group,
+            shard=mine,
+            tag=self.sharded.access_tag,
+            control=True,
+        )
+        self.sharded.unread.append(self._report)  # until settle() has read it
+
+    def settle(self) -> None:
+        """Agree on what was changed, and keep or refuse it. Collective."""
+        group = self.sharded.whole
+        assert self._report is not None, "report() comes first"
+        self.sharded.unread.remove(self._report)
+        reports = self._report.wait().view(group.world_size, -1).tolist()
+        for rank, said in enumerate(reports):
+            for place, verdict in zip(self.places, said, strict=True):
+                raise_on(
+                    Verdict(verdict),
+                    place.name,
+                    place.buffer.plan.params[place.position],
+                    seen_on=group.rank,
+                    rank=rank,
+                    modifier=self.modifier_rank,
+                    what=self.what,
+                )
+        if self.modifier_rank is not None:
+            self._keep_changes(self.modifier_rank)
+
+    def close(self) -> None:
+        """Shard the parameters again, whatever happened. Local."""
+        if not self._is_open:
+            return
+        self._is_open, self._report = False, None
+        self.sharded.gathers.remove(self.what)
+        self.sharded.gathered.difference_update(place.key for place in self.places)
+        for unit in self._fully_held:
+            unit.is_held = False
+            if unit.state is ShardState.UNSHARDED:
+                unit.reshard()  # it is whole in our memory only
+        for place in self.places:
+            if place.position in place.buffer.held:
+                place.buffer.let_go([p.position for p in self.places if p.buffer is place.buffer])
+        self._values.clear()
+        self._fully_held.clear()
+
+    def edited(self) -> list[str]:
+        """Names of the parameters that this rank was seen to change in vain. Local."""
+        if self.sharded.is_exact:
+            return []
+        return [place.name for place in self.places if self._judge(place) != Verdict.FINE]
+
+    def _gather(self) -> None:
+        """Whole buffers in one message each, single parameters in one each."""
+        waits: list[tuple[list[Place], Callable[[], Tensor | tuple[Tensor, ...]]]] = []
+        for buffer in {id(place.buffer): place.buffer for place in self.places}.values():
+            mine = [place for place in self.places if place.buffer is buffer]
+            if len(mine) == len(buffer.params):
+                waits.append((mine, launch_buffer(buffer)))
+            else:
+                waits += [([place], launch_whole(place)) for place in mine]
+        for mine, wait in waits:
+            try:
+                result = wait()
+            except CommError as error:
+                raise CommError(f"{self.what}, unit {mine[0].unit.name!r}: {error}") from error
+            values = (result,) if isinstance(result, Tensor) else result
+            self._values.update({p.key: v for p, v in zip(mine, values, strict=True)})
+        for mine, _ in waits:
+            mine[0].buffer.hold({place.position: self._values[place.key] for place in mine})
+        for unit in {place.unit_index: place.unit for place in self.places}.values():
+            is_whole = all(len(buffer.held) == len(buffer.params) for buffer in unit.buffers)
+            if is_whole and unit.state is not ShardState.UNSHARDED:
+                unit.reshard()  # a gather that was launched ahead is not needed
+                unit.is_held = True
+                self._fully_held.append(unit)
+
+    def _judge(self, place: Place) -> Verdict:
+        return self._watch.judge(place, may_edit=self.modifier_rank is not None)
+
+    def _keep_changes(self, modifier: int) -> None:
+        group = self.sharded.whole
+        self.sharded.schedule.settle()  # nobody reads the shards that we write
+        handles = []
+        for place in self.places:
+            home = home_of(place)
+            if group.rank == modifier:
+                data = data_of(place)
+                if data.data_ptr() != home.data_ptr() or not data.is_contiguous():
+                    home.copy_(data)
+            if home.numel():
+                handles.append(broadcast_flat(home.view(-1), src=modifier, group=group))
+        for handle in handles:
+            handle.wait()
+        for place in self.places:
+            home = home_of(place)
+            if self.sharded.is_exact:
+                place.buffer.params[place.position].data = home
+            write_whole(place, home)
+
+
+# ---- GatheredParameters: parameters whole in a context, and changed there by one rank ----
+
+
+Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
+
+
+@final
+class GatheredParameters:
+    """A context in which parameters are whole, in their own Parameter objects. Collective.
+
+    Every rank enters and leaves it, with the same parameters. `param.data` is then the whole value,
+    in memory of its own; modules run as usual. Those that `Init` sharded may be gathered before
+    their model is sharded; but inside `Init`, which gathers what is touched, they are left as they
+    are. So are other parameters of no sharded model, and those that rest whole, but for what a
+    codec has left of them (`Wire(params=...)`).
+
+    - Without `modifier_rank` the values are for reading. A write that autograd counts (any in-place
+      function on the parameter), or a new `param.data`, raises LostEditError on every rank at the
+      end; a write through `param.data` is looked for where `sanity_checks` asks, and dropped.
+    - With `modifier_rank`, what that rank has written is every rank's at the end; what the others
+      wrote is dropped. Where parameters rest whole (stages 0 to 2), it is sent to all ranks too.
+
+    An exception inside drops all changes of sharded parameters; the other ranks, at the end of
+    theirs, learn of it by a StateError. Inside, `optimizer.step()`, `load_state_dict()` and
+    `release_buffers()` raise.
+
+    Args:
+        params: A Parameter, a module, or any iterable of Parameters, in any order; each counts
+            once.
+        modifier_rank: Whose changes are kept, a rank of the group; None keeps nobody's.
+        fwd_module: Uses the parameters in its forward: see `register_external_parameter`.
+        enabled: Do nothing at all when False.
+        sanity_checks: Compare checksums over all bytes, to find what was written through
+            `param.data`.
+
+    Raises:
+        TypeError: `params` holds something else than Parameters.
+        OverlapError: A parameter is gathered already, by an enclosing context.
+        LostEditError: On leaving: a rank changed a parameter without being the modifier.
+        StateError: `modifier_rank` is no rank of the group; a parameter to be modified is in use by
+            a forward or a backward; on leaving: the modifier left another shape or dtype, or a
+            peer left with an exception.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+        *,
+        sanity_checks: bool = False,
+    ) -> None:
+        self._gathers: list[Gather | EarlyGather] = []
+        if not enabled:
+            return
+        chosen = _as_list(params)
+        places = [place for param in chosen if (place := find_place(param)) is not None]
+        for sharded in {id(place.sharded): place.sharded for place in places}.values():
+            mine = sort_places(place for place in places if place.sharded is sharded)
+            if not sharded.is_exact or modifier_rank is not None:
+                self._gathers.append(
+                    Gather(sharded, mine, "GatheredParameters", modifier_rank, sanity_checks)
+                )
+        for early in _group_early(chosen):
+            self._gathers.append(
+                EarlyGather(early, "GatheredParameters", modifier_rank, sanity_checks)
+            )
+        for param in chosen:
+            if fwd_module is not None and find_place(param) is not None:
+                register_external_parameter(fwd_module, param)
+
+    def __enter__(self) -> GatheredParameters:
+        opened: list[Gather | EarlyGather] = []
+        try:
+            for gather in self._gathers:
+                gather.check()
+                gather.open()
+                opened.append(gather)
+        except BaseException:
+            for gather in reversed(opened):
+                gather.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            for gather in self._gathers:
+                gather.report(has_raised=error is not None)
+            if error is None:
+                for gather in self._gathers:
+                    gather.settle()
+        finally:
+            for gather in reversed(self._gathers):
+                gather.close()
+
+
+def _group_early(params: Iterable[nn.Parameter]) -> list[list[EarlyShard]]:
+    """Of parameters that Init sharded, each once, in one order on every rank; by group.
+
+    None inside Init, which gathers whatever is touched.
+    """
+    found = {} if CURRENT.get() is not None else {id(e): e for p in params if (e := find_early(p))}
+    by_group: dict[int, list[EarlyShard]] = {}
+    for early in sorted(found.values(), key=lambda early: early.serial):
+        by_group.setdefault(id(early.group), []).append(early)
+    return list(by_group.values())
+
+
+def _as_list(params: Any) -> list[Any]:
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    chosen = [params] if isinstance(params, Tensor) else list(params)
+    for param in chosen:
+        if not isinstance(param, Tensor):
+            raise TypeError(
+                "GatheredParameters: expected a Parameter, a module or an iterable of Parameters, "
+                f"got a {type(param).__name__} among them"
+            )
+    return chosen
+
+
+# ---- A model each rank can run alone though its parameters rest outside the device ----
+
+
+# NOTE(copies): what does not fit on the device sharded does not fit whole. So each rank keeps whole
+# copies of units where its shards rest, and a unit is read from there into its slot when it is
+# used, ahead of it as shards are: the memory of the device is that of training, and no rank waits
+# for another.
+
+
+@contextmanager
+def streamed(
+    sharded: ShardedModel, places: Sequence[Place], home: AbstractShardHome, what: str
+) -> Iterator[None]:
+    """A context in which units that hold these parameters are read whole. Collective to enter.
+
+    Args:
+        sharded: The model.
+        places: Of the parameters.
+        home: Where its shards rest; room for whole copies is taken there.
+        what: Users call it.
+
+    Raises:
+        Exception: There is no room for them; what the home raises.
+    """
+    units = [
+        unit
+        for unit in {id(place.unit): place.unit for place in places}.values()
+        if unit.placement is Placement.SHARDED
+    ]
+    copies = home.another()
+    try:
+        _fill(sharded, units, copies)
+        for unit in units:
+            unit.forget_values()
+            unit.copies = copies
+        sharded.gathers.append(what)
+        try:
+            yield
+        finally:
+            sharded.gathers.remove(what)
+    finally:
+        for unit in units:  # ranks have read different units, and exact values
+            unit.forget_values()
+            unit.copies = None
+        sharded.outside.forget()
+        copies.end()
+
+
+def _fill(sharded: ShardedModel, units: Sequence[Unit], copies: AbstractShardHome) -> None:
+    copies.allocate(
+        {
+            buffer.index: ShardSize(buffer.plan.layout.numel, buffer.plan.dtype)
+            for unit in units
+            for buffer in unit.buffers
+        }
+    )
+    for unit in units:
+        if unit.codec is not None:  # the slot gets what that leaves of them
+            unit.keep_copies(copies, [launch_flat(buffer)() for buffer in unit.buffers])
+            continue
+        unit.unshard(sharded.schedule.pool)
+        unit.keep_copies(copies)
+        unit.reshard()
+    copies.settle()
+
+
+# ---- A model whole for a while ----
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@contextmanager
+@collective
+def unsharded(model: Model, modules: Iterable[str] | None = None) -> Iterator[Model]:
+    """A context in which the model's parameters are whole. Collective to enter, local to leave.
+
+    Inside, forwards of what is whole communicate nothing, so that ranks may run as many as each
+    likes: to generate, say. It costs the bytes of what is whole, and gathers once. Changes of
+    sharded parameters inside are dropped. Afterwards, exception or not, training goes on as if
+    nothing had been.
+
+    Args:
+        model: The very module that was sharded.
+        modules: Names of modules, as in `model.named_modules()`: what lies within them becomes
+            whole. Everything when None.
+
+    Yields:
+        The model.
+
+    Raises:
+        StateError: Not sharded, or a name is no module; inside, by `optimizer.step()`,
+            `load_state_dict()`, `release_buffers()` and backward of a graph made before.
+        OverlapError: A parameter is gathered already.
+        LostEditError: On leaving, on this rank: it changed a parameter in place.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    sharded = find_sharded(model)
+    if sharded is None:
+        raise StateError(
+            f"unsharded(): expected a model that was sharded, got a {type(model).__name__} that "
+            "was not; call zero_engine.shard() first, and pass the very module it returned"
+        )
+    places, home = _places_within(sharded, modules), sharded.residence.home
+    gather = Gather(sharded, places, "unsharded()")
+    gather.check()
+    if home is not None:
+        with streamed(sharded, places, home, "unsharded()"):
+            yield model
+        return
+    gather.open()
+    try:
+        yield model
+        edited = gather.edited()
+    finally:
+        gather.close()
+    if edited:
+        raise LostEditError(
+            f"unsharded(): parameter {edited[0]!r} was changed inside (rank {sharded.whole.rank}), "
+            "and the change is dropped; use GatheredParameters(params, modifier_rank=...) to keep "
+            "one rank's changes"
+        )
+
+
+def _places_within(sharded: ShardedModel, modules: Iterable[str] | None) -> list[Place]:
+    chosen = [sharded.model]
+    if modules is not None:
+        known = dict(sharded.model.named_modules())
+        names = [modules] if isinstance(modules, str) else list(modules)
+        for name in names:
+            if name not in known:
+                raise StateError(
+                    "unsharded(): expected names of modules, as in model.named_modules(), got "
+                    f"{name!r}"
+                )
+        chosen = [known[name] for name in names]
+    params = [param for module in chosen for param in module.parameters()]
+    return sort_places(place for param in params if (place := find_place(param)) is not None)

@@ -1,0 +1,471 @@
+"""Where we hang on to the user's module and optimizer; the only file that registers hooks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import ReferenceType, ref
+
+import torch
+from attrs import define
+from torch import Tensor, nn
+
+from zero_partition.errors import AtRestError, StateError
+from zero_partition.nested import converted, converted_output, tensors_in
+from zero_partition.plan.stages import Placement
+from zero_partition.run.gradients import SMALL_BYTES, BufferGradients
+from zero_partition.run.norm import take_back
+from zero_partition.run.schedule import Call
+from zero_partition.run.sharded_model import find_place, keep_views, place_of
+from zero_partition.run.unit import ShardState, Unit
+from zero_partition.stand_in import AtRest, Bound, GradientGuard, StateKind
+from zero_partition.torch_private import (
+    call_of,
+    has_dispatch_modes,
+    is_in_functional_transform,
+    next_sequence_number,
+    outside_functional_transforms,
+    set_call_of,
+    skip_frame,
+    unseen_by_dispatch_modes,
+    untraced,
+)
+from zero_partition.values.optimizer_state_dict import install_state_dict_hooks_of
+
+if TYPE_CHECKING:
+    from zero_partition.run.sharded_model import ShardedModel
+
+Result = TypeVar("Result")
+
+# NOTE(around): not a pair of forward hooks. Torch runs `always_call` hooks for an Exception and not
+# for a KeyboardInterrupt, and under `Module.compile()` not at all, while the graph breaks at each.
+# Around the call there is a `finally`, compiled code stays in one piece, and what the user's own
+# hooks read is whole and what they return is what we see (docs/decisions/0008).
+
+
+@define(eq=False)
+class AroundCall(Bound):
+    """Stands where `module(...)` looks for what `Module.compile()` made; calls what was there."""
+
+    sharded: ShardedModel
+    unit: Unit | None  # None: the model itself, all of whose parameters are in other units
+    is_model: bool
+    inside: Callable[..., Any]  # the module's own hooks and forward, compiled or not
+
+    @skip_frame
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        if self.is_model and self.sharded.input_dtype is not None:
+            args, kwargs = converted((args, kwargs), self.sharded.input_dtype)
+        first_node = self._begin()
+        call, output, raised = None, None, True
+        try:
+            output = self.inside(*args, **kwargs)
+            raised = False
+        finally:
+            call = self._end(raised)
+        self._watch(output, call, first_node)
+        output_dtype = self.sharded.output_dtype
+        if self.is_model and output_dtype is not None:
+            return converted_output(output, output_dtype)
+        return output
+
+    @untraced
+    def _begin(self) -> int:
+        if is_in_functional_transform():
+            self._check_transform()
+        _undisturbed(self._prepare)
+        return next_sequence_number()
+
+    def _prepare(self) -> None:
+        if self.is_model:
+            self.sharded.begin_forward()
+        self.sharded.refuse_parked("a forward", StateKind.PARAMS)  # of a part of the model
+        try:
+            if self.unit is not None:
+                self.sharded.schedule.before_forward(self.unit)
+        except BaseException:
+            if self.is_model:
+                self.sharded.end_forward()
+            raise
+
+    @untraced
+    def _end(self, raised: bool) -> Call | None:
+        return _undisturbed(partial(self._finish, raised))
+
+    def _finish(self, raised: bool) -> Call | None:
+        call = None
+        if self.unit is not None:
+            call = self.sharded.schedule.after_forward(self.unit, raised=raised)
+        if self.is_model:
+            self.sharded.end_forward()
+        return call
+
+    @untraced
+    def _watch(self, output: Any, call: Call | None, first_node: int) -> None:
+        """Ask the outputs to say when backward comes back."""
+        if is_in_functional_transform():
+            return
+        if self.unit is not None:
+            keep_views(self.unit, tensors_in(output))
+        if not torch.is_grad_enabled():
+            return
+        hook = None if call is None else _BeforeBackward(self.sharded, call)
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is None:
+                continue  # on a leaf the hook would stay
+            if hook is not None:
+                _hook(tensor, hook, first_node)
+            if self.is_model:
+                # Inside reentrant recomputation each segment is a backward of its own; the
+                # outermost is the one that ends ours.
+                _hook(tensor, _OpenBackward(self.sharded), first_node)
+
+    def _check_transform(self) -> None:
+        if self.sharded.placements.params is Placement.SHARDED and torch.is_grad_enabled():
+            name = self.unit.name if self.unit is not None else "(model)"
+            raise StateError(
+                f"unit {name!r} was called inside a transform of torch.func, whose backward fires "
+                "no hook, so it would read parameters at rest. Take vmap, jvp and jacfwd under "
+                "torch.no_grad(), and transforms that run backward at stage 2 or lower"
+            )
+
+
+def _undisturbed(action: Callable[[], Result]) -> Result:
+    """Do what is none of the call's business, in memory that outlives it: as if outside of it."""
+    is_inference = torch.is_inference_mode_enabled()
+    if not is_inference and not is_in_functional_transform() and not has_dispatch_modes():
+        return action()
+    with ExitStack() as stack:
+        # Such as one that keeps operators' outputs until they are called again: ours may not be.
+        stack.enter_context(unseen_by_dispatch_modes())
+        stack.enter_context(outside_functional_transforms())
+        if is_inference:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        return action()
+
+
+def _hook(tensor: Tensor, hook: Callable[[Tensor], None], first_node: int) -> None:
+    tensor.register_hook(hook)
+    # A view that is then written to gets another node, and its old one, with the hook, is never
+    # reached; its base is. What is a view of something older ends no computation of this call.
+    base = tensor._base if tensor._is_view() else None
+    if base is None or base.grad_fn is None:
+        return
+    if base.grad_fn._sequence_nr() >= first_node:
+        base.register_hook(hook)
+
+
+@define(eq=False)
+class _BeforeBackward:
+    sharded: ShardedModel
+    call: Call
+
+    @untraced
+    def __call__(self, grad: Tensor) -> None:
+        self.sharded.before_backward(self.call)
+
+    def __deepcopy__(self, memo: dict) -> _BeforeBackward:
+        return self
+
+
+@define(eq=False)
+class _OpenBackward:
+    sharded: ShardedModel
+
+    @untraced
+    def __call__(self, grad: Tensor) -> None:
+        self.sharded.open_backward()
+
+    def __deepcopy__(self, memo: dict) -> _OpenBackward:
+        return self
+
+
+@define(eq=False)
+class IsCovered(Bound):
+    """A forward pre-hook: the call came through `AroundCall`.
+
+    Being there it also keeps torch.compile of something larger from taking a short cut from the
+    call to `forward`.
+    """
+
+    around: AroundCall
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Raise StateError where it did not, and parameters may be at rest."""
+        if torch.compiler.is_compiling():
+            return  # nothing to trace: inside the call, which checked
+        unit = self.around.unit
+        if unit is not None and not unit.depth:
+            raise StateError(
+                f"unit {unit.name!r}: a {type(module).__name__} that shares its hooks was called "
+                "in its place (a shallow copy?), and its parameters are not whole; call the very "
+                "module that was sharded"
+            )
+
+
+def wrap_call(
+    module: nn.Module, sharded: ShardedModel, unit: Unit | None, *, is_model: bool
+) -> Callable[[], None]:
+    """Put an `AroundCall` around the module's calls; returns what takes it away again."""
+    before = call_of(module)
+    around = AroundCall(sharded, unit, is_model, before or module._call_impl)
+    handle = module.register_forward_pre_hook(IsCovered(around), prepend=True)
+
+    def compile_inside(*args: Any, **kwargs: Any) -> None:
+        around.inside = torch.compile(module._call_impl, *args, **kwargs)
+
+    set_call_of(module, around)
+    has_torchs = type(module).compile is nn.Module.compile and "compile" not in vars(module)
+    if has_torchs:  # after shard(), what is compiled must go inside ours
+        module.__dict__["compile"] = compile_inside
+
+    def remove() -> None:
+        handle.remove()
+        set_call_of(module, None if around.inside == module._call_impl else around.inside)
+        if has_torchs:
+            del module.__dict__["compile"]
+
+    return remove
+
+
+# ---- Where we hang on to the user's module and optimizer; the only file that registers hooks ----
+
+
+# NOTE(hook cost): one call around that of a unit's module and a tensor hook per unit output. Not
+# `register_full_backward_hook`, which wraps inputs and outputs in autograd nodes of their own and
+# doubled the time of 500 tiny layers (docs/decisions/0003-hooks-per-unit.md).
+
+
+def arrival_hook(
+    sharded_ref: ReferenceType[ShardedModel],
+    gradients_ref: ReferenceType[BufferGradients],
+    position: int,
+    *,
+    is_large: bool,
+) -> Callable[[Tensor], None]:
+    """What to call when autograd has put a parameter's gradient into `param.grad`.
+
+    Holds nothing alive: Python's garbage collector does not see through this kind of hook, and a
+    model that is deleted would never be freed. It is the one piece of ours that runs for each
+    parameter: it notes the arrival, and what is done with it is done for many; see NOTE(waiting).
+    """
+    whole = ShardState.UNSHARDED
+
+    @untraced
+    def arrive(param: Tensor) -> None:
+        sharded, gradients = sharded_ref(), gradients_ref()
+        if sharded is None or gradients is None:
+            return
+        waiting = gradients.waiting
+        if not waiting:
+            sharded.open_backward(has_arrived=True)
+        if gradients.unit.state is not whole:
+            sharded.reducer.check_arrival(gradients, position)
+        waiting.append(position)
+        if is_large or len(waiting) >= gradients.room:
+            sharded.reducer.collect(gradients)
+
+    return arrive
+
+
+@define(eq=False)
+class BeforeStep(Bound):
+    """Before the optimizer's step; also how the sharded model is found from its optimizer."""
+
+    sharded: ShardedModel
+
+    def __call__(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
+        """See that all gradients are there, those of a closure too."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is itself
+        self.sharded.before_step(has_closure=callable(closure))
+        if not callable(closure):
+            self.sharded.update()
+            return None
+        closure = self.sharded.around_closure(closure)
+        if len(args) > 1:
+            return (args[0], closure, *args[2:]), kwargs
+        return args, kwargs | {"closure": closure}
+
+
+@define(eq=False)
+class AfterStep(Bound):
+    """After the optimizer's step."""
+
+    sharded: ShardedModel
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Publish the new values."""
+        take_back(self.sharded, optimizer)
+        self.sharded.after_step()
+
+
+@define(eq=False)
+class _Keeping:
+    """A conversion of all but these: what sharded parameters view, and their gradients."""
+
+    fn: Callable[[Tensor], Tensor]
+    kept: dict[int, Tensor]
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """See the class."""
+        return tensor if id(tensor) in self.kept else self.fn(tensor)
+
+
+@define(eq=False)
+class AroundConversion:
+    """Stands where `module.to()` and its like look for `_apply`: what changes nothing passes.
+
+    Trainers move a model to its device before each phase. Torch's `_apply` would give a parameter
+    other memory for "cpu:0" than for "cpu", and convert stand-ins. Copied along with its module.
+    """
+
+    module: nn.Module
+    inside: Callable[..., nn.Module]  # what was there
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        """Convert buffers, and parameters that are not sharded.
+
+        Raises:
+            StateError: It would convert or move a sharded parameter; nothing was done.
+        """
+        if isinstance(fn, _Keeping):  # the module that it began at has done all this
+            return self.inside(fn, *args, **kwargs)
+        params = [p for p in self.module.parameters() if find_place(p) is not None]
+        for param in {(p.dim(), p.dtype, p.device): p for p in params}.values():
+            _refuse_conversion(param, fn)
+        kept = {id(t): t for p in params for t in (p, p.grad) if t is not None}
+        guarded = [(p, p.grad) for p in params if isinstance(p.grad, GradientGuard)]
+        for param, _ in guarded:
+            param.grad = None
+        try:
+            return self.inside(_Keeping(fn, kept), *args, **kwargs)
+        finally:
+            for param, guard in guarded:
+                param.grad = guard
+
+    def install(self) -> Callable[[], None]:
+        """Let the module convert so; returns what takes it away again."""
+        own = vars(self.module)
+        before = {"_apply": own["_apply"]} if "_apply" in own else {}
+        own["_apply"] = self
+
+        def remove() -> None:
+            del own["_apply"]
+            own.update(before)
+
+        return remove
+
+
+def _refuse_conversion(param: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> None:
+    def face(tensor: Tensor) -> tuple[Any, ...]:
+        return tensor.dtype, tensor.device, tensor.stride(), tensor.is_shared()
+
+    probe = torch.empty((2,) * param.dim(), dtype=param.dtype, device=param.device)
+    before = face(probe)
+    with torch.no_grad():
+        after = fn(probe)
+    if face(after) == before:
+        return
+    place = place_of(param, what="conversion")
+    kind = AtRestError if isinstance(param, AtRest) else StateError
+    raise kind(
+        f"parameter {place.name!r}: model.to(), .half() or the like after shard() would make "
+        f"{after.dtype} on {after.device} of {probe.dtype} on {probe.device}, or lay it out anew, "
+        f"and shards would not follow (rank {place.whole.rank}). To convert or move a model, do it "
+        "before shard(), or after zero_engine.unshard(model, optimizer); for computing in another "
+        "dtype, ZeroConfig(precision=Precision(params=...))"
+    )
+
+
+def install_module_hooks(model: nn.Module, sharded: ShardedModel) -> None:
+    """Hook the model, the modules of its units, and its trainable parameters."""
+    modules = dict(model.named_modules())
+    units = {unit.plan.name: unit for unit in sharded.units if not unit.plan.rests_whole}
+    for name in {"": None, **units}:
+        remove = wrap_call(modules[name], sharded, units.get(name), is_model=not name)
+        sharded.removers.append(remove)
+    for module in modules.values():
+        sharded.removers.append(AroundConversion(module, module._apply).install())
+    for gradients in sharded.reducer.gradients:
+        for position, param in enumerate(gradients.buffer.params):
+            arrive = arrival_hook(
+                ref(sharded), ref(gradients), position, is_large=param.nbytes > SMALL_BYTES
+            )
+            handle = param.register_post_accumulate_grad_hook(arrive)
+            sharded.removers.append(handle.remove)
+
+
+@define(eq=False)
+class NormDtype:
+    """A norm layer computes in the dtype of its statistics, whatever it is called with."""
+
+    given: torch.dtype | None = None
+
+    def before(self, norm: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Convert what it is called with."""
+        self.given = next(tensors_in((args, kwargs))).dtype
+        return converted((args, kwargs), norm.running_mean.dtype)  # type: ignore[union-attr, arg-type]
+
+    def after(self, norm: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Convert what it returns back."""
+        return output.to(self.given)
+
+
+def install_norm_hooks(norm: nn.Module) -> list[Callable[[], None]]:
+    """Hook a norm layer that computes as it is in a model that is converted."""
+    dtype = NormDtype()
+    return [
+        norm.register_forward_pre_hook(dtype.before, with_kwargs=True).remove,
+        norm.register_forward_hook(dtype.after, prepend=True).remove,
+    ]
+
+
+def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedModel) -> None:
+    """Hook the optimizer's step, and let its zero_grad reach the gradients we hold."""
+    handles = [
+        optimizer.register_step_pre_hook(BeforeStep(sharded)),
+        optimizer.register_step_post_hook(AfterStep(sharded)),
+    ]
+    if sharded.reducer.shards_state:
+        install_state_dict_hooks_of(optimizer, sharded)
+    plain_zero_grad = optimizer.zero_grad
+    is_patched = "zero_grad" in vars(optimizer)
+
+    @functools.wraps(plain_zero_grad)
+    def zero_grad(set_to_none: bool = True) -> None:
+        take_back(sharded, optimizer)
+        sharded.drop_gradients(set_to_none=set_to_none)
+        plain_zero_grad(set_to_none=set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def restore_zero_grad() -> None:
+        if is_patched:
+            optimizer.zero_grad = plain_zero_grad  # type: ignore[method-assign]
+        else:
+            vars(optimizer).pop("zero_grad", None)
+
+    sharded.removers += [handle.remove for handle in handles] + [restore_zero_grad]
+
+
+def find_sharded(model: nn.Module) -> ShardedModel | None:
+    """What `partition` made of this model, None if it was not partitioned."""
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, IsCovered) and hook.around.is_model:
+            return hook.around.sharded
+    return None
+
+
+def find_sharded_by_optimizer(optimizer: torch.optim.Optimizer) -> ShardedModel | None:
+    """What `partition` made of the model whose parameters this optimizer updates, if it did."""
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        if isinstance(hook, BeforeStep):
+            return hook.sharded
+    return None

@@ -1,0 +1,474 @@
+"""Init: a model is built while each rank keeps its part of it only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any, Final
+from weakref import ReferenceType, ref
+
+from attrs import define, field
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from zero_comm import CommError, Group, check_agreement
+
+from zero_partition.errors import PartitionError, StateError
+from zero_partition.stand_in import StateDictKind, end_empty_export, export_empty
+from zero_partition.torch_private import is_viewed, plainly
+
+from .early_shard import EarlyShard, find_aliased, find_early, forget_early, in_batches, shard_early
+from .units import check_parameter
+
+CURRENT: Final[ContextVar[Any]] = ContextVar("the innermost Init of this thread", default=None)
+
+
+def module_under_construction() -> nn.Module | None:
+    """The module whose `__init__` is the innermost on this thread's stack. Local.
+
+    Seen from the stack, no class has to be patched: neither those that exist nor those that are
+    defined meanwhile. A wrong answer costs time and no correctness: what is sharded too early is
+    gathered when it is touched.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__" and code.co_argcount:
+            owner = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(owner, nn.Module):
+                return owner
+        frame = frame.f_back
+    return None
+
+
+# ---- Modules whose parameters are early sharded refuse what would read stand-ins ----
+
+
+def refuse_forward(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook: before shard() there is a forward inside Init only."""
+    name = next(iter(_stand_ins_of(module)), None)
+    if name is not None and CURRENT.get() is None:
+        raise StateError(
+            f"forward of a {type(module).__name__} whose parameter {name!r} was sharded by "
+            "Init: call zero_engine.shard(model, optimizer, config) first"
+        )
+
+
+def before_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """state_dict pre-hook: outside Init it would give stand-ins away."""
+    stand_ins = _stand_ins_of(module)
+    empty = [name for name, early in stand_ins.items() if early.exports_empty]
+    name = next((name for name in stand_ins if name not in empty), None)
+    if name is not None and CURRENT.get() is None:
+        raise StateError(
+            f"state_dict(): parameter {prefix + name!r} was sharded by Init: call "
+            "zero_engine.shard(model, ...) first, and then "
+            "zero_engine.full_state_dict(model) on every rank"
+        )
+    export_empty(module, () if keep_vars else empty)
+
+
+def after_export(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+    """state_dict post-hook: parameters are as before."""
+    end_empty_export(module)
+
+
+def _stand_ins_of(module: nn.Module) -> dict[str, EarlyShard]:
+    """Of parameters of its own that Init sharded, and that are not whole now."""
+    own = {name: find_early(p) for name, p in module._parameters.items() if p is not None}
+    return {name: early for name, early in own.items() if early and not early.is_gathered}
+
+
+def guard_module(module: nn.Module) -> None:
+    """Let the module refuse what would read stand-ins. Plain functions: copies share them."""
+    if refuse_forward not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(refuse_forward, prepend=True)
+        module.register_state_dict_pre_hook(before_export)
+        module.register_state_dict_post_hook(after_export)
+
+
+def unguard_module(module: nn.Module) -> None:
+    """Undo `guard_module`, if it was done."""
+    for hooks, ours in (
+        (module._forward_pre_hooks, refuse_forward),
+        (module._state_dict_pre_hooks, before_export),
+        (module._state_dict_hooks, after_export),
+    ):
+        for key in [key for key, hook in hooks.items() if hook is ours]:
+            del hooks[key]
+
+
+# ---- Every torch function that is called on a thread, noticed before it runs ----
+
+
+class Interception(TorchFunctionMode):
+    """Calls something with the arguments of every torch function that may read or write them."""
+
+    def __init__(self, before_call: Callable[[object], None]) -> None:
+        super().__init__()
+        self._before_call = before_call
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _asks_no_values(func):
+            self._before_call((args, kwargs))
+        return func(*args, **kwargs)
+
+
+_GIVES_VALUES: Final = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes
+_ASKS_NO_VALUES: Final = {
+    Tensor.dim,
+    Tensor.size,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.requires_grad_,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.__len__,
+    Tensor.__hash__,
+    Tensor.__repr__,  # one rank may print
+}
+
+
+def _asks_no_values(func: Callable[..., Any]) -> bool:
+    if getattr(func, "__name__", "") in ("__get__", "__set__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in _GIVES_VALUES
+    return func in _ASKS_NO_VALUES
+
+
+def tensors_among(value: object) -> Iterator[Tensor]:
+    """Tensors among arguments; long lists of numbers are not read through."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_among(tuple(value.values()))
+    elif isinstance(value, tuple) or (isinstance(value, list) and _may_hold_tensors(value)):
+        for item in value:
+            yield from tensors_among(item)
+
+
+def _may_hold_tensors(values: list[Any]) -> bool:
+    return bool(values) and isinstance(values[0], Tensor | list | tuple | Mapping)
+
+
+# ---- Parameters that are whole while a model is built, until they are no longer in use ----
+
+
+@define(eq=False)
+class WholeSoFar:
+    """What is to be sharded soon, and whether it can be by now."""
+
+    num_bytes: int = field(default=0, init=False)  # at most, of what could be sharded
+    # Held alive until they are sharded: when garbage goes must not decide what ranks agree on.
+    _modules: dict[int, nn.Module] = field(factory=dict, init=False)
+    _touched: list[tuple[str, nn.Parameter]] = field(factory=list, init=False)  # whole again
+
+    def expect_own(self, module: nn.Module) -> None:
+        """All that a module owns, unless it is known already."""
+        whole = [] if id(module) in self._modules else list(_whole_of(module).values())
+        if whole:
+            self.expect(module, whole)
+
+    def expect(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+        """These, which a module owns."""
+        self._modules[id(module)] = module
+        self.num_bytes += sum(_bytes_of(param) for param in params)
+
+    def touch(self, label: str, param: nn.Parameter) -> None:
+        """One that was sharded, and was made whole to be used."""
+        self._touched.append((label, param))
+        self.num_bytes += _bytes_of(param)
+
+    def take_ready(self, *, keep: Sequence[Tensor], at_end: bool) -> list[tuple[str, nn.Parameter]]:
+        """Labels and parameters that can be sharded now; the others stay.
+
+        Args:
+            keep: What is about to be used.
+            at_end: Nothing is in use any more.
+        """
+        ready: dict[int, tuple[str, nn.Parameter]] = {}
+        building = None if at_end else module_under_construction()
+        modules, self._modules = self._modules, {}
+        touched, self._touched = self._touched, []
+        self.num_bytes = 0
+        for module in modules.values():
+            left = []
+            for name, param in _whole_of(module).items():
+                if (
+                    module is not building
+                    and (at_end or _is_unused(param, keep))
+                    and can_be_sharded(param)
+                ):
+                    ready.setdefault(id(param), (f"{type(module).__name__}.{name}", param))
+                    guard_module(module)
+                else:
+                    left.append(param)
+            if left:
+                self.expect(module, left)
+        for label, param in touched:
+            if not can_be_sharded(param):
+                continue
+            if at_end or _is_unused(param, keep):
+                ready.setdefault(id(param), (label, param))
+            else:
+                self.touch(label, param)
+        return list(ready.values())
+
+    def clear(self) -> None:
+        """Forget them; they stay as they are."""
+        self._modules.clear()
+        self._touched.clear()
+        self.num_bytes = 0
+
+
+def can_be_sharded(param: nn.Parameter) -> bool:
+    """On the meta device, and in lazy modules, there is nothing yet."""
+    return not param.is_meta and not is_lazy(param) and find_early(param) is None
+
+
+def _is_unused(param: nn.Parameter, keep: Sequence[Tensor]) -> bool:
+    return not any(param is kept for kept in keep) and not is_viewed(param)
+
+
+def _whole_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {
+        name: param
+        for name, param in module._parameters.items()
+        if param is not None and find_early(param) is None
+    }
+
+
+def _bytes_of(param: nn.Parameter) -> int:
+    return 0 if param.is_meta or is_lazy(param) else param.nbytes
+
+
+# ---- Init: a model is built while each rank keeps its part of it only ----
+
+
+# NOTE(touch): nothing is patched. torch tells us of every parameter and module that is registered
+# (its own global hooks), and of every torch function that is called (a mode of this thread). A
+# function that is given a sharded parameter finds it whole; what is whole and no longer in use is
+# sharded before the next function runs. So `apply`, `nn.init`, `.data`, `.to()`, a forward and
+# whatever else a constructor does to its children work, because all of them are torch functions.
+# "In use" is asked of the storage: while a view of a parameter lives, a write through it may come.
+
+# NOTE(order): sharding and gathering are collective, and happen where the program is, so all ranks
+# must build the same model by the same calls. Each round is agreed on first: ranks that differ get
+# an error that names the parameter, not a hang.
+
+
+@define(eq=False)
+class Init:
+    """Shard parameters while a model is built, so that no rank ever holds the whole. Collective.
+
+        with Init(group=group):
+            model = Model()
+        partition(model, optimizer, group=group)
+
+    Inside, a module's own parameters are sharded soon after its constructor has ended. Whoever
+    touches one later (a parent's constructor, `module.apply(fn)`, `nn.init`, `.data`, a forward)
+    finds it whole, and what is written stays. Values are those of plain construction on rank 0,
+    bit for bit, whatever the other ranks' seeds. Buffers stay whole; partition() gives all ranks
+    those of rank 0. Parameters on the meta device stay there.
+
+    After it, parameters read as NaN until `partition` adopts them; forward and `state_dict()`
+    raise, `copy.deepcopy` works. To change values before that, enter another `Init`. What is to
+    partition the model inside the block does so in `with Init.suspended():`.
+
+    Memory of parameters on a rank: its part of all, and the whole of those that the innermost
+    running constructor owns or that are touched at the moment, and `batch_bytes`.
+
+    Args:
+        module: A module that exists already: its parameters are sharded at once.
+        group: The ranks to distribute over.
+        batch_bytes: Small parameters stay whole until there are so many bytes of them, and travel
+            as one.
+        timeout_s: How long to wait for ranks that do not build the same, in seconds.
+        state_dict: With "placeholders", `state_dict()` has an empty tensor of every parameter that
+            was sharded, inside the block and after it. Otherwise there are whole ones inside.
+
+    Raises:
+        PartitionError: A parameter is not dense and contiguous, or not on the group's device.
+        zero_comm.AgreementError: Ranks build different models, or touch different parameters.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+
+    module: nn.Module | None = None
+    group: Group = field(kw_only=True)
+    batch_bytes: int = field(default=2**20, kw_only=True)
+    timeout_s: float = field(default=60.0, kw_only=True)
+    state_dict: StateDictKind = field(default="raise", kw_only=True)
+    _outer: Init | None = field(default=None, init=False)
+    _whole: WholeSoFar = field(factory=WholeSoFar, init=False)
+    _sharded: list[ReferenceType[nn.Parameter]] = field(factory=list, init=False)
+    _num_rounds: int = field(default=0, init=False)
+    _undo: ExitStack | None = field(default=None, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        if self.module is not None:
+            with plainly():
+                whole = [
+                    (name, param)
+                    for name, param in self.module.named_parameters()
+                    if can_be_sharded(param)
+                ]
+                for batch in in_batches(whole, max_bytes=self.batch_bytes):
+                    self._shard(batch)
+                for child in self.module.modules():
+                    guard_module(child)
+
+    def __enter__(self) -> Init:
+        if self._undo is not None:
+            raise StateError("this Init is entered already; make another one to nest them")
+        with ExitStack() as undo:
+            self._outer = CURRENT.get()
+            undo.callback(CURRENT.reset, CURRENT.set(self))
+            for register, hook in (
+                (register_module_parameter_registration_hook, self._on_parameter),
+                (register_module_module_registration_hook, self._on_module),
+            ):
+                undo.callback(register(hook).remove)
+            undo.enter_context(Interception(self._before_call))
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        assert self._undo is not None, "it was entered"
+        try:
+            if kind is None:  # else peers may not be here
+                self._finish()
+        finally:
+            self._whole.clear()
+            self._sharded.clear()
+            undo, self._undo, self._outer = self._undo, None, None
+            undo.close()
+
+    @staticmethod
+    @contextmanager
+    def suspended() -> Iterator[None]:
+        """Inside, no Init of this thread watches: what was built is as after its block. Collective.
+
+        Yields:
+            Nothing. Outside every Init this does nothing.
+        """
+        running: Init | None = CURRENT.get()
+        while running is not None:
+            running._finish()
+            running = running._outer
+        token = CURRENT.set(None)
+        try:
+            yield
+        finally:
+            CURRENT.reset(token)
+
+    def _finish(self) -> None:
+        """Shard all that is whole. Collective."""
+        with plainly():
+            self._find_replaced()
+            self._settle(keep=(), at_end=True)
+
+    def _before_call(self, args: object) -> None:
+        """A torch function is about to run with these arguments: make sharded parameters whole."""
+        if CURRENT.get() is None:  # see `suspended`
+            return
+        with plainly():
+            tensors = list(tensors_among(args))
+            self._settle(keep=tensors)
+            for tensor in tensors:
+                early = find_early(tensor)
+                if early is not None:
+                    self._unshard(tensor, early)
+
+    def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if CURRENT.get() is not self or param is None:
+            return
+        with plainly():
+            aliased = find_aliased(param)
+            if aliased is not None:
+                aliased.install_copy(param)
+            elif find_early(param) is None:
+                self._whole.expect(module, [param])
+            else:
+                guard_module(module)
+
+    def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if CURRENT.get() is self and child is not None:
+            for found in child.modules():  # copies, and what was built elsewhere
+                self._whole.expect_own(found)
+
+    def _settle(self, *, keep: Sequence[Tensor], at_end: bool = False) -> None:
+        """Shard what is whole and no longer in use, if it is worth a round."""
+        if not at_end and (self._whole.num_bytes < self.batch_bytes or not self._whole.num_bytes):
+            return
+        ready = self._whole.take_ready(keep=keep, at_end=at_end)
+        if ready:
+            self._shard(ready)
+
+    def _shard(self, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+        for label, param in params:
+            check_parameter(param, label)
+            if param.device != self.group.device:
+                raise PartitionError(
+                    f"parameter {label!r} is on {param.device}, but the group communicates on "
+                    f"{self.group.device} (rank {self.group.rank}); build the model inside `with "
+                    f"torch.device({str(self.group.device)!r}):`"
+                )
+        self._agree("shard", params)
+        exports_empty = self.state_dict == "placeholders"
+        shard_early(params, group=self.group, exports_empty=exports_empty)
+        self._sharded += [ref(param) for _, param in params]
+
+    def _unshard(self, param: Tensor, early: EarlyShard) -> None:
+        assert isinstance(param, nn.Parameter), "only parameters are sharded"
+        if early.is_replaced(param):
+            self._take_back(param, early)
+            return
+        early.check_untouched(param, early.label)
+        self._agree("gather", [(early.label, param)])
+        try:
+            whole = early.whole(timeout_s=self.timeout_s)
+        except CommError as error:
+            raise CommError(f"gathering {early.label} inside Init: {error}") from error
+        param.data = whole
+        self._take_back(param, early)
+
+    def _take_back(self, param: nn.Parameter, early: EarlyShard) -> None:
+        forget_early(param)
+        self._whole.touch(early.label, param)
+
+    def _find_replaced(self) -> None:
+        """Few functions, such as `Tensor.set_`, are hidden from modes; their effect is not."""
+        for known in self._sharded:
+            param = known()
+            early = None if param is None else find_early(param)
+            if param is None or early is None:
+                continue
+            if early.is_replaced(param):
+                self._take_back(param, early)
+            else:
+                early.check_untouched(param, early.label)
+
+    def _agree(self, verb: str, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """See NOTE(order)."""
+        self._num_rounds += 1
+        what = ", ".join(f"{label} {tuple(param.shape)} {param.dtype}" for label, param in params)
+        facts = {f"what to do in round {self._num_rounds} of Init": f"{verb} {what}"}
+        check_agreement(facts, group=self.group, timeout_s=self.timeout_s)

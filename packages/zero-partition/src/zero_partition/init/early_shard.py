@@ -1,0 +1,267 @@
+"""This rank's part of a parameter that was sharded before its unit is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from typing import Any, Final, NoReturn
+from weakref import ReferenceType, WeakValueDictionary, ref
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from zero_comm import Group, all_gather_flat, broadcast_coalesced, broadcast_flat
+
+from zero_partition.errors import PartitionError, StateError
+from zero_partition.plan.layout import FlatLayout, Piece
+from zero_partition.stand_in import placeholder
+from zero_partition.torch_private import plainly
+
+# NOTE(blank): all bits set is NaN in every float dtype, eight bits wide or more, so that arithmetic
+# on unwritten memory stays unwritten. Dtypes without NaN get a pattern that no table of positions,
+# mask or count holds by accident.
+_NAN_BYTE = 0xFF
+_ODD_BYTE = 0xA5
+
+
+def fill_blank(tensor: Tensor) -> None:
+    """Mark every element of a contiguous tensor as not yet written. Local."""
+    byte = _NAN_BYTE if _has_nan(tensor) else _ODD_BYTE
+    with torch.no_grad():
+        tensor.detach().reshape(-1).view(torch.uint8).fill_(byte)
+
+
+def has_blank(tensor: Tensor) -> bool:
+    """Whether an element still has its mark, or is NaN. Local."""
+    flat = tensor.detach().reshape(-1)
+    if not flat.numel():
+        return False
+    if _has_nan(tensor):
+        if flat.dtype.itemsize == 1:  # few operations know these dtypes
+            flat = flat.to(torch.float32)
+        return bool(torch.isnan(flat).any())
+    as_bytes = flat.contiguous().view(torch.uint8).view(flat.numel(), -1)
+    return bool((as_bytes == _ODD_BYTE).all(dim=1).any())
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+# ---- This rank's part of a parameter that was sharded before its unit is known ----
+
+
+# NOTE(early): a unit's flat buffers are planned from the whole model, and while it is built nobody
+# knows the whole. So each parameter gets a layout of its own first, and partition() lays the shards
+# out anew, unit by unit. The shard hangs on the Parameter as its `__deepcopy__`: one attribute that
+# `copy` looks for on the object itself, so that a copy of a sharded parameter is a sharded
+# parameter, with no table beside the model that could outlive it.
+
+# NOTE(aliases): `nn.Parameter(other)` is no torch function, and gives another Parameter over the
+# same memory: a stand-in's, if the other is sharded. Its address tells whose it is.
+
+# NOTE(files): what was read by a mapping of a file, as transformers reads safetensors, is pages of
+# that file until somebody writes there: then each page is copied, and stays until the file is
+# closed. So where rank 0's values arrive, they do not arrive in the parameter's memory, which is
+# given up before: else every rank but 0 would have held the whole model.
+_SMALL_BYTES: Final = 2**16  # worth a copy rather than a message of its own
+_BY_ADDRESS: Final[WeakValueDictionary[int, EarlyShard]] = WeakValueDictionary()
+
+
+@define(eq=False)
+class EarlyShard:
+    """A parameter's layout, and the part of it that rests on this rank."""
+
+    param: ReferenceType[nn.Parameter]
+    label: str  # for messages and agreement: its module's class and its name there
+    group: Group
+    layout: FlatLayout  # of one tensor
+    shard: Tensor  # 1-D, padding included
+    stand_in: Tensor  # what the parameter views
+    version: int  # in-place writes autograd has seen
+    is_blank: bool  # allocated and never written
+    exports_empty: bool  # in a state dict, instead of an error
+    is_gathered: bool = field(default=False, init=False)  # whole for now, by GatheredParameters
+    serial: int = field(factory=count().__next__, init=False)  # rises alike on every rank
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """Whose part it is."""
+        param = self.param()
+        assert param is not None, "its shard hangs on it"
+        return param
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What this rank keeps: one piece, or none."""
+        return self.layout.pieces(self.group.rank)
+
+    @property
+    def payload(self) -> Tensor:
+        """The shard without its padding."""
+        numel = sum(piece.in_shard.numel for piece in self.pieces)
+        return self.shard[:numel]
+
+    def whole(self, *, timeout_s: float | None = None) -> Tensor:
+        """A new tensor of the parameter's shape with its values. Collective, unless blank."""
+        flat = torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.group.device)
+        if self.is_blank:
+            fill_blank(flat)
+        else:
+            all_gather_flat(
+                flat,
+                splits=self.layout.splits,
+                payload=self.layout.payload_splits,
+                group=self.group,
+                shard=self.shard,
+            ).wait(timeout_s=timeout_s)
+        return flat[self.layout.spans[0].as_slice()].view(self.stand_in.shape)
+
+    def keep_part_of(self, whole: Tensor) -> None:
+        """Let the values be those of a whole tensor, the same on every rank. Local."""
+        for piece in self.pieces:
+            part = whole.reshape(-1)[piece.in_tensor.as_slice()]
+            self.shard[piece.in_shard.as_slice()].copy_(part)
+        self.is_blank = False
+
+    def is_replaced(self, param: nn.Parameter) -> bool:
+        """Whether the parameter was given other memory than its stand-in's."""
+        return bool(param.numel()) and param.data_ptr() != self.stand_in.data_ptr()
+
+    def check_untouched(self, param: nn.Parameter, name: str) -> None:
+        """Raise PartitionError if the parameter was written to, converted or moved meanwhile."""
+        if not self.is_replaced(param) and param._version == self.version:
+            return
+        raise PartitionError(
+            f"parameter {name!r} was changed after Init sharded it (it is now {param.dtype} on "
+            f"{param.device}), and its values rest elsewhere (rank {self.group.rank}): write, "
+            "convert and move parameters inside `with Init(...):`, which may be entered again"
+        )
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """What `copy.deepcopy` of the parameter calls: a copy that is sharded too. Local."""
+        original = self.parameter
+        with plainly():
+            copied = type(original)(original.data, original.requires_grad)
+            self.install_copy(copied)
+        return copied
+
+    def install_copy(self, param: nn.Parameter) -> None:
+        """Let another parameter of the same shape and dtype have the same values. Local."""
+        install_early(
+            param,
+            self.shard.clone(),
+            label=self.label,
+            group=self.group,
+            layout=self.layout,
+            is_blank=self.is_blank,
+            exports_empty=self.exports_empty,
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            f"pickling {self.label}, which Init sharded: call zero_engine.shard() on the model and "
+            "save zero_engine.full_state_dict(model) instead"
+        )
+
+
+def find_early(tensor: Tensor) -> EarlyShard | None:
+    """The shard of a parameter that is early sharded, else None."""
+    if not isinstance(tensor, nn.Parameter):
+        return None
+    early = tensor.__dict__.get("__deepcopy__")
+    return early if isinstance(early, EarlyShard) else None
+
+
+def in_batches(
+    params: Iterable[tuple[str, nn.Parameter]], *, max_bytes: int
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Cut a list where a batch would grow beyond `max_bytes`; what is larger goes alone."""
+    batch: list[tuple[str, nn.Parameter]] = []
+    total = 0
+    for label, param in params:
+        if batch and total + param.nbytes > max_bytes:
+            yield batch
+            batch, total = [], 0
+        batch.append((label, param))
+        total += param.nbytes
+    if batch:
+        yield batch
+
+
+def find_aliased(param: nn.Parameter) -> EarlyShard | None:
+    """The shard whose stand-in this parameter views though it is not its own; NOTE(aliases)."""
+    if param.is_meta or is_lazy(param) or find_early(param) is not None:
+        return None
+    early = _BY_ADDRESS.get(param.data_ptr())
+    return early if early is not None and early.stand_in.shape == param.shape else None
+
+
+def forget_early(param: nn.Parameter) -> None:
+    """The parameter has memory of its own again, or of a unit."""
+    del param.__dict__["__deepcopy__"]
+
+
+def plan_early(numel: int, group: Group) -> FlatLayout:
+    """One tensor, cut evenly."""
+    return FlatLayout.plan([numel], world_size=group.world_size, align=1)
+
+
+def install_early(
+    param: nn.Parameter,
+    shard: Tensor,
+    *,
+    label: str,
+    group: Group,
+    layout: FlatLayout,
+    is_blank: bool = False,
+    exports_empty: bool = False,
+) -> EarlyShard:
+    """Let the parameter view a stand-in, and hang its shard on it. Local."""
+    param.data = placeholder(param.shape, param.dtype, shard.device)
+    early = EarlyShard(
+        ref(param),
+        label,
+        group,
+        layout,
+        shard,
+        param.data,
+        param._version,
+        is_blank=is_blank,
+        exports_empty=exports_empty,
+    )
+    param.__deepcopy__ = early  # type: ignore[attr-defined]
+    if param.numel():
+        _BY_ADDRESS[param.data_ptr()] = early
+    return early
+
+
+def shard_early(
+    params: Sequence[tuple[str, nn.Parameter]], *, group: Group, exports_empty: bool
+) -> None:
+    """Keep this rank's part of each parameter, of the values of rank 0. Collective.
+
+    Args:
+        params: Labels and parameters; whole, dense, contiguous, on the group's device.
+        group: The ranks to distribute over.
+        exports_empty: What a state dict has of them meanwhile: empty tensors, or it is an error.
+    """
+    small = [param.detach() for _, param in params if 0 < param.nbytes <= _SMALL_BYTES]
+    broadcast_coalesced([_bytes_of(whole) for whole in small], group=group).wait()
+    for label, param in params:
+        layout, whole = plan_early(param.numel(), group), param.detach()
+        shard = torch.zeros(layout.splits[group.rank], dtype=param.dtype, device=group.device)
+        early = install_early(
+            param, shard, label=label, group=group, layout=layout, exports_empty=exports_empty
+        )
+        if param.nbytes > _SMALL_BYTES:
+            if group.rank:  # see NOTE(files)
+                del whole
+                whole = torch.empty(param.shape, dtype=param.dtype, device=group.device)
+            broadcast_flat(_bytes_of(whole), src=0, group=group).wait()
+        early.keep_part_of(whole)
+
+
+def _bytes_of(whole: Tensor) -> Tensor:
+    return whole.view(-1).view(torch.uint8)

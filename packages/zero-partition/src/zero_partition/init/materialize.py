@@ -1,0 +1,165 @@
+"""Give a model on the meta device its memory, a part on each rank, and its values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from zero_comm import Group, all_gather_flat, broadcast_flat, check_agreement, collective
+
+from zero_partition.errors import PartitionError
+from zero_partition.torch_private import plainly, swap_memory
+
+from .context import Init, guard_module
+from .early_shard import fill_blank, find_early, has_blank, install_early, plan_early
+
+
+@collective
+def materialise(
+    model: nn.Module,
+    init: Callable[[nn.Module], object] | None = None,
+    *,
+    group: Group,
+    timeout_s: float = 60.0,
+) -> None:
+    """Give a model on the meta device memory and values; each rank holds its part. Collective.
+
+    Values are those of `model.to_empty(device=...)` followed by `model.apply(init)` on rank 0, bit
+    for bit. Each parameter is whole only while `init` touches it, in whatever order it does. Tied
+    parameters stay tied, and every Parameter stays the same object. Afterwards the model is as
+    `Init` leaves it: `partition` adopts the shards.
+
+    Args:
+        model: Built under `torch.device("meta")`, wholly or in part, or inside `Init` with
+            `skip_init` or `device="meta"`. What has values keeps them.
+        init: Called with every module, children before parents, as `module.apply` does. When None,
+            `reset_parameters()` of each module that owns something on the meta device.
+        group: The ranks to distribute over.
+        timeout_s: How long to wait for ranks that do not call this, in seconds.
+
+    Raises:
+        PartitionError: Names every parameter and buffer that `init` left unwritten, even in part,
+            or that has no `reset_parameters()`, and every attribute that is a tensor on the meta
+            device but no parameter or buffer and was not replaced.
+        zero_comm.AgreementError: Ranks hold different models.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    empty = _on_meta(model)
+    if init is None:
+        _check_resettable(model)
+    facts = {f"{name!r} on the meta device": _describe(tensor) for name, tensor in empty}
+    check_agreement(facts, group=group, timeout_s=timeout_s)
+    owners = {id(module) for module in model.modules() if _own_on_meta(module)}
+    for name, tensor in empty:
+        if isinstance(tensor, nn.Parameter):
+            allocate_blank(tensor, name, group=group)
+        else:
+            allocate_blank_buffer(tensor, group=group)
+    for module in model.modules():
+        guard_module(module)
+    with Init(group=group, timeout_s=timeout_s):
+        for module in _bottom_up(model):
+            if init is not None:
+                init(module)
+            elif id(module) in owners:
+                module.reset_parameters()  # type: ignore[operator]
+    check_filled(model, empty, group=group)
+    for _, tensor in empty:
+        if not isinstance(tensor, nn.Parameter) and tensor.numel():
+            broadcast_flat(tensor.view(-1).view(torch.uint8), src=0, group=group).wait()
+
+
+def allocate_blank(param: nn.Parameter, name: str, *, group: Group) -> None:
+    """Give a parameter on the meta device an early shard that is marked as unwritten. Local."""
+    layout = plan_early(param.numel(), group)
+    shard = torch.empty(layout.splits[group.rank], dtype=param.dtype, device=group.device)
+    fill_blank(shard)
+    first = torch.empty((), dtype=param.dtype, device=group.device).expand(param.shape)
+    swap_memory(param, nn.Parameter(first, requires_grad=param.requires_grad))
+    install_early(param, shard, label=name, group=group, layout=layout, is_blank=True)
+
+
+def allocate_blank_buffer(buffer: Tensor, *, group: Group) -> None:
+    """Give a buffer on the meta device memory that is marked as unwritten. Local."""
+    memory = torch.empty(buffer.shape, dtype=buffer.dtype, device=group.device)
+    fill_blank(memory)
+    swap_memory(buffer, memory)
+
+
+def plain_on_meta(model: nn.Module) -> list[str]:
+    """Attributes that are tensors on the meta device, but neither parameters nor buffers."""
+    return [
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor) and value.is_meta
+    ]
+
+
+def check_filled(model: nn.Module, tensors: Sequence[tuple[str, Tensor]], *, group: Group) -> None:
+    """Raise PartitionError on all ranks if one finds an unwritten element. Collective."""
+    flags = torch.zeros(len(tensors), dtype=torch.uint8, device=group.device)
+    with plainly():
+        for index, (_, tensor) in enumerate(tensors):
+            early = find_early(tensor)
+            if early is not None:
+                flags[index] = early.is_blank or has_blank(early.payload)
+            else:
+                flags[index] = tensor.is_meta or has_blank(tensor)
+    found = flags
+    if group.world_size > 1 and len(tensors):
+        every = flags.new_empty(group.world_size * flags.numel())
+        splits = [flags.numel()] * group.world_size
+        all_gather_flat(every, splits=splits, group=group, shard=flags, control=True).wait()
+        found = every.view(group.world_size, -1).amax(dim=0)
+    names = [name for (name, _), flag in zip(tensors, found.tolist(), strict=True) if flag]
+    names += plain_on_meta(model)
+    if names:
+        raise PartitionError(
+            f"{', '.join(map(repr, names))}: not, or not wholly, initialised by init() (seen on "
+            f"rank {group.rank}); let it write every parameter and buffer (also those that are not "
+            "persistent: the file of the weights does not have them), or build the model inside "
+            "`with Init(...):` instead of on the meta device"
+        )
+
+
+def _on_meta(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers without memory, each once, by their first name."""
+    return [
+        (name, tensor)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.is_meta
+    ]
+
+
+def _own_on_meta(module: nn.Module) -> list[str]:
+    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    return [name for name, tensor in own if tensor.is_meta]
+
+
+def _check_resettable(model: nn.Module) -> None:
+    helpless = [
+        f"{name}.{own}" if name else own
+        for name, module in model.named_modules()
+        if not callable(getattr(module, "reset_parameters", None))
+        for own in _own_on_meta(module)
+    ]
+    if helpless:
+        raise PartitionError(
+            f"{', '.join(map(repr, helpless))}: on the meta device, in modules without a "
+            "reset_parameters(); pass materialise(model, init=fn), where fn(module) writes what "
+            "the module owns, or build the model inside `with Init(...):`"
+        )
+
+
+def _bottom_up(module: nn.Module) -> Iterator[nn.Module]:
+    """In the order of `module.apply`."""
+    for child in module.children():
+        yield from _bottom_up(child)
+    yield module
+
+
+def _describe(tensor: Tensor) -> str:
+    kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+    return f"{kind} of shape {tuple(tensor.shape)}, {tensor.dtype}"

@@ -1,0 +1,321 @@
+"""Which parameters form a unit, and how a unit lies in flat buffers: planning only."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from typing import Final
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from zero_partition.errors import PartitionError
+from zero_partition.plan.cuts import Cut
+from zero_partition.plan.layout import UnitPlan, plan_buffers
+from zero_partition.plan.stages import AS_IT_IS, Precision
+
+from .early_shard import find_early
+
+_LEAVES: Final[WeakSet[nn.Module]] = WeakSet()  # no attribute: names belong to the model's author
+
+
+def set_leaf_modules(
+    model: nn.Module, which: type[nn.Module] | str | Sequence[type[nn.Module] | str]
+) -> list[nn.Module]:
+    """Make modules into units as they are, for branches inside that depend on data. Local.
+
+    A mixture of experts is whole before the router decides, so that ranks may choose different
+    experts. Needed where ranks gather together (NCCL, or several hosts), before the model is
+    sharded, on every rank alike; where ranks read each other's memory any branch is safe.
+    A container without a forward (ModuleList, ModuleDict) is whole while the module that uses it
+    runs: with the unit that encloses it.
+
+    Args:
+        model: Or any part of it.
+        which: Classes, names of classes, names of modules as in `model.named_modules()`, or ends of
+            such names (".moe"); one or several.
+
+    Returns:
+        The modules that became leaves by this call, in the model's order.
+
+    Raises:
+        PartitionError: One of `which` fits no module.
+    """
+    found = _find(model, which)
+    _LEAVES.update(found)
+    return found
+
+
+def unset_leaf_modules(
+    model: nn.Module, which: type[nn.Module] | str | Sequence[type[nn.Module] | str]
+) -> list[nn.Module]:
+    """Undo `set_leaf_modules` for these modules, before the model is sharded. Local.
+
+    Returns:
+        The modules that were leaves and are no more.
+
+    Raises:
+        PartitionError: One of `which` fits no module.
+    """
+    found = [module for module in _find(model, which) if module in _LEAVES]
+    for module in found:
+        _LEAVES.discard(module)
+    return found
+
+
+def get_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The leaf modules in `model`, in its order. Local."""
+    return [module for module in model.modules() if module in _LEAVES]
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether this very module was set."""
+    return module in _LEAVES
+
+
+def outermost_leaves(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules of the leaves inside `module` that lie in no other leaf."""
+    for name, child in module.named_children():
+        if child in _LEAVES:
+            yield prefix + name, child
+        else:
+            yield from outermost_leaves(child, f"{prefix}{name}.")
+
+
+def _find(
+    model: nn.Module, which: type[nn.Module] | str | Sequence[type[nn.Module] | str]
+) -> list[nn.Module]:
+    wanted = [which] if isinstance(which, type | str) else list(which)
+    modules = dict(model.named_modules())
+    chosen: dict[nn.Module, None] = {}
+    for one in wanted:
+        fitting = [module for name, module in modules.items() if _fits(name, module, one)]
+        if not fitting:
+            classes = sorted({type(module).__name__ for module in modules.values()})
+            raise PartitionError(
+                f"leaf module {one!r}: no module of this {type(model).__name__} has this class, "
+                f"name or end of a name; its classes are {', '.join(classes)}"
+            )
+        chosen |= dict.fromkeys(fitting)
+    return [module for module in modules.values() if module in chosen]
+
+
+def _fits(name: str, module: nn.Module, wanted: type[nn.Module] | str) -> bool:
+    if isinstance(wanted, type):
+        return isinstance(module, wanted)
+    is_end = name.endswith(wanted if wanted.startswith(".") else "." + wanted)
+    return name == wanted or is_end or type(module).__name__ == wanted
+
+
+# ---- Which parameters form a unit, and how a unit lies in flat buffers: planning only ----
+
+
+_SMALL = "(small parameters)"  # no module's name
+
+
+def choose_units(
+    model: nn.Module, *, max_unit_bytes: int, min_unit_bytes: int = 0
+) -> tuple[str, ...]:
+    """Names of the modules that become units: repeated blocks, and what is too large to stay whole.
+
+    A block is a child of a container whose children are all of one class (the layers of a
+    transformer, say). What belongs to no block stays with the model itself; modules that own more
+    than `max_unit_bytes` of it become units of their own, and so do the blocks inside a block that
+    is larger than that. A block of less than `min_unit_bytes` is not worth its hooks and messages:
+    it stays with what encloses it, unless the container as a whole is larger than `max_unit_bytes`.
+    Leaf modules (`set_leaf_modules`) become units as they are; one without a forward, such as a
+    ModuleList, is no unit, and nothing inside it is.
+    """
+    chosen: list[str] = []
+
+    def visit(module: nn.Module, name: str) -> None:
+        has_blocks = _is_repeated(module)
+        may_keep_blocks = has_blocks and _bytes_of(module) <= max_unit_bytes
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            if not any(True for _ in child.parameters()):
+                continue
+            if is_leaf(child):
+                if _has_forward(child):  # else it stays, whole, with what encloses it
+                    chosen.append(path)
+            elif has_blocks and _has_forward(child):
+                if may_keep_blocks and _bytes_of(child) < min_unit_bytes:
+                    leaves = outermost_leaves(child)
+                    chosen.extend(f"{path}.{inner}" for inner, leaf in leaves if _has_forward(leaf))
+                    continue
+                chosen.append(path)
+                if _bytes_of(child) > max_unit_bytes:
+                    visit(child, path)
+            else:
+                if _has_forward(child) and _own_bytes_of(child) > max_unit_bytes:
+                    chosen.append(path)
+                visit(child, path)
+
+    if not is_leaf(model):
+        visit(model, "")
+    return tuple(chosen)
+
+
+def choose_small(
+    model: nn.Module, *, small_param_numel: int, max_small_numel: int | None
+) -> frozenset[int]:
+    """Ids of the parameters that may rest whole: small ones, the first that fit together."""
+    chosen, numel = set(), 0
+    for param in model.parameters():
+        is_small = 0 < param.numel() <= small_param_numel
+        if is_small and (max_small_numel is None or numel + param.numel() <= max_small_numel):
+            chosen.add(id(param))
+            numel += param.numel()
+    return frozenset(chosen)
+
+
+def plan_units(
+    model: nn.Module,
+    unit_names: Sequence[str],
+    *,
+    world_size: int,
+    cuts: Mapping[int, Cut] | None = None,
+    group_of: Mapping[int, int] | None = None,
+    small: Collection[int] = (),
+    precision: Precision = AS_IT_IS,
+    may_be_meta: bool = False,
+) -> tuple[UnitPlan, ...]:
+    """Give every parameter of `model` to exactly one unit, and lay each unit out.
+
+    A parameter belongs to the innermost chosen module that contains all modules that own it: tied
+    parameters of different units end up with what encloses both.
+
+    Args:
+        model: Its parameters must be dense and contiguous.
+        unit_names: Names of modules, "" excluded; what belongs to none of them is the model's own.
+        world_size: Number of shards.
+        cuts: Parameter id to where it may be cut; anywhere for those it does not hold.
+        group_of: Parameter id to the optimizer's param group, so that a group's parameters lie
+            side by side.
+        small: Ids of parameters that rest whole on every rank, in a unit of their own.
+        precision: Parameters lie in buffers of the dtype that it gives them.
+        may_be_meta: Whether parameters on the meta device, which have no memory, are planned too.
+
+    Raises:
+        PartitionError: A name is no module, or has no forward to hook, or a parameter cannot be
+            flattened.
+    """
+    modules = dict(model.named_modules())
+    for name in unit_names:
+        if name not in modules:
+            raise PartitionError(
+                f"unit {name!r}: the model has no module of this name; see model.named_modules()"
+            )
+        if not _has_forward(modules[name]):
+            raise PartitionError(
+                f"unit {name!r}: a {type(modules[name]).__name__} has no forward of its own, so "
+                "nothing says when it is used; name the modules inside it"
+            )
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in ("", *unit_names)}
+    of_small: list[nn.Parameter] = []
+    names = _names_of(model)
+    by_id = {id(param): param for param in model.parameters()}
+    for key, param_names in names.items():
+        if not (may_be_meta and by_id[key].is_meta):
+            check_parameter(by_id[key], param_names[0])
+        home = of_small if key in small else members[_innermost(param_names, members)]
+        home.append(by_id[key])
+    _check_storages(by_id, names)
+    if of_small:  # first: what is reduced last, unless the model's own order says otherwise
+        members = {_SMALL: of_small, **members}
+    used = [name for name, params in members.items() if params]
+    outer = {enclosing for name in used for enclosing in _enclosing(name)}
+    buffers = plan_buffers(
+        [members[name] for name in used],
+        names,
+        world_size,
+        cuts or {},
+        group_of or {},
+        dtypes=precision.dtypes_of(model),
+    )
+    return tuple(
+        UnitPlan(
+            name=name,
+            buffers=of_unit,
+            is_outer=name in outer or name == _SMALL,
+            rests_whole=name == _SMALL,
+        )
+        for name, of_unit in zip(used, buffers, strict=True)
+    )
+
+
+def check_parameter(param: nn.Parameter, name: str) -> None:
+    """Raise PartitionError unless the parameter can become a view of a flat buffer."""
+    if (early := find_early(param)) is not None:
+        early.check_untouched(param, name)
+        return
+    if param.layout != torch.strided:
+        raise PartitionError(
+            f"parameter {name!r}: expected a dense tensor, got layout {param.layout}; "
+            "convert it with param.to_dense() before sharding"
+        )
+    if param.is_meta:
+        raise PartitionError(
+            f"parameter {name!r} is on the meta device and has no values to shard; materialise "
+            "the model with model.to_empty(device=...) and initialise it first"
+        )
+    if not param.is_contiguous():
+        raise PartitionError(
+            f"parameter {name!r}: expected contiguous memory, got shape {tuple(param.shape)} with "
+            f"strides {param.stride()}; assign param.data = param.data.contiguous() first"
+        )
+
+
+def _names_of(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    names: dict[int, tuple[str, ...]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names[id(param)] = (*names.get(id(param), ()), name)
+    return names
+
+
+def _check_storages(by_id: dict[int, nn.Parameter], names: dict[int, tuple[str, ...]]) -> None:
+    seen: dict[int, str] = {}
+    for key, param in by_id.items():
+        if not param.numel() or param.is_meta:
+            continue
+        address = param.untyped_storage().data_ptr()
+        if address in seen:
+            raise PartitionError(
+                f"parameters {seen[address]!r} and {names[key][0]!r} are different Parameter "
+                "objects over one storage; tie them by assigning the same Parameter to both "
+                "modules, or give each its own memory with param.data = param.data.clone()"
+            )
+        seen[address] = names[key][0]
+
+
+def _innermost(param_names: Sequence[str], units: Container[str]) -> str:
+    first, *others = ({*_enclosing(name)} for name in param_names)
+    common = first.intersection(*others)
+    return max((name for name in common if name in units), key=len)
+
+
+def _enclosing(name: str) -> Iterator[str]:
+    """Names of all modules that contain what has this name, the model's own included."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _is_repeated(container: nn.Module) -> bool:
+    children = [c for c in container.children() if any(True for _ in c.parameters())]
+    is_list = isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    return is_list and len(children) > 1 and len({type(child) for child in children}) == 1
+
+
+def _has_forward(module: nn.Module) -> bool:
+    # Asked of the object: what torch.compile wraps a module in has it there, not in its class.
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return sum(param.numel() * param.element_size() for param in module.parameters())
+
+
+def _own_bytes_of(module: nn.Module) -> int:
+    own = module.parameters(recurse=False)
+    return sum(param.numel() * param.element_size() for param in own)

@@ -1,0 +1,342 @@
+"""One flat buffer at run time: its parameters, this rank's shard, and views of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Final
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+from zero_comm import AbstractCodec, Group, Handle, all_gather_flat, even_splits
+
+from zero_partition.plan.layout import BufferPlan, Piece
+from zero_partition.stand_in import GradientGuard, placeholder, rest_type_of
+
+from .store import AbstractRest
+
+_CPU: Final = torch.device("cpu")  # where what rests elsewhere is stepped
+
+
+@define(eq=False)
+class FlatBuffer:
+    """A plan, the parameters it places, and what rests on this rank.
+
+    `resting` is this rank's span, padding included: memory of its own or a home where parameters
+    rest sharded, a view of `whole` where they rest replicated, but beside it where `codec` rounds
+    what is gathered into that. `training` is what the optimizer updates: masters of the same layout
+    where there are some, else the same object.
+    """
+
+    plan: BufferPlan
+    index: int  # among all buffers of the model; the identity of its collectives
+    group: Group
+    params: tuple[nn.Parameter, ...]
+    resting: AbstractRest
+    whole: Tensor | None  # replicated parameters only
+    training: AbstractRest
+    targets: tuple[nn.Parameter, ...]  # what an updater steps; none without one
+    wire_dtype: torch.dtype  # of gradients as they travel
+    stepped_device: torch.device  # of shard_params and their gradients
+    codec: AbstractCodec | None = None  # of gathers into `whole`; see `Wire.codec_of_updates`
+    stand_ins: tuple[Tensor, ...] = field(init=False)  # what sharded parameters view at rest
+    guards: tuple[Tensor, ...] = field(init=False)  # what `param.grad` holds while it is sharded
+    pieces: tuple[Piece, ...] = field(init=False)
+    shard_params: tuple[nn.Parameter, ...] = field(init=False)  # one per parameter, maybe empty
+    versions: tuple[int, ...] = field(init=False)  # in-place writes autograd has seen
+    whole_types: tuple[type[nn.Parameter], ...] = field(init=False)  # the user's own
+    rest_types: tuple[type[nn.Parameter], ...] = field(init=False)  # of parameters at rest
+    is_at_rest: bool = field(default=False, init=False)  # the parameters are of `rest_types`
+    held: dict[int, Tensor] = field(factory=dict, init=False)  # gathered apart from the unit
+    is_unrounded: bool = field(init=False)  # `whole` has values that were not gathered into it
+    _views: Sequence[Tensor] = field(default=(), init=False)  # installed last
+    _part_addresses: list[int] = field(init=False)  # of what shard_params view
+    _addresses: list[int] | None = field(default=None, init=False)  # of these, once asked for
+
+    def __attrs_post_init__(self) -> None:
+        self.stand_ins = tuple(
+            placeholder(p.shape, p.dtype, self.group.device) for p in self.plan.params
+        )
+        self.guards = tuple(GradientGuard.over(stand_in) for stand_in in self.stand_ins)
+        self.whole_types = tuple(type(param) for param in self.params)
+        self.rest_types = tuple(rest_type_of(param) for param in self.params)
+        self.versions = tuple(param._version for param in self.params)
+        self.pieces = self.plan.layout.pieces(self.group.rank)
+        self.shard_params = tuple(
+            nn.Parameter(part, requires_grad=self.plan.trainable)
+            for part in self.parts_of(self._stepped())
+        )
+        self.point_targets(None)
+        self._part_addresses = [param.data_ptr() for param in self.shard_params]
+        self.is_unrounded = self.codec is not None
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether what the optimizer updates is not what the model computes with."""
+        return self.training is not self.resting
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's values, to look at, 1-D: themselves, or a copy where they rest elsewhere."""
+        return self.resting.read()
+
+    @property
+    def trained(self) -> Tensor:
+        """The same as the optimizer updates them: masters where there are some."""
+        return self.training.read()
+
+    @property
+    def is_view(self) -> bool:
+        """Whether what rests is a view of the whole parameters."""
+        return self.whole is not None and self.codec is None
+
+    @property
+    def own(self) -> Tensor | None:
+        """This rank's span of parameters that rest whole, as the model computes with it."""
+        if self.whole is None:
+            return None
+        return self.whole[self.plan.layout.shard(self.group.rank).as_slice()]
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of this rank's span, padding included."""
+        return self.plan.layout.splits[self.group.rank]
+
+    @property
+    def gather_tag(self) -> int:
+        """Identity of its all-gathers."""
+        return 2 * self.index
+
+    @property
+    def reduce_tag(self) -> int:
+        """Identity of its reductions."""
+        return 2 * self.index + 1
+
+    def _stepped(self) -> Tensor:
+        """What shard_params view: nothing where an updater keeps masters elsewhere."""
+        memory, size = self.training.memory, torch.Size([self.shard_numel])
+        if memory is None:
+            return placeholder(size, self.training.dtype, self.stepped_device)
+        return memory
+
+    def views_of(self, full: Tensor) -> tuple[Tensor, ...]:
+        """A full flat tensor of this layout, seen as the parameters."""
+        return tuple(
+            full[span.as_slice()].view(param.shape)
+            for span, param in zip(self.plan.layout.spans, self.plan.params, strict=True)
+        )
+
+    def parts_of(self, shard: Tensor) -> tuple[Tensor, ...]:
+        """A flat shard of this layout, seen as the optimizer sees it: one tensor per parameter.
+
+        Its shape is what the parameter's cut says; where we keep nothing of it, it is empty.
+        """
+        parts = [shard[:0].view(p.cut.shard_shape(p.shape, 0)) for p in self.plan.params]
+        for piece in self.pieces:
+            plan = self.plan.params[piece.index]
+            shape = plan.cut.shard_shape(plan.shape, piece.in_tensor.numel)
+            parts[piece.index] = shard[piece.in_shard.as_slice()].view(shape)
+        return tuple(parts)
+
+    def resting_tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor of ours that may view what rests on this rank."""
+        rests = (self.whole, self.resting.memory, self.training.memory)
+        memory = tuple(tensor for tensor in rests if tensor is not None)
+        return (*memory, *self._views, *self.params, *self.shard_params, *self.targets)
+
+    def forget_addresses(self) -> None:
+        """What rests here lies elsewhere now, and every tensor views it there."""
+        self._addresses = None
+        self._part_addresses = [param.data_ptr() for param in self.shard_params]
+
+    def fill(self, position: int, value: Tensor) -> None:
+        """Write a parameter's full value to all that rests of it on this rank."""
+        flat, piece = value.detach().reshape(-1), self.piece_of(position)
+        self.is_unrounded = self.codec is not None
+        with torch.no_grad():
+            if self.whole is not None:
+                self.whole[self.plan.layout.spans[position].as_slice()].copy_(flat)
+            if piece is None:
+                return
+            for rest in dict.fromkeys((self.resting, self.training)):
+                with rest.edit() as shard:
+                    shard[piece.in_shard.as_slice()].copy_(flat[piece.in_tensor.as_slice()])
+
+    def piece_of(self, position: int) -> Piece | None:
+        """The part of a parameter that this rank keeps, None if there is none."""
+        return next((piece for piece in self.pieces if piece.index == position), None)
+
+    def follow_update(self) -> None:
+        """The optimizer has updated what rests apart: this rank's part of the parameters follows.
+
+        So do those that rest whole on this rank, which the others have yet to receive.
+        """
+        memory = self.training.memory
+        if self.has_masters and memory is not None:
+            self.resting.write(memory)
+        if self.codec is not None:
+            exact = self.resting.memory if memory is None else memory
+            assert self.own is not None and exact is not None, "it rests whole, and beside that"
+            self.own.copy_(exact)
+
+    @torch.no_grad()
+    def round_whole(self) -> None:
+        """Parameters that rest whole become what a gather would make of them. Local.
+
+        Where only some were written, what the codec has left of the others is encoded again.
+        """
+        self.is_unrounded = False
+        assert self.codec is not None and self.whole is not None, "what it is for"
+        for shard in self.plan.layout.shards:
+            values = self.whole[shard.as_slice()]
+            self.codec.decode(self.codec.encode(values), values)
+
+    def follow_writes(self) -> None:
+        """Where parameters rest whole, what was written to them in place is right."""
+        is_apart = self.has_masters or self.codec is not None
+        if not is_apart or self.own is None:
+            return
+        versions = tuple(param._version for param in self.params)
+        written = [
+            piece for piece in self.pieces if versions[piece.index] != self.versions[piece.index]
+        ]
+        for rest in dict.fromkeys((self.resting, self.training)) if written else ():
+            with rest.edit() as shard:
+                for piece in written:
+                    part = piece.in_shard.as_slice()
+                    shard[part].copy_(self.own[part])
+        self.versions = versions
+
+    def reclaim(self) -> None:
+        """Take over what an optimizer put in place of our memory, as by `param.data = ...`."""
+        memory = self.training.memory
+        addresses = [param.data_ptr() for param in self.shard_params]
+        if memory is None or addresses == self._part_addresses:
+            return
+        for param, part in zip(self.shard_params, self.parts_of(memory), strict=True):
+            if param.data_ptr() != part.data_ptr():
+                part.copy_(param.data)
+                param.data = part
+
+    def point_targets(self, shard: Tensor | None) -> None:
+        """Let targets view this flat shard; nothing, or where it rests on the device, when None."""
+        memory = self.resting.memory if shard is None else shard
+        if memory is None:
+            memory = placeholder(torch.Size([self.shard_numel]), self.plan.dtype, _CPU)
+        for target, part in zip(self.targets, self.parts_of(memory), strict=False):
+            target.data = part
+
+    def install(self, views: Sequence[Tensor]) -> None:
+        """Make the parameters view this memory, but for those that are held. Moves no data."""
+        if views is not self._views:
+            self._views, self._addresses = views, None
+        if self.is_at_rest:  # else setting `data` would be noticed as a use
+            for param, whole_type in zip(self.params, self.whole_types, strict=True):
+                param.__class__ = whole_type
+        if self.held:
+            views = [self.held.get(position, view) for position, view in enumerate(views)]
+        for param, view in zip(self.params, views, strict=True):
+            param.data = view
+        self.is_at_rest = self._views is self.stand_ins
+        if self.is_at_rest:  # see NOTE(class) in _at_rest
+            for param, rest_type in zip(self.params, self.rest_types, strict=True):
+                param.__class__ = rest_type
+
+    def is_untouched(self, *, may_be_written: bool) -> bool:
+        """Whether the parameters are known to view what was installed last; False is not sure."""
+        params, plan = self.params, self.plan
+        if self._addresses is None:
+            self._addresses = [view.data_ptr() for view in self._views]
+        return (
+            not self.held
+            and [param.data_ptr() for param in params] == self._addresses
+            and [param.dtype for param in params].count(plan.dtype) == len(params)
+            and (plan.trainable or not any(param.requires_grad for param in params))
+            and (may_be_written or [p._version for p in params] == list(self.versions))
+        )
+
+    def hold(self, values: Mapping[int, Tensor]) -> None:
+        """Let the parameters at these positions view memory of their own until `let_go`."""
+        self.held.update(values)
+        self.install(self._views)
+
+    def let_go(self, positions: Iterable[int]) -> None:
+        """End `hold`: view again what the others view."""
+        released = {position for position in positions if self.held.pop(position, None) is not None}
+        self.install(self._views)
+        self.versions = tuple(
+            param._version if position in released else version
+            for position, (param, version) in enumerate(
+                zip(self.params, self.versions, strict=True)
+            )
+        )
+
+
+# ---- Secondary shards ----
+
+
+# NOTE(keeping): a unit's copy is taken when its slot goes to another unit, and not before: until
+# then the slot has its values, and nobody gathers them. So units that share no slot have none, and
+# what evaluation or a further micro-batch gathers again is local too.
+
+
+@define(eq=False)
+class SecondaryShards:
+    """This rank's even parts of a unit's flat buffers, as its node has gathered them."""
+
+    group: Group  # ranks of the node
+    plans: Sequence[BufferPlan]
+    version: int = field(default=-1, init=False)  # of the values; -1: none
+    _parts: list[Tensor] = field(factory=list, init=False)  # one for each buffer
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the parts, padding included."""
+        return sum(part.nbytes for part in self._parts)
+
+    def keep(self, full: Sequence[Tensor], version: int) -> None:
+        """Copy this rank's parts of whole buffers, unless it has them. Local; see NOTE(keeping)."""
+        if self.version == version:
+            return
+        own = [
+            whole.split(splits)[self.group.rank]
+            for whole, splits in zip(full, self._splits, strict=True)
+        ]
+        if not self._parts:
+            self._parts = [torch.empty_like(part) for part in own]
+        for part, source in zip(self._parts, own, strict=True):
+            part.copy_(source)
+        self.version = version
+
+    def gather(
+        self, full: Sequence[Tensor], *, tags: Sequence[int], version: int
+    ) -> list[Handle[Tensor]]:
+        """Launch the gathers that fill whole buffers from the node's parts. Collective in it."""
+        return [
+            all_gather_flat(
+                whole,
+                splits=splits,
+                payload=payload,
+                group=self.group,
+                shard=part,
+                tag=tag,
+                version=version,
+            )
+            for whole, splits, payload, part, tag in zip(
+                full, self._splits, self._payload, self._parts, tags, strict=True
+            )
+        ]
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._parts, self.version = [], -1
+
+    @cached_property
+    def _splits(self) -> list[tuple[int, ...]]:
+        return [even_splits(plan.layout.numel, self.group.world_size) for plan in self.plans]
+
+    @cached_property
+    def _payload(self) -> list[tuple[int, ...]]:
+        pairs = zip(self.plans, self._splits, strict=True)
+        return [plan.layout.payload_of(splits) for plan, splits in pairs]

@@ -1,0 +1,529 @@
+"""Whether an optimizer that nobody knows trains the same on shards: a trial on small tensors."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from zero_partition.chained import members_of
+from zero_partition.errors import LayoutError, PartitionError
+from zero_partition.plan.cuts import Cut, CutChoice
+
+# NOTE(trial): a copy of the optimizer steps a few times on small parameters with made-up gradients,
+# once on whole ones and once on each of two ranks' shards. If a shard's update is not that part of
+# the whole's, the optimizer looks at more than it would see. Values and gradients are uneven over
+# the elements, and differently in every step, so that a norm or a mean of a part differs from that
+# of the whole. The user's own optimizer, parameters, gradients and random numbers are not touched.
+
+_NUM_STEPS: Final = 3
+_NUMEL: Final = 2**14  # of a sample, above where optimizers begin to quantise,
+_LEAST_DIM: Final = 128  # and the size of its dims, from which on they factor: both if it has them
+_LEAST_LR: Final = 1e-2  # a warm-up that starts at zero would show nothing
+_TOLERANCE: Final = 1e-3  # of the largest update; rounding is far below, another norm far above
+_OF_THE_COPY: Final = {"param_groups", "state"}  # what it must not share with the optimizer
+
+Tensors = list[list[Tensor]]  # by param group and parameter
+
+
+@frozen
+class Sample:
+    """A parameter of the optimizer, as the trial needs it."""
+
+    name: str
+    shape: torch.Size
+    device: torch.device
+    cut: Cut
+
+
+def find_dependence(
+    optimizer: torch.optim.Optimizer,
+    samples: Sequence[Sequence[Sample]],
+    *,
+    must_be_tried: bool = True,
+) -> str | None:
+    """Why the optimizer would train differently on shards, None if it would not. Local.
+
+    Args:
+        optimizer: Is not changed, nor are its parameters.
+        samples: Per param group, its parameters with the cuts they would get.
+        must_be_tried: Whether one that cannot step on whole tensors is taken for dependent.
+    """
+    chosen = [_choose(group) for group in samples]
+    values = [[_values(s, i, step=-1) for i, s in enumerate(group)] for group in chosen]
+    grads = [
+        [[_values(s, i, step=step) for i, s in enumerate(group)] for group in chosen]
+        for step in range(_NUM_STEPS)
+    ]
+
+    def pairs(tensors: Tensors) -> Iterator[tuple[list[Sample], list[Tensor]]]:
+        return zip(chosen, tensors, strict=True)
+
+    with _undisturbed(optimizer):
+        try:
+            whole = _updates(optimizer, values, grads)
+        except Exception as error:
+            if not must_be_tried:
+                return None
+            return f"a trial step on small tensors failed with {type(error).__name__}: {error}"
+        if must_be_tried and not any(update.any() for group in whole for update in group):
+            return "a trial step on small tensors changed nothing, so nothing can be said of it"
+        for rank in range(2):
+            mine = [_parts(group, whole_values, rank) for group, whole_values in pairs(values)]
+            mine_grads = [
+                [_grads(group, whole_grads, rank) for group, whole_grads in pairs(step)]
+                for step in grads
+            ]
+            try:
+                updates = _updates(optimizer, mine, mine_grads)
+            except Exception as error:
+                return (
+                    f"a trial step on shards failed with {type(error).__name__}: {error}, while "
+                    "one on whole tensors went well"
+                )
+            for group, ours, theirs in zip(chosen, updates, whole, strict=True):
+                reason = _first_difference(group, ours, _parts(group, theirs, rank))
+                if reason is not None:
+                    return reason
+    return None
+
+
+def entries_after_step(
+    optimizer: torch.optim.Optimizer,
+    dims: Sequence[Sequence[int]],
+    options: Sequence[Mapping[str, Any]],
+) -> list[dict[int, frozenset[str]]]:
+    """Which entries of state one step leaves for tiny parameters; none where it fails. Local.
+
+    Args:
+        optimizer: Is not changed.
+        dims: Per param group, how many dims its parameters have.
+        options: Per param group, in place of its own.
+    """
+    params = [[nn.Parameter(torch.ones((2,) * num_dims)) for num_dims in of] for of in dims]
+    states = states_after_step(optimizer, params, options)
+    if states is None:
+        return [{} for _ in dims]
+    return [{param.dim(): frozenset(states.get(param, ())) for param in group} for group in params]
+
+
+def states_after_step(
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[list[nn.Parameter]],
+    options: Sequence[Mapping[str, Any]] | None = None,
+) -> Mapping[Any, Mapping[str, Any]] | None:
+    """What state one step of a copy leaves for tiny parameters; None where it fails. Local.
+
+    Args:
+        optimizer: Is not changed.
+        params: Per param group; they are stepped.
+        options: Per param group, in place of its own; its own when None.
+    """
+    options = [{} for _ in params] if options is None else options
+    with _undisturbed(optimizer):
+        for make in (_copy, _construct):
+            try:
+                twin = make(optimizer, params)
+                for group, given in zip(twin.param_groups, options, strict=True):
+                    group.update(_copied(dict(given)))
+                for param in (param for group in params for param in group):
+                    param.grad = torch.ones_like(param)
+                twin.step(lambda: 0.0) if _needs_closure(twin) else twin.step()
+            except Exception:  # it needs a warmed-up model, say
+                continue
+            return twin.state
+    return None
+
+
+def _choose(samples: Sequence[Sample]) -> list[Sample]:
+    """Two small ones for each cut and number of dims: two, since one may depend on another."""
+    largest: dict[tuple[str, int], Sample] = {}
+    for sample in samples:
+        key = (str(sample.cut), len(sample.shape))
+        if key not in largest or sample.shape.numel() > largest[key].shape.numel():
+            largest[key] = sample
+    return [_shrunk(sample) for sample in largest.values() for _ in range(2)]
+
+
+def _shrunk(sample: Sample) -> Sample:
+    shape = list(sample.shape)
+    limit = max(_NUMEL, 4 * (sample.cut.block_numel or 1))
+    while math.prod(shape) > limit and max(shape) > _LEAST_DIM:
+        largest = max(range(len(shape)), key=shape.__getitem__)
+        shape[largest] = max(-(-shape[largest] // 2), _LEAST_DIM)
+    return Sample(sample.name, torch.Size(shape), sample.device, sample.cut)
+
+
+def _values(sample: Sample, index: int, *, step: int) -> Tensor:
+    """Made up; see NOTE(trial)."""
+    generator = torch.Generator().manual_seed(1000 * index + step + 1)
+    numel = sample.shape.numel()
+    ramp = torch.linspace(0.2, 2.0, max(numel, 1))[:numel]
+    uneven = torch.randn(numel, generator=generator) * (ramp if step % 2 else ramp.flip(0))
+    return (uneven / (1 + 4 * (index % 2))).view(sample.shape).to(sample.device)
+
+
+def _parts(group: Sequence[Sample], whole: Sequence[Tensor], rank: int) -> list[Tensor]:
+    """What one of two ranks keeps of each, in the shape it has there."""
+    parts = []
+    for index, (sample, tensor) in enumerate(zip(group, whole, strict=True)):
+        numel, grain = sample.shape.numel(), sample.cut.grain(sample.shape)
+        count = numel // 2 // grain
+        count = count | 1 if (count | 1) * grain < numel else count  # odd: no power of 2 divides it
+        middle = count * grain
+        if sample.cut == Cut.TENSOR:
+            middle = numel * ((index // 2 + index) % 2)  # of the two samples, each rank has one
+        flat = tensor.reshape(-1)[:middle] if rank == 0 else tensor.reshape(-1)[middle:]
+        parts.append(flat.view(sample.cut.shard_shape(sample.shape, flat.numel())))
+    return parts
+
+
+def _grads(group: Sequence[Sample], whole: Sequence[Tensor], rank: int) -> list[Tensor | None]:
+    """As `_parts`, but None for what the rank keeps nothing of, as in a step."""
+    parts = zip(group, _parts(group, whole, rank), strict=True)
+    return [
+        part if part.numel() or sample.cut == Cut.FLAT or not sample.shape.numel() else None
+        for sample, part in parts
+    ]
+
+
+def _updates(
+    optimizer: torch.optim.Optimizer,
+    values: Tensors,
+    grads: Sequence[Sequence[Sequence[Tensor | None]]],
+) -> Tensors:
+    """What a copy of the optimizer adds to these parameters in all steps."""
+    try:
+        return _updates_of(_copy, optimizer, values, grads)
+    except Exception as error:
+        try:  # it may keep state from its constructor on, which a copy of its attributes lacks
+            return _updates_of(_construct, optimizer, values, grads)
+        except Exception:
+            raise error from None
+
+
+def _updates_of(
+    make: Callable[[torch.optim.Optimizer, list[list[nn.Parameter]]], torch.optim.Optimizer],
+    optimizer: torch.optim.Optimizer,
+    values: Tensors,
+    grads: Sequence[Sequence[Sequence[Tensor | None]]],
+) -> Tensors:
+    params = [[nn.Parameter(value.clone()) for value in group] for group in values]
+    torch.manual_seed(0)
+    twin = make(optimizer, params)
+    for step in grads:
+        for group, group_grads in zip(params, step, strict=True):
+            for param, grad in zip(group, group_grads, strict=True):
+                param.grad = None if grad is None else grad.clone()
+        if _needs_closure(twin):
+            twin.step(lambda: 0.0)
+        else:
+            twin.step()
+    return [
+        [param.detach() - value for param, value in zip(group, before, strict=True)]
+        for group, before in zip(params, values, strict=True)
+    ]
+
+
+def _groups(optimizer: torch.optim.Optimizer, params: Sequence[list]) -> list[dict[str, Any]]:
+    groups = []
+    for group, small in zip(optimizer.param_groups, params, strict=True):
+        mine = {k: _copied(v) for k, v in group.items() if k not in {"params", "param_names"}}
+        if "lr" in mine:
+            lr = mine["lr"]
+            mine["lr"] = lr.clamp(min=_LEAST_LR) if isinstance(lr, Tensor) else max(lr, _LEAST_LR)
+        groups.append({"params": small, **mine})
+    return groups
+
+
+def _copy(optimizer: torch.optim.Optimizer, params: Sequence[list]) -> torch.optim.Optimizer:
+    """An optimizer with the same attributes, without calling its constructor."""
+    kind = type(optimizer)
+    attributes = vars(optimizer)
+    if not attributes.keys() >= _OF_THE_COPY or any(hasattr(kind, name) for name in _OF_THE_COPY):
+        raise TypeError(f"a {kind.__name__} computes its param_groups or state")
+    twin = object.__new__(kind)
+    for name, value in attributes.items():
+        if callable(value) and callable(getattr(kind, name, None)):
+            continue  # a method replaced on the object, as schedulers do, acts on the original
+        is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
+        twin.__dict__[name] = OrderedDict() if is_hooks else _copied(value)
+    twin.__dict__["state"] = defaultdict(dict)
+    twin.__dict__["param_groups"] = _groups(optimizer, params)
+    return twin
+
+
+def _construct(optimizer: torch.optim.Optimizer, params: Sequence[list]) -> torch.optim.Optimizer:
+    kind = type(optimizer)
+    known = inspect.signature(kind).parameters
+    options = {k: _copied(v) for k, v in optimizer.defaults.items() if k in known}
+    return kind(_groups(optimizer, params), **options)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) in {list, tuple, set}:
+        return type(value)(_copied(item) for item in value)
+    if type(value) in {dict, defaultdict, OrderedDict}:
+        copy = value.copy()
+        copy.update({key: _copied(item) for key, item in value.items()})
+        return copy
+    return value
+
+
+def _first_difference(
+    group: Sequence[Sample], ours: Sequence[Tensor], theirs: Sequence[Tensor]
+) -> str | None:
+    for sample, mine, expected in zip(group, ours, theirs, strict=True):
+        if not mine.numel():
+            continue
+        largest = expected.abs().max().item()
+        off = (mine - expected).abs().max().item()
+        if not off <= _TOLERANCE * largest:  # NaN too
+            alone = "alone" if sample.cut == Cut.TENSOR else f"cut {str(sample.cut)!r}"
+            return (
+                f"on a tensor of shape {tuple(sample.shape)} like parameter {sample.name!r}, "
+                f"{alone}, its update differs by {off:.2g} from the update of whole tensors "
+                f"together, whose largest element is {largest:.2g}; it looks at elements that a "
+                "rank would not have, or is random"
+            )
+    return None
+
+
+@contextmanager
+def _undisturbed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Take the user's gradients away, so that nothing a copy may share can step, and put back."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads, versions = [p.grad for p in params], [p._version for p in params]
+    devices = sorted({param.device.index for param in params if param.device.type == "cuda"})
+    try:
+        for param in params:
+            param.grad = None
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            yield
+    finally:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+    if [param._version for param in params] != versions:
+        kind = type(optimizer).__name__
+        raise PartitionError(
+            f"a {kind} was tried, to see whether it can work on shards, and its copy wrote to "
+            "parameters of the model, which it must hold elsewhere than in param_groups; say what "
+            f"it needs, {kind}.needs_cut = 'flat' or 'tensor', and build the model again"
+        )
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+# ---- Which cut each parameter gets ----
+
+
+# NOTE(needs): who knows what an optimizer needs is, in this order: its attribute `needs_cut` (a
+# cut, or a method from a param group to a cut), this table for torch's own classes, and a trial of
+# a copy of it. Subclasses of torch's are tried: nobody knows what they override.
+
+_NEEDS_OF_TORCH: Final = {
+    "ASGD": Cut.FLAT,
+    "Adadelta": Cut.FLAT,
+    "Adafactor": Cut.TENSOR,
+    "Adagrad": Cut.FLAT,
+    "Adam": Cut.FLAT,
+    "AdamW": Cut.FLAT,
+    "Adamax": Cut.FLAT,
+    "Muon": Cut.TENSOR,
+    "NAdam": Cut.FLAT,
+    "RAdam": Cut.FLAT,
+    "RMSprop": Cut.FLAT,
+    "Rprop": Cut.FLAT,
+    "SGD": Cut.FLAT,
+}
+
+
+def choose_cuts(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, choice: CutChoice
+) -> dict[int, Cut]:
+    """Parameter id to its cut, for an optimizer that will work on shards.
+
+    The user's choice counts first, then `cut` in the parameter's param group, then what the
+    optimizer needs; without any of them a parameter may be cut anywhere.
+
+    Raises:
+        PartitionError: A choice names no parameter or no cut, or the optimizer would train
+            differently on shards cut so, or nothing is known of it and it cannot be tried.
+    """
+    names = {id(param): name for name, param in reversed(list(model.named_parameters()))}
+    cuts = _said_by_user(model, choice)
+    for member in members_of(optimizer):
+        _choose_for(member, names, cuts)
+    return cuts
+
+
+def _choose_for(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], cuts: dict[int, Cut]
+) -> None:
+    """Add the cuts of its parameters to what the user said, and check those."""
+    kind = type(optimizer).__name__
+    samples: list[list[Sample]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        where = f"'cut' in param group {index} of the {kind}"
+        said = _parse(group["cut"], where) if group.get("cut") is not None else None
+        need = need_of(optimizer, group)
+        samples.append([])
+        for param in group["params"]:
+            cut = cuts.setdefault(id(param), said or need or Cut.FLAT)
+            if need is None:
+                device = torch.device("cpu") if param.is_meta else param.device  # it has values
+                samples[index].append(Sample(names[id(param)], param.shape, device, cut))
+            elif not cut.keeps(need, param.shape):
+                raise PartitionError(
+                    f"parameter {names[id(param)]!r} of shape {tuple(param.shape)}: a {kind} needs "
+                    f"the cut {str(need)!r}, and would train differently on shards cut "
+                    f"{str(cut)!r}, as was asked for; leave the cut to the optimizer, or ask for "
+                    f"{str(need)!r} or 'tensor'"
+                )
+    reason = find_dependence(optimizer, samples) if any(samples) else None
+    if reason is not None:
+        raise PartitionError(
+            f"a {kind} cannot work on shards like these: {reason}. Keep tensors whole with "
+            "cut='tensor' (ZeroConfig.cut, or 'cut' in the param group), or use 'row' or "
+            "'block(k)' where that is enough; if you know better, say so by its attribute: "
+            f"{kind}.needs_cut = 'flat'. Stage 0 takes any optimizer"
+        )
+
+
+def _said_by_user(model: nn.Module, choice: CutChoice) -> dict[int, Cut]:
+    params = list(model.named_parameters(remove_duplicate=False))
+    cuts: dict[int, Cut] = {}
+    if choice is None:
+        return cuts
+    if isinstance(choice, Mapping):
+        for pattern, value in choice.items():
+            matched = [param for name, param in params if fnmatchcase(name, pattern)]
+            if not matched:
+                raise PartitionError(
+                    f"cut: {pattern!r} matches no parameter; see model.named_parameters()"
+                )
+            for param in matched:
+                cuts.setdefault(id(param), _parse(value, f"cut of {pattern!r}"))
+        return cuts
+    for name, param in params:
+        value = choice(name, param) if callable(choice) else choice
+        if value is not None:
+            cuts.setdefault(id(param), _parse(value, f"cut of {name!r}"))
+    return cuts
+
+
+def need_of(optimizer: Any, group: dict[str, Any]) -> Cut | None:
+    """Which cut the optimizer needs for a param group, None if nobody says; see NOTE(needs)."""
+    kind = type(optimizer)
+    need = getattr(optimizer, "needs_cut", None)
+    if callable(need):
+        need = need(group)
+    if need is not None:
+        return _parse(need, f"{kind.__name__}.needs_cut")
+    is_of_torch = kind is getattr(torch.optim, kind.__name__, None)
+    return _NEEDS_OF_TORCH.get(kind.__name__) if is_of_torch else None
+
+
+def _parse(value: Any, where: str) -> Cut:
+    try:
+        return Cut.parse(value)
+    except LayoutError as error:
+        raise PartitionError(f"{where}: {error}") from error
+
+
+# ---- Which state an optimizer keeps for each parameter, as a step of a tiny one shows ----
+
+
+_SIDES: Final = (11, 13, 7, 5, 3, 2, 2, 2)  # of the parameters that are tried; told apart up to 2
+
+
+@frozen
+class StateTensor:
+    """One tensor of a parameter's state, of any size of the parameter."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # that it had
+    of: tuple[int, ...]  # when this was the shape of the parameter
+
+    def shape_for(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Its shape for a parameter of this one, which has as many dims."""
+        if self.shape == self.of:
+            return tuple(shape)
+        if self.shape and math.prod(self.shape) == math.prod(self.of):
+            return (math.prod(shape),)
+        return tuple(shape[self.of.index(side)] if side in self.of else side for side in self.shape)
+
+
+Kind = tuple[int, int, torch.dtype]  # param group, dims, dtype
+
+
+@frozen
+class StatePlan:
+    """State by kind of parameter. Empty without an optimizer."""
+
+    of_kind: Mapping[Kind, tuple[StateTensor, ...]]
+
+    def bytes_of(self, kind: Kind, shape: Sequence[int]) -> tuple[int, int]:
+        """Of a parameter: one value per element or row, and single numbers."""
+        state = scalars = 0
+        for tensor in self.of_kind.get(kind, ()):
+            found = tensor.shape_for(shape)
+            num_bytes = math.prod(found) * tensor.dtype.itemsize
+            if found == tuple(shape) or math.prod(found) > 1:
+                state += num_bytes
+            else:
+                scalars += num_bytes
+        return state, scalars
+
+
+def plan_state(optimizer: torch.optim.Optimizer, kinds: Sequence[Kind]) -> StatePlan:
+    """Step a copy of the optimizer on a tiny parameter of each kind. Local.
+
+    Args:
+        optimizer: Is not changed.
+        kinds: Of its parameters, as they are stepped; groups are counted through all optimizers of
+            a chain.
+
+    Raises:
+        PartitionError: It cannot step so.
+    """
+    found: dict[Kind, tuple[StateTensor, ...]] = {}
+    first = 0
+    for member in members_of(optimizer):
+        groups = range(first, first + len(member.param_groups))
+        mine = [sorted({k for k in kinds if k[0] == at}, key=str) for at in groups]
+        params = [[_tiny(kind) for kind in of_group] for of_group in mine]
+        states = states_after_step(member, params)
+        if states is None:
+            raise PartitionError(
+                f"a trial step of a {type(member).__name__} on tiny tensors failed, so nothing is "
+                "known of the state that it keeps; give an optimizer that steps any tensors"
+            )
+        for of_group, tried in zip(mine, params, strict=True):
+            for kind, param in zip(of_group, tried, strict=True):
+                found[kind] = tuple(
+                    StateTensor(name, value.dtype, tuple(value.shape), tuple(param.shape))
+                    for name, value in states.get(param, {}).items()
+                    if isinstance(value, Tensor)
+                )
+        first = groups.stop
+    return StatePlan(found)
+
+
+def _tiny(kind: Kind) -> nn.Parameter:
+    _, num_dims, dtype = kind
+    return nn.Parameter(torch.ones(_SIDES[:num_dims], dtype=dtype))

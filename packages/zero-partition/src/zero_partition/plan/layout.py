@@ -1,0 +1,466 @@
+"""Where tensors sit in one flat buffer, and which rank keeps what: arithmetic only."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+
+import torch
+from attrs import define, field, frozen
+from attrs.validators import ge
+from torch import nn
+
+from zero_partition.errors import LayoutError
+
+from .cuts import Cut
+from .trace import Extent
+
+
+@frozen(order=True)
+class Span:
+    """Elements `start` up to, not including, `stop`."""
+
+    start: int = field(validator=ge(0))
+    stop: int = field()
+
+    @stop.validator
+    def _check_stop(self, _: object, stop: int) -> None:
+        if stop < self.start:
+            raise ValueError(f"expected stop >= start, got [{self.start}, {stop})")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def overlap(self, other: Span) -> Span | None:
+        """The elements in both, None if there are none."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return Span(start, stop) if start < stop else None
+
+    def shifted(self, offset: int) -> Span:
+        """The same run seen from another origin."""
+        return Span(self.start + offset, self.stop + offset)
+
+    def as_slice(self) -> slice:
+        """For indexing a 1-D tensor."""
+        return slice(self.start, self.stop)
+
+
+# ---- Where tensors sit in one flat buffer, and which rank keeps what: arithmetic only ----
+
+
+@frozen
+class Piece:
+    """The part of one tensor that lies in one rank's shard."""
+
+    index: int  # which tensor
+    in_tensor: Span  # seen from the tensor's first element
+    in_shard: Span  # seen from the shard's first element
+
+
+@frozen
+class FlatLayout:
+    """Where tensors sit in one flat buffer, and which rank keeps what."""
+
+    spans: tuple[Span, ...]  # one per tensor, in the order given
+    shards: tuple[Span, ...]  # one per rank, in rank order, covering the buffer; may be empty
+    numel: int  # payload and padding
+
+    @classmethod
+    def plan(cls, numels: Iterable[int], *, world_size: int, align: int = 16) -> FlatLayout:
+        """Lay tensors end to end and cut anywhere: every rank keeps the same number of elements.
+
+        Args:
+            numels: Elements per tensor; zero is allowed.
+            world_size: Number of shards.
+            align: In elements; each tensor and each shard starts on a multiple of it. 64 bytes'
+                worth keeps every view on the boundary that vector units and compiled kernels
+                assume.
+
+        Raises:
+            LayoutError: A negative numel, or a world size or alignment below one.
+        """
+        spans, cursor = _lay_out(tuple(numels), world_size, align)
+        cursor = _align_up(cursor, world_size * align)
+        return cls._of(spans, [cursor // world_size * rank for rank in range(world_size)], cursor)
+
+    @classmethod
+    def plan_cut(
+        cls,
+        numels: Iterable[int],
+        grains: Sequence[int],
+        *,
+        world_size: int,
+        align: int = 16,
+        loads: Sequence[float] | None = None,
+    ) -> FlatLayout:
+        """Lay tensors end to end and cut each where it may be cut, as evenly as that allows.
+
+        Args:
+            numels: As for `plan`.
+            grains: Per tensor, elements from one place where it may be cut to the next, counted
+                from its first. It may also be cut before and after.
+            world_size: As for `plan`.
+            align: In elements; each tensor starts on a multiple of it. Shards need not.
+            loads: Elements each rank keeps elsewhere, which the cuts even out.
+
+        Raises:
+            LayoutError: As for `plan`, or a grain below one.
+        """
+        numels, loads = tuple(numels), [0.0] * world_size if loads is None else loads
+        spans, cursor = _lay_out(numels, world_size, align)
+        if len(grains) != len(numels) or any(grain < 1 for grain in grains):
+            raise LayoutError(f"expected {len(numels)} grains of at least 1, got {tuple(grains)}")
+        ends = accumulate(_fair_shares(cursor, loads))
+        starts = [0]
+        for ideal in list(ends)[:-1]:
+            legal = _legal_cuts(ideal, spans, grains, cursor)
+            nearest = min(legal, key=lambda place: abs(place - ideal))
+            starts.append(max(starts[-1], nearest))
+        return cls._of(spans, starts, cursor)
+
+    @classmethod
+    def plan_whole(
+        cls, numels: Iterable[int], owners: Sequence[int], *, world_size: int, align: int = 16
+    ) -> FlatLayout:
+        """Lay tensors end to end and cut between them: each lies whole in its owner's shard.
+
+        Args:
+            numels: As for `plan`.
+            owners: Per tensor, the rank that keeps it; ascending, since shards are in rank order.
+            world_size: As for `plan`.
+            align: In elements; each tensor and each shard starts on a multiple of it.
+
+        Raises:
+            LayoutError: As for `plan`, or owners that are no ascending ranks.
+        """
+        spans, cursor = _lay_out(tuple(numels), world_size, align)
+        owners = tuple(owners)
+        if len(owners) != len(spans) or any(
+            a > b for a, b in pairwise((0, *owners, world_size - 1))
+        ):
+            raise LayoutError(
+                f"expected {len(spans)} ascending ranks below {world_size}, got {owners}"
+            )
+        starts = [
+            next((s.start for s, owner in zip(spans, owners, strict=True) if owner >= rank), cursor)
+            for rank in range(1, world_size)
+        ]
+        return cls._of(spans, [0, *starts], cursor)
+
+    @classmethod
+    def _of(cls, spans: Sequence[Span], starts: Sequence[int], numel: int) -> FlatLayout:
+        return _layout_of(tuple(spans), tuple(starts), numel)
+
+    @cached_property
+    def splits(self) -> tuple[int, ...]:
+        """Elements per rank, padding included, in rank order."""
+        return tuple(shard.numel for shard in self.shards)
+
+    @cached_property
+    def payload_numel(self) -> int:
+        """Elements that belong to a tensor."""
+        return sum(span.numel for span in self.spans)
+
+    @cached_property
+    def payload_splits(self) -> tuple[int, ...]:
+        """Elements per rank that belong to a tensor."""
+        return self.payload_of(self.splits)
+
+    @cached_property
+    def gaps(self) -> tuple[Span, ...]:
+        """What belongs to no tensor: padding, in order."""
+        starts = (0, *(span.stop for span in self.spans))
+        stops = (*(span.start for span in self.spans), self.numel)
+        return tuple(Span(*ends) for ends in zip(starts, stops, strict=True) if ends[0] < ends[1])
+
+    def payload_of(self, splits: Iterable[int], *, start: int = 0) -> tuple[int, ...]:
+        """Elements that belong to a tensor, in chunks of these sizes that begin at `start`."""
+        starts = [span.start for span in self.spans]
+        before = [0, *accumulate(span.numel for span in self.spans)]
+
+        def payload_before(place: int) -> int:
+            index = bisect(starts, place) - 1  # of the last tensor that starts there or before
+            if index < 0:
+                return 0
+            return before[index] + min(place - starts[index], self.spans[index].numel)
+
+        places = accumulate(splits, initial=start)
+        return tuple(right - left for left, right in pairwise(map(payload_before, places)))
+
+    def shard(self, rank: int) -> Span:
+        """The span that `rank` keeps."""
+        return self.shards[rank]
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What `rank` keeps of each tensor that it has a part of, in the order of the tensors."""
+        shard = self.shards[rank]
+        return tuple(
+            Piece(index, part.shifted(-span.start), part.shifted(-shard.start))
+            for index, span in enumerate(self.spans)
+            if (part := span.overlap(shard)) is not None
+        )
+
+
+@lru_cache(maxsize=16)  # blocks of a model are alike, and a plan has thousands of ranks for each
+def _layout_of(spans: tuple[Span, ...], starts: tuple[int, ...], numel: int) -> FlatLayout:
+    shards = tuple(Span(start, stop) for start, stop in pairwise((*starts, numel)))
+    return FlatLayout(spans, shards, numel)
+
+
+def byte_offsets(sizes: Iterable[int], *, align_bytes: int = 64) -> tuple[int, ...]:
+    """Where buffers of these sizes start when laid end to end, and where the last one ends."""
+    return tuple(accumulate((_align_up(size, align_bytes) for size in sizes), initial=0))
+
+
+def _lay_out(numels: Sequence[int], world_size: int, align: int) -> tuple[list[Span], int]:
+    if world_size < 1 or align < 1 or any(numel < 0 for numel in numels):
+        raise LayoutError(
+            f"expected world_size >= 1, align >= 1 and numels >= 0, got {world_size}, {align} "
+            f"and a smallest numel of {min(numels, default=0)}"
+        )
+    spans, cursor = [], 0
+    for numel in numels:
+        spans.append(Span(cursor, cursor + numel))
+        cursor = _align_up(cursor + numel, align)
+    return spans, cursor
+
+
+def _fair_shares(numel: int, loads: Sequence[float]) -> list[float]:
+    """Of `numel` elements, how many each rank should get so that none has more than it must."""
+    poorest = sorted(loads)
+    for count in range(len(poorest), 0, -1):
+        level = (numel + sum(poorest[:count])) / count
+        if level >= poorest[count - 1]:
+            break
+    return [max(level - load, 0.0) for load in loads]
+
+
+def _legal_cuts(
+    ideal: float, spans: Sequence[Span], grains: Sequence[int], numel: int
+) -> tuple[int, ...]:
+    """The last place to cut at or before `ideal`, and the first one after."""
+    index = max((i for i, span in enumerate(spans) if span.start <= ideal), default=None)
+    if index is None:
+        return (0,)
+    span, after = spans[index], spans[index + 1].start if index + 1 < len(spans) else numel
+    below = span.start + int(ideal - span.start) // grains[index] * grains[index]
+    above = below + grains[index]
+    if below >= span.stop:  # in the padding behind the tensor, which goes with its end
+        return (after,)
+    return below, above if above < span.stop else after
+
+
+def _align_up(value: int, align: int) -> int:
+    return -(-value // align) * align
+
+
+# ---- Which rank keeps what cannot be cut: arithmetic only ----
+
+
+@define
+class Balance:
+    """Bytes that each rank keeps so far, while a model is planned."""
+
+    bytes_per_rank: list[int]
+
+    @classmethod
+    def of(cls, world_size: int) -> Balance:
+        """Nobody has anything."""
+        return cls([0] * world_size)
+
+    def give_whole(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Give each size to one rank: the largest first, to whom has least. Returns the ranks.
+
+        No rank ends with more than the least loaded one has, plus one size; equal sizes go to
+        ranks in turn, so that the parameters of one unit spread.
+        """
+        ranks = [0] * len(sizes)
+        for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # stable
+            rank = min(range(len(self.bytes_per_rank)), key=self.bytes_per_rank.__getitem__)
+            self.bytes_per_rank[rank] += sizes[index]
+            ranks[index] = rank
+        return tuple(ranks)
+
+    def give_parts(self, sizes: Sequence[int]) -> None:
+        """Add what each rank got of something that was cut."""
+        for rank, size in enumerate(sizes):
+            self.bytes_per_rank[rank] += size
+
+
+# ---- How the parameters of units lie in flat buffers: planning only ----
+
+
+ALIGN_BYTES = (
+    64  # vector units and compiled kernels assume it; else compiled code copies its inputs
+)
+
+# NOTE(whole): shards are in rank order, so where tensors are never cut, a flat buffer holds them in
+# the order of the ranks that keep them. Which rank that is, is decided for all units together, the
+# largest first: a unit with one large matrix gives it to one rank, and the next unit's goes to
+# another. A buffer of parameters that may be cut anywhere is cut evenly, whatever else there is,
+# since backends move equal shards fastest.
+
+_JOINS_WHOLE = 4  # what may be cut stays with what may not if it has at most 1/4 of the elements
+
+
+@frozen
+class ParameterPlan:
+    """One parameter: every name it goes by, and the tensor it is."""
+
+    names: tuple[str, ...]  # tied parameters have several; the first is the one in messages
+    shape: torch.Size
+    dtype: torch.dtype
+    trainable: bool
+    cut: Cut = Cut.FLAT
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+
+@frozen
+class BufferPlan:
+    """One flat buffer: parameters of a unit that share a dtype, and are trainable or not.
+
+    Those that no rank may cut lie apart from large ones that it may; see NOTE(whole).
+    """
+
+    params: tuple[ParameterPlan, ...]
+    layout: FlatLayout
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole buffer, padding included."""
+        return self.layout.numel * self.dtype.itemsize
+
+
+def plan_buffers(
+    units: Sequence[Sequence[nn.Parameter]],
+    names: Mapping[int, tuple[str, ...]],
+    world_size: int,
+    cuts: Mapping[int, Cut],
+    group_of: Mapping[int, int],
+    *,
+    dtypes: Mapping[int, torch.dtype],
+) -> list[tuple[BufferPlan, ...]]:
+    """The buffers of every unit, planned together; see NOTE(whole)."""
+    kinds = [_kinds_of(params, cuts, group_of, dtypes) for params in units]
+    owners: dict[int, int] = {}
+    balances = {trainable: Balance.of(world_size) for trainable in (True, False)}
+    for trainable, balance in balances.items():
+        whole = [
+            param
+            for kind in kinds
+            for (_, of_trainable, is_whole), params in kind.items()
+            if is_whole and of_trainable is trainable
+            for param in params
+        ]
+        ranks = balance.give_whole([param.numel() * param.element_size() for param in whole])
+        owners.update(zip(map(id, whole), ranks, strict=True))
+
+    def plan(kind: tuple[torch.dtype, bool, bool], params: list[nn.Parameter]) -> BufferPlan:
+        dtype, trainable, is_whole = kind
+        if is_whole:
+            params = sorted(params, key=lambda param: owners[id(param)])  # stable
+        plans = tuple(
+            ParameterPlan(names[id(p)], p.shape, dtype, trainable, cuts.get(id(p), Cut.FLAT))
+            for p in params
+        )
+        ranks = [owners[id(param)] for param in params] if is_whole else None
+        layout = _buffer_plan_lay_out(plans, dtype, world_size, ranks, balances[trainable])
+        return BufferPlan(plans, layout, dtype, trainable)
+
+    return [tuple(plan(kind, params) for kind, params in unit.items()) for unit in kinds]
+
+
+def _kinds_of(
+    params: Sequence[nn.Parameter],
+    cuts: Mapping[int, Cut],
+    group_of: Mapping[int, int],
+    dtypes: Mapping[int, torch.dtype],
+) -> dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]]:
+    """By dtype, whether they train, and whether they stay whole: one buffer each."""
+    kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    for param in params:
+        kinds.setdefault((dtypes[id(param)], param.requires_grad), []).append(param)
+    split: dict[tuple[torch.dtype, bool, bool], list[nn.Parameter]] = {}
+    for (dtype, trainable), chosen in kinds.items():
+        chosen.sort(key=lambda param: group_of.get(id(param), -1))  # stable: model order within
+        whole = [param for param in chosen if cuts.get(id(param)) == Cut.TENSOR]
+        rest = [param for param in chosen if cuts.get(id(param)) != Cut.TENSOR]
+        if whole and _numel(rest) * _JOINS_WHOLE <= _numel(whole):
+            whole, rest = chosen, []  # one collective fewer, and hardly worse balanced
+        for is_whole, members in ((True, whole), (False, rest)):
+            if members:
+                split[dtype, trainable, is_whole] = members
+    return split
+
+
+def _buffer_plan_lay_out(
+    plans: Sequence[ParameterPlan],
+    dtype: torch.dtype,
+    world_size: int,
+    owners: Sequence[int] | None,
+    balance: Balance,
+) -> FlatLayout:
+    numels = [plan.shape.numel() for plan in plans]
+    align = max(1, ALIGN_BYTES // dtype.itemsize)
+    if owners is not None:
+        return FlatLayout.plan_whole(numels, owners, world_size=world_size, align=align)
+    if all(plan.cut == Cut.FLAT for plan in plans):
+        return FlatLayout.plan(numels, world_size=world_size, align=align)
+    layout = FlatLayout.plan_cut(
+        numels,
+        [_grain_of(plan, align, world_size) for plan in plans],
+        world_size=world_size,
+        align=align,
+        loads=[num_bytes / dtype.itemsize for num_bytes in balance.bytes_per_rank],
+    )
+    balance.give_parts([numel * dtype.itemsize for numel in layout.splits])
+    return layout
+
+
+def _grain_of(plan: ParameterPlan, align: int, world_size: int) -> int:
+    """As the cut says, and on the alignment too where shards stay about even."""
+    grain = plan.cut.grain(plan.shape)
+    aligned = math.lcm(grain, align)
+    is_fine = plan.cut == Cut.FLAT or 4 * world_size * aligned <= plan.shape.numel()
+    return aligned if is_fine else grain
+
+
+def _numel(params: Sequence[nn.Parameter]) -> int:
+    return sum(param.numel() for param in params)
+
+
+@frozen
+class UnitPlan:
+    """Parameters that are unsharded, resharded and reduced together."""
+
+    name: str  # of the module whose forward uses them; "" is the model itself
+    buffers: tuple[BufferPlan, ...]
+    is_outer: bool  # other units run inside this one's forward
+    rests_whole: bool = False  # on every rank, at every stage; used by any module
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each buffer starts when they lie in one slot, in bytes, and where the last ends."""
+        return byte_offsets(buffer.num_bytes for buffer in self.buffers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that its slot must have."""
+        return self.offsets[-1]
+
+    @cached_property
+    def extent(self) -> Extent:
+        """What it takes while it is whole."""
+        numel = sum(buffer.layout.payload_numel for buffer in self.buffers)
+        return Extent(numel, self.num_bytes, self.is_outer)

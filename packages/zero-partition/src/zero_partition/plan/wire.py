@@ -1,0 +1,370 @@
+"""Which ranks exchange what, and how it is written on the way: a choice beside the stage."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from attrs import Attribute, evolve, field, frozen
+from zero_comm import AbstractCodec, CodecError, Group, Levels, Loco, TrafficLog, parse_codec
+
+from zero_partition.errors import PartitionError
+
+from .layout import BufferPlan
+from .stages import Placement, Placements
+
+
+def _is_levels(_: Wire, attribute: Attribute, value: Any) -> None:
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if value is not None and not is_number and not isinstance(value, Levels):
+        raise PartitionError(
+            f"Wire.levels: expected zero_comm.Levels, the number of ranks of a node, or None, got "
+            f"{value!r}"
+        )
+
+
+def _is_flag(_: Wire, attribute: Attribute, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise PartitionError(f"Wire.{attribute.name}: expected True or False, got {value!r}")
+
+
+def _as_codec(value: Any) -> Any:
+    try:
+        return parse_codec(value) if isinstance(value, str) else value
+    except CodecError as error:
+        raise PartitionError(f"Wire: {error}") from error
+
+
+def _is_codec(_: Wire, attribute: Attribute, value: Any) -> None:
+    if value is not None and not isinstance(value, AbstractCodec):
+        raise PartitionError(
+            f"Wire.{attribute.name}: expected a codec of zero_comm, its name, such as 'int8', or "
+            f"None, got {value!r}"
+        )
+
+
+def _is_loco(wire: Wire, _: Attribute, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Loco):
+        raise PartitionError(f"Wire.loco: expected a zero_comm.Loco or None, got {value!r}")
+    if wire.gradients is None:
+        raise PartitionError(
+            "Wire(loco=...) feeds back what encoding gradients loses, and these travel as they "
+            "are; say how they are encoded, as in Wire(gradients='int4', loco=Loco())"
+        )
+    if wire.replicas:
+        raise PartitionError(
+            "Wire(loco=..., replicas=True): with replicas the second reduction, across nodes, ends "
+            "on every one of them, and has no feedback; leave out loco, or replicas"
+        )
+
+
+def _excludes_secondary(wire: Wire, _: Attribute, replicas: bool) -> None:
+    if replicas and wire.secondary:
+        raise PartitionError(
+            "Wire(secondary=True, replicas=True): with replicas a node has all shards, and every "
+            "gather is local already; leave out secondary"
+        )
+
+
+@frozen(kw_only=True)
+class Wire:
+    """How values travel between ranks. The same on every rank.
+
+    Codecs are those of zero_comm or their names: "int8", "int4", "bf16", "int8:128" (its block).
+    What a codec does not take (float64, integers) travels as it is, as does everything in a group
+    of one rank.
+
+    Args:
+        levels: Which ranks are near each other: `Levels`, or so many consecutive ranks make a node.
+            None: what torchrun says, where something below asks for it.
+        secondary: Stage 3: each node keeps a copy of what was gathered, in parts, until the values
+            change. A gather of the same values, as in backward, then stays inside the node. Costs a
+            node's share of the parameters on each rank; moves nothing where all ranks are of one
+            node. (ZeRO++ calls it hpZ, arXiv 2306.10209.)
+        replicas: Stages 1 to 3: shards are those of a node, and each node has all of them; gradient
+            shards are reduced inside a node and then averaged over the nodes. Costs the memory of
+            as many ranks as a node has, and no gather leaves it. What a rank writes to its own part
+            (`set_local_param`) must be the same on the ranks of other nodes that have that part.
+            (MiCS, arXiv 2205.00119; hybrid sharding.)
+        params: Stages 1 to 3: how shards are written in the gathers of units. Every rank, the owner
+            too, computes with what it decodes; the shards themselves stay exact, and so does what
+            is stepped, saved and given by request (`full_param`, `GatheredParameters`). A node's
+            copy (`secondary`) is of decoded values. Single parameters that are used outside their
+            unit travel as they are, after they are rounded alike. (ZeRO++ calls it qwZ.)
+            At stages 1 and 2 what is gathered is what a step has updated, so frozen parameters stay
+            exact. Shards then rest beside the whole parameters, if there are no masters on the
+            device: that costs the bytes of a shard. As at stage 3, `model.state_dict()` gathers or
+            raises. What is written to whole parameters in place stays until the next step; what is
+            loaded is rounded alike when the model's forward next runs. Of small parameters that
+            rest whole at stage 3 nothing is encoded.
+        gradients: Stages 1 to 3: how gradients are written while they are reduced, in two hops:
+            each rank's inside its node, then the node's sums, encoded anew, across nodes. One hop
+            where there is one node, or one rank to a node. Sums are taken in float32. With
+            `replicas`, the mean over nodes is encoded once more, as a result. (qgZ)
+        frozen: Stage 3: how shards of parameters that do not train rest, and travel as they rest.
+            They are rounded once, when they are sharded or loaded, and are what is given by request
+            and saved. For what adapters are trained on. Not for shards outside the device.
+        loco: What encoding gradients loses is fed back in the next reduction; costs memory, see
+            `Loco`. Saved with the optimizer's state, and restored on as many ranks, with the same
+            levels, units and codec; elsewhere, training that goes on from a file begins without.
+
+    Raises:
+        PartitionError: Names the field, what was expected and what came.
+    """
+
+    levels: Levels | int | None = field(default=None, validator=_is_levels)
+    secondary: bool = field(default=False, validator=_is_flag)
+    replicas: bool = field(default=False, validator=[_is_flag, _excludes_secondary])
+    params: AbstractCodec | None = field(default=None, converter=_as_codec, validator=_is_codec)
+    gradients: AbstractCodec | None = field(default=None, converter=_as_codec, validator=_is_codec)
+    frozen: AbstractCodec | None = field(default=None, converter=_as_codec, validator=_is_codec)
+    loco: Loco | None = field(default=None, validator=_is_loco)
+
+    def routes(self, group: Group, *, timeout_s: float = 60.0) -> Routes:
+        """The groups that follow for a model that all ranks of `group` train. Collective.
+
+        Raises:
+            PartitionError: `levels` are of another group, or nodes have one rank.
+            zero_comm.GroupMismatchError: The group is no whole number of nodes.
+        """
+        log = TrafficLog()
+        routes = self._routes(group, timeout_s=timeout_s)
+        groups = {id(each): evolve(each, log=log) for each in routes.groups}
+
+        def logged(group: Group | None) -> Any:
+            return None if group is None else groups[id(group)]
+
+        hops = routes.hops
+        if hops is not None:
+            hops = Levels(*map(logged, (hops.whole, hops.inside, hops.across)))
+        return Routes(
+            logged(routes.whole),
+            logged(routes.shards),
+            logged(routes.replicas),
+            logged(routes.node),
+            hops,
+            log,
+        )
+
+    def _routes(self, group: Group, *, timeout_s: float) -> Routes:
+        levels = self.levels
+        if isinstance(levels, Levels):
+            if levels.whole.process_group is not group.process_group:
+                raise PartitionError(
+                    f"Wire.levels: expected levels of the group that the model is given, of "
+                    f"{group.world_size} ranks, got levels of another of "
+                    f"{levels.whole.world_size} (rank {group.rank}); pass Levels.of_nodes(group), "
+                    "or the number of ranks of a node"
+                )
+        elif levels is not None or self.secondary or self.replicas or self.gradients is not None:
+            levels = Levels.of_nodes(group, levels, timeout_s=timeout_s)
+        if levels is None:
+            return Routes(group, group)
+        has_nodes = levels.num_nodes > 1
+        if self.replicas and has_nodes:
+            return Routes(levels.whole, levels.inside, replicas=levels.across)
+        node = levels.inside if self.secondary and has_nodes else None
+        if node is not None and node.world_size == 1:
+            raise PartitionError(
+                "Wire(secondary=True) with one rank to a node would keep all parameters whole on "
+                "it; use stage 2, which does so without a gather, or say with Wire(levels=...) how "
+                f"many ranks are near each other (rank {group.rank} of {group.world_size})"
+            )
+        hops = None if self.gradients is None else levels
+        return Routes(levels.whole, levels.whole, node=node, hops=hops)
+
+    def check(self, placements: Placements, *, has_home: bool = False) -> None:
+        """Raise PartitionError for what these placements leave nothing to do for. Local.
+
+        Args:
+            placements: Of parameters, gradients and optimizer state.
+            has_home: Whether shards of parameters rest outside the device.
+        """
+        if self.frozen is not None and has_home:
+            raise PartitionError(
+                f"Wire(frozen='{self.frozen}') is for shards that rest on the device, and these "
+                "rest outside it, as they are; keep parameters on the device, or leave out frozen"
+            )
+        if self.secondary and placements.params is Placement.REPLICATED:
+            raise PartitionError(
+                "Wire(secondary=True) is for parameters that are gathered, and these rest whole at "
+                "stages 0 to 2; use stage 3, or leave it out"
+            )
+        if self.replicas and placements.optim is Placement.REPLICATED:
+            raise PartitionError(
+                "Wire(replicas=True) is for what is sharded, and at stage 0 every rank is a "
+                "replica; use stage 1, 2 or 3, or leave it out"
+            )
+        if self.params is not None and placements.optim is Placement.REPLICATED:
+            raise PartitionError(
+                f"Wire(params='{self.params}') is for parameters that are gathered, and at stage 0 "
+                "every rank updates all of them; use stage 1, 2 or 3, or leave it out"
+            )
+        if self.frozen is not None and placements.params is Placement.REPLICATED:
+            raise PartitionError(
+                f"Wire(frozen='{self.frozen}') is for shards of parameters, and at stages 0 to 2 "
+                "these rest whole; use stage 3, or leave it out"
+            )
+        if self.gradients is not None and placements.optim is Placement.REPLICATED:
+            raise PartitionError(
+                f"Wire(gradients='{self.gradients}') is for gradients that are reduced into "
+                "shards, and at stage 0 every rank keeps them whole; use stage 1, which gives the "
+                "same numbers with less memory, or leave it out"
+            )
+
+    def rests_encoded(self, plan: BufferPlan, placement: Placement) -> bool:
+        """Whether shards of a buffer of parameters that rest so are kept encoded."""
+        is_frozen = placement is Placement.SHARDED and not plan.trainable
+        return is_frozen and self.frozen is not None and self.frozen.takes(plan.dtype)
+
+    def codec_of_updates(
+        self, plan: BufferPlan, placement: Placement, *, is_small: bool, num_shards: int
+    ) -> AbstractCodec | None:
+        """How updated shards of a buffer that rests whole are gathered; None: as they are.
+
+        Args:
+            plan: Of the buffer.
+            placement: Of its parameters.
+            is_small: They rest whole at stage 3 too.
+            num_shards: Number of ranks that exchange them.
+        """
+        is_gathered = placement is Placement.REPLICATED and plan.trainable and num_shards > 1
+        if self.params is None or not is_gathered or is_small:
+            return None
+        return self.params if self.params.takes(plan.dtype) else None
+
+    def codec_of_gradients(self, dtype: torch.dtype) -> AbstractCodec | None:
+        """How gradients of this dtype travel; None: as they are."""
+        is_encoded = self.gradients is not None and self.gradients.takes(dtype)
+        return self.gradients if is_encoded else None
+
+    def facts(self, routes: Routes) -> dict[str, str]:
+        """What ranks must agree on."""
+        return {
+            "wire": f"secondary={self.secondary}, replicas={self.replicas}, params={self.params}, "
+            f"gradients={self.gradients}, frozen={self.frozen}, loco={self.loco}",
+            "ranks that share shards": str(routes.shards.world_size),
+        }
+
+
+@frozen(eq=False)
+class Routes:
+    """Groups of one model."""
+
+    whole: Group  # all ranks that train it
+    shards: Group  # those over which it is sharded: all, or those of a replica
+    replicas: Group | None = None  # those with the same shards as this rank
+    node: Group | None = None  # those that keep a copy of gathered values together
+    hops: Levels | None = None  # in which encoded gradients are reduced, if not among `shards`
+    log: TrafficLog = field(factory=TrafficLog)  # of what this rank sends in all of them; by steps
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """All of them, each once."""
+        hops = () if self.hops is None else (self.hops.inside, self.hops.across)
+        every = (self.whole, self.shards, self.replicas, self.node, *hops)
+        return tuple({id(group): group for group in every if group is not None}.values())
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank's shards are the ones that count as the model's, in a file say."""
+        return self.replicas is None or self.replicas.rank == 0
+
+
+AS_ONE: Final = Wire()
+
+
+# ---- How many ranks exchange what, as `Routes` will have them: arithmetic only ----
+
+
+@frozen(kw_only=True)
+class PlannedRoutes:
+    """Sizes of a model's groups."""
+
+    whole: int  # ranks that train it
+    shards: int  # of them, those over which it is sharded: all, or those of a replica
+    per_node: int  # of them, those of one node
+    has_secondary: bool = False  # whether nodes keep what they have gathered
+    reads_peers: bool = False  # whether shards are read without their owners
+    wire: Wire = AS_ONE  # in how many bits
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks have the same shard."""
+        return self.whole // self.shards
+
+    def codec_of(self, buffer: BufferPlan) -> AbstractCodec | None:
+        """In which shards of a buffer that rests sharded travel; None: as they are."""
+        codec = self.resting_codec_of(buffer) or self.wire.params
+        is_encoded = self.shards > 1 and codec is not None and codec.takes(buffer.dtype)
+        return codec if is_encoded else None
+
+    def resting_codec_of(self, buffer: BufferPlan) -> AbstractCodec | None:
+        """In which they rest, if the buffer's parameters rest sharded; None: as they are."""
+        return self.wire.frozen if self.wire.rests_encoded(buffer, Placement.SHARDED) else None
+
+    def shard_rank(self, rank: int) -> int:
+        """Which shard a rank of the whole keeps."""
+        return rank % self.shards
+
+    def replica(self, rank: int) -> int:
+        """Which replica a rank of the whole is of; the first one's shards are saved."""
+        return rank // self.shards
+
+
+def plan_routes(
+    wire: Wire = AS_ONE,
+    *,
+    world_size: int,
+    ranks_per_node: int | None = None,
+    reads_peers: bool = False,
+) -> PlannedRoutes:
+    """What `Wire.routes` will make of so many ranks. Local.
+
+    Args:
+        wire: As for `partition`.
+        world_size: Number of ranks.
+        ranks_per_node: Neighbours in rank order that share a node, where the wire does not say; all
+            do when None.
+        reads_peers: Whether ranks of one node read each other's shards.
+
+    Raises:
+        PartitionError: The wire needs nodes and nobody says how large they are, or two different
+            sizes are said, or one that does not divide the ranks or is too small.
+    """
+    per_node = wire.levels.inside.world_size if isinstance(wire.levels, Levels) else wire.levels
+    if per_node is not None and ranks_per_node not in (None, per_node):
+        raise PartitionError(
+            f"expected nodes of {per_node} ranks, as Wire.levels says, got ranks_per_node="
+            f"{ranks_per_node}; give one of them"
+        )
+    needs_levels = wire.secondary or wire.replicas or wire.gradients is not None
+    has_levels = per_node is not None or needs_levels
+    per_node = per_node or ranks_per_node
+    if per_node is None and has_levels and world_size > 1:
+        raise PartitionError(
+            "a plan of this Wire needs to know how many ranks make a node, which torchrun says in "
+            "training; pass ranks_per_node, or Wire(levels=...)"
+        )
+    per_node = world_size if per_node is None or world_size == 1 else per_node
+    if world_size % per_node:
+        raise PartitionError(f"expected nodes of {per_node} ranks to divide {world_size} ranks")
+    has_nodes = per_node < world_size
+    if wire.secondary and has_nodes and per_node == 1:
+        raise PartitionError(
+            "Wire(secondary=True) with one rank to a node would keep all parameters whole on it; "
+            "use stage 2"
+        )
+    return PlannedRoutes(
+        whole=world_size,
+        shards=per_node if wire.replicas and has_nodes else world_size,
+        per_node=per_node,
+        has_secondary=wire.secondary and has_nodes,
+        # Levels are believed: ranks of different nodes do not read each other's shards.
+        reads_peers=reads_peers
+        and wire.params is None
+        and (not (has_levels and has_nodes) or wire.replicas),
+        wire=wire,
+    )

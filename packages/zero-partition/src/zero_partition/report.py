@@ -1,0 +1,335 @@
+"""Where this rank's bytes are, computed from layouts."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from zero_comm import AbstractCodec, LocoErrors
+
+from zero_partition.memory.store import Encoded
+from zero_partition.plan.layout import BufferPlan
+from zero_partition.plan.trace import Gather, Use
+from zero_partition.run.sharded_model import ShardedModel
+
+
+@frozen
+class MemoryReport:
+    """Bytes on this rank right now, each kind apart, without model buffers and activations.
+
+    All but the last two kinds are in the device's memory.
+
+    `trained_bytes_per_rank` says how even the shards of all ranks are: where tensors stay whole
+    they differ, and optimizer state and the work of a step with them.
+    """
+
+    params_bytes: int  # elements of parameters that rest here
+    gradients_bytes: int  # elements of gradients that wait for the optimizer
+    optimizer_bytes: int  # elements of the optimizer's state, masters of parameters included
+    padding_bytes: int  # what alignment and even cuts add to the three
+    slots_bytes: int  # where sharded parameters are whole while in use
+    secondary_bytes: int  # this rank's parts of its node's copy of them, padding included
+    reduction_bytes: int  # where gradients are collected and received
+    encoded_bytes: int  # parameters on their way into slots, as a codec has written them
+    loco_bytes: int  # what encoding gradients lost, kept for the next reduction
+    gathered_bytes: int  # parameters that are whole by request, or used outside their unit
+    scalars_bytes: int  # stand-ins of sharded parameters, step counters, flags between ranks
+    parked_bytes: int  # of the above kinds, elsewhere until reload_states(); not in `total_bytes`
+    num_slot_conflicts: int  # slots beyond the window, for units that must be whole besides
+    trained_bytes_per_rank: tuple[int, ...]  # elements of trainable parameters in ranks' shards
+    host_bytes: int  # of host memory where any of it rests, or passes through, off the device
+    disk_bytes: int  # of files where they rest
+
+    @property
+    def model_state_bytes(self) -> int:
+        """What the ZeRO paper counts: parameters, gradients and optimizer state."""
+        return self.params_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it that is in the device's memory."""
+        return (
+            self.model_state_bytes
+            + self.padding_bytes
+            + self.slots_bytes
+            + self.secondary_bytes
+            + self.reduction_bytes
+            + self.encoded_bytes
+            + self.loco_bytes
+            + self.gathered_bytes
+            + self.scalars_bytes
+        )
+
+
+def memory_report(sharded: ShardedModel) -> MemoryReport:
+    """Count this rank's bytes. Local."""
+    rank, parked = sharded.group.rank, sharded.parked
+    gone = frozenset[int]() if parked is None else parked.gone
+
+    def is_gone(tensor: Tensor) -> bool:
+        return id(tensor) in gone
+
+    params = padding = gradients = 0
+    scalars = sharded.reducer.flags_bytes + (0 if parked is None else parked.stand_in_bytes)
+    for unit in sharded.units:
+        for buffer in unit.buffers:
+            layout, itemsize = buffer.plan.layout, buffer.plan.dtype.itemsize
+            scalars += len(buffer.params) * itemsize
+            rest, memory = buffer.resting, buffer.resting.memory
+            if isinstance(rest, Encoded):
+                numels = (layout.splits[rank], layout.payload_splits[rank])
+                used, unused = encoded_bytes(rest.codec, *numels)
+                scalars += itemsize  # what stands in for the values in `shard_params`
+                params += used
+                padding += unused
+                continue
+            if memory is not None and not is_gone(memory) and not buffer.is_view:
+                params += layout.payload_splits[rank] * itemsize
+                padding += (layout.splits[rank] - layout.payload_splits[rank]) * itemsize
+            if buffer.whole is not None and not is_gone(buffer.whole):
+                params += layout.payload_numel * itemsize
+                padding += (layout.numel - layout.payload_numel) * itemsize
+    reduction = sharded.reducer.reduction_bytes
+    state, state_scalars = _optimizer_bytes(sharded, is_gone)
+    for g in sharded.reducer.gradients:
+        layout, itemsize = g.buffer.plan.layout, g.buffer.training.dtype.itemsize
+        payload, resting = layout.payload_splits[rank], layout.splits[rank]
+        masters = g.buffer.training.memory if g.buffer.has_masters else None
+        if masters is not None and not is_gone(masters):
+            state += payload * itemsize
+            padding += (resting - payload) * itemsize
+        holds = g.holds_gradients
+        if g.shard is not None and is_gone(g.shard):
+            reduction -= 0 if holds else g.shard.nbytes
+        elif g.shard is not None and holds and g.result.home is None:
+            gradients += payload * itemsize
+            padding += (resting - payload) * itemsize
+        if g.accumulator is not None and is_gone(g.accumulator):
+            reduction -= g.accumulator.nbytes
+        elif not g.shards_state and g.accumulator is not None:
+            held = [p for p in g.buffer.params if p.grad is not None]
+            gradients += sum(p.numel() for p in held) * itemsize
+            reduction -= sum(p.numel() for p in held) * itemsize
+    home, updater = sharded.residence.home, sharded.residence.updater
+    copies = {id(unit.copies): unit.copies for unit in sharded.units}.values()
+    keepers = (home, updater.report if updater else None, *copies)
+    elsewhere = [keeper for keeper in keepers if keeper is not None]
+    return MemoryReport(
+        params_bytes=params,
+        gradients_bytes=gradients,
+        optimizer_bytes=state,
+        padding_bytes=padding,
+        slots_bytes=sharded.schedule.pool.num_bytes,
+        secondary_bytes=sum(
+            unit.secondary.num_bytes for unit in sharded.units if unit.secondary is not None
+        ),
+        reduction_bytes=reduction,
+        encoded_bytes=sum(unit.encoded_bytes for unit in sharded.units),
+        loco_bytes=sharded.reducer.loco_bytes,
+        gathered_bytes=_gathered_bytes(sharded),
+        scalars_bytes=scalars + state_scalars,
+        parked_bytes=0 if parked is None else parked.num_bytes,
+        num_slot_conflicts=sharded.schedule.pool.conflicts,
+        trained_bytes_per_rank=_trained_bytes_per_rank(sharded),
+        host_bytes=sum(keeper.host_bytes for keeper in (sharded.reducer, *elsewhere)),
+        disk_bytes=sum(keeper.disk_bytes for keeper in elsewhere),
+    )
+
+
+def encoded_bytes(codec: AbstractCodec, numel: int, payload: int) -> tuple[int, int]:
+    """Of a shard that rests encoded: of its payload, scales included, and of padding."""
+    padding = codec.value_bytes(numel) - codec.value_bytes(payload)
+    return codec.wire_bytes(numel) - padding, padding
+
+
+def _optimizer_bytes(sharded: ShardedModel, is_gone: Callable[[Tensor], bool]) -> tuple[int, int]:
+    """Of its state but for masters: one value per element or row, and single numbers."""
+    if sharded.residence.updater is not None:
+        return sharded.residence.updater.report.device_bytes, 0
+    state = scalars = 0
+    if sharded.optimizer is None:
+        return 0, 0
+    for param, values in sharded.optimizer.state.items():
+        for value in values.values():
+            if not isinstance(value, Tensor) or is_gone(value):
+                continue
+            if value.shape == param.shape or value.numel() > 1:
+                state += value.nbytes
+            else:
+                scalars += value.nbytes
+    return state, scalars
+
+
+def _trained_bytes_per_rank(sharded: ShardedModel) -> tuple[int, ...]:
+    plans = [buffer.plan for unit in sharded.units for buffer in unit.buffers]
+    return tuple(
+        sum(p.layout.payload_splits[rank] * p.dtype.itemsize for p in plans if p.trainable)
+        for rank in range(sharded.group.world_size)
+    )
+
+
+def _gathered_bytes(sharded: ShardedModel) -> int:
+    held = [
+        value.untyped_storage()
+        for unit in sharded.units
+        for buffer in unit.buffers
+        for value in buffer.held.values()
+    ]
+    memory = {storage.data_ptr(): storage.nbytes() for storage in held}
+    return sum(memory.values()) + sharded.outside.num_bytes
+
+
+# ---- When each unit is whole, as the recorded order and the slots have it ----
+
+
+@frozen
+class ScheduleRow:
+    """One time that a unit becomes whole. Moments are in words."""
+
+    unit: str  # its name
+    num_bytes: int  # of its slot's memory that it takes, padding included
+    slot: int  # units with one number take turns in one memory
+    gathered: str
+    used: str  # first
+    released: str  # when another unit takes its memory
+
+
+@frozen
+class ScheduleReport:
+    """The gathers of one training step, in the order of uses, or of one evaluation.
+
+    Units that rest whole on this rank have no rows.
+    """
+
+    rows: tuple[ScheduleRow, ...]
+    peak_live_numel: int  # parameter elements that are whole at once, at most, in all slots
+    slots_bytes: int  # memory of all slots
+
+
+def schedule_report(sharded: ShardedModel) -> ScheduleReport:
+    """What the public `schedule_report` documents."""
+    ahead = sharded.schedule.ahead
+    order = ahead.training if ahead.training.recorded else ahead.evaluation
+    names = [unit.name for unit in sharded.units]
+    gathers = ahead.gathers(order)
+    rows = []
+    for gather in gathers:
+        unit = sharded.units[gather.unit]
+        assert unit.slot is not None, "what was used has one"
+        is_ahead = gather.launched < gather.used
+        launched = _in_words(gather.launched, order.recorded, names)
+        rows.append(
+            ScheduleRow(
+                unit=unit.name,
+                num_bytes=unit.plan.num_bytes,
+                slot=unit.slot.index,
+                gathered=f"ahead, {launched}" if is_ahead else "at its use",
+                used=_in_words(gather.used, order.recorded, names),
+                released="at the end"
+                if gather.released is None
+                else _in_words(gather.released, order.recorded, names),
+            )
+        )
+    numels = {index: extent.numel for index, extent in ahead.extents.items()}
+    live = [
+        sum(numels[gather.unit] for gather in gathers if _is_live(gather, position))
+        for position in range(len(order.recorded))
+    ]
+    return ScheduleReport(tuple(rows), max(live, default=0), sharded.schedule.pool.num_bytes)
+
+
+def _is_live(gather: Gather, position: int) -> bool:
+    return gather.launched <= position and (gather.released is None or position < gather.released)
+
+
+def _in_words(position: int, uses: Sequence[Use], names: Sequence[str]) -> str:
+    if position < 0:
+        return "before the forward"
+    return f"{uses[position].phase} of {names[uses[position].unit]}"
+
+
+# ---- What encoding gradients has lost on a rank, for a checkpoint ----
+
+
+_NUM_REDUCTIONS: Final = "num_reductions"  # of each buffer, in their order: one tensor for all
+
+
+def loco_facts(sharded: ShardedModel) -> dict[str, str]:
+    """What must be the same where errors that were saved are to be fed back. Local.
+
+    Empty where none are kept. Equal on every rank.
+    """
+    kept = _kept(sharded)
+    if not kept:
+        return {}
+    hops = sharded.routes.hops
+    route = next(g.route for g in sharded.reducer.gradients if g.route.loco_errors is not None)
+    facts = {
+        "number of ranks": str(sharded.whole.world_size),
+        "ranks of a node": str(
+            sharded.whole.world_size if hops is None else hops.inside.world_size
+        ),
+        "codec of gradients": str(route.codec),
+        "Loco": str(next(iter(kept.values())).loco),
+    }
+    layouts = {_name(g.buffer.plan): _layout_of(g.buffer.plan) for g in sharded.reducer.gradients}
+    return facts | {f"layout of {name!r} and what lies beside it": layouts[name] for name in kept}
+
+
+def loco_state(sharded: ShardedModel) -> dict[str, Tensor]:
+    """This rank's errors, 1-D tensors by names of their own; not copied. Local."""
+    counts, tensors = [], {}
+    for name, errors in _kept(sharded).items():
+        state = errors.state_dict()
+        counts.append(state.pop(_NUM_REDUCTIONS))
+        tensors |= {f"{name}.{level}": tensor for level, tensor in state.items()}
+    if not tensors:
+        return {}
+    return {_NUM_REDUCTIONS: torch.tensor(counts, dtype=torch.int64), **tensors}
+
+
+def restore_loco(sharded: ShardedModel, saved: Mapping[str, Tensor]) -> None:
+    """Feed back what `loco_state` gave where `loco_facts` are the same; forget all if empty. Local.
+
+    Where none are kept, nothing happens.
+
+    Args:
+        sharded: The model, between steps.
+        saved: On any device.
+    """
+    kept, device = _kept(sharded), sharded.group.device
+    if not kept:
+        return
+    counts = saved[_NUM_REDUCTIONS].tolist() if saved else [0] * len(kept)
+    for (name, errors), count in zip(kept.items(), counts, strict=True):
+        prefix = f"{name}."
+        of_levels = {
+            level: saved[prefix + level].to(device)
+            for level in ("inside", "across")
+            if prefix + level in saved
+        }
+        errors.load_state_dict({_NUM_REDUCTIONS: count, **of_levels})
+
+
+def _kept(sharded: ShardedModel) -> dict[str, LocoErrors]:
+    """By the first parameter of the buffer."""
+    return {
+        _name(g.buffer.plan): g.route.loco_errors
+        for g in sharded.reducer.gradients
+        if g.route.loco_errors is not None
+    }
+
+
+def _name(plan: BufferPlan) -> str:
+    return plan.params[0].name
+
+
+def _layout_of(plan: BufferPlan) -> str:
+    """Which elements each rank has; too long to say in full."""
+    spans = [(span.start, span.stop) for span in plan.layout.spans]
+    said = ([param.name for param in plan.params], spans, plan.layout.splits)
+    return f"{zlib.crc32(repr(said).encode()):08x}"

@@ -1,0 +1,213 @@
+"""Global gradient norm, unscaling and clipping over shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+from zero_comm import Group, all_gather_flat
+
+from zero_partition.errors import StateError
+from zero_partition.stand_in import StateKind
+from zero_partition.torch_private import foreach_mul_, foreach_norm, plain_access
+
+from .sharded_model import ShardedModel
+
+# NOTE(in_step): torch's fused optimizers divide gradients by their attribute `grad_scale` and leave
+# everything as it is where `found_inf` is not 0, both read on the device; GradScaler uses the same.
+# Their first step creates state, SGD's momentum uninitialised: that one must not be skipped so.
+
+
+def can_clip_in_step(sharded: ShardedModel) -> bool:
+    """Whether the optimizer's next step can do it. Local, equal on all ranks."""
+    optimizer = sharded.optimizer
+    return sharded.has_stepped and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def leave_to_step(sharded: ShardedModel, finite: Tensor, *, divisor: Tensor | None) -> None:
+    """Have the next step divide gradients, or leave everything as it is if not `finite`. Local."""
+    optimizer: Any = sharded.optimizer
+    optimizer.grad_scale = None if divisor is None else divisor.to(torch.float32)
+    optimizer.found_inf = sharded.left_to_step = finite.logical_not().to(torch.float32)
+
+
+def take_back(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """What was left to the next step is done, or dropped with its gradients. Local.
+
+    What somebody else has left, as GradScaler does, is theirs to take back.
+    """
+    left, sharded.left_to_step = sharded.left_to_step, None
+    if left is not None and getattr(optimizer, "found_inf", None) is left:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+# ---- Global gradient norm, unscaling and clipping over shards ----
+
+
+@frozen
+class GradientReport:
+    """What is known of all gradients together, before the optimizer steps."""
+
+    norm: Tensor  # float32 scalar: of the unscaled gradients, before clipping
+    finite: Tensor  # bool scalar: whether no element on any rank is inf or nan
+    is_in_step: bool = False  # the optimizer's next step unscales, clips and skips by itself
+
+    @property
+    def is_finite(self) -> bool:
+        """The same on the host, which on CUDA waits for the device."""
+        return bool(self.finite)
+
+
+def clip_grad_norm_(
+    sharded: ShardedModel,
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
+    across: Group | None,
+) -> Tensor:
+    """What the public `clip_grad_norm_` documents, arithmetic included."""
+    norm_type = float(norm_type)
+    if norm_type not in (2.0, float("inf")):
+        raise StateError(f"expected norm_type 2 or inf, got {norm_type}")
+    grads = _gradients(sharded, "clip_grad_norm_()", across)
+    norm = _total_norm(sharded, grads, norm_type, across)
+    if error_if_nonfinite:  # torch's own error, of the norm that is equal on all ranks
+        nn.utils.get_total_norm([norm], norm_type, error_if_nonfinite=True)
+    _scale_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm.to(torch.float32)
+
+
+def clip_grad_value_(sharded: ShardedModel, clip_value: float) -> None:
+    """What the public `clip_grad_value_` documents."""
+    for grad in _gradients(sharded, "clip_grad_value_()", None):
+        grad.tensor.clamp_(-clip_value, clip_value)
+
+
+def unscale_and_clip_(
+    sharded: ShardedModel,
+    *,
+    scale: float = 1.0,
+    max_norm: float | None = None,
+    across: Group | None = None,
+    in_step: bool = False,
+) -> GradientReport:
+    """What the public `unscale_and_clip_` documents."""
+    if not 0 < scale < float("inf"):
+        raise StateError(f"unscale_and_clip_(): expected a finite scale above 0, got {scale}")
+    grads = _gradients(sharded, "unscale_and_clip_()", across)
+    norm = _total_norm(sharded, grads, 2.0, across) / scale
+    finite, factor = norm.isfinite(), torch.ones_like(norm)
+    if max_norm is not None:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    is_scaled = scale != 1.0 or max_norm is not None
+    if in_step and can_clip_in_step(sharded):
+        leave_to_step(sharded, finite, divisor=scale / factor if is_scaled else None)
+        return GradientReport(norm.to(torch.float32), finite, is_in_step=True)
+    if is_scaled:  # no branch on `finite`: the host waits for nothing
+        _scale_(grads, torch.where(finite, factor / scale, 1.0))
+    return GradientReport(norm.to(torch.float32), finite)
+
+
+@frozen(eq=False)
+class _Grad:
+    """One gradient that the optimizer reads."""
+
+    tensor: Tensor  # plain
+    counts: bool  # on this rank
+    norm: Tensor | None  # of order 2, where it was taken when the gradient came
+
+
+def _gradients(sharded: ShardedModel, what: str, across: Group | None) -> list[_Grad]:
+    sharded.refuse_incomplete_gradients(what)
+    sharded.refuse_parked(what, StateKind.GRADS)
+    with plain_access():
+        sharded.reducer.before_step()
+    sharded.take_gradients()
+    counts_all = across is None or across.rank == 0
+    with plain_access():
+        return [
+            _Grad(
+                target.grad.as_subclass(Tensor),
+                counts_all or _is_split(param),
+                g.result.norm_of(position),
+            )
+            for g in sharded.reducer.gradients
+            for position, (target, param) in enumerate(zip(g.targets, g.buffer.params, strict=True))
+            if target.grad is not None and target.grad.numel()
+        ]
+
+
+def _is_split(param: nn.Parameter) -> bool:
+    """Whether each rank of a model-parallel group has another part of it, as Megatron marks it."""
+    return any(getattr(param, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
+
+
+def _total_norm(
+    sharded: ShardedModel,
+    grads: Sequence[_Grad],
+    norm_type: float,
+    across: Group | None,
+) -> Tensor:
+    """Over all ranks: a float64 scalar, equal on all of them. Collective."""
+    reducer = sharded.reducer
+    norms = [
+        # What another rank counts is taken times 0: an inf or nan, and no more, is left, as nan.
+        norm if grad.counts else 0 * norm
+        for grad, norm in zip(grads, _norms_of(grads, norm_type), strict=True)
+    ]
+    local = torch.zeros(1, dtype=torch.float64, device=sharded.group.device)
+    if norms:
+        stacked = torch.stack([norm.to(torch.float64) for norm in norms])
+        local[0] = stacked.max() if norm_type != 2.0 else stacked.square().sum()
+    if reducer.shards_state:
+        local = _combine(local, norm_type, sharded.group, reducer.control_tag)
+    if across is not None:
+        local = _combine(local, norm_type, across, reducer.control_tag)
+    return local[0].sqrt() if norm_type == 2.0 else local[0]
+
+
+def _norms_of(grads: Sequence[_Grad], norm_type: float) -> list[Tensor]:
+    """Of each; in float32 those of 16 bits, as fp16 ends early."""
+    norms = [grad.norm for grad in grads]
+    missing = [i for i, norm in enumerate(norms) if norm is None or norm_type != 2.0]
+    tensors = [grads[i].tensor for i in missing]
+    for dtype, among in _by_dtype(tensors).items():
+        places = [missing[i] for i in among]
+        same = [tensors[i] for i in among]
+        wide = torch.float32 if dtype.itemsize < torch.float32.itemsize else None
+        for i, norm in zip(places, foreach_norm(same, norm_type, dtype=wide), strict=True):
+            norms[i] = norm
+    return [norm for norm in norms if norm is not None]
+
+
+def _scale_(grads: Sequence[_Grad], factor: Tensor) -> None:
+    """Multiply all of them in place. A factor of their own dtype makes it one kernel on CUDA."""
+    tensors = [grad.tensor for grad in grads]
+    factor = factor.to(tensors[0].device) if tensors else factor
+    for dtype, places in _by_dtype(tensors).items():
+        is_wide = dtype.itemsize >= torch.float32.itemsize  # in 16 bits a factor would be rounded
+        foreach_mul_([tensors[i] for i in places], factor.to(dtype) if is_wide else factor)
+
+
+def _by_dtype(grads: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
+    places: dict[torch.dtype, list[int]] = {}
+    for i, grad in enumerate(grads):
+        places.setdefault(grad.dtype, []).append(i)
+    return places
+
+
+def _combine(local: Tensor, norm_type: float, group: Group, tag: int) -> Tensor:
+    """One number of each rank, in rank order: their sum, or for infinity their maximum."""
+    if group.world_size == 1:
+        return local
+    everyone = local.new_empty(group.world_size)
+    splits = [1] * group.world_size
+    all_gather_flat(everyone, splits=splits, group=group, shard=local, tag=tag, control=True).wait()
+    total, *others = everyone.split(1)
+    for part in others:
+        total = torch.maximum(total, part) if norm_type != 2.0 else total + part
+    return total

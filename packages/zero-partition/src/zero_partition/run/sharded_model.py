@@ -1,0 +1,916 @@
+"""One partitioned model: its units, their schedule, its gradients and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from operator import is_
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+from weakref import ReferenceType, ref
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor, nn
+from zero_comm import CommError, Exposure, Group, Handle, all_gather_flat
+
+from zero_partition.errors import AtRestError, StateError
+from zero_partition.memory.flat_buffer import FlatBuffer
+from zero_partition.memory.seams import AbstractShardHome
+from zero_partition.plan.stages import Placement, Placements
+from zero_partition.plan.wire import Routes
+from zero_partition.stand_in import (
+    AtRestData,
+    Parked,
+    StateDictKind,
+    StateKind,
+    find_owner,
+    forget_owner,
+    record_owner,
+)
+from zero_partition.torch_private import (
+    call_after_backward,
+    is_in_backward,
+    is_in_ddp_forward,
+    modules_being_called,
+    plain_access,
+    will_accumulate,
+)
+
+from .reducer import GradientReducer
+from .residence import Residence
+from .schedule import Call, Schedule
+from .step import bring_in, step_elsewhere
+from .unit import ShardState, Unit, publish
+
+if TYPE_CHECKING:
+    from zero_partition.plan.layout import Piece
+
+
+@define(eq=False)
+class ModuleTree:
+    """Which modules and parameters a model has, and whether that changed.
+
+    Comparing identities costs a fraction of a microsecond per module and forward.
+    """
+
+    model: nn.Module
+    params: frozenset[int]  # those that were sharded; the units keep them alive
+    _contents: list[dict]  # every module's dictionaries of parameters and of children
+    _seen: list[Any]  # what was in them; the objects, since an identity may be given twice
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModuleTree:
+        """As it is now."""
+        tree = cls(model, frozenset(id(param) for param in model.parameters()), [], [])
+        tree._look()
+        return tree
+
+    def check(self, rank: int) -> None:
+        """Raise StateError where a parameter was added since. Local.
+
+        Modules without parameters of their own come and go as they please, and so do further uses
+        of parameters that were sharded.
+        """
+        found = self._members()
+        if len(found) == len(self._seen) and all(map(is_, found, self._seen)):
+            return
+        for name, param in self.model.named_parameters():
+            if id(param) not in self.params:
+                raise StateError(
+                    f"parameter {name!r}: expected one that was sharded, got another Parameter "
+                    f"object of shape {tuple(param.shape)}, attached after shard() or one that "
+                    f"functional_call() put in its place (rank {rank}); each rank would train its "
+                    "own. Build the model anew with all its modules, "
+                    "load zero_engine.full_state_dict() of this one into it, and shard that"
+                )
+        self._look()
+
+    def _look(self) -> None:
+        modules = list(self.model.modules())
+        contents = (content for m in modules for content in (m._parameters, m._modules))
+        self._contents = [found for found in contents if isinstance(found, dict)]  # not scripted
+        self._seen = self._members()
+
+    def _members(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._contents)))
+
+
+# ---- Where a parameter lies, found from the Parameter itself; nothing is set on the user's  ----
+
+
+@frozen
+class Place:
+    """A position in a flat buffer of a unit of a sharded model.
+
+    Holds nothing alive: the table below would keep every model there ever was.
+    """
+
+    _sharded: ReferenceType[ShardedModel]
+    name: str  # the first of the parameter's names
+    unit_index: int
+    buffer_index: int  # among the unit's
+    position: int  # among the buffer's parameters
+
+    @property
+    def sharded(self) -> ShardedModel:
+        """The model it belongs to.
+
+        Raises:
+            StateError: The model was deleted.
+        """
+        sharded = self._sharded()
+        if sharded is None:
+            raise StateError(
+                f"parameter {self.name!r}: the sharded model that kept its values was deleted, and "
+                "they went with it; keep the model for as long as its parameters are used"
+            )
+        return sharded
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Identity within the model; sorts alike on every rank."""
+        return self.unit_index, self.buffer_index, self.position
+
+    @property
+    def unit(self) -> Unit:
+        """The unit it is unsharded with."""
+        return self.sharded.units[self.unit_index]
+
+    @property
+    def buffer(self) -> FlatBuffer:
+        """The flat buffer it lies in."""
+        return self.unit.buffers[self.buffer_index]
+
+    @property
+    def group(self) -> Group:
+        """The ranks it is sharded over."""
+        return self.sharded.group
+
+    @property
+    def whole(self) -> Group:
+        """All ranks that train it."""
+        return self.sharded.whole
+
+    @property
+    def piece(self) -> Piece | None:
+        """The part of it that this rank keeps, None if there is none."""
+        return self.buffer.piece_of(self.position)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the optimizer steps it."""
+        return self.buffer.plan.trainable
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its own memory is whole, for the user."""
+        return self.position in self.buffer.held
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether its values are elsewhere."""
+        return self.buffer.is_at_rest
+
+    def value(self, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
+        """See `OutsideUses.value`."""
+        return self.sharded.outside.value(self, tensor, what, needs_grad=needs_grad)
+
+    def refuse_write(self, what: str) -> NoReturn:
+        """See `OutsideUses.refuse_write`."""
+        self.sharded.outside.refuse_write(self, what)
+
+
+def record_places(sharded: ShardedModel) -> None:
+    """Make the parameters of a model known."""
+    owner = ref(sharded)
+    for unit in sharded.units:
+        for buffer_index, buffer in enumerate(unit.buffers):
+            for position, param in enumerate(buffer.params):
+                name = buffer.plan.params[position].name
+                record_owner(param, Place(owner, name, unit.index, buffer_index, position))
+
+
+def forget_places(sharded: ShardedModel) -> None:
+    """The parameters of a model are ordinary ones again."""
+    for unit in sharded.units:
+        for buffer in unit.buffers:
+            for param in buffer.params:
+                forget_owner(param)
+
+
+def find_place(param: Tensor) -> Place | None:
+    """Where this very parameter lies, None if it belongs to no sharded model."""
+    place = find_owner(param)
+    return place if isinstance(place, Place) else None
+
+
+def place_of(param: Tensor, *, what: str) -> Place:
+    """Where this very parameter lies.
+
+    Raises:
+        StateError: It is no tensor, or belongs to no sharded model; `what` was asked.
+    """
+    place = find_place(param) if isinstance(param, Tensor) else None
+    if place is None:
+        got = f"shape {tuple(param.shape)}" if isinstance(param, Tensor) else f"{param!r}"
+        raise StateError(
+            f"{what}: expected a Parameter of a sharded model, got a {type(param).__name__} "
+            f"({got}) that belongs to none; pass the model's own object, such as "
+            "model.layer.weight, not a copy, a view or the optimizer's shard"
+        )
+    return place
+
+
+def sort_places(places: Iterable[Place]) -> list[Place]:
+    """Each once, in one order on every rank."""
+    unique = {(id(place.sharded), place.key): place for place in places}
+    return sorted(unique.values(), key=lambda place: (place.buffer.index, place.position))
+
+
+# ---- Parameters whole: put together from the ranks' parts, or taken apart into them ----
+
+
+def part_of(place: Place, shard: Tensor | None = None) -> Tensor:
+    """This rank's part of a parameter, as a 1-D view, maybe empty.
+
+    Args:
+        place: Which parameter.
+        shard: Any flat shard of the buffer's layout; the resting values when None.
+    """
+    source = place.buffer.shard if shard is None else shard
+    piece = place.piece
+    return source[:0] if piece is None else source[piece.in_shard.as_slice()]
+
+
+def refuse_parked_values(place: Place, what: str) -> None:
+    """Raise StateError where a parameter's values, as the optimizer updates them, are parked."""
+    has_master = place.buffer.has_masters
+    place.sharded.refuse_parked(what, StateKind.MASTERS if has_master else StateKind.PARAMS)
+
+
+def as_computed(place: Place) -> Tensor | None:
+    """This rank's part of a parameter as the model computes with it; None: as it rests. Local.
+
+    Encoded and decoded with the whole shard, so that it is the same as in a gather of the unit.
+    """
+    buffer, codec = place.buffer, place.unit.codec_of(place.buffer)
+    if codec is None or place.unit.copies is not None:
+        return None
+    shard = buffer.shard
+    return part_of(place, codec.decode(codec.encode(shard), torch.empty_like(shard)))
+
+
+def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tensor]:
+    """Launch the gather of one parameter from the ranks' parts.
+
+    Collective, but for resting values that are exposed: those are there at once.
+
+    Args:
+        place: Which parameter.
+        part: What this rank contributes, 1-D, as long as its part of the parameter; the resting
+            values when None.
+
+    Returns:
+        Call it once, with `timeout_s` if need be, to wait; gives the whole in the parameter's
+        shape, memory of its own.
+    """
+    buffer, group = place.buffer, place.group
+    plan = buffer.plan.params[place.position]
+    span = buffer.plan.layout.spans[place.position]
+    if part is None and place.unit.copies is not None:
+        return _launch_copy(place, place.unit.copies)
+    exposure = place.unit.exposure if part is None else None
+    part = part_of(place) if part is None else part
+    shards = buffer.plan.layout.shards
+    overlaps = [span.overlap(shard) for shard in shards]
+    whole = torch.empty(plan.shape.numel(), dtype=part.dtype, device=group.device)
+    handle: Handle[Tensor] | None = None
+    if exposure is not None:
+        exposure.gather(
+            buffer.shard,
+            whole,
+            splits=[0 if overlap is None else overlap.numel for overlap in overlaps],
+            starts=[
+                0 if overlap is None else overlap.start - shard.start
+                for overlap, shard in zip(overlaps, shards, strict=True)
+            ],
+        )
+    elif whole.numel():
+        handle = all_gather_flat(
+            whole,
+            splits=[0 if overlap is None else overlap.numel for overlap in overlaps],
+            group=group,
+            shard=part,
+            tag=buffer.gather_tag,
+        )
+
+    def wait(timeout_s: float | None = None) -> Tensor:
+        if handle is not None:
+            try:
+                handle.wait(timeout_s=timeout_s)
+            except CommError as error:
+                raise CommError(
+                    f"gathering parameter {place.name!r} (rank {group.rank}): {error}"
+                ) from error
+        return whole.view(plan.shape)
+
+    return wait
+
+
+def _launch_copy(place: Place, copies: AbstractShardHome) -> Callable[..., Tensor]:
+    buffer = place.buffer
+    numel, dtype = buffer.plan.layout.numel, buffer.plan.dtype
+    full = torch.empty(numel, dtype=dtype, device=place.group.device)
+    reading = copies.read(buffer.index, full)
+
+    def wait(timeout_s: float | None = None) -> Tensor:
+        del timeout_s  # no rank is waited for
+        reading.wait()
+        return buffer.views_of(full)[place.position].clone()
+
+    return wait
+
+
+def launch_flat(buffer: FlatBuffer, shard: Tensor | None = None) -> Callable[[], Tensor]:
+    """As `launch_buffer`; gives the whole flat buffer, 1-D."""
+    layout = buffer.plan.layout
+    shard = buffer.shard if shard is None else shard
+    handle = all_gather_flat(
+        shard.new_empty(layout.numel),
+        splits=layout.splits,
+        payload=layout.payload_splits,
+        group=buffer.group,
+        shard=shard,
+        tag=buffer.gather_tag,
+    )
+    return handle.wait
+
+
+def launch_buffer(
+    buffer: FlatBuffer, shard: Tensor | None = None
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Launch the gather of all parameters of a flat buffer as one. Collective.
+
+    Args:
+        buffer: Which parameters.
+        shard: Any flat shard of its layout; the resting values when None.
+
+    Returns:
+        Call it once to wait; gives each parameter's value, views of one new tensor.
+    """
+    wait = launch_flat(buffer, shard)
+    return lambda: buffer.views_of(wait())
+
+
+def write_whole(place: Place, value: Tensor) -> None:
+    """Make `value`, the same on every rank, the parameter's. Every rank calls it."""
+    place.sharded.begin_write()
+    place.buffer.fill(place.position, value)
+    place.sharded.end_write(place.unit)
+
+
+# ---- Parameters that are used outside their unit's forward ----
+
+
+# NOTE(outside): what is used outside its unit does not go into the unit's slot, which the unit's
+# forward and backward take and leave by their own rules. It gets memory of its own, which autograd
+# keeps for as long as a graph needs it, and it enters the graph through a node of ours: the
+# operation saves that memory and never the Parameter, whose values are elsewhere in backward.
+
+# NOTE(parts): `generate()` of an encoder-decoder model calls the encoder alone, `peft` calls the
+# model inside, CLIP's `get_image_features` one tower. Such a call is a forward as much as the
+# model's: all ranks make it, or units inside would have nobody to gather with. Hooks on every
+# module that is no unit would cost each of their calls; here the stack is asked instead, and only
+# when the answer would be an error. Nothing is kept: no hook of ours says when such a call ends.
+
+_PATIENCE_S: Final = 60.0  # outside forward, some ranks alone may have got here
+
+
+@define(eq=False)
+class OutsideUses:
+    """Whole values that were gathered for such uses, until nobody can ask for them again."""
+
+    sharded: ShardedModel
+    num_gathers: int = field(default=0, init=False)
+    _values: dict[tuple[int, int, int], Tensor] = field(factory=dict, init=False)
+    _in_flight: dict[tuple[int, int, int], Callable[..., Tensor]] = field(factory=dict, init=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values that are kept here."""
+        return sum(value.nbytes for value in self._values.values())
+
+    def launch(self, place: Place) -> None:
+        """Launch the gather ahead of the use. Collective."""
+        self.sharded.refuse_parked("a gather ahead of a forward", StateKind.PARAMS)
+        is_whole = place.unit.state is ShardState.UNSHARDED or place.position in place.buffer.held
+        if not is_whole and place.key not in self._values and place.key not in self._in_flight:
+            self.num_gathers += 1
+            self._in_flight[place.key] = launch_whole(place, as_computed(place))
+
+    def value(self, place: Place, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
+        """What stands in for a parameter at rest, or its `data`, in a call of `what`. Collective.
+
+        Args:
+            place: Which parameter.
+            tensor: The object that was used.
+            what: The function that is called with it.
+            needs_grad: The call is recorded by autograd.
+        """
+        whole = self._whole(place, what, needs_grad=needs_grad)
+        if isinstance(tensor, AtRestData) or not (needs_grad and tensor.requires_grad):
+            return whole
+        return _Enter.apply(tensor, whole, place, place.unit.version)  # type: ignore[no-any-return]
+
+    def forget(self) -> None:
+        """Drop the values; graphs keep what they need. Waits for gathers nobody needed."""
+        while self._in_flight:  # one at a time: what fails is not waited for again
+            self._in_flight.popitem()[1]()
+        self._values.clear()
+
+    def refuse_write(self, place: Place, what: str) -> NoReturn:
+        """A parameter at rest was to be written."""
+        rank = self.sharded.whole.rank
+        raise AtRestError(
+            f"{what}() would write to parameter {place.name!r} while it rests sharded, and the "
+            f"change would be lost (rank {rank}). On every rank: `with GatheredParameters(param, "
+            "modifier_rank=0): ...`, set_full_param(param, value), or load_state_dict()"
+        )
+
+    def _whole(self, place: Place, what: str, *, needs_grad: bool) -> Tensor:
+        self.sharded.refuse_parked(f"{what}() of parameter {place.name!r}", StateKind.PARAMS)
+        held = place.buffer.held.get(place.position)
+        if held is not None:
+            return held
+        key, is_inside = place.key, self.sharded.forwards > 0 or is_in_backward()
+        is_inside = is_inside or any(unit.depth for unit in self.sharded.units)
+        if key in self._values:
+            return self._values[key]
+        is_kept = is_inside or needs_grad
+        is_alone = self.sharded.group.world_size == 1 or place.unit.copies is not None
+        if not is_kept and not is_alone and not self._is_called_in_part():
+            self._refuse_read(place, what)
+        if key not in self._in_flight:
+            self.num_gathers += 1
+            self._in_flight[key] = launch_whole(place, as_computed(place))
+        wait = self._in_flight.pop(key)
+        value = wait() if is_inside else wait(timeout_s=_PATIENCE_S)
+        if is_kept:
+            self._values[key] = value
+        return value
+
+    def _is_called_in_part(self) -> bool:
+        """Whether some module of the model runs, called by hand: see NOTE(parts)."""
+        own = set(map(id, self.sharded.model.modules()))
+        return any(id(module) in own for module in modules_being_called())
+
+    def _refuse_read(self, place: Place, what: str) -> NoReturn:
+        group = self.sharded.group
+        raise AtRestError(
+            f"{what}() would read parameter {place.name!r} while it rests sharded over "
+            f"{group.world_size} ranks (rank {group.rank}); nothing but a call of the model or of "
+            "a module in it, and what autograd records, gathers it by itself, because every rank "
+            "has to take part. On every rank: full_param(param), or `with "
+            "GatheredParameters(param): ...`; of this rank's part alone: local_param(param); of "
+            "all at once: `with unsharded(model): ...`. To convert or move a model, do it before "
+            "shard()"
+        )
+
+
+class _Enter(torch.autograd.Function):
+    """Whole values of a parameter enter a graph; their gradient leaves to the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, whole: Tensor, place: Place, version: int) -> Tensor:
+        ctx.place, ctx.version = place, version
+        return whole.detach()
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        place = ctx.place
+        if place.unit.version != ctx.version:
+            raise StateError(
+                f"parameter {place.name!r}, used outside its unit {place.unit.name!r}: it was "
+                "changed between this graph's forward and its backward (by optimizer.step() or "
+                "load_state_dict()), so the gradient would be wrong; run the forward again"
+            )
+        place.sharded.expect_from_outside(place)
+        return grad, None, None, None
+
+
+def keep_views(unit: Unit, outputs: Iterable[Tensor]) -> None:
+    """Give views of the unit's parameters among its forward's outputs memory of their own.
+
+    Whoever reads them may do so when the slot holds other values. The objects, and their place in
+    the graph, stay.
+    """
+    if unit.slot is None or unit.slot.memory is None:
+        return
+    address = unit.slot.memory.data_ptr()
+    for tensor in outputs:
+        if type(tensor) is not Tensor:
+            continue
+        try:
+            memory = tensor.untyped_storage()
+        except NotImplementedError:  # sparse and opaque ones have none, and view nothing
+            continue
+        if memory.data_ptr() == address:
+            tensor.data = tensor.data.clone()
+
+
+# ---- One partitioned model: its units, their schedule, its gradients and its optimizer ----
+
+
+@define(eq=False)
+class _EndOfBackward:
+    """What autograd calls when a backward has ended, and drops when an exception has ended it."""
+
+    sharded: ReferenceType[ShardedModel]
+    was_called: bool = False
+
+    def __call__(self) -> None:
+        if (sharded := self.sharded()) is not None:
+            sharded.close_backward()
+        self.was_called = True
+
+    def __del__(self) -> None:
+        if not self.was_called and (sharded := self.sharded()) is not None:
+            sharded.reshard_after_failure()
+
+
+@define(eq=False)
+class ShardedModel:
+    """What the hooks talk to. The module stays the user's own."""
+
+    model: nn.Module
+    routes: Routes
+    placements: Placements
+    units: tuple[Unit, ...]
+    schedule: Schedule
+    reducer: GradientReducer
+    residence: Residence
+    optimizer: torch.optim.Optimizer | None
+    exposure: Exposure | None  # of sharded parameters, where peers can read them
+    state_dict: StateDictKind  # what it does of what is sharded
+    input_dtype: torch.dtype | None = None  # of what the model is called with; as it is when None
+    output_dtype: torch.dtype | None = None  # of what the model returns; likewise
+    exports_stand_ins: bool = field(default=False, init=False)  # full_state_dict is collecting
+    outside: OutsideUses = field(init=False)  # parameters used outside their unit's forward
+    forwards: int = field(default=0, init=False)  # of the model that are running
+    gathers: list[str] = field(factory=list, init=False)  # open contexts, by what users call them
+    gathered: set[tuple[int, int, int]] = field(factory=set, init=False)  # places, by their keys
+    unread: list[Handle[Tensor]] = field(factory=list, init=False)  # sent as an exception passed
+    _tree: ModuleTree = field(init=False)
+    _rounded: list[FlatBuffer] = field(init=False)  # that rest whole, and are gathered by a codec
+    removers: list[Callable[[], None]] = field(factory=list, init=False)  # of all our hooks
+    before_write: list[Callable[[], None]] = field(factory=list, init=False)  # once, whoever writes
+    parked: Parked | None = field(default=None, init=False)  # what is elsewhere between phases
+    has_stepped: bool = field(default=False, init=False)  # the optimizer, so it has its state
+    left_to_step: Tensor | None = field(default=None, init=False)  # see NOTE(in_step)
+    _published: list[tuple[int, int]] = field(factory=list, init=False)  # see `_has_written`
+    _hidden: list[tuple[nn.Parameter, Tensor]] = field(factory=list, init=False)  # see `update`
+    _backward_is_open: bool = field(default=False, init=False)
+    _had_guards: bool = field(default=False, init=False)  # when this forward began
+    _makes_graph: bool = field(default=False, init=False)  # create_graph=True
+    _accumulates: bool = field(default=True, init=False)  # into parameters, unlike autograd.grad()
+
+    def __attrs_post_init__(self) -> None:
+        self.outside = OutsideUses(self)
+        self._tree = ModuleTree.of(self.model)
+        buffers = [buffer for unit in self.units for buffer in unit.buffers]
+        self._rounded = [buffer for buffer in buffers if buffer.codec is not None]
+        record_places(self)
+
+    @property
+    def group(self) -> Group:
+        """The ranks it is sharded over: all that train it, or those of one replica."""
+        return self.routes.shards
+
+    @property
+    def whole(self) -> Group:
+        """All ranks that train it."""
+        return self.routes.whole
+
+    @property
+    def is_backward_open(self) -> bool:
+        """Whether a backward is running, or ended in an exception that nobody has noticed yet."""
+        return self._backward_is_open
+
+    @property
+    def gathers_state_dict(self) -> bool:
+        """Whether `model.state_dict()` is collective."""
+        return self.state_dict == "gather"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether this rank has all parameters whole, as they rest: not what a codec leaves."""
+        is_whole = self.placements.params is Placement.REPLICATED
+        return is_whole and all(unit.codec is None for unit in self.units)
+
+    @property
+    def access_tag(self) -> int:
+        """Identity of what gathers of single parameters agree on."""
+        return self.reducer.control_tag + 1
+
+    def begin_forward(self) -> None:
+        """The model's forward starts: clean up after an exception, take our guards away."""
+        self.refuse_parked("a forward", StateKind.PARAMS)
+        if not is_in_backward():
+            self._refuse_callers()
+            self._tree.check(self.whole.rank)
+            self._give_up_open_backward()
+            self.outside.forget()
+            with plain_access():
+                self._had_guards = self.reducer.before_forward()
+            for buffer in self._rounded:
+                if buffer.is_unrounded:
+                    buffer.round_whole()
+            self.schedule.begin_forward()
+        self.forwards += 1
+
+    def end_forward(self) -> None:
+        """The model's forward has ended, or was given up: guards return unless backward follows."""
+        self.forwards = max(0, self.forwards - 1)
+        if not self.forwards and not is_in_backward():
+            self.outside.forget()
+        if self._had_guards and not torch.is_grad_enabled() and not is_in_backward():
+            with plain_access():
+                self.reducer.keep()
+
+    def before_backward(self, call: Call) -> None:
+        """Backward has reached an output of a unit."""
+        self.open_backward()
+        if torch.is_grad_enabled() and self.placements.params is Placement.SHARDED:
+            self.schedule.keep_whole(call.unit)
+        with plain_access():
+            self.reducer.before_backward(call.unit)
+        self.schedule.before_backward(call)
+
+    def expect_from_outside(self, place: Place) -> None:
+        """A gradient is on its way to a parameter, from a use outside its unit."""
+        self.open_backward()
+        with plain_access():
+            self.reducer.before_backward(place.unit)
+        self.reducer.expect_from_outside(place.buffer, place.position)
+
+    def open_backward(self, *, has_arrived: bool = False) -> None:
+        """The first hook of a backward asks for a word at its end.
+
+        Args:
+            has_arrived: A gradient has been computed already, which is wrong if this raises.
+        """
+        if not self._backward_is_open:
+            self._backward_is_open = has_arrived
+            self.refuse_parked("a backward", StateKind.PARAMS, StateKind.GRADS)
+            self._backward_is_open = True
+            self._makes_graph = torch.is_grad_enabled()
+            with plain_access():
+                for unit in self.units:
+                    if unit.plan.rests_whole:
+                        self.reducer.before_backward(unit)
+                self._accumulates = any(
+                    will_accumulate(p) for g in self.reducer.gradients for p in g.buffer.params
+                )
+            call_after_backward(_EndOfBackward(ref(self)))
+            if self.residence.updater is not None and self._accumulates:
+                self.residence.updater.begin_backward()
+            if self._accumulates:
+                self.reducer.refuse_to_sum_again()
+
+    def backward_without_batch(self) -> None:
+        """What a backward does between ranks, with no gradient of this one."""
+        if self._backward_is_open:
+            raise StateError(
+                "backward_without_batch() during a backward, or after one that an exception ended; "
+                "call optimizer.zero_grad() first"
+            )
+        self.refuse_parked("backward_without_batch()", StateKind.GRADS)
+        with plain_access():
+            self.reducer.refuse_to_sum_again()
+            self.reducer.before_forward()
+        self._accumulates, self._makes_graph = True, False
+        self.close_backward()
+
+    def before_step(self, *, has_closure: bool) -> None:
+        """What the optimizer reads must be there, and nothing may still read what it writes."""
+        self.refuse_incomplete_gradients("optimizer.step()")
+        self.refuse_while_gathered("optimizer.step()")
+        is_running = any(unit.depth for unit in self.units)
+        if is_running and self.placements.params is Placement.SHARDED:
+            raise StateError(
+                "optimizer.step() was called while a forward is running, which would go on with "
+                f"parameters as they were (rank {self.whole.rank}); call it when that has ended, "
+                "or train at stage 2 or lower"
+            )
+        self.refuse_parked("optimizer.step()", *StateKind)
+        self._check_params()
+        with plain_access():
+            self.reducer.before_step()
+        self.take_gradients()
+        self.begin_write()
+        self._follow_writes()
+        if has_closure:
+            self._published = self._shard_versions()
+        self.reducer.lend(has_closure=has_closure)
+
+    def around_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure's forward reads what the optimizer has written, and its writes come after."""
+
+        def evaluate() -> Any:
+            if self._has_written():
+                self._publish()
+                self._published = self._shard_versions()
+            result = closure()
+            self.begin_write()
+            self.update()
+            return result
+
+        return evaluate
+
+    def take_gradients(self) -> None:
+        """Keep this rank's part of whole gradients that the user put into `param.grad`. Local."""
+        if not self.reducer.shards_state:
+            return
+        with plain_access():
+            for g in self.reducer.gradients:
+                pairs = zip(g.buffer.params, g.buffer.guards, strict=True)
+                for position, (param, guard) in enumerate(pairs):
+                    if param.grad is not None and param.grad is not guard:
+                        g.copy_whole(position, param.grad)
+
+    def update(self) -> None:
+        """Step what an updater keeps; the optimizer's own step then finds no gradient."""
+        if self.residence.updater is not None:
+            self._hidden = step_elsewhere(self.residence, self.reducer.gradients, self.optimizer)
+
+    def after_step(self) -> None:
+        """Parameters have changed: publish them where they rest replicated."""
+        for param, grad in self._hidden:
+            param.grad = grad
+        self._hidden = []
+        self.reducer.take_back()
+        self.has_stepped = True
+        self._publish()
+        self.routes.log.turn()  # gathers that are launched from here on are the next step's
+        self.schedule.step()
+
+    def finish_update(self) -> None:
+        """What the public `finish_update` documents."""
+        updater = self.residence.updater
+        if updater is None or not updater.is_delayed:
+            return
+        self.refuse_while_gathered("finish_update()")
+        self.refuse_parked("finish_update()", StateKind.PARAMS)
+        if any(unit.depth for unit in self.units):
+            raise StateError(
+                "finish_update() was called while a forward is running; call it between steps"
+            )
+        self.begin_write()
+        self._follow_writes()
+        bring_in(self.residence, self.reducer.gradients)
+        self._publish()
+
+    def _follow_writes(self) -> None:
+        for unit in self.units:
+            for buffer in unit.buffers:
+                buffer.follow_writes()
+
+    def _publish(self) -> None:
+        for unit in self.units:
+            for buffer in unit.buffers:
+                buffer.reclaim()
+                buffer.follow_update()
+        self.end_write()
+        if self.placements.optim is Placement.SHARDED:
+            publish(self.units)
+        if self.residence.home is not None:
+            self.residence.home.settle()
+
+    def _has_written(self) -> bool:
+        """Whether the optimizer of any rank has changed its shards since they were published.
+
+        Collective. Some optimizers step aside, look at the gradient there, and step back.
+        """
+        if self.placements.optim is Placement.REPLICATED:
+            return False
+        return self.reducer.is_true_anywhere(self._shard_versions() != self._published)
+
+    def _shard_versions(self) -> list[tuple[int, int]]:
+        params = (p for unit in self.units for b in unit.buffers for p in b.shard_params)
+        return [(param.data_ptr(), param._version) for param in params]
+
+    def begin_write(self) -> None:
+        """Wait until nothing reads the shards any more. Collective where they are exposed."""
+        self.refuse_parked("a write to parameters", StateKind.PARAMS, StateKind.MASTERS)
+        self.await_readers()
+        self.schedule.settle()
+        if self.exposure is not None:
+            self.exposure.begin_write()
+
+    def await_readers(self) -> None:
+        """Wait for who copies values and state on this rank meanwhile. Local."""
+        while self.before_write:
+            self.before_write.pop()()
+
+    def end_write(self, only: Unit | None = None) -> None:
+        """Whole copies of a unit's parameters, all units' when None, are out of date.
+
+        So are graphs made with them.
+        """
+        if self.exposure is not None:
+            self.exposure.end_write()
+        self.outside.forget()
+        for unit in self.units if only is None else (only,):
+            unit.version += 1
+
+    def refuse_incomplete_gradients(self, what: str) -> None:
+        """Raise StateError after a backward that an exception ended."""
+        if self._backward_is_open:
+            raise StateError(
+                f"{what} after a backward that an exception ended: its gradients are incomplete. "
+                "Call optimizer.zero_grad() and run forward and backward again."
+            )
+
+    def refuse_while_gathered(self, what: str) -> None:
+        """Raise StateError inside a context that keeps parameters whole."""
+        if self.gathers:
+            raise StateError(
+                f"{what} inside {self.gathers[-1]}: the parameters that are whole there would be "
+                f"out of date or lost; leave the context first (rank {self.whole.rank})"
+            )
+
+    def refuse_parked(self, what: str, *kinds: StateKind) -> None:
+        """Raise StateError where something of these kinds is parked."""
+        if self.parked is not None:
+            self.parked.refuse(what, kinds, rank=self.whole.rank)
+
+    def drop_gradients(self, *, set_to_none: bool) -> None:
+        """What `optimizer.zero_grad()` means for gradients that are on their way."""
+        if not set_to_none:  # parked ones can be dropped, but not written to
+            self.refuse_parked("zero_grad(set_to_none=False)", StateKind.GRADS)
+        self._give_up_open_backward(is_asked_for=True)
+        with plain_access():
+            self.reducer.drop(set_to_none=set_to_none)
+        self.schedule.give_up_backward()
+
+    def release_buffers(self) -> None:
+        """Give slots and reduction buffers back until they are needed again."""
+        self.refuse_while_gathered("release_buffers()")
+        self._give_up_open_backward()
+        self.outside.forget()
+        self.schedule.settle()
+        self.schedule.release()
+        self.reducer.release()
+
+    def close_backward(self) -> None:
+        """The outermost backward has ended."""
+        with plain_access():
+            self.reducer.collect_waiting()  # which may refuse: then the backward stays open
+            self._backward_is_open = False
+            if self._accumulates or self.reducer.has_collected:
+                self.reducer.end_backward()
+            else:  # autograd.grad(): it gives this rank's gradients away; `param.grad` is as before
+                self.reducer.keep()
+        self.outside.forget()
+        if not self._makes_graph:
+            self.schedule.keeps_whole = False
+        self.schedule.end_backward()
+
+    def reshard_after_failure(self) -> None:
+        """An exception ended the backward. Local; what is on its way is left to the next use."""
+        self.schedule.abandon_backward()
+
+    def _give_up_open_backward(self, *, is_asked_for: bool = False) -> None:
+        if self._backward_is_open and not is_in_backward():
+            self._backward_is_open = False
+            with plain_access():
+                self.reducer.abandon(is_asked_for=is_asked_for)
+            self.schedule.reset()
+
+    def _refuse_callers(self) -> None:
+        if is_in_ddp_forward():
+            raise StateError(
+                "a sharded model inside DistributedDataParallel: both would reduce its gradients. "
+                "zero_engine.shard() does what the wrapper does, so call the model itself"
+            )
+        if torch.jit.is_tracing() and self.placements.params is Placement.SHARDED:
+            raise StateError(
+                "torch.jit.trace() of a model whose parameters rest sharded would record how they "
+                "are gathered; trace a plain model with the weights of full_state_dict(), or "
+                "zero_engine.unshard() this one first"
+            )
+
+    def _check_params(self) -> None:
+        if self.optimizer is None or self.placements.optim is Placement.REPLICATED:
+            return
+        known = {id(p) for unit in self.units for b in unit.buffers for p in b.shard_params}
+        for index, param_group in enumerate(self.optimizer.param_groups):
+            for param in param_group["params"]:
+                if id(param) not in known:
+                    raise StateError(
+                        f"param group {index} of the optimizer holds a parameter of shape "
+                        f"{tuple(param.shape)} that is no shard of the model: add param groups "
+                        "before shard()"
+                    )

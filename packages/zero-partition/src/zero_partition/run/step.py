@@ -1,0 +1,212 @@
+"""An optimizer whose state an updater keeps: its steps, and what it shows of the state."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+
+from zero_partition.errors import StateError
+from zero_partition.memory.seams import MASTER, AbstractUpdater
+from zero_partition.stand_in import find_owner
+from zero_partition.torch_private import checkpoint_call
+
+from .gradients import BufferGradients, OpenShards
+from .residence import Residence
+from .unit import Unit
+
+
+def step_elsewhere(
+    residence: Residence,
+    gradients: Sequence[BufferGradients],
+    optimizer: torch.optim.Optimizer | None,
+) -> list[tuple[nn.Parameter, Tensor]]:
+    """Step every shard that has a gradient, where its state is. Local.
+
+    What a delayed step has held back comes in first. `grad_scale` and `found_inf` of the optimizer
+    mean what they do to torch's fused ones.
+
+    Returns:
+        Shards and the gradients taken from them, which the optimizer's own step must not find.
+    """
+    updater = residence.updater
+    assert updater is not None, "asked before"
+    bring_in(residence, gradients)
+    hidden = [
+        (param, param.grad)
+        for g in gradients
+        for param in g.buffer.shard_params
+        if param.grad is not None
+    ]
+    found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    if found_inf is None or not float(found_inf):
+        grads, buffer_of = {}, {}
+        for g in gradients:
+            for target, param in zip(g.buffer.targets, g.buffer.shard_params, strict=True):
+                if param.grad is not None and residence.is_updated(target):
+                    grads[target] = param.grad.as_subclass(Tensor)
+                    buffer_of[target] = g.buffer
+        # Only what is opened at a home needs to know; without one this is not looked for.
+        written_only = set() if residence.home is None else set(updater.written_only())
+        opened = OpenShards(
+            buffer_of,
+            lambda buffer: all(
+                buffer.targets[piece.index] in grads and buffer.targets[piece.index] in written_only
+                for piece in buffer.pieces
+            ),
+        )
+        try:
+            factor = 1.0 if scale is None else 1.0 / float(scale)
+            updater.step(grads, factor=factor, opening=opened.open)
+        except BaseException:
+            opened.abandon()
+            raise
+    for param, _ in hidden:
+        param.grad = None
+    return hidden
+
+
+def bring_in(residence: Residence, gradients: Sequence[BufferGradients]) -> None:
+    """Let shards have the values that a delayed step has held back. Local, blocking."""
+    updater = residence.updater
+    assert updater is not None, "asked before"
+    held_back = set(updater.held_back())
+    if not held_back:
+        return
+    opened = OpenShards(
+        {target: g.buffer for g in gradients for target in g.buffer.targets},
+        lambda buffer: all(buffer.targets[piece.index] in held_back for piece in buffer.pieces),
+    )
+    try:
+        updater.bring_in(opened.open)
+    except BaseException:
+        opened.abandon()
+        raise
+
+
+def hand_over_state(
+    optimizer: torch.optim.Optimizer, updater: AbstractUpdater, units: Sequence[Unit]
+) -> None:
+    """Move what `optimizer.state` has to the updater, and leave a view of that in its place."""
+    view = UpdatedState(updater, _targets_by_shard(units))
+    states = view.take({param: state for param, state in optimizer.state.items() if state})
+    if states:
+        updater.write(states, replaces=False)
+    optimizer.state = view  # type: ignore[assignment]
+
+
+def _targets_by_shard(units: Sequence[Unit]) -> dict[nn.Parameter, nn.Parameter]:
+    return {
+        param: target
+        for unit in units
+        for buffer in unit.buffers
+        for param, target in zip(buffer.shard_params, buffer.targets, strict=False)
+    }
+
+
+def bring_back_state(optimizer: torch.optim.Optimizer) -> None:
+    """The opposite: `optimizer.state` holds it again, on the host."""
+    view = optimizer.state
+    if isinstance(view, UpdatedState):  # else somebody has put another in its place
+        optimizer.state = defaultdict(dict, dict(view.items()))
+
+
+@define(eq=False)
+class UpdatedState(MutableMapping[Any, dict[str, Any]]):
+    """`optimizer.state` by shard: copies on the host, made at each access; assigning writes."""
+
+    updater: AbstractUpdater
+    target_of: Mapping[nn.Parameter, nn.Parameter]
+    _others: dict[Any, dict[str, Any]] = field(factory=dict, init=False)  # of what is not trained
+
+    def take(self, states: Mapping[Any, dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
+        """By target; keep those of shards that are never stepped, as they are."""
+        self._others = {p: dict(s) for p, s in states.items() if p not in self.target_of}
+        return {self.target_of[p]: s for p, s in states.items() if p in self.target_of}
+
+    def __getitem__(self, shard: Any) -> dict[str, Any]:
+        """A copy of a shard's state."""
+        refuse_parameter(shard)
+        if shard in self._others:
+            return self._others[shard]
+        target = self.target_of[shard]
+        if target not in set(self.updater.started()):
+            raise KeyError(f"a shard of shape {tuple(shard.shape)} without state")
+        return self._visible(target, self.updater.read([target])[target])
+
+    def __setitem__(self, shard: Any, state: dict[str, Any]) -> None:
+        """Put these entries in the place of those that there are."""
+        if shard in self._others:
+            self._others[shard].update(state)
+        else:
+            self.updater.write({self.target_of[shard]: state}, replaces=False)
+
+    def __delitem__(self, shard: Any) -> None:
+        """Forget a shard's state; its master stays."""
+        raise TypeError("state that rests outside the device is not deleted by shard")
+
+    def __contains__(self, shard: object) -> bool:
+        """Whether a shard has state."""
+        refuse_parameter(shard)
+        return shard in set(self)
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        """Shards that have state."""
+        started = set(self.updater.started())
+        mine = [shard for shard, target in self.target_of.items() if target in started]
+        return iter([*mine, *self._others])
+
+    def __bool__(self) -> bool:
+        """See `has_state`."""
+        return has_state(len(self))
+
+    def __len__(self) -> int:
+        """How many have."""
+        return len(list(iter(self)))
+
+    def items(self) -> Any:
+        """All of it, read once."""
+        targets = {p: self.target_of[p] for p in self if p not in self._others}
+        found = self.updater.read(targets.values())
+        mine = {shard: self._visible(target, found[target]) for shard, target in targets.items()}
+        return (mine | self._others).items()
+
+    def _visible(self, target: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        hidden = MASTER if self.updater.hides_master(target) else None
+        return {name: value for name, value in state.items() if name != hidden}
+
+
+def has_state(num_entries: int) -> bool:
+    """Whether an optimizer has state that a caller need not make.
+
+    torch.distributed.checkpoint would make it by a step, which one rank must not take alone.
+
+    Raises:
+        StateError: The caller is its `set_optimizer_state_dict()`, which looks for the optimizer's
+            parameters in the model, where there are no shards.
+    """
+    call = checkpoint_call()
+    if call is not None and {"optimizers", "state_dict"} <= call.keys():
+        raise StateError(
+            "set_optimizer_state_dict() of torch.distributed.checkpoint cannot find in the model "
+            "the shards that a sharded optimizer has; call "
+            "zero_engine.load_full_optimizer_state_dict(model, state_dict) on every rank, which "
+            "takes what get_optimizer_state_dict() gives"
+        )
+    return num_entries > 0 or call is not None
+
+
+def refuse_parameter(key: object) -> None:
+    """Raise StateError where state is asked for by a parameter of the model, not by its shard."""
+    owner = find_owner(key) if isinstance(key, Tensor) else None
+    if owner is not None and owner.is_trainable:
+        raise StateError(
+            f"optimizer.state was asked for parameter {owner.name!r}: since shard() it holds this "
+            "rank's shards, those of optimizer.param_groups[i]['params'][j]. Of the whole "
+            "parameter: zero_engine.full_optimizer_state(param, 'exp_avg') on every rank; of this "
+            "rank's part: local_optimizer_state(param, 'exp_avg')"
+        )

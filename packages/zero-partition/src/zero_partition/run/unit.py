@@ -1,0 +1,451 @@
+"""A unit at run time: whole or sharded, and how it gets from one to the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum, auto
+from operator import is_
+from typing import Final
+
+import torch
+from attrs import Factory, define, field
+from torch import Tensor, nn
+from zero_comm import (
+    AbstractCodec,
+    CommError,
+    DivergenceError,
+    Exposure,
+    Group,
+    Handle,
+    all_gather_flat,
+)
+
+from zero_partition.errors import StateError
+from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
+from zero_partition.memory.seams import AbstractShardHome
+from zero_partition.memory.store import AtHome, Encoded
+from zero_partition.plan.layout import UnitPlan
+from zero_partition.plan.slots import Slot, SlotPool
+from zero_partition.plan.stages import Placement
+from zero_partition.plan.trace import ENCODED_IN_FLIGHT
+from zero_partition.torch_private import plain_access
+
+
+@define(eq=False)
+class LossByUnit:
+    """Sums of squares, by unit: of what was to be sent, and of what was lost of it."""
+
+    _sums: dict[str, Tensor] = field(factory=dict, init=False)  # of shape (2,), float64
+
+    @torch.no_grad()
+    def note(self, unit: str, codec: AbstractCodec, parts: Iterable[Tensor]) -> None:
+        """Add these, each of which is encoded apart. Encodes and decodes them once more."""
+        for part in parts:
+            exact = part.float()
+            lost = codec.decode(codec.encode(part), torch.empty_like(exact)).sub_(exact)
+            sums = torch.stack([lost.double().square().sum(), exact.double().square().sum()])
+            self._sums[unit] = self._sums[unit] + sums if unit in self._sums else sums
+
+    def relative(self) -> dict[str, float]:
+        """The norm of what was lost by that of what was to be sent; 0 of zeros. Waits for it."""
+        return {
+            unit: 0.0 if sums[1] == 0 else (sums[0] / sums[1]).sqrt().item()
+            for unit, sums in self._sums.items()
+        }
+
+
+@define(eq=False)
+class CodecErrors:
+    """What `record_codec_errors()` finds: on this rank, by name of the unit."""
+
+    params: LossByUnit = field(factory=LossByUnit)  # of its shards, in gathers
+    gradients: LossByUnit = field(factory=LossByUnit)  # of its own ones, in their first hop
+
+
+# ---- What a unit's parameters cost this rank right now, and the legal moves ----
+
+
+class ShardState(Enum):
+    """A unit whose parameters are replicated is always UNSHARDED."""
+
+    SHARDED = auto()  # its shard only; parameters read as NaN
+    GATHERING = auto()  # shard and full buffer; contents undefined until the handle is waited on
+    UNSHARDED = auto()  # shard and full buffer; readable
+
+
+NEXT: Final = {
+    # straight to UNSHARDED when its slot still holds its current values; back from GATHERING when
+    # a gather that was launched ahead turns out not to be needed
+    ShardState.SHARDED: {ShardState.GATHERING, ShardState.UNSHARDED},
+    ShardState.GATHERING: {ShardState.UNSHARDED, ShardState.SHARDED},
+    ShardState.UNSHARDED: {ShardState.SHARDED},
+}
+
+
+# ---- A unit at run time: whole or sharded, and how it gets from one to the other ----
+
+
+@define(eq=False)
+class Unit:
+    """Parameters that are unsharded, resharded and reduced together."""
+
+    plan: UnitPlan
+    index: int
+    group: Group
+    placement: Placement  # of its parameters
+    buffers: tuple[FlatBuffer, ...]
+    owners: tuple[tuple[nn.Module, str, int, int], ...]  # module, attribute, buffer, position
+    codec: AbstractCodec | None = None  # of gathers, if they round some of it; see `Wire.params`
+    secondary: SecondaryShards | None = None  # its node's copy
+    exposure: Exposure | None = None  # through which all shards can be read without their owners
+    copies: AbstractShardHome | None = None  # which has its whole buffers for a while
+    state: ShardState = field(init=False)
+    version: int = 0  # how often the optimizer has changed its values
+    depth: int = 0  # forwards of its module that are running
+    slot: Slot[Unit] | None = None  # assigned at first use, for good; see NOTE(slots)
+    errors: CodecErrors | None = None  # asks what is lost on the way
+    is_held: bool = False  # every parameter is whole in memory of a gather's, and no slot needed
+    _slot_version: int = field(default=-1, init=False)  # version of the values in the slot
+    _handles: list[Handle[Tensor]] = field(default=Factory(list), init=False)
+    _full: list[Tensor] = field(default=Factory(list), init=False)  # the slot, one per buffer
+    _views: list[tuple[Tensor, ...]] = field(default=Factory(list), init=False)
+    _params: list[nn.Parameter] = field(init=False)  # one per owner
+
+    def __attrs_post_init__(self) -> None:
+        is_sharded = self.placement is Placement.SHARDED
+        self.state = ShardState.SHARDED if is_sharded else ShardState.UNSHARDED
+        self._params = [self.buffers[index].params[at] for _, _, index, at in self.owners]
+        for buffer in self.buffers:
+            if is_sharded:
+                buffer.install(buffer.stand_ins)
+            else:
+                assert buffer.whole is not None, "replicated parameters have a whole buffer"
+                self._views.append(buffer.views_of(buffer.whole))
+                buffer.install(self._views[-1])
+
+    @property
+    def name(self) -> str:
+        """The module's name, as in `named_modules`."""
+        return self.plan.name or "(model)"
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether its current values are whole on this rank, so that no gather is needed."""
+        if self.placement is Placement.REPLICATED or self.is_held:
+            return True
+        return (
+            self.slot is not None
+            and self.slot.owner is self
+            and self._slot_version == self.version
+            and self.state is not ShardState.GATHERING
+        )
+
+    def start_unshard(self, pool: SlotPool[Unit]) -> None:
+        """Launch the gather, if one is needed. Collective with its peers' same call.
+
+        Nothing to launch where nobody has to be waited for: peers' shards, or copies, can be read.
+        """
+        is_alone = self.exposure is not None or self.copies is not None
+        if self.state is not ShardState.SHARDED or self.is_resident or is_alone:
+            return
+        self._take_slot(pool)
+        self._slot_version = self.version
+        self._handles = self._launch_gathers()
+        self._move_to(ShardState.GATHERING)
+
+    def _launch_gathers(self) -> list[Handle[Tensor]]:
+        if self.secondary is not None and self.secondary.version == self.version:
+            tags = [buffer.gather_tag for buffer in self.buffers]
+            return self.secondary.gather(self._full, tags=tags, version=self.version)
+        shards = self._fetch_shards()
+        if self.errors is not None:
+            self._note_errors(self.errors, shards)
+        return [
+            all_gather_flat(
+                full,
+                splits=buffer.plan.layout.splits,
+                payload=buffer.plan.layout.payload_splits,
+                group=self.group,
+                shard=shard,
+                tag=buffer.gather_tag,
+                version=self.version,
+                codec=self.codec_of(buffer),
+            )
+            for buffer, full, shard in zip(self.buffers, self._full, shards, strict=True)
+        ]
+
+    def codec_of(self, buffer: FlatBuffer) -> AbstractCodec | None:
+        """How its shards are written in gathers of the unit; None: as they are."""
+        if isinstance(buffer.resting, Encoded):
+            return buffer.resting.codec
+        if self.placement is Placement.REPLICATED:
+            return buffer.codec
+        if self.codec is None or self.group.world_size == 1:
+            return None
+        return self.codec if self.codec.takes(buffer.plan.dtype) else None
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes of encoded shards that are on their way into the slot."""
+        is_whole = self.secondary is not None and self.secondary.version == self.version
+        if self.state is not ShardState.GATHERING or is_whole:
+            return 0
+        return sum(
+            sum(map(codec.wire_bytes, buffer.plan.layout.splits))
+            for buffer in self.buffers
+            if (codec := self.codec_of(buffer)) is not None
+        )
+
+    def unshard(self, pool: SlotPool[Unit]) -> None:
+        """Make the parameters whole; waits. Collective unless they are resident or exposed."""
+        if self.state is ShardState.UNSHARDED:
+            return
+        if self.copies is not None and not self.is_resident:
+            self._read_copies(self.copies, pool)
+        elif self.exposure is not None and not self.is_resident:
+            self._read_shards(self.exposure, pool)
+        self.start_unshard(pool)
+        self._wait()
+        for index, buffer in enumerate(self.buffers):
+            held = tuple(buffer.held.values()) if self.is_held else ()  # install() orders them
+            buffer.install(held or self._views[index])
+        self._move_to(ShardState.UNSHARDED)
+
+    def reshard(self) -> None:
+        """Keep the shard only. Local. A gather in flight is waited for and its result ignored."""
+        if self.placement is Placement.REPLICATED or self.state is ShardState.SHARDED:
+            return
+        self._wait()
+        for buffer in self.buffers:
+            buffer.install(buffer.stand_ins)
+        self._move_to(ShardState.SHARDED)
+
+    def give_up_slot(self) -> None:
+        """Let another unit have the slot's memory. The slot stays assigned; see NOTE(slots)."""
+        if self.depth:
+            raise StateError(
+                f"unit {self.name!r}: its slot was asked for while its forward is running"
+            )
+        self.reshard()
+        has_values = self._slot_version == self.version and self.copies is None
+        if self.secondary is not None and has_values:
+            self.secondary.keep(self._full, self.version)
+        self._slot_version = -1
+
+    def forget_values(self) -> None:
+        """What is in its slot, if it has one, is not what the next use needs. Local."""
+        self.reshard()
+        self._slot_version = -1
+
+    def release_slot(self) -> None:
+        """Forget the slot, whose memory is given back."""
+        if self.placement is Placement.SHARDED:
+            self.reshard()
+            self.slot, self._full, self._views, self._slot_version = None, [], [], -1
+        if self.secondary is not None:
+            self.secondary.release()
+
+    def check_untouched(self) -> None:
+        """Raise StateError where a parameter no longer views our memory, or was written sharded."""
+        with plain_access():
+            found = [module._parameters.get(attribute) for module, attribute, _, _ in self.owners]
+            may_be_written = self.placement is Placement.REPLICATED
+            if not all(map(is_, found, self._params)) or not all(
+                buffer.is_untouched(may_be_written=may_be_written) for buffer in self.buffers
+            ):
+                self._check_each()
+
+    def _check_each(self) -> None:
+        is_whole = self.state is ShardState.UNSHARDED
+        is_sharded = self.placement is Placement.SHARDED
+        expected = [
+            self._views[index] if is_whole else buffer.stand_ins
+            for index, buffer in enumerate(self.buffers)
+        ]
+        for module, attribute, index, position in self.owners:
+            buffer = self.buffers[index]
+            plan, view = buffer.plan, expected[index][position]
+            is_held = bool(buffer.held) and position in buffer.held
+            if is_held:
+                view = buffer.held[position]
+            param = module._parameters.get(attribute)
+            if (
+                param is not buffer.params[position]
+                or param.data_ptr() != view.data_ptr()
+                or param.dtype is not plan.dtype
+                or (not plan.trainable and param.requires_grad)
+                or (is_sharded and not is_held and param._version != buffer.versions[position])
+            ):
+                raise StateError(self._describe_change(param, buffer, position))
+
+    def _describe_change(
+        self, param: nn.Parameter | None, buffer: FlatBuffer, position: int
+    ) -> str:
+        plan = buffer.plan.params[position]
+        expected = f"expected the {plan.dtype} parameter that was sharded"
+        if param is None:
+            got = "it is gone from its module"
+        elif not isinstance(param, nn.Parameter):
+            got = (
+                "got a tensor that torch.func.functional_call() put in its place, which works on a "
+                "plain copy of the model only"
+            )
+        elif param is not buffer.params[position]:
+            got = "got another Parameter object in its place"
+        elif param.requires_grad and not plan.trainable:
+            expected = "expected the frozen parameter that was sharded without gradient memory"
+            got = "it now requires a gradient"
+        elif self.placement is Placement.SHARDED and param._version != buffer.versions[position]:
+            expected = (
+                "expected nobody to write to a sharded parameter, whose values rest elsewhere"
+            )
+            got = (
+                "it was changed in place, and the change is lost (a module that writes to its own "
+                "parameters, as Embedding(max_norm=...) does, needs stage 2 or lower)"
+            )
+        else:
+            got = f"its memory was replaced (dtype {param.dtype}, device {param.device})"
+        return (
+            f"unit {self.name!r}, parameter {plan.name!r}: {expected}, but {got} "
+            f"(rank {self.group.rank}). Convert, move, freeze and replace parameters before "
+            "shard(): .to(), .half(), load_state_dict(assign=True) and unfreezing after it are not "
+            "followed; values go in through load_state_dict()."
+        )
+
+    def _take_slot(self, pool: SlotPool[Unit]) -> None:
+        if self.slot is None:
+            alone = self.plan.is_outer  # in use while units inside it come and go
+            self.slot = pool.take(self, self.plan.num_bytes, alone=alone)
+        previous = self.slot.owner
+        if previous is self:
+            return
+        if previous is not None:
+            previous.give_up_slot()
+        self.slot.owner = self
+        if not self._full:
+            memory = self.slot.allocate(pool.device)
+            self._full = [
+                memory[start : start + buffer.plan.num_bytes].view(buffer.plan.dtype)
+                for start, buffer in zip(self.plan.offsets, self.buffers, strict=False)
+            ]
+            self._views = [
+                buffer.views_of(full) for buffer, full in zip(self.buffers, self._full, strict=True)
+            ]
+
+    def _fetch_shards(self) -> list[Tensor | None]:
+        """What this rank contributes to each gather, encoded if it rests so.
+
+        None: it is in its place in the slot.
+
+        Shards at a home are read into that place, all at a time; waits for them.
+        """
+        pending = []
+        for buffer, full in zip(self.buffers, self._full, strict=True):
+            if isinstance(buffer.resting, AtHome):
+                own = full[buffer.plan.layout.shard(self.group.rank).as_slice()]
+                pending.append(buffer.resting.home.read(buffer.index, own))
+        for read in pending:
+            read.wait()
+        rests = [buffer.resting for buffer in self.buffers]
+        return [rest.wire if isinstance(rest, Encoded) else rest.memory for rest in rests]
+
+    def _note_errors(self, errors: CodecErrors, shards: Sequence[Tensor | None]) -> None:
+        for buffer, full, shard in zip(self.buffers, self._full, shards, strict=True):
+            codec = self.codec_of(buffer)
+            if codec is not None and not isinstance(buffer.resting, Encoded):  # lost long ago
+                own = full[buffer.plan.layout.shard(self.group.rank).as_slice()]
+                errors.params.note(self.name, codec, [own if shard is None else shard])
+
+    def keep_copies(self, copies: AbstractShardHome, full: Sequence[Tensor] | None = None) -> None:
+        """Copy its whole buffers, in its slot now when None, to where they can be read alone."""
+        for buffer, whole in zip(self.buffers, self._full if full is None else full, strict=True):
+            copies.open(buffer.index, reads=False).copy_(whole)
+            copies.close(buffer.index)
+
+    def _read_copies(self, copies: AbstractShardHome, pool: SlotPool[Unit]) -> None:
+        self._take_slot(pool)
+        self._slot_version = -1  # what an exception leaves behind is nobody's value
+        reads = [
+            copies.read(buffer.index, full)
+            for buffer, full in zip(self.buffers, self._full, strict=True)
+        ]
+        for read in reads:
+            read.wait()
+        self._slot_version = self.version
+
+    def _read_shards(self, exposure: Exposure, pool: SlotPool[Unit]) -> None:
+        self._take_slot(pool)
+        self._slot_version = -1  # what an exception leaves behind is nobody's value
+        for buffer, full in zip(self.buffers, self._full, strict=True):
+            layout = buffer.plan.layout
+            try:
+                exposure.gather(
+                    buffer.shard,
+                    full,
+                    splits=layout.splits,
+                    payload=layout.payload_splits,
+                    tag=buffer.gather_tag,
+                )
+            except CommError as error:
+                raise CommError(f"gathering unit {self.name!r}: {error}") from error
+        self._slot_version = self.version
+
+    def _wait(self) -> None:
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            try:
+                handle.wait()
+            except DivergenceError:
+                raise  # it names the units
+            except CommError as error:
+                raise CommError(f"gathering unit {self.name!r}: {error}") from error
+
+    def _move_to(self, state: ShardState) -> None:
+        if state not in NEXT[self.state]:
+            raise StateError(
+                f"unit {self.name!r}: cannot go from {self.state.name} to {state.name}"
+            )
+        self.state = state
+
+
+# ---- Parameters that rest whole: every rank sends the shard that its optimizer has updated ----
+
+
+def publish(units: Sequence[Unit]) -> None:
+    """All-gather them in place. Collective; waits.
+
+    What travels as it is takes no memory on its way, and all of it is launched at once.
+    """
+    is_encoded = any(buffer.codec is not None for unit in units for buffer in unit.buffers)
+    limit = ENCODED_IN_FLIGHT if is_encoded else len(units)
+    in_flight: deque[list[Handle[Tensor]]] = deque()
+    for unit in units:
+        if len(in_flight) == limit:
+            _wait(in_flight.popleft())
+        if handles := list(_launch(unit)):
+            in_flight.append(handles)
+    for handles in in_flight:
+        _wait(handles)
+
+
+def _launch(unit: Unit) -> Iterator[Handle[Tensor]]:
+    for buffer in unit.buffers:
+        if buffer.whole is None or not buffer.plan.trainable:
+            continue
+        if unit.errors is not None and buffer.codec is not None:
+            unit.errors.params.note(unit.name, buffer.codec, [buffer.shard])
+        buffer.is_unrounded = False
+        yield all_gather_flat(
+            buffer.whole,
+            splits=buffer.plan.layout.splits,
+            payload=buffer.plan.layout.payload_splits,
+            group=unit.group,
+            tag=buffer.gather_tag,
+            codec=buffer.codec,
+        )
+
+
+def _wait(handles: Sequence[Handle[Tensor]]) -> None:
+    for handle in handles:
+        handle.wait()

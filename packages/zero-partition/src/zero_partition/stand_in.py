@@ -1,0 +1,670 @@
+"""What a parameter is while it rests sharded: a class that notices every use of its values."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Any, Final, Literal, NoReturn, Protocol, TypeAlias
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+from zero_comm import Group, Reduction, all_reduce_flat
+
+from .errors import StateError
+from .torch_private import (
+    as_subclass_sharing_memory,
+    foreach_norm,
+    has_views,
+    plain_call,
+    unscale_and_find_inf_,
+)
+
+# What `model.state_dict()` does about parameters whose values are elsewhere.
+StateDictKind: TypeAlias = Literal["raise", "gather", "placeholders"]
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of this shape that costs one element and reads as NaN.
+
+    Each call makes a scalar of its own: detectors of tied weights compare addresses. Dtypes
+    without NaN read as zero; only the state check protects them.
+    """
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+def export_empty(module: nn.Module, names: Iterable[str]) -> None:
+    """Have an empty tensor of each of these in the state dict of which this is a pre-hook. Local.
+
+    Next, torch calls `param.detach()` for every name. An attribute of the object comes before the
+    method, so nothing is gathered or refused, until `end_empty_export`.
+    """
+    for name in names:
+        param = module._parameters[name]
+        assert param is not None, "its values are elsewhere"
+        empty = torch.empty(0, dtype=param.dtype, device=param.device)
+        vars(param)["detach"] = empty.detach
+
+
+def end_empty_export(module: nn.Module) -> None:
+    """Undo `export_empty`, if it was done."""
+    for param in module._parameters.values():
+        if param is not None:
+            vars(param).pop("detach", None)
+
+
+def refuse_deepcopy() -> NoReturn:
+    """A copy would share our buffers."""
+    raise StateError(
+        "copy.deepcopy() of a sharded model: its parameters live in buffers that are shared "
+        "with the optimizer and with other ranks. Build a fresh model and load "
+        "zero_engine.full_state_dict(model) into it, or copy before shard(). What AveragedModel "
+        "and averages like it copy for, zero_engine.ShardedAverage(model, decay=...) does."
+    )
+
+
+def refuse_pickle() -> NoReturn:
+    """A file would hold no values."""
+    raise StateError("pickling a sharded model: save zero_engine.full_state_dict(model) instead")
+
+
+class GradientGuard(Tensor):
+    """Stands in `param.grad` while the gradient is sharded. Any use raises.
+
+    So torch's `clip_grad_norm_(model.parameters())` stops with a message where it would otherwise
+    find no gradients and do nothing.
+    """
+
+    @classmethod
+    def over(cls, stand_in: Tensor) -> Tensor:
+        """A guard of the placeholder's shape, dtype and device that costs no further memory."""
+        return as_subclass_sharing_memory(cls, stand_in)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer questions about shape; refuse everything that would read or write values."""
+        if _is_metadata(func):
+            return plain_call(func, args, kwargs or {})
+        raise StateError(
+            f"{getattr(func, '__name__', func)} was called on the gradient of a parameter whose "
+            "gradient is sharded: after backward at stages 1 to 3 it rests in "
+            "optimizer.param_groups[i]['params'][j].grad, one shard per rank. To clip, call "
+            "zero_engine.clip_grad_norm_(model, max_norm) or clip_grad_value_(model, value); to "
+            "drop it, optimizer.zero_grad()."
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"GradientGuard(shape={tuple(self.shape)}: the gradient is sharded)"
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copied model starts without gradients."""
+
+
+_GUARDS_VALUES = {
+    "data",
+    "T",
+    "mT",
+    "H",
+    "mH",
+    "real",
+    "imag",
+}  # attributes that give the elements away
+_GUARDS_METADATA = {
+    Tensor.dim,
+    Tensor.size,
+    Tensor.numel,
+    Tensor.is_contiguous,
+    Tensor.stride,
+    Tensor.__len__,
+}
+
+
+def _is_metadata(func: Any) -> bool:
+    """Whether it neither reads nor writes elements, nor gives away a way to."""
+    is_attribute = getattr(func, "__name__", "") == "__get__"
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    return (is_attribute and attribute not in _GUARDS_VALUES) or func in _GUARDS_METADATA
+
+
+class GradientShard(Tensor):
+    """`grad` of a parameter shard: an ordinary tensor, but for what needs all ranks.
+
+    `torch.amp.GradScaler` works: whether any rank found an inf is agreed on where it looks. Norms
+    raise, since a rank sees its own elements only.
+    """
+
+    _group: Group
+    is_unscaled: bool = False  # GradScaler has taken the loss scale out
+    is_touched: bool = False  # others had its elements; writes through `data` leave no other trace
+
+    @classmethod
+    def over(cls, tensor: Tensor, group: Group) -> Tensor:
+        """`tensor`, the same memory, as this rank's part of a gradient."""
+        shard = as_subclass_sharing_memory(cls, tensor)
+        shard._group = group  # type: ignore[attr-defined]
+        return shard
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Pass through, except for norms and the overflow check of GradScaler."""
+        if func in _NORMS and (group := _group_of(args)) is not None and group.world_size > 1:
+            raise StateError(
+                f"{func.__name__} was called on a gradient shard: it would be the norm of this "
+                f"rank's elements only (rank {group.rank} of {group.world_size}). To clip, call "
+                "zero_engine.clip_grad_norm_(model, max_norm); for the local value, use "
+                "grad.as_subclass(torch.Tensor)."
+            )
+        result = plain_call(func, args, kwargs or {})
+        if not _is_metadata(func):
+            for shard in _shards_in(args):
+                shard.is_touched = True
+        if func is unscale_and_find_inf_:
+            for shard in _shards_in(args[:1]):
+                shard.is_unscaled = True
+            group, found_inf = _group_of(args), args[1]
+            if group is not None and group.world_size > 1:
+                total = found_inf.detach().reshape(1).to(group.device)
+                all_reduce_flat(total, group=group, op=Reduction.SUM).wait()
+                found_inf.fill_(float(total.item() > 0))
+        return result
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"GradientShard({self.as_subclass(Tensor)!r})"
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self.as_subclass(Tensor).detach().clone()
+
+
+_NORMS = {
+    torch.norm,
+    torch.linalg.norm,
+    torch.linalg.vector_norm,
+    foreach_norm,
+    torch.nn.functional.normalize,
+    Tensor.norm,
+}
+
+
+def _shards_in(args: tuple) -> Iterator[GradientShard]:
+    for arg in args:
+        for candidate in arg if isinstance(arg, list | tuple) else (arg,):
+            if isinstance(candidate, GradientShard):
+                yield candidate
+
+
+def _group_of(args: tuple) -> Group | None:
+    return next((getattr(shard, "_group", None) for shard in _shards_in(args)), None)
+
+
+# ---- What a parameter is while it rests sharded ----
+
+
+# NOTE(class): a parameter at rest keeps its identity and becomes an instance of a subclass of its
+# own class, which it leaves when it is unsharded. So `module.weight is param`, isinstance() and
+# memory stay as they are, a whole parameter is exactly what the user made, and while it rests torch
+# hands every function that is called on it to `__torch_function__`. There the values are gathered
+# and put in its place, or the use is refused by name. Two class assignments per use of a unit cost
+# 0.2 µs per parameter; nothing of torch is patched (docs/decisions/0010-use-outside-the-unit.md).
+
+
+class Owner(Protocol):
+    """What is known of a parameter that may rest sharded."""
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        ...
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the optimizer steps it."""
+        ...
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its own memory is whole, for the user."""
+        ...
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether its values are elsewhere."""
+        ...
+
+    def value(self, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
+        """What stands in for it, or for its `data`, in a call of `what`. Collective."""
+        ...
+
+    def refuse_write(self, what: str) -> NoReturn:
+        """It was to be written by a call of `what`."""
+        ...
+
+
+# The one table of the package: parameters are asked about by themselves, from any module's code.
+# Nothing is set on the user's objects, and nothing in it keeps a model alive.
+_OWNERS: Final = WeakIdKeyDictionary()
+
+
+def record_owner(tensor: Tensor, owner: Owner) -> None:
+    """`tensor` is the parameter, or stands for it."""
+    _OWNERS[tensor] = owner
+
+
+def forget_owner(tensor: Tensor) -> None:
+    """It is an ordinary one again."""
+    _OWNERS.pop(tensor, None)
+
+
+def find_owner(tensor: Tensor) -> Any:
+    """What was recorded of this very tensor; None if nothing was."""
+    return _OWNERS.get(tensor)
+
+
+class AtRest:
+    """Mixed into the class of a parameter for as long as it rests sharded."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer questions about shape; put whole values where values are used."""
+        kwargs, (name, attribute) = kwargs or {}, names_of(func)
+        if looks_at_no_element(name, attribute):
+            return plain_call(func, args, kwargs)
+        if attribute == "data":
+            data: Any = plain_call(func, args, kwargs)
+            return _guard_data(args[0], data)
+        if name in _AUTOGRAD or name in _PRINTS:
+            return _as_plain(func, args, kwargs)
+        if name in _LIKE and not isinstance(args[0], AtRest):
+            return func(*_replace(args, _plain), **_replace(kwargs, _plain))
+        if name in _CONVERSIONS:
+            converted = plain_call(func, args, kwargs)
+            if converted is args[0] or not isinstance(converted, Tensor):  # type() is a string
+                return converted
+        return _use(func, attribute or name, args, kwargs)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        if not _is_gathered(self):  # type: ignore[arg-type]
+            refuse_deepcopy()
+        return _as_plain(copy.deepcopy, (self, memo), {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not _is_gathered(self):  # type: ignore[arg-type]
+            refuse_pickle()
+        return _as_plain(type(self).__mro__[2].__reduce_ex__, (self, protocol), {})
+
+
+class AtRestData(AtRest, Tensor):  # type: ignore[misc]
+    """`param.data` of a parameter at rest: the same stand-in, without autograd."""
+
+
+def names_of(func: Callable) -> tuple[str, str]:
+    """What a torch function is called, and the attribute it reads or sets, "" if it does not."""
+    name = getattr(func, "__name__", str(func))
+    return name, getattr(func.__self__, "__name__", "") if name in _ACCESSES else ""  # type: ignore[attr-defined]
+
+
+def looks_at_no_element(name: str, attribute: str) -> bool:
+    """Whether a torch function of these names asks for shape, dtype and the like only."""
+    if name in _METADATA or name.startswith(_FACTORIES):
+        return True
+    return bool(attribute) and (name != "__get__" or attribute not in _VALUES)
+
+
+@functools.cache
+def rest_type(cls: type[nn.Parameter]) -> type[nn.Parameter]:
+    """What a parameter of this class is at rest. Named like it: messages and `repr` show it."""
+    names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls)(cls.__name__, (AtRest, cls), names)
+
+
+def rest_type_of(param: nn.Parameter) -> type[nn.Parameter]:
+    """As `rest_type`; its own class where Python cannot change it, and uses go unnoticed."""
+    own = type(param)
+    try:
+        param.__class__ = rest_type(own)
+    except TypeError:
+        return own
+    param.__class__ = own
+    return rest_type(own)
+
+
+def _use(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
+    """Call what reads values, or writes them, with whole ones."""
+    is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+    written = (args[:1] if args else kwargs) if is_write else kwargs.get("out")
+    for tensor in _tensors_in(written):
+        if isinstance(tensor, AtRest) and not _is_gathered(tensor):
+            _owner_of(tensor).refuse_write(name)
+    found = _tensors_in((args, kwargs))
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in found)
+
+    def substitute(tensor: Tensor) -> Tensor:
+        if _is_gathered(tensor) and (is_write or not needs_grad):
+            return tensor  # its memory is whole: nothing to put in its place
+        return _owner_of(tensor).value(tensor, name, needs_grad=needs_grad)
+
+    args, kwargs = _replace(args, substitute), _replace(kwargs, substitute)
+    if any(isinstance(tensor, AtRest) for tensor in _tensors_in((args, kwargs))):
+        return plain_call(func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def _owner_of(tensor: Tensor) -> Owner:
+    owner: Owner | None = find_owner(tensor)
+    assert owner is not None, "only a unit's parameters, and their data, are ever at rest"
+    return owner
+
+
+def _is_gathered(tensor: Tensor) -> bool:
+    return _owner_of(tensor).is_gathered
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return as_subclass_sharing_memory(Tensor, tensor)
+
+
+def _guard_data(param: Tensor, data: Tensor) -> Tensor:
+    if _is_gathered(param):
+        return data
+    guarded = as_subclass_sharing_memory(AtRestData, data)
+    record_owner(guarded, _owner_of(param))
+    return guarded
+
+
+def _as_plain(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Call what treats parameters as places in a graph, and runs the user's code besides.
+
+    Disabling the class for the call, as elsewhere, would disable it for that code too.
+    """
+    found = [tensor for tensor in _tensors_in((args, kwargs)) if isinstance(tensor, AtRest)]
+    types = [type(tensor) for tensor in found]
+    for tensor, at_rest in zip(found, types, strict=True):
+        tensor.__class__ = at_rest.__mro__[2]  # what comes after the two of ours
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for tensor, at_rest in zip(found, types, strict=True):
+            if at_rest is AtRestData or _owner_of(tensor).is_at_rest:
+                tensor.__class__ = at_rest
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors_in(item)]
+    return []
+
+
+def _replace(value: Any, substitute: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure with something in the place of every parameter at rest."""
+    if isinstance(value, AtRest):
+        return substitute(value)  # type: ignore[arg-type]
+    if isinstance(value, dict):
+        return {key: _replace(item, substitute) for key, item in value.items()}
+    if isinstance(value, list | tuple) and any(isinstance(t, AtRest) for t in _tensors_in(value)):
+        items = [_replace(item, substitute) for item in value]
+        make = getattr(value, "_make", type(value))  # tuples with names take no iterable
+        return make(items)
+    return value
+
+
+# Attributes that give the elements away.
+_VALUES: Final = {"data", "T", "mT", "H", "mH", "real", "imag"}
+# Functions that look at no element. Whatever is not here is taken to read.
+_METADATA: Final = {
+    *("dim", "ndimension", "size", "numel", "nelement", "__len__", "element_size", "get_device"),
+    *("is_contiguous", "stride", "storage_offset", "data_ptr", "untyped_storage", "storage"),
+    *("_typed_storage", "is_floating_point", "is_complex", "is_signed", "is_shared", "is_pinned"),
+    *("is_inference", "is_conj", "is_neg", "has_names", "is_same_size", "is_set_to", "_is_view"),
+    *("_has_compatible_shallow_copy_type",),
+    *("result_type", "can_cast", "promote_types", "retain_grad", "requires_grad_"),
+    *("register_hook", "register_post_accumulate_grad_hook", "__hash__", "__dir__"),
+}
+_FACTORIES: Final = (
+    *("empty_like", "zeros_like", "ones_like", "full_like"),
+    *("rand_like", "randn_like", "randint_like", "new_"),
+)
+_CONVERSIONS: Final = {
+    *("to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "cpu", "cuda"),
+    *("int", "long", "short", "char", "byte", "bool"),
+}
+# Of the other argument they take the dtype, the device or the shape.
+_LIKE: Final = {"to", "type_as", "view_as", "reshape_as", "expand_as"}
+_ACCESSES: Final = {"__get__", "__set__", "__delete__"}
+_PRINTS: Final = {"__repr__", "__format__"}
+_AUTOGRAD: Final = {"grad", "backward"}
+_WRITES: Final = {
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"),
+    *("__imod__", "__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__"),
+    *("__ilshift__", "__irshift__"),
+}
+
+
+# ---- What hangs on the user's module belongs to it, and to this rank ----
+
+
+class Bound:
+    """A hook belongs to one model on one rank: copying or pickling it would share our buffers."""
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        refuse_deepcopy()
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle()
+
+
+# ---- Tensors whose memory was given back ----
+
+
+# NOTE(stand-ins): a storage of no bytes under tensors that have some would do as well, and every
+# view would be right again by itself. But torch checks it in few of its functions: the others read
+# address 0, which ends the process, where a graph or `param.data` somebody kept is enough. So the
+# tensors we know are made to view one NaN each, and are of a class that raises; and a storage that
+# somebody else still views is not given back
+# (docs/decisions/0030-parked-tensors-keep-their-identity.md).
+
+
+class ParkedTensor:
+    """Mixed into the class of a tensor for as long as its values are parked."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer questions about shape; refuse everything that would read or write values."""
+        name, attribute = names_of(func)
+        if looks_at_no_element(name, attribute):
+            return plain_call(func, args, kwargs or {})
+        return _refuse(attribute or name)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"{type(self).__name__}(shape={tuple(self.shape)}: parked)"  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        _refuse("copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse("pickling")
+
+
+def _refuse(name: str) -> NoReturn:
+    raise StateError(
+        f"{name} was called on a tensor whose values offload_states() has parked; call "
+        "zero_engine.reload_states(model) on every rank first"
+    )
+
+
+@functools.cache
+def parked_type(cls: type[Tensor]) -> type[Tensor]:
+    """What a tensor of this class is while it is parked. Named like it."""
+    names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls)(cls.__name__, (ParkedTensor, cls), names)
+
+
+@frozen
+class View:
+    """How one tensor saw its storage, and of which class it was."""
+
+    tensor: Tensor
+    whole_type: type[Tensor]
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> View:
+        """As it is now."""
+        size, stride = tensor.size(), tensor.stride()
+        return cls(tensor, type(tensor), size, stride, int(tensor.storage_offset()))
+
+    def take_away(self) -> None:
+        """Let go of the memory. The object, its shape and its place in `grad` or state stay."""
+        tensor = self.tensor
+        tensor.data = placeholder(self.size, tensor.dtype, tensor.device)
+        with contextlib.suppress(TypeError):  # where Python cannot, NaN is all that says it
+            tensor.__class__ = parked_type(self.whole_type)  # type: ignore[assignment]
+
+    def put_back(self, storage: torch.UntypedStorage) -> None:
+        """See this storage as the one before."""
+        tensor = self.tensor
+        tensor.__class__ = self.whole_type
+        blank = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        tensor.data = blank.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+
+
+# ---- What of a model's training state is parked, and where its bytes are meanwhile ----
+
+
+class StateKind(Enum):
+    """What training state consists of."""
+
+    PARAMS = "params"  # what rests of parameters: shards at stage 3, whole buffers elsewhere
+    MASTERS = "masters"  # what the optimizer updates, where that is not the parameters
+    GRADS = "grads"  # gradients that wait for the optimizer, or for their reduction
+    OPTIM = "optim"  # the optimizer's own tensors; step counts and other single numbers stay
+    BUFFERS = "buffers"  # slots and reduction buffers: given back, and made again when needed
+
+
+class AbstractKeeper(ABC):
+    """Where bytes are while they are parked. Local; used by one thread.
+
+    All tensors are 1-D, uint8, contiguous, on the model's device.
+    """
+
+    @abstractmethod
+    def reserve(self, sizes: Mapping[str, int]) -> None:
+        """Take the room for values of so many bytes, by key: called once, before all else."""
+
+    @abstractmethod
+    def keep(self, key: str, source: Tensor, *, waits: bool) -> None:
+        """Copy `source`, whose memory is given back to its allocator right afterwards.
+
+        Args:
+            key: One that was reserved.
+            source: As many bytes as were reserved for it.
+            waits: Whether the copy must be done when this returns; else it may be left to the
+                current stream.
+        """
+
+    @abstractmethod
+    def give_back(self, key: str, into: Tensor, *, waits: bool) -> None:
+        """Copy what was kept into `into`. After an error it can be asked for again."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything: all has been given back, or nobody wants it."""
+
+
+@define(eq=False)
+class ParkedStorage:
+    """One storage, and the tensors of ours that view it."""
+
+    key: str
+    kind: StateKind
+    num_bytes: int
+    device: torch.device
+    views: list[View]
+    storage: torch.UntypedStorage | None  # None: its memory was given back
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody views the memory, now that our tensors do not."""
+        return self.storage is not None and not has_views(self.storage)
+
+    def take_away(self) -> None:
+        """Let our tensors go."""
+        for view in self.views:
+            view.take_away()
+
+    def keep(self, keeper: AbstractKeeper, *, waits: bool) -> None:
+        """Leave the bytes with the keeper, and give the memory back."""
+        assert self.storage is not None, "storages are kept once"
+        keeper.keep(self.key, _bytes_of(self.storage), waits=waits)
+        self.storage = None
+
+    def put_back(self, keeper: AbstractKeeper, *, waits: bool) -> None:
+        """Every view sees its values again."""
+        if self.storage is None:
+            memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+            keeper.give_back(self.key, memory, waits=waits)
+            self.storage = memory.untyped_storage()
+        for view in self.views:
+            view.put_back(self.storage)
+
+
+@define(eq=False)
+class Parked:
+    """The parked state of one model."""
+
+    kinds: frozenset[StateKind]
+    keeper: AbstractKeeper
+    storages: list[ParkedStorage]
+    removers: list[Callable[[], None]] = field(factory=list, init=False)  # of hooks meanwhile
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that were given back."""
+        return sum(s.num_bytes for s in self.storages if s.storage is None)
+
+    @property
+    def stand_in_bytes(self) -> int:
+        """Bytes of what stands in for tensors: one element each."""
+        return sum(v.tensor.element_size() for s in self.storages for v in s.views)
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Tensors, by id, whose memory was given back."""
+        gone = (view for s in self.storages if s.storage is None for view in s.views)
+        return frozenset(id(view.tensor) for view in gone)
+
+    def refuse(self, what: str, kinds: Collection[StateKind], *, rank: int) -> None:
+        """Raise StateError if it needs something that is parked."""
+        gone = [kind.value for kind in StateKind if kind in self.kinds and kind in kinds]
+        if gone:
+            raise StateError(
+                f"{what} needs state that offload_states() has parked: {', '.join(gone)} (rank "
+                f"{rank}); call zero_engine.reload_states(model) on every rank first"
+            )
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    blank = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return blank.set_(storage)  # type: ignore[call-overload,no-any-return]

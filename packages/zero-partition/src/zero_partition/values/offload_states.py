@@ -1,0 +1,252 @@
+"""Park a model's training state between phases, and bring it back."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_partition.chained import members_of
+from zero_partition.errors import StateError
+from zero_partition.run.gradients import BufferGradients
+from zero_partition.run.sharded_model import ShardedModel
+from zero_partition.stand_in import (
+    AbstractKeeper,
+    GradientGuard,
+    Parked,
+    ParkedStorage,
+    StateKind,
+    View,
+)
+from zero_partition.torch_private import is_in_backward, plain_access
+
+
+def park(
+    sharded: ShardedModel, keeper: AbstractKeeper, kinds: Collection[StateKind], *, waits: bool
+) -> None:
+    """What the public `park` documents."""
+    kinds, exposure = frozenset(kinds), None
+    try:
+        _check_idle(sharded, "offload_states()")
+        sharded.await_readers()
+        if StateKind.BUFFERS in kinds:
+            sharded.release_buffers()
+        if StateKind.PARAMS in kinds:
+            sharded.outside.forget()
+            sharded.schedule.settle()
+            exposure = sharded.exposure
+            if sharded.residence.updater is not None:
+                sharded.residence.updater.let_go()
+        if exposure is not None:
+            exposure.begin_write()  # no peer reads our shards from here on
+        with torch.inference_mode(False), torch.no_grad(), plain_access():
+            storages = _find_storages(sharded, kinds)
+            _keep(sharded, storages, keeper, waits=waits)
+    except BaseException:
+        keeper.close()
+        raise
+    parked = Parked(kinds - {StateKind.BUFFERS}, keeper, storages)
+    if not parked.kinds:  # buffers come back by themselves
+        keeper.close()
+        return
+    _refuse_state_dicts(sharded, parked)
+    sharded.parked = parked
+    _tell_what_stays(storages)
+
+
+def unpark(sharded: ShardedModel, *, waits: bool) -> None:
+    """What the public `unpark` documents."""
+    parked = sharded.parked
+    if parked is None:
+        return
+    with torch.inference_mode(False), torch.no_grad(), plain_access():
+        while parked.storages:  # one by one: after an error the others are there to try again
+            parked.storages[0].put_back(parked.keeper, waits=waits)
+            del parked.storages[0]
+        _have_moved(sharded)
+    for remove in parked.removers:
+        remove()
+    sharded.parked = None
+    parked.keeper.close()
+
+
+def _check_idle(sharded: ShardedModel, what: str) -> None:
+    rank = sharded.whole.rank
+    if sharded.parked is not None:
+        kinds = ", ".join(kind.value for kind in StateKind if kind in sharded.parked.kinds)
+        raise StateError(
+            f"{what}: state of this model is parked already: {kinds} (rank {rank}); call "
+            "zero_engine.reload_states(model) first, and then park all that should be, at once"
+        )
+    if sharded.forwards or is_in_backward() or any(unit.depth for unit in sharded.units):
+        raise StateError(
+            f"{what} during a forward or backward of the model (rank {rank}); call it between them"
+        )
+    sharded.refuse_incomplete_gradients(what)
+    sharded.refuse_while_gathered(what)
+
+
+def _keep(
+    sharded: ShardedModel, storages: list[ParkedStorage], keeper: AbstractKeeper, *, waits: bool
+) -> None:
+    """All of it on all ranks or, after an error on any, nothing. Collective."""
+    error: Exception | None = None
+    free: list[ParkedStorage] = []
+    try:
+        try:
+            free = _take_away(storages)
+            keeper.reserve({storage.key: storage.num_bytes for storage in free})
+            for storage in free if waits else ():
+                storage.keep(keeper, waits=True)
+        except Exception as caught:
+            error = caught
+        if sharded.reducer.is_true_anywhere(error is not None):
+            raise error or StateError(
+                f"offload_states(): another rank could not park its state, and says why (rank "
+                f"{sharded.whole.rank}); on every rank all is where it was"
+            )
+        for storage in () if waits else free:  # after the ranks' word, for which a host waits
+            storage.keep(keeper, waits=False)
+    except BaseException:
+        for storage in storages:
+            storage.put_back(keeper, waits=True)
+        _have_moved(sharded)
+        raise
+
+
+def _take_away(storages: list[ParkedStorage]) -> list[ParkedStorage]:
+    """Let our tensors go; which storages nobody views any more."""
+    for storage in storages:
+        storage.take_away()
+    if not all(storage.is_free for storage in storages):
+        gc.collect()  # an exception's traceback, say, keeps a graph until then
+    return [storage for storage in storages if storage.is_free]
+
+
+def _tell_what_stays(storages: Iterable[ParkedStorage]) -> None:
+    """Last, as a filter of warnings may make it an error."""
+    stay = [storage for storage in storages if storage.storage is not None]
+    if stay:
+        warnings.warn(
+            f"offload_states(): {sum(s.num_bytes for s in stay)} bytes stay in memory, since "
+            "something besides the model and its optimizer views them: a graph whose backward has "
+            f"not run, or `.data` that somebody keeps ({', '.join(s.key for s in stay[:3])}, ...)",
+            stacklevel=5,
+        )
+
+
+def _have_moved(sharded: ShardedModel) -> None:
+    """All is in memory again, wherever that is. Collective where peers were kept from reading."""
+    for unit in sharded.units:
+        for buffer in unit.buffers:
+            buffer.forget_addresses()
+    for g in sharded.reducer.gradients:
+        g.forget_address()
+    if sharded.exposure is not None and sharded.exposure.is_writing:
+        sharded.exposure.move()
+        sharded.exposure.end_write()  # versions of units stay: no value has changed
+
+
+def _find_storages(sharded: ShardedModel, kinds: Collection[StateKind]) -> list[ParkedStorage]:
+    """What these kinds consist of on this rank, each storage once."""
+    views: dict[int, dict[int, Tensor]] = {}  # by storage, then by tensor
+    for tensor in _tensors_of(sharded):
+        views.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
+    found: dict[int, ParkedStorage] = {}
+    for kind, name, root in _roots_of(sharded):
+        storage = root.untyped_storage()
+        if kind not in kinds or storage._cdata in found or not _may_go(root, sharded):
+            continue
+        found[storage._cdata] = ParkedStorage(
+            key=f"{kind.value} {len(found)} of {name}",
+            kind=kind,
+            num_bytes=storage.nbytes(),
+            device=root.device,
+            views=[View.of(tensor) for tensor in views[storage._cdata].values()],
+            storage=storage,
+        )
+    return list(found.values())
+
+
+def _may_go(tensor: Tensor, sharded: ShardedModel) -> bool:
+    """Not what stands in for something, rests on the host already, or belongs to an arena."""
+    storage = tensor.untyped_storage()
+    is_stand_in = storage.nbytes() < tensor.nbytes
+    is_here = tensor.device == sharded.group.device
+    return bool(tensor.nbytes) and not is_stand_in and is_here and storage.resizable()
+
+
+def _roots_of(sharded: ShardedModel) -> Iterator[tuple[StateKind, str, Tensor]]:
+    """A tensor of every storage that may be parked, its kind and what it belongs to."""
+    for unit in sharded.units:
+        for buffer in unit.buffers:
+            for params in (buffer.whole, buffer.resting.memory):
+                if params is not None:
+                    yield StateKind.PARAMS, unit.name, params
+            if buffer.has_masters and buffer.training.memory is not None:
+                yield StateKind.MASTERS, unit.name, buffer.training.memory
+    for g in sharded.reducer.gradients:
+        if g.has_local and g.accumulator is not None:
+            yield StateKind.GRADS, g.unit.name, g.accumulator
+        for grad in _grads_of(g):
+            yield StateKind.GRADS, g.unit.name, grad
+    for tensor in _state_of(sharded):
+        yield StateKind.OPTIM, "the optimizer", tensor
+
+
+def _tensors_of(sharded: ShardedModel) -> Iterator[Tensor]:
+    """Every tensor of ours that may view them."""
+    for unit in sharded.units:
+        for buffer in unit.buffers:
+            yield from buffer.resting_tensors()
+    for g in sharded.reducer.gradients:
+        yield from (t for t in (g.shard, g.accumulator, *g.parts, *g.views) if t is not None)
+        yield from _grads_of(g)
+    yield from _state_of(sharded)
+
+
+def _grads_of(g: BufferGradients) -> Iterator[Tensor]:
+    for param in (*g.targets, *g.buffer.params):
+        if param.grad is not None and not isinstance(param.grad, GradientGuard):
+            yield param.grad
+
+
+def _state_of(sharded: ShardedModel) -> Iterator[Tensor]:
+    for member in members_of(sharded.optimizer):
+        if not isinstance(member.state, dict):
+            continue  # a view of what rests elsewhere already
+        for state in member.state.values():
+            yield from (tensor for tensor in _tensors_in(state) if tensor.dim())
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _refuse_state_dicts(sharded: ShardedModel, parked: Parked) -> None:
+    """An optimizer's state dict holds the tensors themselves: nobody should take it now."""
+
+    def refuse(what: str, *_: Any) -> None:
+        parked.refuse(what, {StateKind.OPTIM}, rank=sharded.whole.rank)
+
+    for member in members_of(sharded.optimizer):
+        for handle in (
+            member.register_state_dict_pre_hook(
+                partial(refuse, "optimizer.state_dict()"), prepend=True
+            ),
+            member.register_load_state_dict_pre_hook(
+                partial(refuse, "optimizer.load_state_dict()"), prepend=True
+            ),
+        ):
+            parked.removers.append(handle.remove)
