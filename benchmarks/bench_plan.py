@@ -24,7 +24,8 @@ from heats import Entry, add_options, check_options, run_heat, say, settings_of,
 from model import GPT, SHAPES, model_numel
 from results import write_results
 from systems import OURS, SYSTEMS, Setting, our_config
-from zero_engine import Plan, Rates, StepEstimate, estimate_step, plan
+from zero_engine import plan
+from zero_engine.planning import Plan, Rates, StepEstimate, estimate_step
 
 PROBE: Final = "probe"
 CHOICES: Final = ("zero0", "zero1", "zero2", "zero3", "zero3_host_all")

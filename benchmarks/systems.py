@@ -371,7 +371,7 @@ def probe(model: GPT, setting: Setting) -> Step:
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         del tokens, targets
-        found.append(attrs.asdict(zero_engine.probe(group, path=path)))
+        found.append(attrs.asdict(zero_engine.planning.probe(group, path=path)))
         return done
 
     return ReportingStep(step, lambda: {"rates": found})

@@ -9,7 +9,8 @@ import parity
 import torch
 from torch import Tensor, nn
 from zero_comm import AbstractCodec, even_splits
-from zero_partition import BufferPlan, choose_units, plan_units
+from zero_partition.plan import BufferPlan
+from zero_partition.planning import choose_units, plan_units
 
 
 def train_coded(

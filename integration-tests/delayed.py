@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import Offload, Precision, Wire
 from zero_offload import CPUAdam
-from zero_partition import find_sharded
+from zero_partition.seams import find_sharded
 
 BF16: Final = torch.bfloat16
 NUM_STEPS: Final = 4

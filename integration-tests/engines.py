@@ -10,7 +10,8 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_engine import Engine, EngineConfig
+from zero_engine import Engine
+from zero_engine.deepspeed import EngineConfig
 
 
 def engine_config(

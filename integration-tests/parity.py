@@ -21,11 +21,14 @@ import torch
 import torch.distributed as dist
 import zero_engine
 import zero_partition
+import zero_partition.seams
 from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from zero_comm import Group
-from zero_partition import BufferPlan, Cut, choose_units, plan_units
+from zero_partition import Cut
+from zero_partition.plan import BufferPlan
+from zero_partition.planning import choose_units, plan_units
 
 VOCABULARY: Final = 11
 WIDTH: Final = 6
@@ -363,7 +366,7 @@ def whole_gradients(
         None if param.grad is None else param.grad.detach().as_subclass(Tensor).flatten().clone()
         for param in _trained(optimizer)
     ]
-    sharded = zero_partition.find_sharded(model)
+    sharded = zero_partition.seams.find_sharded(model)
     if group.world_size == 1 or not sharded.reducer.shards_state:
         return mine
     group = sharded.group  # with replicas, those of one

@@ -12,7 +12,8 @@ from attrs import define, field
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import ZeroConfig
-from zero_partition import AbstractKeeper, StateKind, park, unpark
+from zero_partition import StateKind
+from zero_partition.seams import AbstractKeeper, park, unpark
 
 
 @define(eq=False)

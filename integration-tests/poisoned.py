@@ -16,7 +16,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 from zero_offload import AbstractStore, StoreError
-from zero_partition import AbstractGradientHome, AbstractShardHome, ShardSize
+from zero_partition.seams import AbstractGradientHome, AbstractShardHome, ShardSize
 
 
 def poison(memory: Tensor) -> None:

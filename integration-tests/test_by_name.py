@@ -12,7 +12,7 @@ import zero_engine
 from torch import nn
 from training import assert_weights_of
 from zero_comm import Group
-from zero_engine import EngineConfig, NamedSpec
+from zero_engine.deepspeed import EngineConfig, NamedSpec
 
 OPTIMIZERS = {
     "Adam": {"lr": 1e-2},

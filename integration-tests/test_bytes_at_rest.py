@@ -12,7 +12,8 @@ from attrs import asdict
 from parity import ZeroConfig
 from torch import nn
 from zero_comm import Group
-from zero_partition import find_sharded, memory_report
+from zero_partition import memory_report
+from zero_partition.seams import find_sharded
 
 WIDTH = 64
 NUM_BLOCKS = 4

@@ -13,10 +13,12 @@ import parity
 import pytest
 import torch
 import zero_engine
+import zero_partition
 from parity import Recipe, ZeroConfig
 from zero_comm import Group, GroupMismatchError, Loco, Sent, parse_codec, record_traffic
 from zero_engine import ConfigError, Offload, Wire
-from zero_partition import PartitionError, StateError, find_sharded, memory_report
+from zero_partition import PartitionError, StateError, memory_report
+from zero_partition.seams import find_sharded
 
 BLOCK = 64 * 64
 NUM_BLOCKS = 4
@@ -121,7 +123,7 @@ def _compare_errors(group: Group, codec: str) -> None:
         f"layers.{index}": zero_engine.local_param(layer.weight)
         for index, layer in enumerate(model.layers)
     }
-    with zero_engine.record_codec_errors(model) as errors:
+    with zero_partition.record_codec_errors(model) as errors:
         _step(model, optimizer)
     _step(model, optimizer)
     found = errors.params.relative()
@@ -242,7 +244,7 @@ def _refuse_to_shard(group: Group, folder: Path) -> None:
         _chain(group, Wire(gradients="int4"))
     with (
         pytest.raises(StateError, match="not"),
-        zero_engine.record_codec_errors(torch.nn.Linear(1, 1)),
+        zero_partition.record_codec_errors(torch.nn.Linear(1, 1)),
     ):
         pass
 

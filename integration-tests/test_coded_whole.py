@@ -20,6 +20,7 @@ import pytest
 import residences
 import torch
 import zero_engine
+import zero_partition
 from delayed import Case, Late
 from one_dtype import OneDtype
 from parity import Recipe, ZeroConfig
@@ -28,13 +29,8 @@ from residences import Cell, resting_as
 from torch import Tensor, nn
 from zero_comm import Group, Handle, parse_codec, record_traffic
 from zero_engine import Offload, Precision, Wire
-from zero_partition import (
-    LostEditError,
-    StateError,
-    StateKind,
-    find_sharded,
-    memory_report,
-)
+from zero_partition import LostEditError, StateError, StateKind, memory_report
+from zero_partition.seams import find_sharded
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -492,7 +488,7 @@ def test_what_is_lost_is_told_by_unit(ranks) -> None:
 
 def _compare_errors(group: Group) -> None:
     model, optimizer = _chain(group, wire=Wire(params="int4"))
-    with zero_engine.record_codec_errors(model) as errors:
+    with zero_partition.record_codec_errors(model) as errors:
         _step(model, optimizer)
     found, codec = errors.params.relative(), parse_codec("int4")
 

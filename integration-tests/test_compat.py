@@ -15,14 +15,16 @@ import pytest
 import torch
 import zero_ckpt
 import zero_engine
+import zero_engine.deepspeed
 from deepspeed_script import Images, Net
 from scripts import WORLD_SIZE, on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from zero_comm import Group
-from zero_engine import ConfigError, EngineConfig, NotBuiltError, ZeroConfig
+from zero_engine import ConfigError, NotBuiltError, ZeroConfig
 from zero_engine.compat import deepspeed
 from zero_engine.compat.deepspeed import utils
+from zero_engine.deepspeed import EngineConfig
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -75,7 +77,7 @@ def _train_alone(settings: dict[str, Any]) -> dict[str, Any]:
     size = settings["train_batch_size"] // WORLD_SIZE // count
     losses: list[list[float]] = [[] for _ in range(WORLD_SIZE)]
     norms = []
-    scheduler = zero_engine.WarmupLR(optimizer, **settings["scheduler"]["params"])
+    scheduler = zero_engine.deepspeed.WarmupLR(optimizer, **settings["scheduler"]["params"])
     for epoch in range(2):
         orders = []
         for rank in range(WORLD_SIZE):

@@ -15,6 +15,7 @@ import parity
 import pytest
 import torch
 import zero_engine
+import zero_engine.deepspeed
 from deepspeed_folders import Form, save_as_deepspeed
 from packaging.version import Version
 from torch import Tensor, nn
@@ -236,7 +237,7 @@ def test_names_inside_deepspeed_are_there(ranks) -> None:
     runtime = deepspeed.runtime
 
     assert deepspeed.DeepSpeedEngine is runtime.engine.DeepSpeedEngine is zero_engine.Engine
-    assert runtime.lr_schedules.WarmupCosineLR is zero_engine.WarmupCosineLR
+    assert runtime.lr_schedules.WarmupCosineLR is zero_engine.deepspeed.WarmupCosineLR
     assert deepspeed.ops.adam.FusedAdam is FusedAdam
     assert Version(deepspeed.__version__) >= Version("0.19")
     assert deepspeed.DeepSpeedConfigError is runtime.config.DeepSpeedConfigError

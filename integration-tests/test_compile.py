@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from zero_comm import Group
-from zero_partition import StateError, find_sharded
+from zero_partition import StateError
+from zero_partition.seams import find_sharded
 
 # torch.compile's own, when it looks at tensors that are no leaves
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

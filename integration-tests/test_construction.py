@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from zero_comm import AgreementError, Group
 from zero_engine import ConfigError
-from zero_partition import STAGES, PartitionError, StateError, find_sharded
+from zero_partition import PartitionError, StateError
+from zero_partition.plan import STAGES
+from zero_partition.seams import find_sharded
 from zoo_of_constructors import CONSTRUCTORS, Mlp
 
 # ---- Values ----

@@ -164,7 +164,7 @@ def _write(group: Group, case: Case) -> None:
                 with torch.no_grad():
                     params[k].copy_(value)
             else:
-                part = zero_engine.parameter_status(params[k]).part
+                part = zero_partition.parameter_status(params[k]).part
                 zero_engine.set_local_param(params[k], value.flatten()[part.as_slice()])
 
     assert_same(train_sharded(case, group, after=write), expected)

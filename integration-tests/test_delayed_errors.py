@@ -26,7 +26,7 @@ from delayed import (
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_offload import DiskStore, StoreError, TornStepError
-from zero_partition import find_sharded
+from zero_partition.seams import find_sharded
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

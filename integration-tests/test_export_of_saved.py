@@ -11,6 +11,7 @@ import parity
 import pytest
 import torch
 import zero_engine
+import zero_engine.checkpoint
 from high_water import needs_high_water
 from parity import ZeroConfig
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from zero_partition import Precision
 
 
 def _read(folder: Path) -> dict[str, Tensor]:
-    readers = zero_engine.open_weights(folder)
+    readers = zero_engine.checkpoint.open_weights(folder)
     return {n: r.read(0, r.shape.numel()).view(r.shape).clone() for n, r in readers.items()}
 
 

@@ -11,12 +11,14 @@ import parity
 import pytest
 import torch
 import zero_engine
+import zero_engine.checkpoint
 from deepspeed_folders import Form, save_as_deepspeed
 from parity import ZeroConfig
 from torch import nn
 from zero_comm import Group
 from zero_engine import FileError, Offload
-from zero_partition import LoadError, Precision, StateError, find_sharded
+from zero_partition import LoadError, Precision, StateError
+from zero_partition.seams import find_sharded
 
 BEFORE, AFTER = 3, 3  # steps
 FORMS = {
@@ -218,7 +220,7 @@ def test_what_was_saved_there_is_exported_from_here(tmp_path: Path) -> None:
 
         zero_engine.export(source, out)
 
-        readers = zero_engine.open_weights(out)
+        readers = zero_engine.checkpoint.open_weights(out)
         found = {n: r.read(0, r.shape.numel()).view(r.shape).clone() for n, r in readers.items()}
         expected = _trained()[0].state_dict()
         del expected["head.weight"]

@@ -8,6 +8,7 @@ import parity
 import pytest
 import torch
 import zero_engine
+import zero_partition
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
@@ -19,7 +20,8 @@ from zero_engine import (
     local_optimizer_state,
     local_param,
 )
-from zero_partition import Span, StateError
+from zero_partition import StateError
+from zero_partition.plan import Span
 
 STAGES = parity.STAGES
 
@@ -322,10 +324,10 @@ def test_the_status_of_a_parameter_says_where_it_lies(ranks) -> None:
 
 def _status(group: Group) -> list[Span]:
     model, _ = parity.build_sharded(group, ZeroConfig(3))
-    tied = zero_engine.parameter_status(model.embed.weight)
+    tied = zero_partition.parameter_status(model.embed.weight)
     assert tied.names == ("embed.weight", "head.weight")
-    status = zero_engine.parameter_status(model.blocks[1].up.weight)
+    status = zero_partition.parameter_status(model.blocks[1].up.weight)
     assert (status.unit, status.shape, status.is_trainable) == ("blocks.1", (13, 6), True)
     assert not status.is_whole
     assert vars(model.blocks[1].up.weight).keys() <= {"_post_accumulate_grad_hooks"}
-    return [status.part, zero_engine.parameter_status(model.blocks[1].down.bias).part]
+    return [status.part, zero_partition.parameter_status(model.blocks[1].down.bias).part]

@@ -10,6 +10,7 @@ import parity
 import pytest
 import torch
 import zero_engine
+import zero_partition
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group, record_traffic
@@ -81,7 +82,7 @@ def _gather_plain(group: Group) -> None:
         plain.weight.fill_(group.rank)
     assert (plain.weight == group.rank).all()
     with GatheredParameters(model.scale, enabled=False):
-        assert not zero_engine.parameter_status(model.scale).is_whole
+        assert not zero_partition.parameter_status(model.scale).is_whole
     with pytest.raises(TypeError, match="an iterable of Parameters, got a str"):
         GatheredParameters(["scale"])
 
@@ -367,8 +368,8 @@ def _unshard_some(group: Group) -> None:
         for block in model.blocks:
             block(x)
         assert not traffic.operations
-        assert not zero_engine.parameter_status(model.scale).is_whole
-        assert zero_engine.parameter_status(model.blocks[2].up.bias).is_whole
+        assert not zero_partition.parameter_status(model.scale).is_whole
+        assert zero_partition.parameter_status(model.blocks[2].up.bias).is_whole
         state = zero_engine.full_state_dict(model)
     if group.rank == 0:
         parity.assert_same_weights(state, parity.build().state_dict(), what="inside")

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from zero_comm import Group, Loco
 from zero_comm.watch import Watch
 from zero_engine import Wire
-from zero_partition import find_sharded
 from zero_partition.run.gradients import GradientRoute
+from zero_partition.seams import find_sharded
 
 NUM_UNITS = 5
 WIRES: dict[str, tuple[Wire, tuple[str, ...]]] = {

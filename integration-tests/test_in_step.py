@@ -16,7 +16,8 @@ from engines import assert_weights, engine_config, run_micro_batch, weights_of
 from torch import Tensor
 from zero_comm import Group
 from zero_engine import DynamicLossScale, Engine, LossScaleError, ZeroConfig
-from zero_partition import GradientReport, StateError, unscale_and_clip_
+from zero_partition import StateError, unscale_and_clip_
+from zero_partition.seams import GradientReport
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import TensorDataset
 from zero_comm import Group
-from zero_engine import ConfigError, Engine, EngineConfig, WarmupLR, ZeroConfig
+from zero_engine import ConfigError, Engine, ZeroConfig
+from zero_engine.deepspeed import EngineConfig, WarmupLR
 from zero_offload import StoreError
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -15,7 +15,8 @@ from parity import ZeroConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zero_comm import Group
-from zero_partition import ShardedModel, StateError, find_sharded, memory_report
+from zero_partition import StateError, memory_report
+from zero_partition.seams import ShardedModel, find_sharded
 
 NUM_STEPS = 4
 UNDISTURBED: dict[tuple[int, int], tuple[list[float], dict[str, Any]]] = {}  # kept by each rank

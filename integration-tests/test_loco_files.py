@@ -14,7 +14,7 @@ from torch import nn
 from zero_comm import Blockwise, Group, Loco
 from zero_engine import FileError, Wire
 from zero_engine.testing import MANIFEST, read_manifest
-from zero_partition import find_sharded, loco_state
+from zero_partition.seams import find_sharded, loco_state
 
 LOCO = Loco(reset_T=5)  # they are forgotten after the fifth step
 WIRE: dict[str, Any] = {"gradients": "int4", "levels": 2, "loco": LOCO}

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import assert_weights_of, train
 from zero_comm import Group
-from zero_partition import StateError, find_sharded
+from zero_partition import StateError
+from zero_partition.seams import find_sharded
 
 NUM_STEPS = 4
 WIDTH = 16

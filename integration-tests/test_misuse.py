@@ -10,12 +10,14 @@ import parity
 import pytest
 import torch
 import zero_engine
+import zero_partition
 from parity import ZeroConfig
 from torch import Tensor, nn
 from training import assert_weights_of, train
 from zero_comm import Group
 from zero_engine import ChainedOptimizer
-from zero_partition import AtRestError, PartitionError, StateError, find_sharded
+from zero_partition import AtRestError, PartitionError, StateError
+from zero_partition.seams import find_sharded
 
 WIDTH = 8
 
@@ -349,17 +351,17 @@ def _register_twice(group: Group) -> None:
         zero_engine.shard(each, None, ZeroConfig(3), group=group)
     for _ in range(2):
         for each in (model, other):
-            zero_engine.register_external_parameter(loss, each[1].weight)
+            zero_partition.register_external_parameter(loss, each[1].weight)
         assert len(loss._forward_pre_hooks) == 2
         zero_engine.unshard(model)
         assert len(loss._forward_pre_hooks) == 1
         zero_engine.shard(model, None, ZeroConfig(3), group=group)
-    zero_engine.register_external_parameter(loss, model[1].weight)
+    zero_partition.register_external_parameter(loss, model[1].weight)
     launched = find_sharded(model).outside.num_gathers
     loss(model(torch.ones(1, WIDTH)), model[1].weight)
     assert find_sharded(model).outside.num_gathers == launched + 1
-    zero_engine.unregister_external_parameter(loss, model[1].weight)
-    zero_engine.unregister_external_parameter(loss, other[1].weight)
+    zero_partition.unregister_external_parameter(loss, model[1].weight)
+    zero_partition.unregister_external_parameter(loss, other[1].weight)
     assert not loss._forward_pre_hooks
 
 
@@ -373,7 +375,7 @@ def _register_and_delete(group: Group) -> None:
 
     model, loss = _blocks(), _Watched()
     zero_engine.shard(model, None, ZeroConfig(3), group=group)
-    zero_engine.register_external_parameter(loss, model[1].weight)
+    zero_partition.register_external_parameter(loss, model[1].weight)
     del model
     gc.collect()
     assert not loss._forward_pre_hooks

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from training import assert_weights_of, train
 from zero_comm import Group
-from zero_partition import find_sharded, memory_report
+from zero_partition import memory_report
+from zero_partition.seams import find_sharded
 
 WIDTH = 6
 NUM_STEPS = 4

@@ -15,7 +15,8 @@ from residences import Cell, cells, resting_as
 from zero_comm import Group
 from zero_engine import Precision
 from zero_offload import CPUAdam
-from zero_partition import find_sharded, memory_report
+from zero_partition import memory_report
+from zero_partition.seams import find_sharded
 
 WIDTH: Final = 64
 NUM_BLOCKS: Final = 4

@@ -23,7 +23,8 @@ from residences import Cell, assert_same, cpu_adam, parts_of
 from zero_comm import Group
 from zero_engine import Offload
 from zero_offload import BudgetError, DiskSettings, DiskStore, StoreError, TornStepError
-from zero_partition import PartitionError, find_sharded
+from zero_partition import PartitionError
+from zero_partition.seams import find_sharded
 
 SOON_S: Final = 10.0
 BOTH: Final = Cell(3, "disk", "disk")

@@ -13,6 +13,7 @@ import attrs
 import pytest
 import torch
 import zero_engine
+import zero_partition
 from parity import ZeroConfig
 from residual import Blocks
 from torch import Tensor, nn
@@ -20,7 +21,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from training import train
 from zero_comm import Group
-from zero_partition import AtRestError, StateError, find_sharded
+from zero_partition import AtRestError, StateError
+from zero_partition.seams import find_sharded
 
 WIDTH = 8
 STAGES = [0, 1, 2, 3]
@@ -393,15 +395,15 @@ def _register(group: Group) -> None:
     hooks = len(model._forward_pre_hooks)
     params = [model.blocks[0].norm.weight, model.blocks[3].linear.weight]
     for param in (*params, *params):
-        zero_engine.register_external_parameter(model, param)
+        zero_partition.register_external_parameter(model, param)
     with pytest.raises(StateError, match="expected a Parameter of a sharded model"):
-        zero_engine.register_external_parameter(model, torch.ones(3))
+        zero_partition.register_external_parameter(model, torch.ones(3))
     assert train(model, optimizer, _plain_loss_of_step, num_steps=3) == losses[::2]
     for param in params:
-        zero_engine.unregister_external_parameter(model, param)
+        zero_partition.unregister_external_parameter(model, param)
     assert len(model._forward_pre_hooks) == hooks
     with pytest.raises(StateError, match="is not registered"):
-        zero_engine.unregister_external_parameter(model, params[0])
+        zero_partition.unregister_external_parameter(model, params[0])
 
 
 def test_what_is_registered_is_used_and_leaves_no_hook(ranks) -> None:
@@ -416,7 +418,7 @@ def _launch_ahead(group: Group) -> None:
     started: list[int] = []
     model.blocks[0].register_forward_pre_hook(lambda *_: started.append(outside.num_gathers))
     model(torch.ones(1, WIDTH))
-    zero_engine.register_external_parameter(model, model.blocks[3].linear.weight)
+    zero_partition.register_external_parameter(model, model.blocks[3].linear.weight)
     model(torch.ones(1, WIDTH))
 
     unsaid, said = started[0], started[1] - 3  # three parameters of other units are used

@@ -16,7 +16,7 @@ import zero_engine
 from parity import Recipe, ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_partition import find_sharded
+from zero_partition.seams import find_sharded
 
 NESTED = ("blocks.0.up", "blocks.0", "lift", "embed")
 

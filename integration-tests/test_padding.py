@@ -9,7 +9,8 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_partition import FlatLayout, find_sharded
+from zero_partition.plan import FlatLayout
+from zero_partition.seams import find_sharded
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -21,7 +21,8 @@ from parking import PoisoningKeeper
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import Precision
-from zero_partition import StateError, StateKind, find_sharded, park, unpark
+from zero_partition import StateError, StateKind
+from zero_partition.seams import find_sharded, park, unpark
 
 ALL = tuple(StateKind)
 SUBSETS = (ALL, *((kind,) for kind in StateKind), (StateKind.OPTIM, StateKind.MASTERS))

@@ -16,15 +16,11 @@ from residences import Cell, cells, resting_as
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_comm import Group, Loco, record_traffic
-from zero_engine import Plan, Precision, Wire
+from zero_engine import Precision, Wire
+from zero_engine.planning import Plan
 from zero_offload import CPUAdam
-from zero_partition import (
-    PartitionError,
-    find_sharded,
-    loco_state,
-    memory_report,
-    plan_parts,
-)
+from zero_partition import PartitionError, memory_report
+from zero_partition.seams import find_sharded, loco_state, plan_parts
 
 OPTIMIZERS: Final[dict[str, Callable[[Any], torch.optim.Optimizer]]] = {
     **parity.OPTIMIZERS,

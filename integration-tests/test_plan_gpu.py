@@ -10,7 +10,8 @@ import torch
 import zero_engine
 from parity import ZeroConfig
 from torch import nn
-from zero_engine import Offload, Plan, Precision
+from zero_engine import Offload, Precision
+from zero_engine.planning import Plan
 from zero_partition import memory_report
 
 pytestmark = [

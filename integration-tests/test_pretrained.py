@@ -12,6 +12,7 @@ import parity
 import pytest
 import torch
 import zero_engine
+import zero_engine.checkpoint
 from high_water import HighWater, needs_high_water
 from parity import ZeroConfig
 from safetensors.torch import save_file
@@ -136,7 +137,7 @@ def test_a_rank_reads_its_ranges_only(ranks, tmp_path: Path) -> None:
 
 
 def _count_reads(group: Group, source: str) -> int:
-    kind = type(next(iter(zero_engine.open_weights(source).values())))
+    kind = type(next(iter(zero_engine.checkpoint.open_weights(source).values())))
     plain_read, count = kind.read, 0
 
     def read(self: Any, start: int, stop: int) -> Tensor:
@@ -381,12 +382,12 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         file.write_bytes(content)
         message = r"model\.safetensors: expected a whole safetensors file \(.+\); .* again"
         with pytest.raises(FileError, match=message):
-            zero_engine.open_weights(file)
+            zero_engine.checkpoint.open_weights(file)
     file.unlink()
     with pytest.raises(FileError, match="found none"):
-        zero_engine.open_weights(tmp_path)
+        zero_engine.checkpoint.open_weights(tmp_path)
     with pytest.raises(FileError, match="no such file"):
-        zero_engine.open_weights(file)
+        zero_engine.checkpoint.open_weights(file)
 
 
 def test_an_index_is_held_to_its_word(tmp_path: Path) -> None:
@@ -401,13 +402,13 @@ def test_an_index_is_held_to_its_word(tmp_path: Path) -> None:
     ):
         index.write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(FileError, match=message):
-            zero_engine.open_weights(tmp_path)
+            zero_engine.checkpoint.open_weights(tmp_path)
     index.write_bytes(b"\xff{")
     with pytest.raises(FileError, match="expected JSON"):
-        zero_engine.open_weights(index)
+        zero_engine.checkpoint.open_weights(index)
     index.unlink()
     with pytest.raises(FileError, match="json: no such file"):
-        zero_engine.open_weights(index)
+        zero_engine.checkpoint.open_weights(index)
 
 
 def test_any_range_of_any_dtype_is_what_was_written(tmp_path: Path) -> None:
@@ -422,7 +423,7 @@ def test_any_range_of_any_dtype_is_what_was_written(tmp_path: Path) -> None:
     tensors |= {str(shape): torch.empty(shape) for shape in ((0,), (0, 3), (3, 0))}
     save_file(tensors, tmp_path / "all.safetensors")
 
-    readers = zero_engine.open_weights([tmp_path / "all.safetensors"])
+    readers = zero_engine.checkpoint.open_weights([tmp_path / "all.safetensors"])
 
     assert readers.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -450,7 +451,7 @@ def test_reading_a_part_takes_the_memory_of_the_part(ranks, tmp_path: Path, shap
 
 
 def _read_in_parts(group: Group, folder: str) -> int:
-    reader = zero_engine.open_weights(folder)["a"]
+    reader = zero_engine.checkpoint.open_weights(folder)["a"]
     out = torch.zeros(2**20)
     reader.read(0, 1)
     high_water = HighWater()

@@ -9,8 +9,10 @@ import pytest
 import torch
 import zero_engine
 from torch import nn
-from zero_engine import GPTSize, Precision, Wire, ZeroConfig
-from zero_partition import STAGES, ModelPlan, Placement, Stage, plan_model
+from zero_engine import Precision, Wire, ZeroConfig
+from zero_engine.planning import GPTSize
+from zero_partition.plan import STAGES, Placement, Stage
+from zero_partition.planning import ModelPlan, plan_model
 
 GB: Final = 10**9
 GIB, TIB = 2**30, 2**40

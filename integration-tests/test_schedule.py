@@ -12,7 +12,8 @@ import zero_engine
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group, record_traffic
-from zero_partition import ScheduleReport, find_sharded, memory_report, schedule_report
+from zero_partition import ScheduleReport, memory_report, schedule_report
+from zero_partition.seams import find_sharded
 
 WIDTH = 64
 BLOCK = WIDTH * WIDTH  # elements of a layer of parity.Chain

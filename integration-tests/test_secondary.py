@@ -19,14 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zero_comm import Group, Levels, Sent, even_splits, record_traffic
 from zero_engine import ConfigError, Offload, Precision, Wire
-from zero_partition import (
-    PartitionError,
-    StateKind,
-    find_sharded,
-    memory_report,
-    park,
-    unpark,
-)
+from zero_partition import PartitionError, StateKind, memory_report
+from zero_partition.seams import find_sharded, park, unpark
 
 BLOCK = 64 * 64
 NUM_BLOCKS = 4

@@ -11,7 +11,8 @@ import pytest
 import zero_engine
 from parity import ZeroConfig
 from zero_comm import Group
-from zero_engine import ConfigError, StopSignals
+from zero_engine import ConfigError
+from zero_engine.checkpoint import StopSignals
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

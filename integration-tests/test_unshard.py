@@ -15,7 +15,8 @@ from parity import ZeroConfig
 from torch import nn
 from zero_comm import Group
 from zero_engine import ConfigError
-from zero_partition import StateError, find_sharded
+from zero_partition import StateError
+from zero_partition.seams import find_sharded
 
 NUM_STEPS = 2
 

@@ -23,7 +23,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.checkpoint import checkpoint_sequential
 from torch.utils.flop_counter import FlopCounterMode
 from zero_comm import Group
-from zero_partition import AtRestError, PartitionError, StateError, find_sharded
+from zero_partition import AtRestError, PartitionError, StateError
+from zero_partition.seams import find_sharded
 
 WIDTH = 16
 Optimizer = torch.optim.Optimizer

@@ -14,7 +14,7 @@ from parity import ZeroConfig
 from zero_comm import Group
 from zero_engine import ConfigError, Engine, Precision, Wire
 from zero_engine.compat import deepspeed
-from zero_partition import find_sharded
+from zero_partition.seams import find_sharded
 
 FILES: dict[str, tuple[dict[str, Any], Wire]] = {
     "hpZ": ({"zero_hpz_partition_size": 2}, Wire(levels=2, secondary=True)),

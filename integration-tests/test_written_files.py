@@ -16,6 +16,7 @@ import pytest
 import torch
 import written
 import zero_engine
+import zero_engine.planning
 from safetensors.torch import load_file
 from torch import nn
 from written import CHECKPOINTS, ENTRIES, FILES, LR, STEP
@@ -188,7 +189,7 @@ def test_state_dicts_of_optimizers_by_themselves_load() -> None:
 
 def test_rates_load() -> None:
     """A machine is measured once."""
-    rates = zero_engine.Rates.load(FILES / "rates.json")
+    rates = zero_engine.planning.Rates.load(FILES / "rates.json")
 
     assert {name: getattr(rates, name) for name in written.RATES} == written.RATES
 

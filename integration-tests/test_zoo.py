@@ -15,7 +15,8 @@ import zoo
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_partition import StateError, find_sharded, memory_report
+from zero_partition import StateError, memory_report
+from zero_partition.seams import find_sharded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning"),  # DDP, of its own

@@ -10,8 +10,9 @@ import pytest
 import torch
 import zero_engine
 from torch import nn
-from zero_engine import ConfigError, EngineConfig, ZeroConfig
+from zero_engine import ConfigError, ZeroConfig
 from zero_engine.compat import deepspeed
+from zero_engine.deepspeed import EngineConfig
 
 AUTO: Final = {
     "stage3_prefetch_bucket_size": "auto",

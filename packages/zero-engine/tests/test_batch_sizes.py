@@ -6,7 +6,8 @@ import itertools
 from typing import Final
 
 import pytest
-from zero_engine import ConfigError, EngineConfig
+from zero_engine import ConfigError
+from zero_engine.deepspeed import EngineConfig
 
 SIZES: Final = (None, 1, 2, 3, 4, 6, 8, 12)
 KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

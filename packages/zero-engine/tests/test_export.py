@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import zero_engine
+import zero_engine.checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -169,7 +170,7 @@ def test_load_pretrained_reads_what_export_wrote(tmp_path: Path) -> None:
 
     zero_engine.export(tmp_path / "saved", tmp_path / "out", max_shard_bytes=300)
 
-    readers = zero_engine.open_weights(tmp_path / "out")
+    readers = zero_engine.checkpoint.open_weights(tmp_path / "out")
     found = {n: r.read(0, r.shape.numel()).view(r.shape).clone() for n, r in readers.items()}
     _assert_equal(found, {**_params(), **_buffers()})
 

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import pytest
 from attrs import frozen
-from zero_engine import ConfigError, EngineConfig, ZeroConfig
+from zero_engine import ConfigError, ZeroConfig
+from zero_engine.deepspeed import EngineConfig
 
 # Keys as DeepSpeed 0.19's documentation and source have them, with their defaults, at stage 3;
 # written down from there, so that it is not our table that says what is documented.

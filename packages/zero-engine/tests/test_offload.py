@@ -13,7 +13,9 @@ import attrs
 import pytest
 import torch
 import zero_engine
-from zero_engine import ConfigError, EngineConfig, Offload, Room, ZeroConfig
+from zero_engine import ConfigError, Offload, ZeroConfig
+from zero_engine.deepspeed import EngineConfig
+from zero_engine.planning import Room
 from zero_offload import DiskSettings
 
 FOLDER: Final = Path("/local_nvme")

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from zero_engine import EngineConfig, Offload, Precision, ZeroConfig
+from zero_engine import Offload, Precision, ZeroConfig
+from zero_engine.deepspeed import EngineConfig
 from zero_offload import DiskSettings
 
 FOLDER: Final = "/local_nvme"

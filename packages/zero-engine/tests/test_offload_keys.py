@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_engine import EngineConfig, Offload, ZeroConfig, shard, unshard
+from zero_engine import Offload, ZeroConfig, shard, unshard
+from zero_engine.deepspeed import EngineConfig
 from zero_offload import DiskSettings
 
 FOLDER: Final = Path("/local_nvme")

@@ -10,7 +10,8 @@ import torch
 import zero_engine
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_engine import ChainedOptimizer, ConfigError, EngineConfig, NamedSpec, ZeroConfig
+from zero_engine import ChainedOptimizer, ConfigError, ZeroConfig
+from zero_engine.deepspeed import EngineConfig, NamedSpec
 
 
 def _params() -> list[nn.Parameter]:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import zero_engine
+import zero_engine.planning
 from torch import nn
-from zero_engine import ConfigError, FileError, GPTSize, Offload, Precision, Room, ZeroConfig
+from zero_engine import ConfigError, FileError, Offload, Precision, ZeroConfig
+from zero_engine.planning import GPTSize, Room
 from zero_partition import PartitionError
 
 GB = 10**9
@@ -165,9 +167,9 @@ def test_the_cheapest_that_fits_is_recommended() -> None:
     size = GPTSize(24, 2048)
     for room_bytes, expected in ((12 * GB, "stage 1"), (6 * GB, "stage 2"), (3 * GB, "stage 3")):
         room = Room(device=room_bytes)
-        options = zero_engine.plan_options(size, world_size=64, room=room)
+        options = zero_engine.planning.plan_options(size, world_size=64, room=room)
 
-        chosen = zero_engine.recommend(options)
+        chosen = zero_engine.planning.recommend(options)
 
         assert chosen is not None
         assert chosen.name == expected
@@ -180,11 +182,15 @@ def test_a_bound_on_the_host_leads_to_the_disk() -> None:
     """Of a machine all ranks share the host: what one of them needs, it needs as often."""
     size = GPTSize(24, 2048)
     least = min(
-        o.device_bytes for o in zero_engine.plan_options(size, world_size=8) if not o.host_bytes
+        o.device_bytes
+        for o in zero_engine.planning.plan_options(size, world_size=8)
+        if not o.host_bytes
     )
     room = Room(device=least - 1, host=12 * GB)
 
-    chosen = zero_engine.recommend(zero_engine.plan_options(size, world_size=8, room=room))
+    chosen = zero_engine.planning.recommend(
+        zero_engine.planning.plan_options(size, world_size=8, room=room)
+    )
 
     assert chosen is not None
     assert "disk" in chosen.name
@@ -193,17 +199,17 @@ def test_a_bound_on_the_host_leads_to_the_disk() -> None:
 
 def test_what_fits_leaves_the_reserve_free() -> None:
     """What a plan does not know has to fit as well; so of every size that the table names."""
-    needed = zero_engine.plan_options(_mlp(), world_size=8)[1].device_bytes
+    needed = zero_engine.planning.plan_options(_mlp(), world_size=8)[1].device_bytes
     for reserve, fits in ((0.0, needed), (0.2, needed * 5 // 4 + 1), (0.5, 2 * needed)):
         for device, expected in ((fits, "stage 1"), (fits - 3, "stage 2")):
             room = Room(device=device, reserve=reserve)
-            chosen = zero_engine.recommend(
-                zero_engine.plan_options(_mlp(), world_size=8, room=room)
+            chosen = zero_engine.planning.recommend(
+                zero_engine.planning.plan_options(_mlp(), world_size=8, room=room)
             )
             assert chosen is not None
             assert chosen.name == expected
-    large = zero_engine.plan_options(GPTSize(24, 2048), world_size=64)
-    said = zero_engine.options_table(large, Room(reserve=0.5))
+    large = zero_engine.planning.plan_options(GPTSize(24, 2048), world_size=64)
+    said = zero_engine.planning.options_table(large, Room(reserve=0.5))
     assert "stage 1 fits in 24 GB" in said  # of 9.96 GB
     assert "50% of each device is left free" in said
     for wrong in (1, -0.1, "20%", True):
@@ -214,16 +220,18 @@ def test_what_fits_leaves_the_reserve_free() -> None:
 def test_nothing_is_recommended_where_nothing_fits() -> None:
     """And the sentence says what comes nearest."""
     room = Room(device=1000)
-    options = zero_engine.plan_options(_mlp(), world_size=2, room=room)
+    options = zero_engine.planning.plan_options(_mlp(), world_size=2, room=room)
 
-    assert zero_engine.recommend(options) is None
-    assert "Nothing fits in 1.00 KB of a device." in zero_engine.options_table(options, room)
+    assert zero_engine.planning.recommend(options) is None
+    assert "Nothing fits in 1.00 KB of a device." in zero_engine.planning.options_table(
+        options, room
+    )
 
 
 def test_activations_take_of_the_device() -> None:
     """They are the one large thing that a plan does not know."""
     (plain, *_), (with_them, *_) = (
-        zero_engine.plan_options(_mlp(), world_size=2, room=Room(activations=activations))
+        zero_engine.planning.plan_options(_mlp(), world_size=2, room=Room(activations=activations))
         for activations in (0, 5 * GB)
     )
 
@@ -233,10 +241,10 @@ def test_activations_take_of_the_device() -> None:
 def test_a_picture_is_a_png(tmp_path: Path) -> None:
     """Bars say at a glance what a column of numbers does not."""
     pytest.importorskip("matplotlib")
-    options = zero_engine.plan_options(_mlp(), world_size=2)
+    options = zero_engine.planning.plan_options(_mlp(), world_size=2)
     path = tmp_path / "plan.png"
 
-    zero_engine.save_picture([option.plan for option in options], path)
+    zero_engine.planning.save_picture([option.plan for option in options], path)
 
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -249,4 +257,4 @@ def test_a_picture_without_matplotlib_says_what_to_install(
     plan = zero_engine.plan(_mlp(), world_size=2)
 
     with pytest.raises(ConfigError, match=r"zero-engine\[picture\]"):
-        zero_engine.save_picture([plan], tmp_path / "plan.png")
+        zero_engine.planning.save_picture([plan], tmp_path / "plan.png")

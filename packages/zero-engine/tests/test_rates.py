@@ -8,8 +8,10 @@ from pathlib import Path
 import attrs
 import pytest
 import zero_engine
+import zero_engine.planning
 from zero_comm import Group, Levels
-from zero_engine import ConfigError, FileError, GPTSize, Offload, Rates, ZeroConfig
+from zero_engine import ConfigError, FileError, Offload, ZeroConfig
+from zero_engine.planning import GPTSize, Rates
 
 RATES = Rates(
     matmul_flops=1e14,
@@ -29,7 +31,7 @@ SIZE = GPTSize(24, 2048)
 
 def _estimate(config: ZeroConfig, *, tokens: int = 4096, rates: Rates = RATES, **how: int):
     plan = zero_engine.plan(SIZE, config, world_size=8, **how)
-    return plan, zero_engine.estimate_step(plan, rates, tokens=tokens)
+    return plan, zero_engine.planning.estimate_step(plan, rates, tokens=tokens)
 
 
 def test_computing_is_six_operations_a_token_and_parameter() -> None:
@@ -79,7 +81,7 @@ def test_a_frozen_parameter_is_not_stepped_moved_or_written() -> None:
     offload = Offload(optimizer="disk", params="disk", path="/")
     plan = zero_engine.plan(model, ZeroConfig(3, offload=offload), world_size=8)
 
-    seconds = zero_engine.estimate_step(plan, RATES, tokens=1).seconds
+    seconds = zero_engine.planning.estimate_step(plan, RATES, tokens=1).seconds
 
     assert plan.step.params_bytes == plan.step.grads_bytes == 4 * trained
     written = 16 * trained  # values, their masters, two moments
@@ -95,7 +97,7 @@ def test_what_is_small_takes_its_time_all_the_same() -> None:
     calls = sum(each.calls for each in plan.traffic) + 1  # and one of control
     assert estimate.seconds["launching collectives"] == calls * 1e-3
     alone = zero_engine.plan(SIZE, ZeroConfig(2), world_size=1)
-    seconds = zero_engine.estimate_step(alone, RATES, tokens=1).seconds
+    seconds = zero_engine.planning.estimate_step(alone, RATES, tokens=1).seconds
     assert seconds.keys() == {"computing", "calling layers", "stepping"}
 
 
@@ -114,7 +116,7 @@ def test_what_moves_between_device_and_host_is_a_share_of_a_rank(
     """Over a slow bus it is what a step waits for."""
     size = attrs.evolve(SIZE, params=SIZE.blocks_numel)
     plan = zero_engine.plan(size, ZeroConfig(3, offload=offload), world_size=8, reads_peers=False)
-    seconds = zero_engine.estimate_step(plan, RATES, tokens=1).seconds
+    seconds = zero_engine.planning.estimate_step(plan, RATES, tokens=1).seconds
 
     gathers = sum(row.shard_bytes * (row.gathers - 2) for row in plan.units)  # but those of two
     gathers *= offload.params == "host"
@@ -160,7 +162,7 @@ def test_a_number_of_tokens_that_is_none_is_refused(tokens: object) -> None:
     plan = zero_engine.plan(SIZE, world_size=2)
 
     with pytest.raises(ConfigError, match=r"expected tokens to be above 0"):
-        zero_engine.estimate_step(plan, RATES, tokens=tokens)  # type: ignore[arg-type]
+        zero_engine.planning.estimate_step(plan, RATES, tokens=tokens)  # type: ignore[arg-type]
 
 
 def test_a_rate_that_is_missing_is_named() -> None:
@@ -233,7 +235,7 @@ def test_ranks_agree_on_their_rates(ranks) -> None:
 
 def _probe(group: Group, *, ranks_per_node: int | None = None) -> dict[str, float | None]:
     levels = None if ranks_per_node is None else Levels.of_nodes(group, ranks_per_node)
-    return attrs.asdict(zero_engine.probe(group, size=0.02, levels=levels))
+    return attrs.asdict(zero_engine.planning.probe(group, size=0.02, levels=levels))
 
 
 def test_what_is_sent_across_nodes_is_measured_apart(ranks) -> None:

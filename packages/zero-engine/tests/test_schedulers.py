@@ -11,7 +11,8 @@ import torch
 import zero_engine
 from torch import nn
 from zero_comm import Group
-from zero_engine import ChainedOptimizer, ConfigError, EngineConfig, NamedSpec, ZeroConfig
+from zero_engine import ChainedOptimizer, ConfigError, ZeroConfig
+from zero_engine.deepspeed import EngineConfig, NamedSpec
 
 LRS = (0.5, 0.02)  # one for each param group
 

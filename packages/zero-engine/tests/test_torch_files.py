@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import zero_engine
+import zero_engine.checkpoint
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from zero_engine import FileError
@@ -36,7 +37,7 @@ def test_any_run_of_elements_is_read(tmp_path: Path, name: str) -> None:
     """Of views and tied tensors too, as state dicts are full of them."""
     torch.save(_weights(), tmp_path / name)
 
-    readers = zero_engine.open_weights(tmp_path / name)
+    readers = zero_engine.checkpoint.open_weights(tmp_path / name)
 
     assert readers.keys() == _weights().keys()
     for key, value in _weights().items():
@@ -66,11 +67,11 @@ def test_folders_of_torchs_files_are_read_where_there_are_no_better_ones(tmp_pat
     index = {f"w{index}": f"pytorch_model-{index}.bin" for index in range(2)}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
 
-    found = zero_engine.open_weights(tmp_path)
+    found = zero_engine.checkpoint.open_weights(tmp_path)
     assert [found[key].read(0, 2).tolist() for key in ("w0", "w1")] == [[0, 0], [1, 1]]
 
     save_file({"other": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert list(zero_engine.open_weights(tmp_path)) == ["other"]
+    assert list(zero_engine.checkpoint.open_weights(tmp_path)) == ["other"]
 
 
 class _Runs:
@@ -116,7 +117,7 @@ def test_what_is_no_state_dict_is_said(tmp_path: Path, content: Any, message: st
     torch.save(content, tmp_path / "model.pt")
 
     with pytest.raises(FileError) as caught:
-        zero_engine.open_weights(tmp_path / "model.pt")
+        zero_engine.checkpoint.open_weights(tmp_path / "model.pt")
 
     assert "model.pt: expected a state dict" in str(caught.value)
     assert message.split(" is a ", maxsplit=1)[0] in str(caught.value)
@@ -132,7 +133,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     for content in (good[:-30], good[: len(good) // 2], b"", b"PK\x03\x04", good[:100], old):
         path.write_bytes(content)
         with pytest.raises(FileError, match=r"model\.pt: expected a whole file"):
-            zero_engine.open_weights(path)
+            zero_engine.checkpoint.open_weights(path)
     path.unlink()
     with pytest.raises(FileError, match="no such file"):
-        zero_engine.open_weights(path)
+        zero_engine.checkpoint.open_weights(path)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from zero_engine import ConfigError, EngineConfig, FileError, ZeroConfig
+from zero_engine import ConfigError, FileError, ZeroConfig
+from zero_engine.deepspeed import EngineConfig
 
 DOCUMENTED: Final = json.loads(Path(__file__).with_name("documented.json").read_text())
 Z: Final = "zero_optimization"

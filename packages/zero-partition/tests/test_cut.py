@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 from torch import nn
-from zero_partition import Cut, LayoutError, choose_units, plan_units
+from zero_partition import Cut, LayoutError
+from zero_partition.planning import choose_units, plan_units
 
 
 @pytest.mark.parametrize("text", ["flat", "row", "tensor", "block(64)"])

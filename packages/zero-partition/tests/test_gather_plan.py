@@ -4,8 +4,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from zero_partition import Limits
-from zero_partition.plan import Extent, Gather, Use, choose_slots, plan_gathers
+from zero_partition.plan import Extent, Gather, Limits, Use, choose_slots, plan_gathers
 
 Extents = dict[int, Extent]
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from torch import nn
-from zero_partition import PartitionError, choose_units, plan_units
+from zero_partition import PartitionError
+from zero_partition.planning import choose_units, plan_units
 
 
 class _Block(nn.Module):

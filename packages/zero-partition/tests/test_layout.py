@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from zero_partition import FlatLayout, LayoutError
+from zero_partition import LayoutError
+from zero_partition.plan import FlatLayout
 
 KINDS = ["even", "cut", "whole"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from zero_partition import ChainedOptimizer, Cut, PartitionError, StateError
-from zero_partition.plan import choose_cuts
+from zero_partition.planning import choose_cuts
 
 
 class _Optimizer(torch.optim.Optimizer):

@@ -1,6 +1,6 @@
 """The ZeRO table."""
 
-from zero_partition import STAGES, Placement, Stage
+from zero_partition.plan import STAGES, Placement, Stage
 
 
 def test_each_stage_shards_one_kind_more() -> None:

@@ -1,7 +1,7 @@
 """Spans are half-open, so neighbours neither overlap nor leave a gap."""
 
 import pytest
-from zero_partition import Span
+from zero_partition.plan import Span
 
 
 def test_neighbours_do_not_overlap() -> None:

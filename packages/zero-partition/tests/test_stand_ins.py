@@ -11,16 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_partition import (
-    STAGES,
-    AbstractKeeper,
-    Stage,
-    StateError,
-    clip_grad_norm_,
-    park,
-    partition,
-    unpark,
-)
+from zero_partition import StateError, clip_grad_norm_, partition
+from zero_partition.plan import STAGES, Stage
+from zero_partition.seams import AbstractKeeper, park, unpark
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

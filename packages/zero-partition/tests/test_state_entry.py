@@ -6,17 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 from zero_partition import StateError
-from zero_partition.plan import (
-    Cut,
-    FlatLayout,
-    ParameterPlan,
-    PlainEntry,
-    Said,
-    Span,
-    TensorEntry,
-    part_of_entry,
-    plan_entry,
-)
+from zero_partition.plan import Cut, FlatLayout, ParameterPlan, Span
+from zero_partition.planning import PlainEntry, Said, TensorEntry, part_of_entry, plan_entry
 
 SHAPES = [(7, 3), (12,), (1,), (), (0, 4), (33,), (2, 3, 4), (1, 5)]
 

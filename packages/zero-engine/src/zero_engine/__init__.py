@@ -1,5 +1,11 @@
 """ZeRO for a plain PyTorch loop: shard a model and its optimizer, keep the loop."""
 
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
 from zero_comm import Loco
 from zero_partition import (
     ChainedOptimizer,
@@ -18,15 +24,12 @@ from zero_partition import (
     full_optimizer_state_dict,
     full_param,
     full_state_dict,
-    get_leaf_modules,
     load_full_optimizer_state_dict,
     local_grad,
     local_optimizer_state,
     local_param,
+    memory_report,
     no_sync,
-    parameter_status,
-    record_codec_errors,
-    register_external_parameter,
     release_buffers,
     set_full_grad,
     set_full_optimizer_state,
@@ -35,84 +38,49 @@ from zero_partition import (
     set_local_grad,
     set_local_optimizer_state,
     set_local_param,
-    unregister_external_parameter,
     unscale_and_clip_,
-    unset_leaf_modules,
     unsharded,
     update_full_grads,
 )
 
-from zero_engine.checkpoint.background import Saver, Snapshot, StopSignals
-from zero_engine.checkpoint.export import ExportReport, export
-from zero_engine.checkpoint.load import LoadReport, load
-from zero_engine.checkpoint.load_deepspeed import DeepSpeedLoadReport, load_deepspeed
-from zero_engine.checkpoint.pretrained import load_pretrained, open_weights
-from zero_engine.checkpoint.save import SaveReport, save
-from zero_engine.deepspeed.engine import Engine
-from zero_engine.deepspeed.engine_config import EngineConfig, NamedSpec
-from zero_engine.deepspeed.initialize import initialize
-from zero_engine.deepspeed.schedules import (
-    LRRangeTest,
-    OneCycle,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
-)
-from zero_engine.planning.estimate import Rates, StepEstimate, estimate_step
-from zero_engine.planning.options import Option, Room, plan_options, recommend
-from zero_engine.planning.plan import Plan, UnitRow, plan
-from zero_engine.planning.probe import probe
-from zero_engine.planning.sources import GPTSize
-from zero_engine.planning.tables import options_table, plan_table, save_picture, times_table
+from zero_engine.__about__ import __version__
+from zero_engine.config import ZeroConfig
+from zero_engine.errors import ConfigError, FileError, LossScaleError, NotBuiltError
+from zero_engine.init import Init, materialise
+from zero_engine.offload import Offload
+from zero_engine.report import report, schedule_table
+from zero_engine.sharding import shard, unshard
 
-from .__about__ import __version__
-from .config import ZeroConfig
-from .errors import ConfigError, FileError, LossScaleError, NotBuiltError
-from .init import Init, materialise
-from .loss_scale import DynamicLossScale, LossScaler, StaticLossScale
-from .offload import Offload
-from .report import report, schedule_table
-from .sharding import shard, unshard
-from .state_offload import offload_states, reload_states
+if TYPE_CHECKING:
+    from zero_engine.checkpoint.background import Saver
+    from zero_engine.checkpoint.export import export
+    from zero_engine.checkpoint.load import load
+    from zero_engine.checkpoint.load_deepspeed import load_deepspeed
+    from zero_engine.checkpoint.pretrained import load_pretrained
+    from zero_engine.checkpoint.save import save
+    from zero_engine.deepspeed.engine import Engine
+    from zero_engine.deepspeed.initialize import initialize
+    from zero_engine.loss_scale import DynamicLossScale, LossScaler
+    from zero_engine.planning.plan import plan
+    from zero_engine.state_offload import offload_states, reload_states
 
 __all__ = [
     "ChainedOptimizer",
     "ConfigError",
     "Cut",
-    "DeepSpeedLoadReport",
     "DynamicLossScale",
     "Engine",
-    "EngineConfig",
-    "ExportReport",
     "FileError",
-    "GPTSize",
     "GatheredParameters",
     "Init",
-    "LRRangeTest",
-    "LoadReport",
     "Loco",
     "LossScaleError",
     "LossScaler",
-    "NamedSpec",
     "NotBuiltError",
     "Offload",
-    "OneCycle",
-    "Option",
-    "Plan",
     "Precision",
-    "Rates",
-    "Room",
-    "SaveReport",
     "Saver",
     "ShardedAverage",
-    "Snapshot",
-    "StaticLossScale",
-    "StepEstimate",
-    "StopSignals",
-    "UnitRow",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
     "Wire",
     "ZeroConfig",
     "__version__",
@@ -120,7 +88,6 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "coalesce_reduction",
-    "estimate_step",
     "export",
     "finish_update",
     "full_grad",
@@ -128,7 +95,6 @@ __all__ = [
     "full_optimizer_state_dict",
     "full_param",
     "full_state_dict",
-    "get_leaf_modules",
     "initialize",
     "load",
     "load_deepspeed",
@@ -138,23 +104,14 @@ __all__ = [
     "local_optimizer_state",
     "local_param",
     "materialise",
+    "memory_report",
     "no_sync",
     "offload_states",
-    "open_weights",
-    "options_table",
-    "parameter_status",
     "plan",
-    "plan_options",
-    "plan_table",
-    "probe",
-    "recommend",
-    "record_codec_errors",
-    "register_external_parameter",
     "release_buffers",
     "reload_states",
     "report",
     "save",
-    "save_picture",
     "schedule_table",
     "set_full_grad",
     "set_full_optimizer_state",
@@ -164,11 +121,51 @@ __all__ = [
     "set_local_optimizer_state",
     "set_local_param",
     "shard",
-    "times_table",
-    "unregister_external_parameter",
     "unscale_and_clip_",
-    "unset_leaf_modules",
     "unshard",
     "unsharded",
     "update_full_grads",
 ]
+
+# Loaded on first use: who shards a model pays for no checkpoints, plans or files of DeepSpeed.
+_LAZY: Final = {
+    "DynamicLossScale": "zero_engine.loss_scale",
+    "Engine": "zero_engine.deepspeed.engine",
+    "LossScaler": "zero_engine.loss_scale",
+    "Saver": "zero_engine.checkpoint.background",
+    "export": "zero_engine.checkpoint.export",
+    "initialize": "zero_engine.deepspeed.initialize",
+    "load": "zero_engine.checkpoint.load",
+    "load_deepspeed": "zero_engine.checkpoint.load_deepspeed",
+    "load_pretrained": "zero_engine.checkpoint.pretrained",
+    "offload_states": "zero_engine.state_offload",
+    "plan": "zero_engine.planning.plan",
+    "reload_states": "zero_engine.state_offload",
+    "save": "zero_engine.checkpoint.save",
+}
+_MOVED: Final = {  # since 0.1
+    "EngineConfig": "zero_engine.deepspeed",
+    "Room": "zero_engine.planning",
+    "StopSignals": "zero_engine.checkpoint",
+    "plan_options": "zero_engine.planning",
+    "probe": "zero_engine.planning",
+    "recommend": "zero_engine.planning",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        warnings.warn(
+            f"zero_engine.{name} is {_MOVED[name]}.{name} now; zero 0.3 forgets the old name",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+    elif name not in _LAZY:
+        raise AttributeError(f"module 'zero_engine' has no attribute {name!r}")
+    found = getattr(import_module(_LAZY.get(name) or _MOVED[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,18 +9,8 @@ from typing import Any, Literal
 
 from attrs import Attribute, field, frozen
 from torch import nn
-from zero_partition import (
-    STAGES,
-    Cut,
-    CutChoice,
-    LayoutError,
-    Limits,
-    PartitionError,
-    Placements,
-    Precision,
-    Stage,
-    Wire,
-)
+from zero_partition import Cut, LayoutError, PartitionError, Precision, Wire
+from zero_partition.plan import STAGES, CutChoice, Limits, Placements, Stage
 
 from .checks import at_least, is_kind, names_fields
 from .errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 import zero_partition
 from torch import nn
 from zero_comm import Group
-from zero_partition import Placement
+from zero_partition.plan import Placement
 
 from .checks import default_group
 from .config import ZeroConfig

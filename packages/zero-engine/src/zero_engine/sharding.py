@@ -7,7 +7,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 from zero_comm import Group, collective
-from zero_partition import AS_IT_IS, find_sharded, partition, unpartition
+from zero_partition import AS_IT_IS, partition, unpartition
+from zero_partition.seams import find_sharded
 
 from zero_engine.residence.choose import Elsewhere
 

@@ -11,11 +11,13 @@ from typing import Any, Final, Literal, final
 
 import torch
 import zero_partition
+import zero_partition.seams
 from attrs import define, field
 from torch import Tensor, nn
 from zero_comm import collective
 from zero_offload import DiskStore, HostArena
-from zero_partition import AbstractKeeper, StateKind, find_sharded
+from zero_partition import StateKind
+from zero_partition.seams import AbstractKeeper, find_sharded
 
 from .checks import check_flag, check_names
 from .errors import ConfigError
@@ -189,7 +191,7 @@ def reload_states(model: nn.Module, *, non_blocking: bool = False) -> None:
         zero_offload.StoreError: The disk fails; what was not read yet can be tried again.
         zero_comm.CommError: A rank did not take part in time.
     """
-    zero_partition.unpark(model, waits=not non_blocking)
+    zero_partition.seams.unpark(model, waits=not non_blocking)
 
 
 def offload_as_deepspeed(
@@ -212,7 +214,7 @@ def park(
     model: nn.Module, kinds: Collection[StateKind], keeper: AbstractKeeper, *, non_blocking: bool
 ) -> None:
     """Park, and hand what torch has no use for to whoever else is on the machine."""
-    zero_partition.park(model, keeper, kinds, waits=not non_blocking)
+    zero_partition.seams.park(model, keeper, kinds, waits=not non_blocking)
     if non_blocking:
         return
     sharded = find_sharded(model)

@@ -21,7 +21,7 @@ import attrs
 import torch
 from torch import nn
 from zero_offload import AbstractStore
-from zero_partition import AbstractGradientHome, AbstractShardHome, RestPlan
+from zero_partition.seams import AbstractGradientHome, AbstractShardHome, RestPlan
 
 from zero_engine import sharding as _shard
 from zero_engine.checkpoint.background import Copying

@@ -1,5 +1,7 @@
 """Who owns which elements of a model, and when a parameter is whole: ZeRO stages 0 to 3."""
 
+from zero_partition.__about__ import __version__
+from zero_partition.chained import ChainedOptimizer
 from zero_partition.enter.average import ShardedAverage
 from zero_partition.enter.gathered import (
     GatheredParameters,
@@ -7,42 +9,45 @@ from zero_partition.enter.gathered import (
     unregister_external_parameter,
     unsharded,
 )
-from zero_partition.enter.hooks import find_sharded
-from zero_partition.enter.load_weights import LoadReport, load_ranges
-from zero_partition.enter.model_plan import ModelPlan, plan_model
 from zero_partition.enter.partition import partition
+from zero_partition.errors import (
+    AtRestError,
+    LayoutError,
+    LoadError,
+    LostEditError,
+    OverlapError,
+    PartitionError,
+    StateError,
+)
 from zero_partition.init.context import Init
 from zero_partition.init.materialize import materialise
-from zero_partition.init.units import (
-    choose_units,
-    get_leaf_modules,
-    plan_units,
-    set_leaf_modules,
-    unset_leaf_modules,
+from zero_partition.init.units import get_leaf_modules, set_leaf_modules, unset_leaf_modules
+from zero_partition.memory.seams import MASTER
+from zero_partition.plan.cuts import Cut
+from zero_partition.plan.stages import AS_IT_IS, Precision
+from zero_partition.plan.wire import Wire
+from zero_partition.public import (
+    backward_without_batch,
+    clip_grad_norm_,
+    clip_grad_value_,
+    coalesce_reduction,
+    finish_update,
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    memory_report,
+    no_sync,
+    record_codec_errors,
+    release_buffers,
+    schedule_report,
+    traffic_report,
+    unpartition,
+    unscale_and_clip_,
 )
-from zero_partition.memory.seams import (
-    MASTER,
-    AbstractGradientHome,
-    AbstractRangeReader,
-    AbstractShardHome,
-    AbstractUpdater,
-    Opening,
-    Pending,
-    ShardSize,
-    UpdaterReport,
-)
-from zero_partition.memory.store import RestPlan
-from zero_partition.plan.cuts import Cut, CutChoice
-from zero_partition.plan.layout import BufferPlan, FlatLayout, ParameterPlan, Piece, Span, UnitPlan
-from zero_partition.plan.stages import AS_IT_IS, STAGES, Placement, Placements, Precision, Stage
-from zero_partition.plan.trace import Limits
-from zero_partition.plan.wire import Routes, Wire
-from zero_partition.run.norm import GradientReport
-from zero_partition.run.residence import RoomPlan, plan_room
-from zero_partition.run.sharded_model import ShardedModel
-from zero_partition.run.unit import CodecErrors
+from zero_partition.redundancy import ZeroRedundancyOptimizer
+from zero_partition.report import MemoryReport, ScheduleReport, ScheduleRow
+from zero_partition.stand_in import StateKind
 from zero_partition.values.access import (
-    ParameterStatus,
     full_grad,
     full_optimizer_state,
     full_param,
@@ -58,123 +63,34 @@ from zero_partition.values.access import (
     set_local_param,
     update_full_grads,
 )
-from zero_partition.values.load import StateLoad, StateSource, param_groups_of, plan_load
-from zero_partition.values.parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
-
-from .__about__ import __version__
-from .chained import ChainedOptimizer
-from .dry_run import (
-    PlannedMemory,
-    PlannedOperation,
-    PlannedSave,
-    PlannedStep,
-    plan_memory,
-    plan_save,
-    plan_step,
-    plan_traffic,
-)
-from .errors import (
-    AtRestError,
-    LayoutError,
-    LoadError,
-    LostEditError,
-    OverlapError,
-    PartitionError,
-    StateError,
-)
-from .public import (
-    backward_without_batch,
-    clip_grad_norm_,
-    clip_grad_value_,
-    coalesce_reduction,
-    finish_update,
-    full_optimizer_state_dict,
-    full_state_dict,
-    load_full_optimizer_state_dict,
-    memory_report,
-    no_sync,
-    park,
-    record_codec_errors,
-    release_buffers,
-    schedule_report,
-    traffic_report,
-    unpark,
-    unpartition,
-    unscale_and_clip_,
-)
-from .redundancy import ZeroRedundancyOptimizer
-from .report import MemoryReport, ScheduleReport, ScheduleRow, loco_facts, loco_state, restore_loco
-from .stand_in import AbstractKeeper, StateKind
 
 __all__ = [
     "AS_IT_IS",
     "MASTER",
-    "STAGES",
-    "AbstractGradientHome",
-    "AbstractKeeper",
-    "AbstractRangeReader",
-    "AbstractShardHome",
-    "AbstractUpdater",
     "AtRestError",
-    "BufferPlan",
     "ChainedOptimizer",
-    "CodecErrors",
     "Cut",
-    "CutChoice",
-    "FlatLayout",
     "GatheredParameters",
-    "GradientReport",
     "Init",
     "LayoutError",
-    "Limits",
     "LoadError",
-    "LoadReport",
     "LostEditError",
     "MemoryReport",
-    "ModelPlan",
-    "Opening",
     "OverlapError",
-    "ParameterPlan",
-    "ParameterStatus",
-    "Part",
-    "PartBatch",
     "PartitionError",
-    "Pending",
-    "Piece",
-    "Placement",
-    "Placements",
-    "PlannedMemory",
-    "PlannedOperation",
-    "PlannedSave",
-    "PlannedStep",
     "Precision",
-    "RestPlan",
-    "RoomPlan",
-    "Routes",
     "ScheduleReport",
     "ScheduleRow",
-    "ShardSize",
     "ShardedAverage",
-    "ShardedModel",
-    "Span",
-    "Stage",
     "StateError",
     "StateKind",
-    "StateLoad",
-    "StateParts",
-    "StateSource",
-    "UnitPlan",
-    "UpdaterReport",
-    "WholeTensor",
     "Wire",
     "ZeroRedundancyOptimizer",
     "__version__",
     "backward_without_batch",
-    "choose_units",
     "clip_grad_norm_",
     "clip_grad_value_",
     "coalesce_reduction",
-    "find_sharded",
     "finish_update",
     "full_grad",
     "full_optimizer_state",
@@ -183,32 +99,17 @@ __all__ = [
     "full_state_dict",
     "get_leaf_modules",
     "load_full_optimizer_state_dict",
-    "load_ranges",
     "local_grad",
     "local_optimizer_state",
     "local_param",
-    "loco_facts",
-    "loco_state",
     "materialise",
     "memory_report",
     "no_sync",
-    "param_groups_of",
     "parameter_status",
-    "park",
     "partition",
-    "plan_load",
-    "plan_memory",
-    "plan_model",
-    "plan_parts",
-    "plan_room",
-    "plan_save",
-    "plan_step",
-    "plan_traffic",
-    "plan_units",
     "record_codec_errors",
     "register_external_parameter",
     "release_buffers",
-    "restore_loco",
     "schedule_report",
     "set_full_grad",
     "set_full_optimizer_state",
@@ -218,7 +119,6 @@ __all__ = [
     "set_local_optimizer_state",
     "set_local_param",
     "traffic_report",
-    "unpark",
     "unpartition",
     "unregister_external_parameter",
     "unscale_and_clip_",

@@ -1,1 +1,18 @@
-"""checkpoint."""
+"""Saving, loading and converting, and what these report."""
+
+from zero_engine.checkpoint.background import Snapshot, StopSignals
+from zero_engine.checkpoint.export import ExportReport
+from zero_engine.checkpoint.load import LoadReport
+from zero_engine.checkpoint.load_deepspeed import DeepSpeedLoadReport
+from zero_engine.checkpoint.pretrained import open_weights
+from zero_engine.checkpoint.save import SaveReport
+
+__all__ = [
+    "DeepSpeedLoadReport",
+    "ExportReport",
+    "LoadReport",
+    "SaveReport",
+    "Snapshot",
+    "StopSignals",
+    "open_weights",
+]

@@ -18,7 +18,8 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 from zero_comm import Group, all_gather_json, collective
 from zero_offload import HostArena
-from zero_partition import Placement, ShardedAverage, StateError
+from zero_partition import ShardedAverage, StateError
+from zero_partition.plan import Placement
 
 from zero_engine.checks import together
 from zero_engine.errors import ConfigError, FileError
@@ -446,7 +447,7 @@ _USUAL: Final = (signal.SIGTERM, signal.SIGUSR1)  # of schedulers: Slurm, Kubern
 class StopSignals:
     """Notes signals that ask the job to end, so that it can save between two steps.
 
-        with zero_engine.StopSignals(model) as stop:
+        with zero_engine.checkpoint.StopSignals(model) as stop:
             for step in range(...):
                 ...
                 optimizer.step()

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias, final
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
-from zero_partition import AbstractRangeReader
+from zero_partition.seams import AbstractRangeReader
 
 from zero_engine.errors import FileError
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from attrs import frozen
 from torch import Tensor
-from zero_partition import AbstractRangeReader
+from zero_partition.seams import AbstractRangeReader
 
 from zero_engine.errors import ConfigError, FileError
 

@@ -9,9 +9,8 @@ import torch
 from attrs import frozen
 from torch import nn
 from zero_comm import Group, check_agreement, collective
-from zero_partition import (
-    LoadError,
-    ShardedAverage,
+from zero_partition import LoadError, ShardedAverage
+from zero_partition.seams import (
     ShardedModel,
     StateLoad,
     StateSource,

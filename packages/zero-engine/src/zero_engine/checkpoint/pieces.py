@@ -10,7 +10,7 @@ from typing import Any, Final, final
 import torch
 from attrs import frozen
 from torch import Tensor
-from zero_partition import AbstractRangeReader
+from zero_partition.seams import AbstractRangeReader
 
 from zero_engine.errors import FileError
 

@@ -12,7 +12,7 @@ from attrs import define, field, frozen
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from zero_comm import Group, collective
-from zero_partition import AbstractRangeReader, LoadReport, load_ranges
+from zero_partition.seams import AbstractRangeReader, LoadReport, load_ranges
 
 from zero_engine.checks import default_group
 from zero_engine.config import ZeroConfig

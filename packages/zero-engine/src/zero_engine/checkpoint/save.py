@@ -18,12 +18,11 @@ import zero_ckpt
 from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from zero_comm import Group, all_gather_json, check_agreement, collective
-from zero_partition import (
-    STAGES,
+from zero_partition import ShardedAverage, StateError
+from zero_partition.plan import STAGES
+from zero_partition.seams import (
     PartBatch,
-    ShardedAverage,
     ShardedModel,
-    StateError,
     StateParts,
     WholeTensor,
     find_sharded,

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from attrs import field, frozen
 from torch import Tensor
-from zero_partition import AbstractRangeReader
+from zero_partition.seams import AbstractRangeReader
 
 from zero_engine.errors import FileError
 

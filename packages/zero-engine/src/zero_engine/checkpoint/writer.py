@@ -173,7 +173,7 @@ class GivenBatch:
 
     runs: tuple[Given, ...]
     read: Callable[[], Sequence[Tensor]]  # 1-D each
-    is_resident: bool = False  # see `zero_partition.PartBatch`
+    is_resident: bool = False  # see `zero_partition.seams.PartBatch`
 
     @property
     def num_bytes(self) -> int:

@@ -1,1 +1,22 @@
-"""deepspeed."""
+"""What is in DeepSpeed's shape: its file, its engine, its schedules."""
+
+from zero_engine.deepspeed.engine_config import EngineConfig, NamedSpec
+from zero_engine.deepspeed.schedules import (
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+)
+from zero_engine.loss_scale import StaticLossScale
+
+__all__ = [
+    "EngineConfig",
+    "LRRangeTest",
+    "NamedSpec",
+    "OneCycle",
+    "StaticLossScale",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+]

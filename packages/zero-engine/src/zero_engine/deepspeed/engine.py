@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final, final
 
 import torch
 import zero_partition
+import zero_partition.seams
 from attrs import define
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -346,7 +347,7 @@ class Engine(nn.Module):
             self._settle()
         self._is_destroyed = True
         self._waiting.close()
-        if zero_partition.find_sharded(self.module) is not None:
+        if zero_partition.seams.find_sharded(self.module) is not None:
             self.zero_grad()
             zero_partition.release_buffers(self.module)
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 from zero_comm import Group, collective
 from zero_offload import CPUAdam, FusedAdam
-from zero_partition import Stage
+from zero_partition.plan import Stage
 
 from zero_engine.checks import default_group
 from zero_engine.config import ZeroConfig

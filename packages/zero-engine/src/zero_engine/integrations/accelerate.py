@@ -17,7 +17,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, parse_flag_from_env
 from torch import Tensor, nn
-from zero_partition import Placement, ShardedModel, find_sharded
+from zero_partition.plan import Placement
+from zero_partition.seams import ShardedModel, find_sharded
 
 import zero_engine
 from zero_engine import ConfigError, Precision, ZeroConfig

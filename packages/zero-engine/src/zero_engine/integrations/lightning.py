@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from zero_partition import find_sharded
+from zero_partition.seams import find_sharded
 
 import zero_engine
 from zero_engine import ConfigError, FileError, ZeroConfig

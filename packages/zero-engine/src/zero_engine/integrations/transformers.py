@@ -14,10 +14,12 @@ import transformers
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from transformers.integrations import deepspeed as host_deepspeed
-from zero_partition import find_sharded
+from zero_partition.seams import find_sharded
 
 import zero_engine
-from zero_engine import ConfigError, DynamicLossScale, EngineConfig, LossScaler, ZeroConfig
+import zero_engine.deepspeed
+from zero_engine import ConfigError, DynamicLossScale, LossScaler, ZeroConfig
+from zero_engine.deepspeed import EngineConfig
 
 Zero = ZeroConfig | str | os.PathLike[str] | Mapping[str, Any] | None
 
@@ -103,7 +105,7 @@ class ZeroTrainer(transformers.Trainer):
         if scale is None and mixed == "fp16":
             scale = DynamicLossScale(window=2000, hysteresis=1)  # as torch's GradScaler
         elif scale is None and settings.checks_overflow:
-            scale = zero_engine.StaticLossScale(1.0)
+            scale = zero_engine.deepspeed.StaticLossScale(1.0)
         accelerator.scaler = None if scale is None else _Scaler(LossScaler(scale))
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:

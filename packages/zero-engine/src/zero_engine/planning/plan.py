@@ -11,23 +11,20 @@ import torch
 from attrs import frozen
 from zero_comm import Levels
 from zero_offload import OffloadedState
-from zero_partition import (
-    AS_IT_IS,
-    MemoryReport,
+from zero_partition import AS_IT_IS, MemoryReport
+from zero_partition.planning import (
     ModelPlan,
     PlannedMemory,
     PlannedOperation,
     PlannedSave,
     PlannedStep,
-    RoomPlan,
-    UpdaterReport,
     plan_memory,
     plan_model,
-    plan_room,
     plan_save,
     plan_step,
     plan_traffic,
 )
+from zero_partition.seams import RoomPlan, UpdaterReport, plan_room
 
 from zero_engine.config import ZeroConfig
 from zero_engine.errors import ConfigError

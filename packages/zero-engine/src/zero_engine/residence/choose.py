@@ -9,7 +9,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 from zero_offload import HostArena
-from zero_partition import AbstractGradientHome, RestPlan
+from zero_partition.seams import AbstractGradientHome, RestPlan
 
 from zero_engine.offload import Offload
 

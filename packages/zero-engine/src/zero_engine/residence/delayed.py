@@ -13,7 +13,8 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 from zero_offload import HostArena, TornStepError
-from zero_partition import MASTER, AbstractUpdater, Opening, UpdaterReport
+from zero_partition import MASTER
+from zero_partition.seams import AbstractUpdater, Opening, UpdaterReport
 
 from .updater import OffloadedUpdater
 

@@ -12,7 +12,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 from zero_offload import BudgetError, DiskSettings, DiskStore, HostArena
-from zero_partition import AbstractShardHome, ShardSize
+from zero_partition.seams import AbstractShardHome, ShardSize
 
 from zero_engine.errors import ConfigError
 from zero_engine.offload import Offload

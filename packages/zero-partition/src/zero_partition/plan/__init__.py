@@ -1,1 +1,43 @@
-"""plan."""
+"""How parameters are laid out, cut, grouped into units and scheduled. Arithmetic, no communication.
+
+Building blocks for planners and tests. They may change between minor versions.
+"""
+
+from zero_partition.plan.cuts import Cut, CutChoice
+from zero_partition.plan.layout import BufferPlan, FlatLayout, ParameterPlan, Piece, Span, UnitPlan
+from zero_partition.plan.slots import SlotPool
+from zero_partition.plan.stages import STAGES, Placement, Placements, Stage
+from zero_partition.plan.trace import (
+    ExecutionOrder,
+    Extent,
+    Gather,
+    Limits,
+    Use,
+    choose_slots,
+    plan_gathers,
+)
+from zero_partition.plan.wire import Routes
+
+__all__ = [
+    "STAGES",
+    "BufferPlan",
+    "Cut",
+    "CutChoice",
+    "ExecutionOrder",
+    "Extent",
+    "FlatLayout",
+    "Gather",
+    "Limits",
+    "ParameterPlan",
+    "Piece",
+    "Placement",
+    "Placements",
+    "Routes",
+    "SlotPool",
+    "Span",
+    "Stage",
+    "UnitPlan",
+    "Use",
+    "choose_slots",
+    "plan_gathers",
+]

@@ -8,19 +8,13 @@ from typing import Any
 
 import torch
 import zero_comm
+import zero_partition
 from torch import nn
 from zero_comm import Group
-from zero_partition import StateError
+from zero_partition import StateError, unregister_external_parameter
 
 import zero_engine
-from zero_engine import (
-    ConfigError,
-    Engine,
-    GatheredParameters,
-    NotBuiltError,
-    ZeroConfig,
-    unregister_external_parameter,
-)
+from zero_engine import ConfigError, Engine, GatheredParameters, NotBuiltError, ZeroConfig
 from zero_engine.deepspeed.mpu import check_mpu, data_group_of
 from zero_engine.deepspeed_file.zero_settings import stage_of, wire_said_in
 
@@ -155,7 +149,7 @@ def _both(sharding: AbstractContextManager[Any], dtype: torch.dtype) -> Iterator
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """The module's forward uses a parameter that is another module's. The same on every rank.
 
-    Such a use works by itself; `zero_engine.register_external_parameter` lets its gather set out
+    Such a use works by itself; `zero_partition.register_external_parameter` lets its gather set out
     ahead. Before the parameter's model is sharded, where DeepSpeed needs to be told already, there
     is nothing to do.
 
@@ -168,7 +162,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
             f"{type(parameter).__name__}"
         )
     with suppress(StateError):  # belongs to no sharded model yet
-        zero_engine.register_external_parameter(module, parameter)
+        zero_partition.register_external_parameter(module, parameter)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+import zero_partition
 from torch import Tensor, nn
 
 import zero_engine
@@ -170,12 +171,12 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """The leaf modules in `model`, in its order."""
-    return zero_engine.get_leaf_modules(model)
+    return zero_partition.get_leaf_modules(model)
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
     """Whether this very module is a leaf."""
-    return any(leaf is model for leaf in zero_engine.get_leaf_modules(model))
+    return any(leaf is model for leaf in zero_partition.get_leaf_modules(model))
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from attrs import frozen
 from torch import Tensor
-from zero_partition import AbstractRangeReader
+from zero_partition.seams import AbstractRangeReader
 
 from zero_engine.checkpoint.export import open_weights_of, verify_weights
 

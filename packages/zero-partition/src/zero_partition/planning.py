@@ -1,0 +1,46 @@
+"""What a model, an optimizer and a configuration will take: memory, traffic and files.
+
+Building blocks for planners. They may change between minor versions.
+"""
+
+from zero_partition.dry_run import (
+    PlannedMemory,
+    PlannedOperation,
+    PlannedSave,
+    PlannedStep,
+    plan_memory,
+    plan_save,
+    plan_step,
+    plan_traffic,
+)
+from zero_partition.enter.model_plan import ModelPlan, plan_model
+from zero_partition.init.units import choose_units, plan_units
+from zero_partition.optimizer.entries import (
+    PlainEntry,
+    Said,
+    TensorEntry,
+    part_of_entry,
+    plan_entry,
+)
+from zero_partition.optimizer.needs import choose_cuts
+
+__all__ = [
+    "ModelPlan",
+    "PlainEntry",
+    "PlannedMemory",
+    "PlannedOperation",
+    "PlannedSave",
+    "PlannedStep",
+    "Said",
+    "TensorEntry",
+    "choose_cuts",
+    "choose_units",
+    "part_of_entry",
+    "plan_entry",
+    "plan_memory",
+    "plan_model",
+    "plan_save",
+    "plan_step",
+    "plan_traffic",
+    "plan_units",
+]
