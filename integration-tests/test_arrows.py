@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,56 @@ def test_arrows_point_down(package: str) -> None:
     }
 
     assert imported & ALLOWED.keys() - {package} <= ALLOWED[package]
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_floors_point_down_and_no_imports_go_in_circles(package: str) -> None:
+    """Who knows the floors below understands a file: types and late imports count, too."""
+    source = ROOT / "packages" / package.replace("_", "-") / "src" / package
+    said = re.search(
+        r"(?m)^# Floors, lowest first: ([^.]*)\.", (source / "__init__.py").read_text()
+    )
+    assert said is not None
+    floors = re.findall(r"\w+", said[1])
+    imports = _imports_inside(package, source)
+
+    assert {module.split(".")[0] for module in imports} == {*floors}
+    for module, found in imports.items():
+        above = {to for to in found if _floor(floors, to) > _floor(floors, module)}
+        assert not above, f"{module} imports what is above it"
+    while ready := {module for module, found in imports.items() if not found & imports.keys()}:
+        imports = {module: found for module, found in imports.items() if module not in ready}
+    assert not imports, "circles"
+
+
+def _floor(floors: list[str], module: str) -> int:
+    return floors.index(module.split(".", maxsplit=1)[0])
+
+
+def _imports_inside(package: str, source: Path) -> dict[str, set[str]]:
+    """By module of a package, without its name: the others that it imports, anywhere in it."""
+    names = {
+        ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in source.rglob("*.py")
+        if file.parent != source or not file.name.startswith("__")
+    }
+    found: dict[str, set[str]] = {}
+    for name, file in names.items():
+        inside = name if file.name == "__init__.py" else name.rpartition(".")[0]
+        found[name] = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    base = ".".join(filter(None, (package, inside, base)))
+                targets = [f"{base}.{alias.name}" for alias in node.names] + [base]
+            elif isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            else:
+                continue
+            inner = (to.removeprefix(f"{package}.") for to in targets if to.startswith(package))
+            found[name].update(to for to in inner if to in names and to != name)
+    return found
 
 
 # All may import torch, which takes long: once, before each child imports a package of its own.

@@ -82,7 +82,7 @@ def _compare(group: Group, optimizer: str, scheduler: str, stages: tuple[int, ..
         if turn % 2 == 0:  # once more, after shard()
             for each in ours.param_groups:
                 each["lr"] = each.pop("initial_lr")
-            made = getattr(zero_engine, scheduler)(ours, **PARAMS[scheduler])
+            made = getattr(zero_engine.deepspeed, scheduler)(ours, **PARAMS[scheduler])
         _train(model, ours, made)
         what = f"{optimizer}, {scheduler}, stage {stage}, before shard: {turn % 2 == 1}"
         assert_weights_of(model, alone, group=group, what=what)

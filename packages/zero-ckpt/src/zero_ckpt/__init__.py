@@ -1,5 +1,9 @@
 """Activation checkpointing with tracked randomness."""
 
+# Floors, lowest first: errors, torch_private, nested, layers, surroundings, call, rng, inputs,
+# configuration, policies, verify, frame, buffers, keep, profile, checkpointer, apply, megatron,
+# testing.
+
 from zero_ckpt.inputs.packed import PackedSaver
 from zero_ckpt.inputs.savers import AbstractKept, AbstractSaver, KeepSaver
 

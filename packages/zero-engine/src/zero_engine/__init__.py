@@ -1,5 +1,9 @@
 """ZeRO for a plain PyTorch loop: shard a model and its optimizer, keep the loop."""
 
+# Floors, lowest first: errors, torch_private, checks, loss_scale, offload, deepspeed_file, config,
+# residence, state_offload, report, init, sharding, checkpoint, deepspeed, compat, integrations,
+# planning, cli, testing.
+
 from __future__ import annotations
 
 import warnings

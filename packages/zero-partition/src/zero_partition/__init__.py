@@ -1,5 +1,8 @@
 """Who owns which elements of a model, and when a parameter is whole: ZeRO stages 0 to 3."""
 
+# Floors, lowest first: errors, torch_private, nested, chained, plan, stand_in, memory, init, run,
+# optimizer, values, enter, report, dry_run, redundancy, public, planning, seams.
+
 from zero_partition.__about__ import __version__
 from zero_partition.chained import ChainedOptimizer
 from zero_partition.enter.average import ShardedAverage

@@ -121,7 +121,7 @@ class ZeroTrainer(transformers.Trainer):
         """Also that of the file, with the numbers of steps that it leaves "auto"."""
         spec = _read(self._zero, self.args, self.model, num_training_steps).scheduler
         if self.lr_scheduler is None and spec is not None:
-            make = getattr(zero_engine, spec.type)
+            make = getattr(zero_engine.deepspeed, spec.type)
             self.lr_scheduler = make(optimizer or self.optimizer, **spec.params)
             self._created_lr_scheduler = True  # so that the next train() makes another
         return super().create_scheduler(num_training_steps, optimizer)
