@@ -1,7 +1,6 @@
 """Lightning: `Trainer(strategy=ZeroStrategy(stage=3))`, `Fabric(strategy=ZeroFabricStrategy())`.
 
-Both call `zero_engine.shard()` where Lightning's DDPStrategy wraps the model, and are that strategy
-otherwise: launching, process group, samplers, reduction of metrics.
+Both call `zero_engine.shard()` where Lightning's DDPStrategy wraps, and are it otherwise.
 """
 
 from __future__ import annotations
