@@ -158,6 +158,8 @@ _MOVED: Final = {  # since 0.1
 
 
 def __getattr__(name: str) -> Any:
+    if name in {"checkpoint", "deepspeed", "planning"}:
+        return import_module(f"zero_engine.{name}")
     if name in _MOVED:
         warnings.warn(
             f"zero_engine.{name} is {_MOVED[name]}.{name} now; zero 0.3 forgets the old name",
