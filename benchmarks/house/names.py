@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any, Final
 
 import attrs
@@ -34,8 +35,9 @@ def find(name: str) -> Any:
         except ModuleNotFoundError:
             continue
         for spelling in (name, *RENAMED.get(name, ())):
-            if hasattr(found, spelling):
-                return getattr(found, spelling)
+            value = getattr(found, spelling, None)
+            if value is not None and not isinstance(value, ModuleType):  # zero_engine.checkpoint
+                return value
     raise AttributeError(
         f"no package has the public name {name!r}; say in {__file__} what it is called now"
     )
