@@ -6,6 +6,7 @@ docs/decisions/0043-the-new-house.md names. What is expected of them comes from 
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import shutil
@@ -129,7 +130,7 @@ def main() -> None:
     )
     (FILES / "rates.json").write_text(json.dumps(RATES))
     _leave_swap_folder()
-    print(f"written with {zero_engine.__file__}", file=sys.stderr)
+    print(f"written with {inspect.getfile(zero_engine)}", file=sys.stderr)
 
 
 # ---- One rank of who writes ----
