@@ -46,9 +46,6 @@ def break_connections(of: ReferenceType[Any]) -> None:
                 work.wait(timedelta(milliseconds=1))
 
 
-# ---- Whether the ranks of a group can read each other's memory, and the journals if so ----
-
-
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _TAG: Final = (1 << 24) - 1  # before those of the compositions
 

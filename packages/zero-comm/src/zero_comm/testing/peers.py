@@ -67,9 +67,6 @@ def lingering(seconds: float) -> Iterator[None]:
         yield
 
 
-# ---- Reads that fail ----
-
-
 @contextmanager
 def cannot_read(why: Literal["switch", "permission", "system", "host"]) -> Iterator[None]:
     """Inside, this rank finds that it cannot read its peers' memory. Local.
