@@ -58,9 +58,6 @@ def unpack(wire: Tensor, tensors: Sequence[Tensor]) -> None:
         start += tensor.numel()
 
 
-# ---- Collectives on lists of tensors: one message per dtype, whatever the sizes ----
-
-
 def all_gather_coalesced(
     shards: Sequence[Tensor],
     *,

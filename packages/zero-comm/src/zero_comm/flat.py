@@ -23,21 +23,19 @@ from .handle import Handle, Message
 from .traffic import Sent
 from .transport import (
     Reduction,
+    begin,
     check_mean,
     check_tensor,
     chunks_of,
     count_traffic,
     even_splits,
+    exchange,
     finish_mean,
-    gather_to_by_messages,
-    gather_to_by_reading,
-    key_of,
     launch_exchange,
     launch_gather,
     launch_reduce_scatter,
     own_chunk,
     torch_op,
-    watch_of,
 )
 
 
@@ -89,8 +87,10 @@ def reduce_scatter_encoded(
 
     The buffer is read before this returns.
     """
-    wire = encode_parts(chunks_of(buffer, splits), codec)
-    wire_splits = [codec.wire_bytes(numel) for numel in splits]
+    wire, rows = wire_for(parts := chunks_of(buffer, splits), codec)
+    for part, row in zip(parts, rows, strict=True):
+        codec.encode(part, row)
+    wire_splits = [row.numel() for row in rows]
     exchange = launch_exchange(wire, wire_splits, group=group, name=name, tag=tag)
 
     def finish(timeout_s: float | None) -> Tensor:
@@ -100,42 +100,6 @@ def reduce_scatter_encoded(
         return out if total is out else out.copy_(total)
 
     return Handle(finish)
-
-
-def all_reduce_encoded(
-    buffer: Tensor,
-    splits: Sequence[int],
-    *,
-    group: Group,
-    op: Reduction,
-    codec: AbstractCodec,
-    tag: int,
-) -> Handle[Tensor]:
-    """A reduce-scatter and then a gather, each of them encoded."""
-    name, own = "all_reduce", chunks_of(buffer, splits)[group.rank]
-    reduction = reduce_scatter_encoded(
-        buffer, splits, group=group, op=op, codec=codec, out=own, name=name, tag=tag
-    )
-    return reduction.then(
-        lambda reduced: gather_encoded(
-            buffer,
-            splits,
-            group=group,
-            shard=reduced,
-            codec=codec,
-            name=name,
-            tag=tag,
-            is_late=True,
-        )
-    )
-
-
-def encode_parts(parts: Sequence[Tensor], codec: AbstractCodec) -> Tensor:
-    """Each part apart, one after the other in a new wire buffer."""
-    wire, rows = wire_for(parts, codec)
-    for part, row in zip(parts, rows, strict=True):
-        codec.encode(part, row)
-    return wire
 
 
 def wire_for(parts: Sequence[Tensor], codec: AbstractCodec) -> tuple[Tensor, list[Tensor]]:
@@ -151,9 +115,6 @@ def add_up(rows: Sequence[Tensor], total: Tensor, codec: AbstractCodec) -> Tenso
     for row in rows[1:]:
         codec.decode_add(row, total)
     return total
-
-
-# ---- Collectives on one flat buffer, composed of what the backend does well ----
 
 
 _BUILT_IN: Final = -1  # torch's own collectives meet in the order of their launches
@@ -201,25 +162,31 @@ def all_gather_flat(
         GroupMismatchError: `out` or `shard` does not fit `splits` or the group's device.
         CodecError: The codec does not take such a dtype.
     """
-    own = own_chunk(out, splits, group)
+    own, numel = own_chunk(out, splits, group), splits[group.rank]
     name = "agree" if control else "all_gather"
-    if codec is not None:
-        return _all_gather_encoded(
-            out,
-            splits,
-            group=group,
-            shard=own if shard is None else shard,
-            codec=codec,
-            name=name,
-            tag=tag,
-            version=version,
-            payload=payload,
-        )
-    if shard is not None:
-        check_tensor(shard, splits[group.rank], group, "shard", dtype=out.dtype)
-        own.copy_(shard)
-    count_traffic(group, name, out, splits, payload, sends_own=True, tag=tag)
-    return launch_gather(out, splits, group=group, name=name, tag=tag, version=version)
+    if codec is None:
+        if shard is not None:
+            check_tensor(shard, numel, group, "shard", dtype=out.dtype)
+            own.copy_(shard)
+        count_traffic(group, name, out, splits, payload, sends_own=True, tag=tag)
+        return launch_gather(out, splits, group=group, name=name, tag=tag, version=version)
+    shard = own if shard is None else shard
+    is_written = shard.dtype == torch.uint8
+    check_tensor(shard, codec.wire_bytes(numel) if is_written else numel, group, "shard")
+    check_encodable((out,) if is_written else (out, shard), codec)
+    count_traffic(group, name, out, splits, payload, sends_own=True, tag=tag, codec=codec)
+    if group.world_size == 1:
+        return Handle(lambda _: codec.decode(shard, out) if is_written else own.copy_(shard))
+    return gather_encoded(
+        out,
+        splits,
+        group=group,
+        shard=shard,
+        codec=codec,
+        name=name,
+        tag=tag,
+        version=version,
+    )
 
 
 def reduce_scatter_flat(
@@ -331,10 +298,22 @@ def all_reduce_flat(
     if group.world_size == 1:
         return Handle(lambda _: buffer)
     if codec is not None:
-        return all_reduce_encoded(buffer, splits, group=group, op=op, codec=codec, tag=tag)
+        return reduce_scatter_encoded(
+            buffer, splits, group=group, op=op, codec=codec, out=own, name=name, tag=tag
+        ).then(
+            lambda reduced: gather_encoded(
+                buffer,
+                splits,
+                group=group,
+                shard=reduced,
+                codec=codec,
+                name=name,
+                tag=tag,
+                is_late=True,
+            )
+        )
     if not group.backend.composes_from_peers:
-        reduce_op = torch_op(group, op)
-        work = dist.all_reduce(buffer, reduce_op, group=group.process_group, async_op=True)
+        work = dist.all_reduce(buffer, torch_op(op), group=group.process_group, async_op=True)
         return Handle(lambda _: buffer, (Message(work, name),), (buffer,))
     return launch_reduce_scatter(buffer, splits, group=group, op=op, out=own, tag=tag).then(
         lambda _: launch_gather(buffer, splits, group=group, name=name, tag=tag, is_late=True)
@@ -371,41 +350,6 @@ def broadcast_flat(buffer: Tensor, *, src: int, group: Group) -> Handle[Tensor]:
     # gloo's tree: all comes from `src`, which sends to the rank after it first.
     peer = src if group.rank != src else (src + 1) % group.world_size
     return Handle(lambda _: buffer, (Message(work, "broadcast", launch, peer),), (buffer,))
-
-
-def _all_gather_encoded(
-    out: Tensor,
-    splits: Sequence[int],
-    *,
-    group: Group,
-    shard: Tensor,
-    codec: AbstractCodec,
-    name: str,
-    tag: int,
-    version: int | None,
-    payload: Sequence[int] | None,
-) -> Handle[Tensor]:
-    """From values, or from the bytes of values."""
-    own, numel = own_chunk(out, splits, group), splits[group.rank]
-    is_written = shard.dtype == torch.uint8
-    check_tensor(shard, codec.wire_bytes(numel) if is_written else numel, group, "shard")
-    check_encodable((out,) if is_written else (out, shard), codec)
-    count_traffic(group, name, out, splits, payload, sends_own=True, tag=tag, codec=codec)
-    if group.world_size == 1:
-        return Handle(lambda _: codec.decode(shard, out) if is_written else own.copy_(shard))
-    return gather_encoded(
-        out,
-        splits,
-        group=group,
-        shard=shard,
-        codec=codec,
-        name=name,
-        tag=tag,
-        version=version,
-    )
-
-
-# ---- All ranks' values, for one rank alone ----
 
 
 def gather_flat(
@@ -456,12 +400,13 @@ def gather_flat(
     result = out if is_target else None
     if group.world_size == 1:
         return Handle(lambda _: result)
-    launch = None
-    if group.backend.composes_from_peers:
-        launch = watch_of(group).launch("gather", key_of(tag), tag=tag)
-        if group.peers is not None:
-            return gather_to_by_reading(
-                shard, result, chunks, splits=splits, peers=group.peers, launch=launch
-            )
-    messages = gather_to_by_messages(shard, chunks, to=to, group=group, launch=launch)
-    return Handle(lambda _: result, messages, (shard, out))
+    return exchange(
+        shard,
+        result,
+        sends=[shard if rank == to else shard[:0] for rank in range(group.world_size)],
+        receives=chunks,
+        offsets=[0] * group.world_size,
+        group=group,
+        launch=begin(group, "gather", tag) if group.backend.composes_from_peers else None,
+        num_bytes=tuple(split * shard.element_size() for split in splits),
+    )

@@ -28,7 +28,6 @@ class Backend:
     """What a process-group backend can do by itself, and what we compose instead."""
 
     name: str
-    reduces_mean: bool  # ReduceOp.AVG works
     composes_from_peers: bool  # an exchange between every two ranks beats its own collectives
     reason: str  # why, in one line, for whoever asks a group
 
@@ -36,13 +35,11 @@ class Backend:
 BACKENDS: Final = {
     "solo": Backend(
         name="solo",
-        reduces_mean=True,
         composes_from_peers=False,
         reason="one rank: nothing travels",
     ),
     "gloo": Backend(
         name="gloo",
-        reduces_mean=True,
         composes_from_peers=True,
         reason=(
             "gloo's reduce-scatter moves as much as two all-reduces and its all-gather copies "
@@ -51,14 +48,10 @@ BACKENDS: Final = {
     ),
     "nccl": Backend(
         name="nccl",
-        reduces_mean=True,
         composes_from_peers=False,
         reason="NCCL's own collectives are the fastest on its links",
     ),
 }
-
-
-# ---- The ranks that communicate, as one value that is passed around ----
 
 
 _NOTHING: Final = Sent()

@@ -237,9 +237,6 @@ def _positions(group: Group, whole: Group) -> list[int]:
     return [position.get(group.global_rank(rank), -1) for rank in range(group.world_size)]
 
 
-# ---- Reductions in two hops: inside each node, and what that leaves across nodes ----
-
-
 _NAME: Final = "reduce_scatter"
 
 
@@ -435,9 +432,6 @@ class _Hop:
             ]
 
         return Handle(finish)
-
-
-# ---- Reductions of lists of tensors in two hops, under the names that DeepSpeed gave them ----
 
 
 _INT4: Final = Blockwise(bits=4)

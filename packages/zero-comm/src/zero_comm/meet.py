@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from zero_comm import process_memory as _process_memory
+from zero_comm import process_memory
 
 from .handle import Message
 from .peer_memory import PeerMemory, Whereabouts
@@ -44,9 +44,6 @@ def break_connections(of: ReferenceType[Any]) -> None:
                 work = dist.irecv(blank, peer, group=process_group, tag=tag)
                 assert work is not None, "this rank is in the group"
                 work.wait(timedelta(milliseconds=1))
-
-
-# ---- Whether the ranks of a group can read each other's memory, and the journals if so ----
 
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -115,7 +112,7 @@ def _find_out(table: _Table) -> SharedHost:
         else:
             # Launchers start all ranks: their descendants are enough, and no other process.
             is_launched = all(row[2] == mine[2] for row in hello)
-            _process_memory.allow_readers(os.getppid() if is_launched else None)
+            process_memory.allow_readers(os.getppid() if is_launched else None)
     verdicts = table.tell_all([verdict])  # from here on everyone has allowed everyone
     if all(row == [_Verdict.OK] for row in verdicts):
         try:
@@ -133,7 +130,7 @@ def _find_out(table: _Table) -> SharedHost:
 def _try_alone() -> _Verdict:
     if os.environ.get(SWITCH, "1") == "0":
         return _Verdict.SWITCHED_OFF
-    return _Verdict.OK if _process_memory.is_supported() else _Verdict.NO_SUCH_CALL
+    return _Verdict.OK if process_memory.is_supported() else _Verdict.NO_SUCH_CALL
 
 
 def _boot_id() -> int:

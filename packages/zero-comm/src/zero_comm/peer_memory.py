@@ -171,9 +171,6 @@ def _close(words: ctypes.Array[ctypes.c_int64]) -> None:
     _CLOSED.append(words)
 
 
-# ---- One collective among ranks that read each other's memory, and what its peers lend for  ----
-
-
 @frozen
 class RemoteBuffer:
     """A peer's buffer, lent until this rank is done with it."""
@@ -213,9 +210,6 @@ class Transfer:
     launch: Launch | None = None  # where the group's watch counts it
     done_entry: int = 0  # how many entries the journal has when it says that this rank is done
     num_bytes: tuple[int, ...] | None = None  # of each rank's buffer; all are as ours when None
-
-
-# ---- Collectives between processes of one host that read each other's memory ----
 
 
 # How long a wait sleeps between looks: short while peers are probably about to answer, then longer.

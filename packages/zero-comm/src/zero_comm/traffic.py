@@ -45,12 +45,7 @@ class Sent:
 
     def __sub__(self, other: Sent) -> Sent:
         """The rest."""
-        return Sent(
-            self.payload_numel - other.payload_numel,
-            self.payload_bytes - other.payload_bytes,
-            self.padding_bytes - other.padding_bytes,
-            self.scale_bytes - other.scale_bytes,
-        )
+        return self + other * -1
 
 
 def sent_of(
@@ -126,9 +121,6 @@ def chunk_sent(numel: int, payload: int, *, itemsize: int, codec: AbstractCodec 
     value_bytes, scale_bytes = codec.value_bytes(payload), codec.scale_bytes(numel)
     padding_bytes = codec.wire_bytes(numel) - value_bytes - scale_bytes
     return Sent(payload, value_bytes, padding_bytes, scale_bytes)
-
-
-# ---- Count what a rank sends ----
 
 
 @define

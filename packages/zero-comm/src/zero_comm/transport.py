@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Final, TypeVar
 
@@ -20,7 +19,7 @@ from .handle import Handle, Message, failure
 from .peer_memory import PeerMemory, RemoteBuffer, Transfer
 from .torch_private import all_gather_single, reduce_scatter_single
 from .traffic import sent_of
-from .watch import Launch, Watch
+from .watch import Launch
 
 
 class Reduction(Enum):
@@ -36,29 +35,55 @@ def finish_mean(total: Tensor, *, op: Reduction, world_size: int) -> None:
         total.div_(world_size)
 
 
-# ---- Compositions of sends and receives between every two ranks ----
-
-
 # Messages of this size let the local sum run while later messages arrive, and stay in cache for
 # it. Between 512 KiB and 8 MiB the time hardly changes (benchmarks/bench_collectives.py).
-PIECE_BYTES: Final = 2 * 2**20
+_MESSAGE_BYTES: Final = 2 * 2**20
+_READ_BYTES: Final = 2**18  # a piece of every rank stays in cache until it is added
+
+T = TypeVar("T")
 
 
-def gather_by_messages(
-    buffer: Tensor, chunks: Sequence[Tensor], *, group: Group, launch: Launch
-) -> Handle[Tensor]:
-    """Send to and receive from every peer, the next rank first so that no rank is a hot spot."""
-    own = chunks[group.rank]
-    messages = []
-    for distance in range(1, group.world_size):
-        peer = (group.rank - distance) % group.world_size
-        if chunks[peer].numel():
-            messages.append(_receive(chunks[peer], peer, group, launch))
-    for distance in range(1, group.world_size):
-        peer = (group.rank + distance) % group.world_size
-        if own.numel():
-            messages.append(_send(own, peer, group, launch))
-    return Handle(lambda _: buffer, messages, (buffer,))
+def exchange(
+    buffer: Tensor,
+    result: T,
+    *,
+    sends: Sequence[Tensor],
+    receives: Sequence[Tensor],
+    group: Group,
+    launch: Launch | None,
+    offsets: Sequence[int] = (),
+    num_bytes: tuple[int, ...] | None = None,
+) -> Handle[T]:
+    """Send each rank a part of `buffer`, and receive from each; empty tensors do not travel.
+
+    Args:
+        buffer: What peers read, where ranks read each other's memory.
+        result: What the handle is of.
+        sends: For each rank, what it is sent.
+        receives: For each rank, what is filled with what it sends; may be empty where none does.
+        group: The ranks that take part.
+        launch: This collective; None on a backend that has no watch.
+        offsets: Where that lies in each rank's buffer, in bytes.
+        num_bytes: Of each rank's buffer; all are as this one when None.
+    """
+    rank, world_size = group.rank, group.world_size
+    # The next rank first: no rank is a hot spot.
+    others = [(rank + distance) % world_size for distance in range(1, world_size)]
+    peers = group.peers
+    # A message reaches its peer even if this rank ends before it is read: what controls must.
+    if launch is None or peers is None or launch.operation == "agree":
+        received = [peer for peer in reversed(others) if receives and receives[peer].numel()]
+        messages = [_message(receives[peer], peer, group, launch) for peer in received]
+        sent = [peer for peer in others if sends[peer].numel()]
+        messages += [_message(sends[peer], peer, group, launch, is_sent=True) for peer in sent]
+        return Handle(lambda _: result, messages, (buffer, result))
+
+    def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
+        for peer in others if receives else ():
+            buffers[peer].read_into(receives[peer], offset=offsets[peer])
+
+    transfer = peers.launch(launch.key, buffer, carry_out, launch=launch, num_bytes=num_bytes)
+    return _when_read(transfer, result, peers, launch)
 
 
 def reduce_scatter_by_messages(
@@ -79,18 +104,18 @@ def reduce_scatter_by_messages(
         rows = own.new_empty(len(peers), own.numel())
         scratch = {peer: rows[i] for i, peer in enumerate(peers)}
 
-    step = max(1, PIECE_BYTES // buffer.element_size())
+    step = max(1, _MESSAGE_BYTES // buffer.element_size())
     arrivals: list[tuple[slice, list[Message]]] = []
     for start in range(0, own.numel(), step):
         piece = slice(start, min(start + step, own.numel()))
-        messages = [_receive(scratch[peer][piece], peer, group, launch) for peer in peers]
+        messages = [_message(scratch[peer][piece], peer, group, launch) for peer in peers]
         arrivals.append((piece, messages))
     sends = []
     for start in range(0, max(chunk.numel() for chunk in chunks), step):
         for peer in peers:
             piece = chunks[peer][start : start + step]
             if piece.numel():
-                sends.append(_send(piece, peer, group, launch))
+                sends.append(_message(piece, peer, group, launch, is_sent=True))
 
     def finish(timeout_s: float | None) -> Tensor:
         for piece, messages in arrivals:
@@ -114,115 +139,17 @@ def reduce_scatter_by_messages(
     return Handle(finish, (), (buffer, out, scratch), (*received, *sends))
 
 
-def exchange_by_messages(
-    buffer: Tensor, chunks: Sequence[Tensor], rows: list[Tensor], *, group: Group, launch: Launch
-) -> Handle[list[Tensor]]:
-    """Send every peer its chunk and receive in its row what it has for this rank."""
-    messages = []
-    for distance in range(1, group.world_size):
-        peer = (group.rank - distance) % group.world_size
-        if rows[peer].numel():
-            messages.append(_receive(rows[peer], peer, group, launch))
-    for distance in range(1, group.world_size):
-        peer = (group.rank + distance) % group.world_size
-        if chunks[peer].numel():
-            messages.append(_send(chunks[peer], peer, group, launch))
-    return Handle(lambda _: rows, messages, (buffer, rows))
-
-
-def gather_to_by_messages(
-    shard: Tensor,
-    chunks: Sequence[Tensor],
-    *,
-    to: int,
-    group: Group,
-    launch: Launch | None,
-) -> list[Message]:
-    """Send to rank `to`, which has the chunks to receive in; empty ones do not travel."""
-    if group.rank != to:
-        return [_send(shard, to, group, launch)] if shard.numel() else []
-    peers = [(to + distance) % group.world_size for distance in range(1, group.world_size)]
-    return [_receive(chunks[peer], peer, group, launch) for peer in peers if chunks[peer].numel()]
-
-
-def _send(tensor: Tensor, peer: int, group: Group, launch: Launch | None) -> Message:
-    what = f"sending to rank {peer}"
+def _message(
+    tensor: Tensor, peer: int, group: Group, launch: Launch | None, *, is_sent: bool = False
+) -> Message:
+    what = f"{'sending to' if is_sent else 'receiving from'} rank {peer}"
+    tag = 0 if launch is None else launch.key  # without a watch they meet in order of launches
+    begin = dist.isend if is_sent else dist.irecv
     try:
-        work = dist.isend(
-            tensor, group.global_rank(peer), group=group.process_group, tag=_key(launch)
-        )
+        work = begin(tensor, group.global_rank(peer), group=group.process_group, tag=tag)
     except RuntimeError as error:  # the connection is broken
         raise failure(f"{what} did not begin", error, launch) from error
     return Message(work, what, launch, peer)
-
-
-def _receive(tensor: Tensor, peer: int, group: Group, launch: Launch | None) -> Message:
-    what = f"receiving from rank {peer}"
-    try:
-        work = dist.irecv(
-            tensor, group.global_rank(peer), group=group.process_group, tag=_key(launch)
-        )
-    except RuntimeError as error:
-        raise failure(f"{what} did not begin", error, launch) from error
-    return Message(work, what, launch, peer)
-
-
-def _key(launch: Launch | None) -> int:
-    """What a message carries; backends without a watch meet in the order of launches."""
-    return 0 if launch is None else launch.key
-
-
-# ---- Compositions of reads: each rank takes what it needs out of its peers' buffers ----
-
-
-T = TypeVar("T")
-
-# A piece of every rank stays in cache until it is added.
-_PIECE_BYTES: Final = 2**18
-
-
-def gather_by_reading(
-    buffer: Tensor, chunks: Sequence[Tensor], *, peers: PeerMemory, launch: Launch
-) -> Handle[Tensor]:
-    """Fill the peers' chunks of `buffer` from theirs."""
-    offsets = [_offset(chunk, buffer) for chunk in chunks]
-
-    def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
-        for distance in range(1, peers.world_size):  # the next rank first: no rank is a hot spot
-            rank = (peers.rank + distance) % peers.world_size
-            buffers[rank].read_into(chunks[rank], offset=offsets[rank])
-
-    transfer = peers.launch(launch.key, buffer, carry_out, launch=launch)
-    return Handle(partial(_finish, transfer, buffer, peers, launch.operation))
-
-
-def gather_to_by_reading(
-    shard: Tensor,
-    out: Tensor | None,
-    chunks: Sequence[Tensor],
-    *,
-    splits: Sequence[int],
-    peers: PeerMemory,
-    launch: Launch,
-) -> Handle[Tensor | None]:
-    """Fill the peers' chunks of `out`, where there is one, from their shards."""
-
-    def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
-        if out is None:
-            return
-        for distance in range(1, peers.world_size):
-            rank = (peers.rank + distance) % peers.world_size
-            if chunks[rank].numel():
-                buffers[rank].read_into(chunks[rank], offset=0)
-
-    num_bytes = tuple(split * shard.element_size() for split in splits)
-    transfer = peers.launch(launch.key, shard, carry_out, launch=launch, num_bytes=num_bytes)
-
-    def finish(timeout_s: float | None) -> Tensor | None:
-        peers.wait(transfer, launch.operation, timeout_s=timeout_s)
-        return out
-
-    return Handle(finish)
 
 
 def reduce_scatter_by_reading(
@@ -238,7 +165,7 @@ def reduce_scatter_by_reading(
     rank, world_size = peers.rank, peers.world_size
     own = chunks[rank]
     offset = _offset(own, buffer)
-    size = min(own.numel(), _PIECE_BYTES // buffer.element_size())
+    size = min(own.numel(), _READ_BYTES // buffer.element_size())
 
     def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
         scratch = own.new_empty(2, size)  # in turns: one holds the partial sum
@@ -258,27 +185,7 @@ def reduce_scatter_by_reading(
             finish_mean(total, op=op, world_size=world_size)
 
     transfer = peers.launch(launch.key, buffer, carry_out, launch=launch)
-    return Handle(partial(_finish, transfer, out, peers, launch.operation))
-
-
-def exchange_by_reading(
-    buffer: Tensor,
-    chunks: Sequence[Tensor],
-    rows: list[Tensor],
-    *,
-    peers: PeerMemory,
-    launch: Launch,
-) -> Handle[list[Tensor]]:
-    """Fill each peer's row with what it has for this rank."""
-    offset = _offset(chunks[peers.rank], buffer)
-
-    def carry_out(buffers: dict[int, RemoteBuffer]) -> None:
-        for distance in range(1, peers.world_size):
-            rank = (peers.rank + distance) % peers.world_size
-            buffers[rank].read_into(rows[rank], offset=offset)
-
-    transfer = peers.launch(launch.key, buffer, carry_out, launch=launch)
-    return Handle(partial(_finish, transfer, rows, peers, launch.operation))
+    return _when_read(transfer, out, peers, launch)
 
 
 def _offset(chunk: Tensor, buffer: Tensor) -> int:
@@ -286,14 +193,12 @@ def _offset(chunk: Tensor, buffer: Tensor) -> int:
     return int(chunk.storage_offset() - buffer.storage_offset()) * buffer.element_size()
 
 
-def _finish(
-    transfer: Transfer, result: T, peers: PeerMemory, what: str, timeout_s: float | None
-) -> T:
-    peers.wait(transfer, what, timeout_s=timeout_s)
-    return result
+def _when_read(transfer: Transfer, result: T, peers: PeerMemory, launch: Launch) -> Handle[T]:
+    def finish(timeout_s: float | None) -> T:
+        peers.wait(transfer, launch.operation, timeout_s=timeout_s)
+        return result
 
-
-# ---- A flat buffer cut into one chunk per rank: what fits it, and what of it a rank sends ----
+    return Handle(finish)
 
 
 def even_splits(numel: int, world_size: int) -> tuple[int, ...]:
@@ -387,9 +292,6 @@ def count_traffic(
     group.count(name, inside=inside, across=across, calls=calls, tag=tag)
 
 
-# ---- Collectives on a flat buffer that fits and is counted: the backend's own, or composed ----
-
-
 # Tags far from those a user of torch's send and recv would choose on the same group: torch takes
 # what is positive and has 31 bits.
 _TAG_BASE: Final = 1 << 24
@@ -408,17 +310,20 @@ def launch_gather(
     is_late: bool = False,
 ) -> Handle[Tensor]:
     """Fill the peers' chunks of `buffer` with theirs."""
-    chunks = chunks_of(buffer, splits)
     if group.world_size == 1:
         return Handle(lambda _: buffer)
-    if group.backend.composes_from_peers:
-        key = key_of(tag, version=version, is_late=is_late)
-        launch = watch_of(group).launch(name, key, tag=tag, version=version)
-        # A message reaches its peer even if this rank ends before it is read: what controls must.
-        if group.peers is None or name == "agree":
-            return gather_by_messages(buffer, chunks, group=group, launch=launch)
-        return gather_by_reading(buffer, chunks, peers=group.peers, launch=launch)
+    chunks = chunks_of(buffer, splits)
     own = chunks[group.rank]
+    if group.backend.composes_from_peers:
+        return exchange(
+            buffer,
+            buffer,
+            sends=[own] * group.world_size,
+            receives=chunks,
+            offsets=[_offset(chunk, buffer) for chunk in chunks],
+            group=group,
+            launch=begin(group, name, tag, version=version, is_late=is_late),
+        )
     if len(set(splits)) == 1:
         work = all_gather_single(buffer, own, group=group.process_group, async_op=True)
     else:
@@ -438,18 +343,18 @@ def launch_reduce_scatter(
         return Handle(lambda _: out)
     if group.backend.composes_from_peers:
         peers = group.peers
-        launch = watch_of(group).launch("reduce_scatter", key_of(tag), tag=tag)
+        launch = begin(group, "reduce_scatter", tag)
         if peers is None:
             return reduce_scatter_by_messages(
                 buffer, chunks, group=group, op=op, out=out, launch=launch
             )
         return reduce_scatter_by_reading(buffer, chunks, peers=peers, op=op, out=out, launch=launch)
+    reduce_op = torch_op(op)
     if len(set(splits)) == 1:
         work = reduce_scatter_single(
-            out, buffer, torch_op(group, op), group=group.process_group, async_op=True
+            out, buffer, reduce_op, group=group.process_group, async_op=True
         )
     else:
-        reduce_op = torch_op(group, op)
         work = dist.reduce_scatter(out, chunks, reduce_op, group=group.process_group, async_op=True)
     return Handle(lambda _: out, (Message(work, "reduce_scatter"),), (buffer, out))
 
@@ -471,28 +376,30 @@ def launch_exchange(
         work = dist.all_to_all(rows, chunks, group=group.process_group, async_op=True)
         return Handle(lambda _: rows, (Message(work, name),), (buffer, rows))
     rows[group.rank] = own
-    launch = watch_of(group).launch(name, key_of(tag, is_late=is_late), tag=tag)
-    if group.peers is None:
-        return exchange_by_messages(buffer, chunks, rows, group=group, launch=launch)
-    return exchange_by_reading(buffer, chunks, rows, peers=group.peers, launch=launch)
+    return exchange(
+        buffer,
+        rows,
+        sends=chunks,
+        receives=rows,
+        offsets=[_offset(own, buffer)] * group.world_size,
+        group=group,
+        launch=begin(group, name, tag, is_late=is_late),
+    )
 
 
-def watch_of(group: Group) -> Watch:
-    """What waits for messages of a backend that composes."""
-    assert group.watch is not None, "where a backend composes, the group has a watch"
-    return group.watch
-
-
-def key_of(tag: int, *, version: int | None = None, is_late: bool = False) -> int:
-    """What messages carry, so that only those of one collective meet.
+def begin(
+    group: Group, name: str, tag: int, *, version: int | None = None, is_late: bool = False
+) -> Launch:
+    """Count a collective of a backend that composes; its key lets only its own messages meet.
 
     What is launched in `wait` is late: ranks may wait before or after they launch something else.
     """
+    assert group.watch is not None, "where a backend composes, the group has a watch"
     part = 0 if version is None else 1 + version % _NUM_VERSIONS
-    return _TAG_BASE + 2 * tag + is_late + part * _VERSION_BASE
+    key = _TAG_BASE + 2 * tag + is_late + part * _VERSION_BASE
+    return group.watch.launch(name, key, tag=tag, version=version)
 
 
-def torch_op(group: Group, op: Reduction) -> Any:
+def torch_op(op: Reduction) -> Any:
     """Torch's name of a reduction."""
-    assert group.backend.reduces_mean, f"{group.backend.name} has no mean of its own"
     return dist.ReduceOp.AVG if op is Reduction.MEAN else dist.ReduceOp.SUM

@@ -118,9 +118,6 @@ def _frame_of(thread: int) -> Iterator[FrameType | None]:
                 gc.enable()
 
 
-# ---- Ranks that wait for each other in different collectives, where messages carry the valu ----
-
-
 # NOTE(proof): a rank that has waited long writes down which launch of which peer it
 # lacks, and how often it has itself launched what; then it follows what others wrote, from the peer
 # that it lacks to the peer which that one lacks. Where the chain comes back to itself, nobody on it

@@ -121,9 +121,6 @@ def _ends_by_error() -> bool:
     return error is not None or getattr(sys, "last_value", None) is not None
 
 
-# ---- Shards that peers read when they like, between the writes of their owner ----
-
-
 _EXPOSE: Final = -2  # turns are counted beside collectives, whose keys are greater
 _OPENED, _CLOSED = 0, 1  # words: the newest version peers may read, the newest we read no more
 
@@ -300,7 +297,9 @@ class Exposure:
         def is_there() -> bool:
             if self._word(rank, word, what) >= self._version:
                 return True
-            if self._word(rank, _CLOSED, what) == HAS_LEFT:
+            has_left = self._word(rank, _CLOSED, what) == HAS_LEFT
+            # Once more: it may have opened this version, and left, since it was asked.
+            if has_left and self._word(rank, word, what) < self._version:
                 raise CommError(
                     f"{what}: rank {rank} has deleted its model or is ending, and writes no more "
                     f"(rank {self.group.rank}); take as many steps on every rank, and keep the "

@@ -200,9 +200,6 @@ def _check_flat(values: Tensor, name: str) -> None:
         )
 
 
-# ---- Blocks of float32 values as integers and scales, in plain torch, on any device ----
-
-
 LEAST_SCALE: Final = 2.0**-126  # the least normal number: smaller ones have fewer digits, or none
 LARGEST: Final = torch.finfo(torch.float32).max * (1 - 2.0**-23)  # divided, rounded and multiplied
 

@@ -11,8 +11,7 @@ from typing import Any, Final
 from unittest import mock
 
 from zero_comm._native import load as load_native
-from zero_comm.codecs import blockwise as _blockwise
-from zero_comm.codecs import kernels as _kernels
+from zero_comm.codecs import blockwise, kernels
 from zero_comm.codecs.kernels import _agrees as triton_agrees
 from zero_comm.codecs.kernels import load_triton
 
@@ -33,18 +32,18 @@ _TRITON: Final = "zero_comm.codecs.triton"
 @contextmanager
 def using_kernels(found: Any) -> Iterator[None]:
     """Inside, `Blockwise` calls these on every device; plain torch when None. Local."""
-    with mock.patch.object(_blockwise, "kernels", lambda _: found):
+    with mock.patch.object(blockwise, "kernels", lambda _: found):
         yield
 
 
 @contextmanager
 def forgetting_kernels() -> Iterator[None]:
     """Inside, kernels are looked for anew; and after it once more. Local."""
-    _kernels._loaded.cache_clear()
+    kernels._loaded.cache_clear()
     try:
         yield
     finally:
-        _kernels._loaded.cache_clear()
+        kernels._loaded.cache_clear()
 
 
 def triton_kernels() -> Any:
@@ -79,7 +78,7 @@ def triton_ptx(capability: int, dtype: str, bits: int, block: int) -> list[str]:
     backends = importlib.import_module("triton.backends.compiler")
     compiler = importlib.import_module("triton.compiler")
 
-    from zero_comm.codecs import triton as _triton_codec  # noqa: PLC0415
+    from zero_comm.codecs import triton as triton_codec  # noqa: PLC0415
 
     types = {"values": f"*{dtype}", "out": f"*{dtype}", "integers": "*i8"}
     types |= {"numel": "i32", "num_bytes": "i32"}
@@ -89,17 +88,17 @@ def triton_ptx(capability: int, dtype: str, bits: int, block: int) -> list[str]:
         ("_decode", {"ADDS": False}),
         ("_decode", {"ADDS": True}),
     ):
-        function = getattr(_triton_codec, kernel)
+        function = getattr(triton_codec, kernel)
         names = function.arg_names
         types["scales"] = "*i32" if kernel == "_encode" else "*fp32"
         source = compiler.ASTSource(
             function,
             {name: types.get(name, "constexpr") for name in names},
-            _triton_codec.tile_of(bits, block) | adds,
+            triton_codec.tile_of(bits, block) | adds,
             {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types},
         )
         target = backends.GPUTarget("cuda", capability, 32)
-        compiled = triton.compile(source, target=target, options=_triton_codec.LAUNCH)
+        compiled = triton.compile(source, target=target, options=triton_codec.LAUNCH)
         assert compiled.asm["cubin"], f"{kernel}: no machine code for sm_{capability}"
         found.append(compiled.asm["ptx"])
     return found

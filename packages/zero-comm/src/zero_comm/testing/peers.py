@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-from zero_comm import meet as _shared_host
-from zero_comm import peer_memory as _journal
-from zero_comm import peer_memory as _peer_memory
-from zero_comm import peer_memory as _transfer
-from zero_comm import process_memory as _process_memory
-from zero_comm import window as _remains
+from zero_comm import meet, peer_memory, process_memory, window
 from zero_comm.peer_memory import PeerMemory
 
 
@@ -49,25 +44,22 @@ def local_peers(
 @contextmanager
 def looking_alone(peer: PeerMemory) -> Iterator[None]:
     """Inside, a wait looks at this rank's news only: a process looks at all that it has. Local."""
-    with mock.patch.object(_peer_memory, "_ALL", [peer]):
+    with mock.patch.object(peer_memory, "_ALL", [peer]):
         yield
 
 
 @contextmanager
 def journal_capacity(entries: int) -> Iterator[None]:
     """Inside, peers may lag behind by so many entries, of journals that are made there. Local."""
-    with mock.patch.object(_journal, "_CAPACITY", entries):
+    with mock.patch.object(peer_memory, "_CAPACITY", entries):
         yield
 
 
 @contextmanager
 def lingering(seconds: float) -> Iterator[None]:
     """Inside, a process that ends waits so long at most for who reads its shards. Local."""
-    with mock.patch.object(_remains, "_LINGER_S", seconds):
+    with mock.patch.object(window, "_LINGER_S", seconds):
         yield
-
-
-# ---- Reads that fail ----
 
 
 @contextmanager
@@ -79,17 +71,17 @@ def cannot_read(why: Literal["switch", "permission", "system", "host"]) -> Itera
             on another host.
     """
     if why == "switch":
-        with mock.patch.dict(os.environ, {_process_memory.SWITCH: "0"}):
+        with mock.patch.dict(os.environ, {process_memory.SWITCH: "0"}):
             yield
     elif why == "host":
         with tempfile.TemporaryDirectory() as folder:
             boot_id = Path(folder, "boot_id")
             boot_id.write_text("another system's\n")
-            with mock.patch.object(_shared_host, "_BOOT_ID", boot_id):
+            with mock.patch.object(meet, "_BOOT_ID", boot_id):
                 yield
     else:
         call = _refuse if why == "permission" else None
-        with mock.patch.object(_process_memory, "_READ", call):
+        with mock.patch.object(process_memory, "_READ", call):
             yield
 
 
@@ -97,9 +89,10 @@ def cannot_read(why: Literal["switch", "permission", "system", "host"]) -> Itera
 def reads_refused(what: Literal["journal", "buffer"]) -> Iterator[None]:
     """Inside, reads of a peer's journal, or of a buffer that it lent, are not permitted. Local."""
     refusal = PermissionError(EPERM, os.strerror(EPERM))
-    place: tuple[Any, str] = {"journal": (_journal, "read"), "buffer": (_transfer, "read_into")}[
-        what
-    ]
+    place: tuple[Any, str] = {
+        "journal": (peer_memory, "read"),
+        "buffer": (peer_memory, "read_into"),
+    }[what]
     with mock.patch.object(*place, side_effect=refusal):
         yield
 
@@ -107,14 +100,14 @@ def reads_refused(what: Literal["journal", "buffer"]) -> Iterator[None]:
 @contextmanager
 def reads_cut_short(num_bytes: int) -> Iterator[None]:
     """Inside, the kernel reads so many bytes at a time, as it does 2 GiB of more. Local."""
-    kernel = _process_memory._READ
+    kernel = process_memory._READ
 
     def cut_short(*arguments: Any) -> int:
         for span in (arguments[1]._obj, arguments[3]._obj):
             span.num_bytes = min(num_bytes, span.num_bytes)
         return kernel(*arguments)
 
-    with mock.patch.object(_process_memory, "_READ", cut_short):
+    with mock.patch.object(process_memory, "_READ", cut_short):
         yield
 
 

@@ -275,9 +275,6 @@ def _address(body: Callable[..., Any]) -> tuple[str, str]:
     return str(Path(file).resolve()), name
 
 
-# ---- In the worker ----
-
-
 def _serve(link: Connection, rank: int, world_size: int, stack_file: str) -> None:
     """Answer requests until the parent goes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
