@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from zero_comm import Loco
 from zero_offload import DiskSettings
 from zero_partition import AS_IT_IS, Precision, Wire
 
@@ -15,9 +16,8 @@ from zero_engine.errors import ConfigError
 from zero_engine.loss_scale import DynamicLossScale, StaticLossScale
 from zero_engine.offload import Offload
 
-from .file_key import Becomes, NotBuilt
-from .keys_of_zero import wire_of
-from .settings import STAGE, Setting, Settings, Source, read_settings, shown
+from .file_key import shown
+from .settings import STAGE, Setting, Settings, Source, read_settings
 
 
 def precision_of(settings: Settings) -> Precision | None:
@@ -155,11 +155,50 @@ def _check_modes(settings: Settings) -> None:
 # ---- What a configuration says of ZeRO: arguments of ZeroConfig ----
 
 
+def _wire_of(
+    *,
+    secondary: int = 1,
+    replicas: int = -1,
+    params: str | None = None,
+    gradients: str | None = None,
+    frozen: str | None = None,
+    loco: Loco | None = None,
+) -> Wire:
+    """A Wire from what the file gives: ranks of a node, ranks of a replica, and codecs.
+
+    Gradients are reduced by the same nodes; where no size is given, torchrun says what a node is.
+
+    Raises:
+        ConfigError: Some of it excludes other.
+    """
+    if secondary > 1 and replicas > 0:
+        raise ConfigError(
+            f"zero_optimization.mics_shard_size: expected -1 together with zero_hpz_partition_size "
+            f"{secondary}, got {replicas}: where each replica has all shards, there is nothing to "
+            "keep a second time; leave one of them out"
+        )
+    if replicas > 0 and loco is not None:
+        raise ConfigError(
+            "zero_optimization.zeropp_loco_param: expected none together with mics_shard_size "
+            f"{replicas}: what is lost across replicas has no feedback; leave one of them out"
+        )
+    has_nodes = replicas > 0 or secondary > 1
+    return Wire(
+        levels=max(replicas, secondary) if has_nodes else None,
+        secondary=secondary > 1,
+        replicas=replicas > 0,
+        params=params,
+        gradients=gradients,
+        frozen=frozen,
+        loco=loco,
+    )
+
+
 # Values that several keys make together, those within others first.
 _PARTS: Final[Mapping[str, Any]] = {
     "zero.offload.disk": DiskSettings,
     "zero.offload": Offload,
-    "zero.wire": wire_of,
+    "zero.wire": _wire_of,
 }
 _OF_SEVERAL: Final = ("zero.precision",)  # fields that are no single key's
 
@@ -186,7 +225,7 @@ def wire_said_in(source: Source) -> Wire:
         FileError: Likewise.
     """
     settings = read_settings(source, model=None, auto=None, warns=False)
-    return wire_of(**_taken(_fields(settings, within="zero.wire."), "zero.wire"))
+    return _wire_of(**_taken(_fields(settings, within="zero.wire."), "zero.wire"))
 
 
 def zero_arguments(settings: Settings) -> dict[str, Any]:
@@ -195,7 +234,7 @@ def zero_arguments(settings: Settings) -> dict[str, Any]:
     Raises:
         ConfigError: Starts with the path of a key that says "auto", or contradicts another.
     """
-    settings.check_resolved(NotBuilt)  # others matter only where they are read, below
+    settings.check_resolved(only_not_built=True)  # others matter only where they are read, below
     fields = {"zero.stage": settings.value(STAGE), **_fields(settings)}
     fields["zero.precision"] = precision_of(settings)
     _check_folder(settings, fields)
@@ -211,17 +250,13 @@ def _fields(settings: Settings, *, within: str = "zero.") -> dict[str, Any]:
     found: dict[str, Any] = {}
     said_by: dict[str, Setting] = {}
     for setting in settings.given():
-        answer = setting.key.answer
-        if not isinstance(answer, Becomes) or not settings.is_read(setting.key):
+        key, field = setting.key, setting.key.becomes
+        if field is None or not field.startswith(within) or field in _OF_SEVERAL:
             continue
-        if not answer.field.startswith(within) or answer.field in _OF_SEVERAL:
+        if not settings.is_read(key) or (raw := settings.value(key.path)) is None:  # as if absent
             continue
-        raw = settings.value(setting.key.path)
-        if raw is None:  # as good as absent
-            continue
-        value = answer.convert(raw) if answer.convert else raw
-        other = said_by.setdefault(answer.field, setting)
-        if found.setdefault(answer.field, value) != value:
+        value, other = key.convert(raw), said_by.setdefault(field, setting)
+        if found.setdefault(field, value) != value:
             raise ConfigError(
                 f"{setting.written}: expected what agrees with {other.written}, which is "
                 f"{shown(other.value)}, as both are one setting here, got {shown(raw)}; make them "
@@ -262,8 +297,8 @@ def read_zero_arguments(
         )
     leaves = [
         setting.written
-        for setting in settings.given()
-        if ".leaf_module." in setting.key.path and not setting.key.is_neutral(setting.value)
+        for setting in settings.under("zero_optimization.leaf_module.").values()
+        if not setting.key.is_neutral(setting.value)
     ]
     if leaves:
         warnings.warn(
