@@ -25,6 +25,13 @@ class ValueKind:
     fits: Callable[[Any], bool]
     convert: Callable[[Any], Any] = lambda value: value  # to what is kept, of those that fit
 
+    def read(self, where: str, value: Any, *, or_null: bool = False) -> Any:
+        """What is kept of it; ConfigError, which says where, if it does not fit."""
+        if not self.fits(value):
+            null = ", or null" if or_null else ""
+            raise ConfigError(f"{where}: expected {self.expected}{null}, got {shown(value)}")
+        return self.convert(value)
+
 
 def shown(value: Any) -> str:
     """The start of its repr, for a message; its type where it has none (an int of 5,000 digits)."""
@@ -219,10 +226,7 @@ class FileKey:
         """The value to keep; ConfigError, which says where, if it is of another kind."""
         if value is None and self.default is None:
             return None
-        if not self.kind.fits(value):
-            null = ", or null" if self.default is None else ""
-            raise ConfigError(f"{where}: expected {self.kind.expected}{null}, got {shown(value)}")
-        return self.kind.convert(value)
+        return self.kind.read(where, value, or_null=self.default is None)
 
     def check_built(self, where: str, value: Any) -> None:
         """Raise ConfigError if it asks for what is not built."""
