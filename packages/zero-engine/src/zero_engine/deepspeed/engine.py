@@ -25,8 +25,14 @@ from zero_engine.checkpoint.load_deepspeed import DeepSpeedLoadReport, load_deep
 from zero_engine.checkpoint.pieces import find_complete
 from zero_engine.checkpoint.save import save_with, warn_of_gradients
 from zero_engine.checks import check_flag, check_folder, check_whole, together
+from zero_engine.deepspeed.loss_scale import (
+    LossScaler,
+    StaticLossScale,
+    Verdict,
+    can_undo,
+    remember,
+)
 from zero_engine.errors import ConfigError, FileError, LossScaleError
-from zero_engine.loss_scale import LossScaler, StaticLossScale, Verdict, can_undo, remember
 from zero_engine.state_offload import offload_as_deepspeed, reload_states
 from zero_engine.torch_private import current_backward
 

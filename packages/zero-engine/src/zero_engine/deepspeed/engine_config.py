@@ -7,11 +7,11 @@ from typing import Any, final
 
 import attrs
 import torch
-from attrs import Attribute, field, frozen
+from attrs import field, frozen
 from tabulate import tabulate
 from torch import nn
 
-from zero_engine.checks import is_kind, names_fields
+from zero_engine.checks import at_least, is_kind, names_fields
 from zero_engine.config import ZeroConfig
 from zero_engine.deepspeed_file.file_key import shown
 from zero_engine.deepspeed_file.settings import (
@@ -21,15 +21,10 @@ from zero_engine.deepspeed_file.settings import (
     Source,
     read_settings,
 )
-from zero_engine.deepspeed_file.zero_settings import (
-    autocast_dtype_of,
-    checks_overflow_of,
-    loss_scale_of,
-    state_dtype_of,
-    zero_arguments,
-)
+from zero_engine.deepspeed_file.zero_settings import state_dtype_of, zero_arguments
 from zero_engine.errors import ConfigError
-from zero_engine.loss_scale import DynamicLossScale, StaticLossScale
+
+from .loss_scale import DynamicLossScale, StaticLossScale
 
 
 @final
@@ -62,24 +57,6 @@ class SourceRow:
     value: Any
     origin: str
     meaning: str
-
-
-def _is_count(_: EngineConfig, attribute: Attribute, value: Any) -> None:
-    if value is None and attribute.default is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"EngineConfig.{attribute.name}: expected an int of at least 1, got {value!r}"
-        )
-
-
-def _is_norm(_: EngineConfig, attribute: Attribute, value: Any) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not value >= 0:
-        raise ConfigError(
-            f"EngineConfig.{attribute.name}: expected a number of at least 0, which turns clipping "
-            f"off, got {value!r}"
-        )
 
 
 @final
@@ -125,14 +102,14 @@ class EngineConfig:
     loss_scale: StaticLossScale | DynamicLossScale | None = field(
         default=None, validator=is_kind(StaticLossScale, DynamicLossScale, None)
     )
-    max_norm: float = field(default=0.0, validator=_is_norm)
-    train_batch_size: int = field(validator=_is_count)
-    micro_batch_size: int = field(validator=_is_count)
-    accumulation_steps: int = field(default=1, validator=_is_count)
+    max_norm: float = field(default=0.0, validator=at_least(0, (int, float)))
+    train_batch_size: int = field(validator=at_least(1, int))
+    micro_batch_size: int = field(validator=at_least(1, int))
+    accumulation_steps: int = field(default=1, validator=at_least(1, int))
     manages_accumulation: bool = field(default=True, validator=is_kind(bool))
     optimizer: NamedSpec | None = field(default=None, validator=is_kind(NamedSpec, None))
     scheduler: NamedSpec | None = field(default=None, validator=is_kind(NamedSpec, None))
-    steps_per_print: int | None = field(default=None, validator=_is_count)
+    steps_per_print: int | None = field(default=None, validator=at_least(1, int))
     needs_scaled_loss: bool = field(validator=is_kind(bool))
     checks_overflow: bool = field(default=False, validator=is_kind(bool))
     autocast_dtype: torch.dtype | None = field(default=None, validator=is_kind(torch.dtype, None))
@@ -190,9 +167,12 @@ class EngineConfig:
         settings.check_resolved()
         value = settings.value
         zero = ZeroConfig(**zero_arguments(settings))
+        computes = value("torch_autocast.dtype") or torch.bfloat16
+        autocast_dtype = computes if value("torch_autocast.enabled") else None
+        loss_scale, is_bf16 = _loss_scale_of(settings, autocast_dtype), value("bf16.enabled")
         config = cls(
             zero=zero,
-            loss_scale=loss_scale_of(settings),
+            loss_scale=loss_scale,
             max_norm=float(value("gradient_clipping")),
             train_batch_size=value("train_batch_size"),
             micro_batch_size=value("train_micro_batch_size_per_gpu"),
@@ -201,8 +181,9 @@ class EngineConfig:
             optimizer=_named(settings, "optimizer"),
             scheduler=_named(settings, "scheduler"),
             steps_per_print=value("steps_per_print") or None,
-            checks_overflow=checks_overflow_of(settings),
-            autocast_dtype=autocast_dtype_of(settings),
+            # Steps with inf or nan in a gradient are skipped where the mode is a 16-bit one.
+            checks_overflow=value("bf16.check_grad_overflow") if is_bf16 else bool(loss_scale),
+            autocast_dtype=autocast_dtype,
             drop_last=value("dataloader_drop_last"),
             activation_checkpointing={
                 name: setting.value
@@ -248,6 +229,29 @@ def _with_batch_sizes(settings: Settings, *, world_size: int) -> Settings:
         )
     found = zip(paths, sizes, (train, micro, steps), strict=True)
     return settings.replaced({path: size for path, old, size in found if old is None}, "inferred")
+
+
+def _loss_scale_of(
+    settings: Settings, autocast_dtype: torch.dtype | None
+) -> StaticLossScale | DynamicLossScale | None:
+    """How the loss is scaled: with fp16, and where autocast computes in fp16."""
+    value = settings.value
+    if not value("fp16.enabled"):
+        # What torch.amp.GradScaler starts with, which DeepSpeed uses there.
+        is_half = autocast_dtype is torch.float16
+        return DynamicLossScale(window=2000, hysteresis=1) if is_half else None
+    scale = value("fp16.loss_scale")
+    if scale != 0:
+        return StaticLossScale(float(scale))
+    has_patience = settings.idle(settings.by_path["fp16.hysteresis"]) is None
+    return DynamicLossScale(
+        initial_power=value("fp16.initial_scale_power"),
+        window=value("fp16.loss_scale_window"),
+        hysteresis=value("fp16.hysteresis") if has_patience else 1,
+        consecutive_hysteresis=value("fp16.consecutive_hysteresis") and has_patience,
+        minimum=float(value("fp16.min_loss_scale")),
+        raises_at_minimum=has_patience,
+    )
 
 
 def _named(settings: Settings, name: str) -> NamedSpec | None:

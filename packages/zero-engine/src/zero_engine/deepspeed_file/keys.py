@@ -176,8 +176,12 @@ _TRAINING: Final = (
 # ---- Dtypes, and the loss scale ----
 
 
+# The loss is scaled, and gradients unscaled, in fp32: beyond these its numbers end.
+SMALLEST_SCALE: Final = 2.0**-126
+LARGEST_SCALE: Final = 2.0**127
+SCALE: Final = number(SMALLEST_SCALE, below=2 * LARGEST_SCALE)
 _LOSS_SCALE: Final = attrs.evolve(
-    either(number(2.0**-126, below=2.0**128), integer(0, 0)),  # the loss is scaled in fp32
+    either(SCALE, integer(0, 0)),
     expected="0, for a scale that changes by itself, or a scale in the range of fp32",
 )
 
@@ -202,7 +206,7 @@ _DTYPES: Final = (
         FileKey("loss_scale_window", POSITIVE, 1000, "loss_scale"),
         FileKey("hysteresis", POSITIVE, 2, "loss_scale", idle=_idle_without_zero),
         FileKey("consecutive_hysteresis", FLAG, False, "loss_scale", idle=_idle_without_zero),
-        FileKey("min_loss_scale", number(0, below=2.0**128), 1, "loss_scale"),
+        FileKey("min_loss_scale", number(0, below=2 * LARGEST_SCALE), 1, "loss_scale"),
         not_built(
             "fp16_master_weights_and_grads",
             False,

@@ -13,7 +13,6 @@ from zero_offload import DiskSettings
 from zero_partition import AS_IT_IS, Precision, Wire
 
 from zero_engine.errors import ConfigError
-from zero_engine.loss_scale import DynamicLossScale, StaticLossScale
 from zero_engine.offload import Offload
 
 from .file_key import shown
@@ -53,47 +52,11 @@ def precision_of(settings: Settings) -> Precision | None:
     return None if precision == AS_IT_IS else precision
 
 
-def loss_scale_of(settings: Settings) -> StaticLossScale | DynamicLossScale | None:
-    """How the loss is scaled: with fp16, and where autocast computes in fp16."""
-    value = settings.value
-    if value("fp16.enabled"):
-        scale = value("fp16.loss_scale")
-        if scale != 0:
-            return StaticLossScale(float(scale))
-        has_patience = settings.idle(settings.by_path["fp16.hysteresis"]) is None
-        return DynamicLossScale(
-            initial_power=value("fp16.initial_scale_power"),
-            window=value("fp16.loss_scale_window"),
-            hysteresis=value("fp16.hysteresis") if has_patience else 1,
-            consecutive_hysteresis=value("fp16.consecutive_hysteresis") and has_patience,
-            minimum=float(value("fp16.min_loss_scale")),
-            raises_at_minimum=has_patience,
-        )
-    if autocast_dtype_of(settings) is torch.float16:
-        # What torch.amp.GradScaler starts with, which DeepSpeed uses there.
-        return DynamicLossScale(window=2000, hysteresis=1)
-    return None
-
-
 def state_dtype_of(settings: Settings) -> torch.dtype | None:
     """Of moments, where 16-bit parameters have no masters."""
     if not _has_16_bit_masters(settings):
         return None
     return torch.bfloat16 if settings.value("bf16.bf16_optimizer_states") else torch.float32
-
-
-def autocast_dtype_of(settings: Settings) -> torch.dtype | None:
-    """What torch.autocast computes in; None where it is off."""
-    if not settings.value("torch_autocast.enabled"):
-        return None
-    return settings.value("torch_autocast.dtype") or torch.bfloat16
-
-
-def checks_overflow_of(settings: Settings) -> bool:
-    """Whether steps with inf or nan in a gradient are skipped: where the mode is a 16-bit one."""
-    if settings.value("bf16.enabled"):
-        return settings.value("bf16.check_grad_overflow")
-    return loss_scale_of(settings) is not None
 
 
 def _mode(settings: Settings) -> torch.dtype | None:
