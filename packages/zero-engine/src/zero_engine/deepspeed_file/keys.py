@@ -40,19 +40,15 @@ from .file_key import (
 )
 from .leaf_modules import LEAF_CLASSES
 
-OPTIMIZERS: Final = ("adam", "adamw", "sgd", "adagrad", "lion", "muon")
-SCHEDULERS: Final = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+_OPTIMIZERS: Final = ("adam", "adamw", "sgd", "adagrad", "lion", "muon")
+_SCHEDULERS: Final = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 
 _ZERO: Final = "zero_optimization"
 _PRECISION: Final = "zero.precision"  # which several keys make together
 _AT_LEAST_0: Final = number(0)
 _SHARE: Final = number(0, 1)
 _BETA: Final = number(0, below=1)
-
-
-def _of_each(kind: ValueKind) -> ValueKind:
-    """One value for all param groups, or a list of one for each."""
-    return either(kind, several(kind))
+_RATES: Final = either(_AT_LEAST_0, several(_AT_LEAST_0))  # of all param groups, or of each
 
 
 # ---- Batch sizes, accumulation, clipping, and the sections `optimizer` and `scheduler` ----
@@ -73,8 +69,8 @@ _STEPS: Final = ValueKind("a number of steps", lambda _: True, _as_steps)
 _FACTOR: Final = number(2.0**-126, below=2.0**127)  # its inverse is in the range of fp32 too
 
 
-def _params(field: str, **kinds: ValueKind) -> tuple[FileKey, ...]:
-    return tuple(FileKey(f"params.{name}", kind, None, field) for name, kind in kinds.items())
+def _params(section: str, kind: ValueKind, *names: str) -> tuple[FileKey, ...]:
+    return tuple(FileKey(f"params.{name}", kind, None, section) for name in names)
 
 
 _TRAINING: Final = (
@@ -94,7 +90,7 @@ _TRAINING: Final = (
     idle("zero_force_ds_cpu_optimizer", True, "any optimizer steps where its state is"),
     *section(
         "optimizer",
-        FileKey("type", choice(*OPTIMIZERS), None, "optimizer"),
+        FileKey("type", choice(*_OPTIMIZERS), None, "optimizer"),
         idle("legacy_fusion", False, "there is no fused LAMB"),
         not_built(
             "params.max_grad_norm",
@@ -109,66 +105,34 @@ _TRAINING: Final = (
             "state has the dtype of the masters; leave it at true",
         ),
         not_built("params.per_head_muon", False, "Muon takes whole matrices"),
-        *_params(
-            "optimizer",
-            set_grad_none=FLAG,
-            lr=_AT_LEAST_0,
-            betas=several(_BETA, exactly=2),
-            eps=_AT_LEAST_0,
-            weight_decay=_AT_LEAST_0,
-            bias_correction=FLAG,
-            amsgrad=FLAG,
-            adam_w_mode=FLAG,
-            torch_adam=FLAG,
-            decoupled_weight_decay=FLAG,
-            momentum=_AT_LEAST_0,
-            dampening=number(),
-            nesterov=FLAG,
-            lr_decay=_AT_LEAST_0,
-            initial_accumulator_value=_AT_LEAST_0,
-            muon_lr=_AT_LEAST_0,
-            adam_lr=_AT_LEAST_0,
-            ns_method=choice("standard", "gram"),
-            ns_coefficients=several(number(), exactly=3),
-            ns_steps=POSITIVE,
-            adjust_lr_fn=choice("original", "match_rms_adamw"),
-            maximize=FLAG,
-            foreach=FLAG,
-            fused=FLAG,
-            capturable=FLAG,
-            differentiable=FLAG,
-        ),
+        *_params("optimizer", FLAG, "bias_correction", "amsgrad", "adam_w_mode", "torch_adam"),
+        *_params("optimizer", FLAG, "decoupled_weight_decay", "set_grad_none", "nesterov"),
+        *_params("optimizer", FLAG, "maximize", "foreach", "fused", "capturable", "differentiable"),
+        *_params("optimizer", _AT_LEAST_0, "lr", "muon_lr", "adam_lr", "lr_decay", "eps"),
+        *_params("optimizer", _AT_LEAST_0, "weight_decay", "momentum", "initial_accumulator_value"),
+        *_params("optimizer", several(_BETA, exactly=2), "betas"),
+        *_params("optimizer", number(), "dampening"),
+        *_params("optimizer", choice("standard", "gram"), "ns_method"),
+        *_params("optimizer", several(number(), exactly=3), "ns_coefficients"),
+        *_params("optimizer", POSITIVE, "ns_steps"),
+        *_params("optimizer", choice("original", "match_rms_adamw"), "adjust_lr_fn"),
     ),
     *section(
         "scheduler",
-        FileKey("type", choice(*SCHEDULERS), None, "scheduler"),
-        *_params(
-            "scheduler",
-            warmup_min_lr=_of_each(_AT_LEAST_0),
-            warmup_max_lr=_of_each(_AT_LEAST_0),
-            warmup_num_steps=COUNT,
-            warmup_type=choice("log", "linear"),
-            total_num_steps=COUNT,
-            warmup_min_ratio=_SHARE,
-            cos_min_ratio=_SHARE,
-            cycle_min_lr=_of_each(_AT_LEAST_0),
-            cycle_max_lr=_of_each(_AT_LEAST_0),
-            decay_lr_rate=_AT_LEAST_0,
-            cycle_first_step_size=POSITIVE,
-            cycle_second_step_size=COUNT,
-            cycle_first_stair_count=COUNT,
-            cycle_second_stair_count=COUNT,
-            decay_step_size=COUNT,
-            cycle_momentum=FLAG,
-            cycle_min_mom=_of_each(_BETA),
-            cycle_max_mom=_of_each(_BETA),
-            decay_mom_rate=number(),
-            lr_range_test_min_lr=_of_each(_AT_LEAST_0),
-            lr_range_test_step_size=POSITIVE,
-            lr_range_test_step_rate=_AT_LEAST_0,
-            lr_range_test_staircase=FLAG,
-            last_batch_iteration=integer(-1),
-        ),
+        FileKey("type", choice(*_SCHEDULERS), None, "scheduler"),
+        *_params("scheduler", _RATES, "warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr"),
+        *_params("scheduler", _RATES, "cycle_min_lr", "cycle_max_lr"),
+        *_params("scheduler", choice("log", "linear"), "warmup_type"),
+        *_params("scheduler", COUNT, "warmup_num_steps", "total_num_steps", "decay_step_size"),
+        *_params("scheduler", POSITIVE, "cycle_first_step_size", "lr_range_test_step_size"),
+        *_params("scheduler", COUNT, "cycle_second_step_size"),
+        *_params("scheduler", COUNT, "cycle_first_stair_count", "cycle_second_stair_count"),
+        *_params("scheduler", _SHARE, "warmup_min_ratio", "cos_min_ratio"),
+        *_params("scheduler", FLAG, "cycle_momentum", "lr_range_test_staircase"),
+        *_params("scheduler", either(_BETA, several(_BETA)), "cycle_min_mom", "cycle_max_mom"),
+        *_params("scheduler", _AT_LEAST_0, "decay_lr_rate", "lr_range_test_step_rate"),
+        *_params("scheduler", number(), "decay_mom_rate"),
+        *_params("scheduler", integer(-1), "last_batch_iteration"),
     ),
 )
 

@@ -36,7 +36,7 @@ _OF_ARGS: Final = (
 )
 
 
-def derived_values(
+def _derived_values(
     model: nn.Module | None, known: Mapping[str, Any], implied: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Values by path of key, as transformers' Trainer fills them in (its docs, "DeepSpeed"). Local.
@@ -73,7 +73,9 @@ def implied_values(args: Any, optimizer: Any, lr_scheduler: Any) -> dict[str, An
             scheduler, the file's are not read, and have their defaults.
         lr_scheduler: Likewise.
     """
-    found = {path: getattr(args, path, None) for path in _OF_ARGS}
+    found = {
+        path: getattr(args, path) for path in _OF_ARGS if getattr(args, path, None) is not None
+    }
     for name, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
         if given is not None:
             found |= {path: KEYS[path].default for path in KEYS if path.startswith(f"{name}.")}
@@ -82,11 +84,7 @@ def implied_values(args: Any, optimizer: Any, lr_scheduler: Any) -> dict[str, An
             values = [_option(group, option) for group in optimizer.param_groups]
             if all(value == values[0] for value in values):
                 found[f"optimizer.params.{option}"] = values[0]
-    return {
-        path: value
-        for path, value in found.items()
-        if value is not None or path.startswith(("optimizer.", "scheduler."))
-    }
+    return found
 
 
 def _option(group: Mapping[str, Any], name: str) -> Any:
@@ -105,31 +103,20 @@ def _hidden_size(config: Any) -> int | None:
 # ---- From a file or dict to single keys with their paths ----
 
 
-_PLAIN_ALPHABET: Final = str.maketrans("-_", "+/")
-
 Source = Mapping[str, Any] | str | os.PathLike[str]
 
-
-@final
-@frozen
-class _Twice:
-    """Stands for the value of a name that an object of the file has more than once."""
+_TWICE: Final = object()  # the value of a name that an object of the file has more than once
 
 
 def _as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
-        found[name] = _Twice() if name in found else value
+        found[name] = _TWICE if name in found else value
     return found
 
 
-def load(source: Source) -> Mapping[str, Any]:
-    """The top object of a configuration: a mapping, a file, or base64 of such a file. Local.
-
-    Raises:
-        ConfigError: `source` is neither a mapping nor a string nor a path.
-        FileError: There is no such file, or it is not JSON, or no object.
-    """
+def _load(source: Source) -> Mapping[str, Any]:
+    """The top object of a configuration: a mapping, a file, or base64 of such a file. Local."""
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, str | os.PathLike):
@@ -161,30 +148,26 @@ def _decode(source: str | os.PathLike[str]) -> bytes | None:
     if not isinstance(source, str):
         return None
     try:
-        content = base64.b64decode(source.translate(_PLAIN_ALPHABET), validate=True)
+        content = base64.b64decode(source.translate(str.maketrans("-_", "+/")), validate=True)
     except ValueError:
         return None
     return content if content.lstrip().startswith(b"{") else None
 
 
-def leaves(raw: Mapping[Any, Any], *, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Paths as written, and their values; a section that is null is as good as absent.
-
-    Raises:
-        ConfigError: Names a key that is unknown, given twice, or a section that is no object.
-    """
+def _leaves(raw: Mapping[Any, Any], *, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Paths as written, and their values; a section that is null is as good as absent."""
     for name, value in raw.items():
         path = f"{prefix}{name}"
         if not isinstance(name, str) or "." in name:
             raise ConfigError(f"{path}: expected names in nested objects as keys, got {name!r}")
-        if isinstance(value, _Twice):
+        if value is _TWICE:
             raise ConfigError(f"{path}: expected one value, got several; leave one")
         if path in WRITTEN:
             yield path, value
         elif path not in SECTIONS:
             raise unknown_key(path)
         elif isinstance(value, Mapping):
-            yield from leaves(value, prefix=f"{path}.")
+            yield from _leaves(value, prefix=f"{path}.")
         elif value is not None:
             raise ConfigError(
                 f"{path}: expected an object with keys such as "
@@ -225,11 +208,7 @@ class Settings:
     by_path: Mapping[str, Setting]
 
     def value(self, path: str) -> Any:
-        """What the key says.
-
-        Raises:
-            ConfigError: It says "auto", and nothing says what that is.
-        """
+        """What the key says; ConfigError if that is "auto", and nothing says what it is."""
         setting = self.by_path[path]
         if setting.value is UNRESOLVED:
             raise _unresolved([setting])
@@ -332,14 +311,14 @@ def read_settings(
         FileError: The file is missing or not JSON.
     """
     defaults = {path: Setting(key, key.default, "default", path) for path, key in KEYS.items()}
-    settings = Settings({**defaults, **_read_leaves(load(source))})
+    settings = Settings({**defaults, **_read_leaves(_load(source))})
     settings = settings.replaced(_answers(settings, auto or {}), "auto")
     known = {
         item.key.path: item.value
         for item in settings.given()
         if item.value is not UNRESOLVED or settings.is_below_stage(item.key)
     }
-    derived = derived_values(model, known, implied or {})
+    derived = _derived_values(model, known, implied or {})
     settings = settings.replaced(
         {
             item.key.path: _read_value(item.key, derived[item.key.path], item.written)
@@ -356,7 +335,7 @@ def read_settings(
 
 def _read_leaves(raw: Mapping[Any, Any]) -> dict[str, Setting]:
     found: dict[str, Setting] = {}
-    for written, value in leaves(raw):
+    for written, value in _leaves(raw):
         key = WRITTEN[written]
         if key.path in found:
             raise ConfigError(

@@ -27,7 +27,9 @@ def precision_of(settings: Settings) -> Precision | None:
     """
     value = settings.value
     _check_modes(settings)
-    params = _mode(settings)
+    params = torch.bfloat16 if value("bf16.enabled") else None
+    if value("fp16.enabled"):
+        params = torch.float16
     asked = value("data_types.param_dtype")
     if asked not in (None, params or torch.float32):
         raise ConfigError(
@@ -57,12 +59,6 @@ def state_dtype_of(settings: Settings) -> torch.dtype | None:
     if not _has_16_bit_masters(settings):
         return None
     return torch.bfloat16 if settings.value("bf16.bf16_optimizer_states") else torch.float32
-
-
-def _mode(settings: Settings) -> torch.dtype | None:
-    if settings.value("fp16.enabled"):
-        return torch.float16
-    return torch.bfloat16 if settings.value("bf16.enabled") else None
 
 
 def _predivide_factor(settings: Settings) -> float | None:
@@ -130,9 +126,6 @@ def _wire_of(
     """A Wire from what the file gives: ranks of a node, ranks of a replica, and codecs.
 
     Gradients are reduced by the same nodes; where no size is given, torchrun says what a node is.
-
-    Raises:
-        ConfigError: Some of it excludes other.
     """
     if secondary > 1 and replicas > 0:
         raise ConfigError(
@@ -166,29 +159,19 @@ _PARTS: Final[Mapping[str, Any]] = {
 _OF_SEVERAL: Final = ("zero.precision",)  # fields that are no single key's
 
 
-def stage_of(source: Source) -> int:
-    """The stage alone, 0 to 3: all that matters while a model is built. Local.
+def stage_and_wire_of(source: Source) -> tuple[int, Wire]:
+    """All that matters while a model is built: the stage, and which ranks exchange what. Local.
 
     The whole configuration is checked; other keys may say "auto", as nothing is known yet of the
     model that says what it is. Warns of nothing: whoever trains the model reads all of it.
 
     Raises:
-        ConfigError: Starts with the path of the key that is wrong.
+        ConfigError: Starts with the path of the key that is wrong, or excludes another.
         FileError: There is no such file, or it is not JSON.
     """
-    stage: int = read_settings(source, model=None, auto=None, warns=False).value(STAGE)
-    return stage
-
-
-def wire_said_in(source: Source) -> Wire:
-    """Which ranks exchange what, and how, read as `stage_of` reads. Local.
-
-    Raises:
-        ConfigError: As `stage_of`, or some of it excludes other.
-        FileError: Likewise.
-    """
     settings = read_settings(source, model=None, auto=None, warns=False)
-    return _wire_of(**_taken(_fields(settings, within="zero.wire."), "zero.wire"))
+    wire = _wire_of(**_taken(_fields(settings, within="zero.wire."), "zero.wire"))
+    return settings.value(STAGE), wire
 
 
 def zero_arguments(settings: Settings) -> dict[str, Any]:
