@@ -146,7 +146,6 @@ def test_a_trainers_file_is_resolved_whole() -> None:
         "zero_optimization.offload_optimizer.device",
         "optimizer.params.lr",
         "scheduler.params.total_num_steps",
-        "amp.enabled",
     ],
 )
 def test_what_nothing_resolves_is_an_error_with_its_path(path: str) -> None:

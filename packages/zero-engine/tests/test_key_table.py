@@ -25,6 +25,7 @@ CANDIDATES: Final = (
     *(True, False, 2, 4, 0.5, "cpu", "sum", "fail", "fp16", "fp32", "gram", "linear", "original"),
     "random",
     *("LRRangeTest", "sgd", [0.5, 0.75], [1, 2, 3], ["name"], "name", {"name": 1}, {"reset_T": 2}),
+    {"enabled": True, "deepcompile": True},  # what turns on a section that is not looked into
 )
 BASE: Final[dict[str, Any]] = {
     "train_batch_size": 8,
@@ -210,7 +211,7 @@ def test_what_is_not_built_may_be_off(outcomes) -> None:
     refused = {
         path for path, reads in outcomes.items() if any("not built" in r[2].error for r in reads)
     }
-    assert len(refused) > 50
+    assert len(refused) > 30
     for path in refused:
         assert _read(_with(BASE, path, _default(path))).config == base, path
 

@@ -207,8 +207,10 @@ WRONG: Final[list[tuple[dict[str, Any], str, str]]] = [
         f"{Z}.save_muon_momentum_buffer_in_memory",
         "expected false",
     ),
-    ({"elasticity": {"enabled": True}}, "elasticity.enabled", "expected false"),
-    ({"amp": {"enabled": True}}, "amp.enabled", "torch_autocast"),
+    ({"elasticity": {"enabled": True}}, "elasticity", "set the batch sizes"),
+    ({"amp": {"enabled": True}}, "amp", "torch_autocast"),
+    ({"compile": {"deepcompile": True}}, "compile", "torch.compile"),
+    ({"sparse_attention": {"mode": "dense"}}, "sparse_attention", "expected nothing"),
 ]
 
 

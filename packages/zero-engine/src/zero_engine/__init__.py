@@ -1,6 +1,6 @@
 """ZeRO for a plain PyTorch loop: shard a model and its optimizer, keep the loop."""
 
-# Floors, lowest first: errors, torch_private, checks, loss_scale, offload, deepspeed_file, config,
+# Floors, lowest first: errors, torch_private, checks, offload, deepspeed_file, config,
 # residence, state_offload, report, init, sharding, checkpoint, deepspeed, compat, integrations,
 # planning, cli, testing.
 
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from zero_engine.checkpoint.save import save
     from zero_engine.deepspeed.engine import Engine
     from zero_engine.deepspeed.initialize import initialize
-    from zero_engine.loss_scale import DynamicLossScale, LossScaler
+    from zero_engine.deepspeed.loss_scale import DynamicLossScale, LossScaler
     from zero_engine.planning.plan import plan
     from zero_engine.state_offload import offload_states, reload_states
 
@@ -133,9 +133,9 @@ __all__ = [
 
 # Loaded on first use: who shards a model pays for no checkpoints, plans or files of DeepSpeed.
 _LAZY: Final = {
-    "DynamicLossScale": "zero_engine.loss_scale",
+    "DynamicLossScale": "zero_engine.deepspeed.loss_scale",
     "Engine": "zero_engine.deepspeed.engine",
-    "LossScaler": "zero_engine.loss_scale",
+    "LossScaler": "zero_engine.deepspeed.loss_scale",
     "Saver": "zero_engine.checkpoint.background",
     "export": "zero_engine.checkpoint.export",
     "initialize": "zero_engine.deepspeed.initialize",

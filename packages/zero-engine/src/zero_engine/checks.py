@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import math
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -21,34 +20,6 @@ from .errors import ConfigError, FileError
 Class = TypeVar("Class")
 
 
-def check_number(
-    where: str,
-    value: Any,
-    *,
-    minimum: float = -math.inf,
-    below: float = math.inf,
-) -> float:
-    """A finite int or float with minimum <= value < below."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or not minimum <= value < below
-    ):
-        bounds = f" of at least {minimum:g}" if minimum > -math.inf else ""
-        bounds += f" and below {below:g}" if below < math.inf else ""
-        raise ConfigError(f"{where}: expected a finite number{bounds}, got {value!r}")
-    return float(value)
-
-
-def check_whole(where: str, value: Any, *, minimum: int) -> int:
-    """A whole number of at least `minimum`; JSON's 1e3 is one, too."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value != int(value) or value < minimum:
-        raise ConfigError(f"{where}: expected a whole number of at least {minimum}, got {value!r}")
-    return int(value)
-
-
 def check_flag(where: str, value: Any) -> bool:
     """True or False, and not what merely counts as one."""
     if not isinstance(value, bool):
@@ -56,17 +27,19 @@ def check_flag(where: str, value: Any) -> bool:
     return value
 
 
-def at_least(minimum: float, kind: type | tuple[type, ...]) -> Any:
+def at_least(minimum: float, kind: type | tuple[type, ...], *, below: float | None = None) -> Any:
     """A validator of attrs: a number of at least `minimum`, or None where that is the default."""
 
     def check(owner: Any, attribute: Attribute, value: Any) -> None:
         if value is None and attribute.default is None:
             return
-        if isinstance(value, bool) or not isinstance(value, kind) or not value >= minimum:
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        if not is_number or not value >= minimum or (below is not None and value >= below):
+            bound = "" if below is None else f" and below {below}"
             names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
             raise ConfigError(
-                f"{type(owner).__name__}.{attribute.name}: expected {names} of at least {minimum}, "
-                f"got {value!r}"
+                f"{type(owner).__name__}.{attribute.name}: expected {names} of at least {minimum}"
+                f"{bound}, got {value!r}"
             )
 
     return check

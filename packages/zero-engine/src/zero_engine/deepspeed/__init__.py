@@ -1,6 +1,7 @@
 """What is in DeepSpeed's shape: its file, its engine, its schedules."""
 
 from zero_engine.deepspeed.engine_config import EngineConfig, NamedSpec
+from zero_engine.deepspeed.loss_scale import StaticLossScale
 from zero_engine.deepspeed.schedules import (
     LRRangeTest,
     OneCycle,
@@ -8,7 +9,6 @@ from zero_engine.deepspeed.schedules import (
     WarmupDecayLR,
     WarmupLR,
 )
-from zero_engine.loss_scale import StaticLossScale
 
 __all__ = [
     "EngineConfig",

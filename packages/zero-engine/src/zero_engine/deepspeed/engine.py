@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Final, final
 import torch
 import zero_partition
 import zero_partition.seams
-from attrs import define
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from zero_comm import Group, collective
@@ -24,44 +23,21 @@ from zero_engine.checkpoint.load import load
 from zero_engine.checkpoint.load_deepspeed import DeepSpeedLoadReport, load_deepspeed
 from zero_engine.checkpoint.pieces import find_complete
 from zero_engine.checkpoint.save import save_with, warn_of_gradients
-from zero_engine.checks import check_flag, check_folder, check_whole, together
+from zero_engine.checks import check_flag, check_folder, together
+from zero_engine.deepspeed.loss_scale import (
+    LossScaler,
+    StaticLossScale,
+    Verdict,
+    can_undo,
+    remember,
+)
+from zero_engine.deepspeed_file.file_key import POSITIVE
 from zero_engine.errors import ConfigError, FileError, LossScaleError
-from zero_engine.loss_scale import LossScaler, StaticLossScale, Verdict, can_undo, remember
 from zero_engine.state_offload import offload_as_deepspeed, reload_states
 from zero_engine.torch_private import current_backward
 
 from .engine_config import EngineConfig
 from .schedules import check_step
-
-
-@define
-class Accumulation:
-    """Counts the micro-batches since the last boundary.
-
-    Args:
-        num_micro_batches: Of one global step.
-        num_pending: Micro-batches since the last boundary.
-        chosen: Whether the next micro-batch is one, decided by hand; counted when None.
-    """
-
-    num_micro_batches: int
-    num_pending: int = 0
-    chosen: bool | None = None
-
-    @property
-    def is_boundary(self) -> bool:
-        """Whether the optimizer steps at the end of the micro-batch at hand."""
-        if self.chosen is not None:
-            return self.chosen
-        return self.num_pending + 1 >= self.num_micro_batches
-
-    def end_micro_batch(self) -> None:
-        """Go on to the next one."""
-        self.num_pending = 0 if self.is_boundary else self.num_pending + 1
-
-
-# ---- Engine: the training loop of DeepSpeed's shape, over what shard() has made ----
-
 
 # NOTE(boundary): a micro-batch ends with step(). Where the stage keeps whole gradients anyway (0
 # and 1), the engine is inside no_sync from one step() on until the micro-batch at whose end the
@@ -129,9 +105,10 @@ class Engine(nn.Module):
         self._loss_scaler = None if scale is None else LossScaler(scale)
         self.global_steps = self.micro_steps = self.global_samples = 0
         self._skipped_steps = 0
-        self._accumulation = Accumulation(
-            config.accumulation_steps, chosen=None if config.manages_accumulation else True
-        )
+        self._num_micro_batches = config.accumulation_steps  # of one global step
+        self._num_pending = 0  # micro-batches since the last boundary
+        # Whether the next micro-batch is one, decided by hand; counted when None.
+        self._is_boundary = None if config.manages_accumulation else True
         self._micro_batch_size = config.micro_batch_size
         self._norm: Tensor | None = None
         self._was_applied = False
@@ -259,7 +236,7 @@ class Engine(nn.Module):
         if is_boundary and optimizer is not None:
             self._take_step(optimizer, lr_kwargs or {})
         self.micro_steps += 1
-        self._accumulation.end_micro_batch()
+        self._num_pending = 0 if is_boundary else self._num_pending + 1
         self._wait_or_not()
 
     def _take_step(self, optimizer: torch.optim.Optimizer, lr_kwargs: dict[str, Any]) -> None:
@@ -372,7 +349,7 @@ class Engine(nn.Module):
                 f"{where}: expected managed_gradient_accumulation, got {is_boundary} where it is "
                 "false and every step() is a boundary; leave out step() instead"
             )
-        self._accumulation.chosen = is_boundary
+        self._is_boundary = is_boundary
         self._wait_or_not()
 
     @contextmanager
@@ -417,7 +394,7 @@ class Engine(nn.Module):
         """
         each = self.train_micro_batch_size_per_gpu() * self.group.world_size
         where = "Engine.set_train_batch_size()"
-        train_batch_size = check_whole(where, train_batch_size, minimum=1)
+        train_batch_size = POSITIVE.read(where, train_batch_size)
         if train_batch_size % each:
             raise ConfigError(
                 f"{where}: expected a multiple of {each}, which is the "
@@ -433,8 +410,7 @@ class Engine(nn.Module):
             zero_partition.StateError: Gradients of some micro-batches are there.
         """
         where = "Engine.set_gradient_accumulation_steps()"
-        count = check_whole(where, gradient_accumulation_steps, minimum=1)
-        self._set_num_micro_batches(where, count)
+        self._set_num_micro_batches(where, POSITIVE.read(where, gradient_accumulation_steps))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Tell how many samples a rank has in a micro-batch, on every rank alike. Local.
@@ -448,7 +424,7 @@ class Engine(nn.Module):
             zero_partition.StateError: Gradients of some micro-batches are there.
         """
         where = "Engine.set_train_micro_batch_size()"
-        micro_batch_size = check_whole(where, micro_batch_size, minimum=1)
+        micro_batch_size = POSITIVE.read(where, micro_batch_size)
         self._check_at_boundary(where)
         self._micro_batch_size = micro_batch_size
 
@@ -461,7 +437,7 @@ class Engine(nn.Module):
     def _begin_anew(self) -> None:
         """Forget micro-batches since the last boundary, and their gradients."""
         self.zero_grad()
-        self._accumulation.num_pending = self._num_backwards = 0
+        self._num_pending = self._num_backwards = 0
         self._was_applied = self._was_scaled = False
         self._wait_or_not()
 
@@ -497,7 +473,7 @@ class Engine(nn.Module):
 
     def _set_num_micro_batches(self, where: str, count: int) -> None:
         self._check_at_boundary(where)
-        self._accumulation.num_micro_batches = count
+        self._num_micro_batches = count
         self._wait_or_not()
 
     def _is_waiting(self) -> bool:
@@ -511,12 +487,11 @@ class Engine(nn.Module):
 
     def _check_at_boundary(self, where: str) -> None:
         self._check_alive(where)
-        pending = self._accumulation.num_pending
-        if pending:
+        if self._num_pending:
             raise StateError(
-                f"{where}: expected to be called right after a boundary, but "
-                f"{pending} micro-batches have been accumulated (rank {self.group.rank}); call it "
-                "after the step() of a boundary"
+                f"{where}: expected to be called right after a boundary, but {self._num_pending} "
+                f"micro-batches have been accumulated (rank {self.group.rank}); call it after the "
+                "step() of a boundary"
             )
 
     def _check_alive(self, what: str) -> None:
@@ -558,7 +533,7 @@ class Engine(nn.Module):
         """
         self._check_alive("save_checkpoint()")
         self._settle()
-        if self._accumulation.num_pending:
+        if self._num_pending:
             warn_of_gradients(stacklevel=2)
         scaler = self.loss_scaler
         save_with(
@@ -751,7 +726,9 @@ class Engine(nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` lets the optimizer step."""
-        return self._accumulation.is_boundary
+        if self._is_boundary is not None:
+            return self._is_boundary
+        return self._num_pending + 1 >= self._num_micro_batches
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed the weights: False off a boundary, and where skipped."""
@@ -794,8 +771,7 @@ class Engine(nn.Module):
 
     def train_batch_size(self) -> int:
         """Samples of one global step, over all ranks."""
-        micro_batch = self._micro_batch_size * self.group.world_size
-        return micro_batch * self._accumulation.num_micro_batches
+        return self._micro_batch_size * self.group.world_size * self._num_micro_batches
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one rank in one micro-batch."""
@@ -803,7 +779,7 @@ class Engine(nn.Module):
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one global step."""
-        return self._accumulation.num_micro_batches
+        return self._num_micro_batches
 
     def managed_gradient_accumulation(self) -> bool:
         """Whether the engine counts micro-batches; every `step` is a boundary otherwise."""

@@ -7,79 +7,24 @@ from typing import Any, final
 
 import attrs
 import torch
-from attrs import Attribute, field, frozen
+from attrs import field, frozen
 from tabulate import tabulate
 from torch import nn
 
-from zero_engine.checks import is_kind, names_fields
+from zero_engine.checks import at_least, is_kind, names_fields
 from zero_engine.config import ZeroConfig
-from zero_engine.deepspeed_file.file_key import Becomes
+from zero_engine.deepspeed_file.file_key import shown
 from zero_engine.deepspeed_file.settings import (
     UNRESOLVED,
-    Origin,
     Setting,
     Settings,
     Source,
     read_settings,
 )
-from zero_engine.deepspeed_file.zero_settings import (
-    autocast_dtype_of,
-    checks_overflow_of,
-    loss_scale_of,
-    state_dtype_of,
-    zero_arguments,
-)
+from zero_engine.deepspeed_file.zero_settings import state_dtype_of, zero_arguments
 from zero_engine.errors import ConfigError
-from zero_engine.loss_scale import DynamicLossScale, StaticLossScale
 
-
-@final
-@frozen
-class BatchSizes:
-    """Samples per step of the optimizer, per forward of a rank, and forwards per step."""
-
-    train: int
-    micro: int
-    accumulation_steps: int
-
-    @classmethod
-    def infer(
-        cls,
-        train: int | None,
-        micro: int | None,
-        accumulation_steps: int | None,
-        *,
-        world_size: int,
-    ) -> BatchSizes:
-        """Fill in what is None, as DeepSpeed does: one accumulation step where nothing says more.
-
-        Raises:
-            ConfigError: Neither `train` nor `micro` is known, or train is not
-                micro * accumulation_steps * world_size.
-        """
-        if train is None and micro is None:
-            raise ConfigError(
-                "train_batch_size: expected it, or train_micro_batch_size_per_gpu, got neither"
-            )
-        if accumulation_steps is None:
-            is_open = train is None or micro is None
-            accumulation_steps = 1 if is_open else train // (micro * world_size)
-        if train is None:
-            assert micro is not None, "one of the two is there"
-            train = micro * accumulation_steps * world_size
-        if micro is None:
-            micro = train // (accumulation_steps * world_size)
-        if train != micro * accumulation_steps * world_size:
-            raise ConfigError(
-                f"train_batch_size: expected train_micro_batch_size_per_gpu {micro} * "
-                f"gradient_accumulation_steps {accumulation_steps} * world size {world_size} = "
-                f"{micro * accumulation_steps * world_size}, got {train}; leave one of the three "
-                "out to have it inferred"
-            )
-        return cls(train, micro, accumulation_steps)
-
-
-# ---- EngineConfig: all that an engine is told, from arguments or from DeepSpeed's file ----
+from .loss_scale import DynamicLossScale, StaticLossScale
 
 
 @final
@@ -112,24 +57,6 @@ class SourceRow:
     value: Any
     origin: str
     meaning: str
-
-
-def _is_count(_: EngineConfig, attribute: Attribute, value: Any) -> None:
-    if value is None and attribute.default is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"EngineConfig.{attribute.name}: expected an int of at least 1, got {value!r}"
-        )
-
-
-def _is_norm(_: EngineConfig, attribute: Attribute, value: Any) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not value >= 0:
-        raise ConfigError(
-            f"EngineConfig.{attribute.name}: expected a number of at least 0, which turns clipping "
-            f"off, got {value!r}"
-        )
 
 
 @final
@@ -175,14 +102,14 @@ class EngineConfig:
     loss_scale: StaticLossScale | DynamicLossScale | None = field(
         default=None, validator=is_kind(StaticLossScale, DynamicLossScale, None)
     )
-    max_norm: float = field(default=0.0, validator=_is_norm)
-    train_batch_size: int = field(validator=_is_count)
-    micro_batch_size: int = field(validator=_is_count)
-    accumulation_steps: int = field(default=1, validator=_is_count)
+    max_norm: float = field(default=0.0, validator=at_least(0, (int, float)))
+    train_batch_size: int = field(validator=at_least(1, int))
+    micro_batch_size: int = field(validator=at_least(1, int))
+    accumulation_steps: int = field(default=1, validator=at_least(1, int))
     manages_accumulation: bool = field(default=True, validator=is_kind(bool))
     optimizer: NamedSpec | None = field(default=None, validator=is_kind(NamedSpec, None))
     scheduler: NamedSpec | None = field(default=None, validator=is_kind(NamedSpec, None))
-    steps_per_print: int | None = field(default=None, validator=_is_count)
+    steps_per_print: int | None = field(default=None, validator=at_least(1, int))
     needs_scaled_loss: bool = field(validator=is_kind(bool))
     checks_overflow: bool = field(default=False, validator=is_kind(bool))
     autocast_dtype: torch.dtype | None = field(default=None, validator=is_kind(torch.dtype, None))
@@ -240,9 +167,12 @@ class EngineConfig:
         settings.check_resolved()
         value = settings.value
         zero = ZeroConfig(**zero_arguments(settings))
+        computes = value("torch_autocast.dtype") or torch.bfloat16
+        autocast_dtype = computes if value("torch_autocast.enabled") else None
+        loss_scale, is_bf16 = _loss_scale_of(settings, autocast_dtype), value("bf16.enabled")
         config = cls(
             zero=zero,
-            loss_scale=loss_scale_of(settings),
+            loss_scale=loss_scale,
             max_norm=float(value("gradient_clipping")),
             train_batch_size=value("train_batch_size"),
             micro_batch_size=value("train_micro_batch_size_per_gpu"),
@@ -251,10 +181,15 @@ class EngineConfig:
             optimizer=_named(settings, "optimizer"),
             scheduler=_named(settings, "scheduler"),
             steps_per_print=value("steps_per_print") or None,
-            checks_overflow=checks_overflow_of(settings),
-            autocast_dtype=autocast_dtype_of(settings),
+            # Steps with inf or nan in a gradient are skipped where the mode is a 16-bit one.
+            checks_overflow=value("bf16.check_grad_overflow") if is_bf16 else bool(loss_scale),
+            autocast_dtype=autocast_dtype,
             drop_last=value("dataloader_drop_last"),
-            activation_checkpointing=_section(settings, "activation_checkpointing"),
+            activation_checkpointing={
+                name: setting.value
+                for name, setting in settings.under("activation_checkpointing.").items()
+                if not setting.key.is_neutral(setting.value)
+            },
             leaf_modules=_leaf_modules(settings),
             state_dtype=state_dtype_of(settings),
         )
@@ -269,40 +204,64 @@ class EngineConfig:
 
 
 def _with_batch_sizes(settings: Settings, *, world_size: int) -> Settings:
+    """Fill in what the file leaves open, as DeepSpeed does: one step where nothing says more."""
     paths = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     known = [settings.by_path[path].value for path in paths]
-    known = [None if value is UNRESOLVED else value for value in known]
-    if known[:2] == [None, None]:
+    sizes: list[Any] = [None if value is UNRESOLVED else value for value in known]
+    train, micro, steps = sizes
+    if train is None and micro is None:
         settings.check_resolved()  # they may be "auto", beside others
-    sizes = attrs.astuple(BatchSizes.infer(*known, world_size=world_size))
-    inferred = {
-        path: size for path, old, size in zip(paths, known, sizes, strict=True) if old is None
-    }
-    return settings.replaced(inferred, Origin.INFERRED)
+        raise ConfigError(
+            "train_batch_size: expected it, or train_micro_batch_size_per_gpu, got neither"
+        )
+    if steps is None:
+        steps = 1 if train is None or micro is None else train // (micro * world_size)
+    if train is None:
+        train = micro * steps * world_size
+    if micro is None:
+        micro = train // (steps * world_size)
+    if train != micro * steps * world_size:
+        raise ConfigError(
+            f"train_batch_size: expected train_micro_batch_size_per_gpu {micro} * "
+            f"gradient_accumulation_steps {steps} * world size {world_size} = "
+            f"{micro * steps * world_size}, got {train}; leave one of the three out to have it "
+            "inferred"
+        )
+    found = zip(paths, sizes, (train, micro, steps), strict=True)
+    return settings.replaced({path: size for path, old, size in found if old is None}, "inferred")
+
+
+def _loss_scale_of(
+    settings: Settings, autocast_dtype: torch.dtype | None
+) -> StaticLossScale | DynamicLossScale | None:
+    """How the loss is scaled: with fp16, and where autocast computes in fp16."""
+    value = settings.value
+    if not value("fp16.enabled"):
+        # What torch.amp.GradScaler starts with, which DeepSpeed uses there.
+        is_half = autocast_dtype is torch.float16
+        return DynamicLossScale(window=2000, hysteresis=1) if is_half else None
+    scale = value("fp16.loss_scale")
+    if scale != 0:
+        return StaticLossScale(float(scale))
+    has_patience = settings.idle(settings.by_path["fp16.hysteresis"]) is None
+    return DynamicLossScale(
+        initial_power=value("fp16.initial_scale_power"),
+        window=value("fp16.loss_scale_window"),
+        hysteresis=value("fp16.hysteresis") if has_patience else 1,
+        consecutive_hysteresis=value("fp16.consecutive_hysteresis") and has_patience,
+        minimum=float(value("fp16.min_loss_scale")),
+        raises_at_minimum=has_patience,
+    )
 
 
 def _named(settings: Settings, name: str) -> NamedSpec | None:
-    prefix = f"{name}.params."
-    params = {
-        setting.key.path.removeprefix(prefix): setting.value
-        for setting in settings.given()
-        if setting.key.path.startswith(prefix) and isinstance(setting.key.answer, Becomes)
-    }
-    kind = settings.value(f"{name}.type")
+    kind, given = settings.value(f"{name}.type"), settings.under(f"{name}.params.")
+    params = {option: setting.value for option, setting in given.items() if setting.key.becomes}
     if kind is None and params:
         raise ConfigError(
             f"{name}.type: expected a name beside {name}.params, got none; say which {name}"
         )
     return None if kind is None else NamedSpec(kind, params)
-
-
-def _section(settings: Settings, name: str) -> dict[str, Any]:
-    """What the file asks for there: the keys that are not neutral."""
-    return {
-        setting.key.path.removeprefix(f"{name}."): setting.value
-        for setting in settings.given()
-        if setting.key.path.startswith(f"{name}.") and not setting.key.is_neutral(setting.value)
-    }
 
 
 def _leaf_modules(settings: Settings) -> dict[str, Any]:
@@ -317,27 +276,28 @@ def _leaf_modules(settings: Settings) -> dict[str, Any]:
 
 def _rows(settings: Settings) -> tuple[SourceRow, ...]:
     return tuple(
-        SourceRow(setting.key.path, _shown(setting.value), setting.origin.value, meaning)
+        SourceRow(setting.key.path, _shown(setting.value), setting.origin, meaning)
         for setting in settings.by_path.values()
         if (meaning := _meaning(settings, setting)) is not None
     )
 
 
 def _shown(value: Any) -> Any:
-    return value.value if value is UNRESOLVED else value
+    if value is UNRESOLVED:
+        return "auto"
+    return shown(value) if isinstance(value, Mapping) else value  # it may hold what has no str()
 
 
 def _meaning(settings: Settings, setting: Setting) -> str | None:
     """The last column; None for what need not be shown."""
-    key, is_given = setting.key, setting.origin is not Origin.DEFAULT
+    key, is_given = setting.key, setting.origin != "default"
     if key.gate is not None and settings.is_gated_off(key):
         return f"not read: {key.gate.closed}" if is_given else None
     if settings.is_below_stage(key):
         return f"not read below stage {key.min_stage}" if is_given else None
-    if isinstance(key.answer, Becomes) and not (is_given and settings.idle(setting)):
-        is_param = ".params." in key.path
-        return key.answer.field if is_given or not is_param else None
+    reason = settings.idle(setting) if is_given else None
+    if key.becomes and not reason:
+        return key.becomes if is_given or ".params." not in key.path else None
     if not is_given:
         return None
-    reason = settings.idle(setting)
     return f"none: {reason}" if reason else "off"

@@ -8,7 +8,6 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from zero_engine.checks import check_flag, check_whole
 from zero_engine.errors import ConfigError
 
 
@@ -42,7 +41,6 @@ def make_loader(
     world_size: int,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     drop_last: bool = False,
-    seed: int = 0,
 ) -> Loader:
     """What `initialize(training_data=dataset)` gives: shuffled, divided among ranks. Local.
 
@@ -56,27 +54,20 @@ def make_loader(
         world_size: How many these are.
         collate_fn: From a list of samples to a batch; torch's own when None.
         drop_last: Whether a last batch that is smaller than the others is left out.
-        seed: Of the orders; equal on all ranks.
 
     Raises:
-        ConfigError: Names the argument, what was expected and what came.
+        ConfigError: `dataset` cannot be divided.
     """
-    where = "make_loader(): "
-    batch_size = check_whole(f"{where}batch_size", batch_size, minimum=1)
-    world_size = check_whole(f"{where}world_size", world_size, minimum=1)
-    check_flag(f"{where}drop_last", drop_last)
-    if check_whole(f"{where}rank", rank, minimum=0) >= world_size:
-        raise ConfigError(f"{where}rank: expected less than world size {world_size}, got {rank}")
     has_items = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not has_items:
         raise ConfigError(
-            f"{where}dataset: expected one with __getitem__ and __len__, got a "
+            "make_loader(): dataset: expected one with __getitem__ and __len__, got a "
             f"{type(dataset).__name__}. What can only be iterated over cannot be divided among "
             "ranks here: iterate over it yourself, each rank over its own part"
         )
     if len(dataset) == 0:  # type: ignore[arg-type]
-        raise ConfigError(f"{where}dataset: expected at least one sample, got an empty one")
-    sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, seed=seed)
+        raise ConfigError("make_loader(): dataset: expected at least one sample, got an empty one")
+    sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank)
     loader = DataLoader(
         dataset,
         batch_size=batch_size,

@@ -12,8 +12,11 @@ from torch import Tensor
 from zero_offload import CPUAdam, FusedAdam
 from zero_partition import ChainedOptimizer
 
-from zero_engine.checks import check_flag, check_names, check_number, check_whole, nearest
+from zero_engine.checks import check_names, nearest
+from zero_engine.deepspeed_file.keys import KEYS
 from zero_engine.errors import ConfigError
+
+_PATH: Final = "optimizer.params"
 
 
 @final
@@ -47,13 +50,9 @@ class Lion(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, once its options were checked."""
         options = {**self.defaults, **param_group}
-        for name in ("lr", "weight_decay"):
+        for name in ("lr", "weight_decay", "betas"):
             if not isinstance(options[name], Tensor):
-                check_number(f"Lion.{name}", options[name], minimum=0)
-        if not isinstance(options["betas"], list | tuple) or len(options["betas"]) != 2:
-            raise ConfigError(f"Lion.betas: expected two numbers, got {options['betas']!r}")
-        for i, beta in enumerate(options["betas"]):
-            check_number(f"Lion.betas[{i}]", beta, minimum=0, below=1)
+                KEYS[f"{_PATH}.{name}"].kind.read(f"Lion.{name}", options[name])
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -90,18 +89,6 @@ class Lion(torch.optim.Optimizer):
 # ---- Optimizers by the names that DeepSpeed's files give them, made of torch's ----
 
 
-_PATH: Final = "optimizer.params"
-
-# What an option may be, whichever optimizer has it. What is not here, torch checks.
-_NUMBERS: Final = {
-    *("lr", "eps", "weight_decay", "momentum", "dampening", "lr_decay"),
-    *("initial_accumulator_value", "muon_lr", "adam_lr"),
-}
-_FLAGS: Final = {
-    *("amsgrad", "nesterov", "maximize", "capturable", "differentiable"),
-    *("adam_w_mode", "torch_adam", "bias_correction", "set_grad_none"),
-}
-
 # Known to DeepSpeed, and what to do about them here.
 _NOT_BUILT: Final = {
     **dict.fromkeys(
@@ -119,15 +106,10 @@ _NOT_BUILT: Final = {
     "FusedAdam": 'use "Adam", which DeepSpeed makes of it, too',
     "FusedLion": 'use "Lion", which DeepSpeed makes of it, too',
 }
-_KEYS_NOT_BUILT: Final = {
-    "max_grad_norm": "clipping is the key `gradient_clipping` at the top of the file",
-    "per_head_muon": "Muon takes whole matrices here",
-}
-_MIXED_OPTIONS: Final = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode"}
+_REFUSED: Final = {"max_grad_norm", "fp32_optimizer_states", "per_head_muon"}  # as in a file
 _ONLY: Final = {  # where an option has one value that torch's optimizers can do
     "bias_correction": (True, "Adam without bias correction is not built"),
     "set_grad_none": (True, "gradients are always dropped, not zeroed; leave the key out"),
-    "fp32_optimizer_states": (True, "bf16.bf16_optimizer_states says it, for every optimizer"),
     "ns_method": ("standard", "torch's Muon has the standard iteration alone"),
 }
 
@@ -135,7 +117,7 @@ _ONLY: Final = {  # where an option has one value that torch's optimizers can do
 def make_optimizer(
     params: Iterable[Any],
     type: str,
-    params_dict: Mapping[str, Any],
+    given: Mapping[str, Any],
     *,
     state_dtype: torch.dtype | None = None,
     on_host: bool = True,
@@ -152,7 +134,7 @@ def make_optimizer(
         params: What torch's optimizers take: parameters, pairs of name and parameter, or param
             groups, whose own options go before those of the file.
         type: adam, adamw, sgd, adagrad, lion or muon, in upper or lower case.
-        params_dict: Options by name: those of torch's class, and DeepSpeed's own named above.
+        given: Options by name: those of torch's class, and DeepSpeed's own named above.
         state_dtype: torch.float32 keeps Adam's moments so beside 16-bit parameters without masters.
         on_host: Whether it steps there then, and not on a GPU.
 
@@ -164,33 +146,52 @@ def make_optimizer(
             the nearest key that there is; or the optimizer is known, but not built yet.
     """
     name = str(type).lower()
-    make = _MAKERS.get(name)
-    if make is None:
+    if name not in _MAKERS:
         raise _refused(type)
+    known, make = _MAKERS[name]
     if state_dtype is torch.float32:
         if name not in ("adam", "adamw"):
             raise ConfigError(
                 f"bf16.bf16_optimizer_states: expected true with optimizer.type {type!r}, which "
                 "keeps its state in the dtype of what it updates, got false; Adam can have it apart"
             )
-        make = partial(_make_mixed_adam, name, on_host)
-    _refuse_keys(params_dict)
-    for name, value in params_dict.items():
-        _check(name, value)
-    options = {name: value for name, value in params_dict.items() if name not in _ONLY}
-    if "betas" in options:
-        options["betas"] = tuple(options["betas"])
+        known, make = _MIXED_OPTIONS, partial(_make_mixed_adam, name, on_host)
+    options = _read_options({key: value for key, value in given.items() if value is not None})
+    check_names(_PATH, given.keys() - _REFUSED, known)
     try:
-        return make(list(params), options, set(params_dict))
+        return make(list(params), **options)
+    except ConfigError:
+        raise
     except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{_PATH}: {type} does not take them: {error}") from error
 
 
-def _make(kind: Callable[..., Any], params: list[Any], options: dict, given: set[str]) -> Any:
-    check_names(_PATH, given, _options_of(kind))
-    return kind(params, **options)
+def _read_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """As they would be read from a file, without those of which there is one value only."""
+    options = {}
+    for name, value in given.items():
+        where, key = f"{_PATH}.{name}", KEYS.get(f"{_PATH}.{name}")
+        options[name] = value if key is None else key.kind.read(where, value)
+        if name in _REFUSED:
+            KEYS[where].check_built(where, options.pop(name))
+        elif name in _ONLY:
+            (only, why), got = _ONLY[name], options.pop(name)
+            if got != only:
+                raise ConfigError(f"{where}: expected {only!r}, got {got!r}: {why}")
+    return options
+
+
+def _refused(type: Any) -> ConfigError:
+    reasons = {name.lower(): reason for name, reason in _NOT_BUILT.items()}
+    reason = reasons.get(str(type).lower())
+    if reason is not None:
+        return ConfigError(f"optimizer.type: {type!r} is refused: {reason}")
+    near = nearest(type, _MAKERS)
+    return ConfigError(
+        f"optimizer.type: expected one of {', '.join(_MAKERS)}, got {type!r}"
+        f"{f'; did you mean {near!r}?' if near else ''}. Any other optimizer is passed as an "
+        "object: optimizer=..."
+    )
 
 
 class DeepSpeedCPUAdam(CPUAdam):
@@ -241,10 +242,7 @@ class DeepSpeedCPUAdam(CPUAdam):
         torch.optim.Optimizer.add_param_group(self, param_group)
 
 
-def _make_adam(name: str, params: list[Any], options: dict, given: set[str]) -> Any:
-    own = {"adam_w_mode", "torch_adam", "bias_correction", "set_grad_none"}
-    own.add("fp32_optimizer_states")  # checked with those of one value
-    check_names(_PATH, given, _options_of(torch.optim.AdamW) | own)
+def _make_adam(name: str, params: list[Any], **options: Any) -> torch.optim.Optimizer:
     is_decoupled = options.pop("adam_w_mode", True) or name == "adamw"
     if not options.pop("torch_adam", False):
         options.setdefault("weight_decay", 0.0)
@@ -252,10 +250,9 @@ def _make_adam(name: str, params: list[Any], options: dict, given: set[str]) -> 
 
 
 def _make_mixed_adam(
-    name: str, on_host: bool, params: list[Any], options: dict, given: set[str]
-) -> Any:
+    name: str, on_host: bool, params: list[Any], **options: Any
+) -> torch.optim.Optimizer:
     """With moments in fp32, whatever the parameters are."""
-    check_names(_PATH, given, _MIXED_OPTIONS | _ONLY.keys())
     is_decoupled = options.pop("adam_w_mode", True) or name == "adamw"
     if on_host:
         return DeepSpeedCPUAdam(params, adamw_mode=is_decoupled, **options)
@@ -273,13 +270,16 @@ _MUON_DEFAULTS: Final = {"lr": 0.02, "weight_decay": 0.0}
 _REST_DEFAULTS: Final = {"lr": 3e-4, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
 
 
-def _make_muon(params: list[Any], options: dict, given: set[str]) -> Any:
-    own = {"muon_lr", "adam_lr", "adam_w_mode", "torch_adam", "ns_method"}
-    check_names(_PATH, given, _MUON_OPTIONS | _REST_OPTIONS | own)
-    is_decoupled = options.pop("adam_w_mode", True)
-    options.pop("torch_adam", None)  # it is torch's either way
-    muon_lr, adam_lr = options.pop("muon_lr", None), options.pop("adam_lr", None)
-    adam = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+def _make_muon(
+    params: list[Any],
+    *,
+    muon_lr: float | None = None,
+    adam_lr: float | None = None,
+    adam_w_mode: bool = True,
+    torch_adam: bool = True,  # it is either way
+    **options: Any,
+) -> torch.optim.Optimizer:
+    adam = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     is_grouped = bool(params) and isinstance(params[0], dict)
     whole = [
         {**group, "params": _members(group["params"])}
@@ -328,52 +328,27 @@ def _goes_to_muon(member: Any) -> bool:
     return bool(wanted)
 
 
-_MAKERS: Final[dict[str, Callable[[list[Any], dict, set[str]], Any]]] = {
-    "adam": partial(_make_adam, "adam"),
-    "adamw": partial(_make_adam, "adamw"),
-    "sgd": partial(_make, torch.optim.SGD),
-    "adagrad": partial(_make, torch.optim.Adagrad),
-    "lion": partial(_make, Lion),
-    "muon": _make_muon,
-}
-
-
 def _options_of(kind: Callable[..., Any]) -> set[str]:
     return set(signature(kind).parameters) - {"params"}
 
 
-def _refused(type: Any) -> ConfigError:
-    reasons = {name.lower(): reason for name, reason in _NOT_BUILT.items()}
-    reason = reasons.get(str(type).lower())
-    if reason is not None:
-        return ConfigError(f"optimizer.type: {type!r} is refused: {reason}")
-    near = nearest(type, _MAKERS)
-    return ConfigError(
-        f"optimizer.type: expected one of {', '.join(_MAKERS)}, got {type!r}"
-        f"{f'; did you mean {near!r}?' if near else ''}. Any other optimizer is passed as an "
-        "object: optimizer=..."
-    )
-
-
-def _refuse_keys(options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if name in _KEYS_NOT_BUILT:
-            raise ConfigError(f"{_PATH}.{name}: refused: {_KEYS_NOT_BUILT[name]}")
-        if name in _ONLY and value != _ONLY[name][0]:
-            only, why = _ONLY[name]
-            raise ConfigError(f"{_PATH}.{name}: expected {only!r}, got {value!r}: {why}")
-
-
-def _check(name: str, value: Any) -> None:
-    where = f"{_PATH}.{name}"
-    if name in _NUMBERS:
-        check_number(where, value, minimum=0)
-    elif name in _FLAGS or (name in ("foreach", "fused") and value is not None):
-        check_flag(where, value)
-    elif name == "ns_steps":
-        check_whole(where, value, minimum=1)
-    elif name == "betas":
-        if not isinstance(value, list | tuple) or len(value) != 2:
-            raise ConfigError(f"{where}: expected two numbers, got {value!r}")
-        for i, beta in enumerate(value):
-            check_number(f"{where}[{i}]", beta, minimum=0, below=1)
+_ADAM_OPTIONS: Final = {
+    *_options_of(torch.optim.AdamW),
+    *("adam_w_mode", "torch_adam", "bias_correction", "set_grad_none"),
+}
+_MIXED_OPTIONS: Final = {
+    *("lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode"),
+    *("bias_correction", "set_grad_none"),
+}
+# By name: the options, and what makes the optimizer of parameters and options.
+_MAKERS: Final[dict[str, tuple[set[str], Callable[..., torch.optim.Optimizer]]]] = {
+    "adam": (_ADAM_OPTIONS, partial(_make_adam, "adam")),
+    "adamw": (_ADAM_OPTIONS, partial(_make_adam, "adamw")),
+    "sgd": (_options_of(torch.optim.SGD), torch.optim.SGD),
+    "adagrad": (_options_of(torch.optim.Adagrad), torch.optim.Adagrad),
+    "lion": (_options_of(Lion), Lion),
+    "muon": (
+        _MUON_OPTIONS | _REST_OPTIONS | _options_of(_make_muon) - {"options"} | {"ns_method"},
+        _make_muon,
+    ),
+}

@@ -1,4 +1,7 @@
-"""The five learning-rate schedulers that DeepSpeed's files name, as schedulers of torch."""
+"""The five learning-rate schedulers that DeepSpeed's files name, as schedulers of torch.
+
+In their formulas k counts the scheduler's steps, from 0. Options are checked as a file's are.
+"""
 
 from __future__ import annotations
 
@@ -12,59 +15,49 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_engine.checks import check_flag, check_names, check_number, check_whole, nearest
+from zero_engine.checks import check_names, nearest
+from zero_engine.deepspeed_file.keys import KEYS
 from zero_engine.errors import ConfigError
 
 PerGroup = float | Sequence[float]  # one value, or one for each param group
 
 
 class Schedule(LRScheduler):
-    """A learning rate that is a function of the number of steps alone."""
+    """A learning rate that is a function of the number of steps alone.
+
+    All five take `optimizer`, whose learning rates are set, and `last_batch_iteration`, to resume
+    after that step, -1 at the start; and raise ConfigError, which names the option, what was
+    expected and what came. A learning rate or momentum may be a list of one for each param group.
+    """
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
         for group in optimizer.param_groups if last_batch_iteration != -1 else ():
             group.setdefault("initial_lr", group["lr"])  # torch asks for it when resuming
-        super().__init__(optimizer, self.whole("last_batch_iteration", last_batch_iteration, -1))
+        super().__init__(optimizer, self.option("last_batch_iteration", last_batch_iteration))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where another was; `{"last_batch_iteration": k - 1}` is what DeepSpeed's save."""
         if set(state_dict) == {"last_batch_iteration"}:
-            said = self.whole("last_batch_iteration", state_dict["last_batch_iteration"], -1)
+            said = self.option("last_batch_iteration", state_dict["last_batch_iteration"])
             self.last_epoch = said + 1
             self._last_lr = self.get_lr()
         else:
             super().load_state_dict(state_dict)
 
-    def name(self, option: str) -> str:
-        """Of an option, for messages."""
-        return f"{type(self).__name__}.{option}"
+    def option(self, name: str, value: Any) -> Any:
+        """Checked, as the key of a file that has its name."""
+        return KEYS[f"scheduler.params.{name}"].kind.read(f"{type(self).__name__}.{name}", value)
 
-    def number(
-        self, option: str, value: Any, minimum: float = 0.0, below: float = math.inf
-    ) -> float:
-        """A finite number of at least `minimum`."""
-        return check_number(self.name(option), value, minimum=minimum, below=below)
-
-    def whole(self, option: str, value: Any, minimum: int) -> int:
-        """A whole number of at least `minimum`."""
-        return check_whole(self.name(option), value, minimum=minimum)
-
-    def per_group(
-        self, option: str, value: Any, optimizer: Optimizer, below: float = math.inf
-    ) -> list[float]:
-        """One number of at least 0 for each param group."""
-        num_groups = len(optimizer.param_groups)
-        if not isinstance(value, list | tuple):
-            return [self.number(option, value, below=below)] * num_groups
-        if len(value) != num_groups:
+    def per_group(self, name: str, value: Any, optimizer: Optimizer) -> list[float]:
+        """One number for each param group."""
+        value, num_groups = self.option(name, value), len(optimizer.param_groups)
+        values = value if isinstance(value, tuple) else (value,) * num_groups
+        if len(values) != num_groups:
             raise ConfigError(
-                f"{self.name(option)}: expected one number, or one for each of {num_groups} param "
-                f"groups, got {len(value)}"
+                f"{type(self).__name__}.{name}: expected one number, or one for each of "
+                f"{num_groups} param groups, got {len(values)}"
             )
-        return [self.number(f"{option}[{i}]", each, below=below) for i, each in enumerate(value)]
-
-
-# ---- One cycle of learning rate and momentum. See _schedule.py for k and for where it comes ----
+        return list(map(float, values))
 
 
 class OneCycle(Schedule):
@@ -79,8 +72,7 @@ class OneCycle(Schedule):
     second of the betas stays as it is.
 
     Args:
-        optimizer: Whose learning rates and momenta are set.
-        cycle_min_lr: Where the cycle begins and ends; a list has one for each param group.
+        cycle_min_lr: Where the cycle begins and ends.
         cycle_max_lr: Its peak.
         decay_lr_rate: See above.
         cycle_first_step_size: Steps up.
@@ -92,10 +84,6 @@ class OneCycle(Schedule):
         cycle_min_mom: The momentum at the peak.
         cycle_max_mom: The momentum where the cycle begins and ends.
         decay_mom_rate: See above.
-        last_batch_iteration: To resume after that step; -1 at the start.
-
-    Raises:
-        ConfigError: Names the option, what was expected and what came.
     """
 
     def __init__(  # noqa: PLR0917, the order of DeepSpeed's
@@ -121,21 +109,21 @@ class OneCycle(Schedule):
             cycle_second_stair_count = cycle_first_stair_count
         self.min_lrs = self.per_group("cycle_min_lr", cycle_min_lr, optimizer)
         self.max_lrs = self.per_group("cycle_max_lr", cycle_max_lr, optimizer)
-        self.min_moms = self.per_group("cycle_min_mom", cycle_min_mom, optimizer, below=1)
-        self.max_moms = self.per_group("cycle_max_mom", cycle_max_mom, optimizer, below=1)
-        self.first_steps = self.whole("cycle_first_step_size", cycle_first_step_size, 1)
-        self.second_steps = self.whole("cycle_second_step_size", cycle_second_step_size, 0)
-        self.first_stairs = self.whole("cycle_first_stair_count", cycle_first_stair_count, 0)
-        self.second_stairs = self.whole("cycle_second_stair_count", cycle_second_stair_count, 0)
-        self.decay_steps = self.whole("decay_step_size", decay_step_size, 0)
-        self.decay_lr_rate = self.number("decay_lr_rate", decay_lr_rate)
-        self.decay_mom_rate = self.number("decay_mom_rate", decay_mom_rate, -math.inf)
-        self.cycle_momentum = check_flag(self.name("cycle_momentum"), cycle_momentum)
+        self.min_moms = self.per_group("cycle_min_mom", cycle_min_mom, optimizer)
+        self.max_moms = self.per_group("cycle_max_mom", cycle_max_mom, optimizer)
+        self.first_steps = self.option("cycle_first_step_size", cycle_first_step_size)
+        self.second_steps = self.option("cycle_second_step_size", cycle_second_step_size)
+        self.first_stairs = self.option("cycle_first_stair_count", cycle_first_stair_count)
+        self.second_stairs = self.option("cycle_second_stair_count", cycle_second_stair_count)
+        self.decay_steps = self.option("decay_step_size", decay_step_size)
+        self.decay_lr_rate = self.option("decay_lr_rate", decay_lr_rate)
+        self.decay_mom_rate = self.option("decay_mom_rate", decay_mom_rate)
+        self.cycle_momentum = self.option("cycle_momentum", cycle_momentum)
         # Asked once: a momentum of 0 that the cycle itself sets does not end it.
         self.momentum_keys = [_momentum_key(group) for group in optimizer.param_groups]
-        if cycle_momentum and not any(self.momentum_keys):
+        if self.cycle_momentum and not any(self.momentum_keys):
             warnings.warn(
-                f"{self.name('cycle_momentum')}: no param group of {type(optimizer).__name__} has "
+                f"OneCycle.cycle_momentum: no param group of {type(optimizer).__name__} has "
                 "betas or a momentum above 0, so there is none to cycle; set it to false",
                 stacklevel=2,
             )
@@ -190,9 +178,6 @@ def _momentum_key(group: Mapping[str, Any]) -> str | None:
     return "momentum" if group.get("momentum") else None
 
 
-# ---- The test for the largest learning rate. See _schedule.py for k and for where it comes  ----
-
-
 class LRRangeTest(Schedule):
     """An ever larger learning rate, to find the largest that trains (arXiv 1803.09820).
 
@@ -200,15 +185,10 @@ class LRRangeTest(Schedule):
     staircase.
 
     Args:
-        optimizer: Whose learning rates are set.
-        lr_range_test_min_lr: The first one; a list has one for each param group.
+        lr_range_test_min_lr: The first one.
         lr_range_test_step_size: Steps after which the rate has its effect once.
         lr_range_test_step_rate: See above.
         lr_range_test_staircase: See above.
-        last_batch_iteration: To resume after that step; -1 at the start.
-
-    Raises:
-        ConfigError: Names the option, what was expected and what came.
     """
 
     def __init__(  # noqa: PLR0917, the order of DeepSpeed's
@@ -221,10 +201,9 @@ class LRRangeTest(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.min_lrs = self.per_group("lr_range_test_min_lr", lr_range_test_min_lr, optimizer)
-        self.step_size = self.whole("lr_range_test_step_size", lr_range_test_step_size, 1)
-        self.step_rate = self.number("lr_range_test_step_rate", lr_range_test_step_rate)
-        name = self.name("lr_range_test_staircase")
-        self.is_staircase = check_flag(name, lr_range_test_staircase)
+        self.step_size = self.option("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_rate = self.option("lr_range_test_step_rate", lr_range_test_step_rate)
+        self.is_staircase = self.option("lr_range_test_staircase", lr_range_test_staircase)
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float | Tensor]:
@@ -234,27 +213,18 @@ class LRRangeTest(Schedule):
         return [low * (1 + self.step_rate * progress) for low in self.min_lrs]
 
 
-# ---- Schedulers that begin with a warmup. See _schedule.py for k and for where they come fr ----
-
-
 class _Warmup(Schedule):
     """What the three warmups share: how far along it is, from 0 to 1."""
 
-    total_num_steps: int  # of those that end
+    total_num_steps: float = math.inf  # of those that end, another number
 
     def _set_warmup(self, num_steps: Any, kind: Any) -> None:
         # Below two steps there is nothing between the ends, and log(1) = 0 to divide by.
-        self.warmup_num_steps = max(2, self.whole("warmup_num_steps", num_steps, 0))
-        if kind not in ("log", "linear"):
-            raise ConfigError(
-                f"{self.name('warmup_type')}: expected 'log' or 'linear', got {kind!r}"
-            )
-        self.warmup_type = kind
-
-    def _warn_of_a_short_total(self) -> None:
+        self.warmup_num_steps = max(2, self.option("warmup_num_steps", num_steps))
+        self.warmup_type = self.option("warmup_type", kind)
         if self.total_num_steps < self.warmup_num_steps:
             warnings.warn(
-                f"{self.name('total_num_steps')}: {self.total_num_steps} steps in total are "
+                f"{type(self).__name__}.total_num_steps: {self.total_num_steps} steps in total are "
                 f"fewer than the {self.warmup_num_steps} of the warmup (warmup_num_steps)",
                 stacklevel=3,
             )
@@ -279,15 +249,10 @@ class WarmupLR(_Warmup):
     linear: min + (max - min) g while i < w, then max.
 
     Args:
-        optimizer: Whose learning rates are set.
-        warmup_min_lr: The first one; a list has one for each param group.
+        warmup_min_lr: The first one.
         warmup_max_lr: The last one; that of the optimizer when None.
         warmup_num_steps: Steps in between.
         warmup_type: "log" or "linear".
-        last_batch_iteration: To resume after that step; -1 at the start.
-
-    Raises:
-        ConfigError: Names the option, what was expected and what came.
     """
 
     def __init__(  # noqa: PLR0917, the order of DeepSpeed's
@@ -310,10 +275,8 @@ class WarmupLR(_Warmup):
         """One for each param group."""
         warmed = self._warmed()
         gamma = self._after() if warmed is None else warmed
-        return [
-            small + (large - small) * gamma
-            for small, large in zip(self.min_lrs, self.max_lrs, strict=True)
-        ]
+        ends = zip(self.min_lrs, self.max_lrs, strict=True)
+        return [small + (large - small) * gamma for small, large in ends]
 
     def _after(self) -> float:
         return 1.0
@@ -326,17 +289,12 @@ class WarmupDecayLR(WarmupLR):
     and the letters of `WarmupLR`.
 
     Args:
-        optimizer: Whose learning rates are set.
         total_num_steps: When the small learning rate is reached again. Where these are fewer than
             those of the warmup, there is a warning, and the learning rate drops after the warmup.
-        warmup_min_lr: The first one and the last one; a list has one for each param group.
+        warmup_min_lr: The first one and the last one.
         warmup_max_lr: The largest one; that of the optimizer when None.
         warmup_num_steps: Steps from the one to the other.
         warmup_type: "log" or "linear".
-        last_batch_iteration: To resume after that step; -1 at the start.
-
-    Raises:
-        ConfigError: Names the option, what was expected and what came.
     """
 
     def __init__(  # noqa: PLR0917, the order of DeepSpeed's
@@ -349,7 +307,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.total_num_steps = self.whole("total_num_steps", total_num_steps, 0)
+        self.total_num_steps = self.option("total_num_steps", total_num_steps)
         super().__init__(
             optimizer,
             warmup_min_lr,
@@ -358,7 +316,6 @@ class WarmupDecayLR(WarmupLR):
             warmup_type,
             last_batch_iteration,
         )
-        self._warn_of_a_short_total()
 
     def _after(self) -> float:
         left = self.total_num_steps - self._iteration
@@ -368,22 +325,17 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(_Warmup):
     """From a small part of the optimizer's learning rate to all of it, then down in half a cosine.
 
-    The ratio to the optimizer's learning rate is r + (1 - r) g in the warmup, with r =
-    warmup_min_ratio and the letters of `WarmupLR`; then c + (1 - c) (1 + cos(pi p)) / 2, with c =
-    cos_min_ratio, p = min(1, (i - w + 1) / max(1, t - w)) and t = total_num_steps.
+    The ratio to the optimizer's learning rate, which is the largest, is r + (1 - r) g in the
+    warmup, with r = warmup_min_ratio and the letters of `WarmupLR`; then c + (1 - c) (1 + cos(pi
+    p)) / 2, with c = cos_min_ratio, p = min(1, (i - w + 1) / max(1, t - w)), t = total_num_steps.
 
     Args:
-        optimizer: Whose learning rates are set; those that it has are the largest.
         total_num_steps: When the last ratio is reached. Where these are fewer than those of the
             warmup, there is a warning, and the learning rate drops after the warmup.
         warmup_min_ratio: The first ratio.
         warmup_num_steps: Steps of the warmup.
         cos_min_ratio: The last ratio.
         warmup_type: "log" or "linear".
-        last_batch_iteration: To resume after that step; -1 at the start.
-
-    Raises:
-        ConfigError: Names the option, what was expected and what came.
     """
 
     def __init__(  # noqa: PLR0917, the order of DeepSpeed's
@@ -396,12 +348,11 @@ class WarmupCosineLR(_Warmup):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
+        self.total_num_steps = self.option("total_num_steps", total_num_steps)
         self._set_warmup(warmup_num_steps, warmup_type)
-        self.total_num_steps = self.whole("total_num_steps", total_num_steps, 0)
-        self.warmup_min_ratio = self.number("warmup_min_ratio", warmup_min_ratio)
-        self.cos_min_ratio = self.number("cos_min_ratio", cos_min_ratio)
+        self.warmup_min_ratio = self.option("warmup_min_ratio", warmup_min_ratio)
+        self.cos_min_ratio = self.option("cos_min_ratio", cos_min_ratio)
         super().__init__(optimizer, last_batch_iteration)
-        self._warn_of_a_short_total()
 
     def get_lr(self) -> list[float | Tensor]:
         """One for each param group."""
@@ -414,7 +365,7 @@ class WarmupCosineLR(_Warmup):
         return [lr * (low + (1 - low) * part) for lr in self.base_lrs]
 
 
-# ---- The five learning-rate schedulers that DeepSpeed's files name, as schedulers of torch ----
+# ---- By name ----
 
 
 SCHEDULERS: Final[dict[str, type[Schedule]]] = {

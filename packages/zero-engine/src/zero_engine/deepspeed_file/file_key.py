@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -13,22 +14,31 @@ import attrs
 import torch
 from attrs import field, frozen
 
+from zero_engine.errors import ConfigError
+
 
 @frozen
 class ValueKind:
-    """A check and a conversion. `read` returns the value to keep, or raises ValueError."""
+    """What values a key may have."""
 
     expected: str  # ends the sentence "expected ..."
-    read: Callable[[Any], Any]
+    fits: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value  # to what is kept, of those that fit
+
+    def read(self, where: str, value: Any, *, or_null: bool = False) -> Any:
+        """What is kept of it; ConfigError, which says where, if it does not fit."""
+        if not self.fits(value):
+            null = ", or null" if or_null else ""
+            raise ConfigError(f"{where}: expected {self.expected}{null}, got {shown(value)}")
+        return self.convert(value)
 
 
-def _fits(is_of_kind: Callable[[Any], bool]) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if not is_of_kind(value):
-            raise ValueError
-        return value
-
-    return read
+def shown(value: Any) -> str:
+    """The start of its repr, for a message; its type where it has none (an int of 5,000 digits)."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return f"a value of type {type(value).__name__}"
 
 
 def _is_number(value: Any) -> bool:
@@ -38,104 +48,91 @@ def _is_number(value: Any) -> bool:
     return abs(value) <= sys.float_info.max  # neither inf nor nan, nor an int beyond both
 
 
-def integer(minimum: int | None = None, maximum: int | None = None) -> ValueKind:
+def _range(minimum: float, maximum: float) -> str:
+    if minimum == -math.inf:
+        return ""
+    return (
+        f" of at least {minimum:g}" if maximum == math.inf else f" from {minimum:g} to {maximum:g}"
+    )
+
+
+def integer(minimum: float = -math.inf, maximum: float = math.inf) -> ValueKind:
     """Whole numbers; 5e8 is a float to JSON and whole all the same."""
 
-    def read(value: Any) -> int:
-        if not _is_number(value) or value != int(value):
-            raise ValueError
-        if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
-            raise ValueError
-        return int(value)
+    def fits(value: Any) -> bool:
+        return _is_number(value) and value == int(value) and minimum <= value <= maximum
 
-    return ValueKind("an integer" + _range(minimum, maximum), read)
+    return ValueKind("an integer" + _range(minimum, maximum), fits, int)
 
 
 def number(
-    minimum: float | None = None, maximum: float | None = None, *, below: float = math.inf
+    minimum: float = -math.inf, maximum: float = math.inf, *, below: float = math.inf
 ) -> ValueKind:
     """Finite numbers."""
-
-    def fits(value: Any) -> bool:
-        return (
-            _is_number(value)
-            and (minimum is None or value >= minimum)
-            and (maximum is None or value <= maximum)
-            and value < below
-        )
-
     bound = f" and below {below:g}" if below < math.inf else ""
-    return ValueKind("a finite number" + _range(minimum, maximum) + bound, _fits(fits))
-
-
-def _range(minimum: float | None, maximum: float | None) -> str:
-    if minimum is None:
-        return "" if maximum is None else f" of at most {maximum:g}"
-    return f" of at least {minimum:g}" if maximum is None else f" from {minimum:g} to {maximum:g}"
+    return ValueKind(
+        "a finite number" + _range(minimum, maximum) + bound,
+        lambda value: _is_number(value) and minimum <= value <= maximum and value < below,
+    )
 
 
 def choice(*names: str) -> ValueKind:
     """One of several words, in any case; the spelling of `names` is kept."""
-    spelled = {name.lower(): name for name in names}
-    return ValueKind("one of " + ", ".join(map(repr, names)), _look_up(spelled))
+    return _one_of(", ".join(map(repr, names)), {name.lower(): name for name in names})
 
 
-def _look_up(known: Mapping[str, Any]) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if not isinstance(value, str) or value.lower() not in known:
-            raise ValueError
-        return known[value.lower()]
+def _one_of(words: str, known: Mapping[Any, Any]) -> ValueKind:
+    def as_known(value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
 
-    return read
+    return ValueKind(
+        f"one of {words}",
+        lambda value: isinstance(value, str | torch.dtype) and as_known(value) in known,
+        lambda value: known[as_known(value)],
+    )
 
 
 def several(kind: ValueKind, *, exactly: int | None = None) -> ValueKind:
     """A list of values of one kind; kept as a tuple."""
 
-    def read(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list | tuple) or (exactly and len(value) != exactly):
-            raise ValueError
-        return tuple(map(kind.read, value))
+    def fits(value: Any) -> bool:
+        is_list = isinstance(value, list | tuple) and exactly in (None, len(value))
+        return is_list and all(map(kind.fits, value))
 
     count = "values" if exactly is None else f"{exactly} values"
-    return ValueKind(f"a list of {count}, each {kind.expected}", read)
+    return ValueKind(
+        f"a list of {count}, each {kind.expected}",
+        fits,
+        lambda value: tuple(map(kind.convert, value)),
+    )
 
 
 def either(first: ValueKind, second: ValueKind) -> ValueKind:
     """What fits one of two kinds."""
-
-    def read(value: Any) -> Any:
-        try:
-            return first.read(value)
-        except ValueError:
-            return second.read(value)
-
-    return ValueKind(f"{first.expected}, or {second.expected}", read)
+    return ValueKind(
+        f"{first.expected}, or {second.expected}",
+        lambda value: first.fits(value) or second.fits(value),
+        lambda value: (first if first.fits(value) else second).convert(value),
+    )
 
 
-def _read_folder(value: Any) -> Path:
-    if not isinstance(value, str | os.PathLike) or not str(value):
-        raise ValueError
-    return Path(value)
+def is_off(value: Any, switch: str = "enabled") -> bool:
+    """Whether a flag, or a section that is not looked into, asks for nothing."""
+    return not value or (isinstance(value, Mapping) and not value.get(switch))
 
 
-def _read_flag(value: Any) -> bool:
-    """Written 0 and 1 too, as DeepSpeed reads them."""
-    if not isinstance(value, bool | int | float) or value not in (0, 1):
-        raise ValueError
-    return bool(value)
-
-
-def is_off(value: Any) -> bool:
-    """Whether a section that is not checked, or a flag, asks for nothing."""
-    return not value or (isinstance(value, Mapping) and not value.get("enabled"))
-
-
-FLAG: Final = ValueKind("true or false", _read_flag)
-ANYTHING: Final = ValueKind("anything", lambda value: value)
-TEXT: Final = ValueKind("a string", _fits(lambda value: isinstance(value, str)))
-FOLDER: Final = ValueKind("the path of a folder", _read_folder)
-OBJECT: Final = ValueKind("an object ({...})", _fits(lambda value: isinstance(value, Mapping)))
+# Flags are written 0 and 1 too, as DeepSpeed reads them.
+FLAG: Final = ValueKind(
+    "true or false", lambda value: isinstance(value, bool | int | float) and value in (0, 1), bool
+)
+ANYTHING: Final = ValueKind("anything", lambda _: True)
+TEXT: Final = ValueKind("a string", lambda value: isinstance(value, str))
+FOLDER: Final = ValueKind(
+    "the path of a folder",
+    lambda value: isinstance(value, str | os.PathLike) and str(value) != "",
+    Path,
+)
+OBJECT: Final = ValueKind("an object ({...})", lambda value: isinstance(value, Mapping))
 NAMES: Final = either(several(TEXT), TEXT)
 COUNT: Final = integer(0)
 POSITIVE: Final = integer(1)
@@ -145,49 +142,15 @@ _DTYPES: Final = {
     torch.float16: ("fp16", "float16", "half"),
     torch.bfloat16: ("bf16", "bfloat16"),
 }
-_SPELLED: Final = {
-    prefix + name: dtype
+_SPELLED: Final[dict[Any, torch.dtype]] = {
+    spelled: dtype
     for dtype, names in _DTYPES.items()
-    for name in names
-    for prefix in ("", "torch.")
+    for spelled in (dtype, *names, *(f"torch.{name}" for name in names))
 }
-
-
-def _read_dtype(value: Any) -> torch.dtype:
-    if isinstance(value, torch.dtype) and value in _DTYPES:
-        return value
-    return _look_up(_SPELLED)(value)
-
-
-DTYPE: Final = ValueKind("one of 'fp32', 'fp16', 'bf16'", _read_dtype)
+DTYPE: Final = _one_of("'fp32', 'fp16', 'bf16'", _SPELLED)
 
 
 # ---- FileKey ----
-
-
-@final
-@frozen
-class Becomes:
-    """The key is honoured: it is, or is part of, a field of `EngineConfig`."""
-
-    field: str  # as in "zero.prefetch_numel"; several keys may say it, and then agree
-    convert: Callable[[Any], Any] | None = None  # from the file's value to the field's
-
-
-@final
-@frozen
-class CannotMatter:
-    """There is nothing here that the key could change."""
-
-    reason: str  # a clause: "gradients are always contiguous"
-
-
-@final
-@frozen
-class NotBuilt:
-    """Refused by name, unless its value asks for nothing."""
-
-    remedy: str  # what is missing, or what to do instead; a clause
 
 
 @final
@@ -196,7 +159,7 @@ class Gate:
     """Where keys are read: not while what they belong to is turned off.
 
     Args:
-        paths: The keys that turn it on; one is enough.
+        paths: The keys that turn it on; one is enough. They are themselves always read.
         values: Those that do; whatever is not neutral when empty.
     """
 
@@ -210,10 +173,6 @@ class Gate:
         state = f"not {' or '.join(map(repr, self.values))}" if self.values else "off"
         return f"{' and '.join(self.paths)} {verb} {state}"
 
-    def within(self, name: str) -> Gate:
-        """The same, its paths relative to a section."""
-        return attrs.evolve(self, paths=tuple(f"{name}.{path}" for path in self.paths))
-
 
 def _as_gate(value: Gate | str | None) -> Gate | None:
     return Gate((value,)) if isinstance(value, str) else value
@@ -221,31 +180,38 @@ def _as_gate(value: Gate | str | None) -> Gate | None:
 
 @frozen
 class FileKey:
-    """A row of the table.
+    """A row of the table. It says one of three: `becomes`, `idle` or `remedy`.
 
     Args:
         path: From the top of the file, joined by dots: "fp16.loss_scale".
         kind: What values it may have. None, JSON's null, is one of them where it is the default.
         default: What holds where the key is absent.
-        answer: What becomes of it here.
+        becomes: The key is honoured: it is, or is part of, this field of `EngineConfig`, as in
+            "zero.prefetch_numel"; several keys may say it, and then agree.
         neutral: Further values that ask for nothing: those that DeepSpeed defaults to where we do
             not, or that turn the feature off.
+        convert: From the file's value to the field's.
+        idle: The key cannot matter: why there is nothing here that it could change, a clause. Of a
+            key that is honoured: the same as other keys are, which it is given a function to look
+            up; None where it may change something.
+        remedy: It is not built, and refused unless its value asks for nothing: what is missing, or
+            what to do instead; a clause.
         aliases: Other paths under which DeepSpeed accepts it.
         gate: What turns its section on; a path is short for the gate of that key.
         min_stage: Not read below it, and an error there unless neutral.
-        idle: Why it changes nothing, as other keys are, which it is given a function to look up; a
-            clause, None where it may.
     """
 
     path: str
     kind: ValueKind
     default: Any
-    answer: Becomes | CannotMatter | NotBuilt
+    becomes: str | None = None
     neutral: tuple[Any, ...] = ()
+    convert: Callable[[Any], Any] = lambda value: value
+    idle: str | Callable[[Callable[[str], Any]], str | None] | None = None
+    remedy: str | None = None
     aliases: tuple[str, ...] = ()
     gate: Gate | None = field(default=None, converter=_as_gate)
     min_stage: int = 0
-    idle: Callable[[Callable[[str], Any]], str | None] | None = None
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -256,16 +222,57 @@ class FileKey:
         """Whether it asks for nothing but what is done without the key."""
         return value == self.default or value in self.neutral
 
+    def read(self, where: str, value: Any) -> Any:
+        """The value to keep; ConfigError, which says where, if it is of another kind."""
+        if value is None and self.default is None:
+            return None
+        return self.kind.read(where, value, or_null=self.default is None)
+
+    def check_built(self, where: str, value: Any) -> None:
+        """Raise ConfigError if it asks for what is not built."""
+        if self.remedy is not None and not self.is_neutral(value):
+            expected = "nothing" if self.default is None else json.dumps(self.default)
+            raise ConfigError(
+                f"{where}: expected {expected}, as what it asks for is not built yet, got "
+                f"{shown(value)}: {self.remedy}"
+            )
+
+
+def idle(path: str, default: Any, reason: str, kind: ValueKind = FLAG, **more: Any) -> FileKey:
+    """A key that cannot matter."""
+    return FileKey(path, kind, default, idle=reason, **more)
+
+
+def not_built(path: str, default: Any, remedy: str, kind: ValueKind = FLAG, **more: Any) -> FileKey:
+    """A key that is refused unless its value asks for nothing."""
+    return FileKey(path, kind, default, remedy=remedy, **more)
+
+
+def foreign(path: str, remedy: str, switch: str | None = "enabled") -> FileKey:
+    """A section that is not ours: refused whole, unless it is off. What is in it is not looked at.
+
+    Args:
+        path: Of the section.
+        remedy: What is missing, or what to do instead; a clause.
+        switch: The key that turns it on; None where anything in it does.
+    """
+
+    def read(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        asks = any(value.values()) if switch is None else not is_off(value, switch)
+        return value if asks else None
+
+    return FileKey(path, attrs.evolve(OBJECT, convert=read), None, remedy=remedy)
+
 
 def section(
-    name: str, *keys: FileKey, gate: str | None = None, alias: str | None = None
+    name: str, *keys: FileKey, gate: Gate | str | None = None, alias: str | None = None
 ) -> tuple[FileKey, ...]:
-    """Keys written relative to a section, with their whole paths.
+    """Keys whose paths are written relative to a section, with their whole paths.
 
     Args:
         name: The section's path.
-        keys: Their paths, aliases and gates are relative to it.
-        gate: Gate of all keys but itself that have none.
+        keys: Its keys.
+        gate: Of those that have none of their own.
         alias: Another name of the whole section.
     """
     return tuple(
@@ -276,16 +283,7 @@ def section(
                 *(f"{name}.{other}" for other in key.aliases),
                 *(f"{alias}.{path}" for path in key.paths if alias),
             ),
-            gate=found.within(name)
-            if (found := key.gate or _as_gate(gate)) and found.paths != (key.path,)
-            else None,
+            gate=key.gate or gate,
         )
         for key in keys
     )
-
-
-def not_built(name: str, remedy: str, **kinds: ValueKind) -> tuple[FileKey, ...]:
-    """A section whose feature is not built: refused where it is "enabled", checked all the same."""
-    answer = NotBuilt(remedy)
-    keys = (FileKey(key, kind, None, answer) for key, kind in kinds.items())
-    return section(name, FileKey("enabled", FLAG, False, answer), *keys, gate="enabled")

@@ -4,42 +4,149 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import attrs
+from zero_comm import CodecError, Loco
+from zero_offload import DiskSettings
+
 from zero_engine.errors import ConfigError
+from zero_engine.offload import RESIDENCES, SUBGROUP_BYTES
 
 from .file_key import (
     ANYTHING,
     COUNT,
     DTYPE,
     FLAG,
+    FOLDER,
     NAMES,
     OBJECT,
     POSITIVE,
     TEXT,
-    Becomes,
-    CannotMatter,
     FileKey,
-    NotBuilt,
+    Gate,
     ValueKind,
     choice,
     either,
+    foreign,
+    idle,
     integer,
     not_built,
     number,
     section,
     several,
 )
-from .keys_of_zero import OFFLOAD_KEYS, WIRE_KEYS, ZERO_KEYS
+from .leaf_modules import LEAF_CLASSES
 
-_PRECISION: Final = Becomes("zero.precision")
-_SCALE: Final = Becomes("loss_scale")
-_ANY_SCALE: Final = either(
-    number(2.0**-126, below=2.0**128), integer(0, 0)
-)  # the loss is scaled in fp32
-_LOSS_SCALE: Final = ValueKind(
-    "0, for a scale that changes by itself, or a scale in the range of fp32", _ANY_SCALE.read
+_OPTIMIZERS: Final = ("adam", "adamw", "sgd", "adagrad", "lion", "muon")
+_SCHEDULERS: Final = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+
+_ZERO: Final = "zero_optimization"
+_PRECISION: Final = "zero.precision"  # which several keys make together
+_AT_LEAST_0: Final = number(0)
+_SHARE: Final = number(0, 1)
+_BETA: Final = number(0, below=1)
+_RATES: Final = either(_AT_LEAST_0, several(_AT_LEAST_0))  # of all param groups, or of each
+
+
+# ---- Batch sizes, accumulation, clipping, and the sections `optimizer` and `scheduler` ----
+
+
+def _as_steps(value: Any) -> int | None:
+    if value == math.inf:  # for never, as accelerate writes it
+        return None
+    return POSITIVE.convert(value) if POSITIVE.fits(value) else 0  # training goes on without
+
+
+def _idle_interval(value: Callable[[str], Any]) -> str | None:
+    is_none = value("steps_per_print") == 0
+    return "it is no number of steps, so that nothing is printed" if is_none else None
+
+
+_STEPS: Final = ValueKind("a number of steps", lambda _: True, _as_steps)
+_FACTOR: Final = number(2.0**-126, below=2.0**127)  # its inverse is in the range of fp32 too
+
+
+def _params(section: str, kind: ValueKind, *names: str) -> tuple[FileKey, ...]:
+    return tuple(FileKey(f"params.{name}", kind, None, section) for name in names)
+
+
+_TRAINING: Final = (
+    FileKey("train_batch_size", POSITIVE, None, "train_batch_size"),
+    FileKey("train_micro_batch_size_per_gpu", POSITIVE, None, "micro_batch_size"),
+    FileKey("gradient_accumulation_steps", POSITIVE, None, "accumulation_steps"),
+    FileKey("managed_gradient_accumulation", FLAG, True, "manages_accumulation"),
+    FileKey("gradient_clipping", _AT_LEAST_0, 1.0, "max_norm", convert=float),
+    FileKey("prescale_gradients", FLAG, False, _PRECISION),
+    FileKey("gradient_predivide_factor", _FACTOR, 1.0, _PRECISION),
+    FileKey("gradient_allreduce_op", choice("mean", "sum"), "mean", _PRECISION),
+    FileKey("communication_data_type", DTYPE, None, _PRECISION),
+    FileKey("steps_per_print", _STEPS, None, "steps_per_print", (0,), idle=_idle_interval),
+    FileKey("dataloader_drop_last", FLAG, False, "drop_last"),
+    not_built("sparse_gradients", False, "gradients of embeddings are dense"),
+    idle("zero_allow_untested_optimizer", False, "any torch optimizer is taken, and tried"),
+    idle("zero_force_ds_cpu_optimizer", True, "any optimizer steps where its state is"),
+    *section(
+        "optimizer",
+        FileKey("type", choice(*_OPTIMIZERS), None, "optimizer"),
+        idle("legacy_fusion", False, "there is no fused LAMB"),
+        not_built(
+            "params.max_grad_norm",
+            None,
+            "it is called gradient_clipping",
+            _AT_LEAST_0,
+            neutral=(0,),
+        ),
+        not_built(
+            "params.fp32_optimizer_states",
+            True,
+            "state has the dtype of the masters; leave it at true",
+        ),
+        not_built("params.per_head_muon", False, "Muon takes whole matrices"),
+        *_params("optimizer", FLAG, "bias_correction", "amsgrad", "adam_w_mode", "torch_adam"),
+        *_params("optimizer", FLAG, "decoupled_weight_decay", "set_grad_none", "nesterov"),
+        *_params("optimizer", FLAG, "maximize", "foreach", "fused", "capturable", "differentiable"),
+        *_params("optimizer", _AT_LEAST_0, "lr", "muon_lr", "adam_lr", "lr_decay", "eps"),
+        *_params("optimizer", _AT_LEAST_0, "weight_decay", "momentum", "initial_accumulator_value"),
+        *_params("optimizer", several(_BETA, exactly=2), "betas"),
+        *_params("optimizer", number(), "dampening"),
+        *_params("optimizer", choice("standard", "gram"), "ns_method"),
+        *_params("optimizer", several(number(), exactly=3), "ns_coefficients"),
+        *_params("optimizer", POSITIVE, "ns_steps"),
+        *_params("optimizer", choice("original", "match_rms_adamw"), "adjust_lr_fn"),
+    ),
+    *section(
+        "scheduler",
+        FileKey("type", choice(*_SCHEDULERS), None, "scheduler"),
+        *_params("scheduler", _RATES, "warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr"),
+        *_params("scheduler", _RATES, "cycle_min_lr", "cycle_max_lr"),
+        *_params("scheduler", choice("log", "linear"), "warmup_type"),
+        *_params("scheduler", COUNT, "warmup_num_steps", "total_num_steps", "decay_step_size"),
+        *_params("scheduler", POSITIVE, "cycle_first_step_size", "lr_range_test_step_size"),
+        *_params("scheduler", COUNT, "cycle_second_step_size"),
+        *_params("scheduler", COUNT, "cycle_first_stair_count", "cycle_second_stair_count"),
+        *_params("scheduler", _SHARE, "warmup_min_ratio", "cos_min_ratio"),
+        *_params("scheduler", FLAG, "cycle_momentum", "lr_range_test_staircase"),
+        *_params("scheduler", either(_BETA, several(_BETA)), "cycle_min_mom", "cycle_max_mom"),
+        *_params("scheduler", _AT_LEAST_0, "decay_lr_rate", "lr_range_test_step_rate"),
+        *_params("scheduler", number(), "decay_mom_rate"),
+        *_params("scheduler", integer(-1), "last_batch_iteration"),
+    ),
+)
+
+
+# ---- Dtypes, and the loss scale ----
+
+
+# The loss is scaled, and gradients unscaled, in fp32: beyond these its numbers end.
+SMALLEST_SCALE: Final = 2.0**-126
+LARGEST_SCALE: Final = 2.0**127
+SCALE: Final = number(SMALLEST_SCALE, below=2 * LARGEST_SCALE)
+_LOSS_SCALE: Final = attrs.evolve(
+    either(SCALE, integer(0, 0)),
+    expected="0, for a scale that changes by itself, or a scale in the range of fp32",
 )
 
 
@@ -49,469 +156,413 @@ def _idle_without_zero(value: Callable[[str], Any]) -> str | None:
     return "at stage 0, DeepSpeed's own optimizers halve the scale at every overflow"
 
 
-PRECISION_KEYS: Final = (
+_DTYPES: Final = (
     *section(
         "fp16",
         FileKey("enabled", FLAG, False, _PRECISION),
-        FileKey(
+        not_built(
             "auto_cast",
-            FLAG,
             False,
-            NotBuilt("give the model fp16 inputs, or turn torch_autocast on in place of fp16"),
+            "give the model fp16 inputs, or turn torch_autocast on in place of fp16",
         ),
-        FileKey("loss_scale", _LOSS_SCALE, 0, _SCALE),
-        FileKey("initial_scale_power", integer(0, 127), 16, _SCALE),
-        FileKey("loss_scale_window", POSITIVE, 1000, _SCALE),
-        FileKey("hysteresis", POSITIVE, 2, _SCALE, idle=_idle_without_zero),
-        FileKey("consecutive_hysteresis", FLAG, False, _SCALE, idle=_idle_without_zero),
-        FileKey("min_loss_scale", number(0, below=2.0**128), 1, _SCALE),
-        FileKey(
+        FileKey("loss_scale", _LOSS_SCALE, 0, "loss_scale"),
+        FileKey("initial_scale_power", integer(0, 127), 16, "loss_scale"),
+        FileKey("loss_scale_window", POSITIVE, 1000, "loss_scale"),
+        FileKey("hysteresis", POSITIVE, 2, "loss_scale", idle=_idle_without_zero),
+        FileKey("consecutive_hysteresis", FLAG, False, "loss_scale", idle=_idle_without_zero),
+        FileKey("min_loss_scale", number(0, below=2 * LARGEST_SCALE), 1, "loss_scale"),
+        not_built(
             "fp16_master_weights_and_grads",
-            FLAG,
             False,
-            NotBuilt("master weights are fp32 with fp16; DeepSpeed has it with CPU offload only"),
+            "master weights are fp32 with fp16; DeepSpeed has it with CPU offload only",
         ),
-        gate="enabled",
+        gate="fp16.enabled",
     ),
     *section(
         "bf16",
         FileKey("enabled", FLAG, False, _PRECISION),
-        FileKey(
-            "immediate_grad_update",
-            FLAG,
-            False,
-            CannotMatter("gradients are accumulated as they arrive"),
-        ),
-        FileKey("check_grad_overflow", FLAG, True, Becomes("checks_overflow")),
+        idle("immediate_grad_update", False, "gradients are accumulated as they arrive"),
+        FileKey("check_grad_overflow", FLAG, True, "checks_overflow"),
         FileKey("bf16_master_weights_and_grads", FLAG, False, _PRECISION),
         FileKey("bf16_optimizer_states", FLAG, False, _PRECISION),
-        gate="enabled",
+        gate="bf16.enabled",
         alias="bfloat16",
     ),
     *section(
         "torch_autocast",
-        FileKey("enabled", FLAG, False, Becomes("autocast_dtype")),
-        FileKey("dtype", DTYPE, None, Becomes("autocast_dtype")),
-        FileKey(
+        FileKey("enabled", FLAG, False, "autocast_dtype"),
+        FileKey("dtype", DTYPE, None, "autocast_dtype"),
+        not_built(
             "lower_precision_safe_modules",
+            None,
+            "torch.autocast chooses by operation; leave it out",
             NAMES,
-            None,
-            NotBuilt("torch.autocast chooses by operation; leave it out"),
         ),
-        gate="enabled",
-    ),
-    *section(
-        "amp",
-        FileKey("enabled", FLAG, False, NotBuilt("apex is no more; use torch_autocast")),
-        FileKey("opt_level", TEXT, None, NotBuilt("apex is no more; use torch_autocast")),
-        FileKey(
-            "loss_scale",
-            either(number(), TEXT),
-            None,
-            NotBuilt("apex is no more; use torch_autocast"),
-        ),
-        gate="enabled",
+        gate="torch_autocast.enabled",
     ),
     *section(
         "data_types",
-        FileKey("grad_accum_dtype", DTYPE, None, Becomes("zero.precision")),
-        FileKey("param_dtype", DTYPE, None, Becomes("zero.precision")),
-        FileKey(
-            "buffer_dtype", DTYPE, None, NotBuilt("buffers keep their dtype; cast them yourself")
-        ),
-        FileKey(
+        FileKey("grad_accum_dtype", DTYPE, None, _PRECISION),
+        FileKey("param_dtype", DTYPE, None, _PRECISION),
+        not_built("buffer_dtype", None, "buffers keep their dtype; cast them yourself", DTYPE),
+        not_built(
             "keep_in_fp32_modules",
-            either(choice("auto"), NAMES),
             (),
-            NotBuilt("all parameters of a model get one dtype; give an empty list"),
+            "all parameters of a model get one dtype; give an empty list",
+            either(choice("auto"), NAMES),
         ),
     ),
-    FileKey("communication_data_type", DTYPE, None, _PRECISION),
-    FileKey(
-        "seq_parallel_communication_data_type",
-        DTYPE,
-        None,
-        CannotMatter("there is no sequence-parallel group"),
-    ),
-    FileKey("weight_quantization", OBJECT, None, NotBuilt("quantized weights"), neutral=({},)),
-    FileKey("quantize_training", OBJECT, None, NotBuilt("quantized training"), neutral=({},)),
 )
 
 
-# ---- All other sections: monitors, profilers, checkpoints, and features outside of ZeRO ----
+# ---- The section `zero_optimization`: the stage, and the schedule of stage 3 ----
 
 
-_ACTIVATIONS: Final = Becomes("activation_checkpointing")
+_PER_UNIT: Final = "a unit's gradients travel together, small ones waiting for each other"
+_BY_BACKEND: Final = "collectives are composed of what the group's backend does well"
+
+
+def _stage_3(key: FileKey) -> FileKey:
+    """A key of stage 3: DeepSpeed takes it with and without its prefix."""
+    aliases = (key.path, *key.aliases)
+    return attrs.evolve(key, path=f"stage3_{key.path}", aliases=aliases, min_stage=3)
+
+
+def _at_least_1(numel: int) -> int:
+    """At 0, nothing but what the running unit needs: the same as at 1."""
+    return max(numel, 1)
+
+
+def _none_if_endless(numel: int) -> int | None:
+    return None if numel >= sys.maxsize else numel
+
+
+_STAGE_3: Final = (
+    FileKey("max_live_parameters", COUNT, None, "zero.max_live_numel", (10**9,), _at_least_1),
+    FileKey("prefetch_bucket_size", COUNT, None, "zero.prefetch_numel", (5 * 10**7,)),
+    FileKey("max_reuse_distance", COUNT, None, "zero.max_reuse_numel", (10**9,)),
+    FileKey("param_persistence_threshold", COUNT, 0, "zero.small_param_numel", (10**5,)),
+    FileKey(
+        "model_persistence_threshold",
+        COUNT,
+        None,
+        "zero.max_small_numel",
+        (sys.maxsize,),
+        _none_if_endless,
+    ),
+    FileKey(
+        "gather_16bit_weights_on_model_save",
+        FLAG,
+        False,
+        "zero.state_dict",
+        convert={False: "raise", True: "gather"}.__getitem__,
+        aliases=("stage3_gather_fp16_weights_on_model_save",),
+    ),
+    idle("module_granularity_threshold", 0, "ZeroConfig.min_unit_bytes joins modules", COUNT),
+    idle("use_all_reduce_for_fetch_params", False, _BY_BACKEND),
+    idle("allgather_sequential", False, _BY_BACKEND),
+)
+_SCHEDULE: Final = (
+    FileKey("stage", integer(0, 3), 0, "zero.stage"),
+    *map(_stage_3, _STAGE_3),
+    FileKey("leaf_module.classes", NAMES, LEAF_CLASSES, "leaf_modules", ((),), min_stage=3),
+    FileKey("leaf_module.names", NAMES, (), "leaf_modules", min_stage=3),
+    FileKey("leaf_module.name_suffixes", NAMES, (), "leaf_modules", min_stage=3),
+    idle("memory_efficient_linear", True, "no linear layer keeps gathered weights"),
+    idle("override_module_apply", True, "Module.apply sees whole values in zero_engine.Init"),
+    idle("log_trace_cache_warnings", False, "another order of modules is recorded anew"),
+    idle("contiguous_gradients", True, "gradients are always copied to contiguous memory"),
+    idle("reduce_scatter", True, _BY_BACKEND),
+    idle("reduce_bucket_size", 5 * 10**8, _PER_UNIT, POSITIVE),
+    idle("use_multi_rank_bucket_allreduce", True, _PER_UNIT),
+    idle("allgather_partitions", True, "nothing in DeepSpeed reads it either"),
+    idle("allgather_bucket_size", 5 * 10**8, "a unit's parameters travel together", COUNT),
+    idle("overlap_comm", None, "communication overlaps wherever the backend can"),
+    idle("compute_grad_norm", True, "the norm comes with the overflow check"),
+    idle("load_from_fp32_weights", True, "masters are saved and restored as they were"),
+    idle("elastic_checkpoint", False, "every checkpoint loads at any world size"),
+    idle("pipeline_loading_checkpoint", False, "each rank reads only what it keeps"),
+    idle("ignore_unused_parameters", True, "parameters without gradient are never an error"),
+    not_built("legacy_stage1", False, "there is one stage 1; DeepSpeed refuses it too"),
+    idle("round_robin_gradients", False, "every rank has a part of every unit's gradients"),
+    idle("parameter_alignment", False, "parameters are always aligned"),
+    idle("enable_sanity_checks", False, "the checks are always on"),
+)
+
+
+# ---- Offload in `zero_optimization`, and the section `aio` ----
+
+
+_DEVICE: Final = choice("none", "cpu", "nvme")
+_DISK: Final = DiskSettings()
+
+_OWN_BUFFERS: Final = "buffers are planned from what passes through them"
+_OVERLAPS: Final = "reading, stepping and writing always overlap"
+_SUBMISSION: Final = "requests are handed over in batches, while earlier ones run"
+
+_ADAM_BYTES_PER_ELEMENT: Final = 12  # fp32: master, first and second moment
+_LEAST_SUBGROUP_BYTES: Final = 2**20
+_PAGE_BYTES: Final = 4096
+_MAX_BLOCK_BYTES: Final = 2**30
+
+
+def _on_disk(*sections: str) -> Gate:
+    return Gate(tuple(f"{_ZERO}.{name}.device" for name in sections), ("nvme",))
+
+
+def _subgroup_bytes(numel: int) -> int:
+    """An upper bound: the files say 1e9 by habit, which is 12 GB in each of three slots.
+
+    And no tiny one: DeepSpeed cuts no parameter into sub-groups, so there 8 means one parameter
+    each, where pieces of eight elements would take a hundred times as long.
+    """
+    return min(max(numel * _ADAM_BYTES_PER_ELEMENT, _LEAST_SUBGROUP_BYTES), SUBGROUP_BYTES)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return min(-(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES, _MAX_BLOCK_BYTES)
+
+
+_AS_OURS: Final = RESIDENCES.__getitem__
+_HOST: Final = {False: "device", True: "host"}.__getitem__
+_PINNED: Final = FileKey("pin_memory", FLAG, True, "zero.offload.pin")
+
+_OFFLOAD: Final = (
+    *section(
+        "offload_param",
+        FileKey("device", _DEVICE, "none", "zero.offload.params", convert=_AS_OURS, min_stage=3),
+        FileKey("nvme_path", FOLDER, None, "zero.offload.path", gate=_on_disk("offload_param")),
+        idle("buffer_count", 5, _OWN_BUFFERS, COUNT),
+        idle("buffer_size", 10**8, _OWN_BUFFERS, COUNT),
+        FileKey(
+            "max_in_cpu",
+            COUNT,
+            0,
+            "zero.offload.max_host_numel",
+            (10**9,),
+            gate=_on_disk("offload_param"),
+        ),
+        _PINNED,
+        gate=f"{_ZERO}.offload_param.device",
+    ),
+    *section(
+        "offload_optimizer",
+        FileKey("device", _DEVICE, "none", "zero.offload.optimizer", convert=_AS_OURS, min_stage=1),
+        FileKey("nvme_path", FOLDER, None, "zero.offload.path", gate=_on_disk("offload_optimizer")),
+        idle("buffer_count", 4, _OWN_BUFFERS, COUNT),
+        _PINNED,
+        idle("pipeline_read", False, _OVERLAPS),
+        idle("pipeline_write", False, _OVERLAPS),
+        idle("fast_init", False, "masters are always written from the parameters, once"),
+        FileKey("ratio", _SHARE, 1.0, "zero.offload.fraction", convert=float),
+        not_built(
+            "super_offload", False, "stepping before the norm is known, and back (SuperOffload)"
+        ),
+        idle("cpuadam_cores_perc", 0.8, "only SuperOffload binds cores", _SHARE),
+        gate=f"{_ZERO}.offload_optimizer.device",
+    ),
+    FileKey("cpu_offload", FLAG, None, "zero.offload.optimizer", (False,), _HOST, min_stage=1),
+    FileKey("cpu_offload_param", FLAG, None, "zero.offload.params", (False,), _HOST, min_stage=3),
+    FileKey(
+        "cpu_offload_use_pin_memory",
+        FLAG,
+        None,
+        "zero.offload.pin",
+        (True,),
+        gate=Gate((f"{_ZERO}.cpu_offload", f"{_ZERO}.cpu_offload_param")),
+    ),
+    FileKey(
+        "sub_group_size",
+        COUNT,
+        None,
+        "zero.offload.subgroup_bytes",
+        (10**9,),
+        _subgroup_bytes,
+        gate=Gate((f"{_ZERO}.offload_optimizer.device", f"{_ZERO}.cpu_offload")),
+    ),
+    not_built(
+        "save_muon_momentum_buffer_in_memory",
+        False,
+        "Muon's momentum rests where the other state does",
+        gate=_on_disk("offload_optimizer"),
+    ),
+    not_built("zenflow", None, "ZenFlow", OBJECT),
+)
+
+
+def _aio(name: str, field: str, theirs: int, **more: Any) -> FileKey:
+    default, field = getattr(_DISK, field), f"zero.offload.disk.{field}"
+    return FileKey(name, POSITIVE, default, field, (theirs,), **more)
+
+
+_AIO: Final = section(
+    "aio",
+    _aio("block_size", "block_bytes", 2**20, convert=_whole_pages),
+    _aio("queue_depth", "queue_depth", 8),
+    _aio("intra_op_parallelism", "num_workers", 1),
+    _aio("thread_count", "num_workers", 1),  # an older name
+    idle("single_submit", False, _SUBMISSION),
+    idle("overlap_events", True, _SUBMISSION),
+    not_built(
+        "use_gds",
+        False,
+        "transfers between disk and device that pass the host by (GPUDirect Storage)",
+    ),
+    gate=_on_disk("offload_optimizer", "offload_param"),
+)
+
+
+# ---- ZeRO++ and MiCS in `zero_optimization` ----
+
+
+def _loco(said: Mapping[str, Any]) -> Loco:
+    known = {"err_beta", "reset_T"}
+    if set(said) - known:
+        raise ConfigError(
+            f"zero_optimization.zeropp_loco_param: expected err_beta and reset_T, got "
+            f"{sorted(set(said) - known)} besides; leave out what is not known"
+        )
+    try:
+        return Loco(**said)
+    except (CodecError, TypeError) as error:
+        raise ConfigError(f"zero_optimization.zeropp_loco_param: {error}") from error
+
+
+_INT8: Final = {False: None, True: "int8"}.__getitem__
+_INT4: Final = {False: None, True: "int4"}.__getitem__
+_FROZEN: Final = "zero_quantized_nontrainable_weights"
+_QUANTIZES: Final = f"{_ZERO}.zero_quantized_gradients"
+
+_WIRE: Final = (
+    FileKey("zero_quantized_weights", FLAG, False, "zero.wire.params", convert=_INT8, min_stage=1),
+    FileKey(_FROZEN, FLAG, False, "zero.wire.frozen", convert=_INT8, min_stage=3),
+    FileKey(
+        "zero_quantized_gradients", FLAG, False, "zero.wire.gradients", convert=_INT4, min_stage=1
+    ),
+    FileKey("zeropp_loco_param", OBJECT, None, "zero.wire.loco", convert=_loco, gate=_QUANTIZES),
+    FileKey("zero_hpz_partition_size", POSITIVE, 1, "zero.wire.secondary", min_stage=3),
+    FileKey("mics_shard_size", integer(-1), -1, "zero.wire.replicas", (0,), min_stage=3),
+    idle(
+        "mics_hierarchical_params_gather",
+        False,
+        "it gives the same values; over NCCL each shard enters a machine once anyway",
+        gate=f"{_ZERO}.mics_shard_size",
+    ),
+)
+
+
+# ---- All other sections: monitors, checkpoints, and features outside of ZeRO ----
+
+
 _OUTSIDE: Final = "it is outside of ZeRO"
-
-
-def _object(path: str, remedy: str, *off: Any) -> FileKey:
-    """A section that is refused whole, whatever it says, unless it is empty or one of `off`."""
-    return FileKey(path, OBJECT, None, NotBuilt(remedy), neutral=({}, *off))
-
+_METHODS: Final = "what the engine's methods say"
 
 # Whatever they say, training goes on without.
-_MONITORS: Final = (
-    *(
-        FileKey(path, ANYTHING, default, CannotMatter(f"not built yet; {remedy}"))
-        for path, default, remedy in (
-            ("tensorboard", None, "write what the engine's methods say"),
-            ("csv_monitor", None, "write what the engine's methods say"),
-            ("wandb", None, "log what the engine's methods say"),
-            ("comet", None, "log what the engine's methods say"),
-            ("comms_logger", None, "zero_comm.record_traffic() counts calls and bytes"),
-            ("flops_profiler", None, "torch.utils.flop_counter counts them"),
-            ("wall_clock_breakdown", False, "torch.profiler has timers"),
-            ("memory_breakdown", False, "torch.profiler has memory reports"),
-        )
-    ),
+_MONITORS: Final = tuple(
+    idle(path, default, reason, ANYTHING)
+    for path, default, reason in (
+        ("tensorboard", None, f"not built yet; write {_METHODS}"),
+        ("csv_monitor", None, f"not built yet; write {_METHODS}"),
+        ("wandb", None, f"not built yet; log {_METHODS}"),
+        ("comet", None, f"not built yet; log {_METHODS}"),
+        ("comms_logger", None, "not built yet; zero_comm.record_traffic() counts calls and bytes"),
+        ("flops_profiler", None, "not built yet; torch.utils.flop_counter counts them"),
+        ("wall_clock_breakdown", False, "not built yet; torch.profiler has timers"),
+        ("memory_breakdown", False, "not built yet; torch.profiler has memory reports"),
+        ("dump_state", False, "print(config.table()) shows it"),
+    )
+)
+
+_OTHERS: Final = (
     *section(
         "timers.throughput",
-        FileKey("enabled", FLAG, True, CannotMatter("no throughput is timed")),
-        FileKey("synchronized", FLAG, True, CannotMatter("no throughput is timed")),
+        idle("enabled", True, "no throughput is timed"),
+        idle("synchronized", True, "no throughput is timed"),
     ),
-    FileKey("dump_state", ANYTHING, False, CannotMatter("print(config.table()) shows it")),
-    FileKey("log_level", TEXT, None, CannotMatter("the level belongs to Python's logging")),
-)
-
-_FILES: Final = section(
-    "checkpoint",
-    FileKey(
-        "tag_validation",
-        choice("Ignore", "Warn", "Fail"),
-        "Warn",
-        CannotMatter("ranks that pass different tags end in an error"),
-    ),
-    FileKey(
-        "load_universal",
-        FLAG,
-        False,
-        CannotMatter("every checkpoint loads at any world size and stage"),
-    ),
-    FileKey(
-        "use_node_local_storage",
-        FLAG,
-        False,
-        NotBuilt("folders that only one node sees; save to one that every rank sees"),
-    ),
-    FileKey(
-        "parallel_write.pipeline_stage",
-        FLAG,
-        False,
-        CannotMatter("every rank writes files of its own"),
-    ),
-    FileKey(
-        "checkpoint_serialization", FLAG, True, CannotMatter("nothing is pickled, with it or not")
-    ),
-    _object("writer", "other writers of checkpoints than zero_engine.save()"),
-)
-
-_ACTIVATION_CHECKPOINTING: Final = section(
-    "activation_checkpointing",
-    FileKey("partition_activations", FLAG, False, _ACTIVATIONS),
-    FileKey("contiguous_memory_optimization", FLAG, False, _ACTIVATIONS),
-    FileKey("cpu_checkpointing", FLAG, False, _ACTIVATIONS),
-    FileKey("synchronize_checkpoint_boundary", FLAG, False, _ACTIVATIONS),
-    FileKey("profile", FLAG, False, _ACTIVATIONS),
-    FileKey("number_checkpoints", POSITIVE, None, _ACTIVATIONS),
-)
-
-_OTHER_FEATURES: Final = (
-    *not_built(
-        "elasticity",
-        "set the batch sizes yourself",
-        max_train_batch_size=POSITIVE,
-        micro_batch_sizes=several(POSITIVE),
-        min_gpus=POSITIVE,
-        max_gpus=POSITIVE,
-        min_time=COUNT,
-        version=number(0),
-        prefer_larger_batch=FLAG,
-        ignore_non_elastic_batch_info=FLAG,
-        num_gpus_per_node=POSITIVE,
-        model_parallel_size=POSITIVE,
-    ),
-    *not_built(
-        "autotuning",
-        _OUTSIDE,
-        fast=FLAG,
-        results_dir=TEXT,
-        exps_dir=TEXT,
-        overwrite=FLAG,
-        start_profile_step=COUNT,
-        end_profile_step=COUNT,
-        metric=TEXT,
-        metric_path=TEXT,
-        tuner_type=choice("gridsearch", "random", "model_based"),
-        tuner_early_stopping=COUNT,
-        tuner_num_trials=COUNT,
-        arg_mappings=OBJECT,
-        max_train_batch_size=POSITIVE,
-        min_train_batch_size=POSITIVE,
-        max_train_micro_batch_size_per_gpu=POSITIVE,
-        min_train_micro_batch_size_per_gpu=POSITIVE,
-        num_tuning_micro_batch_sizes=POSITIVE,
-        mp_size=POSITIVE,
-        model_info=OBJECT,
-        model_info_path=TEXT,
-    ),
-    *not_built(
-        "eigenvalue",
-        _OUTSIDE,
-        verbose=FLAG,
-        max_iter=POSITIVE,
-        tol=number(0),
-        stability=number(0),
-        gas_boundary_resolution=POSITIVE,
-        layer_name=TEXT,
-        layer_num=COUNT,
-    ),
-    *not_built("progressive_layer_drop", _OUTSIDE, theta=number(0, 1), gamma=number(0)),
-    *not_built(
-        "curriculum_learning",
-        _OUTSIDE,
-        curriculum_type=TEXT,
-        min_difficulty=COUNT,
-        max_difficulty=COUNT,
-        schedule_type=TEXT,
-        schedule_config=OBJECT,
-    ),
-    *not_built(
-        "data_efficiency",
-        _OUTSIDE,
-        seed=COUNT,
-        data_sampling=OBJECT,
-        data_routing=OBJECT,
-    ),
-    *not_built(
-        "hybrid_engine",
-        _OUTSIDE,
-        max_out_tokens=POSITIVE,
-        inference_tp_size=POSITIVE,
-        release_inference_cache=FLAG,
-        pin_parameters=FLAG,
-        tp_gather_partition_size=POSITIVE,
-        enable_cuda_graph=FLAG,
-    ),
-    *not_built(
-        "nebula",
-        "Nebula's storage; engine.save_checkpoint() writes to folders",
-        persistent_storage_path=TEXT,
-        persistent_time_interval=COUNT,
-        num_of_version_in_retention=COUNT,
-        enable_nebula_load=FLAG,
-        load_path=TEXT,
+    idle("log_level", None, "the level belongs to Python's logging", TEXT),
+    *section(
+        "checkpoint",
+        idle(
+            "tag_validation",
+            "Warn",
+            "ranks that pass different tags end in an error",
+            choice("Ignore", "Warn", "Fail"),
+        ),
+        idle("load_universal", False, "every checkpoint loads at any world size and stage"),
+        not_built(
+            "use_node_local_storage",
+            False,
+            "folders that only one node sees; save to one that every rank sees",
+        ),
+        idle("parallel_write.pipeline_stage", False, "every rank writes files of its own"),
+        idle("checkpoint_serialization", True, "nothing is pickled, with it or not"),
+        foreign("writer", "other writers of checkpoints than zero_engine.save()", None),
     ),
     *section(
-        "compile",
-        FileKey("deepcompile", FLAG, False, NotBuilt("call torch.compile on the blocks instead")),
+        "activation_checkpointing",
         *(
-            FileKey(name, either(either(FLAG, COUNT), NAMES), None, NotBuilt("DeepCompile"))
-            for name in (
-                "passes",
-                "autoep_non_moe",
-                "free_activation",
-                "free_activation_threshold",
-                "offload_activation",
-                "offload_activation_pin_memory",
-                "offload_opt_states",
-                "offload_parameters",
-                "double_buffer",
-                "symmetric_memory",
-                "debug_log",
-                "sync_before_reduce",
-                "sync_after_reduce",
-                "sync_before_allgather",
-                "sync_after_allgather",
-                "keep_int_input_tensors",
-                "keep_all_input_tensors",
+            FileKey(path, FLAG, False, "activation_checkpointing")
+            for path in (
+                "partition_activations",
+                "contiguous_memory_optimization",
+                "cpu_checkpointing",
+                "synchronize_checkpoint_boundary",
+                "profile",
             )
         ),
-        gate="deepcompile",
+        FileKey("number_checkpoints", POSITIVE, None, "activation_checkpointing"),
     ),
-    _object("tensor_parallel", "tensor parallelism", {"autotp_size": 0}),
-    _object("expert_parallel", "expert parallelism", {"enabled": False}),
-    FileKey("sequence_parallel_size", POSITIVE, 1, NotBuilt("sequence parallelism")),
-    FileKey(
-        "use_data_before_expert_parallelism",
-        FLAG,
-        False,
-        CannotMatter("there are no expert-parallel groups"),
+    foreign("amp", "apex is no more; use torch_autocast"),
+    foreign("elasticity", "set the batch sizes yourself"),
+    foreign("compile", "call torch.compile on the blocks instead", "deepcompile"),
+    foreign("nebula", "Nebula's storage; engine.save_checkpoint() writes to folders"),
+    foreign("expert_parallel", "expert parallelism"),
+    foreign("tensor_parallel", "tensor parallelism", None),
+    foreign("datastates_ckpt", "saving an engine's state", None),
+    foreign("weight_quantization", "quantized weights", None),
+    foreign("quantize_training", "quantized training", None),
+    foreign("sparse_attention", _OUTSIDE, None),
+    foreign("compression_training", _OUTSIDE, None),
+    *(
+        foreign(path, _OUTSIDE)
+        for path in (
+            "autotuning",
+            "curriculum_learning",
+            "data_efficiency",
+            "eigenvalue",
+            "hybrid_engine",
+            "progressive_layer_drop",
+        )
     ),
-    FileKey("pipeline", OBJECT, None, CannotMatter("only DeepSpeed's PipelineModule reads it")),
-    FileKey("seed_layers", FLAG, False, CannotMatter("only DeepSpeed's PipelineModule reads it")),
-    _object("datastates_ckpt", "saving an engine's state", {"enabled": False}),
-    _object("sparse_attention", _OUTSIDE),
-    _object("compression_training", _OUTSIDE),
-    FileKey("graph_harvesting", FLAG, False, NotBuilt("CUDA graphs")),
-    FileKey(
-        "vocabulary_size", POSITIVE, None, CannotMatter("DeepSpeed warns about its alignment only")
+    not_built("sequence_parallel_size", 1, "sequence parallelism", POSITIVE),
+    idle(
+        "seq_parallel_communication_data_type", None, "there is no sequence-parallel group", DTYPE
     ),
-    FileKey("disable_allgather", FLAG, False, CannotMatter("DeepSpeed does not read it either")),
-    FileKey("disable_python_gc", FLAG, False, NotBuilt("call gc.disable() in the training loop")),
-)
-
-REPORTS_KEYS: Final = (*_MONITORS, *_FILES, *_ACTIVATION_CHECKPOINTING, *_OTHER_FEATURES)
-
-
-# ---- Batch sizes, accumulation, clipping, and the sections `optimizer` and `scheduler` ----
-
-
-OPTIMIZERS: Final = ("adam", "adamw", "sgd", "adagrad", "lion", "muon")
-SCHEDULERS: Final = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
-
-
-def _read_interval(value: Any) -> int | None:
-    if isinstance(value, float) and value == math.inf:  # for never, as accelerate writes it
-        return None
-    try:
-        return POSITIVE.read(value)
-    except ValueError:
-        return 0  # training goes on without
-
-
-def _idle_interval(value: Callable[[str], Any]) -> str | None:
-    is_none = value("steps_per_print") == 0
-    return "it is no number of steps, so that nothing is printed" if is_none else None
-
-
-_OPTIMIZER: Final = Becomes("optimizer")
-_SCHEDULER: Final = Becomes("scheduler")
-_AT_LEAST_0: Final = number(0)
-_RATE: Final = either(_AT_LEAST_0, several(_AT_LEAST_0))  # of all param groups, or of each
-_SHARE: Final = number(0, 1)
-_BETA: Final = number(0, below=1)
-_16_BIT_STATE: Final = NotBuilt("state has the dtype of the masters; leave it at true")
-_INTERVAL: Final = ValueKind("a number of steps", _read_interval)
-_FACTOR: Final = number(2.0**-126, below=2.0**127)  # its inverse is in the range of fp32 too
-
-
-def _optimizer_params(**kinds: ValueKind) -> tuple[FileKey, ...]:
-    return tuple(FileKey(f"params.{name}", kind, None, _OPTIMIZER) for name, kind in kinds.items())
-
-
-def _scheduler_params(**kinds: ValueKind) -> tuple[FileKey, ...]:
-    return tuple(FileKey(f"params.{name}", kind, None, _SCHEDULER) for name, kind in kinds.items())
-
-
-TRAINING_KEYS: Final = (
-    FileKey("train_batch_size", POSITIVE, None, Becomes("train_batch_size")),
-    FileKey("train_micro_batch_size_per_gpu", POSITIVE, None, Becomes("micro_batch_size")),
-    FileKey("gradient_accumulation_steps", POSITIVE, None, Becomes("accumulation_steps")),
-    FileKey("managed_gradient_accumulation", FLAG, True, Becomes("manages_accumulation")),
-    FileKey("gradient_clipping", _AT_LEAST_0, 1.0, Becomes("max_norm", float)),
-    FileKey("prescale_gradients", FLAG, False, Becomes("zero.precision")),
-    FileKey("gradient_predivide_factor", _FACTOR, 1.0, Becomes("zero.precision")),
-    FileKey("gradient_allreduce_op", choice("mean", "sum"), "mean", Becomes("zero.precision")),
-    FileKey("sparse_gradients", FLAG, False, NotBuilt("gradients of embeddings are dense")),
-    FileKey(
-        "steps_per_print", _INTERVAL, None, Becomes("steps_per_print"), (0,), idle=_idle_interval
-    ),
-    FileKey("dataloader_drop_last", FLAG, False, Becomes("drop_last")),
-    FileKey(
-        "zero_allow_untested_optimizer",
-        FLAG,
-        False,
-        CannotMatter("any torch optimizer is taken; what it needs of its shards is found by trial"),
-    ),
-    FileKey(
-        "zero_force_ds_cpu_optimizer",
-        FLAG,
-        True,
-        CannotMatter("whatever optimizer is given steps where its state rests"),
-    ),
-    *section(
-        "optimizer",
-        FileKey("type", choice(*OPTIMIZERS), None, _OPTIMIZER),
-        FileKey("legacy_fusion", FLAG, False, CannotMatter("there is no fused LAMB")),
-        FileKey(
-            "params.max_grad_norm",
-            _AT_LEAST_0,
-            None,
-            NotBuilt("it is called gradient_clipping"),
-            neutral=(0,),
-        ),
-        FileKey("params.fp32_optimizer_states", FLAG, True, _16_BIT_STATE),
-        FileKey("params.per_head_muon", FLAG, False, NotBuilt("Muon takes whole matrices")),
-        *_optimizer_params(
-            set_grad_none=FLAG,
-            lr=_AT_LEAST_0,
-            betas=several(_BETA, exactly=2),
-            eps=_AT_LEAST_0,
-            weight_decay=_AT_LEAST_0,
-            bias_correction=FLAG,
-            amsgrad=FLAG,
-            adam_w_mode=FLAG,
-            torch_adam=FLAG,
-            decoupled_weight_decay=FLAG,
-            momentum=_AT_LEAST_0,
-            dampening=number(),
-            nesterov=FLAG,
-            lr_decay=_AT_LEAST_0,
-            initial_accumulator_value=_AT_LEAST_0,
-            muon_lr=_AT_LEAST_0,
-            adam_lr=_AT_LEAST_0,
-            ns_method=choice("standard", "gram"),
-            ns_coefficients=several(number(), exactly=3),
-            ns_steps=POSITIVE,
-            adjust_lr_fn=choice("original", "match_rms_adamw"),
-            maximize=FLAG,
-            foreach=FLAG,
-            fused=FLAG,
-            capturable=FLAG,
-            differentiable=FLAG,
-        ),
-    ),
-    *section(
-        "scheduler",
-        FileKey("type", choice(*SCHEDULERS), None, _SCHEDULER),
-        *_scheduler_params(
-            warmup_min_lr=_RATE,
-            warmup_max_lr=_RATE,
-            warmup_num_steps=COUNT,
-            warmup_type=choice("log", "linear"),
-            total_num_steps=POSITIVE,
-            warmup_min_ratio=_SHARE,
-            cos_min_ratio=_SHARE,
-            cycle_min_lr=_RATE,
-            cycle_max_lr=_RATE,
-            decay_lr_rate=_AT_LEAST_0,
-            cycle_first_step_size=POSITIVE,
-            cycle_second_step_size=POSITIVE,
-            cycle_first_stair_count=COUNT,
-            cycle_second_stair_count=COUNT,
-            decay_step_size=COUNT,
-            cycle_momentum=FLAG,
-            cycle_min_mom=_BETA,
-            cycle_max_mom=_BETA,
-            decay_mom_rate=_AT_LEAST_0,
-            lr_range_test_min_lr=_RATE,
-            lr_range_test_step_size=POSITIVE,
-            lr_range_test_step_rate=_AT_LEAST_0,
-            lr_range_test_staircase=FLAG,
-            last_batch_iteration=integer(-1),
-        ),
-    ),
+    idle("use_data_before_expert_parallelism", False, "there are no expert-parallel groups"),
+    idle("pipeline", None, "only DeepSpeed's PipelineModule reads it", OBJECT),
+    idle("seed_layers", False, "only DeepSpeed's PipelineModule reads it"),
+    not_built("graph_harvesting", False, "CUDA graphs"),
+    idle("vocabulary_size", None, "DeepSpeed warns about its alignment only", POSITIVE),
+    idle("disable_allgather", False, "DeepSpeed does not read it either"),
+    not_built("disable_python_gc", False, "call gc.disable() in the training loop"),
 )
 
 
 # ---- Every documented key of DeepSpeed's file, by path, and the nearest to a wrong one ----
 
 
-KEYS: Final[dict[str, FileKey]] = {
-    key.path: key
-    for key in (
-        *TRAINING_KEYS,
-        *PRECISION_KEYS,
-        *ZERO_KEYS,
-        *OFFLOAD_KEYS,
-        *WIRE_KEYS,
-        *REPORTS_KEYS,
-    )
-}
+_ALL: Final = (
+    *_TRAINING,
+    *_DTYPES,
+    *section(_ZERO, *_SCHEDULE, *_OFFLOAD, *_WIRE),
+    *_AIO,
+    *_MONITORS,
+    *_OTHERS,
+)
+KEYS: Final[dict[str, FileKey]] = {key.path: key for key in _ALL}
 
 # As written in a file: aliases too.
-WRITTEN: Final[dict[str, FileKey]] = {path: key for key in KEYS.values() for path in key.paths}
+WRITTEN: Final[dict[str, FileKey]] = {path: key for key in _ALL for path in key.paths}
 
 SECTIONS: Final[frozenset[str]] = frozenset(
     path.rsplit(".", depth)[0] for path in WRITTEN for depth in range(1, path.count(".") + 1)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zero_engine.errors import ConfigError, FileError
 
-from .file_key import ANYTHING, CannotMatter, FileKey, Gate, NotBuilt, is_off
+from .file_key import ANYTHING, FileKey, is_off, shown
 from .keys import KEYS, SECTIONS, WRITTEN, unknown_key
 
 HIDDEN_SIZE_KEYS: Final = (
@@ -36,7 +36,7 @@ _OF_ARGS: Final = (
 )
 
 
-def derived_values(
+def _derived_values(
     model: nn.Module | None, known: Mapping[str, Any], implied: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Values by path of key, as transformers' Trainer fills them in (its docs, "DeepSpeed"). Local.
@@ -73,7 +73,9 @@ def implied_values(args: Any, optimizer: Any, lr_scheduler: Any) -> dict[str, An
             scheduler, the file's are not read, and have their defaults.
         lr_scheduler: Likewise.
     """
-    found = {path: getattr(args, path, None) for path in _OF_ARGS}
+    found = {
+        path: getattr(args, path) for path in _OF_ARGS if getattr(args, path, None) is not None
+    }
     for name, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
         if given is not None:
             found |= {path: KEYS[path].default for path in KEYS if path.startswith(f"{name}.")}
@@ -82,11 +84,7 @@ def implied_values(args: Any, optimizer: Any, lr_scheduler: Any) -> dict[str, An
             values = [_option(group, option) for group in optimizer.param_groups]
             if all(value == values[0] for value in values):
                 found[f"optimizer.params.{option}"] = values[0]
-    return {
-        path: value
-        for path, value in found.items()
-        if value is not None or path.startswith(("optimizer.", "scheduler."))
-    }
+    return found
 
 
 def _option(group: Mapping[str, Any], name: str) -> Any:
@@ -105,39 +103,20 @@ def _hidden_size(config: Any) -> int | None:
 # ---- From a file or dict to single keys with their paths ----
 
 
-_PLAIN_ALPHABET: Final = str.maketrans("-_", "+/")
-
 Source = Mapping[str, Any] | str | os.PathLike[str]
 
-
-@final
-@frozen
-class _Twice:
-    """Stands for the value of a name that an object of the file has more than once."""
-
-
-def shown(value: Any) -> str:
-    """The start of its repr, for a message; its type where it has none (an int of 5,000 digits)."""
-    try:
-        return f"{value!r:.80}"
-    except Exception:
-        return f"a value of type {type(value).__name__}"
+_TWICE: Final = object()  # the value of a name that an object of the file has more than once
 
 
 def _as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
-        found[name] = _Twice() if name in found else value
+        found[name] = _TWICE if name in found else value
     return found
 
 
-def load(source: Source) -> Mapping[str, Any]:
-    """The top object of a configuration: a mapping, a file, or base64 of such a file. Local.
-
-    Raises:
-        ConfigError: `source` is neither a mapping nor a string nor a path.
-        FileError: There is no such file, or it is not JSON, or no object.
-    """
+def _load(source: Source) -> Mapping[str, Any]:
+    """The top object of a configuration: a mapping, a file, or base64 of such a file. Local."""
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, str | os.PathLike):
@@ -169,30 +148,26 @@ def _decode(source: str | os.PathLike[str]) -> bytes | None:
     if not isinstance(source, str):
         return None
     try:
-        content = base64.b64decode(source.translate(_PLAIN_ALPHABET), validate=True)
+        content = base64.b64decode(source.translate(str.maketrans("-_", "+/")), validate=True)
     except ValueError:
         return None
     return content if content.lstrip().startswith(b"{") else None
 
 
-def leaves(raw: Mapping[Any, Any], *, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Paths as written, and their values; a section that is null is as good as absent.
-
-    Raises:
-        ConfigError: Names a key that is unknown, given twice, or a section that is no object.
-    """
+def _leaves(raw: Mapping[Any, Any], *, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Paths as written, and their values; a section that is null is as good as absent."""
     for name, value in raw.items():
         path = f"{prefix}{name}"
         if not isinstance(name, str) or "." in name:
             raise ConfigError(f"{path}: expected names in nested objects as keys, got {name!r}")
-        if isinstance(value, _Twice):
+        if value is _TWICE:
             raise ConfigError(f"{path}: expected one value, got several; leave one")
         if path in WRITTEN:
             yield path, value
         elif path not in SECTIONS:
             raise unknown_key(path)
         elif isinstance(value, Mapping):
-            yield from leaves(value, prefix=f"{path}.")
+            yield from _leaves(value, prefix=f"{path}.")
         elif value is not None:
             raise ConfigError(
                 f"{path}: expected an object with keys such as "
@@ -205,15 +180,6 @@ def leaves(raw: Mapping[Any, Any], *, prefix: str = "") -> Iterator[tuple[str, A
 
 
 STAGE: Final = "zero_optimization.stage"
-
-
-class Origin(Enum):
-    """Where a value came from."""
-
-    FILE = "file"
-    AUTO = "auto"  # the file says "auto"
-    INFERRED = "inferred"  # from other values
-    DEFAULT = "default"
 
 
 class _Unresolved(Enum):
@@ -230,7 +196,7 @@ class Setting:
 
     key: FileKey
     value: Any
-    origin: Origin
+    origin: str  # "file", "auto" (the file says "auto"), "inferred" from other values, or "default"
     written: str  # the path in the file, which may be an alias
 
 
@@ -242,11 +208,7 @@ class Settings:
     by_path: Mapping[str, Setting]
 
     def value(self, path: str) -> Any:
-        """What the key says.
-
-        Raises:
-            ConfigError: It says "auto", and nothing says what that is.
-        """
+        """What the key says; ConfigError if that is "auto", and nothing says what it is."""
         setting = self.by_path[path]
         if setting.value is UNRESOLVED:
             raise _unresolved([setting])
@@ -254,17 +216,15 @@ class Settings:
 
     def is_gated_off(self, key: FileKey) -> bool:
         """Whether its section is turned off; not where that is not known yet."""
-        return key.gate is not None and not any(
-            self._opens(key.gate, KEYS[path]) for path in key.gate.paths
-        )
-
-    def _opens(self, gate: Gate, key: FileKey) -> bool:
-        if not self.is_read(key):
+        gate = key.gate
+        if gate is None or key.path in gate.paths:
             return False
-        value = self.by_path[key.path].value
-        if value is UNRESOLVED:
-            return True
-        return value in gate.values if gate.values else not key.is_neutral(value)
+        for setting in (self.by_path[path] for path in gate.paths):
+            value, is_neutral = setting.value, setting.key.is_neutral(setting.value)
+            opens = value in gate.values if gate.values else not is_neutral
+            if (opens or value is UNRESOLVED) and self.is_read(setting.key):
+                return False
+        return True
 
     def is_below_stage(self, key: FileKey) -> bool:
         """Whether it is a key of higher stages than this one; not where that is not known yet."""
@@ -277,29 +237,36 @@ class Settings:
 
     def given(self) -> Iterator[Setting]:
         """What the file has, in no particular order."""
-        return (item for item in self.by_path.values() if item.origin is not Origin.DEFAULT)
+        return (item for item in self.by_path.values() if item.origin != "default")
 
-    def check_resolved(self, answer: type = object) -> None:
-        """Raise ConfigError where keys with this answer are read and say "auto"; it names all."""
+    def under(self, prefix: str) -> dict[str, Setting]:
+        """What the file has there, by what follows the prefix."""
+        return {
+            item.key.path.removeprefix(prefix): item
+            for item in self.given()
+            if item.key.path.startswith(prefix)
+        }
+
+    def check_resolved(self, *, only_not_built: bool = False) -> None:
+        """Raise ConfigError where keys that are read say "auto"; it names all."""
         open_settings = [
-            setting
-            for setting in self.given()
-            if setting.value is UNRESOLVED
-            and isinstance(setting.key.answer, answer)
-            and self.is_read(setting.key)
+            item
+            for item in self.given()
+            if item.value is UNRESOLVED
+            and (item.key.remedy or not only_not_built)
+            and self.is_read(item.key)
         ]
         if open_settings:
             raise _unresolved(open_settings)
 
     def idle(self, setting: Setting) -> str | None:
         """Why it changes nothing here, though it is read; None where it may."""
-        key = setting.key
-        if isinstance(key.answer, CannotMatter):
-            is_asked = key.kind is not ANYTHING or not is_off(setting.value)
-            return key.answer.reason if is_asked else None
-        return key.idle(lambda path: self.by_path[path].value) if key.idle else None
+        reason = setting.key.idle
+        if callable(reason):
+            return reason(lambda path: self.by_path[path].value)
+        return None if setting.key.kind is ANYTHING and is_off(setting.value) else reason
 
-    def replaced(self, values: Mapping[str, Any], origin: Origin) -> Settings:
+    def replaced(self, values: Mapping[str, Any], origin: str) -> Settings:
         """The same but for some values."""
         changed = {
             path: attrs.evolve(self.by_path[path], value=value, origin=origin)
@@ -343,22 +310,22 @@ def read_settings(
             built, or given twice.
         FileError: The file is missing or not JSON.
     """
-    defaults = {path: Setting(key, key.default, Origin.DEFAULT, path) for path, key in KEYS.items()}
-    settings = Settings({**defaults, **_read_leaves(load(source))})
-    settings = settings.replaced(_answers(settings, auto or {}), Origin.AUTO)
+    defaults = {path: Setting(key, key.default, "default", path) for path, key in KEYS.items()}
+    settings = Settings({**defaults, **_read_leaves(_load(source))})
+    settings = settings.replaced(_answers(settings, auto or {}), "auto")
     known = {
         item.key.path: item.value
         for item in settings.given()
         if item.value is not UNRESOLVED or settings.is_below_stage(item.key)
     }
-    derived = derived_values(model, known, implied or {})
+    derived = _derived_values(model, known, implied or {})
     settings = settings.replaced(
         {
             item.key.path: _read_value(item.key, derived[item.key.path], item.written)
             for item in settings.given()
             if item.key.path in derived and item.key.path not in known
         },
-        Origin.AUTO,
+        "auto",
     )
     _refuse_what_is_not_built(settings)
     if warns:
@@ -368,28 +335,19 @@ def read_settings(
 
 def _read_leaves(raw: Mapping[Any, Any]) -> dict[str, Setting]:
     found: dict[str, Setting] = {}
-    for written, value in leaves(raw):
+    for written, value in _leaves(raw):
         key = WRITTEN[written]
         if key.path in found:
             raise ConfigError(
                 f"{written}: expected this key under one name, got {found[key.path].written} too"
             )
-        found[key.path] = Setting(key, _read_value(key, value, written), Origin.FILE, written)
+        found[key.path] = Setting(key, _read_value(key, value, written), "file", written)
     return found
 
 
 def _read_value(key: FileKey, value: Any, written: str) -> Any:
-    if value is None and key.default is None:
-        return None
-    try:
-        return key.kind.read(value)
-    except ValueError:
-        if isinstance(value, str) and value == "auto":
-            return UNRESOLVED
-        null = ", or null" if key.default is None else ""
-        raise ConfigError(
-            f"{written}: expected {key.kind.expected}{null}, got {shown(value)}"
-        ) from None
+    is_open = isinstance(value, str) and value == "auto" and not key.kind.fits(value)
+    return UNRESOLVED if is_open else key.read(written, value)
 
 
 def _answers(settings: Settings, auto: Mapping[Any, Any]) -> dict[str, Any]:
@@ -407,7 +365,7 @@ def _answers(settings: Settings, auto: Mapping[Any, Any]) -> dict[str, Any]:
         setting, answer = settings.by_path[key.path], _read_value(key, value, written)
         if setting.value is UNRESOLVED:
             found[key.path] = answer
-        elif setting.origin is Origin.FILE and setting.value != answer:
+        elif setting.origin == "file" and setting.value != answer:
             raise ConfigError(
                 f"{setting.written}: expected {shown(value)}, as auto=... says, got "
                 f'{shown(setting.value)} in the file; change one, or write "auto" in the file'
@@ -417,38 +375,26 @@ def _answers(settings: Settings, auto: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _refuse_what_is_not_built(settings: Settings) -> None:
     for setting in settings.given():
-        key = setting.key
-        if settings.is_gated_off(key):
+        key, value = setting.key, setting.value
+        if value is UNRESOLVED or settings.is_gated_off(key):
             continue
-        if settings.is_below_stage(key):
-            if setting.value is not UNRESOLVED and not key.is_neutral(setting.value):
-                raise ConfigError(
-                    f"{setting.written}: expected it from stage {key.min_stage} on, got "
-                    f"{shown(setting.value)} at stage {settings.value(STAGE)}; leave it out, or "
-                    f"set {STAGE} to {key.min_stage}"
-                )
-        elif (
-            isinstance(key.answer, NotBuilt)
-            and setting.value is not UNRESOLVED
-            and not key.is_neutral(setting.value)
-        ):
+        if not settings.is_below_stage(key):
+            key.check_built(setting.written, value)
+        elif not key.is_neutral(value):
             raise ConfigError(
-                f"{setting.written}: expected {_as_json(key.default)}, as what it asks for is not "
-                f"built yet, got {shown(setting.value)}: {key.answer.remedy}"
+                f"{setting.written}: expected it from stage {key.min_stage} on, got "
+                f"{shown(value)} at stage {settings.value(STAGE)}; leave it out, or set {STAGE} "
+                f"to {key.min_stage}"
             )
-
-
-def _as_json(value: Any) -> str:
-    return "nothing" if value is None else json.dumps(value)
 
 
 def _warn_of_what_cannot_matter(settings: Settings) -> None:
     if dist.is_initialized() and dist.get_rank() > 0:
         return  # rank 0 says it; before there are ranks, each does
     lines = [
-        f"  {setting.written}: {reason}"
-        for setting in settings.given()
-        if settings.is_read(setting.key) and (reason := settings.idle(setting))
+        f"  {item.written}: {reason}"
+        for item in settings.given()
+        if settings.is_read(item.key) and (reason := settings.idle(item))
     ]
     if lines:
         warnings.warn(

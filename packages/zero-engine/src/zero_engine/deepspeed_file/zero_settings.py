@@ -8,16 +8,15 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from zero_comm import Loco
 from zero_offload import DiskSettings
 from zero_partition import AS_IT_IS, Precision, Wire
 
 from zero_engine.errors import ConfigError
-from zero_engine.loss_scale import DynamicLossScale, StaticLossScale
 from zero_engine.offload import Offload
 
-from .file_key import Becomes, NotBuilt
-from .keys_of_zero import wire_of
-from .settings import STAGE, Setting, Settings, Source, read_settings, shown
+from .file_key import shown
+from .settings import STAGE, Setting, Settings, Source, read_settings
 
 
 def precision_of(settings: Settings) -> Precision | None:
@@ -28,7 +27,9 @@ def precision_of(settings: Settings) -> Precision | None:
     """
     value = settings.value
     _check_modes(settings)
-    params = _mode(settings)
+    params = torch.bfloat16 if value("bf16.enabled") else None
+    if value("fp16.enabled"):
+        params = torch.float16
     asked = value("data_types.param_dtype")
     if asked not in (None, params or torch.float32):
         raise ConfigError(
@@ -53,53 +54,11 @@ def precision_of(settings: Settings) -> Precision | None:
     return None if precision == AS_IT_IS else precision
 
 
-def loss_scale_of(settings: Settings) -> StaticLossScale | DynamicLossScale | None:
-    """How the loss is scaled: with fp16, and where autocast computes in fp16."""
-    value = settings.value
-    if value("fp16.enabled"):
-        scale = value("fp16.loss_scale")
-        if scale != 0:
-            return StaticLossScale(float(scale))
-        has_patience = settings.idle(settings.by_path["fp16.hysteresis"]) is None
-        return DynamicLossScale(
-            initial_power=value("fp16.initial_scale_power"),
-            window=value("fp16.loss_scale_window"),
-            hysteresis=value("fp16.hysteresis") if has_patience else 1,
-            consecutive_hysteresis=value("fp16.consecutive_hysteresis") and has_patience,
-            minimum=float(value("fp16.min_loss_scale")),
-            raises_at_minimum=has_patience,
-        )
-    if autocast_dtype_of(settings) is torch.float16:
-        # What torch.amp.GradScaler starts with, which DeepSpeed uses there.
-        return DynamicLossScale(window=2000, hysteresis=1)
-    return None
-
-
 def state_dtype_of(settings: Settings) -> torch.dtype | None:
     """Of moments, where 16-bit parameters have no masters."""
     if not _has_16_bit_masters(settings):
         return None
     return torch.bfloat16 if settings.value("bf16.bf16_optimizer_states") else torch.float32
-
-
-def autocast_dtype_of(settings: Settings) -> torch.dtype | None:
-    """What torch.autocast computes in; None where it is off."""
-    if not settings.value("torch_autocast.enabled"):
-        return None
-    return settings.value("torch_autocast.dtype") or torch.bfloat16
-
-
-def checks_overflow_of(settings: Settings) -> bool:
-    """Whether steps with inf or nan in a gradient are skipped: where the mode is a 16-bit one."""
-    if settings.value("bf16.enabled"):
-        return settings.value("bf16.check_grad_overflow")
-    return loss_scale_of(settings) is not None
-
-
-def _mode(settings: Settings) -> torch.dtype | None:
-    if settings.value("fp16.enabled"):
-        return torch.float16
-    return torch.bfloat16 if settings.value("bf16.enabled") else None
 
 
 def _predivide_factor(settings: Settings) -> float | None:
@@ -155,38 +114,64 @@ def _check_modes(settings: Settings) -> None:
 # ---- What a configuration says of ZeRO: arguments of ZeroConfig ----
 
 
+def _wire_of(
+    *,
+    secondary: int = 1,
+    replicas: int = -1,
+    params: str | None = None,
+    gradients: str | None = None,
+    frozen: str | None = None,
+    loco: Loco | None = None,
+) -> Wire:
+    """A Wire from what the file gives: ranks of a node, ranks of a replica, and codecs.
+
+    Gradients are reduced by the same nodes; where no size is given, torchrun says what a node is.
+    """
+    if secondary > 1 and replicas > 0:
+        raise ConfigError(
+            f"zero_optimization.mics_shard_size: expected -1 together with zero_hpz_partition_size "
+            f"{secondary}, got {replicas}: where each replica has all shards, there is nothing to "
+            "keep a second time; leave one of them out"
+        )
+    if replicas > 0 and loco is not None:
+        raise ConfigError(
+            "zero_optimization.zeropp_loco_param: expected none together with mics_shard_size "
+            f"{replicas}: what is lost across replicas has no feedback; leave one of them out"
+        )
+    has_nodes = replicas > 0 or secondary > 1
+    return Wire(
+        levels=max(replicas, secondary) if has_nodes else None,
+        secondary=secondary > 1,
+        replicas=replicas > 0,
+        params=params,
+        gradients=gradients,
+        frozen=frozen,
+        loco=loco,
+    )
+
+
 # Values that several keys make together, those within others first.
 _PARTS: Final[Mapping[str, Any]] = {
     "zero.offload.disk": DiskSettings,
     "zero.offload": Offload,
-    "zero.wire": wire_of,
+    "zero.wire": _wire_of,
 }
 _OF_SEVERAL: Final = ("zero.precision",)  # fields that are no single key's
 
 
-def stage_of(source: Source) -> int:
-    """The stage alone, 0 to 3: all that matters while a model is built. Local.
+def stage_and_wire_of(source: Source) -> tuple[int, Wire]:
+    """All that matters while a model is built: the stage, and which ranks exchange what. Local.
 
     The whole configuration is checked; other keys may say "auto", as nothing is known yet of the
     model that says what it is. Warns of nothing: whoever trains the model reads all of it.
 
     Raises:
-        ConfigError: Starts with the path of the key that is wrong.
+        ConfigError: Starts with the path of the key that is wrong, or excludes another.
         FileError: There is no such file, or it is not JSON.
     """
-    stage: int = read_settings(source, model=None, auto=None, warns=False).value(STAGE)
-    return stage
-
-
-def wire_said_in(source: Source) -> Wire:
-    """Which ranks exchange what, and how, read as `stage_of` reads. Local.
-
-    Raises:
-        ConfigError: As `stage_of`, or some of it excludes other.
-        FileError: Likewise.
-    """
     settings = read_settings(source, model=None, auto=None, warns=False)
-    return wire_of(**_taken(_fields(settings, within="zero.wire."), "zero.wire"))
+    wire = _wire_of(**_taken(_fields(settings, within="zero.wire."), "zero.wire"))
+    return settings.value(STAGE), wire
 
 
 def zero_arguments(settings: Settings) -> dict[str, Any]:
@@ -195,7 +180,7 @@ def zero_arguments(settings: Settings) -> dict[str, Any]:
     Raises:
         ConfigError: Starts with the path of a key that says "auto", or contradicts another.
     """
-    settings.check_resolved(NotBuilt)  # others matter only where they are read, below
+    settings.check_resolved(only_not_built=True)  # others matter only where they are read, below
     fields = {"zero.stage": settings.value(STAGE), **_fields(settings)}
     fields["zero.precision"] = precision_of(settings)
     _check_folder(settings, fields)
@@ -211,17 +196,13 @@ def _fields(settings: Settings, *, within: str = "zero.") -> dict[str, Any]:
     found: dict[str, Any] = {}
     said_by: dict[str, Setting] = {}
     for setting in settings.given():
-        answer = setting.key.answer
-        if not isinstance(answer, Becomes) or not settings.is_read(setting.key):
+        key, field = setting.key, setting.key.becomes
+        if field is None or not field.startswith(within) or field in _OF_SEVERAL:
             continue
-        if not answer.field.startswith(within) or answer.field in _OF_SEVERAL:
+        if not settings.is_read(key) or (raw := settings.value(key.path)) is None:  # as if absent
             continue
-        raw = settings.value(setting.key.path)
-        if raw is None:  # as good as absent
-            continue
-        value = answer.convert(raw) if answer.convert else raw
-        other = said_by.setdefault(answer.field, setting)
-        if found.setdefault(answer.field, value) != value:
+        value, other = key.convert(raw), said_by.setdefault(field, setting)
+        if found.setdefault(field, value) != value:
             raise ConfigError(
                 f"{setting.written}: expected what agrees with {other.written}, which is "
                 f"{shown(other.value)}, as both are one setting here, got {shown(raw)}; make them "
@@ -262,8 +243,8 @@ def read_zero_arguments(
         )
     leaves = [
         setting.written
-        for setting in settings.given()
-        if ".leaf_module." in setting.key.path and not setting.key.is_neutral(setting.value)
+        for setting in settings.under("zero_optimization.leaf_module.").values()
+        if not setting.key.is_neutral(setting.value)
     ]
     if leaves:
         warnings.warn(

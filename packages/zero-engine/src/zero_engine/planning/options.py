@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import attrs
-from attrs import Attribute, field, frozen
+from attrs import field, frozen
 from zero_partition import PartitionError
 
-from zero_engine.checks import at_least, check_number, names_fields
+from zero_engine.checks import at_least, names_fields
 from zero_engine.config import ZeroConfig
 from zero_engine.errors import ConfigError
 from zero_engine.offload import Offload
@@ -36,10 +36,6 @@ _RESTS: Final = (  # stage, optimizer, params
 _ANYWHERE: Final = Path("/")  # a plan opens no file
 
 
-def _is_share(_: Room, attribute: Attribute, value: Any) -> None:
-    check_number(f"Room.{attribute.name}", value, minimum=0, below=1)
-
-
 @final
 @names_fields
 @frozen(kw_only=True)
@@ -61,7 +57,7 @@ class Room:
     host: int | None = field(default=None, validator=at_least(0, int))
     disk: int | None = field(default=None, validator=at_least(0, int))
     activations: int = field(default=0, validator=at_least(0, int))
-    reserve: float = field(default=0.0, validator=_is_share)
+    reserve: float = field(default=0.0, validator=at_least(0, (int, float), below=1))
 
     @property
     def usable(self) -> int | None:

@@ -7,18 +7,17 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import zero_comm
 import zero_partition
 from torch import nn
-from zero_comm import Group
-from zero_partition import StateError, unregister_external_parameter
+from zero_comm import Group, Levels
+from zero_partition import StateError, Wire, unregister_external_parameter
 
 import zero_engine
 from zero_engine import ConfigError, Engine, GatheredParameters, NotBuiltError, ZeroConfig
 from zero_engine.deepspeed.mpu import check_mpu, data_group_of
-from zero_engine.deepspeed_file.zero_settings import stage_of, wire_said_in
-
-from ._wire_arguments import check_wire_arguments
+from zero_engine.deepspeed_file.zero_settings import stage_and_wire_of
 
 __all__ = [
     "GatheredParameters",
@@ -104,10 +103,12 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
     else:
         group = zero_comm.init()
     settings = config_dict_or_path if config is None else config
-    wire = None
-    if settings is not None:
-        wire = settings.wire if isinstance(settings, ZeroConfig) else wire_said_in(settings)
-    check_wire_arguments(
+    stage, wire = 3, None
+    if isinstance(settings, ZeroConfig):
+        wire = settings.wire
+    elif settings is not None:
+        stage, wire = stage_and_wire_of(settings)
+    _check_wire_arguments(
         wire,
         weights=zero_quantized_weights,
         nontrainable_weights=zero_quantized_nontrainable_weights,
@@ -115,7 +116,6 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
         group=group,
     )
     if not isinstance(settings, ZeroConfig):
-        stage = 3 if settings is None else stage_of(settings)
         settings = ZeroConfig(stage, state_dict="placeholders")
     sharding = zero_engine.Init(module, group=group, config=settings)
     return sharding if dtype is None else _both(sharding, dtype)
@@ -177,3 +177,58 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     """
     with zero_engine.unsharded(model.module if isinstance(model, Engine) else model) as module:
         yield module
+
+
+# ---- Arguments of `Init` that the configuration says as well ----
+
+
+# NOTE(said twice): DeepSpeed's parameters keep what `Init` was told, or else its configuration.
+# Here a model that is built in parts knows nothing of the wire, which `initialize` makes of its
+# configuration: so that is where it must be said, and the argument may say it too.
+
+
+def _check_wire_arguments(
+    wire: Wire | None,
+    *,
+    weights: bool,
+    nontrainable_weights: bool,
+    param_group: Any,
+    group: Group,
+) -> None:
+    """Raise ConfigError for what is asked for and is not in the configuration.
+
+    Collective where there is a `param_group`, of torch: the ranks that keep secondary shards.
+    """
+    is_said = wire or Wire()
+    for name, is_asked, codec in (
+        ("zero_quantized_weights", weights, is_said.params),
+        ("zero_quantized_nontrainable_weights", nontrainable_weights, is_said.frozen),
+    ):
+        if is_asked and codec is None:
+            _refuse(f"{name}=True", f"{name}: true", wire)
+    if param_group is None:
+        return
+    ranks = dist.get_process_group_ranks(param_group)
+    what = f"zero_param_parallel_group=<ranks {ranks}>"
+    if not is_said.secondary:
+        _refuse(what, f"zero_hpz_partition_size: {len(ranks)}", wire)
+    levels = is_said.levels
+    if not isinstance(levels, Levels):
+        levels = Levels.of_nodes(group, levels)
+    node = dist.get_process_group_ranks(levels.inside.process_group)
+    if sorted(ranks) != sorted(node):
+        raise ConfigError(
+            f"deepspeed.zero.Init({what}): expected the ranks of this rank's node, {node}, as the "
+            f"configuration has it, got others (rank {group.rank}); leave out the argument, and "
+            "say in zero_optimization.zero_hpz_partition_size how many ranks make a node"
+        )
+
+
+def _refuse(argument: str, key: str, wire: Wire | None) -> None:
+    got = "no configuration" if wire is None else "a configuration that does not"
+    raise ConfigError(
+        f"deepspeed.zero.Init({argument}): expected a configuration that says so too, since it is "
+        f"by the configuration that initialize() trains, got {got}; write "
+        f"zero_optimization.{key} there, and pass it as config_dict_or_path or leave out the "
+        "argument"
+    )

@@ -53,16 +53,6 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     return zero_engine.full_optimizer_state(param, optim_state_key)
 
 
-def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Write the whole value, the same on every rank."""
-    zero_engine.set_full_param(param, value)
-
-
-def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Write the whole gradient, the same on every rank."""
-    zero_engine.set_full_grad(param, value)
-
-
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Any, optim_state_key: str) -> None:
     """Write the whole of one entry, the same on every rank."""
     zero_engine.set_full_optimizer_state(param, optim_state_key, value)
@@ -95,19 +85,16 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     return zero_engine.local_optimizer_state(param, optim_state_key)
 
 
-def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Write this rank's part of the value. Every rank calls it."""
-    zero_engine.set_local_param(param, value)
-
-
-def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Write this rank's part of the gradient. Every rank calls it."""
-    zero_engine.set_local_grad(param, value)
-
-
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Any, optim_state_key: str) -> None:
     """Write this rank's part of one entry. Every rank calls it."""
     zero_engine.set_local_optimizer_state(param, optim_state_key, value)
+
+
+# Written as zero_engine's are: every rank calls them, with the same whole value, or with its part.
+safe_set_full_fp32_param = zero_engine.set_full_param
+safe_set_full_grad = zero_engine.set_full_grad
+safe_set_local_fp32_param = zero_engine.set_local_param
+safe_set_local_grad = zero_engine.set_local_grad
 
 
 # ---- Leaf modules: set before `initialize`, on every rank ----
@@ -169,9 +156,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     set_leaf(model, flag)
 
 
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The leaf modules in `model`, in its order."""
-    return zero_partition.get_leaf_modules(model)
+get_z3_leaf_modules = zero_partition.get_leaf_modules
 
 
 def z3_leaf_module(model: nn.Module) -> bool:

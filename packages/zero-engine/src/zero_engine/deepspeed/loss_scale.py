@@ -5,31 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy, deepcopy
-from typing import Any, Final, final
+from typing import Any, final
 
+import attrs
 import torch
 from attrs import Attribute, Converter, field, frozen
 from torch import Tensor
 
-from .checks import check_flag, check_number, check_whole
-from .errors import ConfigError, LossScaleError
-
-# The loss is scaled, and gradients unscaled, in fp32: beyond these its numbers end.
-SMALLEST_SCALE: Final = 2.0**-126
-LARGEST_SCALE: Final = 2.0**127
+from zero_engine.checks import is_kind
+from zero_engine.deepspeed_file.file_key import COUNT, POSITIVE, ValueKind
+from zero_engine.deepspeed_file.keys import KEYS, LARGEST_SCALE, SCALE, SMALLEST_SCALE
+from zero_engine.errors import ConfigError, LossScaleError
 
 
-def _checked(check: Callable[..., Any], **bounds: Any) -> Converter:
+def _of_kind(kind: ValueKind) -> Any:
     """A field that is checked when the value is made, under its full name."""
 
     def convert(value: Any, self: Any, attribute: Attribute) -> Any:
-        return check(f"{type(self).__name__}.{attribute.name}", value, **bounds)
+        return kind.read(f"{type(self).__name__}.{attribute.name}", value)
 
     return Converter(convert, takes_self=True, takes_field=True)  # type: ignore[call-overload]
 
 
-_SCALE: Final = _checked(check_number, minimum=SMALLEST_SCALE, below=2 * LARGEST_SCALE)
-_FLAG: Final = _checked(check_flag)
+def _of_key(name: str, **changes: Any) -> Any:
+    return _of_kind(attrs.evolve(KEYS[f"fp16.{name}"].kind, **changes))
 
 
 @frozen
@@ -43,7 +42,7 @@ class StaticLossScale:
         ConfigError: Names the field, what was expected and what came.
     """
 
-    scale: float = field(converter=_SCALE)
+    scale: float = field(converter=_of_kind(attrs.evolve(SCALE, convert=float)))
 
 
 @frozen(kw_only=True)
@@ -66,19 +65,14 @@ class DynamicLossScale:
         ConfigError: Names the field, what was expected and what came.
     """
 
-    initial_power: int = field(default=16, converter=_checked(check_whole, minimum=0))
-    window: int = field(default=1000, converter=_checked(check_whole, minimum=1))
-    hysteresis: int = field(default=2, converter=_checked(check_whole, minimum=1))
-    consecutive_hysteresis: bool = field(default=False, converter=_FLAG)
-    minimum: float = field(default=1.0, converter=_checked(check_number, minimum=0))
-    raises_at_minimum: bool = field(default=False, converter=_FLAG)
+    initial_power: int = field(default=16, converter=_of_key("initial_scale_power"))
+    window: int = field(default=1000, converter=_of_key("loss_scale_window"))
+    hysteresis: int = field(default=2, converter=_of_key("hysteresis"))
+    consecutive_hysteresis: bool = field(default=False, validator=is_kind(bool))
+    minimum: float = field(default=1.0, converter=_of_key("min_loss_scale", convert=float))
+    raises_at_minimum: bool = field(default=False, validator=is_kind(bool))
 
     def __attrs_post_init__(self) -> None:
-        if self.initial_power > 127:
-            raise ConfigError(
-                "DynamicLossScale.initial_power: expected at most 127, as 2**127 is the largest "
-                f"power of two in fp32, got {self.initial_power}"
-            )
         if self.minimum > 2.0**self.initial_power:
             raise ConfigError(
                 f"DynamicLossScale.minimum: expected at most the first scale, "
@@ -186,16 +180,10 @@ class LossScaler:
                 f"{where}: expected the keys {sorted(keys)}, got {sorted(map(str, state_dict))}; "
                 "after training with a static scale, a dynamic one starts anew: load nothing"
             )
-        scale = check_number(
-            f"{where}: scale",
-            state_dict["scale"],
-            minimum=SMALLEST_SCALE,
-            below=2 * LARGEST_SCALE,
-        )
-        clean_steps = check_whole(f"{where}: clean_steps", state_dict["clean_steps"], minimum=0)
-        hysteresis = check_whole(f"{where}: hysteresis", state_dict["hysteresis"], minimum=1)
-        self._scale = scale
-        self._clean_steps = clean_steps
+        scale = SCALE.read(f"{where}: scale", state_dict["scale"])
+        clean_steps = COUNT.read(f"{where}: clean_steps", state_dict["clean_steps"])
+        hysteresis = POSITIVE.read(f"{where}: hysteresis", state_dict["hysteresis"])
+        self._scale, self._clean_steps = scale, clean_steps
         self._hysteresis = min(hysteresis, value.hysteresis)
 
 
