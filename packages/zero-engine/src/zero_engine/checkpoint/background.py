@@ -133,7 +133,7 @@ class Copies:
 
     def _room_for(self, runs: Sequence[Given]) -> dict[Given, Tensor]:
         """At once: a mapping for each of thousands would be one too many for the kernel."""
-        sizes = [run.planned().num_bytes for run in runs]
+        sizes = [run.num_bytes for run in runs]
         aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]
         parts = self._arena.allocate(sum(aligned)).split(aligned)
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -11,7 +11,6 @@ import torch
 from attrs import frozen
 from torch import nn
 from zero_comm import Group, check_agreement, collective
-from zero_partition import LoadError
 from zero_partition.seams import (
     ShardedModel,
     StateSource,
@@ -24,6 +23,7 @@ from zero_partition.seams import (
 from zero_engine.checks import default_group, together
 
 from .deepspeed import DeepSpeedFolder
+from .load import refuse
 from .save import sharded_of
 
 _WHAT: Final = "load_deepspeed()"
@@ -102,7 +102,14 @@ def load_deepspeed(
     if sharded is not None:
         group = sharded.whole
     group = default_group(model) if group is None else group
-    found = _opened(lambda: DeepSpeedFolder.open(folder, tag), group)
+    opened: list[DeepSpeedFolder] = []
+    together(
+        lambda: opened.append(DeepSpeedFolder.open(folder, tag)),
+        what=_WHAT,
+        group=group,
+        timeout_s=_TIMEOUT_S,
+    )
+    (found,) = opened
     content = {n: {k: str(r.shape) for k, r in state.items()} for n, state in found.states.items()}
     facts = {
         "checkpoint": f"step {found.step}, {len(found.params)} parameters "
@@ -135,12 +142,6 @@ def load_deepspeed(
     )
 
 
-def _opened(open_it: Callable[[], DeepSpeedFolder], group: Group) -> DeepSpeedFolder:
-    opened: list[DeepSpeedFolder] = []
-    together(lambda: opened.append(open_it()), what=_WHAT, group=group, timeout_s=_TIMEOUT_S)
-    return opened[0]
-
-
 def _load_sharded(
     found: DeepSpeedFolder,
     sharded: ShardedModel,
@@ -167,14 +168,7 @@ def _load_sharded(
     problems = list(planned.problems)
     if optimizer is not None and is_strict:
         problems += _find_lacking_states(found, sharded, groups)
-
-    def refuse() -> None:
-        if problems:
-            raise LoadError(
-                f"{found.path}: cannot be loaded, and nothing was written: {'; '.join(problems)}"
-            )
-
-    together(refuse, what=_WHAT, group=group)
+    refuse(problems, found.path, what=_WHAT, group=group)
     if optimizer is not None:
         optimizer.zero_grad()
     together(planned.apply, what=_WHAT, group=group)
