@@ -177,6 +177,7 @@ class GivenBatch:
     runs: tuple[Given, ...]
     read: Callable[[], Sequence[Tensor]]  # 1-D each
     is_resident: bool = False  # see `zero_partition.seams.PartBatch`
+    is_frozen: bool = False  # of parameters that do not train
 
     @property
     def num_bytes(self) -> int:
@@ -184,64 +185,56 @@ class GivenBatch:
         return sum(run.num_bytes for run in self.runs)
 
 
-@frozen
-class Written:
-    """What a rank has written; travels as JSON."""
-
-    pieces: list[dict[str, Any]] = field(factory=list)
-    files: dict[str, dict[str, int]] = field(factory=dict)
-
-
 class _DiffersError(Exception):
     """A file is not what would be written."""
 
 
-def write_parts(
+def write_files(
     folder: Path,
-    prefix: str,
-    batches: Iterable[GivenBatch],
+    rank: int,
+    batches: Sequence[GivenBatch],
     *,
     system: FileSystem,
-    before: Checkpoint | None = None,
-) -> Written:
+    before: Checkpoint | None,
+) -> dict[str, Any]:
     """Write batches to new files of a folder, each on disk when this returns. Local.
 
     Args:
         folder: Where to.
-        prefix: Of the names of the files.
+        rank: In the names of the files.
         batches: What; read one at a time, or again where they are compared.
         system: See `FileSystem`.
         before: Whose files are linked where they are the same; see NOTE(linked).
 
+    Returns:
+        For the manifest: its pieces, and facts of files by name.
+
     Raises:
         FileError: A file could not be written.
     """
-    written = Written()
-    for index, chosen in enumerate(_in_files(batches)):
-        name = f"{prefix}-{index:02}.safetensors"
-        path = folder / name
-        try:
-            facts = _link(path, chosen, system, before)
-            if facts is None:
-                with NewFile(path, system) as file:
-                    _put(file.put, chosen)
-                facts = FileFacts(file.num_bytes, file.crc32)
-        except FileError:
-            raise
-        except OSError as error:
-            raise named(error, path) from error
-        written.files[name] = {"bytes": facts.num_bytes, "crc32": facts.crc32}
-        written.pieces.extend(_said(run, name) for batch in chosen for run in batch.runs)
-    return written
-
-
-def _said(run: Given, file: str) -> dict[str, Any]:
-    return {
-        "path": run.path,
-        "dtype": name_of(run.dtype),
-        "shape": list(run.shape),
-        "piece": {"file": file, "key": run.key, "start": run.start, "stop": run.stop},
-    }
+    pieces: list[dict[str, Any]] = []
+    files: dict[str, dict[str, int]] = {}
+    for prefix, is_frozen in (("frozen", True), ("rank", False)):
+        of_prefix = (batch for batch in batches if batch.is_frozen is is_frozen)
+        for index, chosen in enumerate(_in_files(of_prefix)):
+            name = f"{prefix}-{rank:05}-{index:02}.safetensors"
+            path = folder / name
+            try:
+                facts = _link(path, chosen, system, before) if is_frozen else None
+                if facts is None:
+                    with NewFile(path, system) as file:
+                        _put(file.put, chosen)
+                    facts = FileFacts(file.num_bytes, file.crc32)
+            except FileError:
+                raise
+            except OSError as error:
+                raise named(error, path) from error
+            files[name] = {"bytes": facts.num_bytes, "crc32": facts.crc32}
+            for run in (run for batch in chosen for run in batch.runs):
+                where = {"file": name, "key": run.key, "start": run.start, "stop": run.stop}
+                said = {"path": run.path, "dtype": name_of(run.dtype), "shape": list(run.shape)}
+                pieces.append(said | {"piece": where})
+    return {"pieces": pieces, "files": files}
 
 
 def _in_files(batches: Iterable[GivenBatch]) -> Iterator[list[GivenBatch]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, final
@@ -13,6 +12,7 @@ from attrs import Attribute, field, frozen
 from zero_engine.errors import ConfigError, FileError
 
 from .plan import Plan
+from .sources import read_json
 
 
 def _is_rate(_: Any, attribute: Attribute, value: Any) -> None:
@@ -66,12 +66,7 @@ class Rates:
             FileError: There is no such file, or it is no JSON of rates.
             ConfigError: A rate is no number.
         """
-        try:
-            found = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise FileError(f"{path}: cannot be read ({error.strerror})") from error
-        except ValueError as error:
-            raise FileError(f"{path}: expected JSON, got something else: {error}") from error
+        found = read_json(Path(path))
         names = [each.name for each in attrs.fields(cls)]
         if not isinstance(found, Mapping) or not {"matmul_flops", "device_bytes"} <= set(found):
             raise FileError(
@@ -81,9 +76,6 @@ class Rates:
         if unknown := sorted(set(found) - set(names)):
             raise FileError(f"{path}: expected rates among {', '.join(names)}, got {unknown}")
         return cls(**found)
-
-
-# ---- How long a planned step takes on a machine of known rates. Arithmetic only ----
 
 
 # NOTE(between): what takes turns adds up, and what overlaps takes as long as the longest. Backward
