@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -30,7 +30,7 @@ _VERIFIED_BYTES: Final = 4 * 2**20  # read at a time
 
 # What a manifest says, by what is made of it.
 _PLAIN: Final = (
-    *("tag", "step", "world_size", "stage", "serial", "ties", "excludes_frozen"),
+    *("tag", "step", "world_size", "serial", "ties", "excludes_frozen"),
     *("own_said", "loco_facts", "num_updates"),
 )
 _VALUES: Final = ("scheduler", "engine", "extra")
@@ -59,7 +59,6 @@ class Checkpoint:
     tag: str = field(converter=str)
     step: int = field(converter=int)
     world_size: int = field(converter=int)  # that saved it
-    stage: int = field(converter=int)  # likewise
     serial: int | None  # grows with every save to the folder; None: loaded by its tag only
     params: Mapping[str, Range]  # in the dtype in which they are trained: that of masters
     ties: Mapping[str, str]  # from further names of tied parameters to those in `params`
@@ -113,15 +112,9 @@ class Checkpoint:
             raise FileError(f"{damaged[bad]}; {_other_tags(folder, bad)}") from damaged[bad]
         if tag is not None:
             return cls._of(found[tag], manifests[tag])
-        ranked = {
-            name: said["serial"]
-            for name, said in manifests.items()
-            if said.get("serial") is not None
-        }
-        if not ranked:
-            return None
-        newest = max(ranked, key=lambda name: ranked[name])
-        return cls._of(found[newest], manifests[newest])
+        ranked = [name for name, said in manifests.items() if said.get("serial") is not None]
+        newest = max(ranked, key=lambda name: manifests[name]["serial"], default=None)
+        return None if newest is None else cls._of(found[newest], manifests[newest])
 
     @classmethod
     def _of(cls, path: Path, said: Mapping[str, Any]) -> Checkpoint:
@@ -153,25 +146,17 @@ class Checkpoint:
                 f"{path / MANIFEST}: expected a manifest of a checkpoint ({error!r})"
             ) from error
 
-    def verify(self, files: Collection[str] | None = None) -> int:
-        """See that files are what they were when they were saved. Local; 4 MiB at a time.
-
-        Args:
-            files: Some of `self.files`; all when None.
-
-        Returns:
-            Bytes read.
+    def verify(self, files: Iterable[str]) -> None:
+        """See that some of its files are what they were when they were saved. Local.
 
         Raises:
             FileError: Names the first file that is not, what was expected and what came, and the
                 tags that can be loaded.
         """
-        chosen = self.files if files is None else {name: self.files[name] for name in files}
-        for name, facts in chosen.items():
-            damage = _find_damage(self.path / name, facts)
+        for name in files:
+            damage = _find_damage(self.path / name, self.files[name])
             if damage is not None:
                 raise FileError(f"{damage}; {_other_tags(self.path.parent, self.tag)}")
-        return sum(facts.num_bytes for facts in chosen.values())
 
 
 def _entry(name: str, said: Mapping[str, Any], files: Mapping[str, TensorFile]) -> Any:
@@ -235,7 +220,7 @@ def _other_tags(folder: Path, tag: str) -> str:
             continue
         if is_whole and name != tag:
             serials[name] = said.get("serial") or 0
-    ranked = sorted(serials, key=lambda name: serials[name], reverse=True)
+    ranked = sorted(serials, key=serials.__getitem__, reverse=True)
     if not ranked:
         return "there is no other checkpoint here that could be loaded"
     return f"load another checkpoint, with tag={' or '.join(map(repr, ranked))}"

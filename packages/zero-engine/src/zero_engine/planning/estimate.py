@@ -128,7 +128,9 @@ def estimate_step(
     for name, value in (("tokens", tokens), ("flops_per_param", flops_per_param)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ConfigError(f"estimate_step(): expected {name} to be above 0, got {value!r}")
-    share = _share_elsewhere(plan)
+    offload, share = plan.config.offload, 0.0  # of what is stepped, how much on the host
+    if offload is not None and offload.optimizer != "device":
+        share = float(offload.fraction)
     host = rates.host_bytes or rates.device_bytes
     stepped = plan.step.num_bytes
     seconds = {
@@ -154,24 +156,12 @@ def estimate_step(
     if written:
         seconds["writing the disk"] = written / _needed(rates, "disk_write_bytes")
     seconds = {name: value for name, value in seconds.items() if value}
-    return StepEstimate(seconds=seconds, in_turns=_in_turns(plan, rates) & seconds.keys())
-
-
-def _in_turns(plan: Plan, rates: Rates) -> frozenset[str]:
-    """A step follows the backward unless it is delayed; the CPU calls a layer, then computes it."""
-    offload = plan.config.offload
-    names = {"computing"}
-    if offload is None or not offload.delayed_update:
-        names.add("stepping")
-    if rates.transfer_bytes is None:  # the device is the CPU
-        names.add("calling layers")
-    return frozenset(names)
-
-
-def _share_elsewhere(plan: Plan) -> float:
-    """Of what is stepped, how much is stepped on the host."""
-    offload = plan.config.offload
-    return 0.0 if offload is None or offload.optimizer == "device" else float(offload.fraction)
+    in_turns = {"computing"}
+    if offload is None or not offload.delayed_update:  # then a step follows the backward
+        in_turns.add("stepping")
+    if rates.transfer_bytes is None:  # the device is the CPU: it calls a layer, then computes it
+        in_turns.add("calling layers")
+    return StepEstimate(seconds=seconds, in_turns=frozenset(in_turns & seconds.keys()))
 
 
 def _gathered_bytes(plan: Plan) -> int:
