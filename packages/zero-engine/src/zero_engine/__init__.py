@@ -1,7 +1,7 @@
 """ZeRO for a plain PyTorch loop: shard a model and its optimizer, keep the loop."""
 
 # Floors, lowest first: errors, torch_private, checks, offload, deepspeed_file, config,
-# residence, state_offload, report, init, sharding, checkpoint, deepspeed, compat, integrations,
+# residence, state_offload, reports, init, sharding, checkpoint, deepspeed, compat, integrations,
 # planning, cli, testing.
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ from zero_engine.config import ZeroConfig
 from zero_engine.errors import ConfigError, FileError, LossScaleError, NotBuiltError
 from zero_engine.init import Init, materialise
 from zero_engine.offload import Offload
-from zero_engine.report import report, schedule_table
 from zero_engine.sharding import shard, unshard
 
 if TYPE_CHECKING:
@@ -66,6 +65,7 @@ if TYPE_CHECKING:
     from zero_engine.deepspeed.initialize import initialize
     from zero_engine.deepspeed.loss_scale import DynamicLossScale, LossScaler
     from zero_engine.planning.plan import plan
+    from zero_engine.reports import report, schedule_table
     from zero_engine.state_offload import offload_states, reload_states
 
 __all__ = [
@@ -145,7 +145,9 @@ _LAZY: Final = {
     "offload_states": "zero_engine.state_offload",
     "plan": "zero_engine.planning.plan",
     "reload_states": "zero_engine.state_offload",
+    "report": "zero_engine.reports",
     "save": "zero_engine.checkpoint.save",
+    "schedule_table": "zero_engine.reports",
 }
 _MOVED: Final = {  # since 0.1
     "EngineConfig": "zero_engine.deepspeed",

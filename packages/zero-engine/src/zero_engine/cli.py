@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 import attrs
@@ -23,7 +22,7 @@ from zero_partition import PartitionError, Precision, Wire
 from zero_engine.checkpoint.export import export
 from zero_engine.checkpoint.tensor_file import CODES
 from zero_engine.planning.estimate import Rates, estimate_step
-from zero_engine.planning.options import Room, plan_options, recommend
+from zero_engine.planning.options import Room, offload_at, plan_options, recommend
 from zero_engine.planning.plan import plan
 from zero_engine.planning.probe import probe
 from zero_engine.planning.sources import GPTSize
@@ -34,17 +33,6 @@ from .config import ZeroConfig
 from .errors import ConfigError, FileError
 from .offload import Offload
 
-_UNITS: Final = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
 DTYPES: Final = {
     **{str(dtype).removeprefix("torch."): dtype for dtype in CODES if dtype.is_floating_point},
     "bf16": torch.bfloat16,
@@ -74,8 +62,10 @@ def share_of(text: str) -> float:
 
 def num_bytes_of(text: str) -> int:
     """A size such as 5GB, in bytes, or argparse's error."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]I?B|B?)", text.strip().upper())
-    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2].removeprefix("B")])
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(I?)B|B?)", text.strip().upper())
+    size = 0
+    if match is not None:
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
     if size < 1:
         raise argparse.ArgumentTypeError(
             f"expected a size such as 5GB, 500MB or 2GiB, got {text!r}"
@@ -86,8 +76,8 @@ def num_bytes_of(text: str) -> int:
 # ---- `zero plan`: what training will take, from the shell ----
 
 
-_DISK: Final = Path("/")  # a plan opens no file
 _PLACES: Final = ("device", "host", "disk")
+_SAID: Final = ("name", "fits", "device_bytes", "host_bytes", "disk_bytes")  # of options, as JSON
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -175,24 +165,12 @@ def _run(options: argparse.Namespace) -> None:
         plans, table = [one], plan_table(one)
         found: dict[str, Any] = one.to_dict()
     else:
-        every = plan_options(
-            model,
-            ZeroConfig(precision=_precision(options), wire=_wire(options)),
-            room=room,
-            **arguments,
-        )
+        every = plan_options(model, _config(options), room=room, **arguments)
         chosen = recommend(every)
         plans, table = [each.plan for each in every], options_table(every, room)
         found = {
             "options": [
-                {
-                    "name": each.name,
-                    "fits": each.fits,
-                    "device_bytes": each.device_bytes,
-                    "host_bytes": each.host_bytes,
-                    "disk_bytes": each.disk_bytes,
-                    "plan": each.plan.to_dict(),
-                }
+                {name: getattr(each, name) for name in _SAID} | {"plan": each.plan.to_dict()}
                 for each in every
             ],
             "activations_bytes": room.activations,
@@ -232,7 +210,7 @@ def _detailed(options: argparse.Namespace) -> ZeroConfig | None:
     """The one configuration that was asked for; None: all of them."""
     rests = (options.optimizer_rests, options.params_rest)
     if options.config is not None:
-        asked = options.stage is not None or _wire(options) != Wire()
+        asked = options.stage is not None or _config(options).wire != Wire()
         if asked or rests != ("device", "device"):
             raise ConfigError("expected --config, or --stage and what rests where, got both")
         return ZeroConfig.from_deepspeed(options.config)
@@ -240,29 +218,24 @@ def _detailed(options: argparse.Namespace) -> ZeroConfig | None:
         if rests != ("device", "device"):
             raise ConfigError("expected --stage with --optimizer-rests and --params-rest")
         return None
-    offload = None
-    if rests != ("device", "device"):
-        path = _DISK if "disk" in rests else None
-        offload = Offload(optimizer=rests[0], params=rests[1], path=path)
-    return ZeroConfig(
-        options.stage, offload=offload, precision=_precision(options), wire=_wire(options)
+    return attrs.evolve(
+        _config(options), stage=options.stage, offload=offload_at(*rests, like=Offload())
     )
 
 
-def _precision(options: argparse.Namespace) -> Precision | None:
-    if options.dtype is None:
-        return None
-    return Precision(params=options.dtype, masters=None if options.no_masters else torch.float32)
-
-
-def _wire(options: argparse.Namespace) -> Wire:
-    return Wire(
+def _config(options: argparse.Namespace) -> ZeroConfig:
+    """What holds at any stage and residence."""
+    precision, masters = None, None if options.no_masters else torch.float32
+    if options.dtype is not None:
+        precision = Precision(params=options.dtype, masters=masters)
+    wire = Wire(
         secondary=options.secondary,
         replicas=options.replicas,
         params=options.encode_params,
         gradients=options.encode_gradients,
         loco=Loco() if options.loco else None,
     )
+    return ZeroConfig(precision=precision, wire=wire)
 
 
 def _number(text: str) -> int:
@@ -278,19 +251,17 @@ def _number(text: str) -> int:
 # ---- `zero probe`: how fast this machine is, from the shell ----
 
 
-_PER_S: Final = {
-    "matmul_flops": ("matrix products", "GFLOP/s"),
-    "device_bytes": ("memory of the device, read and written", "GB/s"),
-    "host_bytes": ("memory of the host, read and written", "GB/s"),
-    "transfer_bytes": ("between device and host", "GB/s"),
-    "send_bytes": ("sent by a rank", "GB/s"),
-    "send_across_bytes": ("sent by a rank to other nodes", "GB/s"),
-    "disk_read_bytes": ("read from disk", "GB/s"),
-    "disk_write_bytes": ("written to disk", "GB/s"),
-}
-_SECONDS: Final = {
-    "layer_s": "forward and backward of the smallest layer",
-    "launch_s": "the smallest collective",
+_PRINTED: Final = {  # in words, in which unit, and how many of those one is
+    "matmul_flops": ("matrix products", "GFLOP/s", 1e-9),
+    "device_bytes": ("memory of the device, read and written", "GB/s", 1e-9),
+    "host_bytes": ("memory of the host, read and written", "GB/s", 1e-9),
+    "transfer_bytes": ("between device and host", "GB/s", 1e-9),
+    "send_bytes": ("sent by a rank", "GB/s", 1e-9),
+    "send_across_bytes": ("sent by a rank to other nodes", "GB/s", 1e-9),
+    "disk_read_bytes": ("read from disk", "GB/s", 1e-9),
+    "disk_write_bytes": ("written to disk", "GB/s", 1e-9),
+    "layer_s": ("forward and backward of the smallest layer", "us", 1e6),
+    "launch_s": ("the smallest collective", "us", 1e6),
 }
 
 
@@ -312,31 +283,21 @@ def add_probe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _cli_probe_run(options: argparse.Namespace) -> None:
     group = zero_comm.init()
-    rates = probe(
-        group,
-        path=options.path,
-        dtype=options.dtype,
-        size=options.size,
-        levels=Levels.of_nodes(group) if _has_nodes() else None,
-    )
+    local, whole = (os.environ.get(name, "1") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    levels = None if local == whole else Levels.of_nodes(group)  # as torchrun says
+    rates = probe(group, path=options.path, dtype=options.dtype, size=options.size, levels=levels)
     if group.rank:
         return
     found = {name: value for name, value in attrs.asdict(rates).items() if value is not None}
     if options.json:
         print(json.dumps(found, indent=1))
         return
-    per_s = ((words, found.get(name), unit) for name, (words, unit) in _PER_S.items())
-    rows = [(words, value / 10**9, unit) for words, value, unit in per_s if value is not None]
-    rows += [
-        (words, found[name] * 10**6, "us") for name, words in _SECONDS.items() if name in found
+    rows = [
+        (words, found[name] * factor, unit)
+        for name, (words, unit, factor) in _PRINTED.items()
+        if name in found
     ]
     print(tabulate(rows, floatfmt=".2f", tablefmt="plain"))
-
-
-def _has_nodes() -> bool:
-    """Whether torchrun says that ranks are of several nodes."""
-    local, whole = (os.environ.get(name, "1") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    return local != whole
 
 
 # ---- The `zero` command ----

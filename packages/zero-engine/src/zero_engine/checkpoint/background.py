@@ -25,19 +25,10 @@ from zero_engine.checks import together
 from zero_engine.errors import ConfigError, FileError
 
 from .folder import FILE_SYSTEM, FileSystem, named
-from .save import SaveReport, Writing, report_of, sharded_of
+from .save import CheckpointWriter, SaveReport, sharded_of
 from .writer import Given, GivenBatch
 
 _ALIGN_BYTES: Final = 64  # of each copy in their memory
-
-
-@frozen(eq=False)
-class _Watched:
-    """A tensor to which nobody may write while its values are copied."""
-
-    name: str
-    tensor: Tensor
-    version: int
 
 
 @define(eq=False)
@@ -45,17 +36,18 @@ class Copying:
     """Copies that are taken on another thread while training reads the same values."""
 
     _pending: list[tuple[Tensor, Tensor]] = field(factory=list, init=False)  # copy and source
-    _watched: list[_Watched] = field(factory=list, init=False)
+    _watched: list[tuple[str, Tensor, int]] = field(factory=list, init=False)  # and version
     _is_over: Event = field(factory=Event, init=False)
     _device: torch.device | None = field(default=None, init=False)
     _is_ready: torch.cuda.Event | None = field(default=None, init=False)  # on that device
 
     def watch(self, name: str, tensor: Tensor) -> None:
         """Fail if somebody writes to this before all is copied."""
-        self._watched.append(_Watched(name, tensor, tensor._version))
+        self._watched.append((name, tensor, tensor._version))
 
-    def add(self, copy: Tensor, source: Tensor) -> None:
-        """Have this copied."""
+    def add(self, name: str, copy: Tensor, source: Tensor) -> None:
+        """Have this copied; nobody may write to the source before."""
+        self.watch(name, source)
         self._pending.append((copy, source))
 
     def follow(self, device: torch.device) -> None:
@@ -71,10 +63,10 @@ class Copying:
         """
         try:
             self._copy()
-            for each in self._watched:
-                if each.tensor._version != each.version:
+            for name, tensor, version in self._watched:
+                if tensor._version != version:
                     raise FileError(
-                        f"{each.name}: was written to while it was copied. With overlap=True what "
+                        f"{name}: was written to while it was copied. With overlap=True what "
                         "trains must stay as it is until the optimizer's next step; leave that "
                         "out, or write later"
                     )
@@ -101,7 +93,7 @@ class Copying:
 
 
 @define(eq=False)
-class Copies:
+class HostSnapshot:
     """Host memory that holds what is being written.
 
     It is kept: to fault its pages in anew for every checkpoint takes longer than to fill them.
@@ -110,21 +102,19 @@ class Copies:
     _arena: HostArena = field(factory=lambda: HostArena("copies of a checkpoint"), init=False)
     _memory: dict[Given, Tensor] = field(factory=dict, init=False)
 
-    def take(self, writing: Writing, copying: Copying | None) -> int:
+    def take(self, writer: CheckpointWriter, copying: Copying | None) -> int:
         """Let it be written from copies; returns their bytes.
 
         Args:
-            writing: Whose batches become copies.
+            writer: Whose batches become copies.
             copying: Is given what may be copied later; without one, all is copied now.
         """
-        of_frozen, of_others = writing.frozen_batches, writing.batches
-        runs = dict.fromkeys(run for batch in (*of_frozen, *of_others) for run in batch.runs)
+        runs = dict.fromkeys(run for batch in writer.batches for run in batch.runs)
         if self._memory.keys() != runs.keys():
             self._memory = {}  # before there is more
             self._memory = self._room_for(list(runs))
-        writing.frozen_batches = [self._copied(batch, copying) for batch in of_frozen]
-        writing.batches = [self._copied(batch, copying) for batch in of_others]
-        device = writing.group.device
+        writer.batches = [self._copied(batch, copying) for batch in writer.batches]
+        device = writer.group.device
         if device.type == "cuda" and copying is not None:
             copying.follow(device)
         elif device.type == "cuda":
@@ -133,7 +123,7 @@ class Copies:
 
     def _room_for(self, runs: Sequence[Given]) -> dict[Given, Tensor]:
         """At once: a mapping for each of thousands would be one too many for the kernel."""
-        sizes = [run.planned().num_bytes for run in runs]
+        sizes = [run.num_bytes for run in runs]
         aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]
         parts = self._arena.allocate(sum(aligned)).split(aligned)
         return {
@@ -149,16 +139,11 @@ class Copies:
                 values.append(flat)  # for the writer to refuse
                 continue
             if copying is not None and batch.is_resident:
-                copying.watch(run.key, flat)
-                copying.add(copy, flat)
+                copying.add(run.key, copy, flat)
             else:
                 copy.copy_(flat, non_blocking=True)
             values.append(copy)
-
-        def read() -> list[Tensor]:
-            return values
-
-        return GivenBatch(batch.runs, read)
+        return GivenBatch(batch.runs, lambda: values, is_frozen=batch.is_frozen)
 
 
 # ---- Saver: checkpoints that are written while training goes on ----
@@ -223,15 +208,11 @@ class Saver:
         system: FileSystem = FILE_SYSTEM,
     ) -> None:
         self._model, self._optimizer, self._timeout_s = model, optimizer, timeout_s
-        self._asked: dict[str, Any] = {
-            "folder": folder,
-            "keep": keep,
-            "has_frozen": not exclude_frozen,
-        }
-        self._asked |= {"is_latest": True, "system": system}
+        self._asked: dict[str, Any] = {"folder": folder, "keep": keep, "system": system}
+        self._asked["has_frozen"] = not exclude_frozen
         self._overlap = overlap
         self._under_way: _Background | None = None
-        self._copies = Copies()
+        self._host = HostSnapshot()
 
     @collective
     def save(
@@ -260,7 +241,7 @@ class Saver:
         """
         self.wait()
         begun = time.monotonic()
-        writing = Writing.begin(
+        writer = CheckpointWriter.begin(
             self._model,
             self._optimizer,
             step=step,
@@ -275,22 +256,20 @@ class Saver:
         if copying is not None and sharded.placements.params is Placement.REPLICATED:
             for name, param in self._model.named_parameters():  # shards are behind our own gates
                 copying.watch(name, param)
-
-        def take() -> int:
-            return self._copies.take(writing, copying)
-
         try:
-            sizes = together(take, what="Saver.save()", group=writing.group)
+            sizes = together(
+                lambda: self._host.take(writer, copying), what="Saver.save()", group=writer.group
+            )
         except BaseException:
-            writing.abandon()
+            writer.abandon()
             raise
-        self._under_way = _Background(writing, copying, self._timeout_s)
+        self._under_way = _Background(writer, copying, self._timeout_s)
         self._under_way.start()
         if copying is not None:
             sharded.before_write.append(copying.wait)
         return Snapshot(
-            path=writing.request.folder / writing.request.tag,
-            num_bytes=sizes[writing.group.rank],
+            path=writer.folder / writer.content["tag"],
+            num_bytes=sizes[writer.group.rank],
             seconds=time.monotonic() - begun,
         )
 
@@ -314,7 +293,7 @@ class Saver:
         try:
             self.wait()
         finally:
-            self._copies = Copies()
+            self._host = HostSnapshot()
 
     def __enter__(self) -> Saver:
         return self
@@ -331,7 +310,7 @@ class Saver:
 class _Background:
     """One save, on a thread of its own."""
 
-    writing: Writing
+    writer: CheckpointWriter
     copying: Copying | None  # before it is written
     timeout_s: float
     thread: Thread = field(init=False)
@@ -345,57 +324,56 @@ class _Background:
 
     def finish(self) -> SaveReport:
         """Collective."""
-        writing = self.writing
-        if writing.group.rank:
+        writer = self.writer
+        if writer.group.rank:
             self.thread.join()
-        problems = all_gather_json("" if self.error is None else "failed", group=writing.group)
+        problems = all_gather_json("" if self.error is None else "failed", group=writer.group)
         if any(problems):  # which a rank whose disk is full could not say otherwise
             self.is_over.set()
         self.thread.join()
         if self.error is not None:
-            writing.abandon()  # others may have written since, and have ended by now
+            writer.abandon()  # others may have written since, and have ended by now
 
         def look() -> dict[str, Any] | None:
             if self.error is not None:
                 raise self.error
             return self.written
 
-        said = together(look, what="a save in the background", group=writing.group)
-        return report_of(writing, said)
+        said = together(look, what="a save in the background", group=writer.group)
+        return writer.report(said)
 
     def _run(self) -> None:
-        writing = self.writing
+        writer = self.writer
         try:
             self._write()
-            if writing.group.rank == 0:
-                said = _collect(writing.path, writing.group, self.timeout_s, self.is_over)
-                for rank in range(writing.group.world_size):
-                    writing.system.unlink(_said_at(writing.path, rank))
-                writing.publish(said)
+            if writer.group.rank == 0:
+                said = _collect(writer.path, writer.group, self.timeout_s, self.is_over)
+                for rank in range(writer.group.world_size):
+                    writer.system.unlink(_said_at(writer.path, rank))
+                writer.publish(said)
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they would hold the copies
             self.error = error
         finally:
-            writing.abandon()
-            writing.batches, writing.frozen_batches = [], []
+            writer.abandon()
+            writer.batches = []
 
     def _write(self) -> None:
         """And tell rank 0, of a failure too."""
-        writing = self.writing
-        at, problem = _said_at(writing.path, writing.group.rank), ""
+        writer = self.writer
+        at, problem = _said_at(writer.path, writer.group.rank), ""
         try:
             if self.copying is not None:
                 self.copying.run()
-            self.written = writing.write()
+            self.written = writer.write()
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             raise
         finally:
             content = json.dumps({"problem": problem, "written": self.written}).encode()
-            temporary = at.with_name(f"{at.name}.partial")
             try:
-                writing.system.write_file(temporary, content)
-                writing.system.rename(temporary, at)
+                with writer.system.published(at, f"{at.name}.partial") as path:
+                    writer.system.write_file(path, content)
             except OSError as error:
                 if not problem:
                     raise named(error, at) from error
@@ -409,32 +387,26 @@ def _collect(path: Path, group: Group, timeout_s: float, is_over: Event) -> list
     """What every rank has written, when all have. On rank 0's thread."""
     deadline = time.monotonic() + timeout_s
     found: dict[int, dict[str, Any]] = {}
-    while len(found) < group.world_size:
-        for rank in _missing(found, group):
-            at = _said_at(path, rank)
-            if at.exists():
-                said = json.loads(at.read_bytes())
-                if said["problem"]:
-                    raise FileError(
-                        f"a save in the background: rank {rank} failed: {said['problem']}"
-                    )
-                found[rank] = said["written"]
-        if len(found) < group.world_size:
-            if not main_thread().is_alive() and timeout_s > _AT_EXIT_S:
-                timeout_s = _AT_EXIT_S  # the job is ending, and another rank may have ended
-                deadline = time.monotonic() + timeout_s
-            if time.monotonic() > deadline:
-                raise FileError(
-                    f"{path}: rank {min(_missing(found, group))} has not written its files within "
-                    f"{timeout_s:g} s; is it alive, and does it see the same folder?"
-                )
-            if is_over.wait(_POLL_S):
-                raise FileError(f"{path}: another rank failed to write its files")
+    while missing := [rank for rank in range(group.world_size) if rank not in found]:
+        come = [rank for rank in missing if _said_at(path, rank).exists()]
+        for rank in come:
+            said = json.loads(_said_at(path, rank).read_bytes())
+            if said["problem"]:
+                raise FileError(f"a save in the background: rank {rank} failed: {said['problem']}")
+            found[rank] = said["written"]
+        if come:
+            continue
+        if not main_thread().is_alive() and timeout_s > _AT_EXIT_S:
+            timeout_s = _AT_EXIT_S  # the job is ending, and another rank may have ended
+            deadline = time.monotonic() + timeout_s
+        if time.monotonic() > deadline:
+            raise FileError(
+                f"{path}: rank {missing[0]} has not written its files within {timeout_s:g} s; is "
+                "it alive, and does it see the same folder?"
+            )
+        if is_over.wait(_POLL_S):
+            raise FileError(f"{path}: another rank failed to write its files")
     return [found[rank] for rank in range(group.world_size)]
-
-
-def _missing(found: Iterable[int], group: Group) -> list[int]:
-    return [rank for rank in range(group.world_size) if rank not in found]
 
 
 # ---- StopSignals: a job that is told to end saves first, at the same step on every rank ----

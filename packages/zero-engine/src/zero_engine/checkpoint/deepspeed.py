@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
-from zero_partition.seams import AbstractRangeReader
 
 from zero_engine.errors import FileError
 
-from .torch_file import TensorRange, read_torch_file
+from .ranges import MemoryRun, Range
+from .torch_file import read_torch_file
 
 _LATEST: Final = "latest"
 _OPTIMIZER: Final = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -34,50 +34,35 @@ _STAND_INS: Final[Mapping[str, type]] = {
 }
 
 
-@frozen
-class DeepSpeedFiles:
-    """What the files of one checkpoint say, as it is."""
-
-    path: Path  # of the folder they lie in
-    model: Mapping[int, Mapping[str, Any]]  # by rank; at stages 1 and 2 of rank 0 alone
-    optimizer: tuple[Mapping[str, Any], ...]  # by rank: what is under "optimizer_state_dict"
-
-    @classmethod
-    def open(cls, folder: Path, tag: str | None) -> DeepSpeedFiles:
-        """Read the files of a tag, of `latest`, or of the folder itself. Local; maps tensors.
-
-        Raises:
-            FileError: A file is missing, damaged, of something else than data parallelism, or asks
-                for a name that is not known.
-        """
-        path = _folder_of(folder, tag)
-        optimizer_paths = _numbered(path, _OPTIMIZER, lambda match: int(match[2]))
-        model_paths = _numbered(path, _MODEL, lambda match: int(match[1] or 0))
-        _refuse_others(path, {*optimizer_paths.values(), *model_paths.values()})
-        optimizer = {
-            rank: _part(found, "optimizer_state_dict")
-            for rank, found in sorted(optimizer_paths.items())
-        }
-        if 0 not in optimizer or 0 not in model_paths:
-            raise FileError(
-                f"{path}: expected a checkpoint of DeepSpeed's ZeRO, with "
-                "zero_pp_rank_0_mp_rank_00_optim_states.pt and a file of model states of rank 0; "
-                f"got {', '.join(sorted(p.name for p in path.iterdir())[:5]) or 'nothing'}"
-            )
-        counts = optimizer[0].get("partition_count")
-        counts = set(counts) if isinstance(counts, list) else {counts}
-        if len(counts) != 1 or sorted(optimizer) != list(range(len(optimizer))):
-            raise FileError(
-                f"{path}: expected one file of optimizer states from each rank, and as many "
-                f"partitions in every group; got ranks {sorted(optimizer)}, and {counts}"
-            )
-        if counts != {len(optimizer)}:
-            raise FileError(
-                f"{path}: expected optimizer states of {min(counts)} ranks, got files of "
-                f"{len(optimizer)}; a rank did not save, or the copy is incomplete"
-            )
-        model = {rank: _mapping(found) for rank, found in sorted(model_paths.items())}
-        return cls(path, model, tuple(optimizer.values()))
+def _read_files(path: Path) -> tuple[dict[int, Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Model states by rank, at stages 1 and 2 of rank 0 alone, and all ranks' optimizer states."""
+    optimizer_paths = _numbered(path, _OPTIMIZER, lambda match: int(match[2]))
+    model_paths = _numbered(path, _MODEL, lambda match: int(match[1] or 0))
+    _refuse_others(path, {*optimizer_paths.values(), *model_paths.values()})
+    optimizer = {
+        rank: _part(found, "optimizer_state_dict")
+        for rank, found in sorted(optimizer_paths.items())
+    }
+    if 0 not in optimizer or 0 not in model_paths:
+        raise FileError(
+            f"{path}: expected a checkpoint of DeepSpeed's ZeRO, with "
+            "zero_pp_rank_0_mp_rank_00_optim_states.pt and a file of model states of rank 0; "
+            f"got {', '.join(sorted(p.name for p in path.iterdir())[:5]) or 'nothing'}"
+        )
+    counts = optimizer[0].get("partition_count")
+    counts = set(counts) if isinstance(counts, list) else {counts}
+    if len(counts) != 1 or sorted(optimizer) != list(range(len(optimizer))):
+        raise FileError(
+            f"{path}: expected one file of optimizer states from each rank, and as many "
+            f"partitions in every group; got ranks {sorted(optimizer)}, and {counts}"
+        )
+    if counts != {len(optimizer)}:
+        raise FileError(
+            f"{path}: expected optimizer states of {min(counts)} ranks, got files of "
+            f"{len(optimizer)}; a rank did not save, or the copy is incomplete"
+        )
+    model = {rank: _mapping(found) for rank, found in sorted(model_paths.items())}
+    return model, list(optimizer.values())
 
 
 def is_deepspeed(folder: Path, tag: str | None) -> bool:
@@ -173,24 +158,19 @@ class Run:
     stop: int
 
 
-Numels: TypeAlias = Mapping[str, int]  # elements of parameters, in order
 Runs: TypeAlias = dict[str, tuple[Run, ...]]  # by parameter, in the order of its elements
+Lengths: TypeAlias = Sequence[Sequence[int]]  # of partitions, by rank and group
 
 
-def locate_whole_groups(
-    groups: Sequence[Numels],
-    gaps: Sequence[Sequence[int]],
-    lengths: Sequence[Sequence[int]],
+def _locate_whole_groups(
+    groups: Sequence[Mapping[str, int]], gaps: Sequence[Sequence[int]], lengths: Lengths
 ) -> Runs:
-    """For stages 1 and 2; see NOTE(partitions).
+    """For stages 1 and 2; a parameter of which not everything is there has runs that end early.
 
     Args:
-        groups: The parameters of each group.
+        groups: The elements of each group's parameters.
         gaps: Elements that follow each parameter of each group, for alignment.
-        lengths: Of partitions, by rank and group.
-
-    Returns:
-        Runs that end early for a parameter of which not everything is there.
+        lengths: Of partitions.
     """
     runs: Runs = {}
     for group, numels in enumerate(groups):
@@ -202,26 +182,22 @@ def locate_whole_groups(
     return runs
 
 
-def locate_cut_params(groups: Sequence[Numels], lengths: Sequence[Sequence[int]]) -> Runs:
-    """For stage 3; see NOTE(partitions), and `locate_whole_groups`."""
-    world_size = len(lengths)
+def _locate_cut_params(numels: Mapping[str, int], lengths: Lengths) -> Runs:
+    """For stage 3: of parameters in the order of all groups."""
     segments = [
         [(rank, group, length) for group, length in enumerate(of_rank)]
         for rank, of_rank in enumerate(lengths)
     ]
     runs: Runs = {}
     cursor = 0
-    for numels in groups:
-        for name, numel in numels.items():
-            part = -(-numel // world_size)
-            ends = [min(numel, part * (rank + 1)) for rank in range(world_size)]
-            starts = [min(numel, part * rank) for rank in range(world_size)]
-            runs[name] = tuple(
-                run
-                for rank in range(world_size)
-                for run in _cut(segments[rank], cursor, cursor + ends[rank] - starts[rank])
-            )
-            cursor += part
+    for name, numel in numels.items():
+        part = -(-numel // len(lengths))
+        runs[name] = tuple(
+            run
+            for rank, of_rank in enumerate(segments)
+            for run in _cut(of_rank, cursor, cursor + min(part, max(0, numel - part * rank)))
+        )
+        cursor += part
     return runs
 
 
@@ -235,52 +211,8 @@ def _cut(segments: Sequence[tuple[int, int, int]], start: int, stop: int) -> Ite
         begin += length
 
 
-# ---- A tensor that lies in several others ----
-
-
-@final
-@frozen(eq=False)
-class JoinedRange(AbstractRangeReader):
-    """Readers end to end, in one shape."""
-
-    joined_shape: torch.Size
-    joined_dtype: torch.dtype
-    parts: tuple[tuple[Tensor, int, int], ...]  # 1-D tensors, and which elements of them
-    _starts: tuple[int, ...] = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        starts, cursor = [], 0
-        for _, first, last in self.parts:
-            starts.append(cursor)
-            cursor += last - first
-        object.__setattr__(self, "_starts", tuple(starts))
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the whole."""
-        return self.joined_shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of all parts."""
-        return self.joined_dtype
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop), as a view where they lie in one part: copy what is to stay."""
-        found = []
-        for begin, (tensor, first, last) in zip(self._starts, self.parts, strict=True):
-            low, high = max(start - begin, 0), min(stop - begin, last - first)
-            if low < high:
-                found.append(tensor[first + low : first + high])
-        if len(found) == 1:
-            return found[0]
-        return torch.cat(found) if found else torch.empty(0, dtype=self.dtype)
-
-
 # ---- A checkpoint that DeepSpeed's ZeRO saved, as parameters by name, to be read range by r ----
 
-
-Readers = dict[str, AbstractRangeReader]
 
 _OF_ENGINE: Final = ("lr_scheduler", "skipped_steps", "global_steps", "global_samples")
 _OF_DEEPSPEED: Final = {  # all that is not the user's; DeepSpeed puts both into one dict
@@ -301,10 +233,10 @@ class DeepSpeedFolder:
     step: int
     stage: int
     world_size: int  # that saved it
-    params: Mapping[str, AbstractRangeReader]  # fp32 where they train, frozen ones as they are
+    params: Mapping[str, Range]  # fp32 where they train, frozen ones as they are
     ties: Mapping[str, str]  # from further names of tied parameters to those in `params`
-    buffers: Mapping[str, AbstractRangeReader]
-    states: Mapping[str, Mapping[str, AbstractRangeReader]]  # of the optimizer, by parameter, entry
+    buffers: Mapping[str, Range]
+    states: Mapping[str, Mapping[str, Range]]  # of the optimizer, by parameter, entry
     engine: Mapping[str, Any]  # what its engine kept besides, by DeepSpeed's names
     client_state: Mapping[str, Any]  # what `save_checkpoint` was given
 
@@ -316,14 +248,15 @@ class DeepSpeedFolder:
             FileError: A file is missing, damaged, of something else than data parallelism, holds
                 other than what its layout says, or asks for a name that is not allowed.
         """
-        files = DeepSpeedFiles.open(Path(folder), tag)
+        path = _folder_of(Path(folder), tag)
+        model, optimizer = _read_files(path)
         try:
-            return _Reading(files).folder()
+            return _Reading(path, model, optimizer).folder()
         except FileError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise FileError(
-                f"{files.path}: expected the layout of DeepSpeed's ZeRO ({error!r}); convert it "
+                f"{path}: expected the layout of DeepSpeed's ZeRO ({error!r}); convert it "
                 "with DeepSpeed's zero_to_fp32.py, and use load_pretrained()"
             ) from error
 
@@ -332,7 +265,9 @@ class DeepSpeedFolder:
 class _Reading:
     """Puts together what the files of one checkpoint say."""
 
-    files: DeepSpeedFiles
+    path: Path
+    models: Mapping[int, Mapping[str, Any]]  # as `_read_files` gives them
+    optimizer: Sequence[Mapping[str, Any]]
     stage: int = field(init=False)
     groups: list[dict[str, torch.Size]] = field(init=False)  # shapes, in order
     shapes: dict[str, torch.Size] = field(init=False)  # the same, together
@@ -341,123 +276,116 @@ class _Reading:
 
     def __attrs_post_init__(self) -> None:
         # With gradients accumulated in fp32, stage 1 in bf16 leaves its number out.
-        self.stage = int(self.files.optimizer[0].get("zero_stage", 1))
+        self.stage = int(self.optimizer[0].get("zero_stage", 1))
         if self.stage not in (1, 2, 3):
-            raise FileError(f"{self.files.path}: expected stage 1, 2 or 3, got {self.stage}")
+            raise FileError(f"{self.path}: expected stage 1, 2 or 3, got {self.stage}")
         self.groups = [
             {str(name): torch.Size(shape) for name, shape in group.items()}
-            for group in self.model["param_shapes"]
+            for group in self.models[0]["param_shapes"]
         ]
         self.shapes = {n: shape for group in self.groups for n, shape in group.items()}
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
-        self.flats = [list(of_rank[key]) for of_rank in self.files.optimizer]
+        self.flats = [list(of_rank[key]) for of_rank in self.optimizer]
         self.runs = self._locate()
 
-    @property
-    def model(self) -> Mapping[str, Any]:
-        """Model states of rank 0."""
-        return self.files.model[0]
-
-    @property
-    def world_size(self) -> int:
-        """Of the ranks that saved."""
-        return len(self.files.optimizer)
-
     def folder(self) -> DeepSpeedFolder:
-        ties = {str(a): str(n) for a, n in (self.model.get("shared_params") or {}).items()}
-        params: Readers = {name: self._join(name, self.flats) for name in self.shapes}
-        frozen = self._cut_frozen() if self.stage == 3 else self._whole_frozen(ties)
+        model = self.models[0]
+        ties = {str(a): str(n) for a, n in (model.get("shared_params") or {}).items()}
+        buffers = [str(name) for name in model.get("buffer_names") or ()]
+        params = {
+            name: self._join(name, shape, self.runs[name], self.flats)
+            for name, shape in self.shapes.items()
+        }
+        if self.stage == 3:
+            params |= self._cut_frozen()
+        else:
+            known = {*self.shapes, *buffers, *ties}
+            frozen = {name: value for name, value in model["module"].items() if name not in known}
+            params |= {str(name): Range.of(value) for name, value in frozen.items()}
         return DeepSpeedFolder(
-            path=self.files.path,
-            step=int(self.model["global_steps"]),
+            path=self.path,
+            step=int(model["global_steps"]),
             stage=self.stage,
-            world_size=self.world_size,
-            params=params | frozen,
-            ties={a: n for a, n in ties.items() if n in params or n in frozen},
-            buffers={name: TensorRange(self.model["module"][name]) for name in self._buffers()},
+            world_size=len(self.optimizer),
+            params=params,
+            ties={alias: name for alias, name in ties.items() if name in params},
+            buffers={name: Range.of(model["module"][name]) for name in buffers},
             states=self._states(),
-            engine={key: self.model[key] for key in _OF_ENGINE if key in self.model},
-            client_state={k: v for k, v in self.model.items() if k not in _OF_DEEPSPEED},
+            engine={key: model[key] for key in _OF_ENGINE if key in model},
+            client_state={k: v for k, v in model.items() if k not in _OF_DEEPSPEED},
         )
 
-    def _buffers(self) -> list[str]:
-        return [str(name) for name in self.model.get("buffer_names") or ()]
-
     def _locate(self) -> Runs:
-        numels = [{n: shape.numel() for n, shape in group.items()} for group in self.groups]
+        """What is left over must be padding: else parameters lie elsewhere than we think."""
         lengths = [[flat.numel() for flat in of_rank] for of_rank in self.flats]
         if self.stage == 3:
-            runs = locate_cut_params(numels, lengths)
+            gaps = []
+            runs = _locate_cut_params({n: s.numel() for n, s in self.shapes.items()}, lengths)
+            padded = len(lengths) * len(runs)
         else:
-            said = self.files.optimizer[0].get("param_alignment_paddings")
-            gaps = said or [[0] * len(group) for group in numels]
-            runs = locate_whole_groups(numels, gaps, lengths)
+            numels = [{n: shape.numel() for n, shape in group.items()} for group in self.groups]
+            gaps = self.optimizer[0].get("param_alignment_paddings") or [
+                [0] * len(group) for group in numels
+            ]
+            runs = _locate_whole_groups(numels, gaps, lengths)
+            padded = len(lengths) * 2 * len(self.groups)
         for name, shape in self.shapes.items():
             found = sum(run.stop - run.start for run in runs[name])
             if found != shape.numel():
                 raise FileError(
-                    f"{self.files.path}: expected {shape.numel()} elements of {name!r} in the "
-                    f"partitions of {self.world_size} ranks, got {found}; state that DeepSpeed "
+                    f"{self.path}: expected {shape.numel()} elements of {name!r} in the "
+                    f"partitions of {len(lengths)} ranks, got {found}; state that DeepSpeed "
                     "kept on NVMe, or shared out over fewer ranks, is not in these files"
                 )
-        self._check_lengths(runs, lengths)
-        return runs
-
-    def _check_lengths(self, runs: Runs, lengths: Sequence[Sequence[int]]) -> None:
-        """What is left over is padding: else parameters lie elsewhere than we think."""
+        used = sum(shape.numel() for shape in self.shapes.values()) + sum(map(sum, gaps))
         total = sum(map(sum, lengths))
-        used = sum(shape.numel() for shape in self.shapes.values())
-        gaps = self.files.optimizer[0].get("param_alignment_paddings") or []
-        used += 0 if self.stage == 3 else sum(map(sum, gaps))
-        padded = self.world_size * (len(runs) if self.stage == 3 else 2 * len(self.groups))
         if total - used > padded:
             raise FileError(
-                f"{self.files.path}: expected {used} elements in all partitions, and at most "
+                f"{self.path}: expected {used} elements in all partitions, and at most "
                 f"{padded} of padding, got {total}"
             )
+        return runs
 
-    def _join(self, name: str, flats: Sequence[Sequence[Any]]) -> JoinedRange:
-        runs = self.runs[name]
-        parts = tuple((flats[run.rank][run.group], run.start, run.stop) for run in runs)
-        dtypes = {tensor.dtype for tensor, _, _ in parts} or {torch.float32}
+    def _join(
+        self, name: str, shape: torch.Size, runs: Iterable[Run], flats: Sequence[Sequence[Any]]
+    ) -> Range:
+        parts = tuple(
+            MemoryRun(flats[run.rank][run.group], run.start, run.stop - run.start) for run in runs
+        )
+        dtypes = {part.tensor.dtype for part in parts} or {torch.float32}
         if len(dtypes) > 1:
-            raise FileError(f"{self.files.path}: {name!r} has parts of {sorted(map(str, dtypes))}")
-        return JoinedRange(self.shapes[name], dtypes.pop(), parts)
+            raise FileError(f"{self.path}: {name!r} has parts of {sorted(map(str, dtypes))}")
+        return Range(shape, dtypes.pop(), parts)
 
-    def _whole_frozen(self, ties: Mapping[str, str]) -> Readers:
-        trained_or_else = {*self.shapes, *self._buffers(), *ties}
-        return {
-            str(name): TensorRange(value)
-            for name, value in self.model["module"].items()
-            if name not in trained_or_else
-        }
-
-    def _cut_frozen(self) -> Readers:
-        readers: Readers = {}
-        for name, shape in (self.model.get("frozen_param_shapes") or {}).items():
-            lacking = [rank for rank in range(self.world_size) if rank not in self.files.model]
+    def _cut_frozen(self) -> dict[str, Range]:
+        ranges, world_size = {}, len(self.optimizer)
+        for name, said in (self.models[0].get("frozen_param_shapes") or {}).items():
+            lacking = [rank for rank in range(world_size) if rank not in self.models]
             if lacking:
                 raise FileError(
-                    f"{self.files.path}: expected model states of {self.world_size} ranks, for the "
+                    f"{self.path}: expected model states of {world_size} ranks, for the "
                     f"frozen {name!r}; those of rank {lacking[0]} are not there"
                 )
-            fragments = [
-                self.files.model[r]["frozen_param_fragments"][name] for r in range(self.world_size)
-            ]
-            runs = locate_cut_params(
-                [{name: torch.Size(shape).numel()}], [[f.numel()] for f in fragments]
-            )[name]
-            parts = tuple((fragments[run.rank].view(-1), run.start, run.stop) for run in runs)
-            readers[name] = JoinedRange(torch.Size(shape), fragments[0].dtype, parts)
-        return readers
+            shape = torch.Size(said)
+            flats = [[self.models[r]["frozen_param_fragments"][name]] for r in range(world_size)]
+            lengths = [[flat.numel() for flat in of_rank] for of_rank in flats]
+            runs = _locate_cut_params({name: shape.numel()}, lengths)[name]
+            ranges[name] = self._join(name, shape, runs, flats)
+        return ranges
 
-    def _states(self) -> dict[str, dict[str, AbstractRangeReader]]:
-        by_rank = [list(self._states_of(rank)) for rank in range(self.world_size)]
-        return {name: self._state_of(name, by_rank) for name in self.shapes}
+    def _states(self) -> dict[str, dict[str, Range]]:
+        by_rank = [list(self._states_of(of_rank)) for of_rank in self.optimizer]
+        return {
+            name: {
+                str(key): self._entry(name, key, value, by_rank)
+                for run in self.runs[name][:1]
+                for key, value in by_rank[run.rank][run.group].items()
+            }
+            for name in self.shapes
+        }
 
-    def _states_of(self, rank: int) -> Iterator[Mapping[str, Any]]:
+    def _states_of(self, said: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         """The state of each of a rank's partitions, in order."""
-        said = self.files.optimizer[rank]
         base = said["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
         if isinstance(base, list):  # "elastic": without padding, and without param groups
             step = said.get("base_optimizer_state_step")
@@ -470,31 +398,21 @@ class _Reading:
                 state = base["state"].get(number, {})
                 yield {**shared, **state} if state else {}
 
-    def _state_of(
-        self, name: str, by_rank: Sequence[Sequence[Mapping[str, Any]]]
-    ) -> dict[str, AbstractRangeReader]:
-        runs = self.runs[name]
-        if not runs:
-            return {}
-        first = by_rank[runs[0].rank][runs[0].group]
-        return {
-            str(key): self._entry(name, str(key), value, by_rank) for key, value in first.items()
-        }
-
     def _entry(
-        self, name: str, key: str, value: Any, by_rank: Sequence[Sequence[Mapping[str, Any]]]
-    ) -> AbstractRangeReader:
+        self, name: str, key: Any, value: Any, by_rank: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> Range:
         if isinstance(value, int | float):
             value = torch.tensor(float(value))  # as torch's optimizers count
         if not value.dim():
-            return TensorRange(value)
+            return Range.of(value)
         for run in self.runs[name]:
             tensor = by_rank[run.rank][run.group][key]
             length = self.flats[run.rank][run.group].numel()
             if tensor.dim() != 1 or tensor.numel() < length:
                 raise FileError(
-                    f"{self.files.path}: expected {key!r} of {name!r} to have one value per "
+                    f"{self.path}: expected {key!r} of {name!r} to have one value per "
                     f"element, {length} in partition {run.group} of rank {run.rank}; got shape "
                     f"{tuple(tensor.shape)}"
                 )
-        return self._join(name, [[state.get(key) for state in of] for of in by_rank])
+        flats = [[state.get(key) for state in of_rank] for of_rank in by_rank]
+        return self._join(name, self.shapes[name], self.runs[name], flats)

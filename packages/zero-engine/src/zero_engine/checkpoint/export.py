@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from attrs import frozen
-from torch import Tensor
-from zero_partition.seams import AbstractRangeReader
 
 from zero_engine.errors import ConfigError, FileError
 
 from .deepspeed import DeepSpeedFolder, is_deepspeed
 from .folder import FILE_SYSTEM
 from .manifest import MANIFEST
-from .pieces import Checkpoint, PiecesRange
-from .pretrained import INDEX, ExportedFile, ExportedTensor, index_of, plan_files
+from .pieces import Checkpoint
+from .pretrained import INDEX, SINGLE
+from .ranges import FileRun, Range
+from .tensor_file import ALL_CODES, header_of
+from .writer import NewFile
 
-_CHUNK_BYTES: Final = 2 * 2**20  # on their way from one file to the other
+_CHUNK_BYTES: Final = 2**20  # on their way from one file to the other
+
+
+@frozen
+class _Tensor:
+    """As it is going to be written."""
+
+    name: str
+    reader: Range
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.reader.shape.numel() * self.dtype.itemsize
 
 
 @frozen
@@ -69,25 +82,39 @@ def export(
     """
     _check_choices(dtype, max_shard_bytes)
     found, readers = open_weights_of(Path(checkpoint), tag)
-    files = plan_files(readers, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    tensors = [_chosen(name, reader, dtype) for name, reader in readers.items()]
+    parts = list(_split(tensors, max_shard_bytes)) or [[]]
+    names = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
+    files = dict(zip(names if len(parts) > 1 else [SINGLE], parts, strict=True))
     out = Path(out)
     _check_absent(out)
     verify_weights(found, readers)
-    with _appearing(out) as folder:
-        for file in files:
-            _write(folder / file.name, _content_of(file, progress))
-        if len(files) > 1:
-            _write(folder / INDEX, iter([index_of(files)]))
+    final, num_bytes = out.absolute(), 0
+    # Not "partial": a save to the same folder meanwhile would take it for its own leftovers.
+    aside = f".{final.name}.exporting-{secrets.token_hex(4)}"
+    try:
+        FILE_SYSTEM.make_folders(final.parent)
+        with FILE_SYSTEM.published(final, aside) as folder:
+            FILE_SYSTEM.mkdir(folder)
+            for name, part in files.items():
+                num_bytes += _write(folder / name, part, progress)
+            if len(files) > 1:
+                FILE_SYSTEM.write_file(folder / INDEX, _index_of(files))
+            FILE_SYSTEM.sync_folder(folder)
+    except FileError:
+        raise
+    except OSError as error:
+        raise FileError(
+            f"{out}: cannot be written ({error.strerror}); there is nothing there now"
+        ) from error
     return ExportReport(
-        files=tuple(out / file.name for file in files),
-        num_tensors=sum(len(file.tensors) for file in files),
-        num_bytes=sum(file.num_bytes for file in files),
+        files=tuple(out / name for name in files), num_tensors=len(tensors), num_bytes=num_bytes
     )
 
 
 def open_weights_of(
     path: Path, tag: str | None, *, has_frozen: bool = True
-) -> tuple[Checkpoint | DeepSpeedFolder, dict[str, AbstractRangeReader]]:
+) -> tuple[Checkpoint | DeepSpeedFolder, dict[str, Range]]:
     """A checkpoint, ours or DeepSpeed's, and readers of its weights and buffers by name. Local.
 
     Raises:
@@ -107,12 +134,11 @@ def open_weights_of(
     return found, {**params, **found.buffers}
 
 
-def verify_weights(
-    found: Checkpoint | DeepSpeedFolder, readers: Mapping[str, AbstractRangeReader]
-) -> None:
+def verify_weights(found: Checkpoint | DeepSpeedFolder, readers: Mapping[str, Range]) -> None:
     """Raise FileError unless files with anything of these are as they were saved. Local."""
     if isinstance(found, Checkpoint):
-        found.verify(_files_of(readers.values()))
+        runs = (run for reader in readers.values() for run in reader.runs)
+        found.verify({run.file.path.name: None for run in runs if isinstance(run, FileRun)})
 
 
 def _check_choices(dtype: Any, max_shard_bytes: Any) -> None:
@@ -141,12 +167,6 @@ def _open(path: Path, tag: str | None) -> Checkpoint | DeepSpeedFolder:
     return found
 
 
-def _files_of(readers: Any) -> list[str]:
-    """Names of the files that hold anything of these."""
-    pieces = (piece for r in readers if isinstance(r, PiecesRange) for piece in r.stored.pieces)
-    return list(dict.fromkeys(piece.file for piece in pieces))
-
-
 def _check_absent(out: Path) -> None:
     if out.is_dir():
         if any(out.iterdir()):
@@ -155,51 +175,56 @@ def _check_absent(out: Path) -> None:
         raise FileError(f"{out}: expected no folder or an empty one; it is a file")
 
 
-@contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
-    """A folder to write to, named `out` at the end of the context and removed after an error."""
-    out = out.absolute()
-    # Not "partial": a save to the same folder meanwhile would take it for its own leftovers.
-    folder = out.parent / f".{out.name}.exporting-{secrets.token_hex(4)}"
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
-        try:
-            yield folder
-            FILE_SYSTEM.sync_folder(folder)
-            folder.rename(out)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        FILE_SYSTEM.sync_folder(out.parent)
-    except FileError:
-        raise
-    except OSError as error:
+def _chosen(name: str, reader: Range, dtype: torch.dtype | None) -> _Tensor:
+    chosen = reader.dtype
+    if dtype is not None and reader.dtype.is_floating_point:
+        chosen = dtype
+    if chosen not in ALL_CODES:
         raise FileError(
-            f"{out}: cannot be written ({error.strerror}); there is nothing there now"
-        ) from error
+            f"{name!r}: expected one of the dtypes of safetensors, got {chosen}; leave it out of "
+            "the model's state dict, or export it with a dtype that the format has"
+        )
+    return _Tensor(name, reader, chosen)
 
 
-def _write(path: Path, content: Iterator[Any]) -> None:
-    with path.open("xb", buffering=0) as file:
-        for chunk in content:
-            view = memoryview(chunk)
-            while view:
-                view = view[file.write(view) :]
-        os.fsync(file.fileno())
+def _split(tensors: Iterable[_Tensor], max_bytes: int) -> Iterator[list[_Tensor]]:
+    """In the order of the names; none but those of one tensor are larger than they may be."""
+    part: list[_Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        if part and filled + tensor.num_bytes > max_bytes:
+            yield part
+            part, filled = [], 0
+        part.append(tensor)
+        filled += tensor.num_bytes
+    if part:
+        yield part
 
 
-def _content_of(file: ExportedFile, progress: Callable[[int], object] | None) -> Iterator[Any]:
-    yield file.header
-    for tensor in file.tensors:
-        for values in _chunks_of(tensor):
-            yield values.contiguous().view(torch.uint8).numpy()
-            if progress is not None:
-                progress(values.nbytes)
+def _index_of(files: Mapping[str, Sequence[_Tensor]]) -> bytes:
+    """The index beside several files, which says where each tensor lies."""
+    places = {tensor.name: name for name, part in files.items() for tensor in part}
+    num_bytes = sum(tensor.num_bytes for part in files.values() for tensor in part)
+    content = {
+        "metadata": {"total_size": num_bytes},
+        "weight_map": {name: places[name] for name in sorted(places)},
+    }
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def _chunks_of(tensor: ExportedTensor) -> Iterator[Tensor]:
-    numel = tensor.reader.shape.numel()
-    step = _CHUNK_BYTES // max(tensor.dtype.itemsize, tensor.reader.dtype.itemsize)
-    for start in range(0, numel, step):
-        yield tensor.reader.read(start, min(start + step, numel)).to(tensor.dtype)
+def _write(path: Path, part: list[_Tensor], progress: Callable[[int], object] | None) -> int:
+    """As the safetensors library: the widest dtypes first, so that all are aligned, then names."""
+    part = sorted(part, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    said = ((t.name, ALL_CODES[t.dtype], t.reader.shape, t.num_bytes) for t in part)
+    with NewFile(path, FILE_SYSTEM) as file:
+        # transformers asks for this word
+        file.put(memoryview(header_of(said, align=8, metadata={"format": "pt"})))
+        for tensor in part:
+            numel = tensor.reader.shape.numel()
+            step = _CHUNK_BYTES // max(tensor.dtype.itemsize, tensor.reader.dtype.itemsize)
+            for start in range(0, numel, step):
+                values = tensor.reader.read(start, min(start + step, numel)).to(tensor.dtype)
+                file.put(values.contiguous().view(torch.uint8).numpy().data)
+                if progress is not None:
+                    progress(values.nbytes)
+    return file.num_bytes

@@ -7,8 +7,8 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,15 +65,30 @@ class FileSystem:
         finally:
             self.close(file)
 
-    def remove_folder(self, path: Path, *, last: str | None = None) -> None:
-        """And the files in it, one of them after the others."""
+    def remove(self, path: Path, *, last: str | None = None) -> None:
+        """A file, or a folder with all in it, one name after the others."""
+        if not path.is_dir() or path.is_symlink():
+            self.unlink(path)
+            return
         for name in sorted(self.listdir(path), key=lambda name: name == last):
-            inner = path / name
-            if inner.is_dir() and not inner.is_symlink():
-                self.remove_folder(inner)
-            else:
-                self.unlink(inner)
+            self.remove(path / name)
         self.rmdir(path)
+
+    @contextmanager
+    def published(self, path: Path, aside: str) -> Iterator[Path]:
+        """What is written to the path that this gives is `path` at the end of the context.
+
+        Until then, and after an error, there is what was there before.
+        """
+        temporary = path.with_name(aside)
+        try:
+            yield temporary
+            self.rename(temporary, path)
+            self.sync_folder(path.parent)
+        except BaseException:
+            with suppress(OSError):
+                self.remove(temporary)
+            raise
 
 
 FILE_SYSTEM: Final = FileSystem()
@@ -89,9 +104,6 @@ def named(error: OSError, path: Path) -> FileError:
         errno.ENOENT: "every rank must see the same folder",
     }.get(error.errno or 0, "the checkpoint before is as it was")
     return FileError(f"{path}: cannot be written: {error.strerror or error}; {remedy}")
-
-
-# ---- A folder of checkpoints, changed so that a crash at any moment leaves the last one who ----
 
 
 _PARTIAL: Final = ".partial-"
@@ -149,7 +161,8 @@ class PartialFolder:
             system.make_folders(folder)
             _remove_leftovers(folder, system)
             final = folder / tag
-            if final.exists() and not _is_replaceable(final) and not _is_empty(final):
+            is_empty = final.is_dir() and not any(final.iterdir())
+            if final.exists() and not _is_replaceable(final) and not is_empty:
                 raise FileError(
                     f"{final}: expected nothing, or a checkpoint to replace, and this is none; "
                     "choose another tag, or remove it"
@@ -157,7 +170,9 @@ class PartialFolder:
             serials = [_serial_of(path) for path in find_complete(folder).values()]
             self.serial = 1 + max(serials, default=0)
             system.mkdir(self.path)
-            self._take_lock()
+            self._lock = system.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            with suppress(OSError):  # the file system may have no locks: see _is_left_over
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileError:
             raise
         except OSError as error:
@@ -181,7 +196,9 @@ class PartialFolder:
                 self.system.unlink(self.folder / self.tag / _LOCK)
             self._release()
             if is_latest:
-                _point_latest(self.folder, self.tag, self.system)
+                aside = f".{LATEST}{_PARTIAL}{secrets.token_hex(4)}"
+                with self.system.published(self.folder / LATEST, aside) as path:
+                    self.system.write_file(path, self.tag.encode())
             _remove_leftovers(self.folder, self.system)
             if keep is not None:
                 _prune(self.folder, self.tag, keep, self.system)
@@ -192,9 +209,8 @@ class PartialFolder:
 
     def abandon(self) -> None:
         """Remove it, as far as that can be. Again, or after `publish`: nothing happens."""
-        with suppress(OSError):
-            if self.path.exists():
-                self.system.remove_folder(self.path, last=_LOCK)
+        if self.path.exists():
+            _remove(self.path, self.system)
         self._release()
 
     def _rename(self) -> None:
@@ -209,11 +225,6 @@ class PartialFolder:
             if is_replaced:
                 self.system.rename(aside, final)
             raise
-
-    def _take_lock(self) -> None:
-        self._lock = self.system.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        with suppress(OSError):  # the file system may have no locks: see _is_left_over
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _release(self) -> None:
         lock, self._lock = self._lock, None
@@ -234,24 +245,15 @@ def _is_replaceable(path: Path) -> bool:
     return (path / MANIFEST).exists() or holds_parts(path)
 
 
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
-
-
 def _remove_leftovers(folder: Path, system: FileSystem) -> None:
     """What dead jobs have left. One that replaced a checkpoint is finished, or undone."""
     complete = find_complete(folder)
     for path in [folder / name for name in system.listdir(folder) if name.startswith(".")]:
-        if REPLACED in path.name and (path / MANIFEST).exists():
-            tag = path.name[1:].rpartition(REPLACED)[0]
-            if complete.get(tag) == path:
-                system.rename(path, folder / tag)
-            else:
-                _remove(path, system)
+        tag, was_replaced, _ = path.name[1:].rpartition(REPLACED)
+        if was_replaced and (path / MANIFEST).exists() and complete.get(tag) == path:
+            system.rename(path, folder / tag)
         elif (
-            REPLACED in path.name  # and half removed
-            or _PRUNED in path.name
-            or (_PARTIAL in path.name and _is_left_over(path))
+            was_replaced or _PRUNED in path.name or (_PARTIAL in path.name and _is_left_over(path))
         ):
             _remove(path, system)
         elif path.name.startswith(f".{LATEST}{_PARTIAL}"):
@@ -284,14 +286,7 @@ def _is_left_over(path: Path) -> bool:
 def _remove(path: Path, system: FileSystem) -> None:
     """A folder that is no complete checkpoint by its name. What cannot go now goes another time."""
     with suppress(OSError):
-        system.remove_folder(path, last=_LOCK)
-
-
-def _point_latest(folder: Path, tag: str, system: FileSystem) -> None:
-    temporary = folder / f".{LATEST}{_PARTIAL}{secrets.token_hex(4)}"
-    system.write_file(temporary, tag.encode())
-    system.rename(temporary, folder / LATEST)
-    system.sync_folder(folder)
+        system.remove(path, last=_LOCK)
 
 
 def _prune(folder: Path, tag: str, keep: int, system: FileSystem) -> None:

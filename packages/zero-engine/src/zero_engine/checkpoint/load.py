@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -23,8 +24,9 @@ from zero_engine.checks import check_folder, together
 from zero_engine.errors import FileError
 
 from .deepspeed import holds_deepspeed
-from .pieces import Checkpoint, PiecesRange, find_complete, holds_parts
+from .pieces import Checkpoint, find_complete, holds_parts
 from .pretrained import holds_weights
+from .ranges import Range
 from .save import restore_rngs, sharded_of
 
 _TIMEOUT_S: Final = 60.0
@@ -133,7 +135,7 @@ def load(
         problems += average.find_problems(checkpoint.average)
     elif average is not None and is_strict:
         problems.append("it was saved without an average")
-    together(lambda: _refuse(checkpoint, problems), what="load()", group=group)
+    refuse(problems, checkpoint.path, what="load()", group=group)
     together(lambda: _verify(checkpoint, group), what="load()", group=group)
     if optimizer is not None:
         optimizer.zero_grad()
@@ -161,14 +163,17 @@ def load(
             ) from error
 
     together(apply, what="load()", group=group)
-    tensors = _tensors_of(checkpoint, has_state=optimizer is not None)
+    weights = {**checkpoint.params, **checkpoint.buffers}
+    restored: list[Any] = [r for name, r in weights.items() if name not in planned.unexpected]
+    states = checkpoint.optimizer.values() if optimizer is not None else ()
+    entries = [entry for of_param in states for entry in of_param.values()]
     return LoadReport(
         path=checkpoint.path,
         step=checkpoint.step,
         extra=checkpoint.extra,
         num_tensors=planned.num_tensors,
-        num_tensors_saved=len(tensors) + _num_values(checkpoint, has_state=optimizer is not None),
-        num_bytes=sum(t.stored.num_bytes for t in tensors if t.name not in planned.unexpected),
+        num_tensors_saved=len(weights) + len(entries),
+        num_bytes=sum(e.num_bytes for e in restored + entries if isinstance(e, Range)),
         missing=planned.missing,
         unexpected=planned.unexpected,
         restores_rngs=does_rngs,
@@ -237,11 +242,16 @@ def _plan(
     return plan_load(sharded, source, is_strict=is_strict)
 
 
-def _refuse(checkpoint: Checkpoint, problems: list[str]) -> None:
-    if problems:
-        raise LoadError(
-            f"{checkpoint.path}: cannot be loaded, and nothing was written: {'; '.join(problems)}"
-        )
+def refuse(problems: Sequence[str], path: Path, *, what: str, group: Group) -> None:
+    """What does not fit on any rank stops all of them. Collective."""
+
+    def look() -> None:
+        if problems:
+            raise LoadError(
+                f"{path}: cannot be loaded, and nothing was written: {'; '.join(problems)}"
+            )
+
+    together(look, what=what, group=group)
 
 
 def _verify(checkpoint: Checkpoint, group: Group) -> None:
@@ -279,14 +289,3 @@ def _why_no_loco(checkpoint: Checkpoint, sharded: ShardedModel) -> str | None:
         if here.get(name) != saved.get(name):
             return f"{what}: {name} was {saved.get(name)} when they were saved, is {here.get(name)}"
     return None
-
-
-def _tensors_of(checkpoint: Checkpoint, *, has_state: bool) -> list[PiecesRange]:
-    entries = [e for of in checkpoint.optimizer.values() for e in of.values()] if has_state else []
-    tensors = [*checkpoint.params.values(), *checkpoint.buffers.values()]
-    return tensors + [entry for entry in entries if isinstance(entry, PiecesRange)]
-
-
-def _num_values(checkpoint: Checkpoint, *, has_state: bool) -> int:
-    entries = [e for of in checkpoint.optimizer.values() for e in of.values()] if has_state else []
-    return sum(not isinstance(entry, PiecesRange) for entry in entries)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -11,7 +11,6 @@ import torch
 from attrs import frozen
 from torch import nn
 from zero_comm import Group, check_agreement, collective
-from zero_partition import LoadError
 from zero_partition.seams import (
     ShardedModel,
     StateSource,
@@ -24,6 +23,7 @@ from zero_partition.seams import (
 from zero_engine.checks import default_group, together
 
 from .deepspeed import DeepSpeedFolder
+from .load import refuse
 from .save import sharded_of
 
 _WHAT: Final = "load_deepspeed()"
@@ -102,7 +102,14 @@ def load_deepspeed(
     if sharded is not None:
         group = sharded.whole
     group = default_group(model) if group is None else group
-    found = _opened(lambda: DeepSpeedFolder.open(folder, tag), group)
+    opened: list[DeepSpeedFolder] = []
+    together(
+        lambda: opened.append(DeepSpeedFolder.open(folder, tag)),
+        what=_WHAT,
+        group=group,
+        timeout_s=_TIMEOUT_S,
+    )
+    (found,) = opened
     content = {n: {k: str(r.shape) for k, r in state.items()} for n, state in found.states.items()}
     facts = {
         "checkpoint": f"step {found.step}, {len(found.params)} parameters "
@@ -118,9 +125,27 @@ def load_deepspeed(
         report = load_ranges(model, readers, group=group, strict=is_strict)
         missing, unexpected = report.missing, report.unexpected
     else:
-        missing, unexpected, num_states = _load_sharded(
-            found, sharded, optimizer, is_strict=is_strict
+        groups = [{"params": options["params"]} for options in param_groups_of(sharded)]
+        states = {name: state for name, state in found.states.items() if state}
+        source = StateSource(
+            params=found.params,
+            buffers=found.buffers,
+            ties=found.ties,
+            may_lack=frozenset(),
+            states=None if optimizer is None else states,
+            param_groups=groups,
+            where=str(found.path),
         )
+        planned = plan_load(sharded, source, is_strict=is_strict)
+        missing, unexpected = planned.missing, planned.unexpected
+        problems = list(planned.problems)
+        if optimizer is not None and is_strict:
+            problems += _find_lacking_states(found, sharded, groups)
+        refuse(problems, found.path, what=_WHAT, group=group)
+        if optimizer is not None:
+            optimizer.zero_grad()
+            num_states = sum(map(len, states.values()))
+        together(planned.apply, what=_WHAT, group=group)
     return DeepSpeedLoadReport(
         path=found.path,
         step=found.step,
@@ -135,55 +160,8 @@ def load_deepspeed(
     )
 
 
-def _opened(open_it: Callable[[], DeepSpeedFolder], group: Group) -> DeepSpeedFolder:
-    opened: list[DeepSpeedFolder] = []
-    together(lambda: opened.append(open_it()), what=_WHAT, group=group, timeout_s=_TIMEOUT_S)
-    return opened[0]
-
-
-def _load_sharded(
-    found: DeepSpeedFolder,
-    sharded: ShardedModel,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    is_strict: bool,
-) -> tuple[tuple[str, ...], tuple[str, ...], int]:
-    """Returns names that are missing, those that are unexpected, and how many entries went in."""
-    group = sharded.whole
-    groups: list[dict[str, Any]] = [
-        {"params": options["params"]} for options in param_groups_of(sharded)
-    ]
-    states = {name: state for name, state in found.states.items() if state}
-    source = StateSource(
-        params=found.params,
-        buffers=found.buffers,
-        ties=found.ties,
-        may_lack=frozenset(),
-        states=None if optimizer is None else states,
-        param_groups=groups,
-        where=str(found.path),
-    )
-    planned = plan_load(sharded, source, is_strict=is_strict)
-    problems = list(planned.problems)
-    if optimizer is not None and is_strict:
-        problems += _find_lacking_states(found, sharded, groups)
-
-    def refuse() -> None:
-        if problems:
-            raise LoadError(
-                f"{found.path}: cannot be loaded, and nothing was written: {'; '.join(problems)}"
-            )
-
-    together(refuse, what=_WHAT, group=group)
-    if optimizer is not None:
-        optimizer.zero_grad()
-    together(planned.apply, what=_WHAT, group=group)
-    num_states = sum(map(len, states.values())) if optimizer is not None else 0
-    return planned.missing, planned.unexpected, num_states
-
-
 def _find_lacking_states(
-    found: DeepSpeedFolder, sharded: ShardedModel, groups: list[dict[str, Any]]
+    found: DeepSpeedFolder, sharded: ShardedModel, groups: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """Trained parameters would begin anew if nothing was said."""
     stepped = {name for options in groups for name in options["params"]}

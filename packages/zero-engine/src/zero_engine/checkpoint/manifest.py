@@ -124,57 +124,6 @@ MANIFEST: Final = "manifest.json"
 
 
 @frozen
-class StoredPiece:
-    """A run of elements of a flattened tensor, as a 1-D tensor of a file."""
-
-    file: str
-    key: str
-    start: int
-    stop: int
-
-
-@frozen
-class StoredTensor:
-    """A tensor of a checkpoint: every element is in one of its pieces, which are in order."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    pieces: tuple[StoredPiece, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all its elements."""
-        return self.shape.numel() * self.dtype.itemsize
-
-    @classmethod
-    def of(cls, said: Mapping[str, Any]) -> StoredTensor:
-        """From the manifest; pieces in any order.
-
-        Raises:
-            FileError: An element is in no piece, or in two.
-        """
-        pieces = sorted(
-            (
-                StoredPiece(_file_name(p["file"]), str(p["key"]), int(p["start"]), int(p["stop"]))
-                for p in said["pieces"]
-            ),
-            key=lambda piece: (piece.start, piece.stop),
-        )
-        stored = cls(dtype_of(said["dtype"]), torch.Size(said["shape"]), tuple(pieces))
-        cursor, numel = 0, stored.shape.numel()
-        for piece in pieces:
-            if piece.start != cursor or piece.stop <= piece.start:
-                raise FileError(
-                    f"expected a piece that starts at element {cursor}, got [{piece.start}, "
-                    f"{piece.stop}) in {piece.file}"
-                )
-            cursor = piece.stop
-        if cursor != numel:
-            raise FileError(f"expected pieces of {numel} elements, got {cursor}")
-        return stored
-
-
-@frozen
 class FileFacts:
     """What a file has to be."""
 
@@ -223,7 +172,7 @@ def _crc32_of(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _file_name(name: Any) -> str:
+def file_name(name: Any) -> str:
     """Of a file beside the manifest: nothing that a manifest says leads out of its folder."""
     if not isinstance(name, str) or name in {"", ".", ".."} or Path(name).name != name:
         raise FileError(f"expected the name of a file beside the manifest, got {name!r}")
@@ -233,6 +182,6 @@ def _file_name(name: Any) -> str:
 def facts_of_files(said: Mapping[str, Any]) -> dict[str, FileFacts]:
     """By name."""
     return {
-        _file_name(name): FileFacts(int(facts["bytes"]), int(facts["crc32"]))
+        file_name(name): FileFacts(int(facts["bytes"]), int(facts["crc32"]))
         for name, facts in said.items()
     }

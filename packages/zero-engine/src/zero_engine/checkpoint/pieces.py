@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
 import torch
-from attrs import frozen
-from torch import Tensor
-from zero_partition.seams import AbstractRangeReader
+from attrs import field, frozen
 
 from zero_engine.errors import FileError
 
-from .manifest import MANIFEST, FileFacts, StoredTensor, facts_of_files, from_json, read_manifest
+from .manifest import (
+    MANIFEST,
+    FileFacts,
+    dtype_of,
+    facts_of_files,
+    file_name,
+    from_json,
+    read_manifest,
+)
+from .ranges import FileRun, Range
 from .tensor_file import TensorFile
 
 LATEST: Final = "latest"
 REPLACED: Final = ".replaced-"  # in the name of a folder that gives way to one of the same tag
 _VERIFIED_BYTES: Final = 4 * 2**20  # read at a time
+
+# What a manifest says, by what is made of it.
+_PLAIN: Final = (
+    *("tag", "step", "world_size", "serial", "ties", "excludes_frozen"),
+    *("own_said", "loco_facts", "num_updates"),
+)
+_VALUES: Final = ("scheduler", "engine", "extra")
+_OF_ALL: Final = ("params", "buffers", "average")
+_OF_RANKS: Final = ("rank_buffers", "own_state", "rngs", "loco")
+_SINCE: Final[dict[str, Any]] = {  # what the first ones do not say
+    **{name: {} for name in ("own_said", "own_state", "loco", "loco_facts", "average")},
+    "num_updates": None,
+}
 
 # NOTE(complete): a folder TAG is complete: it got its name when everything in it was on disk. While
 # it is replaced by another of the same tag there is a moment without TAG, when the one before is
@@ -27,47 +47,7 @@ _VERIFIED_BYTES: Final = 4 * 2**20  # read at a time
 
 
 @final
-@frozen
-class PiecesRange(AbstractRangeReader):
-    """One tensor of a checkpoint, joined from pieces in its files."""
-
-    name: str  # for errors
-    stored: StoredTensor
-    _files: Mapping[str, TensorFile]
-
-    @property
-    def shape(self) -> torch.Size:
-        """From the manifest."""
-        return self.stored.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """From the manifest."""
-        return self.stored.dtype
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop), in memory of their own.
-
-        Raises:
-            FileError: A file is missing, or is not what the manifest says.
-        """
-        parts = []
-        for piece in self.stored.pieces:
-            first, last = max(start, piece.start), min(stop, piece.stop)
-            if first < last:
-                span = (first - piece.start, last - piece.start)
-                parts.append(self._files[piece.file].read(piece.key, self.dtype, *span))
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype)
-
-    def whole(self) -> Tensor:
-        """All of it, in its shape."""
-        return self.read(0, self.shape.numel()).view(self.shape)
-
-
-@final
-@frozen
+@frozen(kw_only=True)
 class Checkpoint:
     """A complete checkpoint. Opening reads its manifest; tensors are read when they are asked for.
 
@@ -76,26 +56,24 @@ class Checkpoint:
     """
 
     path: Path
-    tag: str
-    step: int
-    world_size: int  # that saved it
-    stage: int  # likewise
+    tag: str = field(converter=str)
+    step: int = field(converter=int)
+    world_size: int = field(converter=int)  # that saved it
     serial: int | None  # grows with every save to the folder; None: loaded by its tag only
-    params: Mapping[str, PiecesRange]  # in the dtype in which they are trained: that of masters
+    params: Mapping[str, Range]  # in the dtype in which they are trained: that of masters
     ties: Mapping[str, str]  # from further names of tied parameters to those in `params`
     frozen: frozenset[str]  # names in `params` of those that do not train
-    computes_in: Mapping[str, torch.dtype]  # by name in `params`: what the model computes with
-    excludes_frozen: bool  # parameters that did not train were left out
-    buffers: Mapping[str, PiecesRange]  # persistent ones, of rank 0
-    rank_buffers: Mapping[int, Mapping[str, PiecesRange]]  # of ranks where they differ from those
-    optimizer: Mapping[str, Mapping[str, Any]]  # by parameter and entry: PiecesRange, or a value
+    excludes_frozen: bool = field(converter=bool)  # parameters that did not train were left out
+    buffers: Mapping[str, Range]  # persistent ones, of rank 0
+    rank_buffers: Mapping[int, Mapping[str, Range]]  # of ranks where they differ from those
+    optimizer: Mapping[str, Mapping[str, Any]]  # by parameter and entry: Range, or a value
     own_said: Mapping[str, Any]  # of entries of it that have no whole: `StateSource.own_said`
-    own_state: Mapping[int, Mapping[str, PiecesRange]]  # by rank: their tensors, numbered
+    own_state: Mapping[int, Mapping[str, Range]]  # by rank: their tensors, numbered
     param_groups: tuple[Mapping[str, Any], ...]  # options, and "params": names
-    rngs: Mapping[int, Mapping[str, PiecesRange]]  # by rank and stream
-    loco: Mapping[int, Mapping[str, PiecesRange]]  # by rank: what encoding gradients has lost
+    rngs: Mapping[int, Mapping[str, Range]]  # by rank and stream
+    loco: Mapping[int, Mapping[str, Range]]  # by rank: what encoding gradients has lost
     loco_facts: Mapping[str, str]  # what these are of; empty where none were kept
-    average: Mapping[str, PiecesRange]  # of parameters that train
+    average: Mapping[str, Range]  # of parameters that train
     num_updates: int | None  # of the average; None: none was saved
     scheduler: Any
     engine: Any
@@ -134,55 +112,33 @@ class Checkpoint:
             raise FileError(f"{damaged[bad]}; {_other_tags(folder, bad)}") from damaged[bad]
         if tag is not None:
             return cls._of(found[tag], manifests[tag])
-        ranked = {
-            name: said["serial"]
-            for name, said in manifests.items()
-            if said.get("serial") is not None
-        }
-        if not ranked:
-            return None
-        newest = max(ranked, key=lambda name: ranked[name])
-        return cls._of(found[newest], manifests[newest])
+        ranked = [name for name, said in manifests.items() if said.get("serial") is not None]
+        newest = max(ranked, key=lambda name: manifests[name]["serial"], default=None)
+        return None if newest is None else cls._of(found[newest], manifests[newest])
 
     @classmethod
     def _of(cls, path: Path, said: Mapping[str, Any]) -> Checkpoint:
+        said = {**_SINCE, **said}
         try:
             facts = facts_of_files(said["files"])
             files = {name: TensorFile(path / name) for name in facts}
-            read = _Maker(files)
+
+            def tensors(of: Mapping[str, Any]) -> dict[str, Any]:
+                return {name: _entry(name, entry, files) for name, entry in of.items()}
+
+            def by_rank(of: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+                return {int(rank): tensors(of_rank) for rank, of_rank in of.items()}
+
+            fields: dict[str, Any] = {name: said[name] for name in _PLAIN}
+            fields |= {name: from_json(said[name]) for name in _VALUES}
+            fields |= {name: tensors(said[name]) for name in _OF_ALL}
+            fields |= {name: by_rank(said[name]) for name in _OF_RANKS}
             return cls(
                 path=path,
-                tag=str(said["tag"]),
-                step=int(said["step"]),
-                world_size=int(said["world_size"]),
-                stage=int(said["stage"]),
-                serial=said["serial"],
-                params=read.tensors(said["params"]),
-                ties=dict(said["ties"]),
-                frozen=frozenset(name for name, s in said["params"].items() if s.get("frozen")),
-                computes_in={
-                    name: getattr(torch, s["computes_in"])
-                    for name, s in said["params"].items()
-                    if "computes_in" in s
-                },
-                excludes_frozen=bool(said["excludes_frozen"]),
-                buffers=read.tensors(said["buffers"]),
-                rank_buffers={int(r): read.tensors(of) for r, of in said["rank_buffers"].items()},
-                optimizer={
-                    name: {key: read.entry(f"{name}: {key}", e) for key, e in of.items()}
-                    for name, of in said["optimizer"].items()
-                },
-                own_said=dict(said.get("own_said", {})),
-                own_state={int(r): read.tensors(o) for r, o in said.get("own_state", {}).items()},
+                **fields,
+                frozen=frozenset(n for n, s in said["params"].items() if s.get("frozen")),
+                optimizer={name: tensors(of) for name, of in said["optimizer"].items()},
                 param_groups=tuple(from_json(group) for group in said["param_groups"]),
-                rngs={int(r): read.tensors(of) for r, of in said["rngs"].items()},
-                loco={int(r): read.tensors(of) for r, of in said.get("loco", {}).items()},
-                loco_facts=dict(said.get("loco_facts", {})),
-                average=read.tensors(said.get("average", {})),
-                num_updates=said.get("num_updates"),
-                scheduler=from_json(said["scheduler"]),
-                engine=from_json(said["engine"]),
-                extra=from_json(said["extra"]),
                 files=facts,
             )
         except (KeyError, TypeError, ValueError, AttributeError, FileError) as error:
@@ -190,45 +146,38 @@ class Checkpoint:
                 f"{path / MANIFEST}: expected a manifest of a checkpoint ({error!r})"
             ) from error
 
-    def verify(self, files: Collection[str] | None = None) -> int:
-        """See that files are what they were when they were saved. Local; 4 MiB at a time.
-
-        Args:
-            files: Some of `self.files`; all when None.
-
-        Returns:
-            Bytes read.
+    def verify(self, files: Iterable[str]) -> None:
+        """See that some of its files are what they were when they were saved. Local.
 
         Raises:
             FileError: Names the first file that is not, what was expected and what came, and the
                 tags that can be loaded.
         """
-        chosen = self.files if files is None else {name: self.files[name] for name in files}
-        for name, facts in chosen.items():
-            damage = _find_damage(self.path / name, facts)
+        for name in files:
+            damage = _find_damage(self.path / name, self.files[name])
             if damage is not None:
                 raise FileError(f"{damage}; {_other_tags(self.path.parent, self.tag)}")
-        return sum(facts.num_bytes for facts in chosen.values())
 
 
-@frozen
-class _Maker:
-    """Makes readers of what a manifest says."""
-
-    files: Mapping[str, TensorFile]
-
-    def tensors(self, said: Mapping[str, Any]) -> dict[str, PiecesRange]:
-        return {name: self.tensor(name, tensor) for name, tensor in said.items()}
-
-    def tensor(self, name: str, said: Mapping[str, Any]) -> PiecesRange:
-        stored = StoredTensor.of(said)
-        unknown = {piece.file for piece in stored.pieces} - self.files.keys()
-        if unknown:
-            raise FileError(f"{name!r} lies in {sorted(unknown)}, which is not among the files")
-        return PiecesRange(name, stored, self.files)
-
-    def entry(self, name: str, said: Mapping[str, Any]) -> Any:
-        return from_json(said["value"]) if "value" in said else self.tensor(name, said)
+def _entry(name: str, said: Mapping[str, Any], files: Mapping[str, TensorFile]) -> Any:
+    """A value, or a tensor whose pieces, in any order, are all of its elements once."""
+    if "value" in said:
+        return from_json(said["value"])
+    dtype, shape = dtype_of(said["dtype"]), torch.Size(said["shape"])
+    runs, cursor = [], 0
+    for piece in sorted(said["pieces"], key=lambda piece: (piece["start"], piece["stop"])):
+        start, stop, file = int(piece["start"]), int(piece["stop"]), file_name(piece["file"])
+        if file not in files:
+            raise FileError(f"{name!r} lies in {file!r}, which is not among the files")
+        if start != cursor or stop <= start:
+            raise FileError(
+                f"expected a piece that starts at element {cursor}, got [{start}, {stop}) in {file}"
+            )
+        runs.append(FileRun(files[file], str(piece["key"]), dtype, stop - start))
+        cursor = stop
+    if cursor != shape.numel():
+        raise FileError(f"expected pieces of {shape.numel()} elements, got {cursor}")
+    return Range(shape, dtype, tuple(runs))
 
 
 def find_complete(folder: Path) -> dict[str, Path]:
@@ -271,7 +220,7 @@ def _other_tags(folder: Path, tag: str) -> str:
             continue
         if is_whole and name != tag:
             serials[name] = said.get("serial") or 0
-    ranked = sorted(serials, key=lambda name: serials[name], reverse=True)
+    ranked = sorted(serials, key=serials.__getitem__, reverse=True)
     if not ranked:
         return "there is no other checkpoint here that could be loaded"
     return f"load another checkpoint, with tag={' or '.join(map(repr, ranked))}"

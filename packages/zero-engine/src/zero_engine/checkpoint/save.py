@@ -8,14 +8,14 @@ import random
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
 import torch
 import zero_ckpt
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 from torch import Tensor, nn
 from zero_comm import Group, all_gather_json, check_agreement, collective
 from zero_partition import ShardedAverage, StateError
@@ -38,36 +38,27 @@ from zero_engine.errors import ConfigError, FileError
 from .folder import FILE_SYSTEM, FileSystem, PartialFolder, check_tag
 from .manifest import from_json, name_of, to_json
 from .pieces import Checkpoint
-from .writer import Given, GivenBatch, Written, write_parts
+from .writer import Given, GivenBatch, write_files
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """By the first of its names, in `state_dict()`'s order. Local."""
-    return dict(_walk(model))
-
-
-def differing_buffers(
-    buffers: dict[str, Tensor], *, group: Group, timeout_s: float | None = None
-) -> dict[str, Tensor]:
-    """Those whose values on this rank are not those of rank 0. Collective."""
-    mine = {name: zlib.crc32(_bytes_of(tensor)) for name, tensor in buffers.items()}
-    first = all_gather_json(mine, group=group, timeout_s=timeout_s)[0]
-    return {name: buffers[name] for name in buffers if mine[name] != first.get(name)}
-
-
-def _walk(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    seen: set[int] = set()
+    found: dict[int, tuple[str, Tensor]] = {}
     for prefix, module in model.named_modules():
         for key, tensor in module._buffers.items():
-            if tensor is None or key in module._non_persistent_buffers_set or id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            yield f"{prefix}.{key}" if prefix else key, tensor
+            if tensor is not None and key not in module._non_persistent_buffers_set:
+                found.setdefault(id(tensor), (f"{prefix}.{key}" if prefix else key, tensor))
+    return dict(found.values())
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+def _differing_buffers(buffers: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
+    """Those whose values on this rank are not those of rank 0. Collective."""
+    mine = {}
+    for name, tensor in buffers.items():
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        mine[name] = zlib.crc32(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    first = all_gather_json(mine, group=group, timeout_s=_TIMEOUT_S)[0]
+    return {name: buffers[name] for name in buffers if mine[name] != first.get(name)}
 
 
 # ---- Every random number generator of a rank, as tensors of bytes by the name of its stream ----
@@ -100,44 +91,22 @@ def restore_rngs(streams: Mapping[str, Tensor], device: torch.device) -> None:
     Raises:
         FileError: A state is not one of its generator.
     """
-    for name, restore in _RESTORERS.items():
-        if name not in streams or (name == _DEVICE and device.type == "cpu"):
-            continue
+    for name, state in streams.items():
         try:
-            restore(streams[name], device)
-        except (ValueError, TypeError, RuntimeError, KeyError, LookupError) as error:
+            if name == _CPU:
+                torch.set_rng_state(state)
+            elif name == _DEVICE and device.type != "cpu":
+                torch.get_device_module(device).set_rng_state(state, device)
+            elif name == _PYTHON:
+                random.setstate(_value_of(state))
+            elif name == _NUMPY and "numpy" in sys.modules:
+                kind, keys, *rest = _value_of(state)
+                state_of_numpy = (kind, keys.numpy().astype("uint32"), *rest)
+                sys.modules["numpy"].random.set_state(state_of_numpy)
+            elif name == _TRACKER:
+                zero_ckpt.get_cuda_rng_tracker().load_state_dict(_value_of(state))
+        except (ValueError, TypeError, RuntimeError, LookupError) as error:
             raise FileError(f"state of random numbers {name!r} cannot be read: {error}") from error
-
-
-def _restore_cpu(state: Tensor, device: torch.device) -> None:
-    torch.set_rng_state(state)
-
-
-def _restore_device(state: Tensor, device: torch.device) -> None:
-    torch.get_device_module(device).set_rng_state(state, device)
-
-
-def _restore_python(state: Tensor, device: torch.device) -> None:
-    random.setstate(_value_of(state))
-
-
-def _restore_numpy(state: Tensor, device: torch.device) -> None:
-    if "numpy" in sys.modules:
-        kind, keys, *rest = _value_of(state)
-        sys.modules["numpy"].random.set_state((kind, keys.numpy().astype("uint32"), *rest))
-
-
-def _restore_tracker(state: Tensor, device: torch.device) -> None:
-    zero_ckpt.get_cuda_rng_tracker().load_state_dict(_value_of(state))
-
-
-_RESTORERS: Final = {
-    _CPU: _restore_cpu,
-    _DEVICE: _restore_device,
-    _PYTHON: _restore_python,
-    _NUMPY: _restore_numpy,
-    _TRACKER: _restore_tracker,
-}
 
 
 def _said(value: Any) -> Tensor:
@@ -153,51 +122,36 @@ def _value_of(state: Tensor) -> Any:
 
 
 _TIMEOUT_S: Final = 60.0
-_AGREED: Final = ("tag", "step", "keep", "has_frozen", "is_latest")
+_SECTIONS: Final = (  # of the manifest, whose tensors lie in files
+    *("params", "buffers", "rank_buffers", "optimizer", "own_state", "rngs", "loco", "average"),
+)
 
 
+@final
 @frozen(kw_only=True)
-class SaveRequest:
-    """What a user asked for, checked."""
+class SaveReport:
+    """What was saved."""
 
-    folder: Path
-    tag: str
-    step: int
-    extra: Any
-    scheduler: Any
-    engine: Any
-    param_groups: list[dict[str, Any]]  # none where the optimizer is not saved
-    keep: int | None
-    has_frozen: bool
-    is_latest: bool
+    path: Path  # of the checkpoint's own folder
+    num_tensors: int  # whole ones
+    num_bytes: int  # of all ranks' files
+    linked_bytes: int  # of those, in files that the checkpoint before has too, on this rank
 
 
 @define(eq=False)
-class Writing:
-    """A checkpoint that is being written. `begin` is collective; all else is local.
+class CheckpointWriter:
+    """A checkpoint that is being written. `begin` is collective; all else is local."""
 
-    Attributes:
-        group: Of the model.
-        request: What was asked for.
-        path: Of the folder that is written to.
-        num_tensors: Whole ones.
-        loco_facts: What errors of encoding gradients that are saved are of.
-        num_updates: Of the average; None where none is saved.
-        frozen_batches: What this rank writes of parameters that do not train.
-        batches: All else that it writes.
-    """
-
-    group: Group
-    request: SaveRequest
+    group: Group  # of the model
+    folder: Path  # of all checkpoints
+    keep: int | None
+    is_latest: bool
+    content: dict[str, Any]  # of the manifest, as far as it is known
     parts: StateParts
-    stage: int
-    num_tensors: int
-    loco_facts: dict[str, str]
-    num_updates: int | None
-    frozen_batches: list[GivenBatch]
-    batches: list[GivenBatch]
+    batches: list[GivenBatch]  # what this rank writes
+    num_tensors: int  # whole ones
     system: FileSystem
-    path: Path = field(init=False)
+    path: Path = field(init=False)  # of the folder that is written to
     _partial: PartialFolder | None = field(default=None, init=False)  # on rank 0
 
     @classmethod
@@ -206,89 +160,139 @@ class Writing:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         *,
-        engine: Any = None,
+        folder: Any,
+        step: Any,
+        extra: Any = None,
+        scheduler: Any = None,
+        tag: Any = None,
+        keep: Any = None,
+        has_frozen: bool = True,
+        is_latest: bool = True,
         average: ShardedAverage | None = None,
+        engine: Any = None,
         system: FileSystem = FILE_SYSTEM,
         warns: bool = True,
-        **asked: Any,
-    ) -> Writing:
-        """See what there is to write, and make the folder for it. Collective."""
+    ) -> CheckpointWriter:
+        """See what there is to write, and make the folder for it. Collective.
+
+        Arguments are those of `save`; an engine keeps something besides, and warns itself.
+        """
         sharded = sharded_of(model, optimizer, "save()")
         sharded.refuse_while_gathered("save()")
         if warns and any(g.has_local for g in sharded.reducer.gradients):
             warn_of_gradients(stacklevel=4)
-        groups = [] if optimizer is None else param_groups_of(sharded)
         group = sharded.whole
-        _check_folder(asked["folder"], group)
-        request = _check(engine=engine, param_groups=groups, **asked)
-        facts = {name: str(getattr(request, name)) for name in _AGREED}
-        facts |= {"optimizer": str(optimizer is not None), "average": str(average is not None)}
-        check_agreement(facts, group=group, timeout_s=_TIMEOUT_S)
-        parts = plan_parts(
-            sharded,
-            has_state=optimizer is not None,
-            has_frozen=request.has_frozen,
-            timeout_s=_TIMEOUT_S,
-        )
-        buffers = persistent_buffers(model)
-        others = differing_buffers(buffers, group=group, timeout_s=_TIMEOUT_S)
+        _check_folder(folder, group)
+        _check_number("step", step, 0)
+        if keep is not None:
+            _check_number("keep", keep, 1)
+        state = None if scheduler is None else scheduler.state_dict()
         has_state = optimizer is not None
-        own = {
-            "rank_buffers": others,
-            "rngs": capture_rngs(group.device),
-            "loco": loco_state(sharded) if has_state else {},
+        content: dict[str, Any] = {
+            "tag": check_tag(f"step-{step}" if tag is None else tag),
+            "serial": None,
+            "step": step,
+            "world_size": group.world_size,
+            # On one rank parameters rest whole.
+            "stage": next(int(s) for s, row in STAGES.items() if row == sharded.placements),
+            "excludes_frozen": not has_frozen,
+            **{name: {} for name in _SECTIONS},
+            "own_said": {},
+            "loco_facts": loco_facts(sharded) if has_state else {},
+            "num_updates": None if average is None else average.num_updates,
+            "ties": {},
+            "param_groups": [_group_of(g) for g in param_groups_of(sharded)] if has_state else [],
+            "scheduler": to_json(state, "save(): scheduler.state_dict()"),
+            "engine": to_json(engine, "engine"),
+            "extra": to_json(extra, "save(): extra"),
         }
-        given = parts if sharded.routes.is_first_replica else evolve(parts, batches=())
-        frozen_batches, batches = given_batches(given, group.rank, buffers, own)
-        if sharded.routes.is_first_replica:
-            own_state = {str(number): tensor for number, tensor in enumerate(parts.own)}
-            batches += _whole_batches(("own_state", str(sharded.group.rank)), own_state)
-        if average is not None and sharded.routes.is_first_replica:
-            batches += [_given_of(batch, "average") for batch in average.batches()]
-        self = cls(
-            group,
-            request,
-            parts,
-            stage_of(sharded),
-            len(parts.tensors) + len(buffers),
-            loco_facts(sharded) if has_state else {},
-            None if average is None else average.num_updates,
-            frozen_batches,
-            batches,
-            system,
+        facts = {"tag": content["tag"], "step": step, "keep": keep, "has_frozen": has_frozen}
+        facts |= {"is_latest": is_latest, "optimizer": has_state, "average": average is not None}
+        said = {name: str(value) for name, value in facts.items()}
+        check_agreement(said, group=group, timeout_s=_TIMEOUT_S)
+        parts = plan_parts(
+            sharded, has_state=has_state, has_frozen=has_frozen, timeout_s=_TIMEOUT_S
         )
-        name = together(self._make_folder, what="save()", group=group)[0]
-        self.path = request.folder / name
+        content |= {"own_said": parts.own_said, "ties": dict(parts.ties)}
+        is_first = sharded.routes.is_first_replica
+        batches = [_given_of(batch) for batch in parts.batches] if is_first else []
+        buffers, rank = _persistent_buffers(model), str(group.rank)
+        others = _differing_buffers(buffers, group)
+        if group.rank == 0:
+            batches += _whole_batches(buffers, "buffers")
+        batches += _whole_batches(others, "rank_buffers", rank)
+        batches += _whole_batches(capture_rngs(group.device), "rngs", rank)
+        batches += _whole_batches(loco_state(sharded) if has_state else {}, "loco", rank)
+        if is_first:
+            own = {str(number): tensor for number, tensor in enumerate(parts.own)}
+            batches += _whole_batches(own, "own_state", str(sharded.group.rank))
+        if is_first and average is not None:
+            batches += [_given_of(batch, "average") for batch in average.batches()]
+        num_tensors = len(parts.tensors) + len(buffers)
+        self = cls(
+            group, Path(folder), keep, is_latest, content, parts, batches, num_tensors, system
+        )
+        self.path = self.folder / together(self._make_folder, what="save()", group=group)[0]
         return self
 
     def _make_folder(self) -> str | None:
         if self.group.rank:
             return None
-        self._partial = PartialFolder.begin(self.request.folder, self.request.tag, self.system)
+        self._partial = PartialFolder.begin(self.folder, self.content["tag"], self.system)
         return self._partial.path.name
 
     def write(self) -> dict[str, Any]:
         """Write what this rank gives; returns what it has written, as JSON can say it."""
-        before = _before(self.path.parent) if self.frozen_batches else None
-        name, system = f"{self.group.rank:05}", self.system
-        first = write_parts(
-            self.path, f"frozen-{name}", self.frozen_batches, system=system, before=before
+        has_frozen = any(batch.is_frozen for batch in self.batches)
+        before = _before(self.folder) if has_frozen else None
+        return write_files(
+            self.path, self.group.rank, self.batches, system=self.system, before=before
         )
-        then = write_parts(self.path, f"rank-{name}", self.batches, system=system)
-        return {"pieces": [*first.pieces, *then.pieces], "files": first.files | then.files}
 
     def publish(self, said: Sequence[dict[str, Any]]) -> None:
         """On rank 0, make a complete checkpoint of what all ranks have written."""
         if self._partial is not None:
-            written = [Written(**of_rank) for of_rank in said]
-            content = manifest_of(self, written, self._partial.serial)
-            request = self.request
-            self._partial.publish(content, is_latest=request.is_latest, keep=request.keep)
+            self._fill_manifest(said)
+            self.content["serial"] = self._partial.serial if self.is_latest else None
+            self._partial.publish(self.content, is_latest=self.is_latest, keep=self.keep)
+
+    def _fill_manifest(self, said: Sequence[dict[str, Any]]) -> None:
+        content, parts = self.content, self.parts
+        for tensor in parts.tensors:
+            _tensor_at(content, _path_of(tensor), name_of(tensor.dtype), list(tensor.shape))
+        for one in (one for of_rank in said for one in of_rank["pieces"]):
+            tensor = _tensor_at(content, one["path"], one["dtype"], one["shape"])
+            if one["piece"]["stop"] > one["piece"]["start"]:
+                tensor["pieces"].append(one["piece"])
+        for name, values in parts.values.items():
+            of_param = content["optimizer"].setdefault(name, {})
+            for key, value in values.items():
+                of_param[key] = {"value": to_json(value, f"optimizer state {key!r} of {name!r}")}
+        for name in parts.frozen:
+            content["params"][name]["frozen"] = True
+        for name, dtype in parts.computes_in.items():
+            content["params"][name]["computes_in"] = name_of(dtype)
+        content["files"] = {name: f for of_rank in said for name, f in of_rank["files"].items()}
 
     def abandon(self) -> None:
         """Remove what there is; after `publish`, nothing happens."""
         if self._partial is not None:
             self._partial.abandon()
+
+    def report(self, said: Sequence[dict[str, Any]]) -> SaveReport:
+        """Of a checkpoint that is complete."""
+        path = self.folder / self.content["tag"]
+        mine = said[self.group.rank]["files"]
+        try:
+            linked = [f["bytes"] for n, f in mine.items() if (path / n).stat().st_nlink > 1]
+        except OSError:  # pruned or replaced by now
+            linked = []
+        return SaveReport(
+            path=path,
+            num_tensors=self.num_tensors,
+            num_bytes=sum(f["bytes"] for of_rank in said for f in of_rank["files"].values()),
+            linked_bytes=sum(linked),
+        )
 
 
 def warn_of_gradients(*, stacklevel: int) -> None:
@@ -334,41 +338,9 @@ def _check_folder(folder: Any, group: Group) -> None:
         )
 
 
-def _check(*, folder: Any, tag: Any, step: Any, keep: Any, scheduler: Any, **rest: Any) -> Any:
-    for name, value, minimum in (("step", step, 0), ("keep", keep, 1)):
-        is_number = isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-        if not is_number and not (value is None and name == "keep"):
-            raise ConfigError(f"save(): expected {name} to be an int from {minimum}, got {value!r}")
-    state = None if scheduler is None else scheduler.state_dict()
-    return SaveRequest(
-        folder=Path(folder),
-        tag=check_tag(f"step-{step}" if tag is None else tag),
-        step=step,
-        keep=keep,
-        scheduler=to_json(state, "save(): scheduler.state_dict()"),
-        extra=to_json(rest.pop("extra"), "save(): extra"),
-        engine=to_json(rest.pop("engine"), "engine"),
-        **rest,
-    )
-
-
-def given_batches(
-    parts: StateParts,
-    rank: int,
-    buffers: dict[str, Tensor],
-    own: dict[str, dict[str, Tensor]],
-) -> tuple[list[GivenBatch], list[GivenBatch]]:
-    """What this rank writes: of frozen parameters, and all else. Local."""
-    trained: list[GivenBatch] = []
-    frozen_ones: list[GivenBatch] = []
-    for batch in parts.batches:
-        given = _given_of(batch)
-        (frozen_ones if batch.is_frozen else trained).append(given)
-    if rank == 0:
-        trained += _whole_batches(("buffers",), buffers)
-    for section, tensors in own.items():  # of this rank alone
-        trained += _whole_batches((section, str(rank)), tensors)
-    return frozen_ones, trained
+def _check_number(name: str, value: Any, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ConfigError(f"save(): expected {name} to be an int from {minimum}, got {value!r}")
 
 
 def _given_of(batch: PartBatch, section: str = "params") -> GivenBatch:
@@ -378,7 +350,7 @@ def _given_of(batch: PartBatch, section: str = "params") -> GivenBatch:
         )
         for p in batch.parts
     )
-    return GivenBatch(tuple(runs), batch.read, batch.is_resident)
+    return GivenBatch(tuple(runs), batch.read, batch.is_resident, batch.is_frozen)
 
 
 def _path_of(tensor: WholeTensor, section: str = "params") -> tuple[str, ...]:
@@ -387,11 +359,10 @@ def _path_of(tensor: WholeTensor, section: str = "params") -> tuple[str, ...]:
     return ("optimizer", tensor.name, tensor.entry)
 
 
-def _whole_batches(prefix: tuple[str, ...], tensors: dict[str, Tensor]) -> Iterable[GivenBatch]:
+def _whole_batches(tensors: dict[str, Tensor], *path: str) -> Iterable[GivenBatch]:
     for name, tensor in tensors.items():
-        run = Given((*prefix, name), tensor.dtype, tensor.shape, 0, tensor.numel())
-        flat: Callable[[], Sequence[Tensor]] = partial(_flatten, tensor)
-        yield GivenBatch((run,), flat)
+        run = Given((*path, name), tensor.dtype, tensor.shape, 0, tensor.numel())
+        yield GivenBatch((run,), partial(_flatten, tensor))
 
 
 def _flatten(tensor: Tensor) -> list[Tensor]:
@@ -405,59 +376,10 @@ def _before(folder: Path) -> Checkpoint | None:
         return None
 
 
-def manifest_of(writing: Writing, written: Sequence[Written], serial: int) -> dict[str, Any]:
-    """What the manifest says. Local."""
-    request, parts = writing.request, writing.parts
-    names = (
-        "params",
-        "buffers",
-        "rank_buffers",
-        "optimizer",
-        "own_state",
-        "rngs",
-        "loco",
-        "average",
-    )
-    sections: dict[str, Any] = {name: {} for name in names}
-    for tensor in parts.tensors:
-        _tensor_at(sections, _path_of(tensor), name_of(tensor.dtype), list(tensor.shape))
-    for of_rank in written:
-        for said in of_rank.pieces:
-            tensor = _tensor_at(sections, said["path"], said["dtype"], said["shape"])
-            if said["piece"]["stop"] > said["piece"]["start"]:
-                tensor["pieces"].append(said["piece"])
-    for name, values in parts.values.items():
-        of_param = sections["optimizer"].setdefault(name, {})
-        for key, value in values.items():
-            of_param[key] = {"value": to_json(value, f"optimizer state {key!r} of {name!r}")}
-    for name in parts.frozen:
-        sections["params"][name]["frozen"] = True
-    for name, dtype in parts.computes_in.items():
-        sections["params"][name]["computes_in"] = name_of(dtype)
-    return {
-        "tag": request.tag,
-        "serial": serial if request.is_latest else None,
-        "step": request.step,
-        "world_size": writing.group.world_size,
-        "stage": writing.stage,
-        "excludes_frozen": not request.has_frozen,
-        **sections,
-        "own_said": parts.own_said,
-        "loco_facts": writing.loco_facts,
-        "num_updates": writing.num_updates,
-        "ties": dict(parts.ties),
-        "param_groups": [_group_of(group) for group in request.param_groups],
-        "scheduler": request.scheduler,
-        "engine": request.engine,
-        "extra": request.extra,
-        "files": {name: facts for of_rank in written for name, facts in of_rank.files.items()},
-    }
-
-
 def _tensor_at(
-    sections: dict[str, Any], path: Sequence[str], dtype: str, shape: list[int]
+    content: dict[str, Any], path: Sequence[str], dtype: str, shape: list[int]
 ) -> dict[str, Any]:
-    at = sections
+    at = content
     for name in path[:-1]:
         at = at.setdefault(name, {})
     return at.setdefault(path[-1], {"dtype": dtype, "shape": shape, "pieces": []})
@@ -474,23 +396,7 @@ def _group_of(group: dict[str, Any]) -> dict[str, Any]:
     return said
 
 
-def stage_of(sharded: ShardedModel) -> int:
-    """As which stage the model rests; on one rank parameters rest whole. Local."""
-    return next(int(stage) for stage, row in STAGES.items() if row == sharded.placements)
-
-
 # ---- save(): every rank writes its parts, and rank 0 makes a checkpoint of them ----
-
-
-@final
-@frozen(kw_only=True)
-class SaveReport:
-    """What was saved."""
-
-    path: Path  # of the checkpoint's own folder
-    num_tensors: int  # whole ones
-    num_bytes: int  # of all ranks' files
-    linked_bytes: int  # of those, in files that the checkpoint before has too, on this rank
 
 
 @collective
@@ -563,34 +469,10 @@ def save_with(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, **asked: Any
 ) -> SaveReport:
     """As `save`, with what an engine keeps besides, and a file system that tests replace."""
-    writing = Writing.begin(model, optimizer, **asked)
-    group = writing.group
+    writer = CheckpointWriter.begin(model, optimizer, **asked)
     try:
-        said = together(writing.write, what="save()", group=group)
-        together(lambda: writing.publish(said), what="save()", group=group)
+        said = together(writer.write, what="save()", group=writer.group)
+        together(lambda: writer.publish(said), what="save()", group=writer.group)
     finally:
-        writing.abandon()
-    return report_of(writing, said)
-
-
-def report_of(writing: Writing, said: Sequence[dict[str, Any]]) -> SaveReport:
-    """Of a checkpoint that is complete."""
-    written = [Written(**of_rank) for of_rank in said]
-    path = writing.request.folder / writing.request.tag
-    return SaveReport(
-        path=path,
-        num_tensors=writing.num_tensors,
-        num_bytes=sum(f["bytes"] for of_rank in written for f in of_rank.files.values()),
-        linked_bytes=_linked_bytes(path, written[writing.group.rank]),
-    )
-
-
-def _linked_bytes(path: Path, written: Written) -> int:
-    try:
-        return sum(
-            facts["bytes"]
-            for name, facts in written.files.items()
-            if (path / name).stat().st_nlink > 1
-        )
-    except OSError:  # pruned or replaced by now
-        return 0
+        writer.abandon()
+    return writer.report(said)

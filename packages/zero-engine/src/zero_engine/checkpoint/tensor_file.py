@@ -1,20 +1,20 @@
-"""The safetensors format: a header in JSON, and then the bytes of 1-D tensors, end to end."""
+"""The safetensors format: a header in JSON, and then the bytes of tensors, end to end."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 from torch import Tensor
 
 from zero_engine.errors import FileError
 
-# Of each dtype that the format knows; all others are written as their bytes, "U8".
+# Of each dtype that checkpoints are written in; all others are written as their bytes, "U8".
 CODES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -27,60 +27,44 @@ CODES: Final = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_ALIGN_BYTES: Final = 64  # mapped tensors then begin where any dtype, and vector units, may
+ALL_CODES: Final = CODES | {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
+}
+_DTYPES: Final = {code: dtype for dtype, code in ALL_CODES.items()} | {
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
 _LENGTH_BYTES: Final = 8
 _LARGEST_HEADER_BYTES: Final = 10**8  # what the safetensors library accepts
 
 
-@frozen
-class PlannedTensor:
-    """A 1-D tensor of a file that is going to be written."""
+def header_of(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]],
+    *,
+    align: int,
+    metadata: Mapping[str, str] | None = None,
+) -> bytes:
+    """What a file begins with.
 
-    key: str
-    dtype: torch.dtype
-    numel: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its elements."""
-        return self.numel * self.dtype.itemsize
-
-
-@frozen
-class TensorFilePlan:
-    """What a file is going to be: everything but the values. Equal tensors give equal bytes."""
-
-    tensors: tuple[PlannedTensor, ...]
-    header: bytes
-    paddings: tuple[int, ...]  # bytes of zeros before each tensor
-    num_bytes: int  # of the whole file
-
-    @classmethod
-    def of(cls, tensors: Iterable[PlannedTensor]) -> TensorFilePlan:
-        """Lay tensors end to end. The format has no holes: paddings are tensors as well."""
-        tensors = tuple(tensors)
-        said: dict[str, object] = {}
-        paddings, cursor = [], 0
-        for tensor in tensors:
-            padding = -cursor % _ALIGN_BYTES
-            if padding:
-                span = [cursor, cursor + padding]
-                said[f"padding.{len(paddings)}"] = _said("U8", padding, span)
-            paddings.append(padding)
-            cursor += padding
-            code = CODES.get(tensor.dtype)
-            numel = tensor.numel if code is not None else tensor.num_bytes
-            span = [cursor, cursor + tensor.num_bytes]
-            said[tensor.key] = _said(code or "U8", numel, span)
-            cursor += tensor.num_bytes
-        text = json.dumps(said, separators=(",", ":")).encode()
-        text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGN_BYTES)
-        header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-        return cls(tensors, header, tuple(paddings), len(header) + cursor)
-
-
-def _said(code: str, numel: int, span: list[int]) -> dict[str, object]:
-    return {"dtype": code, "shape": [numel], "data_offsets": span}
+    Args:
+        tensors: In the order of the file: key, code of the dtype, shape, bytes.
+        align: A divisor of where the first one begins.
+        metadata: Of the file.
+    """
+    said: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    cursor = 0
+    for key, code, shape, num_bytes in tensors:
+        span = [cursor, cursor + num_bytes]
+        said[key] = {"dtype": code, "shape": list(shape), "data_offsets": span}
+        cursor += num_bytes
+    text = json.dumps(said, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % align)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 @define(eq=False)
@@ -88,10 +72,30 @@ class TensorFile:
     """A file to read from; its header is read when it is needed, and the file is not kept open."""
 
     path: Path
-    _places: Mapping[str, tuple[int, int]] | None = field(default=None, init=False)
+    _tensors: dict[str, tuple[torch.dtype, torch.Size, int]] | None = field(
+        default=None, init=False
+    )
+
+    def tensors(self) -> Mapping[str, tuple[torch.dtype, torch.Size, int]]:
+        """By key: dtype, shape, and where its bytes begin.
+
+        Raises:
+            FileError: The file is missing, not of this format, or cut short.
+        """
+        if self._tensors is None:
+            if not self.path.is_file():
+                raise FileError(f"{self.path}: no such file")
+            try:
+                self._tensors = _read_header(self.path)
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                raise FileError(
+                    f"{self.path}: expected a whole safetensors file ({error!r}); save or download "
+                    "it again"
+                ) from error
+        return self._tensors
 
     def read(self, key: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a tensor, in memory of their own.
+        """Elements [start, stop) of a tensor, as of a dtype, in memory of their own.
 
         Raises:
             FileError: There is no such file or tensor, or the tensor has fewer elements.
@@ -99,52 +103,44 @@ class TensorFile:
         out = torch.empty(stop - start, dtype=dtype)
         if not out.numel():
             return out
-        begin, end = self._place(key)
-        first, size = begin + start * dtype.itemsize, out.nbytes
-        if first + size > end:
+        if key not in self.tensors():
+            raise FileError(f"{self.path}: expected a tensor {key!r}; there is none")
+        stored, shape, begin = self.tensors()[key]
+        num_bytes = shape.numel() * stored.itemsize
+        if stop * dtype.itemsize > num_bytes:
             raise FileError(
                 f"{self.path}: expected {key!r} to have at least {stop} elements of {dtype}, got "
-                f"{end - begin} bytes"
+                f"{num_bytes} bytes"
             )
-        view = out.view(torch.uint8).numpy().data
+        first, view = begin + start * dtype.itemsize, out.view(torch.uint8).numpy().data
         try:
             with self.path.open("rb", buffering=0) as file:
-                while size:
-                    count = os.preadv(file.fileno(), [view[-size:]], first)
-                    if not count:
-                        raise FileError(f"{self.path}: expected {size} more bytes at {first}")
-                    first, size = first + count, size - count
-        except FileError:
-            raise
+                while view and (count := os.preadv(file.fileno(), [view], first)):
+                    first, view = first + count, view[count:]
         except OSError as error:
             raise FileError(f"{self.path}: cannot be read: {error.strerror}") from error
+        if view:
+            raise FileError(f"{self.path}: expected {len(view)} more bytes at {first}")
         return out
 
-    def _place(self, key: str) -> tuple[int, int]:
-        if self._places is None:
-            self._places = _read_header(self.path)
-        if key not in self._places:
-            raise FileError(f"{self.path}: expected a tensor {key!r}; there is none")
-        return self._places[key]
 
-
-def _read_header(path: Path) -> dict[str, tuple[int, int]]:
-    """Where the bytes of each tensor begin and end in the file."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if length > _LARGEST_HEADER_BYTES:
-                raise FileError(f"{path}: expected a safetensors file, got a header of {length} B")
-            text = file.read(length)
-        data = _LENGTH_BYTES + length
-        return {
-            key: (data + said["data_offsets"][0], data + said["data_offsets"][1])
-            for key, said in json.loads(text).items()
-            if key != "__metadata__"
-        }
-    except FileError:
-        raise
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise FileError(f"{path}: expected a safetensors file ({error!r})") from error
+def _read_header(path: Path) -> dict[str, tuple[torch.dtype, torch.Size, int]]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if length > _LARGEST_HEADER_BYTES:
+            raise ValueError(f"a header of {length} bytes")
+        said = json.loads(file.read(length))
+        num_bytes = os.fstat(file.fileno()).st_size
+    said.pop("__metadata__", None)
+    tensors, cursor = {}, _LENGTH_BYTES + length
+    for key, of in sorted(said.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape = _DTYPES[of["dtype"]], torch.Size(of["shape"])
+        tensors[key] = dtype, shape, cursor
+        size = shape.numel() * dtype.itemsize
+        begin = cursor - _LENGTH_BYTES - length
+        if of["data_offsets"] != [begin, begin + size]:
+            raise ValueError(f"{key!r} of {size} bytes from {begin} at {of['data_offsets']}")
+        cursor += size
+    if cursor != num_bytes:
+        raise ValueError(f"{num_bytes} bytes, where the header tells of {cursor}")
+    return tensors

@@ -6,45 +6,21 @@ import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
-from attrs import field, frozen
 from torch import Tensor
-from zero_partition.seams import AbstractRangeReader
 
 from zero_engine.errors import FileError
+
+from .ranges import Range
 
 # NOTE(weights_only): torch's unpickler for `weights_only=True` runs no code: it knows the functions
 # that make tensors, and refuses the file when it meets any other name. A stand-in is a class of
 # ours that it may make in the place of one other name, and of which it sets attributes.
 
 
-@final
-@frozen(eq=False)
-class TensorRange(AbstractRangeReader):
-    """A tensor in memory, or in a file that is mapped."""
-
-    tensor: Tensor = field(converter=torch.Tensor.detach)
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the tensor."""
-        return self.tensor.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the tensor."""
-        return self.tensor.dtype
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop), as a view where they lie in order: copy what is to stay."""
-        if self.tensor.is_contiguous():
-            return self.tensor.view(-1)[start:stop]
-        return self.tensor[torch.unravel_index(torch.arange(start, stop), self.shape)]
-
-
-def open_torch_file(path: Path) -> dict[str, TensorRange]:
+def open_torch_file(path: Path) -> dict[str, Range]:
     """The tensors of a state dict that torch.save wrote, by name. Local; reads no values.
 
     Raises:
@@ -64,7 +40,7 @@ def open_torch_file(path: Path) -> dict[str, TensorRange]:
                 f"{path}: expected a state dict, from names to dense tensors; {name!r} is a {got}. "
                 "If the state dict is a part of what was saved, save that part by itself"
             )
-    return {name: TensorRange(value) for name, value in content.items()}
+    return {name: Range.of(value) for name, value in content.items()}
 
 
 def _is_plain(value: Any) -> bool:

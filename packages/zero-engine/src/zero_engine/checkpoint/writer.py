@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from attrs import define, field, frozen
@@ -23,7 +23,7 @@ from zero_engine.errors import FileError
 from .folder import FileSystem, named
 from .manifest import FileFacts, name_of
 from .pieces import Checkpoint
-from .tensor_file import PlannedTensor, TensorFilePlan
+from .tensor_file import CODES, header_of
 
 _BLOCK_BYTES: Final = 4 * 2**20  # written at a time
 _NUM_BLOCKS: Final = 4  # in memory: one fills; a disk is not steady, and others may wait for it
@@ -73,6 +73,7 @@ class NewFile:
                 self.system.fsync(self._file)
         finally:
             self._writer.shutdown(cancel_futures=True)
+            self._blocks.clear()
             self.system.close(self._file)
 
     def put(self, view: memoryview) -> None:
@@ -141,6 +142,7 @@ def _huge_pages(num_bytes: int) -> mmap.mmap:
 
 FILE_BYTES: Final = 2**30
 _CHUNK_BYTES: Final = 4 * 2**20  # leave a device at a time
+_TENSOR_ALIGN_BYTES: Final = 64  # mapped tensors then begin where any dtype, and vector units, may
 
 # NOTE(linked): frozen parameters are compared with their file in the checkpoint before, byte by
 # byte, and if they are the same there is one file with two names. To read costs less than to write,
@@ -162,9 +164,10 @@ class Given:
         """In its file."""
         return f"{'/'.join(self.path)}:{self.start}"
 
-    def planned(self) -> PlannedTensor:
-        """As a tensor of a file."""
-        return PlannedTensor(self.key, self.dtype, self.stop - self.start)
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return (self.stop - self.start) * self.dtype.itemsize
 
 
 @frozen(eq=False)
@@ -174,87 +177,64 @@ class GivenBatch:
     runs: tuple[Given, ...]
     read: Callable[[], Sequence[Tensor]]  # 1-D each
     is_resident: bool = False  # see `zero_partition.seams.PartBatch`
+    is_frozen: bool = False  # of parameters that do not train
 
     @property
     def num_bytes(self) -> int:
         """Of all of them."""
-        return sum(run.planned().num_bytes for run in self.runs)
-
-
-@frozen
-class Written:
-    """What a rank has written; travels as JSON."""
-
-    pieces: list[dict[str, Any]] = field(factory=list)
-    files: dict[str, dict[str, int]] = field(factory=dict)
-
-
-class _Sink(Protocol):
-    def put(self, view: memoryview) -> None: ...
+        return sum(run.num_bytes for run in self.runs)
 
 
 class _DiffersError(Exception):
     """A file is not what would be written."""
 
 
-@define(eq=False)
-class _Comparison:
-    """Reads a file where it would be written."""
-
-    _file: Any
-
-    def put(self, view: memoryview) -> None:
-        if self._file.read(len(view)) != view:
-            raise _DiffersError
-
-
-def write_parts(
+def write_files(
     folder: Path,
-    prefix: str,
-    batches: Iterable[GivenBatch],
+    rank: int,
+    batches: Sequence[GivenBatch],
     *,
     system: FileSystem,
-    before: Checkpoint | None = None,
-) -> Written:
+    before: Checkpoint | None,
+) -> dict[str, Any]:
     """Write batches to new files of a folder, each on disk when this returns. Local.
 
     Args:
         folder: Where to.
-        prefix: Of the names of the files.
+        rank: In the names of the files.
         batches: What; read one at a time, or again where they are compared.
         system: See `FileSystem`.
         before: Whose files are linked where they are the same; see NOTE(linked).
 
+    Returns:
+        For the manifest: its pieces, and facts of files by name.
+
     Raises:
         FileError: A file could not be written.
     """
-    written = Written()
-    for index, chosen in enumerate(_in_files(batches)):
-        name = f"{prefix}-{index:02}.safetensors"
-        plan = TensorFilePlan.of(run.planned() for batch in chosen for run in batch.runs)
-        path = folder / name
-        try:
-            facts = _link(path, plan, chosen, system, before)
-            if facts is None:
-                with NewFile(path, system) as file:
-                    _put(file, plan, chosen)
-                facts = FileFacts(file.num_bytes, file.crc32)
-        except FileError:
-            raise
-        except OSError as error:
-            raise named(error, path) from error
-        written.files[name] = {"bytes": facts.num_bytes, "crc32": facts.crc32}
-        written.pieces.extend(_said(run, name) for batch in chosen for run in batch.runs)
-    return written
-
-
-def _said(run: Given, file: str) -> dict[str, Any]:
-    return {
-        "path": run.path,
-        "dtype": name_of(run.dtype),
-        "shape": list(run.shape),
-        "piece": {"file": file, "key": run.key, "start": run.start, "stop": run.stop},
-    }
+    pieces: list[dict[str, Any]] = []
+    files: dict[str, dict[str, int]] = {}
+    for prefix, is_frozen in (("frozen", True), ("rank", False)):
+        of_prefix = (batch for batch in batches if batch.is_frozen is is_frozen)
+        for index, chosen in enumerate(_in_files(of_prefix)):
+            name = f"{prefix}-{rank:05}-{index:02}.safetensors"
+            path = folder / name
+            try:
+                facts = _link(path, chosen, system, before) if is_frozen else None
+                if facts is None:
+                    with NewFile(path, system) as file:
+                        _put(file.put, chosen)
+                    facts = FileFacts(file.num_bytes, file.crc32)
+            except FileError:
+                raise
+            except OSError as error:
+                raise named(error, path) from error
+            files[name] = {"bytes": facts.num_bytes, "crc32": facts.crc32}
+            for run in (run for batch in chosen for run in batch.runs):
+                where = {"file": name, "key": run.key, "start": run.start, "stop": run.stop}
+                said = {"path": run.path, "dtype": name_of(run.dtype), "shape": list(run.shape)}
+                pieces.append(said | {"piece": where})
+    return {"pieces": pieces, "files": files}
 
 
 def _in_files(batches: Iterable[GivenBatch]) -> Iterator[list[GivenBatch]]:
@@ -270,12 +250,23 @@ def _in_files(batches: Iterable[GivenBatch]) -> Iterator[list[GivenBatch]]:
         yield chosen
 
 
-def _put(sink: _Sink, plan: TensorFilePlan, batches: Iterable[GivenBatch]) -> None:
-    sink.put(memoryview(plan.header))
-    paddings = iter(plan.paddings)
+def _put(put: Callable[[memoryview], object], batches: Sequence[GivenBatch]) -> None:
+    """All bytes of a file. The format has no holes: paddings are tensors as well."""
+    tensors: list[tuple[str, str, list[int], int]] = []
+    cursor = 0
+    for index, run in enumerate(run for batch in batches for run in batch.runs):
+        if padding := -cursor % _TENSOR_ALIGN_BYTES:
+            tensors.append((f"padding.{index}", "U8", [padding], padding))
+        cursor += padding + run.num_bytes
+        code = CODES.get(run.dtype)
+        numel = run.num_bytes if code is None else run.stop - run.start
+        tensors.append((run.key, code or "U8", [numel], run.num_bytes))
+    put(memoryview(header_of(tensors, align=_TENSOR_ALIGN_BYTES)))
+    cursor = 0
     for batch in batches:
         for run, value in zip(batch.runs, batch.read(), strict=True):
-            sink.put(memoryview(bytes(next(paddings))))
+            put(memoryview(bytes(-cursor % _TENSOR_ALIGN_BYTES)))
+            cursor += -cursor % _TENSOR_ALIGN_BYTES + run.num_bytes
             if value.dtype != run.dtype or value.numel() != run.stop - run.start:
                 raise FileError(
                     f"{run.key}: expected {run.stop - run.start} elements of {run.dtype}, got "
@@ -283,23 +274,26 @@ def _put(sink: _Sink, plan: TensorFilePlan, batches: Iterable[GivenBatch]) -> No
                 )
             flat = value.detach().contiguous().view(torch.uint8)
             for start in range(0, flat.numel(), _CHUNK_BYTES):
-                sink.put(flat[start : start + _CHUNK_BYTES].cpu().numpy().data)
+                put(flat[start : start + _CHUNK_BYTES].cpu().numpy().data)
 
 
 def _link(
-    path: Path,
-    plan: TensorFilePlan,
-    batches: Sequence[GivenBatch],
-    system: FileSystem,
-    before: Checkpoint | None,
+    path: Path, batches: Sequence[GivenBatch], system: FileSystem, before: Checkpoint | None
 ) -> FileFacts | None:
     """Give the file of the checkpoint before a second name, if it is what would be written."""
     facts = None if before is None else before.files.get(path.name)
-    if before is None or facts is None or facts.num_bytes != plan.num_bytes:
+    if before is None or facts is None:
         return None
     with suppress(_DiffersError, OSError):
         with (before.path / path.name).open("rb", buffering=0) as file:
-            _put(_Comparison(file), plan, batches)
+
+            def compare(view: memoryview) -> None:
+                if file.read(len(view)) != view:
+                    raise _DiffersError
+
+            _put(compare, batches)
+            if file.read(1):
+                return None
         system.link(before.path / path.name, path)
         return facts
     return None

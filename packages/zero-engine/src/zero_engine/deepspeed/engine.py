@@ -907,25 +907,21 @@ def _has_state(scheduler: Any) -> bool:
 
 
 def _write_weights(state: dict[str, Any], path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".safetensors":
-            first: dict[int, str] = {}
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    first.setdefault(id(value), name)
-            tensors = {name: state[name].contiguous() for name in first.values()}
-            save_file(tensors, temporary, {"format": "pt"})
-        else:
-            torch.save(state, temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.rename(path)
-        FILE_SYSTEM.sync_folder(path.parent)
+        FILE_SYSTEM.make_folders(path.parent)
+        with FILE_SYSTEM.published(path, f".{path.name}.partial") as aside:
+            if path.suffix == ".safetensors":
+                first: dict[int, str] = {}
+                for name, value in state.items():
+                    if isinstance(value, Tensor):
+                        first.setdefault(id(value), name)
+                tensors = {name: state[name].contiguous() for name in first.values()}
+                save_file(tensors, aside, {"format": "pt"})
+            else:
+                torch.save(state, aside)
+            with aside.open("rb") as file:
+                os.fsync(file.fileno())
     except FileError:
         raise
     except OSError as error:
         raise named(error, path) from error
-    finally:
-        temporary.unlink(missing_ok=True)

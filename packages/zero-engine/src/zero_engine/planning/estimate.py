@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, final
@@ -13,6 +12,7 @@ from attrs import Attribute, field, frozen
 from zero_engine.errors import ConfigError, FileError
 
 from .plan import Plan
+from .sources import read_json
 
 
 def _is_rate(_: Any, attribute: Attribute, value: Any) -> None:
@@ -66,12 +66,7 @@ class Rates:
             FileError: There is no such file, or it is no JSON of rates.
             ConfigError: A rate is no number.
         """
-        try:
-            found = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise FileError(f"{path}: cannot be read ({error.strerror})") from error
-        except ValueError as error:
-            raise FileError(f"{path}: expected JSON, got something else: {error}") from error
+        found = read_json(Path(path))
         names = [each.name for each in attrs.fields(cls)]
         if not isinstance(found, Mapping) or not {"matmul_flops", "device_bytes"} <= set(found):
             raise FileError(
@@ -81,9 +76,6 @@ class Rates:
         if unknown := sorted(set(found) - set(names)):
             raise FileError(f"{path}: expected rates among {', '.join(names)}, got {unknown}")
         return cls(**found)
-
-
-# ---- How long a planned step takes on a machine of known rates. Arithmetic only ----
 
 
 # NOTE(between): what takes turns adds up, and what overlaps takes as long as the longest. Backward
@@ -136,7 +128,9 @@ def estimate_step(
     for name, value in (("tokens", tokens), ("flops_per_param", flops_per_param)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ConfigError(f"estimate_step(): expected {name} to be above 0, got {value!r}")
-    share = _share_elsewhere(plan)
+    offload, share = plan.config.offload, 0.0  # of what is stepped, how much on the host
+    if offload is not None and offload.optimizer != "device":
+        share = float(offload.fraction)
     host = rates.host_bytes or rates.device_bytes
     stepped = plan.step.num_bytes
     seconds = {
@@ -162,24 +156,12 @@ def estimate_step(
     if written:
         seconds["writing the disk"] = written / _needed(rates, "disk_write_bytes")
     seconds = {name: value for name, value in seconds.items() if value}
-    return StepEstimate(seconds=seconds, in_turns=_in_turns(plan, rates) & seconds.keys())
-
-
-def _in_turns(plan: Plan, rates: Rates) -> frozenset[str]:
-    """A step follows the backward unless it is delayed; the CPU calls a layer, then computes it."""
-    offload = plan.config.offload
-    names = {"computing"}
-    if offload is None or not offload.delayed_update:
-        names.add("stepping")
-    if rates.transfer_bytes is None:  # the device is the CPU
-        names.add("calling layers")
-    return frozenset(names)
-
-
-def _share_elsewhere(plan: Plan) -> float:
-    """Of what is stepped, how much is stepped on the host."""
-    offload = plan.config.offload
-    return 0.0 if offload is None or offload.optimizer == "device" else float(offload.fraction)
+    in_turns = {"computing"}
+    if offload is None or not offload.delayed_update:  # then a step follows the backward
+        in_turns.add("stepping")
+    if rates.transfer_bytes is None:  # the device is the CPU: it calls a layer, then computes it
+        in_turns.add("calling layers")
+    return StepEstimate(seconds=seconds, in_turns=frozenset(in_turns & seconds.keys()))
 
 
 def _gathered_bytes(plan: Plan) -> int:

@@ -121,18 +121,28 @@ def plan_options(
     """
     config, room, model = config or ZeroConfig(), room or Room(), model_of(model)
     options, problem = [], None
-    for stage, optimizer, params in _RESTS:
-        if (optimizer, params) != ("device", "device") and arguments.get("optimizer", "") is None:
+    for stage, *rests in _RESTS:
+        offload = offload_at(*rests, like=config.offload or Offload())
+        if offload is not None and arguments.get("optimizer", "") is None:
             continue
         try:
-            each = attrs.evolve(config, stage=stage, offload=_offload(config, optimizer, params))
+            each = attrs.evolve(config, stage=stage, offload=offload)
             planned = plan(
                 model, each, world_size=world_size, ranks_per_node=ranks_per_node, **arguments
             )
         except (ConfigError, PartitionError) as error:  # masters at stage 0, say
             problem = error
             continue
-        options.append(_option(planned, room, ranks_per_node or world_size))
+        num_ranks = ranks_per_node or world_size
+        needs = {
+            "device": planned.memory.step_peak_bytes + planned.buffers_bytes + room.activations,
+            "host": (planned.at_rest.host_bytes + planned.passing_bytes) * num_ranks,
+            "disk": planned.at_rest.disk_bytes * num_ranks,
+        }
+        bounds = zip(needs.values(), (room.usable, room.host, room.disk), strict=True)
+        fits = all(bound is None or needed <= bound for needed, bound in bounds)
+        sizes = {f"{place}_bytes": needed for place, needed in needs.items()}
+        options.append(Option(plan=planned, fits=fits, **sizes))
     if not options and problem is not None:
         raise problem
     return tuple(options)
@@ -143,29 +153,14 @@ def recommend(options: Sequence[Option]) -> Option | None:
     return next((option for option in options if option.fits), None)
 
 
-def _offload(config: ZeroConfig, optimizer: str, params: str) -> Offload | None:
+def offload_at(optimizer: Any, params: Any, *, like: Offload) -> Offload | None:
+    """One that puts these there, as another is where both have a say; None: on the device."""
     if (optimizer, params) == ("device", "device"):
         return None
-    uses_disk = "disk" in (optimizer, params)
-    given = config.offload or Offload()
     return Offload(
-        optimizer=optimizer,  # type: ignore[arg-type]
-        params=params,  # type: ignore[arg-type]
-        path=(given.path or _ANYWHERE) if uses_disk else None,
-        subgroup_bytes=given.subgroup_bytes,
-        read_ahead=given.read_ahead,
-    )
-
-
-def _option(planned: Plan, room: Room, ranks_per_node: int) -> Option:
-    device_bytes = planned.memory.step_peak_bytes + planned.buffers_bytes + room.activations
-    host_bytes = (planned.at_rest.host_bytes + planned.passing_bytes) * ranks_per_node
-    disk_bytes = planned.at_rest.disk_bytes * ranks_per_node
-    needs = ((device_bytes, room.usable), (host_bytes, room.host), (disk_bytes, room.disk))
-    return Option(
-        plan=planned,
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        disk_bytes=disk_bytes,
-        fits=all(there_is is None or needed <= there_is for needed, there_is in needs),
+        optimizer=optimizer,
+        params=params,
+        path=(like.path or _ANYWHERE) if "disk" in (optimizer, params) else None,
+        subgroup_bytes=like.subgroup_bytes,
+        read_ahead=like.read_ahead,
     )

@@ -24,7 +24,7 @@ from zero_partition.planning import (
     plan_step,
     plan_traffic,
 )
-from zero_partition.seams import RoomPlan, UpdaterReport, plan_room
+from zero_partition.seams import UpdaterReport, plan_room
 
 from zero_engine.config import ZeroConfig
 from zero_engine.errors import ConfigError
@@ -37,26 +37,16 @@ from zero_engine.residence.updater import shares_of
 from .sources import OptimizerMaker, model_of, optimizer_of
 
 
-@frozen(kw_only=True)
-class ElsewherePlan:
-    """What one rank keeps outside the device, by who keeps it."""
-
-    updater: UpdaterReport | None = None  # state and masters, if something keeps them
-    home_host_bytes: int = 0  # shards of parameters
-    home_disk_bytes: int = 0
-    passing_bytes: int = 0  # at most, of host memory through which shards come from and go to disk
-
-
-def plan_elsewhere(
+def _plan_elsewhere(
     planned: ModelPlan,
     rank: int,
     offload: Offload | None,
     optimizer: torch.optim.Optimizer | None,
     device: torch.device,
-) -> ElsewherePlan:
-    """What `offload` has this rank keep elsewhere. Local."""
+) -> tuple[dict[str, Any], int]:
+    """What `plan_memory` has to know of what this rank keeps elsewhere, and bytes in transit."""
     if offload is None:
-        return ElsewherePlan()
+        return {"updater": None, "home_host_bytes": 0, "home_disk_bytes": 0}, 0
     room = plan_room(
         planned.units,
         planned.resting,
@@ -67,38 +57,32 @@ def plan_elsewhere(
         device=device if device.type == "cpu" else torch.device("meta"),
         group_of=planned.group_of,
     )
+    updater = None
+    if optimizer is not None and planned.rests.state:
+        footprint = OffloadedState.footprint_like(
+            optimizer,
+            room.positions,
+            optimizer.param_groups,
+            own_masters=room.masters,
+            **shares_of(offload),
+        )
+        held = (0, 0)
+        if planned.rests.is_delayed:
+            held = held_back_bytes(room.positions.keys(), grads_leave=planned.rests.grads)
+        updater = UpdaterReport(
+            device_bytes=footprint.device_bytes + held[0],
+            host_bytes=footprint.host_bytes + held[1],
+            disk_bytes=footprint.disk_bytes,
+        )
     numel = offload.max_host_numel if offload.params == "disk" else None
     on_host = room.sizes if numel is None else first_that_fit(room.sizes, numel)
-    on_disk = [size for index, size in room.sizes.items() if index not in on_host]
-    return ElsewherePlan(
-        updater=_plan_updater(planned, room, offload, optimizer),
-        home_host_bytes=sum(size.num_bytes for size in on_host.values()),
-        home_disk_bytes=sum(size.num_bytes for size in on_disk),
-        passing_bytes=_passing_bytes([size.num_bytes for size in on_disk], planned, offload),
-    )
-
-
-def _plan_updater(
-    planned: ModelPlan, room: RoomPlan, offload: Offload, optimizer: torch.optim.Optimizer | None
-) -> UpdaterReport | None:
-    if optimizer is None or not planned.rests.state:
-        return None
-    footprint = OffloadedState.footprint_like(
-        optimizer,
-        room.positions,
-        optimizer.param_groups,
-        own_masters=room.masters,
-        **shares_of(offload),
-    )
-    device_bytes = host_bytes = 0
-    if planned.rests.is_delayed:
-        targets = room.positions.keys()
-        device_bytes, host_bytes = held_back_bytes(targets, grads_leave=planned.rests.grads)
-    return UpdaterReport(
-        device_bytes=footprint.device_bytes + device_bytes,
-        host_bytes=footprint.host_bytes + host_bytes,
-        disk_bytes=footprint.disk_bytes,
-    )
+    on_disk = [size.num_bytes for index, size in room.sizes.items() if index not in on_host]
+    homes = {
+        "updater": updater,
+        "home_host_bytes": sum(size.num_bytes for size in on_host.values()),
+        "home_disk_bytes": sum(on_disk),
+    }
+    return homes, _passing_bytes(on_disk, planned, offload)
 
 
 def _passing_bytes(sizes: list[int], planned: ModelPlan, offload: Offload) -> int:
@@ -183,9 +167,8 @@ class Plan:
         plain: dict[str, Any] = _plain(self)
         sums = ("payload_bytes", "sent_bytes", "across_bytes")
         plain |= {name: getattr(self, name) for name in sums}
-        moments = ((m, getattr(self.memory, m)) for m in ("at_rest", "before_step"))
-        for moment, report in moments:
-            plain["memory"][moment]["total_bytes"] = report.total_bytes
+        for moment in ("at_rest", "before_step"):
+            plain["memory"][moment]["total_bytes"] = getattr(self.memory, moment).total_bytes
         return plain
 
 
@@ -236,9 +219,8 @@ def plan(
         ("rank", rank, 0),
         ("ranks_per_node", ranks_per_node, 1),
     ):
-        if name != "world_size" and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        is_number = isinstance(value, int) and not isinstance(value, bool) and value >= lowest
+        if not is_number and not (value is None and name != "world_size"):
             raise ConfigError(f"plan(): expected {name} to be at least {lowest}, got {value!r}")
     if rank is not None and rank >= world_size:
         raise ConfigError(f"plan(): expected a rank below {world_size}, got {rank}")
@@ -275,7 +257,7 @@ def plan(
         trained = planned.trained_bytes_per_rank
         rank = max(range(len(trained)), key=lambda each: (trained[each], -each))
     mine = planned.routes.shard_rank(rank)
-    elsewhere = plan_elsewhere(planned, mine, config.offload, made, device)
+    homes, passing_bytes = _plan_elsewhere(planned, mine, config.offload, made, device)
     traffic = plan_traffic(planned, rank)
     return Plan(
         world_size=world_size,
@@ -287,15 +269,9 @@ def plan(
             1 for each in model.modules() if next(each.parameters(recurse=False), None) is not None
         ),
         buffers_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-        memory=plan_memory(
-            planned,
-            rank,
-            updater=elsewhere.updater,
-            home_host_bytes=elsewhere.home_host_bytes,
-            home_disk_bytes=elsewhere.home_disk_bytes,
-        ),
-        passing_bytes=elsewhere.passing_bytes,
-        shards_on_disk_bytes=elsewhere.home_disk_bytes,
+        memory=plan_memory(planned, rank, **homes),
+        passing_bytes=passing_bytes,
+        shards_on_disk_bytes=homes["home_disk_bytes"],
         step=plan_step(planned, rank),
         save=plan_save(planned, rank),
         traffic=traffic,

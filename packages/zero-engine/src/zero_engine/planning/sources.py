@@ -124,17 +124,23 @@ def optimizer_of(
     )
 
 
-def _read_config(path: Path) -> Mapping[str, Any]:
-    path = path / "config.json" if path.is_dir() else path
+def read_json(path: Path, expected: str = "") -> Any:
+    """What a file says.
+
+    Raises:
+        FileError: There is no such file, or it is not JSON.
+    """
     try:
-        found = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except OSError as error:
-        raise FileError(
-            f"{path}: cannot be read ({error.strerror}); expected a config.json of transformers, "
-            "or a folder with one"
-        ) from error
+        raise FileError(f"{path}: cannot be read ({error.strerror}){expected}") from error
     except ValueError as error:
         raise FileError(f"{path}: expected JSON, got something else: {error}") from error
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    path = path / "config.json" if path.is_dir() else path
+    found = read_json(path, "; expected a config.json of transformers, or a folder with one")
     if not isinstance(found, Mapping) or "model_type" not in found:
         raise FileError(
             f"{path}: expected a configuration of transformers, with model_type; got the keys "

@@ -177,9 +177,6 @@ def _unit_rows(units: Sequence[UnitRow]) -> Iterator[list[object]]:
         ]
 
 
-# ---- Plans as a picture: stacked bars of one rank's memory ----
-
-
 _GREY: Final = "0.5"
 _SKIPPED: Final = "scalars_bytes"  # which nobody would see
 
@@ -195,7 +192,13 @@ def save_picture(plans: Sequence[Plan], path: str | Path) -> None:
         ConfigError: matplotlib is missing, or does not know the format.
         FileError: It cannot be written there.
     """
-    figure_of = _figure()
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415  # no dependency of ours
+    except ImportError as error:
+        raise ConfigError(
+            "a picture needs matplotlib: pip install zero-engine[picture], or take the table or "
+            "JSON"
+        ) from error
     reports = [plan.memory.before_step for plan in plans]
     device: dict[str, list[int]] = {
         words: [getattr(report, kind) for report in reports]
@@ -208,7 +211,7 @@ def save_picture(plans: Sequence[Plan], path: str | Path) -> None:
         if any(sizes):
             panels[place] = {place: sizes}
     size = (2.5 + 0.9 * len(plans), 1.5 + 2.5 * len(panels))
-    figure = figure_of(figsize=size, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
     names = [name_of(plan.config).replace(" + ", "\n") for plan in plans]
     for axis, (place, kinds) in zip(axes, panels.items(), strict=True):
@@ -240,14 +243,3 @@ def _stack(axis: Any, names: Sequence[str], kinds: dict[str, list[int]]) -> None
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axis.set_xticks(range(len(names)), names, fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def _figure() -> Any:
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  # no dependency of ours
-    except ImportError as error:
-        raise ConfigError(
-            "a picture needs matplotlib: pip install zero-engine[picture], or take the table or "
-            "JSON"
-        ) from error
-    return Figure
