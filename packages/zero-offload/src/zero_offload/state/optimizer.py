@@ -23,7 +23,7 @@ from .footprint import Footprint
 from .gradients import check_dense
 from .offloaded_state import OffloadedState
 from .stepper import Stepper
-from .subgroups import Shares, check_sizes
+from .subgroups import Shares
 
 
 @final
@@ -122,8 +122,8 @@ class OffloadedOptimizer(Optimizer):
         budget_bytes: int | None = None,
         **arguments: Any,
     ) -> None:
-        shares = Shares.of(state, fraction or {})
-        check_sizes(subgroup_bytes, small_bytes)
+        sizes = {"subgroup_bytes": subgroup_bytes, "small_bytes": small_bytes}
+        shares = Shares.of(state, fraction, **sizes)
         if grads not in ("host", "device"):
             raise ValueError(f"grads={grads!r}: expected 'host' or 'device'")
         if (state == "disk") != ((path is None) != (store is None)):
@@ -144,8 +144,6 @@ class OffloadedOptimizer(Optimizer):
             shares,
             self._own_store or store,
             grads_leave=grads == "host",
-            subgroup_bytes=subgroup_bytes,
-            small_bytes=small_bytes,
             budget_bytes=budget_bytes,
         )
         try:

@@ -111,6 +111,7 @@ def is_here(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
-def room_of(numel: int, param_bytes: int, grad_bytes: int) -> int:
-    """What a piece needs while it is stepped: itself, and its gradient if that is on a device."""
-    return align_up(numel * param_bytes) + align_up(numel * grad_bytes)
+def room_of(numel: int, param: Tensor, grad_is_here: bool) -> int:
+    """What a piece needs while it is stepped: itself, and its gradient, which masters take fp32."""
+    size = param.element_size()
+    return align_up(numel * size) + (0 if grad_is_here else align_up(numel * max(4, size)))
