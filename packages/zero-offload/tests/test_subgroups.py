@@ -129,4 +129,4 @@ def test_small_subgroups_stay_in_memory() -> None:
 def test_shares_that_make_no_whole_are_refused(fraction: dict[str, float], message: str) -> None:
     """A mistyped share must not quietly rest everything on disk."""
     with pytest.raises(ValueError, match=message):
-        Shares.of("disk", fraction)
+        Shares.of("disk", fraction, subgroup_bytes=1, small_bytes=0)

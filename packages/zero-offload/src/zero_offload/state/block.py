@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, final
 
 import torch
@@ -16,7 +16,7 @@ from zero_offload.adam.cpu_optimizer import AbstractCPUOptimizer
 
 from .stepper import Stepper, set_numbers
 from .subgroups import Piece, Residence, SubGroup
-from .transit import is_here
+from .transit import Transit, is_here
 
 T = TypeVar("T")
 
@@ -149,10 +149,7 @@ class SubGroupState:
         outer: Sequence[dict[str, Any]],
         grads: Sequence[Tensor | None],
         factor: float,
-        *,
-        fetch: Callable[[Tensor], Tensor],
-        send: Callable[[Tensor, Tensor], None],
-        wait: Callable[[], None],
+        transit: Transit,
     ) -> None:
         """Step all pieces that have a gradient. Local, blocking.
 
@@ -160,20 +157,19 @@ class SubGroupState:
             outer: The user's param groups.
             grads: Of each piece's whole parameter.
             factor: What gradients are multiplied by.
-            fetch: Begins to bring a tensor to where the step is.
-            send: Begins to bring one back, given with its destination.
-            wait: Blocks until what was fetched is here.
+            transit: Through which tensors pass that are on a device, if the step is on the host.
         """
+        transit.begin(passes=self.on_host)
         inner, present = self._inner, []
         for piece, grad in zip(self._pieces, grads, strict=True):
             if grad is not None:
                 if piece.own_master is not None:
                     piece.stepped.data = piece.views[MASTER]
                 elif not piece.is_in_place():
-                    piece.stepped.data = fetch(piece.elements())
-                piece.stepped.grad = fetch(piece.grad(grad))
+                    piece.stepped.data = transit.fetch(piece.elements())
+                piece.stepped.grad = transit.fetch(piece.grad(grad))
                 present.append(piece)
-        wait()
+        transit.wait()
         for piece in present:
             # While it steps, the optimizer finds the state as it would be without our master, which
             # is missing before a first step, or after a state without masters was loaded.
@@ -192,9 +188,10 @@ class SubGroupState:
             self._keep(piece)
             source, target = piece.stepped.detach(), piece.elements()
             if source.data_ptr() != target.data_ptr() or source.device != target.device:
-                send(source, target)
+                transit.send(source, target)
         # What was stepped shares memory with parameters, but not what autograd looks at.
         torch.autograd.graph.increment_version([piece.param for piece in present])
+        transit.end(waits=self.plan.residence is Residence.DISK)  # masters are sent from its slot
 
     def _keep(self, piece: _PieceState) -> None:
         """Bring what the optimizer has made or replaced into our memory."""

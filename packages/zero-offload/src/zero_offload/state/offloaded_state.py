@@ -104,8 +104,7 @@ class OffloadedState:
             UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group.
             ValueError: An argument makes no sense.
         """
-        sizes = {"subgroup_bytes": subgroup_bytes, "small_bytes": small_bytes}
-        shares = Shares.of(state, fraction, **sizes)
+        shares = Shares.of(state, fraction, subgroup_bytes, small_bytes)
         if (store is None) == (shares.rest is Residence.DISK):
             raise ValueError(f"state={state!r}, store={store!r}: a store goes with state='disk'")
         stepper = Stepper.like(optimizer, own_masters=own_masters)
@@ -143,8 +142,7 @@ class OffloadedState:
             UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group.
             ValueError: An argument makes no sense.
         """
-        sizes = {"subgroup_bytes": subgroup_bytes, "small_bytes": small_bytes}
-        shares = Shares.of(state, fraction, **sizes)
+        shares = Shares.of(state, fraction, subgroup_bytes, small_bytes)
         return cls(Stepper.like(optimizer, own_masters=own_masters), shares, None)._plan(
             positions, groups
         )[2]
@@ -305,17 +303,7 @@ class OffloadedState:
         def act(state: SubGroupState) -> None:
             opening([param for param in state.params if param in grads])
             mine = [grads.get(param) for param in state.params]
-            if not state.on_host:
-                state.step(groups, mine, factor, fetch=_same, send=_copy, wait=_nothing)
-                return
-            transit = self._transit
-            transit.begin()
-            state.step(
-                groups, mine, factor, fetch=transit.fetch, send=transit.send, wait=transit.wait
-            )
-            transit.end()
-            if state.plan.residence is Residence.DISK:  # masters are sent from its slot
-                transit.wait_for_sent()
+            state.step(groups, mine, factor, self._transit)
 
         self._change("step()", self.subgroups_of(grads), act, finish=lambda: opening(()))
 
@@ -448,11 +436,3 @@ class OffloadedState:
 def _is_dense(param: Tensor) -> bool:
     """Whether it is, or is going to be once it has memory: an expanded number stands for that."""
     return param.is_contiguous() or not any(param.stride())
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)

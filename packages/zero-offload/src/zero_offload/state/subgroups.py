@@ -109,11 +109,13 @@ class Shares:
     rest: Residence
     device: float = field(default=0.0)
     host: float = field(default=0.0)
-    subgroup_bytes: int = field(default=64 * 2**20, kw_only=True)
-    small_bytes: int = field(default=2**20, kw_only=True)
+    subgroup_bytes: int = field(default=64 * 2**20)
+    small_bytes: int = field(default=2**20)
 
     @classmethod
-    def of(cls, state: str, fraction: Mapping[str, float] | None, **sizes: int) -> Shares:
+    def of(
+        cls, state: str, fraction: Mapping[str, float] | None, subgroup_bytes: int, small_bytes: int
+    ) -> Shares:
         """Check what a user asked for.
 
         Raises:
@@ -132,20 +134,13 @@ class Shares:
         numbers = [float(number) for number in fraction.values()]
         if any(not 0 <= number <= 1 for number in numbers) or sum(numbers) > 1 + 1e-9:
             raise ValueError(f"fraction={dict(fraction)}: expected shares of 1, together at most 1")
-        shares = cls(
-            Residence(state), **{name: float(fraction[name]) for name in fraction}, **sizes
-        )
-        subgroup_bytes, small_bytes = shares.subgroup_bytes, shares.small_bytes
         if not 0 <= 2 * small_bytes <= subgroup_bytes or subgroup_bytes < 1:
             raise ValueError(
                 f"subgroup_bytes={subgroup_bytes}, small_bytes={small_bytes}: expected at least 1, "
                 f"and for small ones, which stay in memory, of at most half"
             )
-        return shares
-
-    def ends(self, total: float) -> tuple[float, float]:
-        """Where the part on the device ends, and that on the host."""
-        return total * self.device, total * min(1.0, self.device + self.host)
+        device, host = (float(fraction.get(name, 0)) for name in SHARES)
+        return cls(Residence(state), device, host, subgroup_bytes, small_bytes)
 
 
 def plan_subgroups(items: Sequence[Item], shares: Shares) -> tuple[SubGroup, ...]:
@@ -197,7 +192,9 @@ def align_up(nbytes: int, align: int = ALIGN_BYTES) -> int:
 
 def _dealt(items: Sequence[Item], shares: Shares) -> Iterator[tuple[Residence, Piece]]:
     """Pieces as large as they can be without resting in two places."""
-    ends = shares.ends(sum(item.numel * item.element_bytes for item in items))
+    total = sum(item.numel * item.element_bytes for item in items)
+    # Where the part on the device ends, and that on the host.
+    ends = total * shares.device, total * min(1.0, shares.device + shares.host)
     residences = (Residence.DEVICE, Residence.HOST, shares.rest)
     before = 0
     for index, item in enumerate(items):
