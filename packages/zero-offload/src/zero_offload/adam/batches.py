@@ -117,14 +117,7 @@ MASTER: Final = "master"
 
 @frozen(kw_only=True)
 class StatePolicy:
-    """Which tensors an optimizer keeps beside its parameters.
-
-    Attributes:
-        masters: Whether 16-bit parameters have an fp32 master, in their state as "master".
-        state_dtype: Of moments; None for the parameter's own.
-        rounding: Of bf16 parameters, to the nearest or stochastic.
-        seed: Of stochastic rounding.
-    """
+    """Which tensors an optimizer keeps beside its parameters: arguments of `CPUAdam`."""
 
     masters: bool = True
     state_dtype: torch.dtype | None = torch.float32
@@ -246,7 +239,7 @@ class Plan:
         entries: dict[str, Any],
         names: tuple[str, ...],
         *,
-        start_value: float,
+        start: float,
         span: tuple[int, int],
         index: int,
         advances: bool,
@@ -256,9 +249,9 @@ class Plan:
         Args:
             group: Position of its group.
             param: Of any strides.
-            entries: Its state; completed, see `StatePolicy.prepare`.
+            entries: Its state; completed, see `StatePolicy.prepare`, as are `names` and `start`.
             names: Of its moments.
-            start_value: What a missing first moment is filled with.
+            start: Of the first of them.
             span: Start and stop.
             index: Of its first element among those of all parameters.
             advances: Whether its step count is yet to be advanced.
@@ -270,7 +263,7 @@ class Plan:
         if not param.is_cpu or dtype not in SUPPORTED:
             self.policy.check(param, where="step()")
         grad = _checked_grad(param)
-        self.policy.prepare(entries, param, names, start_value)
+        self.policy.prepare(entries, param, names, start)
         step, master = entries["step"], entries.get(MASTER)
         count = int(step.item())
         if advances:

@@ -321,19 +321,19 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         plan = Plan(self._policy)
         index = 0
         for position, group in enumerate(self.param_groups):
-            names, start_value = self._names(group), self._start(group)
+            names, first = self._names(group), self._start(group)
             for param in group["params"]:
                 numel = param.numel()
-                low, high = max(start - index, 0), min(stop - index, numel)
-                is_touched = low < high or (numel == 0 and stop == END)
+                span = max(start - index, 0), min(stop - index, numel)
+                is_touched = span[0] < span[1] or (numel == 0 and stop == END)
                 if is_touched and param.grad is not None:
                     plan.add(
                         position,
                         param,
                         self.state[param],
                         names,
-                        start_value=start_value,
-                        span=(low, high),
+                        start=first,
+                        span=span,
                         index=index,
                         advances=param not in advanced,
                     )

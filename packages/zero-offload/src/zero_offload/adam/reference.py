@@ -23,11 +23,12 @@ def step_batch(batch: Batch, rule: Rule) -> None:
     """Step every run of the batch in place. Local, blocking."""
     for k, (start, stop) in enumerate(zip(batch.starts, batch.stops, strict=True)):
         lists = (batch.params, batch.grads, batch.firsts, batch.seconds, batch.largests)
-        tensors: list[Any] = [each[k].view(-1) if each else None for each in lists]
+        tensors = [each[k].view(-1) if each else None for each in lists]
         out = batch.outs[k].view(-1) if batch.outs else None
         for low in range(start, stop, CHUNK_NUMEL):
             span = slice(low, min(low + CHUNK_NUMEL, stop))
-            param, grad, *state = (t if t is None else t[span] for t in tensors)
+            spans: list[Any] = [t if t is None else t[span] for t in tensors]
+            param, grad, *state = spans
             value = _FORMULAS[rule.formula](param.float(), grad, state, rule)
             for to in (param, None if out is None else out[span]):
                 if to is not None:
