@@ -130,14 +130,11 @@ def _ways(
     plain = memory.clone()
     for name, settings, tensor in (
         ("DiskStore, io_uring", DiskSettings(), memory),
-        ("DiskStore, io_uring, registered", DiskSettings(), memory),
         ("DiskStore, io_uring, checksums", DiskSettings(has_checksums=True), memory),
         ("DiskStore, io_uring, not arena memory", DiskSettings(), plain),
         ("DiskStore, threads", DiskSettings(uses_uring=False), memory),
     ):
         store = stack.enter_context(DiskStore(folder, settings))
-        if name.endswith("registered"):
-            store.register([memory])
         ways[name] = _store(store, tensor)
     ways["torch.save and load"] = Way(
         lambda: _flushed(folder / "torch", lambda file: torch.save(memory, file)),

@@ -11,7 +11,6 @@
 #include <linux/io_uring.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 #endif
@@ -48,13 +47,12 @@ void pause_ms() {
 
 struct zero_ring {
   int fd;
-  int32_t depth, num_regions;
+  int32_t depth;
   void *rings;
   size_t rings_bytes, sqes_bytes;
   io_uring_sqe *sqes;
   uint32_t *sq_tail, *sq_mask, *sq_array, *cq_head, *cq_tail, *cq_mask;
   io_uring_cqe *cqes;
-  iovec *regions;
   Request *requests;
   int32_t *idle; /* indices of requests not under way */
 };
@@ -109,39 +107,12 @@ void zero_ring_close(zero_ring *ring) {
   if (ring->rings && ring->rings != MAP_FAILED) munmap(ring->rings, ring->rings_bytes);
   if (ring->sqes && (void *)ring->sqes != MAP_FAILED) munmap(ring->sqes, ring->sqes_bytes);
   close(ring->fd);
-  free(ring->regions);
   free(ring->requests);
   free(ring->idle);
   free(ring);
 }
 
-int zero_ring_register(zero_ring *ring, void *const *starts, const int64_t *nbytes,
-                       int32_t count) {
-  if (!ring || count < 0) return -EINVAL;
-  if (ring->num_regions)
-    syscall(__NR_io_uring_register, ring->fd, IORING_UNREGISTER_BUFFERS, nullptr, 0);
-  ring->num_regions = 0;
-  free(ring->regions);
-  ring->regions = nullptr;
-  if (!count) return 0;
-  ring->regions = (iovec *)calloc(count, sizeof(iovec));
-  if (!ring->regions) return -ENOMEM;
-  for (int32_t i = 0; i < count; ++i) ring->regions[i] = {starts[i], (size_t)nbytes[i]};
-  if (syscall(__NR_io_uring_register, ring->fd, IORING_REGISTER_BUFFERS, ring->regions, count) < 0)
-    return -errno;
-  ring->num_regions = count;
-  return 0;
-}
-
 namespace {
-
-int32_t region_of(const zero_ring *ring, const char *address, int64_t nbytes) {
-  for (int32_t i = 0; i < ring->num_regions; ++i) {
-    const char *start = (const char *)ring->regions[i].iov_base;
-    if (address >= start && address + nbytes <= start + ring->regions[i].iov_len) return i;
-  }
-  return -1;
-}
 
 /* The next block: whole blocks of aligned memory in place, an odd end or any other memory bounced. */
 void begin(Request *request, int32_t index, const zero_transfer *t, int64_t start) {
@@ -165,13 +136,7 @@ void push(zero_ring *ring, int32_t index, const zero_transfer *t) {
   const uint32_t at = tail & *ring->sq_mask;
   io_uring_sqe *sqe = &ring->sqes[at];
   memset(sqe, 0, sizeof *sqe);
-  const int32_t region = region_of(ring, r.address + r.done, r.padded - r.done);
-  if (region >= 0) {
-    sqe->opcode = t->writes ? IORING_OP_WRITE_FIXED : IORING_OP_READ_FIXED;
-    sqe->buf_index = (uint16_t)region;
-  } else {
-    sqe->opcode = t->writes ? IORING_OP_WRITE : IORING_OP_READ;
-  }
+  sqe->opcode = t->writes ? IORING_OP_WRITE : IORING_OP_READ;
   sqe->fd = t->fd;
   sqe->addr = (uint64_t)(uintptr_t)(r.address + r.done);
   sqe->len = (uint32_t)(r.padded - r.done);
@@ -276,7 +241,6 @@ int64_t zero_ring_move(zero_ring *ring, const zero_transfer *t) {
 
 int zero_ring_open(int32_t, zero_ring **) { return -ENOSYS; }
 void zero_ring_close(zero_ring *) {}
-int zero_ring_register(zero_ring *, void *const *, const int64_t *, int32_t) { return -ENOSYS; }
 int64_t zero_ring_move(zero_ring *, const zero_transfer *) { return -ENOSYS; }
 
 #endif

@@ -34,11 +34,6 @@ ZERO_IO_API int zero_io_abi(void);
 ZERO_IO_API int zero_ring_open(int32_t depth, zero_ring **ring);
 ZERO_IO_API void zero_ring_close(zero_ring *ring);
 
-/* Let the kernel keep `count` regions mapped, in place of those it kept so far: requests within one
-   are cheaper. Regions of 1 GiB at most. 0, or -errno and none is kept. */
-ZERO_IO_API int zero_ring_register(zero_ring *ring, void *const *starts, const int64_t *nbytes,
-                                   int32_t count);
-
 /* Move all of it; partial and interrupted requests are completed. An odd end is written padded with
    zeros to `align`, and read so. Returns the bytes moved, fewer where the file ends early, or -errno;
    in either case nothing of it is in flight any more. */

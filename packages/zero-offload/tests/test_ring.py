@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from zero_offload import DiskSettings, DiskStore, HostArena, StoreError, host_memory
+from zero_offload import DiskSettings, DiskStore, HostArena, StoreError
 from zero_offload.build import CompileError, find_compiler
 from zero_offload.testing import faults, native
 
@@ -145,79 +145,6 @@ def test_a_forbidden_io_uring_leaves_threads_and_a_reason(
             assert reason in store.status.uring_reason
             store.write("x", torch.ones(3)).result()
             assert store.read("x", torch.zeros(3)).result().tolist() == [1, 1, 1]
-
-
-def test_registered_buffers_move_the_same_bytes(tmp_path: Path) -> None:
-    """They are another request to the kernel, and may be refused: `status` tells."""
-    buffer = HostArena("x").allocate(200_000)
-    buffer.copy_(torch.randint(0, 256, (200_000,), dtype=torch.uint8))
-    into = torch.empty_like(buffer)
-    with DiskStore(tmp_path, DiskSettings(block_bytes=8192)) as store:
-        if store.status.transport != "io_uring":
-            pytest.skip(store.status.uring_reason)
-        store.register([buffer])
-        status = store.status
-        store.write("x", buffer[4096:]).result()
-        store.read("x", into[4096:]).result()
-        store.register([])
-
-        assert torch.equal(into[4096:], buffer[4096:])
-        assert (status.registered_bytes, status.register_reason) in (
-            (200_000, ""),
-            (0, status.register_reason),
-        )
-        assert store.status.registered_bytes == 0
-
-
-def test_only_what_lies_within_registered_memory_is_asked_for_as_such(tmp_path: Path) -> None:
-    """The kernel refuses a request that begins or ends outside of it."""
-    buffer = HostArena("x").allocate(100_000)
-    buffer.copy_(torch.randint(0, 256, (100_000,), dtype=torch.uint8))
-    into = torch.empty_like(buffer)
-    part = buffer[2 * 8192 : 5 * 8192 + 4096]
-    with DiskStore(tmp_path, DiskSettings(block_bytes=8192)) as store:
-        store.register([buffer])
-        if not store.status.registered_bytes:
-            pytest.skip(store.status.register_reason)
-        store.register([part])
-        assert (store.status.registered_bytes, store.status.register_reason) == (part.nbytes, "")
-        store.write("x", buffer).result()
-        store.read("x", into).result()
-
-    assert torch.equal(into, buffer)
-
-
-def test_registered_memory_lives_while_the_kernel_knows_it(tmp_path: Path) -> None:
-    """Its addresses, given to another tensor, would be read and written through old pages."""
-    with DiskStore(tmp_path) as store:
-        store.register([HostArena("registered").allocate(4096)])
-        if not store.status.registered_bytes:
-            pytest.skip(store.status.register_reason)
-
-        assert host_memory()["registered"] == 4096
-        store.register([])
-        assert "registered" not in host_memory()
-
-
-def test_refused_registration_says_why_and_all_still_works(
-    faulty: ctypes.CDLL, tmp_path: Path
-) -> None:
-    """RLIMIT_MEMLOCK is 8 MiB on most machines."""
-
-    def refuse(ring: Any, starts: Any, sizes: Any, count: int) -> int:
-        return -errno.ENOMEM if count else faulty.zero_ring_register(ring, None, None, 0)
-
-    buffer = HostArena("x").allocate(50_000)
-    refusing = _Instead(faulty, zero_ring_register=refuse)
-    with native(library=refusing), DiskStore(tmp_path) as store:
-        if store.status.transport != "io_uring":
-            pytest.skip(store.status.uring_reason)
-        store.register([buffer])
-
-        assert store.status.registered_bytes == 0
-        assert "RLIMIT_MEMLOCK" in store.status.register_reason
-        store.write("x", buffer).result()
-        store.read("x", buffer).result()
 
 
 def test_settings_refuse_what_no_disk_takes() -> None:

@@ -39,13 +39,14 @@ def _random_items(rng: np.random.Generator) -> list[Item]:
 
 def _plan(rng: np.random.Generator, items: list[Item]) -> tuple[tuple[SubGroup, ...], int]:
     device, host = rng.random(2) * rng.choice([0, 0.5, 0.5])
-    shares = Shares(Residence.DISK, float(device), float(host))
-    subgroup_bytes = int(rng.integers(1, 100_000))
-    small_bytes = int(rng.choice([0, 1000]))
-    plan = plan_subgroups(
-        items, shares=shares, subgroup_bytes=subgroup_bytes, small_bytes=small_bytes
+    shares = Shares(
+        Residence.DISK,
+        float(device),
+        float(host),
+        subgroup_bytes=int(rng.integers(1, 100_000)),
+        small_bytes=int(rng.choice([0, 1000])),
     )
-    return plan, subgroup_bytes
+    return plan_subgroups(items, shares), shares.subgroup_bytes
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -65,7 +66,7 @@ def test_every_element_has_one_place_and_pieces_keep_their_order(seed: int) -> N
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_columns_are_aligned_lie_apart_and_fill_a_subgroup_of_bounded_size(seed: int) -> None:
+def test_entries_are_aligned_lie_apart_and_fill_a_subgroup_of_bounded_size(seed: int) -> None:
     """Three slots of that size are all the memory there is; what overlaps is overwritten."""
     rng = np.random.default_rng(seed)
     items = _random_items(rng)
@@ -74,10 +75,10 @@ def test_columns_are_aligned_lie_apart_and_fill_a_subgroup_of_bounded_size(seed:
 
     for group in groups:
         end = 0
-        for column in group.columns:
-            assert column.offset_bytes >= end
-            assert column.offset_bytes % ALIGN_BYTES == 0
-            end = column.offset_bytes + column.numel * column.dtype.itemsize
+        for entry in group.entries:
+            assert entry.offset_bytes >= end
+            assert entry.offset_bytes % ALIGN_BYTES == 0
+            end = entry.offset_bytes + entry.numel * entry.dtype.itemsize
         is_on_disk = group.residence is Residence.DISK
         assert end <= group.nbytes < end + (PAGE_BYTES if is_on_disk else ALIGN_BYTES)
         assert group.nbytes % (PAGE_BYTES if is_on_disk else ALIGN_BYTES) == 0
@@ -86,7 +87,7 @@ def test_columns_are_aligned_lie_apart_and_fill_a_subgroup_of_bounded_size(seed:
         is_alone = len(full) == 1 and not items[full[0].item].is_divisible
         assert is_alone or end <= max(subgroup_bytes, least)
         assert len({items[piece.item].place for piece in group.pieces}) == 1
-        assert len(group.columns) == sum(len(items[p.item].entries) for p in group.pieces)
+        assert len(group.entries) == sum(len(items[p.item].entries) for p in group.pieces)
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -97,9 +98,8 @@ def test_shares_are_kept_to_one_cut(seed: int) -> None:
     device, host = (rng.random(2) / 2).tolist()
     items = [Item(numel, MOMENTS, is_divisible=True) for numel in numels]
 
-    groups = plan_subgroups(
-        items, shares=Shares(Residence.DISK, device, host), subgroup_bytes=4096, small_bytes=0
-    )
+    shares = Shares(Residence.DISK, device, host, subgroup_bytes=4096, small_bytes=0)
+    groups = plan_subgroups(items, shares)
 
     total = sum(numels) * 8
     for residence, share in ((Residence.DEVICE, device), (Residence.HOST, host)):
@@ -111,9 +111,8 @@ def test_small_subgroups_stay_in_memory() -> None:
     """A transfer of a few bytes costs a device as long as one of a mebibyte."""
     items = [Item(100_000, MOMENTS, is_divisible=True), Item(10, MOMENTS, is_divisible=True)]
 
-    groups = plan_subgroups(
-        items, shares=Shares(Residence.DISK), subgroup_bytes=800_000, small_bytes=1000
-    )
+    shares = Shares(Residence.DISK, subgroup_bytes=800_000, small_bytes=1000)
+    groups = plan_subgroups(items, shares)
 
     assert [group.residence for group in groups] == [Residence.DISK, Residence.HOST]
 
@@ -130,4 +129,4 @@ def test_small_subgroups_stay_in_memory() -> None:
 def test_shares_that_make_no_whole_are_refused(fraction: dict[str, float], message: str) -> None:
     """A mistyped share must not quietly rest everything on disk."""
     with pytest.raises(ValueError, match=message):
-        Shares.of("disk", fraction)
+        Shares.of("disk", fraction, subgroup_bytes=1, small_bytes=0)

@@ -28,16 +28,20 @@ class Kernels:
     library: ctypes.CDLL
     isa: str
 
+    @property
+    def isas(self) -> list[str]:
+        """All that this processor and build have, the best last."""
+        return [name for name, number in ISAS.items() if self.library.zero_has(number)]
+
     def with_isa(self, isa: str) -> Kernels:
         """The same with another instruction set.
 
         Raises:
             NativeUnavailableError: This processor or build has none of that name.
         """
-        if isa not in ISAS or not self.library.zero_has(ISAS[isa]):
-            has = [name for name, number in ISAS.items() if self.library.zero_has(number)]
+        if isa not in self.isas:
             raise NativeUnavailableError(
-                f"no kernels for instruction set {isa!r} here; there are {', '.join(has)}"
+                f"no kernels for instruction set {isa!r} here; there are {', '.join(self.isas)}"
             )
         return Kernels(self.library, isa)
 
@@ -134,11 +138,10 @@ def load(path: Path, environment: Mapping[str, str]) -> tuple[Kernels | None, Na
 
 def _choose(found: Kernels, isa: str) -> tuple[Kernels, NativeStatus]:
     """The instruction set asked for, else the best."""
-    has = [name for name, number in ISAS.items() if found.library.zero_has(number)]
-    chosen = found.with_isa(isa or has[-1])
+    chosen = found.with_isa(isa or found.isas[-1])
     slower = f"ZERO_OFFLOAD_ISA={isa}" if isa else f"{chosen.isa} is faster"
     others = {
-        name: slower if name in has else "this processor has it not"
+        name: slower if name in found.isas else "this processor has it not"
         for name in reversed(ISAS)
         if name != chosen.isa
     }

@@ -12,7 +12,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 LIBRARY = "libzero_offload.so"
@@ -68,20 +69,15 @@ def compile_cuda(csrc: Path, out_dir: Path) -> Path:
         CompileError: There is no nvcc, or it failed.
     """
     nvcc = find_nvcc(os.environ)
-    known = _ask([nvcc, "--list-gpu-arch"]).replace("compute_", "").split()
+    known = _run_all([[nvcc, "--list-gpu-arch"]])[0].replace("compute_", "").split()
     chosen = [name for name in CUDA_ARCHITECTURES if name in known]
     if not chosen:
         raise CompileError(f"{nvcc} knows none of sm_{', sm_'.join(CUDA_ARCHITECTURES)}")
     codes = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in chosen]
     codes.append(f"-gencode=arch=compute_{chosen[-1]},code=compute_{chosen[-1]}")
-    out = out_dir / CUDA_LIBRARY
-    unfinished = out_dir / f".{CUDA_LIBRARY}.{os.getpid()}"
-    try:
-        _run_all([[nvcc, *CUDA_FLAGS, *codes, str(csrc / "zero_cuda.cu"), "-o", str(unfinished)]])
-        unfinished.replace(out)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return out
+    with _appearing(out_dir / CUDA_LIBRARY) as out:
+        _run_all([[nvcc, *CUDA_FLAGS, *codes, str(csrc / "zero_cuda.cu"), "-o", str(out)]])
+    return out_dir / CUDA_LIBRARY
 
 
 def find_nvcc(environment: Mapping[str, str]) -> str:
@@ -101,21 +97,26 @@ def compile_cpu(csrc: Path, out_dir: Path) -> Path:
     """Compile the CPU kernels, every instruction set of this kind of machine, into one library."""
     compiler = find_compiler(os.environ)
     sources = EVERYWHERE | (ON_X86 if platform.machine() in ("x86_64", "AMD64") else {})
-    out = out_dir / LIBRARY
     with tempfile.TemporaryDirectory(prefix="zero-offload-") as folder:
         objects = [str(Path(folder, name).with_suffix(".o")) for name in sources]
         _run_all(
             [*compiler, *FLAGS, *flags, "-c", str(csrc / name), "-o", into]
             for (name, flags), into in zip(sources.items(), objects, strict=True)
         )
-        # Loaded by others at any moment: it appears whole, or not at all.
-        unfinished = out_dir / f".{LIBRARY}.{os.getpid()}"
-        try:
-            _run_all([[*compiler, "-shared", *objects, "-o", str(unfinished)]])
-            unfinished.replace(out)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    return out
+        with _appearing(out_dir / LIBRARY) as out:
+            _run_all([[*compiler, "-shared", *objects, "-o", str(out)]])
+    return out_dir / LIBRARY
+
+
+@contextmanager
+def _appearing(library: Path) -> Iterator[Path]:
+    """Where to write it. Loaded by others at any moment, it appears whole, or not at all."""
+    unfinished = library.with_name(f".{library.name}.{os.getpid()}")
+    try:
+        yield unfinished
+        unfinished.replace(library)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def find_compiler(environment: Mapping[str, str]) -> list[str]:
@@ -135,22 +136,13 @@ def find_compiler(environment: Mapping[str, str]) -> list[str]:
     )
 
 
-def _run_all(commands: Iterable[list[str]]) -> None:
-    """Run them side by side; raises for the first that fails."""
+def _run_all(commands: Iterable[list[str]]) -> list[str]:
+    """Run them side by side; what each wrote. Raises for the first that fails."""
     running = [(command, _start(command)) for command in commands]
-    failures = []
-    for command, process in running:
-        said, _ = process.communicate()
+    said = [process.communicate()[0] for _, process in running]
+    for (command, process), text in zip(running, said, strict=True):
         if process.returncode:
-            failures.append(f"{shlex.join(command)} ended with {process.returncode}:\n{said}")
-    if failures:
-        raise CompileError(failures[0])
-
-
-def _ask(command: list[str]) -> str:
-    said, _ = (process := _start(command)).communicate()
-    if process.returncode:
-        raise CompileError(f"{shlex.join(command)} ended with {process.returncode}:\n{said}")
+            raise CompileError(f"{shlex.join(command)} ended with {process.returncode}:\n{text}")
     return said
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import warnings
 from abc import ABC, abstractmethod
-from bisect import insort
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from itertools import chain
 from typing import Any, Final, final
 
@@ -23,61 +22,14 @@ from zero_offload._native._abi import DTYPES, ISAS, NO_DTYPE, TENSOR, NativeRule
 from zero_offload.adam import reference as _reference
 from zero_offload.errors import RollbackError, StepOrderError, UnsupportedTensorError
 
-from .batches import MASTER, Batch, Plan, StatePolicy, check_param
-from .history import LastStep
+from .batches import MASTER, Batch, Plan, Rule, StatePolicy
 from .parallel import Team
-from .rule import Rule, seed_of_step
 
 
 def step_batch(batch: Batch, rule: Rule, *, kernels: Kernels, team: Team) -> None:
     """Step every run of the batch in place. Local, blocking; the GIL is released meanwhile."""
-    table = _table(batch)
-    numbers = _numbers(batch, rule)
-    kernel = getattr(kernels.library, f"zero_{rule.formula.value}")
-    isa, address, count = ISAS[kernels.isa], table.ctypes.data, len(table)
-
-    def work(start: int, stop: int) -> None:
-        kernel(isa, address, count, ctypes.byref(numbers), start, stop)
-
-    team.share(int(table["numel"].sum()), work)
-
-
-def advance(steps: list[Tensor], kernels: Kernels | None) -> None:
-    """Add 1 to each step count: fp32 tensors of one element on the CPU. Local, blocking."""
-    if kernels is None:
-        for step in steps:
-            step.add_(1)
-    else:
-        addresses = np.array([step.data_ptr() for step in steps], np.uintp)
-        kernels.library.zero_count(addresses.ctypes.data, len(steps))
-
-
-def _table(batch: Batch) -> np.ndarray:
-    """An array of `zero_tensor`; of a batch used again, gradients' addresses are renewed."""
-    dtypes, starts = batch.dtypes, np.array(batch.starts, np.int64)
-    columns = [("grad", batch.grads, dtypes.grad)]
-    table = batch.table
-    if table is None:
-        table = batch.table = np.zeros(len(batch.params), TENSOR)
-        table["numel"] = np.array(batch.stops, np.int64) - starts
-        table["index"] = np.array(batch.indices, np.int64) + starts
-        columns += [
-            ("param", batch.params, dtypes.param),
-            ("first", batch.firsts, dtypes.state),
-            ("second", batch.seconds, dtypes.state),
-            ("largest", batch.largests, dtypes.state),
-            ("out", batch.outs, dtypes.out or dtypes.param),
-        ]
-    for name, tensors, dtype in columns:
-        if tensors:
-            addresses = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
-            table[name] = addresses + starts * dtype.itemsize
-    return table
-
-
-def _numbers(batch: Batch, rule: Rule) -> NativeRule:
-    dtypes = batch.dtypes
-    return NativeRule(
+    table, dtypes = _table(batch), batch.dtypes
+    numbers = NativeRule(
         param_dtype=DTYPES[dtypes.param],
         grad_dtype=DTYPES[dtypes.grad],
         state_dtype=DTYPES[dtypes.state],
@@ -97,9 +49,39 @@ def _numbers(batch: Batch, rule: Rule) -> NativeRule:
         rate=rule.rate,
         seed=rule.seed or 0,
     )
+    kernel = getattr(kernels.library, f"zero_{rule.formula.value}")
+    isa, address, count = ISAS[kernels.isa], table.ctypes.data, len(table)
+
+    def work(start: int, stop: int) -> None:
+        kernel(isa, address, count, ctypes.byref(numbers), start, stop)
+
+    team.share(int(table["numel"].sum()), work)
 
 
-# ---- One step made of ranges ----
+def _table(batch: Batch) -> np.ndarray:
+    """An array of `zero_tensor`; of a batch used again, gradients' addresses are renewed."""
+    dtypes, starts = batch.dtypes, np.array(batch.starts, np.int64)
+    lists = [("grad", batch.grads, dtypes.grad)]
+    table = batch.table
+    if table is None:
+        table = batch.table = np.zeros(len(batch.params), TENSOR)
+        table["numel"] = np.array(batch.stops, np.int64) - starts
+        table["index"] = np.array(batch.indices, np.int64) + starts
+        lists += [
+            ("param", batch.params, dtypes.param),
+            ("first", batch.firsts, dtypes.state),
+            ("second", batch.seconds, dtypes.state),
+            ("largest", batch.largests, dtypes.state),
+            ("out", batch.outs, dtypes.out or dtypes.param),
+        ]
+    for name, tensors, dtype in lists:
+        if tensors:
+            addresses = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+            table[name] = addresses + starts * dtype.itemsize
+    return table
+
+
+# ---- One step made of ranges, and the last step, to be taken back ----
 
 
 @final
@@ -109,17 +91,12 @@ class Round:
 
     numel: int  # of all parameters
     advanced: set[Tensor] = field(factory=set, init=False)
-    _spans: list[tuple[int, int]] = field(factory=list, init=False)
+    spans: list[tuple[int, int]] = field(factory=list, init=False)  # that have had their turn
 
     @property
     def num_done(self) -> int:
         """How many elements have had their turn."""
-        return sum(stop - start for start, stop in self._spans)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all have."""
-        return self.num_done == self.numel
+        return sum(stop - start for start, stop in self.spans)
 
     def check(self, start: int, stop: int) -> None:
         """Raise if [start, stop) is not a span of what is left to do.
@@ -132,7 +109,7 @@ class Round:
                 f"step_range({start}, {stop}): expected 0 <= start <= stop <= {self.numel}, the "
                 f"number of elements of all parameters"
             )
-        for low, high in self._spans:
+        for low, high in sorted(self.spans):
             if low < stop and start < high:
                 raise StepOrderError(
                     f"step_range({start}, {stop}): [{low}, {high}) was already stepped; each "
@@ -140,13 +117,35 @@ class Round:
                     f"({self.num_done} of {self.numel} elements are done)"
                 )
 
-    def add(self, start: int, stop: int) -> None:
-        """Note that [start, stop) has had its turn."""
-        if start < stop:
-            insort(self._spans, (start, stop))
 
+@final
+@define(eq=False)
+class LastStep:
+    """Copies of what one step overwrote. Their memory is used again by the next."""
 
-# ---- What CPUAdam, CPUAdagrad and CPULion share: everything but the formula ----
+    is_kept: bool = field(default=False, init=False)
+    _copies: list[tuple[Tensor, Tensor]] = field(factory=list, init=False)  # of each tensor
+    _spare: list[Tensor] = field(factory=list, init=False)
+
+    def begin(self) -> None:
+        """Another step comes."""
+        self._spare = [copy for _, copy in reversed(self._copies)]
+        self._copies, self.is_kept = [], True
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Copy what is about to be overwritten. Local, blocking."""
+        for tensor in tensors:
+            spare = self._spare.pop() if self._spare else None
+            if spare is None or (spare.shape, spare.dtype) != (tensor.shape, tensor.dtype):
+                self._copies.append((tensor, tensor.clone()))
+            else:
+                self._copies.append((tensor, spare.copy_(tensor)))
+
+    def restore(self) -> None:
+        """Put everything back. Local, blocking."""
+        for tensor, copy in reversed(self._copies):
+            tensor.copy_(copy)
+        self.is_kept = False
 
 
 END: Final = 2**63 - 1
@@ -165,9 +164,9 @@ class AbstractCPUOptimizer(Optimizer, ABC):
     found_inf: Tensor | float | None
 
     def __init__(
-        self, params: Any, defaults: dict[str, Any], policy: StatePolicy, *, keeps_last_step: bool
+        self, params: Any, defaults: dict[str, Any], *, keeps_last_step: bool = False, **policy: Any
     ) -> None:
-        self._policy = policy
+        self._policy = StatePolicy(**policy)
         self._keeps_last_step = keeps_last_step
         self._reset()
         if _native.kernels() is None:
@@ -223,7 +222,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
                 f"step() while a step of ranges is under way: {self._round.num_done} of "
                 f"{self._round.numel} elements are done. Finish it with step_range()"
             )
-        self._begin()
+        self._last_step.begin()
         self._step_span(0, END, set())
         return loss
 
@@ -243,11 +242,11 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         under_way = self._round or Round(numel)
         under_way.check(start, stop)
         if self._round is None:
-            self._begin()
+            self._last_step.begin()
         if start < stop:
             self._step_span(start, stop, under_way.advanced)
-        under_way.add(start, stop)
-        self._round = None if under_way.is_complete else under_way
+            under_way.spans.append((start, stop))
+        self._round = None if under_way.num_done == numel else under_way
 
     @torch.no_grad()
     def rollback(self) -> None:
@@ -265,13 +264,13 @@ class AbstractCPUOptimizer(Optimizer, ABC):
                 f"{type(self).__name__} keeps no copy of its last step; construct it with "
                 f"keeps_last_step=True"
             )
-        if not self._has_last_step:
+        if not self._last_step.is_kept:
             raise RollbackError(
                 "there is no step to roll back: none was made since construction, loading or the "
                 "last rollback"
             )
         self._last_step.restore()
-        self._has_last_step, self._round = False, None
+        self._round = None
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -284,34 +283,32 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         """Let go of the tensors of the last step, which the next one would have looked at first."""
         self._whole = None
 
-    def _begin(self) -> None:
-        if self._keeps_last_step:
-            self._last_step.clear()
-            self._has_last_step = True
-
     def _step_span(self, start: int, stop: int, advanced: set[Tensor]) -> None:
         """Step elements [start, stop); `advanced` are parameters whose count this step raised."""
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and float(found_inf) != 0:
             return
         factor = 1.0 if scale is None else 1.0 / float(scale)
-        plan = self._whole if stop == END and self._whole is not None else None
-        self._whole = None
+        plan, self._whole = self._whole if stop == END else None, None
         if plan is None or not plan.renew(self.param_groups, self.state):
             plan = self._plan(start, stop, advanced)
         if self._keeps_last_step:
-            self._keep(plan)
+            self._last_step.keep(plan.written())
         kernels = _native.kernels()
-        advance(plan.steps, kernels)
+        if kernels is None:
+            for step in plan.steps:
+                step.add_(1)
+        else:
+            addresses = np.array([step.data_ptr() for step in plan.steps], np.uintp)
+            kernels.library.zero_count(addresses.ctypes.data, len(plan.steps))
         advanced.update(plan.params)
-        for part in plan.parts.values():
-            rule = evolve(self._rule(self.param_groups[part.group], part.step), factor=factor)
-            if self._policy.rounding == "stochastic":
-                rule = evolve(rule, seed=seed_of_step(self._policy.seed, part.step))
+        for batch in plan.batches.values():
+            rule = self._rule(self.param_groups[batch.group], batch.step)
+            rule = evolve(rule, factor=factor, seed=self._policy.seed_of(batch.step))
             if kernels is None:
-                _reference.step_batch(part.batch, rule)
+                _reference.step_batch(batch, rule)
             else:
-                step_batch(part.batch, rule, kernels=kernels, team=self._team)
+                step_batch(batch, rule, kernels=kernels, team=self._team)
         for param, copy in plan.copies:
             param.copy_(copy)
         torch.autograd.graph.increment_version(plan.params)  # kernels write behind autograd's back
@@ -319,32 +316,24 @@ class AbstractCPUOptimizer(Optimizer, ABC):
             plan.keep()
             self._whole = plan
 
-    def _keep(self, plan: Plan) -> None:
-        for step in plan.steps:
-            self._last_step.keep_step(step)
-        for part in plan.parts.values():
-            self._last_step.keep(part.batch)
-        for param, _ in plan.copies:
-            self._last_step.keep_param(param)
-
     def _plan(self, start: int, stop: int, advanced: set[Tensor]) -> Plan:
         """Check and collect the tensors of a span; nothing is stepped yet."""
         plan = Plan(self._policy)
         index = 0
         for position, group in enumerate(self.param_groups):
-            names, start_value = self._names(group), self._start(group)
+            names, first = self._names(group), self._start(group)
             for param in group["params"]:
                 numel = param.numel()
-                low, high = max(start - index, 0), min(stop - index, numel)
-                is_touched = low < high or (numel == 0 and stop == END)
+                span = max(start - index, 0), min(stop - index, numel)
+                is_touched = span[0] < span[1] or (numel == 0 and stop == END)
                 if is_touched and param.grad is not None:
                     plan.add(
                         position,
                         param,
                         self.state[param],
                         names,
-                        start_value=start_value,
-                        span=(low, high),
+                        start=first,
+                        span=span,
                         index=index,
                         advances=param not in advanced,
                     )
@@ -365,7 +354,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         try:
             for param in self.param_groups[-1]["params"]:
                 if not param.is_meta:
-                    check_param(param, self._policy, where=type(self).__name__)
+                    self._policy.check(param, where=type(self).__name__)
         except UnsupportedTensorError:
             self.param_groups.pop()
             raise
@@ -377,22 +366,10 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         Moments take the dtype this optimizer keeps them in. Masters that were not saved are made
         from the parameters at the next step: load those first.
         """
-        final: list[dict[str, Any]] = [state_dict]
-
-        def see(optimizer: Optimizer, seen: dict[str, Any]) -> None:
-            del optimizer
-            final[0] = seen
-
-        handle = self.register_load_state_dict_pre_hook(see)  # the last one: sees what others made
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
+        saved = load_by_torch(self, partial(super().load_state_dict, state_dict))
         # torch has cast everything to the parameter's dtype: wrong for state of 16-bit ones.
-        ids = chain.from_iterable(group["params"] for group in final[0]["param_groups"])
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for saved_id, param in zip(ids, params, strict=True):
-            for name, value in final[0]["state"].get(saved_id, {}).items():
+        for param, entries in saved.items():
+            for name, value in entries.items():
                 if name != "step" and torch.is_tensor(value) and param.is_cpu:
                     self.state[param][name] = self._policy.shaped(name, value, param)
 
@@ -411,9 +388,34 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         """Forget what no state dict and no copy carries."""
         self._team = Team()
         self._last_step = LastStep()
-        self._has_last_step = False
         self._round: Round | None = None
         self._whole: Plan | None = None  # of the last `step()`
+
+
+def load_by_torch(
+    optimizer: Optimizer, load: Callable[[], None], *, with_state: bool = True
+) -> dict[Tensor, dict[str, Any]]:
+    """Have torch load a state dict; returns the saved state of each parameter, as it was.
+
+    Args:
+        optimizer: Whose hooks may replace the state dict before.
+        load: Calls torch's own method.
+        with_state: False has torch load param groups only.
+    """
+    seen: dict[str, Any] = {}
+
+    def see(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        seen.update(state_dict)
+        return state_dict if with_state else {**state_dict, "state": {}}
+
+    handle = optimizer.register_load_state_dict_pre_hook(see)  # the last one: sees what others made
+    try:
+        load()
+    finally:
+        handle.remove()
+    ids = chain.from_iterable(group["params"] for group in seen["param_groups"])
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return {p: seen["state"].get(saved_id, {}) for saved_id, p in zip(ids, params, strict=True)}
 
 
 @cache

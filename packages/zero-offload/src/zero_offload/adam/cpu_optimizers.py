@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, final
+from typing import Any, Literal, TypedDict, Unpack, final
 
 import torch
 from torch import Tensor
 
-from .batches import StatePolicy
+from .batches import Formula, Rule
 from .cpu_optimizer import AbstractCPUOptimizer
-from .rule import Formula, Rule
+
+
+class Kept(TypedDict, total=False):
+    """Arguments that all take: what is kept beside the parameters. `CPUAdam` describes them."""
+
+    masters: bool
+    state_dtype: torch.dtype | None
+    rounding: Literal["nearest", "stochastic"]
+    seed: int
+    keeps_last_step: bool
+
+
+def _as_deepspeed(fp32_optimizer_states: bool) -> Kept:
+    return {"masters": False, "state_dtype": torch.float32 if fp32_optimizer_states else None}
 
 
 def check_at_least(low: float, **numbers: Any) -> None:
@@ -24,9 +37,6 @@ def check_betas(betas: Any) -> None:
     """Raise ValueError unless there are two, each in [0, 1)."""
     if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
         raise ValueError(f"betas={betas}: expected two numbers, each at least 0 and below 1")
-
-
-# ---- Adam and AdamW over CPU tensors ----
 
 
 class CPUAdam(AbstractCPUOptimizer):
@@ -74,11 +84,7 @@ class CPUAdam(AbstractCPUOptimizer):
         maximize: bool = False,
         decoupled_weight_decay: bool = True,
         bias_correction: bool = True,
-        masters: bool = True,
-        state_dtype: torch.dtype | None = torch.float32,
-        rounding: Literal["nearest", "stochastic"] = "nearest",
-        seed: int = 0,
-        keeps_last_step: bool = False,
+        **kept: Unpack[Kept],
     ) -> None:
         check_at_least(0.0, lr=lr, eps=eps, weight_decay=weight_decay)
         check_betas(betas)
@@ -92,8 +98,7 @@ class CPUAdam(AbstractCPUOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             "bias_correction": bias_correction,
         }
-        policy = StatePolicy(masters=masters, state_dtype=state_dtype, rounding=rounding, seed=seed)
-        super().__init__(params, defaults, policy, keeps_last_step=keeps_last_step)
+        super().__init__(params, defaults, **kept)
 
     @classmethod
     def from_deepspeed(  # noqa: PLR0917 - the order is DeepSpeed's
@@ -122,8 +127,7 @@ class CPUAdam(AbstractCPUOptimizer):
             amsgrad,
             decoupled_weight_decay=adamw_mode,
             bias_correction=bias_correction,
-            masters=False,
-            state_dtype=torch.float32 if fp32_optimizer_states else None,
+            **_as_deepspeed(fp32_optimizer_states),
         )
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -147,9 +151,6 @@ class CPUAdam(AbstractCPUOptimizer):
         )
 
 
-# ---- Adagrad over CPU tensors ----
-
-
 @final
 class CPUAdagrad(AbstractCPUOptimizer):
     """Adagrad over CPU tensors; all else as `CPUAdam`, the state as `torch.optim.Adagrad`'s.
@@ -162,11 +163,7 @@ class CPUAdagrad(AbstractCPUOptimizer):
         initial_accumulator_value: What sums of squares begin with.
         eps: Added to their root.
         maximize: Step uphill.
-        masters: As for `CPUAdam`, like what follows.
-        state_dtype: Of the sum of squares.
-        rounding: Of bf16 parameters.
-        seed: Of stochastic rounding.
-        keeps_last_step: Whether `rollback()` is possible.
+        kept: masters, state_dtype, rounding, seed, keeps_last_step: as for `CPUAdam`.
 
     Raises:
         UnsupportedTensorError: A parameter is not a dense CPU tensor of fp32, bf16 or fp16.
@@ -183,11 +180,7 @@ class CPUAdagrad(AbstractCPUOptimizer):
         eps: float = 1e-10,
         *,
         maximize: bool = False,
-        masters: bool = True,
-        state_dtype: torch.dtype | None = torch.float32,
-        rounding: Literal["nearest", "stochastic"] = "nearest",
-        seed: int = 0,
-        keeps_last_step: bool = False,
+        **kept: Unpack[Kept],
     ) -> None:
         check_at_least(0.0, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
         check_at_least(0.0, initial_accumulator_value=initial_accumulator_value)
@@ -199,8 +192,7 @@ class CPUAdagrad(AbstractCPUOptimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "maximize": maximize,
         }
-        policy = StatePolicy(masters=masters, state_dtype=state_dtype, rounding=rounding, seed=seed)
-        super().__init__(params, defaults, policy, keeps_last_step=keeps_last_step)
+        super().__init__(params, defaults, **kept)
 
     @classmethod
     def from_deepspeed(  # noqa: PLR0917 - the order is DeepSpeed's
@@ -224,8 +216,7 @@ class CPUAdagrad(AbstractCPUOptimizer):
             lr,
             weight_decay=weight_decay,
             eps=eps,
-            masters=False,
-            state_dtype=torch.float32 if fp32_optimizer_states else None,
+            **_as_deepspeed(fp32_optimizer_states),
         )
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -245,9 +236,6 @@ class CPUAdagrad(AbstractCPUOptimizer):
         )
 
 
-# ---- Lion over CPU tensors ----
-
-
 @final
 class CPULion(AbstractCPUOptimizer):
     """Lion (arXiv 2302.06675) over CPU tensors; all else as `CPUAdam`.
@@ -261,11 +249,7 @@ class CPULion(AbstractCPUOptimizer):
         betas: The gradient's share in the direction, and decay of the mean that is kept.
         weight_decay: Decoupled from the gradient; usually three to ten times Adam's.
         maximize: Step uphill.
-        masters: As for `CPUAdam`, like what follows.
-        state_dtype: Of the mean.
-        rounding: Of bf16 parameters.
-        seed: Of stochastic rounding.
-        keeps_last_step: Whether `rollback()` is possible.
+        kept: masters, state_dtype, rounding, seed, keeps_last_step: as for `CPUAdam`.
 
     Raises:
         UnsupportedTensorError: A parameter is not a dense CPU tensor of fp32, bf16 or fp16.
@@ -280,17 +264,12 @@ class CPULion(AbstractCPUOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        masters: bool = True,
-        state_dtype: torch.dtype | None = torch.float32,
-        rounding: Literal["nearest", "stochastic"] = "nearest",
-        seed: int = 0,
-        keeps_last_step: bool = False,
+        **kept: Unpack[Kept],
     ) -> None:
         check_at_least(0.0, lr=lr, weight_decay=weight_decay)
         check_betas(betas)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        policy = StatePolicy(masters=masters, state_dtype=state_dtype, rounding=rounding, seed=seed)
-        super().__init__(params, defaults, policy, keeps_last_step=keeps_last_step)
+        super().__init__(params, defaults, **kept)
 
     @classmethod
     def from_deepspeed(
@@ -307,8 +286,7 @@ class CPULion(AbstractCPUOptimizer):
             lr,
             betas,
             weight_decay,
-            masters=False,
-            state_dtype=torch.float32 if fp32_optimizer_states else None,
+            **_as_deepspeed(fp32_optimizer_states),
         )
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from attrs import frozen
@@ -14,6 +14,10 @@ from zero_offload.errors import OffloadError
 
 _CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NONE: Final = 3
+# One parameter's, in the order of `zero_cuda_piece`: the master in its place, where there is one;
+# gradient, first and second moment; largest or None; the parameter as what is rounded into, or
+# None; step.
+Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
 
 
 @final
@@ -93,22 +97,28 @@ class FusedAdam(torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         divisor = getattr(self, "grad_scale", None)
         for index, group in enumerate(self.param_groups):
-            works = [self._work_of(p, group) for p in group["params"] if p.grad is not None]
-            kinds: dict[Any, list[_Work]] = {}
-            for work in works:
-                kinds.setdefault(work.kind, []).append(work)
-            for kind, alike in kinds.items():
-                table = self._table_for((index, kind), alike)
+            launches: dict[Any, list[Tensors]] = {}  # by what the tensors of one launch share
+            for param in group["params"]:
+                if param.grad is not None:
+                    tensors = self._tensors_of(param, group)
+                    launches.setdefault(_kind_of(tensors), []).append(tensors)
+            for kind, tensors in launches.items():
+                addresses = [[0 if t is None else t.data_ptr() for t in each] for each in tensors]
+                table = self._tables.get((index, kind))
+                if table is None or table.addresses != addresses:
+                    table = _Table.of(tensors, addresses, self._kernels.piece_numel)
+                    self._tables[index, kind] = table
                 self._launch(table, group, kind, divisor, found_inf)
         return loss
 
-    def _work_of(self, param: Tensor, group: dict[str, Any]) -> _Work:
+    def _tensors_of(self, param: Tensor, group: dict[str, Any]) -> Tensors:
         state = self.state[param]
         if not state:
             has_master = group["masters"] and param.dtype != torch.float32
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             like = torch.float32 if has_master else param.dtype
-            for name in _names(group):
+            largest = ("max_exp_avg_sq",) if group["amsgrad"] else ()
+            for name in ("exp_avg", "exp_avg_sq", *largest):
                 state[name] = torch.zeros_like(param, dtype=like)
             if has_master:
                 state["master"] = param.detach().to(torch.float32)
@@ -120,22 +130,15 @@ class FusedAdam(torch.optim.Optimizer):
                 f"{grad.layout} {grad.dtype} for a parameter of shape {tuple(param.shape)}"
             )
         master = state.get("master")
-        return _Work(
-            param=param if master is None else master,
-            grad=grad.contiguous(),
-            first=state["exp_avg"],
-            second=state["exp_avg_sq"],
-            largest=state.get("max_exp_avg_sq") if group["amsgrad"] else None,
-            out=None if master is None else param,
-            step=state["step"],
+        return (
+            param if master is None else master,
+            grad.contiguous(),
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state.get("max_exp_avg_sq") if group["amsgrad"] else None,
+            None if master is None else param,
+            state["step"],
         )
-
-    def _table_for(self, key: Any, works: Sequence[_Work]) -> _Table:
-        addresses = tuple(work.addresses for work in works)
-        table = self._tables.get(key)
-        if table is None or table.addresses != addresses:
-            table = self._tables[key] = _Table.of(works, self._kernels.piece_numel)
-        return table
 
     def _launch(
         self,
@@ -171,76 +174,45 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 @frozen(eq=False)
-class _Work:
-    """One parameter's step."""
-
-    param: Tensor  # the master, where there is one
-    grad: Tensor
-    first: Tensor
-    second: Tensor
-    largest: Tensor | None
-    out: Tensor | None
-    step: Tensor
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What one launch has in common."""
-        out = None if self.out is None else self.out.dtype
-        return self.param.device, self.param.dtype, self.grad.dtype, self.first.dtype, out
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.param, self.grad, self.first, self.second, self.largest, self.out, self.step
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Where everything lies."""
-        return tuple(0 if tensor is None else tensor.data_ptr() for tensor in self.tensors)
-
-
-@frozen(eq=False)
 class _Table:
     """Pieces of tensors, one for each block of a launch, in device memory."""
 
-    addresses: tuple[tuple[int, ...], ...]
+    addresses: list[list[int]]  # of whole tensors
     pieces: Tensor  # uint8
     num_pieces: int
     steps: Tensor  # int64: addresses
 
     @classmethod
-    def of(cls, works: Sequence[_Work], piece_numel: int) -> _Table:
-        """Made where the works are; copied there once."""
-        pieces = [piece for work in works for piece in pieces_of(work, piece_numel)]
+    def of(cls, works: list[Tensors], addresses: list[list[int]], piece_numel: int) -> _Table:
+        """Made where the tensors are; copied there once."""
+        pieces = [piece for tensors in works for piece in pieces_of(tensors, piece_numel)]
         array = bytearray((Piece * (len(pieces) + 1))(*pieces))  # one more: torch wants some memory
-        device = works[0].param.device
+        device = works[0][0].device
         return cls(
-            tuple(work.addresses for work in works),
+            addresses,
             torch.frombuffer(array, dtype=torch.uint8).to(device),
             len(pieces),
-            torch.tensor([work.step.data_ptr() for work in works], device=device),
+            torch.tensor([each[-1] for each in addresses], device=device),
         )
 
 
-def pieces_of(work: _Work, piece_numel: int) -> list[Piece]:
+def pieces_of(tensors: Tensors, piece_numel: int) -> list[Piece]:
     """A parameter's elements, divided among blocks: `piece_numel` each, the last one fewer."""
-    numel = work.param.numel()
+    *divided, step = tensors
+    numel = tensors[0].numel()
     return [
         Piece(
-            *(
-                None
-                if tensor is None
-                else tensor.data_ptr() + (0 if tensor is work.step else start * tensor.itemsize)
-                for tensor in work.tensors
-            ),
+            *(None if t is None else t.data_ptr() + start * t.itemsize for t in divided),
+            step.data_ptr(),
             min(piece_numel, numel - start),
         )
         for start in range(0, numel, piece_numel)
     ]
 
 
-def _names(group: dict[str, Any]) -> Sequence[str]:
-    largest = ("max_exp_avg_sq",) if group["amsgrad"] else ()
-    return ("exp_avg", "exp_avg_sq", *largest)
+def _kind_of(tensors: Tensors) -> tuple[Any, ...]:
+    param, grad, first, _, _, out, _ = tensors
+    return param.device, param.dtype, grad.dtype, first.dtype, None if out is None else out.dtype
 
 
 def _check_param(param: Tensor, index: int) -> None:

@@ -6,15 +6,13 @@ that both give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .batches import Batch
-from .rule import Formula, Rule
+from .batches import Batch, Formula, Rule
 
 CHUNK_NUMEL: Final = 2**20  # bounds the temporaries
 MASK: Final = 0xFFFFFFFF
@@ -24,24 +22,21 @@ MASK: Final = 0xFFFFFFFF
 def step_batch(batch: Batch, rule: Rule) -> None:
     """Step every run of the batch in place. Local, blocking."""
     for k, (start, stop) in enumerate(zip(batch.starts, batch.stops, strict=True)):
-        columns = (batch.params, batch.grads, batch.firsts, batch.seconds, batch.largests)
-        tensors = [column[k].view(-1) if column else None for column in columns]
+        lists = (batch.params, batch.grads, batch.firsts, batch.seconds, batch.largests)
+        tensors = [each[k].view(-1) if each else None for each in lists]
         out = batch.outs[k].view(-1) if batch.outs else None
         for low in range(start, stop, CHUNK_NUMEL):
             span = slice(low, min(low + CHUNK_NUMEL, stop))
-            param, grad, *state = (None if t is None else t[span] for t in tensors)
-            assert param is not None
-            assert grad is not None
+            spans: list[Any] = [t if t is None else t[span] for t in tensors]
+            param, grad, *state = spans
             value = _FORMULAS[rule.formula](param.float(), grad, state, rule)
             for to in (param, None if out is None else out[span]):
                 if to is not None:
                     to.copy_(_rounded(value, to.dtype, rule, batch.indices[k] + low))
 
 
-def _adam(param: Tensor, grad: Tensor, state: list[Tensor | None], rule: Rule) -> Tensor:
+def _adam(param: Tensor, grad: Tensor, state: list[Any], rule: Rule) -> Tensor:
     first, second, largest = state
-    assert first is not None
-    assert second is not None
     grad = _gradient(param, grad, rule)
     if rule.decoupled:
         param = param * rule.shrink
@@ -56,18 +51,16 @@ def _adam(param: Tensor, grad: Tensor, state: list[Tensor | None], rule: Rule) -
     return param + mean * rule.rate / below
 
 
-def _adagrad(param: Tensor, grad: Tensor, state: list[Tensor | None], rule: Rule) -> Tensor:
+def _adagrad(param: Tensor, grad: Tensor, state: list[Any], rule: Rule) -> Tensor:
     total = state[0]
-    assert total is not None
     grad = _gradient(param, grad, rule)
     sum_of_squares = total.float() + grad * grad
     total.copy_(sum_of_squares)
     return param + grad * rule.rate / (_root(sum_of_squares) + rule.eps)
 
 
-def _lion(param: Tensor, grad: Tensor, state: list[Tensor | None], rule: Rule) -> Tensor:
+def _lion(param: Tensor, grad: Tensor, state: list[Any], rule: Rule) -> Tensor:
     first = state[0]
-    assert first is not None
     grad = _gradient(param, grad, rule)
     if rule.decoupled:
         param = param * rule.shrink
@@ -77,11 +70,7 @@ def _lion(param: Tensor, grad: Tensor, state: list[Tensor | None], rule: Rule) -
     return param + way.sign() * rule.rate
 
 
-_FORMULAS: Final[dict[Formula, Callable[[Tensor, Tensor, list[Tensor | None], Rule], Tensor]]] = {
-    Formula.ADAM: _adam,
-    Formula.ADAGRAD: _adagrad,
-    Formula.LION: _lion,
-}
+_FORMULAS: Final = {Formula.ADAM: _adam, Formula.ADAGRAD: _adagrad, Formula.LION: _lion}
 
 
 def _gradient(param: Tensor, grad: Tensor, rule: Rule) -> Tensor:

@@ -6,10 +6,10 @@ import errno
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from attrs import define, field
 from torch import Tensor
@@ -19,17 +19,18 @@ from zero_offload.errors import StoreError
 from .file import REMEDIES, Checksummer, SwapFile, choose_checksummer, with_remedy
 from .folder import SYSTEM, JobFolder, System
 from .settings import DiskSettings, DiskStatus
-from .store import AbstractStore, Form, check_form, flat_bytes
+from .store import AbstractStore, check_form, flat_bytes, form_of
 from .transport import (
     AbstractTransport,
     Direct,
     RingTransport,
-    Transfer,
     align_up,
     choose_transport,
     io_library,
     probe_direct,
 )
+
+_Job: TypeAlias = tuple[Future[Any], Callable[[], Any]]  # one operation, and who asked for it
 
 
 @final
@@ -60,7 +61,6 @@ class DiskStore(AbstractStore):
     _transport: AbstractTransport = field(init=False, repr=False)
     _uring_reason: str = field(default="", init=False, repr=False)
     _checksummer: Checksummer | None = field(default=None, init=False, repr=False)
-    _registered: tuple[int, str] = field(default=(0, "no buffers were registered"), init=False)
     _workers: ThreadPoolExecutor = field(init=False, repr=False)
     _owner: int = field(factory=os.getpid, init=False, repr=False)
     _files: dict[str, SwapFile] = field(factory=dict, init=False, repr=False)
@@ -84,12 +84,11 @@ class DiskStore(AbstractStore):
                 path=str(self._folder.path),
                 errno=error.errno,
             ) from error
-        library, reason = io_library()
         self._transport, self._uring_reason = choose_transport(
-            self.settings, self._direct.align_bytes, library, reason, self.system
+            self.settings, self._direct.align_bytes, self.system
         )
         if self.settings.has_checksums:
-            self._checksummer = choose_checksummer(library)
+            self._checksummer = choose_checksummer(io_library()[0])
         self._workers = ThreadPoolExecutor(
             self.settings.num_workers, thread_name_prefix="zero-offload-disk"
         )
@@ -102,8 +101,6 @@ class DiskStore(AbstractStore):
             uring_reason=self._uring_reason,
             direct_bytes=self._direct.align_bytes,
             direct_reason=self._direct.reason,
-            registered_bytes=self._registered[0],
-            register_reason=self._registered[1],
             lock_reason=self._folder.lock_reason,
             checksum=self._checksummer.algorithm if self._checksummer else "",
         )
@@ -112,18 +109,6 @@ class DiskStore(AbstractStore):
     def folder(self) -> Path:
         """Where the files are."""
         return self._folder.path
-
-    def register(self, buffers: Sequence[Tensor]) -> None:
-        """Let the kernel keep these buffers mapped, in place of those of an earlier call.
-
-        For the few buffers through which much is moved; they live until the next call or `close`.
-        Waits for what is under way. Where it is refused, all still works: `status` says why.
-        """
-        for buffer in buffers:
-            flat_bytes("a buffer to register", buffer)
-        reason = self._transport.register(buffers)
-        nbytes = 0 if reason else sum(buffer.nbytes for buffer in buffers)
-        self._registered = (nbytes, reason)
 
     def allocate(self, sizes: Mapping[str, int]) -> None:
         """See `AbstractStore.allocate`."""
@@ -135,7 +120,8 @@ class DiskStore(AbstractStore):
             for key in sizes:
                 if key in self._files:
                     raise StoreError(f"{key!r} is allocated already", key=key)
-            needed, free = sum(rooms.values()), self._free_bytes()
+            found = self.system.statvfs(str(self.folder))
+            needed, free = sum(rooms.values()), found.f_bavail * found.f_frsize
             if needed > free:
                 raise StoreError(
                     f"{len(rooms)} values need {needed} bytes in {self.folder}, and {free} bytes "
@@ -190,20 +176,19 @@ class DiskStore(AbstractStore):
 
     def _submit(self, key: str, run: Callable[[], Any]) -> Future[Any]:
         """Run it on a worker, after what was asked of this key before."""
-        job = _Job(run)
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # it cannot be cancelled
         try:
             if not key:
                 raise StoreError("a key must not be empty")
             with self._state:
                 self._check_open()
-                if key in self._waiting:
-                    self._waiting[key].append(job)
-                else:
+                if key not in self._waiting:
                     self._workers.submit(self._serve, key)
-                    self._waiting[key] = deque([job])
+                self._waiting.setdefault(key, deque()).append((future, run))
         except Exception as error:
-            job.future.set_exception(error)
-        return job.future
+            future.set_exception(error)
+        return future
 
     def _serve(self, key: str) -> None:
         """Do what is asked of one key, in order, until nothing is."""
@@ -214,9 +199,17 @@ class DiskStore(AbstractStore):
                     del self._waiting[key]
                     self._state.notify_all()
                     return
-                job = queue.popleft()
-            job.run()
-            del job  # with it goes the last hold on what it borrowed
+                future, run = queue.popleft()
+            try:
+                result = run()
+            except BaseException as error:
+                del run  # with it goes the last hold on what it borrowed, before anyone is told
+                future.set_exception(error)
+            else:
+                del run
+                future.set_result(result)
+                del result
+            del future
 
     def _write(self, key: str, source: Tensor) -> None:
         flat = self._flat(key, source)
@@ -229,11 +222,11 @@ class DiskStore(AbstractStore):
                 self._files[key] = file
         file.form, file.fault = None, "its last write failed"
         with file.opened("write", self._direct.flag) as fd:
-            moved = self._move(fd, flat, writes=True)
+            moved = self._transport.move(fd, flat, writes=True)
             assert moved == flat.nbytes, f"{file.path}: {moved} of {flat.nbytes} bytes written"
             file.stamp(fd)
         file.checksum = self._checksummer.of(flat) if self._checksummer else None
-        file.form = Form.of(source)
+        file.form = form_of(source)
 
     def _read(self, key: str, into: Tensor) -> Tensor:
         flat = self._flat(key, into)
@@ -242,7 +235,7 @@ class DiskStore(AbstractStore):
             raise StoreError(f"{key!r} cannot be read: {file.fault}", key=key, path=file.path)
         check_form(key, file.form, into, file.path)
         with file.opened("read", self._direct.flag) as fd:
-            moved = self._move(fd, flat, writes=False)
+            moved = self._transport.move(fd, flat, writes=False)
         if moved < flat.nbytes:
             raise file.changed(f"it ends after {moved} of {flat.nbytes} bytes")
         if self._checksummer and self._checksummer.of(flat) != file.checksum:
@@ -254,11 +247,6 @@ class DiskStore(AbstractStore):
         with self._state:
             del self._files[key]
         file.delete()
-
-    def _move(self, fd: int, flat: Tensor, *, writes: bool) -> int:
-        align = self._direct.align_bytes
-        transfer = Transfer(fd, writes, flat.data_ptr(), flat.nbytes, align=align)
-        return self._transport.move(transfer)
 
     def _known(self, key: str) -> SwapFile:
         file = self._files.get(key)
@@ -283,10 +271,6 @@ class DiskStore(AbstractStore):
         file.make(align_up(nbytes, self._direct.align_bytes))
         return file
 
-    def _free_bytes(self) -> int:
-        found = self.system.statvfs(str(self.folder))
-        return found.f_bavail * found.f_frsize
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise StoreError(f"this DiskStore is closed: {self.folder}", path=str(self.folder))
@@ -296,29 +280,6 @@ class DiskStore(AbstractStore):
                 f"{os.getpid()}, which was forked from it; make one there",
                 path=str(self.folder),
             )
-
-
-@final
-@define(eq=False)
-class _Job:
-    """One operation, and the future of whoever asked for it; it cannot be cancelled."""
-
-    _run: Callable[[], Any] | None
-    future: Future[Any] = field(factory=Future, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.future.set_running_or_notify_cancel()
-
-    def run(self) -> None:
-        assert self._run is not None, "a job runs once"
-        try:
-            result = self._run()
-        except BaseException as error:
-            self._run = None
-            self.future.set_exception(error)
-        else:
-            self._run = None
-            self.future.set_result(result)
 
 
 def _spelled(key: str) -> str:

@@ -16,17 +16,8 @@ from torch import Tensor
 from zero_offload.errors import StoreError
 
 from .folder import System
-from .store import Form
 
 _BLOCK_BYTES: Final = 2**30  # zlib takes no more than 4 GiB
-
-
-@frozen
-class Checksum:
-    """What was computed, and how."""
-
-    algorithm: str
-    value: int
 
 
 @frozen
@@ -36,13 +27,13 @@ class Checksummer:
     algorithm: str
     update: Callable[[int, int, int], int]  # (value so far, address, bytes) -> value
 
-    def of(self, tensor: Tensor) -> Checksum:
+    def of(self, tensor: Tensor) -> int:
         """Over the bytes of a contiguous CPU tensor."""
         value, address = 0, tensor.data_ptr()
         for start in range(0, tensor.nbytes, _BLOCK_BYTES):
             size = min(_BLOCK_BYTES, tensor.nbytes - start)
             value = self.update(value, address + start, size)
-        return Checksum(self.algorithm, value)
+        return value
 
 
 def choose_checksummer(library: ctypes.CDLL | None) -> Checksummer:
@@ -54,9 +45,6 @@ def choose_checksummer(library: ctypes.CDLL | None) -> Checksummer:
 
 def _crc32(value: int, address: int, nbytes: int) -> int:
     return zlib.crc32((ctypes.c_char * nbytes).from_address(address), value)
-
-
-# ---- One file of a store on disk: made with all its room, and known again when it is opened ----
 
 
 REMEDIES: Final = {
@@ -71,26 +59,6 @@ REMEDIES: Final = {
 _NO_FALLOCATE: Final = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 
-@frozen
-class _Stamp:
-    """By which a file is known to be as we left it."""
-
-    inode: tuple[int, int]
-    nbytes: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, found: os.stat_result) -> _Stamp:
-        return cls((found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns)
-
-    def difference(self, now: _Stamp) -> str:
-        if now.inode != self.inode:
-            return "another file has been put in its place"
-        if now.nbytes != self.nbytes:
-            return f"it had {self.nbytes} bytes and now has {now.nbytes}"
-        return "something else has written to it" if now.mtime_ns != self.mtime_ns else ""
-
-
 @define(eq=False)
 class SwapFile:
     """The file of one key, and what its value is known by."""
@@ -99,10 +67,10 @@ class SwapFile:
     path: str
     nbytes: int
     system: System = field(repr=False)
-    form: Form | None = field(default=None, init=False)  # None: there is nothing to read
-    checksum: Checksum | None = field(default=None, init=False)
+    form: str | None = field(default=None, init=False)  # None: there is nothing to read
+    checksum: int | None = field(default=None, init=False)
     fault: str = field(default="it was never written", init=False)  # why, where form is None
-    _stamp: _Stamp = field(default=_Stamp((0, 0), 0, 0), init=False)
+    _known: os.stat_result = field(init=False)  # as we left it
 
     def make(self, room: int) -> None:
         """With all its room, or not at all.
@@ -141,16 +109,20 @@ class SwapFile:
             except FileNotFoundError:
                 raise self.changed("it has been removed") from None
             try:
-                difference = self._stamp.difference(_Stamp.of(self.system.fstat(fd)))
-                if difference:
-                    raise self.changed(difference)
+                known, now = self._known, self.system.fstat(fd)
+                if (now.st_dev, now.st_ino) != (known.st_dev, known.st_ino):
+                    raise self.changed("another file has been put in its place")
+                if now.st_size != known.st_size:
+                    raise self.changed(f"it had {known.st_size} bytes and now has {now.st_size}")
+                if now.st_mtime_ns != known.st_mtime_ns:
+                    raise self.changed("something else has written to it")
                 yield fd
             finally:
                 self.system.close(fd)
 
     def stamp(self, fd: int) -> None:
         """Know it from now on as it is."""
-        self._stamp = _Stamp.of(self.system.fstat(fd))
+        self._known = self.system.fstat(fd)
 
     def delete(self) -> None:
         """It may be gone already.

@@ -37,9 +37,6 @@ class System:
 SYSTEM: Final = System()
 
 
-# ---- A folder of this job alone, locked while it lives, so that what a killed job left is r ----
-
-
 _PREFIX: Final = "zero-offload-"
 _NO_LOCKS: Final = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
@@ -122,12 +119,11 @@ class JobFolder:
             return path, lock
 
 
-def remove_leftovers(parent: Path, system: System = SYSTEM) -> list[Path]:
-    """Remove folders in `parent` whose jobs are dead, of this user only; returns them.
+def remove_leftovers(parent: Path, system: System) -> None:
+    """Remove folders in `parent` whose jobs are dead, of this user only.
 
     A folder whose job lives, or of which that cannot be told, is not touched.
     """
-    removed = []
     for lock_path in sorted(parent.glob(f"{_PREFIX}*.lock")):
         try:
             lock = system.open(str(lock_path), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0)
@@ -143,13 +139,11 @@ def remove_leftovers(parent: Path, system: System = SYSTEM) -> list[Path]:
             folder = lock_path.with_suffix("")
             if folder.exists():
                 shutil.rmtree(folder)  # follows no links
-                removed.append(folder)
             lock_path.unlink()
         except OSError:  # its job lives; or the file system has no locks; or it cannot be removed
             continue
         finally:
             os.close(lock)
-    return removed
 
 
 def _lock_path(folder: Path) -> Path:

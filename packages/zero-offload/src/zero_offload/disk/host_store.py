@@ -13,7 +13,7 @@ from torch import Tensor
 from zero_offload.errors import StoreError
 from zero_offload.memory.arena import HostArena
 
-from .store import AbstractStore, Form, check_form, flat_bytes
+from .store import AbstractStore, check_form, flat_bytes, form_of
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 @define(eq=False)
 class _Value:
     memory: Tensor
-    form: Form | None = None  # None: allocated, not written
+    form: str | None = None  # None: allocated, not written
 
 
 @final
@@ -87,7 +87,7 @@ class HostStore(AbstractStore):
                 del value  # its memory goes before the new one comes
                 value = self._values[key] = self._new(key, flat.numel())
             value.memory.copy_(flat)
-            value.form = Form.of(source)
+            value.form = form_of(source)
 
     def _read(self, key: str, into: Tensor) -> Tensor:
         flat = flat_bytes(key, into)

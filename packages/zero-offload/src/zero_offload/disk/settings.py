@@ -45,8 +45,6 @@ class DiskStatus:
         uring_reason: Why not io_uring.
         direct_bytes: What O_DIRECT transfers are aligned to; 1 through the page cache.
         direct_reason: Why not O_DIRECT.
-        registered_bytes: Of buffers that the kernel keeps mapped; see `DiskStore.register`.
-        register_reason: Why it keeps none.
         lock_reason: Why a later job cannot tell that this one is dead, and leaves its files alone.
         checksum: "crc32c" (native), "crc32" (zlib) or "".
     """
@@ -55,7 +53,5 @@ class DiskStatus:
     uring_reason: str
     direct_bytes: int
     direct_reason: str
-    registered_bytes: int
-    register_reason: str
     lock_reason: str
     checksum: str

@@ -5,11 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Self
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from zero_offload.errors import StoreError
@@ -68,29 +66,13 @@ class AbstractStore(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
-@frozen
-class Form:
+def form_of(tensor: Tensor) -> str:
     """What a value must be read back as."""
-
-    numel: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Form:
-        """That of a tensor."""
-        return cls(tensor.numel(), tensor.dtype)
-
-    def __str__(self) -> str:
-        return f"{self.numel} elements of {self.dtype}"
+    return f"{tensor.numel()} elements of {tensor.dtype}"
 
 
 def flat_bytes(key: str, tensor: Tensor) -> Tensor:
@@ -108,11 +90,11 @@ def flat_bytes(key: str, tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def check_form(key: str, wanted: Form, into: Tensor, path: str = "") -> None:
+def check_form(key: str, wanted: str, into: Tensor, path: str = "") -> None:
     """Raises StoreError unless `into` is what was written."""
-    if Form.of(into) != wanted:
+    if form_of(into) != wanted:
         raise StoreError(
-            f"{key!r} holds {wanted}, and is to be read into {Form.of(into)}; pass a tensor of "
+            f"{key!r} holds {wanted}, and is to be read into {form_of(into)}; pass a tensor of "
             "what was written",
             key=key,
             path=path,

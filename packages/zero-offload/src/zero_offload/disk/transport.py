@@ -7,15 +7,14 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Final, final
+from queue import SimpleQueue
+from typing import Any, Final, cast, final
 
 import numpy as np
 from attrs import define, field, frozen
@@ -31,24 +30,8 @@ _MOST_STALLS: Final = 3  # of a request that moves less than one unit
 
 
 @frozen
-class Transfer:
-    """`nbytes` from or to `address`, at `offset` in an open file.
-
-    `align` is what O_DIRECT asks of addresses, offsets and sizes (1 without); `offset` is a
-    multiple of it. The memory is borrowed until the transfer ends.
-    """
-
-    fd: int
-    writes: bool
-    address: int
-    nbytes: int
-    offset: int = 0
-    align: int = 1
-
-
-@frozen
 class Block:
-    """A run of bytes within a transfer, moved by one request, in place or through a bounce."""
+    """A run of bytes moved by one request, in place or through a bounce."""
 
     start: int
     nbytes: int
@@ -59,10 +42,11 @@ class AbstractTransport(ABC):
     """A way of moving bytes. Safe to use from several threads."""
 
     @abstractmethod
-    def move(self, transfer: Transfer) -> int:
-        """Move all of it. Blocks, without the GIL where it matters.
+    def move(self, fd: int, memory: Tensor, *, writes: bool) -> int:
+        """Move all of `memory`, flat bytes, from or to the beginning of an open file.
 
-        An odd end is written padded with zeros to `align`, and read so.
+        Blocks, without the GIL where it matters. The memory is borrowed until then. An odd end is
+        written padded with zeros to what O_DIRECT asks for, and read so.
 
         Returns:
             The bytes moved: fewer where the file ends early.
@@ -70,10 +54,6 @@ class AbstractTransport(ABC):
         Raises:
             OSError: The system refused; nothing of the transfer is under way any more.
         """
-
-    @abstractmethod
-    def register(self, buffers: Sequence[Tensor]) -> str:
-        """Keep these mapped in the kernel in place of earlier ones. Returns why not, or ""."""
 
     @abstractmethod
     def close(self) -> None:
@@ -132,71 +112,62 @@ class ThreadTransport(AbstractTransport):
         for _ in range(num_threads):  # one a thread
             self._bounces.put(aligned_memory(self.settings.block_bytes, self.align))
 
-    def move(self, transfer: Transfer) -> int:
+    def move(self, fd: int, memory: Tensor, *, writes: bool) -> int:
         """See `AbstractTransport.move`."""
-        blocks = plan_blocks(
-            transfer.address,
-            transfer.nbytes,
-            block_bytes=self.settings.block_bytes,
-            align=transfer.align,
+        blocks = list(
+            plan_blocks(
+                memory.data_ptr(),
+                memory.nbytes,
+                block_bytes=self.settings.block_bytes,
+                align=self.align,
+            )
         )
-        # At most queue_depth threads serve one transfer, and take its blocks in turns: a generator
-        # may not be entered twice, so they come through a queue.
-        queue: SimpleQueue[Block] = SimpleQueue()
-        for block in blocks:
-            queue.put(block)
-        num_parts = min(self.settings.queue_depth, queue.qsize())
-        parts = [self._pool.submit(self._serve, transfer, queue) for _ in range(num_parts)]
+        view = memoryview(cast("Any", memory.numpy()))
+        rest = iter(blocks)  # gives out each block once
+        # At most queue_depth threads serve one transfer, and take its blocks in turns.
+        parts = [
+            self._pool.submit(self._serve, fd, view, rest, writes)
+            for _ in blocks[: self.settings.queue_depth]
+        ]
         wait(parts)
         return sum(part.result() for part in parts)
-
-    def register(self, buffers: Sequence[Tensor]) -> str:
-        """There is nothing to register with."""
-        return "threads use pread and pwrite, which know no registered buffers"
 
     def close(self) -> None:
         """See `AbstractTransport.close`."""
         self._pool.shutdown()
 
-    def _serve(self, transfer: Transfer, queue: SimpleQueue[Block]) -> int:
-        moved = 0
+    def _serve(self, fd: int, memory: memoryview, rest: Iterator[Block], writes: bool) -> int:
         try:
-            while True:
-                try:
-                    block = queue.get_nowait()
-                except Empty:
-                    return moved
-                moved += self._move_block(transfer, block)
+            return sum(self._move_block(fd, memory, block, writes) for block in rest)
         except BaseException:
-            with contextlib.suppress(Empty):
-                while True:  # what has not begun need not
-                    queue.get_nowait()
+            for _ in rest:  # what has not begun need not
+                pass
             raise
 
-    def _move_block(self, transfer: Transfer, block: Block) -> int:
-        own = _view(transfer.address + block.start, block.nbytes)
+    def _move_block(self, fd: int, memory: memoryview, block: Block, writes: bool) -> int:
+        own = memory[block.start : block.start + block.nbytes]
         if not block.bounces:
-            return min(block.nbytes, self._complete(transfer, block, own))
+            return min(block.nbytes, self._complete(fd, own, block, writes))
         bounce = self._bounces.get()
         try:
-            padded = bounce[: align_up(block.nbytes, transfer.align)]
-            if transfer.writes:
+            padded = bounce[: align_up(block.nbytes, self.align)]
+            if writes:
                 padded[: block.nbytes] = own
                 padded[block.nbytes :] = bytes(len(padded) - block.nbytes)
-            moved = min(block.nbytes, self._complete(transfer, block, padded))
-            if not transfer.writes:
+            moved = min(block.nbytes, self._complete(fd, padded, block, writes))
+            if not writes:
                 own[:moved] = padded[:moved]
             return moved
         finally:
             self._bounces.put(bounce)
 
-    def _complete(self, transfer: Transfer, block: Block, memory: memoryview) -> int:
+    def _complete(self, fd: int, memory: memoryview, block: Block, writes: bool) -> int:
         """Move all of `memory`, however little a call moves; stops early at the file's end only."""
-        call = self.system.pwritev if transfer.writes else self.system.preadv
+        call = self.system.pwritev if writes else self.system.preadv
         done = retries = stalls = 0
         while done < len(memory):
             try:
-                count = call(transfer.fd, [memory[done:]], transfer.offset + block.start + done)
+                count = call(fd, [memory[done:]], block.start + done)
             except InterruptedError:
                 continue
             except BlockingIOError:
@@ -206,21 +177,17 @@ class ThreadTransport(AbstractTransport):
                 time.sleep(0.001)
                 continue
             reached = done + count
-            if not transfer.writes and (count == 0 or reached >= block.nbytes):
+            if not writes and (count == 0 or reached >= block.nbytes):
                 return reached  # the file's end; it need not be padded
             before, done = done, reached
             if reached < len(memory):
-                done -= reached % transfer.align  # O_DIRECT goes on from where it may
+                done -= reached % self.align  # O_DIRECT goes on from where it may
             stalls = 0 if done > before else stalls + 1
-            if stalls == _MOST_STALLS and transfer.writes:
+            if stalls == _MOST_STALLS and writes:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             if stalls == _MOST_STALLS:
                 return reached  # does not grow: an end that is not a multiple of align
         return done
-
-
-def _view(address: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 # ---- Whether a file system takes O_DIRECT, and in which units: tried, not believed ----
@@ -277,7 +244,6 @@ def probe_direct(folder: Path, system: System) -> Direct:
 
 
 _ABI: Final = 1
-_MOST_REGION_BYTES: Final = 2**30  # the kernel's
 
 
 class _Transfer(ctypes.Structure):
@@ -294,25 +260,34 @@ class _Transfer(ctypes.Structure):
     )
 
 
-@define(eq=False)
-class _Ring:
-    handle: ctypes.c_void_p
-    bounce: memoryview
-
-
 def io_library() -> tuple[ctypes.CDLL | None, str]:
-    """The native library with its disk I/O declared, or None and why."""
+    """The native library with the signatures of `zero_io.h`, or None and why."""
     found = kernels()
     if found is None:
         return None, native_status().reason
-    reason = declare_io(found.library)
-    return (None, reason) if reason else (found.library, "")
+    library = found.library
+    try:
+        abi = library.zero_io_abi()
+    except AttributeError:
+        return None, "the native library has no disk I/O"
+    if abi != _ABI:
+        return None, f"the native library's disk I/O has version {abi}, this package needs {_ABI}"
+    pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    library.zero_ring_open.argtypes = [int32, ctypes.POINTER(pointer)]
+    library.zero_ring_close.argtypes = [pointer]
+    library.zero_ring_close.restype = None
+    library.zero_ring_move.argtypes = [pointer, ctypes.POINTER(_Transfer)]
+    library.zero_ring_move.restype = int64
+    library.zero_crc32c.argtypes = [ctypes.c_uint32, pointer, int64]
+    library.zero_crc32c.restype = ctypes.c_uint32
+    return library, ""
 
 
 def choose_transport(
-    settings: DiskSettings, align: int, library: ctypes.CDLL | None, reason: str, system: System
+    settings: DiskSettings, align: int, system: System
 ) -> tuple[AbstractTransport, str]:
     """io_uring if it is asked for, compiled and allowed; else threads, and why."""
+    library, reason = io_library()
     if not settings.uses_uring:
         reason = "uses_uring is False"
     elif library is not None:
@@ -321,31 +296,6 @@ def choose_transport(
         except OSError as error:
             reason = f"io_uring_setup: {error.strerror}"
     return ThreadTransport(settings, align, system), reason
-
-
-def declare_io(library: ctypes.CDLL) -> str:
-    """Tell ctypes the signatures of `zero_io.h`. Returns why the library does not fit, or ""."""
-    try:
-        abi = library.zero_io_abi()
-    except AttributeError:
-        return "the native library has no disk I/O"
-    if abi != _ABI:
-        return f"the native library's disk I/O has version {abi}, this package needs {_ABI}"
-    pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    library.zero_ring_open.argtypes = [int32, ctypes.POINTER(pointer)]
-    library.zero_ring_close.argtypes = [pointer]
-    library.zero_ring_close.restype = None
-    library.zero_ring_register.argtypes = [
-        pointer,
-        ctypes.POINTER(pointer),
-        ctypes.POINTER(int64),
-        int32,
-    ]
-    library.zero_ring_move.argtypes = [pointer, ctypes.POINTER(_Transfer)]
-    library.zero_ring_move.restype = int64
-    library.zero_crc32c.argtypes = [ctypes.c_uint32, pointer, int64]
-    library.zero_crc32c.restype = ctypes.c_uint32
-    return ""
 
 
 @final
@@ -360,10 +310,8 @@ class RingTransport(AbstractTransport):
     settings: DiskSettings
     align: int
     library: ctypes.CDLL
-    _rings: SimpleQueue[_Ring] = field(factory=SimpleQueue, init=False)
-    _kept: tuple[Tensor, ...] = field(default=(), init=False)  # alive while registered
+    _rings: SimpleQueue[Any] = field(factory=SimpleQueue, init=False)  # with bounce memory each
     _finalizer: weakref.finalize = field(init=False)
-    _registers: threading.Lock = field(factory=threading.Lock, init=False)  # who takes all rings
 
     def __attrs_post_init__(self) -> None:
         self._finalizer = weakref.finalize(self, _close, self.library, self._rings)
@@ -374,64 +322,34 @@ class RingTransport(AbstractTransport):
                 self.close()
                 raise OSError(-status, os.strerror(-status))
             nbytes = self.settings.block_bytes * self.settings.queue_depth
-            self._rings.put(_Ring(handle, aligned_memory(nbytes, self.align)))
+            self._rings.put((handle, aligned_memory(nbytes, self.align)))
 
-    def move(self, transfer: Transfer) -> int:
+    def move(self, fd: int, memory: Tensor, *, writes: bool) -> int:
         """See `AbstractTransport.move`."""
-        ring = self._rings.get()
+        ring, bounce = self._rings.get()
         try:
             request = _Transfer(
-                fd=transfer.fd,
-                writes=transfer.writes,
-                memory=transfer.address,
-                nbytes=transfer.nbytes,
-                offset=transfer.offset,
+                fd=fd,
+                writes=writes,
+                memory=memory.data_ptr(),
+                nbytes=memory.nbytes,
                 block_bytes=self.settings.block_bytes,
-                align=transfer.align,
-                bounce=address_of(ring.bounce),
+                align=self.align,
+                bounce=address_of(bounce),
                 depth=self.settings.queue_depth,
             )
-            moved = self.library.zero_ring_move(ring.handle, ctypes.byref(request))
+            moved = self.library.zero_ring_move(ring, ctypes.byref(request))
         finally:
-            self._rings.put(ring)
+            self._rings.put((ring, bounce))
         if moved < 0:
             raise OSError(-moved, os.strerror(-moved))
         return moved
 
-    def register(self, buffers: Sequence[Tensor]) -> str:
-        """See `AbstractTransport.register`. Waits until no transfer is under way."""
-        regions = [
-            (buffer.data_ptr() + start, min(_MOST_REGION_BYTES, buffer.nbytes - start))
-            for buffer in buffers
-            for start in range(0, buffer.nbytes, _MOST_REGION_BYTES)
-        ]
-        starts = (ctypes.c_void_p * len(regions))(*(start for start, _ in regions))
-        sizes = (ctypes.c_int64 * len(regions))(*(size for _, size in regions))
-        with self._registers:
-            rings = [self._rings.get() for _ in range(self.settings.num_workers)]
-        try:
-            self._kept = tuple(buffers)
-            for ring in rings:
-                status = self.library.zero_ring_register(ring.handle, starts, sizes, len(regions))
-                if status:
-                    for each in rings:
-                        self.library.zero_ring_register(each.handle, None, None, 0)
-                    self._kept = ()
-                    return (
-                        f"io_uring keeps no buffers of {sum(sizes)} bytes: {os.strerror(-status)}. "
-                        "RLIMIT_MEMLOCK (`ulimit -l`) limits them, once for each worker"
-                    )
-        finally:
-            for ring in rings:
-                self._rings.put(ring)
-        return ""
-
     def close(self) -> None:
         """See `AbstractTransport.close`."""
         self._finalizer()
-        self._kept = ()
 
 
-def _close(library: ctypes.CDLL, rings: SimpleQueue[_Ring]) -> None:
+def _close(library: ctypes.CDLL, rings: SimpleQueue[Any]) -> None:
     while not rings.empty():
-        library.zero_ring_close(rings.get().handle)
+        library.zero_ring_close(rings.get()[0])

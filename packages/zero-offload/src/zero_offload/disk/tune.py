@@ -19,14 +19,7 @@ from zero_offload.memory.arena import HostArena
 
 from .folder import SYSTEM, JobFolder
 from .settings import DiskSettings
-from .transport import (
-    AbstractTransport,
-    Direct,
-    Transfer,
-    choose_transport,
-    io_library,
-    probe_direct,
-)
+from .transport import AbstractTransport, Direct, choose_transport, probe_direct
 
 _BLOCKS: Final = tuple(kib * 1024 for kib in (512, 1024, 4096, 8192))
 _DEPTHS: Final = (2, 4, 8, 16)
@@ -101,13 +94,12 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 8.0) -> DiskSettings:
 
 
 def _candidates(direct: Direct) -> list[_Candidate]:
-    library, reason = io_library()
     found = []
     for block_bytes, depth in itertools.product(_BLOCKS, _DEPTHS):
         asked = DiskSettings(block_bytes=block_bytes, queue_depth=depth, num_workers=1)
         for uses_uring in (True, False):
             settings = evolve(asked, uses_uring=uses_uring)
-            transport, why = choose_transport(settings, direct.align_bytes, library, reason, SYSTEM)
+            transport, why = choose_transport(settings, direct.align_bytes, SYSTEM)
             if uses_uring and why:  # then it would be the threads twice
                 transport.close()
                 continue
@@ -119,8 +111,7 @@ def _time(candidate: _Candidate, fd: int, memory: Tensor, direct: Direct, *, wri
     if direct.align_bytes == 1 and not writes:  # else the page cache would be measured
         os.posix_fadvise(fd, 0, memory.nbytes, os.POSIX_FADV_DONTNEED)
     start = time.perf_counter()
-    transfer = Transfer(fd, writes, memory.data_ptr(), memory.nbytes, align=direct.align_bytes)
-    candidate.transport.move(transfer)
+    candidate.transport.move(fd, memory, writes=writes)
     if direct.align_bytes == 1 and writes:
         os.fdatasync(fd)
     return time.perf_counter() - start

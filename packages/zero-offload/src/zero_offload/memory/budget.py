@@ -87,9 +87,6 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-# ---- One budget for the host memory of a process: who holds what, and no more than there is ----
-
-
 # What is left to the rest of the process and the machine: their next allocation must not be the one
 # that wakes the kernel's out-of-memory killer.
 _MARGIN_BYTES: Final = 128 * 2**20

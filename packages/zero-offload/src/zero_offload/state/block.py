@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, final
 
 import torch
 from attrs import define, field
@@ -15,11 +15,60 @@ from zero_offload.adam.batches import MASTER
 from zero_offload.adam.cpu_optimizer import AbstractCPUOptimizer
 
 from .stepper import Stepper, set_numbers
-from .subgroups import Column, Piece, Residence, SubGroup
-from .transit import is_here
+from .subgroups import Piece, Residence, SubGroup
+from .transit import Transit, is_here
 
-Fetch = Callable[[Tensor], Tensor]
-Send = Callable[[Tensor, Tensor], None]
+T = TypeVar("T")
+
+
+@define(eq=False)
+class _PieceState:
+    """Elements of a parameter as the sub-group's optimizer steps them."""
+
+    param: nn.Parameter
+    plan: Piece
+    own_master: torch.dtype | None  # of the master that the sub-group keeps
+    is_whole: bool = field(init=False)  # whether these are all of the parameter's
+    stepped: nn.Parameter = field(init=False)
+    views: dict[str, Tensor] = field(factory=dict, init=False)  # of the sub-group's memory
+
+    def __attrs_post_init__(self) -> None:
+        self.is_whole = self.plan.numel == self.param.numel()
+        self.stepped = nn.Parameter(self.blank())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's if it is all of it, else flat."""
+        return tuple(self.param.shape) if self.is_whole else (self.plan.numel,)
+
+    def blank(self) -> Tensor:
+        """What is stepped, between steps: of its shape, without memory."""
+        dtype = self.own_master or self.param.dtype
+        return torch.empty((), dtype=dtype).expand(self.shape)
+
+    def elements(self) -> Tensor:
+        """In the parameter: a view."""
+        param = self.param.detach()
+        return param if self.is_whole else param.view(-1)[self.plan.start : self.plan.stop]
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """The same elements of a tensor like the parameter: flat."""
+        return whole.detach().reshape(-1)[self.plan.start : self.plan.stop]
+
+    def grad(self, whole: Tensor) -> Tensor:
+        """Of the whole parameter's gradient, as the piece is shaped and stepped."""
+        whole = whole.detach() if whole.requires_grad else whole
+        grad = whole if self.is_whole else self.cut(whole)
+        return grad if self.own_master is None else grad.to(self.own_master)
+
+    def is_in_place(self) -> bool:
+        """Whether it is its parameter already, as from the second step on of most on a CPU."""
+        stepped, param = self.stepped, self.param
+        return (
+            self.is_whole
+            and stepped.data_ptr() == param.data_ptr()
+            and stepped.is_cpu == param.is_cpu
+        )
 
 
 @final
@@ -42,28 +91,22 @@ class SubGroupState:
     groups: Sequence[int]
     stepper: Stepper
     on_host: bool = field(init=False)
-    _pieces: list[nn.Parameter] = field(init=False)  # what the optimizer steps
+    _pieces: list[_PieceState] = field(init=False)
     _inner: Optimizer = field(init=False)
     _positions: list[int] = field(init=False)  # of the outer group, for each of the inner ones
     _memory: Tensor | None = field(default=None, init=False)
-    _views: list[dict[str, Tensor]] = field(factory=list, init=False)  # of each piece, by name
-    _wholes: list[bool] = field(init=False)  # whether a piece is its whole parameter
-    _own_masters: list[torch.dtype | None] = field(init=False)  # of pieces
 
     def __attrs_post_init__(self) -> None:
         self.on_host = self.plan.residence is not Residence.DEVICE or is_here(self.params[0])
-        self._wholes = [
-            piece.numel == param.numel()
-            for piece, param in zip(self.plan.pieces, self.params, strict=True)
+        self._pieces = [
+            _PieceState(param, piece, self.stepper.own_master(param.dtype, on_host=self.on_host))
+            for param, piece in zip(self.params, self.plan.pieces, strict=True)
         ]
-        self._own_masters = [
-            self.stepper.own_master(param.dtype, on_host=self.on_host) for param in self.params
-        ]
-        self._pieces = [nn.Parameter(self._nothing(k)) for k in range(len(self.params))]
         self._positions = sorted(set(self.groups))
+        at = list(zip(self._pieces, self.groups, strict=True))
         groups = [
-            {"params": [p for p, at in zip(self._pieces, self.groups, strict=True) if at == where]}
-            for where in self._positions
+            {"params": [piece.stepped for piece, group in at if group == position]}
+            for position in self._positions
         ]
         dtype = self.params[0].dtype
         self._inner = self.stepper.make(groups, dtype=dtype, on_host=self.on_host)
@@ -73,26 +116,31 @@ class SubGroupState:
     def attach(self, memory: Tensor) -> None:
         """Let the state lie in `memory`: 1-D, bytes, `plan.nbytes` long, on the state's device."""
         if self._memory is None or self._memory.data_ptr() != memory.data_ptr():
-            self._views = [{} for _ in self.params]
-            for column in self.plan.columns:
-                self._views[column.piece][column.name] = self._view(column, memory)
+            for span in self.plan.entries:
+                piece, start = self._pieces[span.piece], span.offset_bytes
+                view = memory[start : start + span.numel * span.dtype.itemsize].view(span.dtype)
+                piece.views[span.name] = view.view(piece.shape)
         self._memory = memory
-        for piece, views in enumerate(self._views):
+        for piece in self._pieces:
             entries = self._entries(piece)
-            entries.update({name: view for name, view in views.items() if name in entries})
+            entries.update({name: view for name, view in piece.views.items() if name in entries})
 
     def let_go(self) -> None:
         """Keep no view of parameters until the next step."""
-        for k, piece in enumerate(self._pieces):
-            piece.data = self._nothing(k)
+        for piece in self._pieces:
+            piece.stepped.data = piece.blank()
 
-    def is_started(self, piece: int, besides: Collection[str] = ()) -> bool:
-        """Whether a piece has state, besides these entries."""
-        return bool(self._entries(piece).keys() - set(besides))
+    def started(self, besides: Collection[str] = ()) -> set[Tensor]:
+        """Parameters that have state, besides these entries."""
+        return {p.param for p in self._pieces if self._entries(p).keys() - set(besides)}
 
-    def has_own_master(self, piece: int) -> bool:
-        """Whether the next step of a piece begins with a master that the sub-group keeps."""
-        return self._own_masters[piece] is not None and MASTER in self._entries(piece)
+    def read_by_step(self) -> set[Tensor]:
+        """Parameters that the next step reads: it finds no master that the sub-group keeps."""
+        return {
+            piece.param
+            for piece in self._pieces
+            if piece.own_master is None or MASTER not in self._entries(piece)
+        }
 
     # ---- Stepping ----
 
@@ -101,10 +149,7 @@ class SubGroupState:
         outer: Sequence[dict[str, Any]],
         grads: Sequence[Tensor | None],
         factor: float,
-        *,
-        fetch: Fetch,
-        send: Send,
-        wait: Callable[[], None],
+        transit: Transit,
     ) -> None:
         """Step all pieces that have a gradient. Local, blocking.
 
@@ -112,73 +157,48 @@ class SubGroupState:
             outer: The user's param groups.
             grads: Of each piece's whole parameter.
             factor: What gradients are multiplied by.
-            fetch: Begins to bring a tensor to where the step is.
-            send: Begins to bring one back, given with its destination.
-            wait: Blocks until what was fetched is here.
+            transit: Through which tensors pass that are on a device, if the step is on the host.
         """
-        present = [k for k, grad in enumerate(grads) if grad is not None]
-        for k in present:
-            grad = grads[k]
-            assert grad is not None, "looked above"
-            self._point(k, fetch)
-            self._pieces[k].grad = fetch(self._part(k, grad))
-        wait()
-        for k in present:
-            self._begin(k)
-            self._scale(k, factor)
-        for group, position in zip(self._inner.param_groups, self._positions, strict=True):
+        transit.begin(passes=self.on_host)
+        inner, present = self._inner, []
+        for piece, grad in zip(self._pieces, grads, strict=True):
+            if grad is not None:
+                if piece.own_master is not None:
+                    piece.stepped.data = piece.views[MASTER]
+                elif not piece.is_in_place():
+                    piece.stepped.data = transit.fetch(piece.elements())
+                piece.stepped.grad = transit.fetch(piece.grad(grad))
+                present.append(piece)
+        transit.wait()
+        for piece in present:
+            # While it steps, the optimizer finds the state as it would be without our master, which
+            # is missing before a first step, or after a state without masters was loaded.
+            if piece.own_master is not None and self._entries(piece).pop(MASTER, None) is None:
+                piece.stepped.detach().copy_(piece.elements())
+        for group, position in zip(inner.param_groups, self._positions, strict=True):
             set_numbers(group, outer[position])
-        if isinstance(self._inner, AbstractCPUOptimizer):
-            self._inner.grad_scale = None if factor == 1 else 1 / factor
-        self._inner.step()
-        for piece in self._pieces:
-            piece.grad = None
-        for k in present:
-            self._settle(k)
-            self._publish(k, send)
+        if isinstance(inner, AbstractCPUOptimizer):
+            inner.grad_scale = None if factor == 1 else 1 / factor
+        elif factor != 1:  # the user's gradient stays as it is
+            for piece in present:
+                piece.stepped.grad = piece.stepped.grad * factor
+        inner.step()
+        for piece in present:
+            piece.stepped.grad = None
+            self._keep(piece)
+            source, target = piece.stepped.detach(), piece.elements()
+            if source.data_ptr() != target.data_ptr() or source.device != target.device:
+                transit.send(source, target)
         # What was stepped shares memory with parameters, but not what autograd looks at.
-        torch.autograd.graph.increment_version([self.params[k] for k in present])
+        torch.autograd.graph.increment_version([piece.param for piece in present])
+        transit.end(waits=self.plan.residence is Residence.DISK)  # masters are sent from its slot
 
-    def _point(self, k: int, fetch: Fetch) -> None:
-        """Let a piece be its span of the parameter, or a copy of it here."""
-        if self._own_masters[k] is not None:
-            self._pieces[k].data = self._master(k)
-        elif not self._is_in_place(k):
-            self._pieces[k].data = fetch(self._span(k))
-
-    def _is_in_place(self, k: int) -> bool:
-        """Whether a piece is its parameter already, as from the second step on of most on a CPU."""
-        piece, param = self._pieces[k], self.params[k]
-        return (
-            self._wholes[k]
-            and self._own_masters[k] is None
-            and piece.data_ptr() == param.data_ptr()
-            and piece.is_cpu == param.is_cpu
-        )
-
-    def _begin(self, k: int) -> None:
-        """Before a first step, or one after loading a state without masters: fill the master.
-
-        While it steps, the optimizer finds the state as it would be without ours.
-        """
-        if self._own_masters[k] is None:
-            return
-        if self._entries(k).pop(MASTER, None) is None:
-            self._pieces[k].detach().copy_(self._span(k))
-
-    def _scale(self, k: int, factor: float) -> None:
-        """Where the optimizer does not. The user's gradient stays as it is."""
-        grad = self._pieces[k].grad
-        assert grad is not None, "only pieces with one are asked for"
-        if factor != 1 and not isinstance(self._inner, AbstractCPUOptimizer):
-            self._pieces[k].grad = grad * factor
-
-    def _settle(self, k: int) -> None:
+    def _keep(self, piece: _PieceState) -> None:
         """Bring what the optimizer has made or replaced into our memory."""
-        entries = self._entries(k)
-        if self._own_masters[k] is not None:
-            entries[MASTER] = self._master(k)
-        for name, view in self._views[k].items():
+        entries = self._entries(piece)
+        if piece.own_master is not None:
+            entries[MASTER] = piece.views[MASTER]
+        for name, view in piece.views.items():
             value = entries.get(name)
             if value is not None and value is not view:
                 view.copy_(value)
@@ -186,128 +206,77 @@ class SubGroupState:
                 if isinstance(self._inner, AbstractCPUOptimizer):
                     self._inner.forget_plan()  # which holds what it has made, outside the budget
 
-    def _publish(self, k: int, send: Send) -> None:
-        """Bring a stepped piece back to its parameter, if it was stepped elsewhere."""
-        if self._is_in_place(k):
-            return
-        source, target = self._pieces[k].detach(), self._span(k)
-        if source.data_ptr() != target.data_ptr() or source.device != target.device:
-            send(source, target)
-
     # ---- State ----
 
-    def copy_into(
-        self, piece: int, whole: dict[str, Any], names: Collection[str] | None = None
+    def read_into(
+        self, wanted: Mapping[Tensor, dict[str, Any]], names: Collection[str] | None = None
     ) -> None:
-        """Add copies of a piece's state, on the CPU, to the entries of its whole parameter.
+        """Add copies, on the CPU, to the entries of whole parameters; of these names only."""
+        for piece, whole in self._among(wanted):
+            for name, value in self._entries(piece).items():
+                if names is not None and name not in names:
+                    continue
+                if name in piece.views and not piece.is_whole:
+                    if name not in whole:
+                        whole[name] = torch.empty(piece.param.shape, dtype=value.dtype)
+                    piece.cut(whole[name]).copy_(value)
+                elif isinstance(value, Tensor):
+                    whole[name] = value.detach().to("cpu", copy=True)
+                else:
+                    whole[name] = copy.deepcopy(value)
 
-        Args:
-            piece: Which.
-            whole: Where to.
-            names: Of these entries only.
-        """
-        param = self.params[piece]
-        columns = {column.name for column in self.plan.columns if column.piece == piece}
-        for name, value in self._entries(piece).items():
-            if names is not None and name not in names:
-                continue
-            if name in columns and not self._wholes[piece]:
-                if name not in whole:
-                    whole[name] = torch.empty(param.shape, dtype=value.dtype)
-                self._cut(piece, whole[name]).copy_(value)
-            elif isinstance(value, Tensor):
-                whole[name] = value.detach().to("cpu", copy=True)
-            else:
-                whole[name] = copy.deepcopy(value)
+    def describe_into(self, wanted: Mapping[Tensor, dict[str, Any]]) -> None:
+        """As `read_into`, but what moves with the sub-group comes without values or memory."""
+        for piece, whole in self._among(wanted):
+            for name, value in self._entries(piece).items():
+                if name in piece.views:
+                    whole[name] = torch.empty((), dtype=value.dtype).expand(piece.param.shape)
+                else:
+                    whole[name] = value
 
-    def describe_into(self, piece: int, whole: dict[str, Any]) -> None:
-        """As `copy_into`, but what moves with the sub-group comes without values or memory."""
-        columns = {column.name for column in self.plan.columns if column.piece == piece}
-        for name, value in self._entries(piece).items():
-            if name in columns:
-                blank = torch.empty((), dtype=value.dtype)
-                whole[name] = blank.expand(self.params[piece].shape)
-            else:
-                whole[name] = value
-
-    def load(
-        self, piece: int, entries: Mapping[str, Any], keeps: Collection[str] | None = ()
-    ) -> None:
-        """Put a piece's state in place of what there is, in the dtypes kept here.
+    def load(self, states: Mapping[Tensor, Mapping[str, Any]], *, replaces: bool) -> None:
+        """Put entries in place of what there is, in the dtypes kept here.
 
         A master is passed over where none is kept: the parameter is what is stepped.
 
         Args:
-            piece: Which.
-            entries: Of the whole parameter, as a state dict has them; empty: none.
-            keeps: Entries that stay where there are no new ones; None: all.
+            states: Of whole parameters, as a state dict has them; empty: none.
+            replaces: Whether entries go for which there is no new one, but for hidden masters.
         """
-        mine = self._entries(piece)
-        for name in [n for n in mine if keeps is not None and n not in keeps]:
-            del mine[name]
-        views = self._views[piece]
-        whole = self.params[piece].numel()
-        for name, value in entries.items():
-            view = views.get(name)
-            if name == MASTER and view is None:
-                continue
-            if view is not None and isinstance(value, Tensor) and value.numel() == whole:
-                view.copy_(self._cut(piece, value).view(view.shape))
-                mine[name] = view
-            elif isinstance(value, Tensor):
-                device = "cpu" if self.on_host or name == "step" else self.params[piece].device
-                mine[name] = value.detach().to(device, copy=True)
-            else:
-                mine[name] = copy.deepcopy(value)
+        for piece, entries in self._among(states):
+            mine, param = self._entries(piece), piece.param
+            stays = {MASTER} if self.stepper.hides_master(param.dtype) else set()
+            for name in mine.keys() - stays if replaces else ():
+                del mine[name]
+            for name, value in entries.items():
+                view = piece.views.get(name)
+                if name == MASTER and view is None:
+                    continue
+                if not isinstance(value, Tensor):
+                    mine[name] = copy.deepcopy(value)
+                elif view is not None and value.numel() == param.numel():
+                    view.copy_(piece.cut(value).view(view.shape))
+                    mine[name] = view
+                else:
+                    device = "cpu" if self.on_host or name == "step" else param.device
+                    mine[name] = value.detach().to(device, copy=True)
 
     def forget(self) -> None:
         """Have no state, as before a first step."""
         for piece in self._pieces:
-            self._inner.state[piece].clear()
+            self._entries(piece).clear()
 
-    def refresh(self, piece: int) -> None:
-        """Set a master, if there is one, from the parameter."""
-        entries = self._entries(piece)
-        if MASTER in entries:
-            entries[MASTER].copy_(self._span(piece).view(entries[MASTER].shape))
+    def refresh(self) -> None:
+        """Set masters, where there are any, from their parameters."""
+        for piece in self._pieces:
+            master = self._entries(piece).get(MASTER)
+            if master is not None:
+                master.copy_(piece.elements().view(master.shape))
 
-    # ---- Shapes ----
+    def _entries(self, piece: _PieceState) -> dict[str, Any]:
+        return self._inner.state[piece.stepped]
 
-    def _entries(self, k: int) -> dict[str, Any]:
-        return self._inner.state[self._pieces[k]]
-
-    def _nothing(self, k: int) -> Tensor:
-        """What a piece is between steps: of its shape, without memory."""
-        return torch.empty((), dtype=self._dtype(k)).expand(self._shape(k))
-
-    def _shape(self, k: int) -> tuple[int, ...]:
-        """Of a piece: the parameter's if it is all of it, else flat."""
-        return tuple(self.params[k].shape) if self._wholes[k] else (self.plan.pieces[k].numel,)
-
-    def _dtype(self, k: int) -> torch.dtype:
-        return self._own_masters[k] or self.params[k].dtype
-
-    def _view(self, column: Column, memory: Tensor) -> Tensor:
-        stop = column.offset_bytes + column.numel * column.dtype.itemsize
-        return memory[column.offset_bytes : stop].view(column.dtype).view(self._shape(column.piece))
-
-    def _master(self, k: int) -> Tensor:
-        return self._views[k][MASTER]
-
-    def _span(self, k: int) -> Tensor:
-        """A piece's elements in the parameter: a view."""
-        param = self.params[k].detach()
-        return param if self._wholes[k] else _slice(param.view(-1), self.plan.pieces[k])
-
-    def _part(self, k: int, whole: Tensor) -> Tensor:
-        """A piece's elements of a gradient, as the piece is shaped and stepped."""
-        whole = whole.detach() if whole.requires_grad else whole
-        grad = whole if self._wholes[k] else self._cut(k, whole)
-        return grad if (own := self._own_masters[k]) is None else grad.to(own)
-
-    def _cut(self, k: int, whole: Tensor) -> Tensor:
-        return _slice(whole.detach().reshape(-1), self.plan.pieces[k])
-
-
-def _slice(flat: Tensor, piece: Piece) -> Tensor:
-    return flat[piece.start : piece.stop]
+    def _among(self, params: Mapping[Tensor, T]) -> Iterator[tuple[_PieceState, T]]:
+        for piece in self._pieces:
+            if piece.param in params:
+                yield piece, params[piece.param]

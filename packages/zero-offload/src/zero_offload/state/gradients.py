@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zero_offload.errors import DepartedGradientError, UnsupportedTensorError
 from zero_offload.memory.arena import HostArena
+from zero_offload.memory.copies import copy_beside
 from zero_offload.torch_private import as_subclass_sharing_memory, plain_call
 
 from .subgroups import align_up
@@ -67,15 +68,12 @@ _FORM = {
 }
 
 
-# ---- Gradients that leave the device while backward goes on ----
-
-
 @frozen(eq=False)
 class _Arrival:
     """A copy under way. `adds_to` is where it is to be added once it is here."""
 
     event: Any
-    source: Tensor
+    source: Tensor  # whose memory is not used again before the copy is done
     copy: Tensor
     adds_to: Tensor | None
 
@@ -97,8 +95,7 @@ class GradientStream:
     _grads: dict[Tensor, Tensor] = field(factory=dict, init=False)  # by parameter, on the host
     _adding: set[Tensor] = field(factory=set, init=False)  # while autograd accumulates
     _under_way: deque[_Arrival] = field(factory=deque, init=False)
-    _staging: list[Tensor] = field(factory=list, init=False)  # for what is to be added
-    _num_staged: int = field(default=0, init=False)
+    _staging: deque[Tensor] = field(factory=deque, init=False)  # for what is to be added, in turns
     _hooks: list[Any] = field(factory=list, init=False)
     _streams: dict[torch.device, Any] = field(factory=dict, init=False)
 
@@ -138,7 +135,7 @@ class GradientStream:
         self.clear()
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._grads, self._staging = [], {}, []
+        self._hooks, self._grads, self._staging = [], {}, deque()
 
     def _make_room(self, reference: weakref.ref[Tensor], grad: Tensor) -> None:
         """Before autograd accumulates: it would add to the guard."""
@@ -159,7 +156,11 @@ class GradientStream:
         host = self._grads[param]
         adds = param in self._adding
         copy = self._staged(host) if adds else host
-        event = self._copy(copy, grad.detach())
+        event = None
+        if grad.is_cpu:
+            copy.copy_(grad.detach())
+        else:
+            event = copy_beside(grad.detach(), copy, self._streams)
         self._under_way.append(_Arrival(event, grad, copy, host if adds else None))
         self._adding.discard(param)
         param.grad = DepartedGradient.of(param)
@@ -168,26 +169,13 @@ class GradientStream:
         """One of two buffers, free again."""
         while sum(each.adds_to is not None for each in self._under_way) > 1:
             self._land()
-        nbytes, at = like.nbytes, self._num_staged % 2
         if not self._staging:
             largest = max(grad.nbytes for grad in self._grads.values())
-            self._staging = [self.arena.allocate(largest, name="accumulation") for _ in range(2)]
-        self._num_staged += 1
-        return self._staging[at][:nbytes].view(like.dtype).view(like.shape)
-
-    def _copy(self, copy: Tensor, grad: Tensor) -> Any:
-        if grad.is_cpu:
-            copy.copy_(grad)
-            return None
-        stream = self._streams.setdefault(grad.device, None) or torch.cuda.Stream(grad.device)
-        self._streams[grad.device] = stream
-        stream.wait_stream(torch.cuda.current_stream(grad.device))
-        with torch.cuda.stream(stream):
-            copy.copy_(grad, non_blocking=True)
-            grad.record_stream(stream)  # its memory is not used again before the copy is done
-            event = torch.cuda.Event()
-            event.record(stream)
-        return event
+            self._staging.extend(
+                self.arena.allocate(largest, name="accumulation") for _ in range(2)
+            )
+        self._staging.rotate()
+        return self._staging[0][: like.nbytes].view(like.dtype).view(like.shape)
 
     def _land(self) -> None:
         arrival = self._under_way.popleft()

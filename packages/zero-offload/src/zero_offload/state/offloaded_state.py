@@ -1,10 +1,9 @@
-"""Optimizer state on host and disk: its sub-groups, the memory they use, and visits in turn."""
+"""Optimizer state on host and disk: its sub-groups, the memory they use, and who steps them."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, Literal, TypeAlias, final
 
 import torch
@@ -12,197 +11,26 @@ from attrs import define, field
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_offload.adam.batches import MASTER
+from zero_offload.adam.cpu_optimizer import AbstractCPUOptimizer
+from zero_offload.disk.host_store import HostStore
 from zero_offload.disk.store import AbstractStore
 from zero_offload.errors import TornStepError
 from zero_offload.memory.arena import HostArena
 
 from .block import SubGroupState
-from .footprint import Footprint, plan_state
-from .gradients import GradientStream
+from .footprint import Footprint
+from .gradients import GradientStream, bytes_of
 from .stepper import Stepper
-from .subgroups import Residence, Shares, SubGroup, check_sizes
-from .swap_window import Pipeline, Swapper, Turn, plan_turns
-from .transit import Transit
+from .subgroups import Item, Residence, Shares, SubGroup, plan_subgroups
+from .swap_window import SwapWindow
+from .transit import Transit, is_here, room_of
+
+# A tensor; mappings are invariant in their keys, and callers have Parameters.
+Param: TypeAlias = Any
 
 
-@define(eq=False)
-class Visits:
-    """Sub-groups, the memory of those that stay in it, and the pipeline through it of the others.
-
-    Args:
-        arena: Of memory on the host.
-        store: Of what rests on disk; the caller's to close.
-    """
-
-    arena: HostArena
-    store: AbstractStore | None
-    states: list[SubGroupState] = field(factory=list, init=False)
-    _memories: dict[int, Tensor] = field(factory=dict, init=False)  # of those that are not swapped
-    _swapper: Swapper | None = field(init=False)
-    _pipeline: Pipeline = field(init=False)
-    _unusable: str = field(default="", init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._swapper = None if self.store is None else Swapper(self.store, self.arena)
-        self._pipeline = Pipeline(read=self._swap_in, write=self._swap_out)
-
-    def add(self, states: Sequence[SubGroupState]) -> None:
-        """Take room for further sub-groups; all of it or none.
-
-        Slots and the store come last: they are what a full disk refuses.
-        """
-        numbered = list(enumerate(states, len(self.states)))
-        resident = {k: s for k, s in numbered if s.plan.residence is Residence.HOST}
-        beside = {k: s for k, s in numbered if s.plan.residence is Residence.DEVICE}
-        swapped = {k: s for k, s in numbered if s.plan.residence is Residence.DISK}
-        memories = _carve(
-            self.arena.allocate(sum(s.plan.nbytes for s in resident.values())),
-            {k: s.plan.nbytes for k, s in resident.items()},
-        )
-        for k, state in beside.items():
-            device = state.params[0].device
-            memories[k] = torch.zeros(state.plan.nbytes, dtype=torch.uint8, device=device)
-        if swapped:
-            assert self._swapper is not None, "the constructor asked for a store"
-            self._swapper.add({k: s.plan.nbytes for k, s in swapped.items()})
-        self._memories |= memories
-        self.states.extend(states)
-
-    def all_subgroups(self) -> list[int]:
-        """Each, in order."""
-        return list(range(len(self.states)))
-
-    def look(self, subgroups: Sequence[int], act: Callable[[Turn], None]) -> None:
-        """Do something with each sub-group's state in memory that does not change it. Blocking."""
-        self._visit(subgroups, act, writes=False)
-
-    def change(
-        self,
-        what: str,
-        subgroups: Sequence[int],
-        act: Callable[[Turn], None],
-        *,
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        """Do something that changes it; after an error midway nothing else is done until a load.
-
-        The last writes are under way when it returns; see `settle`. `finish` belongs to it.
-        """
-        self.check(what)
-        begun: list[int] = []
-
-        def noted(turn: Turn) -> None:
-            begun.append(turn.subgroup)
-            act(turn)
-
-        try:
-            self._visit(subgroups, noted, writes=True)
-            if finish is not None:
-                finish()
-        except BaseException as error:
-            if not begun and not self._pipeline.has_failed:
-                raise
-            where = f"sub-group {len(begun)} of {len(subgroups)}"
-            torn = self._tear(what, where, error)
-            if isinstance(error, Exception):
-                raise torn from error
-            raise
-
-    def read_ahead(self) -> None:
-        """All are visited next: begin to read what that needs first."""
-        self.check("reading ahead")
-        try:
-            self._pipeline.read_ahead(self._turns(self.all_subgroups()))
-        except Exception as error:
-            raise self._tear("writing state", "the write of a sub-group", error) from error
-
-    def settle(self) -> None:
-        """Block until all state is where it rests.
-
-        Raises:
-            TornStepError: Something of it could not be written.
-        """
-        self.check("settle()")
-        try:
-            self._pipeline.settle()
-        except Exception as error:
-            raise self._tear("writing state", "the write of a sub-group", error) from error
-
-    def check(self, what: str) -> None:
-        """Raise TornStepError if an error has left states of two different steps."""
-        if self._unusable:
-            raise TornStepError(f"{what}: {self._unusable}")
-
-    def mend(self) -> None:
-        """All states are going to be replaced: what cannot be read any more is forgotten."""
-        self._come_to_rest()
-        for turn in self._turns(self.all_subgroups()) if self._unusable else ():
-            if turn.slot is not None and self._swapper is not None:
-                try:
-                    self._swap_in(turn).result()
-                except Exception:
-                    self._swapper.forget(turn.subgroup)
-                    self.states[turn.subgroup].forget()
-        self._pipeline.has_failed, self._unusable = False, ""
-
-    def close(self, *, keeps_store: bool) -> None:
-        """Release everything; the store's values too where it lives on."""
-        self._come_to_rest()
-        if self._swapper is not None:
-            self._swapper.close(deletes=keeps_store)
-        self.states, self._memories = [], {}
-
-    def _come_to_rest(self) -> None:
-        self._pipeline.forget_reads()
-        with contextlib.suppress(Exception):
-            self._pipeline.settle()
-
-    def _tear(self, what: str, where: str, error: BaseException) -> TornStepError:
-        self._unusable = (
-            f"{what} ended in {where}, so parameters and state are of two different steps: "
-            f"load_state_dict(), and the model's. It ended with {type(error).__name__}: {error}"
-        )
-        return TornStepError(self._unusable)
-
-    def _visit(
-        self, subgroups: Sequence[int], act: Callable[[Turn], None], *, writes: bool
-    ) -> None:
-        def attached(turn: Turn) -> None:
-            self.states[turn.subgroup].attach(self._memory(turn))
-            act(turn)
-
-        self._pipeline.run(self._turns(subgroups), attached, writes=writes)
-
-    def _turns(self, subgroups: Sequence[int]) -> tuple[Turn, ...]:
-        return plan_turns(subgroups, lambda k: k not in self._memories)
-
-    def _swap_in(self, turn: Turn) -> Future[Any]:
-        assert self._swapper is not None, "something is swapped"
-        return self._swapper.swap_in(turn)
-
-    def _swap_out(self, turn: Turn) -> Future[Any]:
-        assert self._swapper is not None, "something is swapped"
-        return self._swapper.swap_out(turn)
-
-    def _memory(self, turn: Turn) -> Tensor:
-        if turn.slot is None:
-            return self._memories[turn.subgroup]
-        assert self._swapper is not None, "something is swapped"
-        return self._swapper.memory(turn)
-
-
-def _carve(memory: Tensor, sizes: Mapping[int, int]) -> dict[int, Tensor]:
-    parts = memory.split(list(sizes.values())) if sizes else ()
-    return dict(zip(sizes, parts, strict=True))
-
-
-# ---- Optimizer state on host and disk ----
-
-
-Param: TypeAlias = (
-    Any  # a tensor; mappings are invariant in their keys, and callers have Parameters
-)
+def _nothing(*_: object) -> None:
+    return
 
 
 @final
@@ -218,31 +46,31 @@ class OffloadedState:
         shares: Of the state, by where it rests.
         store: Needed if `shares.rest` is the disk; the caller's to close.
         grads_leave: Whether gradients go to the host during backward.
-        subgroup_bytes: Most that a sub-group holds.
-        small_bytes: A sub-group with less stays in memory.
         budget_bytes: Most host memory for all; None: no limit but the process's.
+        is_pinned: Page-lock host memory where there is CUDA.
     """
 
     stepper: Stepper
     shares: Shares
     store: AbstractStore | None
-    grads_leave: bool = field(kw_only=True)
-    subgroup_bytes: int = field(kw_only=True)
-    small_bytes: int = field(kw_only=True)
-    budget_bytes: int | None = field(kw_only=True)
+    grads_leave: bool = field(default=False, kw_only=True)
+    budget_bytes: int | None = field(default=None, kw_only=True)
+    is_pinned: bool = field(default=True, kw_only=True)
     footprint: Footprint = field(factory=Footprint, init=False)
     gradients: GradientStream = field(init=False)
-    is_pinned: bool = field(default=True, kw_only=True)
-    _visits: Visits = field(init=False)
+    _arena: HostArena = field(init=False)
+    _window: SwapWindow = field(init=False)
     _transit: Transit = field(init=False)
-    _plans: list[SubGroup] = field(factory=list, init=False)
+    _states: list[SubGroupState] = field(factory=list, init=False)
+    _memories: dict[int, Tensor] = field(factory=dict, init=False)  # of those that stay in memory
     _where: dict[Tensor, list[int]] = field(factory=dict, init=False)  # sub-groups of a parameter
+    _torn: str = field(default="", init=False)  # what has ended midway
 
     def __attrs_post_init__(self) -> None:
-        arena = HostArena("state", is_pinned=self.is_pinned)
-        self._visits = Visits(arena, self.store)
-        self.gradients = GradientStream(arena)
-        self._transit = Transit(arena)
+        self._arena = HostArena("state", is_pinned=self.is_pinned)
+        self._window = SwapWindow(self.store or HostStore(self._arena), self._arena)
+        self.gradients = GradientStream(self._arena)
+        self._transit = Transit(self._arena)
 
     @classmethod
     def like(
@@ -276,25 +104,17 @@ class OffloadedState:
             UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group.
             ValueError: An argument makes no sense.
         """
-        check_sizes(subgroup_bytes, small_bytes)
-        shares = Shares.of(state, fraction or {})
+        shares = Shares.of(state, fraction, subgroup_bytes, small_bytes)
         if (store is None) == (shares.rest is Residence.DISK):
             raise ValueError(f"state={state!r}, store={store!r}: a store goes with state='disk'")
-        return cls(
-            Stepper.like(optimizer, own_masters=own_masters),
-            shares,
-            store,
-            grads_leave=False,
-            subgroup_bytes=subgroup_bytes,
-            small_bytes=small_bytes,
-            budget_bytes=budget_bytes,
-            is_pinned=is_pinned,
-        )
+        stepper = Stepper.like(optimizer, own_masters=own_masters)
+        return cls(stepper, shares, store, budget_bytes=budget_bytes, is_pinned=is_pinned)
 
     # ---- Planning ----
 
-    @staticmethod
+    @classmethod
     def footprint_like(
+        cls,
         optimizer: Optimizer,
         positions: Mapping[Param, int],
         groups: Sequence[Mapping[str, Any]],
@@ -322,16 +142,10 @@ class OffloadedState:
             UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group.
             ValueError: An argument makes no sense.
         """
-        check_sizes(subgroup_bytes, small_bytes)
-        return plan_state(
-            positions,
-            groups,
-            stepper=Stepper.like(optimizer, own_masters=own_masters),
-            shares=Shares.of(state, fraction or {}),
-            grads_leave=False,
-            subgroup_bytes=subgroup_bytes,
-            small_bytes=small_bytes,
-        ).footprint
+        shares = Shares.of(state, fraction, subgroup_bytes, small_bytes)
+        return cls(Stepper.like(optimizer, own_masters=own_masters), shares, None)._plan(
+            positions, groups
+        )[2]
 
     def add(self, positions: Mapping[Param, int], groups: Sequence[dict[str, Any]]) -> None:
         """Plan further parameters and take their room; nothing is added if that fails.
@@ -342,37 +156,68 @@ class OffloadedState:
         """
         if not positions:
             return
-        planned = plan_state(
-            positions,
-            groups,
-            stepper=self.stepper,
-            shares=self.shares,
-            grads_leave=self.grads_leave,
-            subgroup_bytes=self.subgroup_bytes,
-            small_bytes=self.small_bytes,
-        )
-        states = [self._state(each, planned.params, positions) for each in planned.subgroups]
-        footprint = planned.with_others(
-            self._plans,
-            gradient_bytes=self.footprint.gradient_bytes,
-            room_bytes=self.footprint.transit_bytes // 2,
-        )
+        subgroups, leaving, footprint = self._plan(positions, groups)
+        params, first, states = list(positions), len(self._states), []
+        for plan in subgroups:
+            owners = [params[piece.item] for piece in plan.pieces]
+            states.append(SubGroupState(plan, owners, [positions[p] for p in owners], self.stepper))
         footprint.check(self.budget_bytes)
-        first = len(self._visits.states)
         self._transit.reserve(footprint.transit_bytes // 2)
-        self._visits.add(states)
-        self.gradients.add(planned.leaving)
+        self._take_memory(dict(enumerate(states, first)))
+        self._states += states
+        self.gradients.add(leaving)
         for number, state in enumerate(states, first):
             for param in dict.fromkeys(state.params):
                 self._where.setdefault(param, []).append(number)
-        self._plans = [*self._plans, *planned.subgroups]
         self.footprint = footprint
 
-    def _state(
-        self, plan: SubGroup, params: Sequence[Any], positions: Mapping[Tensor, int]
-    ) -> SubGroupState:
-        owners = [params[piece.item] for piece in plan.pieces]
-        return SubGroupState(plan, owners, [positions[param] for param in owners], self.stepper)
+    def _plan(
+        self, positions: Mapping[Param, int], groups: Sequence[Mapping[str, Any]]
+    ) -> tuple[tuple[SubGroup, ...], list[Param], Footprint]:
+        """Sub-groups of further parameters, whose gradients leave, and what all takes then."""
+        params, kinds, items = list(positions), {}, []
+        for param, at in positions.items():
+            kind = param.ndim, param.dtype, at
+            if kind not in kinds:
+                kinds[kind] = self.stepper.entries(param.ndim, param.dtype, dict(groups[at]))
+            used = self.stepper.used_for(param.dtype)
+            is_divisible = issubclass(used, AbstractCPUOptimizer) and _is_dense(param)
+            place = f"{param.device}, {used.__name__}"
+            items.append(Item(param.numel(), kinds[kind], is_divisible, place))
+        subgroups = plan_subgroups(items, self.shares)
+        beside, passing = set(), []  # parameters; pieces that pass through the host in a step
+        for subgroup in subgroups:
+            owners = [params[piece.item] for piece in subgroup.pieces]
+            if subgroup.residence is Residence.DEVICE:
+                beside.update(owners)
+            elif not is_here(owners[0]):
+                passing.append([*zip(subgroup.pieces, owners, strict=True)])
+        leaving = dict.fromkeys(
+            p for p in params if self.grads_leave and not is_here(p) and p not in beside
+        )
+        rooms = [
+            sum(room_of(piece.numel, p, p in leaving) for piece, p in each) for each in passing
+        ]
+        footprint = Footprint.of(
+            [*(state.plan for state in self._states), *subgroups],
+            gradient_bytes=self.footprint.gradient_bytes + bytes_of(leaving),
+            transit_bytes=max(self.footprint.transit_bytes, 2 * max(rooms, default=0)),
+        )
+        return subgroups, list(leaving), footprint
+
+    def _take_memory(self, states: Mapping[int, SubGroupState]) -> None:
+        """All of it or none. Slots and the store come last: they are what a full disk refuses."""
+        sizes = {where: {} for where in Residence}
+        for k, state in states.items():
+            sizes[state.plan.residence][k] = state.plan.nbytes
+        on_host = sizes[Residence.HOST]
+        memory = self._arena.allocate(sum(on_host.values()))
+        memories = dict(zip(on_host, memory.split([*on_host.values()]), strict=True))
+        for k, nbytes in sizes[Residence.DEVICE].items():
+            device = states[k].params[0].device
+            memories[k] = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._window.add(sizes[Residence.DISK])
+        self._memories |= memories
 
     # ---- Who has state ----
 
@@ -382,22 +227,12 @@ class OffloadedState:
 
     def started(self, *, besides: Collection[str] = ()) -> list[Param]:
         """Parameters that have state, besides these entries."""
-        found = {
-            param
-            for state in self._visits.states
-            for piece, param in enumerate(state.params)
-            if state.is_started(piece, besides)
-        }
+        found = {param for state in self._states for param in state.started(besides)}
         return [param for param in self._where if param in found]
 
     def written_only(self) -> list[Param]:
         """Parameters that a step writes and does not read: `own_masters` are stepped, and there."""
-        read = {
-            param
-            for state in self._visits.states
-            for piece, param in enumerate(state.params)
-            if not state.has_own_master(piece)
-        }
+        read = {param for state in self._states for param in state.read_by_step()}
         return [param for param in self._where if param not in read]
 
     def subgroups_of(self, params: Collection[Tensor]) -> list[int]:
@@ -408,7 +243,8 @@ class OffloadedState:
 
     def read_ahead(self) -> None:
         """A step of everything comes next: begin to read what it needs first."""
-        self._visits.read_ahead()
+        self.check("reading ahead")
+        self._window.expect(self._swapped(range(len(self._states))))
 
     def settle(self) -> None:
         """Block until all state is where it rests; steps return before that.
@@ -416,15 +252,29 @@ class OffloadedState:
         Raises:
             TornStepError: Something of it could not be written.
         """
-        self._visits.settle()
+        self.check("settle()")
+        try:
+            self._window.settle()
+        except Exception as error:
+            raise self._tear("writing state", "the write of a sub-group", error) from error
 
     def check(self, what: str) -> None:
         """Raise TornStepError if an error has left states of two different steps."""
-        self._visits.check(what)
+        if self._torn:
+            raise TornStepError(f"{what}: {self._torn}")
 
     def mend(self) -> None:
         """All states are going to be replaced: what cannot be read any more is forgotten."""
-        self._visits.mend()
+        self._come_to_rest()
+        for k in self._swapped(range(len(self._states))) if self._torn else ():
+            self._window.expect([k])
+            try:
+                self._window.open(k)
+            except Exception:
+                self._window.lose(k)
+                self._states[k].forget()
+            self._window.forget()
+        self._window.has_failed, self._torn = False, ""
 
     def step(
         self,
@@ -448,51 +298,24 @@ class OffloadedState:
             TornStepError: A later read or write failed, or a sub-group's step did, or this was so
                 before.
         """
+        opening = opening or _nothing
 
-        def act(turn: Turn) -> None:
-            params = self._visits.states[turn.subgroup].params
-            if opening is not None:
-                opening([param for param in params if param in grads])
-            self._step(turn, groups, grads, factor)
+        def act(state: SubGroupState) -> None:
+            opening([param for param in state.params if param in grads])
+            mine = [grads.get(param) for param in state.params]
+            state.step(groups, mine, factor, self._transit)
 
-        def finish() -> None:
-            if opening is not None:
-                opening(())
-
-        self._visits.change("step()", self.subgroups_of(grads), act, finish=finish)
-
-    def _step(
-        self,
-        turn: Turn,
-        groups: Sequence[dict[str, Any]],
-        grads: Mapping[Param, Tensor],
-        factor: float,
-    ) -> None:
-        state, transit = self._visits.states[turn.subgroup], self._transit
-        mine = [grads.get(param) for param in state.params]
-        if not state.on_host:
-            state.step(groups, mine, factor, fetch=_same, send=_copy, wait=_nothing)
-            return
-        transit.begin()
-        state.step(groups, mine, factor, fetch=transit.fetch, send=transit.send, wait=transit.wait)
-        transit.end()
-        if turn.slot is not None:  # masters are sent from there, and the next state is read into it
-            transit.wait_for_sent()
+        self._change("step()", self.subgroups_of(grads), act, finish=lambda: opening(()))
 
     def let_go(self) -> None:
         """Keep no view of parameters' memory until the next step."""
-        for state in self._visits.states:
+        for state in self._states:
             state.let_go()
 
     def refresh(self) -> None:
         """Set masters from their parameters. Blocking."""
-
-        def act(turn: Turn) -> None:
-            state = self._visits.states[turn.subgroup]
-            for piece in range(len(state.params)):
-                state.refresh(piece)
-
-        self._visits.change("refresh_masters()", self._visits.all_subgroups(), act)
+        everything = range(len(self._states))
+        self._change("refresh_masters()", everything, lambda state: state.refresh())
 
     def read(
         self, params: Iterable[Param], names: Collection[str] | None = None
@@ -504,14 +327,9 @@ class OffloadedState:
         """
         self.check("reading state")
         wanted: dict[Param, dict[str, Any]] = {param: {} for param in params}
-
-        def act(turn: Turn) -> None:
-            state = self._visits.states[turn.subgroup]
-            for piece, param in enumerate(state.params):
-                if param in wanted:
-                    state.copy_into(piece, wanted[param], names)
-
-        self._visits.look(self.subgroups_of(wanted), act)
+        self._visit(
+            self.subgroups_of(wanted), lambda state: state.read_into(wanted, names), writes=False
+        )
         return wanted
 
     def hides_master(self, param: Tensor) -> bool:
@@ -523,9 +341,7 @@ class OffloadedState:
         self.check("describing state")
         wanted: dict[Param, dict[str, Any]] = {param: {} for param in params}
         for k in self.subgroups_of(wanted):
-            for piece, param in enumerate(self._visits.states[k].params):
-                if param in wanted:
-                    self._visits.states[k].describe_into(piece, wanted[param])
+            self._states[k].describe_into(wanted)
         return wanted
 
     def write(self, states: Mapping[Param, Mapping[str, Any]], *, replaces: bool = True) -> None:
@@ -538,30 +354,85 @@ class OffloadedState:
         Raises:
             TornStepError: A read or write failed, and some states are replaced.
         """
-
-        def act(turn: Turn) -> None:
-            state = self._visits.states[turn.subgroup]
-            for piece, param in enumerate(state.params):
-                if param in states:
-                    hidden = (MASTER,) if self.hides_master(param) else ()
-                    state.load(piece, states[param], hidden if replaces else None)
-
-        self._visits.change("writing state", self.subgroups_of(states), act)
+        self._change(
+            "writing state",
+            self.subgroups_of(states),
+            lambda state: state.load(states, replaces=replaces),
+        )
 
     def close(self, *, keeps_store: bool) -> None:
         """Release everything; the store's values too where it lives on."""
         self.gradients.close()
-        self._visits.close(keeps_store=keeps_store)
-        self._where, self._plans = {}, []
+        self._come_to_rest()
+        self._window.end(deletes=keeps_store)
+        self._states, self._memories, self._where = [], {}, {}
+
+    # ---- Each sub-group in turn ----
+
+    def _swapped(self, numbers: Iterable[int]) -> list[int]:
+        return [k for k in numbers if k not in self._memories]
+
+    def _visit(
+        self, numbers: Sequence[int], act: Callable[[SubGroupState], None], *, writes: bool
+    ) -> None:
+        """Do something with each one's state in memory. The last writes are under way after it.
+
+        Raises:
+            Whatever was raised, the first of it; nothing is under way then.
+        """
+        try:
+            self._window.expect(self._swapped(numbers))
+            for k in numbers:
+                state, memory = self._states[k], self._memories.get(k)
+                state.attach(self._window.open(k) if memory is None else memory)
+                act(state)
+                if memory is None:
+                    self._window.close(k, dirty=writes)
+        except BaseException:
+            self._come_to_rest()
+            raise
+
+    def _change(
+        self,
+        what: str,
+        numbers: Sequence[int],
+        act: Callable[[SubGroupState], None],
+        *,
+        finish: Callable[[], Any] = _nothing,
+    ) -> None:
+        """The same, of what changes it: after an error midway nothing is done until a load."""
+        self.check(what)
+        num_begun = 0
+
+        def counted(state: SubGroupState) -> None:
+            nonlocal num_begun
+            num_begun += 1
+            act(state)
+
+        try:
+            self._visit(numbers, counted, writes=True)
+            finish()
+        except BaseException as error:
+            if not num_begun and not self._window.has_failed:
+                raise
+            torn = self._tear(what, f"sub-group {num_begun} of {len(numbers)}", error)
+            if isinstance(error, Exception):
+                raise torn from error
+            raise
+
+    def _come_to_rest(self) -> None:
+        self._window.forget()
+        with contextlib.suppress(Exception):
+            self._window.settle()
+
+    def _tear(self, what: str, where: str, error: BaseException) -> TornStepError:
+        self._torn = (
+            f"{what} ended in {where}, so parameters and state are of two different steps: "
+            f"load_state_dict(), and the model's. It ended with {type(error).__name__}: {error}"
+        )
+        return TornStepError(self._torn)
 
 
-def _nothing() -> None:
-    return
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)
+def _is_dense(param: Tensor) -> bool:
+    """Whether it is, or is going to be once it has memory: an expanded number stands for that."""
+    return param.is_contiguous() or not any(param.stride())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn, final
@@ -13,6 +14,7 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero_offload.adam.cpu_optimizer import load_by_torch
 from zero_offload.adam.norm import total_norm
 from zero_offload.adam.parallel import Team
 from zero_offload.disk.disk_store import DiskStore
@@ -23,7 +25,7 @@ from .footprint import Footprint
 from .gradients import check_dense
 from .offloaded_state import OffloadedState
 from .stepper import Stepper
-from .subgroups import Shares, check_sizes
+from .subgroups import Shares
 
 
 @final
@@ -58,9 +60,6 @@ class StateView(Mapping[Tensor, dict[str, Any]]):
     def items(self) -> ItemsView[Tensor, dict[str, Any]]:
         """All of it, each sub-group read once."""
         return self.optimizer.read_state(self.optimizer.started()).items()
-
-
-# ---- Any optimizer of torch, with its state on the host or on disk ----
 
 
 @final
@@ -122,8 +121,7 @@ class OffloadedOptimizer(Optimizer):
         budget_bytes: int | None = None,
         **arguments: Any,
     ) -> None:
-        shares = Shares.of(state, fraction or {})
-        check_sizes(subgroup_bytes, small_bytes)
+        shares = Shares.of(state, fraction, subgroup_bytes, small_bytes)
         if grads not in ("host", "device"):
             raise ValueError(f"grads={grads!r}: expected 'host' or 'device'")
         if (state == "disk") != ((path is None) != (store is None)):
@@ -135,7 +133,7 @@ class OffloadedOptimizer(Optimizer):
         self._offloaded: OffloadedState | None = None
         self._clip = 1.0
         self._team = Team()
-        super().__init__(params, stepper.defaults)
+        super().__init__(params, dict(stepper.template.defaults))
         self.state = StateView(self)  # type: ignore[assignment]
         self._step_supports_amp_scaling = True
         self._own_store = DiskStore(Path(path)) if path is not None else None
@@ -144,8 +142,6 @@ class OffloadedOptimizer(Optimizer):
             shares,
             self._own_store or store,
             grads_leave=grads == "host",
-            subgroup_bytes=subgroup_bytes,
-            small_bytes=small_bytes,
             budget_bytes=budget_bytes,
         )
         try:
@@ -290,23 +286,9 @@ class OffloadedOptimizer(Optimizer):
         again.
         """
         self._parts  # noqa: B018 - raises if closed
-        final: list[dict[str, Any]] = [state_dict]
-
-        def see(optimizer: Optimizer, seen: dict[str, Any]) -> dict[str, Any]:
-            del optimizer
-            final[0] = seen
-            return {**seen, "state": {}}  # which torch would bring to the parameters' devices
-
-        handle = self.register_load_state_dict_pre_hook(see)  # the last: sees what others made
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-        ids = chain.from_iterable(group["params"] for group in final[0]["param_groups"])
-        params = [param for group in self.param_groups for param in group["params"]]
-        saved = final[0]["state"]
-        states = {p: saved.get(i, {}) for i, p in zip(ids, params, strict=True)}
-        known = {p: entries for p, entries in states.items() if entries or p.requires_grad}
+        load = partial(super().load_state_dict, state_dict)
+        saved = load_by_torch(self, load, with_state=False)  # torch would bring it to the devices
+        known = {p: entries for p, entries in saved.items() if entries or p.requires_grad}
         self._parts.mend()
         self.write_state(known)
 

@@ -41,15 +41,11 @@ class Stepper:
 
     Attributes:
         template: Of the user's class and settings; its own parameters do not matter.
-        used: The native optimizer of the same formula, or the user's class as it is. Native ones
-            round once an element and keep moments in fp32, so torch's own class steps what has 16
-            bits and no master, as it would where nothing rests elsewhere.
         own_masters: Dtypes of the masters that the sub-group keeps, by that of the parameter. None:
             fp32 ones where parameters have 16 bits and the optimizer keeps none itself.
     """
 
     template: Optimizer
-    used: type[Optimizer]
     own_masters: Mapping[torch.dtype, torch.dtype] | None = field(default=None)
 
     @classmethod
@@ -62,8 +58,7 @@ class Stepper:
             ValueError: The class refuses an argument.
         """
         _check(asked, arguments)
-        template = asked([_blank((1, 1), torch.float32)], **arguments)
-        return cls(template, NATIVE.get(asked, asked))
+        return cls(asked([_blank((1, 1), torch.float32)], **arguments))
 
     @classmethod
     def like(
@@ -74,9 +69,8 @@ class Stepper:
         Raises:
             UnsupportedOptimizerError: As for `choose`.
         """
-        asked = type(optimizer)
-        _check(asked, optimizer.defaults)
-        return cls(optimizer, NATIVE.get(asked, asked), own_masters)
+        _check(type(optimizer), optimizer.defaults)
+        return cls(optimizer, own_masters)
 
     @property
     def asked(self) -> type[Optimizer]:
@@ -84,9 +78,9 @@ class Stepper:
         return type(self.template)
 
     @property
-    def defaults(self) -> dict[str, Any]:
-        """What a param group has that sets nothing else."""
-        return dict(self.template.defaults)
+    def used(self) -> type[Optimizer]:
+        """The native optimizer of the same formula, or the user's class as it is."""
+        return NATIVE.get(self.asked, self.asked)
 
     @property
     def is_native(self) -> bool:
@@ -94,7 +88,11 @@ class Stepper:
         return issubclass(self.used, AbstractCPUOptimizer)
 
     def used_for(self, dtype: torch.dtype) -> type[Optimizer]:
-        """What steps parameters of this dtype on the host: `used`, or the user's class."""
+        """What steps parameters of this dtype on the host: `used`, or the user's class.
+
+        Native ones round once an element and keep moments in fp32, so torch's own class steps what
+        has 16 bits and no master, as it would where nothing rests elsewhere.
+        """
         is_plain = self.own_masters is not None and self.used is not self.asked
         stepped = self.own_master(dtype, on_host=True) or dtype
         return self.asked if is_plain and _is_narrow(stepped) else self.used

@@ -9,9 +9,9 @@ from typing import Final
 import torch
 from attrs import field, frozen
 
-ALIGN_BYTES: Final = 64  # of each column: a cache line, and a vector of the widest kernels
+ALIGN_BYTES: Final = 64  # of each entry: a cache line, and a vector of the widest kernels
 PAGE_BYTES: Final = 4096  # what a disk moves without a copy
-CUT_NUMEL: Final = 64  # parameters are cut at multiples of it, so that columns need no padding
+CUT_NUMEL: Final = 64  # parameters are cut at multiples of it, so that entries need no padding
 SHARES: Final = ("device", "host")
 
 
@@ -53,7 +53,7 @@ class Item:
         return sum(entry.dtype.itemsize for entry in self.entries)
 
     def nbytes(self, numel: int) -> int:
-        """Of the columns of a piece."""
+        """Of all entries of a piece."""
         return sum(align_up(numel * entry.dtype.itemsize) for entry in self.entries)
 
 
@@ -72,7 +72,7 @@ class Piece:
 
 
 @frozen
-class Column:
+class EntrySpan:
     """Where one entry of one piece lies in the memory of its sub-group."""
 
     piece: int  # position in the sub-group
@@ -87,26 +87,42 @@ class SubGroup:
     """Pieces that are read, stepped and written together: one value of a store, one step."""
 
     pieces: tuple[Piece, ...]
-    columns: tuple[Column, ...]
+    entries: tuple[EntrySpan, ...]
     nbytes: int
     residence: Residence
 
 
 @frozen
 class Shares:
-    """How much of the state rests on the device and on the host; what remains rests in `rest`."""
+    """How much of the state rests on the device and on the host; what remains rests in `rest`.
+
+    Attributes:
+        rest: The host, or the disk.
+        device: Of the bytes of state; exact to `CUT_NUMEL` elements where parameters are divisible,
+            and to a parameter where not.
+        host: Likewise.
+        subgroup_bytes: Most that a sub-group holds, up to a page on disk. A parameter that is not
+            divisible and larger has a sub-group to itself.
+        small_bytes: A sub-group with fewer stays on the host instead of the disk.
+    """
 
     rest: Residence
     device: float = field(default=0.0)
     host: float = field(default=0.0)
+    subgroup_bytes: int = field(default=64 * 2**20)
+    small_bytes: int = field(default=2**20)
 
     @classmethod
-    def of(cls, state: str, fraction: Mapping[str, float]) -> Shares:
+    def of(
+        cls, state: str, fraction: Mapping[str, float] | None, subgroup_bytes: int, small_bytes: int
+    ) -> Shares:
         """Check what a user asked for.
 
         Raises:
-            ValueError: Unknown names, or numbers that are no shares of one whole.
+            ValueError: Unknown names, numbers that are no shares of one whole, or sizes with which
+                nothing, or next to nothing, would rest on disk.
         """
+        fraction = fraction or {}
         if state not in ("host", "disk"):
             raise ValueError(f"state={state!r}: expected 'host' or 'disk'")
         unknown = set(fraction) - set(SHARES)
@@ -118,25 +134,21 @@ class Shares:
         numbers = [float(number) for number in fraction.values()]
         if any(not 0 <= number <= 1 for number in numbers) or sum(numbers) > 1 + 1e-9:
             raise ValueError(f"fraction={dict(fraction)}: expected shares of 1, together at most 1")
-        return cls(Residence(state), **{name: float(fraction[name]) for name in fraction})
+        if not 0 <= 2 * small_bytes <= subgroup_bytes or subgroup_bytes < 1:
+            raise ValueError(
+                f"subgroup_bytes={subgroup_bytes}, small_bytes={small_bytes}: expected at least 1, "
+                f"and for small ones, which stay in memory, of at most half"
+            )
+        device, host = (float(fraction.get(name, 0)) for name in SHARES)
+        return cls(Residence(state), device, host, subgroup_bytes, small_bytes)
 
-    def ends(self, total: float) -> tuple[float, float]:
-        """Where the part on the device ends, and that on the host."""
-        return total * self.device, total * min(1.0, self.device + self.host)
 
-
-def plan_subgroups(
-    items: Sequence[Item], *, shares: Shares, subgroup_bytes: int, small_bytes: int
-) -> tuple[SubGroup, ...]:
+def plan_subgroups(items: Sequence[Item], shares: Shares) -> tuple[SubGroup, ...]:
     """Deal parameters in their order: first to the device, then to the host, the rest to `rest`.
 
     Args:
         items: One a parameter.
-        shares: Of the bytes of state; exact to `CUT_NUMEL` elements where parameters are divisible,
-            and to a parameter where not.
-        subgroup_bytes: Most that a sub-group holds, up to a page on disk. A parameter that is not
-            divisible and larger has a sub-group to itself.
-        small_bytes: A sub-group with fewer stays on the host instead of the disk.
+        shares: See there.
 
     Returns:
         Sub-groups that cover every element once, in order.
@@ -148,7 +160,7 @@ def plan_subgroups(
     def close() -> None:
         nonlocal open_pieces, open_bytes
         if open_pieces:
-            groups.append(_lay_out(open_pieces, items, open_residence, small_bytes))
+            groups.append(_lay_out(open_pieces, items, open_residence, shares.small_bytes))
         open_pieces, open_bytes = [], 0
 
     for residence, piece in _dealt(items, shares):
@@ -158,7 +170,7 @@ def plan_subgroups(
             open_residence, open_place = residence, item.place
         start = piece.start
         while True:
-            numel = _fitting(item, piece.stop - start, subgroup_bytes - open_bytes)
+            numel = _fitting(item, piece.stop - start, shares.subgroup_bytes - open_bytes)
             if not numel and start < piece.stop:
                 if open_pieces:
                     close()
@@ -180,7 +192,9 @@ def align_up(nbytes: int, align: int = ALIGN_BYTES) -> int:
 
 def _dealt(items: Sequence[Item], shares: Shares) -> Iterator[tuple[Residence, Piece]]:
     """Pieces as large as they can be without resting in two places."""
-    ends = shares.ends(sum(item.numel * item.element_bytes for item in items))
+    total = sum(item.numel * item.element_bytes for item in items)
+    # Where the part on the device ends, and that on the host.
+    ends = total * shares.device, total * min(1.0, shares.device + shares.host)
     residences = (Residence.DEVICE, Residence.HOST, shares.rest)
     before = 0
     for index, item in enumerate(items):
@@ -216,21 +230,12 @@ def _fitting(item: Item, numel: int, room: int) -> int:
 def _lay_out(
     pieces: Sequence[Piece], items: Sequence[Item], residence: Residence, small_bytes: int
 ) -> SubGroup:
-    columns, offset = [], 0
+    entries, offset = [], 0
     for index, piece in enumerate(pieces):
         for entry in items[piece.item].entries:
-            columns.append(Column(index, entry.name, entry.dtype, offset, piece.numel))
+            entries.append(EntrySpan(index, entry.name, entry.dtype, offset, piece.numel))
             offset += align_up(piece.numel * entry.dtype.itemsize)
     if residence is Residence.DISK and offset < max(1, small_bytes):
         residence = Residence.HOST
     nbytes = align_up(offset, PAGE_BYTES) if residence is Residence.DISK else offset
-    return SubGroup(tuple(pieces), tuple(columns), nbytes, residence)
-
-
-def check_sizes(subgroup_bytes: int, small_bytes: int) -> None:
-    """Raise ValueError for sizes with which nothing, or next to nothing, would rest on disk."""
-    if not 0 <= 2 * small_bytes <= subgroup_bytes or subgroup_bytes < 1:
-        raise ValueError(
-            f"subgroup_bytes={subgroup_bytes}, small_bytes={small_bytes}: expected at least 1, and "
-            f"for small ones, which stay in memory, of at most half"
-        )
+    return SubGroup(tuple(pieces), tuple(entries), nbytes, residence)

@@ -27,8 +27,9 @@ class Transit:
 
     arena: HostArena
     _buffers: list[Tensor] = field(factory=list, init=False)
-    _events: list[Any] = field(factory=lambda: [None, None], init=False)
+    _events: list[list[Any]] = field(factory=lambda: [[], []], init=False)  # of what was sent
     _turn: int = field(default=0, init=False)
+    _passes: bool = field(default=True, init=False)
     _cursor: int = field(default=0, init=False)
     _devices: set[torch.device] = field(factory=set, init=False)  # of what is under way
 
@@ -47,17 +48,22 @@ class Transit:
             self._buffers = []
             self._buffers = [self.arena.allocate(nbytes, name="transit") for _ in range(2)]
 
-    def begin(self) -> None:
-        """Begin another sub-group, in the buffer whose copies are the older ones."""
-        self._turn = 1 - self._turn
-        self._cursor = 0
-        for event in self._events[self._turn] or ():
-            event.synchronize()
-        self._events[self._turn] = None
+    def begin(self, *, passes: bool) -> None:
+        """Begin another sub-group, in the buffer whose copies are the older ones.
+
+        Args:
+            passes: Whether it is stepped on the host; else all stays where it is.
+        """
+        self._passes = passes
+        if passes:
+            self._turn = 1 - self._turn
+            self._cursor = 0
+            self._wait_for_sent()
+            self._events[self._turn] = []
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """Begin to copy a tensor to the host; one that is there already is given back itself."""
-        if is_here(tensor):
+        if not self._passes or is_here(tensor):
             return tensor
         copy = self._room(tensor).view(tensor.shape)
         copy.copy_(tensor, non_blocking=True)
@@ -71,8 +77,8 @@ class Transit:
         self._devices = set()
 
     def send(self, source: Tensor, target: Tensor) -> None:
-        """Begin to copy `source`, which is on the host, to `target`."""
-        if is_here(target):
+        """Begin to copy `source`, which was stepped, to `target`."""
+        if not self._passes or is_here(target):
             target.copy_(source)
             return
         if source.dtype is not target.dtype:  # converted here, half as much travels
@@ -80,18 +86,22 @@ class Transit:
         target.copy_(source, non_blocking=True)
         self._note(target.device)
 
-    def end(self) -> None:
-        """The sub-group is stepped; what was sent may still be under way."""
-        events = []
+    def end(self, *, waits: bool) -> None:
+        """The sub-group is stepped; what was sent may still be under way.
+
+        Args:
+            waits: Block until it is there: the memory it was sent from may be another's then.
+        """
         for device in self._devices:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
-            events.append(event)
-        self._events[self._turn], self._devices = events, set()
+            self._events[self._turn].append(event)
+        self._devices = set()
+        if waits:
+            self._wait_for_sent()
 
-    def wait_for_sent(self) -> None:
-        """Block until what the last sub-group sent is there: its memory may be another's then."""
-        for event in self._events[self._turn] or ():
+    def _wait_for_sent(self) -> None:
+        for event in self._events[self._turn]:
             event.synchronize()
 
     def _note(self, device: torch.device) -> None:
@@ -111,6 +121,7 @@ def is_here(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
-def room_of(numel: int, param_bytes: int, grad_bytes: int) -> int:
-    """What a piece needs while it is stepped: itself, and its gradient if that is on a device."""
-    return align_up(numel * param_bytes) + align_up(numel * grad_bytes)
+def room_of(numel: int, param: Tensor, grad_is_here: bool) -> int:
+    """What a piece needs while it is stepped: itself, and its gradient, which masters take fp32."""
+    size = param.element_size()
+    return align_up(numel * size) + (0 if grad_is_here else align_up(numel * max(4, size)))

@@ -9,12 +9,10 @@ from unittest import mock
 
 from zero_offload import _native
 from zero_offload._native import Kernels, NativeStatus, load
-from zero_offload._native._abi import ISAS
 from zero_offload.adam import cpu_optimizer as _native_step
 from zero_offload.adam import reference as _reference
-from zero_offload.adam.batches import Batch, Dtypes
+from zero_offload.adam.batches import Batch, Dtypes, Formula, Rule
 from zero_offload.adam.parallel import Team
-from zero_offload.adam.rule import Formula, Rule
 from zero_offload.disk import file as _checksum
 from zero_offload.errors import NativeUnavailableError
 
@@ -37,9 +35,7 @@ _TEAM: Final = Team()
 def native_isas() -> tuple[str, ...]:
     """Instruction sets that are compiled and that this processor has; none without kernels."""
     found = _native.kernels()
-    if found is None:
-        return ()
-    return tuple(name for name, number in ISAS.items() if found.library.zero_has(number))
+    return () if found is None else tuple(found.isas)
 
 
 @contextmanager

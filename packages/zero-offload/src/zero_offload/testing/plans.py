@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_offload.adam.fused import _Work, pieces_of
+from zero_offload.adam.fused import pieces_of
 from zero_offload.state.subgroups import (
     ALIGN_BYTES,
     CUT_NUMEL,
@@ -46,4 +46,4 @@ def fused_pieces(
         piece_numel: Of the largest piece.
     """
     param, grad, first, second = tensors
-    return pieces_of(_Work(param, grad, first, second, None, out, step), piece_numel)
+    return pieces_of((param, grad, first, second, None, out, step), piece_numel)
