@@ -10,16 +10,16 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_ckpt.inputs.memory import Ledger, is_known, storages_in, tensors_in
 
+from .call import replace_in
 from .errors import NondeterminismError
 from .frame import AbstractCompanion
-from .nested import replace_in
 from .policies import OperatorCall, OperatorPolicy
 from .rng import devices_of, get_state, set_state
 from .torch_private import (
+    OperatorMode,
     alias_of,
     can_be_kept,
     current_backward,
@@ -147,20 +147,10 @@ class Keeping(AbstractCompanion):
         )
 
 
-class _Mode(TorchDispatchMode):
-    supports_higher_order_operators = True
-
+class _Mode(OperatorMode):
     def __init__(self, keeping: Keeping) -> None:
         super().__init__()
         self.keeping = keeping
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # compiled code stays compiled
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's way is to put a function around, which imports the compiler
 
 
 class _First(_Mode):

@@ -14,7 +14,6 @@ from zero_ckpt import megatron as _default
 from zero_ckpt.inputs.packed import AbstractHost, Copy, PackedSaver
 
 from .checkpointer import Checkpointer
-from .configuration import _OPTIONS
 from .profile import Profile
 
 
@@ -78,8 +77,7 @@ def clocked(checkpointer: Checkpointer, now_s: Callable[[], float]) -> Checkpoin
 
 def choices_of(checkpointer: Checkpointer) -> dict[str, Any]:
     """What it was told last, by the argument of `configure`. Local."""
-    found = asdict(checkpointer._configuration)
-    return {option.argument: found[option.name] for option in _OPTIONS}
+    return asdict(checkpointer._configuration)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-from zero_ckpt.nested import replace_in
+from zero_ckpt.call import replace_in
 
 
 def tensors_in(value: Any) -> list[Tensor]:
