@@ -1,8 +1,7 @@
 """Activation checkpointing with tracked randomness."""
 
-# Floors, lowest first: errors, torch_private, nested, layers, surroundings, call, rng, inputs,
-# configuration, policies, verify, frame, buffers, keep, profile, checkpointer, apply, megatron,
-# testing.
+# Floors, lowest first: errors, torch_private, call, rng, inputs, verify, frame, layers, policies,
+# keep, profile, configuration, checkpointer, apply, megatron, testing.
 
 from zero_ckpt.inputs.packed import PackedSaver
 from zero_ckpt.inputs.savers import AbstractKept, AbstractSaver, KeepSaver

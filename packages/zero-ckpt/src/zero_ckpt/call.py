@@ -2,15 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from copy import copy
+from operator import is_, setitem
+from typing import Any, Final, NamedTuple
 
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor, nn
 
 from .errors import CheckpointError
-from .nested import replace_in
 from .torch_private import version_of
+
+_SEQUENCES: Final = (tuple, list)
+_MAPPINGS: Final = (dict, MutableMapping)  # a dict is one too, but that takes longer to find out
+_PLAIN: Final = (type(None), bool, int, float, str)  # hold nothing
+
+
+def replace_in(value: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
+    """The same value with `replace(x)` in place of each `x` of a kind, depth first.
+
+    Looks into dicts, lists, tuples (named ones too), subclasses of these, and dataclasses. What
+    holds nothing to replace is the very same object; what does is copied. Others are left alone.
+    """
+    if isinstance(value, kind):
+        return replace(value)
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, _SEQUENCES):
+        new = [replace_in(item, kind, replace) for item in value]
+        return value if all(map(is_, new, value)) else _like(value, new)
+    put: Callable[[Any, Any, Any], None] = setitem
+    if isinstance(value, _MAPPINGS):
+        items = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        put = object.__setattr__
+    else:
+        return value
+    other = value
+    for key, item in [*items.items()]:
+        changed = replace_in(item, kind, replace)
+        if changed is not item:
+            other = copy(value) if other is value else other
+            put(other, key, changed)
+    return other
+
+
+def _like(value: Any, items: list[Any]) -> Any:
+    if isinstance(value, list):
+        other = copy(value)
+        other[:] = items
+        return other
+    if hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*items)
+    return tuple.__new__(type(value), items)
+
+
+# ---- Calls ----
+
 
 _NO_DISPATCH: Final = Tensor.__torch_dispatch__
 
@@ -22,28 +72,29 @@ class _Place:
     index: int
 
 
-@frozen(eq=False)
-class _Subclass:
-    """What Python alone knows of a tensor, which autograd does not save: its class, attributes."""
+class _Input(NamedTuple):
+    """What savers do not keep of a tensor."""
 
-    kind: type[Tensor]
+    requires_grad: bool
+    version: int
+    kind: type[Tensor] | None  # a subclass that Python alone knows of, and what it has
     attributes: dict[str, Any]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Subclass | None:
-        """None for what has none, or puts it on itself as a wrapper of other tensors does."""
-        kind = type(tensor)
+    def of(cls, tensor: Tensor) -> _Input:
+        kind, attributes = type(tensor), {}
         if kind in (Tensor, nn.Parameter) or kind.__torch_dispatch__ is not _NO_DISPATCH:
-            return None
-        return cls(kind, dict(vars(tensor)))
+            kind = None  # a wrapper of other tensors puts itself on again
+        else:
+            attributes = dict(vars(tensor))
+        return cls(tensor.requires_grad, version_of(tensor), kind, attributes)
 
-
-def _as(tensor: Tensor, subclass: _Subclass | None) -> Tensor:
-    if subclass is None:
-        return tensor
-    other = tensor.as_subclass(subclass.kind)
-    vars(other).update(subclass.attributes)
-    return other
+    def again(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        if self.kind is not None:
+            tensor = tensor.as_subclass(self.kind)
+            vars(tensor).update(self.attributes)
+        return tensor.requires_grad_(self.requires_grad)
 
 
 @frozen(eq=False)
@@ -52,42 +103,33 @@ class Call:
 
     function: Callable[..., Any]
     _arguments: tuple[tuple[Any, ...], Mapping[str, Any]]
-    _requires_grad: tuple[bool, ...]
-    _versions: tuple[int, ...] = field(repr=False)
-    _subclasses: tuple[_Subclass | None, ...]
+    _inputs: list[_Input]
 
     @classmethod
     def of(cls, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, list[Tensor]]:
         """The call, and its inputs: each tensor once, in the order of the arguments. Local."""
-        numbers: dict[int, int] = {}
+        places: dict[int, _Place] = {}
         inputs: list[Tensor] = []
 
-        def number(tensor: Tensor) -> _Place:
-            if id(tensor) not in numbers:
-                numbers[id(tensor)] = len(inputs)
+        def place_of(tensor: Tensor) -> _Place:
+            if id(tensor) not in places:
+                places[id(tensor)] = _Place(len(inputs))
                 inputs.append(tensor)
-            return _Place(numbers[id(tensor)])
+            return places[id(tensor)]
 
-        arguments = replace_in((args, kwargs), Tensor, number)
-        flags = tuple(tensor.requires_grad for tensor in inputs)
-        versions, subclasses = tuple(map(version_of, inputs)), tuple(map(_Subclass.of, inputs))
-        return cls(function, arguments, flags, versions, subclasses), inputs
+        arguments = replace_in((args, kwargs), Tensor, place_of)
+        return cls(function, arguments, [_Input.of(tensor) for tensor in inputs]), inputs
 
     def again(self, inputs: Sequence[Tensor]) -> Any:
         """Call it with these inputs, detached ones."""
-        fresh = [
-            _as(tensor.detach(), subclass).requires_grad_(flag)
-            for tensor, flag, subclass in zip(
-                inputs, self._requires_grad, self._subclasses, strict=True
-            )
-        ]
+        fresh = [known.again(tensor) for known, tensor in zip(self._inputs, inputs, strict=True)]
         args, kwargs = replace_in(self._arguments, _Place, lambda place: fresh[place.index])
         return self.function(*args, **kwargs)
 
     def check_unwritten(self, inputs: Sequence[Tensor], layer: str) -> None:
         """Raise CheckpointError if the function wrote to an input: it could not begin again."""
-        for index, (tensor, version) in enumerate(zip(inputs, self._versions, strict=True)):
-            if version_of(tensor) != version:
+        for index, (known, tensor) in enumerate(zip(self._inputs, inputs, strict=True)):
+            if version_of(tensor) != known.version:
                 raise CheckpointError(
                     f"{layer}: it wrote in place to its input {index}, of shape "
                     f"{tuple(tensor.shape)}, so it could not be computed again from the values it "

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, final
+from functools import partial
+from typing import Any, Final, final
 
 import torch
 from attrs import evolve
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from zero_ckpt.inputs.memory import Ledger
-from zero_ckpt.inputs.savers import AbstractKept, AbstractSaver, KeepSaver, detached
+from zero_ckpt.inputs.savers import AbstractSaver, KeepSaver, detached
 
-from .buffers import OnceWritten
 from .call import Call
-from .configuration import Configuration, ModelParallel, changed, configuration_of
+from .configuration import Configuration, ModelParallel, checked, configuration_of
 from .errors import CheckpointError
-from .frame import AbstractCompanion, Frame, Synchronized
+from .frame import AbstractCompanion, Frame, RecomputeLock, Synchronized
 from .keep import Keeping
-from .layers import Layer, Layers
+from .layers import Layers, OnceWritten
 from .policies import OperatorPolicy, check_operator_policy
-from .profile import Profile, Timed, TimedKept, Timing, table_of
-from .rng import RngSnapshot, RngTracker, devices_of, reseed_own, seed_both
-from .surroundings import Ambient, Turn
+from .profile import Profile, Timed, Timing, table_of
+from .rng import (
+    MODEL_PARALLEL_RNG,
+    RngSnapshot,
+    RngTracker,
+    devices_of,
+    seed_of,
+    seeded_state,
+    set_state,
+)
 from .torch_private import is_transformed, uncompiled
 from .verify import Checksums, Verification, Witness
+
+_OFFSET: Final = 2718  # Megatron's, between the two seeds of a rank
 
 
 @final
@@ -84,10 +93,10 @@ class Checkpointer:
             check_operator_policy(keeps, "Checkpointer(keeps=)")
         self.saver = KeepSaver() if saver is None else saver
         self.tracker = RngTracker() if tracker is None else tracker
-        self._configuration = Configuration(synchronizes=synchronizes, profiles=profiles)
+        self._configuration = Configuration(synchronize=synchronizes, profile=profiles)
         self._profile = Profile() if profiles else None
         self._model_parallel = ModelParallel.of(None)
-        self._other_saver: AbstractSaver | None = None  # see _saver_that_splits_otherwise
+        self._other_saver: AbstractSaver | None = None  # see checkpoint_distributed
         self._is_configured = False
         self.stops_early = stops_early
         self.keeps = keeps
@@ -95,7 +104,7 @@ class Checkpointer:
         self._checksums = Checksums()
         self._layers = Layers()
         self._ledger = Ledger()
-        self._turn = Turn()
+        self._lock = RecomputeLock()
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function and drop its activations; backward computes them again.
@@ -169,9 +178,14 @@ class Checkpointer:
                 "checkpoint_distributed(distribute_saved_activations=): expected True or False, "
                 f"got {distribute_saved_activations!r}"
             )
-        if distribute_saved_activations is self._configuration.partitions:
-            return self._checkpoint(self.saver, function, args, kwargs)
-        return self._checkpoint(self._saver_that_splits_otherwise(), function, args, kwargs)
+        saver = self.saver
+        if distribute_saved_activations is not self._configuration.partition_activations:
+            if self._other_saver is None:
+                where, splits = "checkpoint_distributed()", distribute_saved_activations
+                other = self._with(where, partition_activations=splits)
+                self._other_saver = other.saver(self._model_parallel)
+            saver = self._other_saver
+        return self._checkpoint(saver, function, args, kwargs)
 
     def _checkpoint(
         self,
@@ -185,7 +199,7 @@ class Checkpointer:
         if torch.compiler.is_compiling():
             if self._is_plain(saver):
                 return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
-            return _record(self, saver, function, args, kwargs)
+            return self._record_uncompiled(saver, function, args, kwargs)
         if is_transformed():
             raise CheckpointError(
                 f"checkpoint(): expected to be outside of torch.func's transforms (vmap, grad, "
@@ -200,23 +214,42 @@ class Checkpointer:
         call, inputs = Call.of(function, args, kwargs)
         layer = self._layers.of(function)
         name = f"checkpoint of {layer.name}"
-        timed = self._timed(layer, inputs)
+        # A call made while an outer one is computed again is not the one that backward asks.
+        is_outermost = not self._lock.is_mine
+        timed, copying = None, nullcontext
+        if self._profile is not None and is_outermost:
+            timed = Timed.of(self._profile, layer.name, inputs)
+            copying = partial(timed.measure, "copy_s")
+        with copying():
+            kept = saver.save(detached(inputs), name)
+        if timed is not None:
+            kept.measures_gathers(partial(timed.measure, "gather_s"))
+        rng = RngSnapshot.take(devices_of(inputs), self.tracker)
+        companions: list[AbstractCompanion | None] = [
+            OnceWritten.of(function),
+            Synchronized() if self._configuration.synchronize else None,
+            timed,
+            None if self.keeps is None else Keeping(name, self.keeps, self._ledger),
+        ]
+        verifies = self.verifies if is_outermost else None
+        is_picked = verifies is not None and verifies.picks(layer.index, layer.count())
         frame = Frame(
             layer=name,
             call=call,
-            kept=self._keep(saver, inputs, name, timed),
-            rng=RngSnapshot.take(devices_of(inputs), self.tracker),
-            ambient=Ambient.take(),
+            kept=kept,
+            rng=rng,
             tracker=self.tracker,
-            turn=self._turn,
-            companions=self._companions(function, name, timed),
-            witness=self._witness(function, layer, name),
+            lock=self._lock,
+            companions=[companion for companion in companions if companion is not None],
+            witness=Witness(name, self._checksums) if is_picked else None,
             stops_early=self.stops_early,
+            copying=copying,
         )
-        with frame.recording():
-            outputs = function(*args, **kwargs)
+        outputs = frame.run(args, kwargs)
         call.check_unwritten(inputs, name)
         return outputs
+
+    _record_uncompiled = uncompiled(_record)
 
     def _without_torchs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The function's own; raise for one of torch's checkpoint that asks for something else."""
@@ -325,26 +358,25 @@ class Checkpointer:
             "synchronize": synchronize,
             "profile": profile,
         }
-        known = self._configuration.num_layers
+        known = self._configuration.num_checkpoints
         configuration = configuration_of(deepspeed_config, arguments, known)
         self._configure(
             configuration, self._model_parallel if mpu_ is None else ModelParallel.of(mpu_)
         )
         self._is_configured = True
 
+    def _with(self, where: str, **choices: Any) -> Configuration:
+        """As is configured, but for these arguments of `configure`."""
+        for name, value in choices.items():
+            checked(name, value, where)
+        return evolve(self._configuration, **choices)
+
     def _configure(self, configuration: Configuration, model_parallel: ModelParallel) -> None:
         self.saver = configuration.saver(model_parallel)
-        if configuration.profiles is not (self._profile is not None):
-            self._profile = Profile() if configuration.profiles else None
+        if configuration.profile is not (self._profile is not None):
+            self._profile = Profile() if configuration.profile else None
         self._other_saver = None
         self._configuration, self._model_parallel = configuration, model_parallel
-
-    def _saver_that_splits_otherwise(self) -> AbstractSaver:
-        """For calls that say themselves whether inputs are split, and not as is configured."""
-        if self._other_saver is None:
-            other = evolve(self._configuration, partitions=not self._configuration.partitions)
-            self._other_saver = other.saver(self._model_parallel)
-        return self._other_saver
 
     def is_configured(self) -> bool:
         """Whether `configure` has been called."""
@@ -356,10 +388,8 @@ class Checkpointer:
         Raises:
             CheckpointError: It is no int of 1 or more.
         """
-        configuration = changed(
-            self._configuration, "num_checkpoints", num_layers, "set_num_layers()"
-        )
-        if configuration.is_contiguous:
+        configuration = self._with("set_num_layers()", num_checkpoints=num_layers)
+        if configuration.contiguous_checkpointing:
             self._configure(configuration, self._model_parallel)
         else:
             self._configuration = configuration
@@ -372,12 +402,8 @@ class Checkpointer:
         Raises:
             CheckpointError: It is no bool.
         """
-        configuration = changed(
-            self._configuration,
-            "partition_activations",
-            partition_activation,
-            "partition_activations_in_checkpoint()",
-        )
+        where = "partition_activations_in_checkpoint()"
+        configuration = self._with(where, partition_activations=partition_activation)
         self._configure(configuration, self._model_parallel)
 
     def reset(self) -> None:
@@ -400,7 +426,11 @@ class Checkpointer:
         Raises:
             CheckpointError: The seed is no int of 64 bits, or this is inside a fork of the tracker.
         """
-        seed_both(self.tracker, seed, self._model_parallel.rank())
+        where = "model_parallel_cuda_manual_seed()"
+        default, own = seed_of(where, seed), self._own_seed(where, seed)
+        self.tracker.reset()
+        self.tracker.add(MODEL_PARALLEL_RNG, own)
+        set_state(self.tracker.device, seeded_state(self.tracker.device, default))
 
     def model_parallel_reconfigure_tp_seed(self, seed: int) -> None:
         """Begin "model-parallel-rng" again, from `seed` + 2718 + this rank's number. Local.
@@ -409,52 +439,19 @@ class Checkpointer:
             UnknownRngError: `model_parallel_cuda_manual_seed` has not been called.
             CheckpointError: As there; or another rng has the seed.
         """
-        reseed_own(self.tracker, seed, self._model_parallel.rank())
+        own = self._own_seed("model_parallel_reconfigure_tp_seed()", seed)
+        self.tracker.reseed(MODEL_PARALLEL_RNG, own)
 
-    # ---- One call ----
+    def _own_seed(self, where: str, seed: int) -> int:
+        return seed_of(where, seed_of(where, seed) + _OFFSET + self._model_parallel.rank())
 
     def _is_plain(self, saver: AbstractSaver) -> bool:
         """Whether it does no more than torch's own checkpoint."""
         watches = self.verifies is not None or self._profile is not None
-        has_more = watches or self.tracker.is_initialized() or self._configuration.synchronizes
+        has_more = watches or self.tracker.is_initialized() or self._configuration.synchronize
         return isinstance(saver, KeepSaver) and self.keeps is None and not has_more
-
-    def _keep(
-        self, saver: AbstractSaver, inputs: Sequence[Tensor], name: str, timed: Timed | None
-    ) -> AbstractKept:
-        with nullcontext() if timed is None else timed.copying():
-            kept = saver.save(detached(inputs), name)
-        return kept if timed is None else TimedKept.of(kept, timed)
-
-    def _timed(self, layer: Layer, inputs: Sequence[Tensor]) -> Timed | None:
-        if self._profile is None or self._turn.depth:
-            return None
-        return Timed.of(self._profile, layer.name, inputs)
-
-    def _witness(self, function: Callable[..., Any], layer: Layer, name: str) -> Witness | None:
-        # A call made while an outer one is computed again is not the one that backward asks.
-        if self.verifies is None or self._turn.depth:
-            return None
-        if not self.verifies.picks(layer.index, layer.count()):
-            return None
-        return Witness(name, function, self._checksums, self._turn)
-
-    def _companions(
-        self, function: Callable[..., Any], name: str, timed: Timed | None
-    ) -> tuple[AbstractCompanion, ...]:
-        waits = Synchronized() if self._configuration.synchronizes else None
-        keeping = None if self.keeps is None else Keeping(name, self.keeps, self._ledger)
-        found = (OnceWritten.of(function), waits, timed, keeping)
-        return tuple(companion for companion in found if companion is not None)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of outputs of operators that `keeps` keeps now, on all devices together."""
         return self._ledger.num_bytes
-
-
-@uncompiled
-def _record(
-    checkpointer: Checkpointer, saver: AbstractSaver, function: Any, args: Any, kwargs: Any
-) -> Any:
-    return checkpointer._record(saver, function, args, kwargs)

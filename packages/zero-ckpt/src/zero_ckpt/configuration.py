@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import attrs
 import torch
 from attrs import frozen
 
@@ -99,104 +98,80 @@ def _is_mesh(value: Any) -> bool:
 
 
 _SECTION: Final = "activation_checkpointing"
+_KEYS: Final = {  # of the section, by argument of `configure`
+    "partition_activations": "partition_activations",
+    "contiguous_checkpointing": "contiguous_memory_optimization",
+    "num_checkpoints": "number_checkpoints",
+    "checkpoint_in_cpu": "cpu_checkpointing",
+    "synchronize": "synchronize_checkpoint_boundary",
+    "profile": "profile",
+}
 
 
 @frozen
 class Configuration:
-    """How inputs are kept, and what else is done around each call."""
+    """How inputs are kept, and what else is done around each call: arguments of `configure`.
 
-    partitions: bool = False  # each rank of the model-parallel group keeps its part
-    on_host: bool = False
-    is_contiguous: bool = False  # in buffers made once, for so many layers as there are:
-    num_layers: int | None = None
-    synchronizes: bool = False
-    profiles: bool = False
+    Raises:
+        CheckpointError: Contiguous buffers without a number of layers.
+    """
 
-    def check(self) -> Configuration:
-        """This one, if it can be.
+    partition_activations: bool = False
+    contiguous_checkpointing: bool = False
+    num_checkpoints: int | None = None
+    checkpoint_in_cpu: bool = False
+    synchronize: bool = False
+    profile: bool = False
 
-        Raises:
-            CheckpointError: Contiguous buffers without a number of layers.
-        """
-        if self.is_contiguous and self.num_layers is None:
+    def __attrs_post_init__(self) -> None:
+        if self.contiguous_checkpointing and self.num_checkpoints is None:
             raise CheckpointError(
                 "contiguous checkpointing: expected the number of checkpointed layers, got none; "
                 "give configure(num_checkpoints=), number_checkpoints in the section "
                 f"{_SECTION!r}, or call set_num_layers() first"
             )
-        return self
 
     def saver(self, model_parallel: ModelParallel) -> AbstractSaver:
         """What keeps inputs so. Collective over the model-parallel group if it splits them."""
-        group = model_parallel.group() if self.partitions else None
-        num_slots = self.num_layers if self.is_contiguous else None
-        if group is None and num_slots is None and not self.on_host:
+        group = model_parallel.group() if self.partition_activations else None
+        num_slots = self.num_checkpoints if self.contiguous_checkpointing else None
+        if group is None and num_slots is None and not self.checkpoint_in_cpu:
             return KeepSaver()
-        return PackedSaver(group=group, on_host=self.on_host, num_slots=num_slots)
+        return PackedSaver(group=group, on_host=self.checkpoint_in_cpu, num_slots=num_slots)
 
 
-@frozen
-class _Option:
-    """One choice: its field here, its argument of `configure`, its key in the file."""
-
-    name: str
-    argument: str
-    key: str
-
-    def checked(self, value: Any, where: str) -> Any:
-        """The value, if it is of the option's type."""
-        if self.name == "num_layers":
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise CheckpointError(f"{where}: expected an int of 1 or more, got {value!r}")
-        elif not isinstance(value, bool):
-            raise CheckpointError(f"{where}: expected True or False, got {value!r}")
-        return value
-
-
-_OPTIONS: Final = (
-    _Option("partitions", "partition_activations", "partition_activations"),
-    _Option("is_contiguous", "contiguous_checkpointing", "contiguous_memory_optimization"),
-    _Option("num_layers", "num_checkpoints", "number_checkpoints"),
-    _Option("on_host", "checkpoint_in_cpu", "cpu_checkpointing"),
-    _Option("synchronizes", "synchronize", "synchronize_checkpoint_boundary"),
-    _Option("profiles", "profile", "profile"),
-)
+def checked(name: str, value: Any, where: str) -> Any:
+    """The value, if it is of the type of this argument of `configure`; else CheckpointError."""
+    if name == "num_checkpoints":
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"{where}: expected an int of 1 or more, got {value!r}")
+    elif not isinstance(value, bool):
+        raise CheckpointError(f"{where}: expected True or False, got {value!r}")
+    return value
 
 
 def configuration_of(
-    source: Any, arguments: Mapping[str, Any], num_layers: int | None
+    source: Any, arguments: Mapping[str, Any], num_checkpoints: int | None
 ) -> Configuration:
     """From the arguments of `configure` that are not None, else from the file, else the defaults.
 
     Args:
         source: Its `deepspeed_config`.
-        arguments: By name; all that choose an option.
-        num_layers: Where neither says.
+        arguments: By name; all that choose something.
+        num_checkpoints: Where neither says.
 
     Raises:
         CheckpointError: A key is unknown, a value of the wrong type, the file cannot be read, or
             contiguous buffers are asked for without a number of layers.
     """
     section = _section_of(source)
-    found = {"num_layers": num_layers}
-    for option in _OPTIONS:
-        value, where = section.get(option.key), f"{_SECTION}.{option.key}"
-        if value is not None:
-            found[option.name] = option.checked(value, where)
-        value, where = arguments[option.argument], f"configure({option.argument}=)"
-        if value is not None:
-            found[option.name] = option.checked(value, where)
-    return Configuration(**found).check()
-
-
-def changed(configuration: Configuration, argument: str, value: Any, where: str) -> Configuration:
-    """The same but for one option, named by its argument of `configure`.
-
-    Raises:
-        CheckpointError: The value is of the wrong type.
-    """
-    (option,) = (option for option in _OPTIONS if option.argument == argument)
-    return attrs.evolve(configuration, **{option.name: option.checked(value, where)})
+    found = {"num_checkpoints": num_checkpoints}
+    for name, key in _KEYS.items():
+        if section.get(key) is not None:
+            found[name] = checked(name, section[key], f"{_SECTION}.{key}")
+        if arguments[name] is not None:
+            found[name] = checked(name, arguments[name], f"configure({name}=)")
+    return Configuration(**found)
 
 
 def _section_of(source: Any) -> Mapping[str, Any]:
@@ -215,7 +190,7 @@ def _section_of(source: Any) -> Mapping[str, Any]:
         )
     if section is None:
         return {}
-    keys = [option.key for option in _OPTIONS]
+    keys = list(_KEYS.values())
     if not isinstance(section, Mapping):
         if not any(hasattr(section, key) for key in keys):
             raise CheckpointError(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from threading import RLock, get_ident
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -17,8 +18,7 @@ from zero_ckpt.inputs.savers import AbstractKept
 from .call import Call
 from .errors import CheckpointError, NondeterminismError
 from .rng import RngSnapshot, RngTracker
-from .surroundings import Ambient, Turn
-from .torch_private import current_backward, is_plain, version_of
+from .torch_private import address_of, current_backward, version_of
 from .verify import Witness
 
 # NOTE(frame): autograd hands what it wants to save to `_pack`, which gives it a _Saved instead: a
@@ -39,6 +39,47 @@ class AbstractCompanion(ABC):
         """Around each later one; left by an exception of ours when nothing more is needed."""
 
 
+class AutocastState(NamedTuple):
+    """Autocast of one type of device, by the arguments of `torch.autocast`."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache_enabled: bool
+
+    @classmethod
+    def capture(cls) -> tuple[AutocastState, ...]:
+        """Of the CPU and the accelerator, as it is now. Local."""
+        accelerator = torch.accelerator.current_accelerator()
+        cache = torch.is_autocast_cache_enabled()
+        return tuple(
+            cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache)
+            for kind in (("cpu",) if accelerator is None else ("cpu", accelerator.type))
+        )
+
+
+@final
+@define(eq=False)
+class RecomputeLock:
+    """Held by the thread that recomputes: one at a time, as generators are shared."""
+
+    _lock: RLock = field(factory=RLock, init=False)
+    _holders: list[int] = field(factory=list, init=False)  # its thread, as often as it is inside
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._holders.append(get_ident())
+
+    def __exit__(self, *exception: object) -> None:
+        self._holders.pop()
+        self._lock.release()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread is inside of a recomputation."""
+        return get_ident() in self._holders
+
+
 class _Stop(BaseException):
     """Everything that backward needs has been computed. No `except Exception` stops it."""
 
@@ -57,8 +98,8 @@ class _Facts(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Facts:
-        address = tensor.data_ptr() if is_plain(tensor) else 0
-        return cls(tensor.shape, tensor.dtype, tensor.device, address, version_of(tensor))
+        facts = tensor.shape, tensor.dtype, tensor.device
+        return cls(*facts, address_of(tensor), version_of(tensor))
 
     def __str__(self) -> str:
         return f"{tuple(self.shape)} {self.dtype} on {self.device}"
@@ -87,39 +128,28 @@ class Frame:
     call: Call
     kept: AbstractKept
     rng: RngSnapshot
-    ambient: Ambient
     tracker: RngTracker
-    turn: Turn
-    companions: tuple[AbstractCompanion, ...] = ()
-    witness: Witness | None = None
-    stops_early: bool = True
+    lock: RecomputeLock
+    companions: list[AbstractCompanion]
+    witness: Witness | None
+    stops_early: bool
+    copying: Callable[[], AbstractContextManager[Any]]  # around what restores the inputs
+    autocast: tuple[AutocastState, ...] = field(factory=AutocastState.capture, init=False)
     _saved: list[weakref.ref[_Saved]] = field(factory=list, init=False)
     _facts: list[_Facts] = field(factory=list, init=False)
     _found: dict[int, _Found] = field(factory=dict, init=False)  # not yet asked for
     _backward: int = field(default=-1, init=False)  # for which that was
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Around the first run."""
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        is_alone = not self.companions and self.witness is None
-        beside = nullcontext() if is_alone else self._accompanied()
-        with self.tracker.restored(), beside, hooks:
-            yield
-
-    @contextmanager
-    def _accompanied(self) -> Iterator[None]:
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the function for the first time."""
         with ExitStack() as stack:
+            stack.enter_context(self.tracker.restored())
             for companion in self.companions:
                 stack.enter_context(companion.forward())
             if self.witness is not None:  # the innermost: it sees what the function does
-                stack.enter_context(self.witness.forward())
-            yield
-
-    @property
-    def num_saved(self) -> int:
-        """Tensors that autograd wanted to save so far."""
-        return len(self._saved)
+                stack.enter_context(self.witness)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
+            return self.call.function(*args, **kwargs)
 
     def _pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(self, len(self._saved))
@@ -131,7 +161,7 @@ class Frame:
 
     def find(self, saved: _Saved) -> Tensor:
         """The tensor that it stands for. Collective where the inputs were split over ranks."""
-        with self.turn:
+        with self.lock:
             backward = current_backward()
             if backward == -1 or backward != self._backward:
                 self._found.clear()
@@ -149,7 +179,8 @@ class Frame:
             return tensor
 
     def _recompute(self) -> None:
-        inputs = self.kept.restore()
+        with self.copying():
+            inputs = self.kept.restore()
         count = 0
 
         def pack(tensor: Tensor) -> Tensor:
@@ -158,7 +189,8 @@ class Frame:
             tensor = tensor.detach()  # an output would hold its node, and its node the output
             saved = self._saved[count]() if count < len(self._saved) else None
             if saved is not None:
-                self._verify(count, tensor)
+                if self.witness is not None:
+                    self.witness.compare(count, tensor, str(self._facts[count]))
                 self._found[saved.index] = _Found(tensor, version_of(tensor))
             count += 1
             if self.stops_early and count == len(self._saved):
@@ -168,11 +200,14 @@ class Frame:
         try:
             with ExitStack() as stack:
                 stack.enter_context(self.rng.drawn_again(self.tracker))
-                stack.enter_context(self.ambient.again())
+                stack.enter_context(torch.enable_grad())
+                # To leave an autocast empties its cache, which takes as long as a small operator.
+                states = self.autocast
+                if any(state.enabled for state in states) or states != AutocastState.capture():
+                    for state in states:
+                        stack.enter_context(torch.autocast(**state._asdict()))
                 for companion in self.companions:
                     stack.enter_context(companion.recompute())
-                if self.witness is not None:
-                    stack.enter_context(self.witness.recompute(inputs))
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is))
                 self.call.again(inputs)
         except _Stop as stop:
@@ -185,7 +220,7 @@ class Frame:
             self._found.clear()
             raise NondeterminismError(
                 f"{self.layer}: autograd saved {len(self._saved)} tensors in forward and {count} "
-                f"when it was computed again. {self._why()}"
+                f"when it was computed again. {_WHY}"
             )
 
     def _compare(self, index: int, tensor: Tensor) -> None:
@@ -196,31 +231,21 @@ class Frame:
         if new[:3] != old[:3]:
             raise NondeterminismError(
                 f"{self.layer}: saved tensor {index} of {len(self._saved)} was {old} in forward, "
-                f"and is {new} when it is computed again. {self._why(index, tensor)}"
+                f"and is {new} when it is computed again. {_WHY}"
             )
         if new.address == old.address and new.version != old.version and new.address:
             raise CheckpointError(
                 f"{self.layer}: saved tensor {index} of {len(self._saved)} ({old}) was written in "
                 "place between forward and backward (a weight, by an optimizer's step?), so it "
                 "cannot be computed again; run backward first, or write to a clone."
-                + ("" if self.witness is None else f" {self._why(index, tensor)}")
             )
-
-    def _verify(self, index: int, tensor: Tensor) -> None:
-        if self.witness is not None:
-            address = _Facts.of(tensor).address
-            is_same_memory = address == self._facts[index].address != 0
-            self.witness.compare(index, tensor, is_same_memory)
-
-    def _why(self, index: int | None = None, tensor: Tensor | None = None) -> str:
-        return _WHY if self.witness is None else self.witness.why(index, tensor)
 
 
 _WHY: Final = (
     "What it computes must depend on its arguments, its modules and tracked randomness alone (a "
     "counter, a cache, an iterator that is used up, numpy's or Python's random?), and training "
     "mode and requires_grad be as in forward. Checkpointer(verifies=Verification()) names the "
-    "first operator that differs"
+    "first saved tensor that has other values"
 )
 
 
@@ -239,22 +264,16 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 class Synchronized(AbstractCompanion):
     """Waits for the current accelerator before and after both runs; for nothing on the CPU."""
 
-    def forward(self) -> AbstractContextManager[Any]:
-        """Around the first run."""
-        return _synchronized()
-
-    def recompute(self) -> AbstractContextManager[Any]:
-        """Around the second."""
-        return _synchronized()
-
-
-@contextmanager
-def _synchronized() -> Iterator[None]:
-    _wait()
-    try:
-        yield
-    finally:
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around either run."""
         _wait()
+        try:
+            yield
+        finally:
+            _wait()
+
+    recompute = forward
 
 
 def _wait() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
@@ -10,16 +10,16 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_ckpt.inputs.memory import Ledger, is_known, storages_in, tensors_in
+from zero_ckpt.inputs.memory import Ledger, Storages, is_known, storages_in, tensors_in
 
+from .call import replace_in
 from .errors import NondeterminismError
 from .frame import AbstractCompanion
-from .nested import replace_in
 from .policies import OperatorCall, OperatorPolicy
 from .rng import devices_of, get_state, set_state
 from .torch_private import (
+    OperatorMode,
     alias_of,
     can_be_kept,
     current_backward,
@@ -44,7 +44,7 @@ class _Kept:
     _output: Any  # aliases: the tensors themselves lead to their graph, which leads to us
     _versions: Sequence[int]
     _generators: Mapping[torch.device, Tensor]  # where they were afterwards, if it may draw
-    _storages: Mapping[int, int]
+    _storages: Storages
     _ledger: Ledger
 
     def __attrs_post_init__(self) -> None:
@@ -58,9 +58,9 @@ class _Kept:
         """Whether it is no longer what the operator returned."""
         return [version_of(tensor) for tensor in tensors_in(self._output)] != self._versions
 
-    def lies_in(self, addresses: Set[int]) -> bool:
-        """Whether any of its memory is among these."""
-        return not self._storages.keys().isdisjoint(addresses)
+    def lies_in(self, written: Storages) -> bool:
+        """Whether any of its memory is among this."""
+        return not self._storages.keys().isdisjoint(written)
 
     def stand_in(self) -> Any:
         """What the operator would return, and do to generators."""
@@ -119,8 +119,8 @@ class Keeping(AbstractCompanion):
             if current_backward() != -1 and not keeps_graph():
                 self.steps = []
 
-    def give_up(self, written: Set[int]) -> None:
-        """These addresses have been written to, perhaps."""
+    def give_up(self, written: Storages) -> None:
+        """This memory has been written to, perhaps."""
         self.steps = [
             _Step(step.operator, None) if step.kept and step.kept.lies_in(written) else step
             for step in self.steps
@@ -147,20 +147,10 @@ class Keeping(AbstractCompanion):
         )
 
 
-class _Mode(TorchDispatchMode):
-    supports_higher_order_operators = True
-
+class _Mode(OperatorMode):
     def __init__(self, keeping: Keeping) -> None:
         super().__init__()
         self.keeping = keeping
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # compiled code stays compiled
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's way is to put a function around, which imports the compiler
 
 
 class _First(_Mode):
@@ -169,7 +159,7 @@ class _First(_Mode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if writes_unseen(func):
-            self.keeping.give_up(storages_in((args, kwargs)).keys())
+            self.keeping.give_up(storages_in((args, kwargs)))
         if can_be_kept(func):
             kept = self.keeping.keep(func, args, kwargs, output)
             self.keeping.steps.append(_Step(func, kept))

@@ -1,14 +1,22 @@
-"""Layers: who calls are counted for, and what they are called in messages and tables."""
+"""Layers: who calls are counted for, what messages call them, and the buffers that they write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
+from types import FunctionType, MethodType
 from typing import Any, Final, final
 from weakref import WeakKeyDictionary
 
+import torch
 from attrs import define, field
-from torch import nn
+from torch import Tensor, nn
+
+from .frame import AbstractCompanion
+from .torch_private import version_of
 
 # A module's own call; also of a forward that is a function put in the place of its own.
 _FORWARD: Final = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "<lambda>")
@@ -38,8 +46,8 @@ class Layers:
     )
     _names: WeakKeyDictionary[nn.Module, str] = field(factory=WeakKeyDictionary, init=False)
     _functions: dict[str, Layer] = field(factory=dict, init=False)
-    _num_of_class: dict[str, int] = field(factory=dict, init=False)
-    _count: int = field(default=0, init=False)
+    _num_of_class: Counter[str] = field(factory=Counter, init=False)
+    _indexes: Iterator[int] = field(factory=count, init=False)
 
     def name(self, module: nn.Module, name: str) -> None:
         """What to call a module, before its first call. Its class and a number otherwise."""
@@ -54,7 +62,10 @@ class Layers:
         layers = self._modules.get(module)
         if layers is None:
             layers = self._modules[module] = {}
-            self._names.setdefault(module, self._numbered(module))
+            kind = type(module).__name__
+            self._num_of_class[kind] += 1
+            number = self._num_of_class[kind]
+            self._names.setdefault(module, kind if number == 1 else f"{kind} {number}")
         method = getattr(function, "__name__", _FORWARD[0])
         key = "" if method in _FORWARD else method
         if key in layers:  # nearly always: names are looked up once
@@ -63,14 +74,8 @@ class Layers:
 
     def _among(self, layers: dict[str, Layer], key: str, name: str) -> Layer:
         if key not in layers:
-            layers[key] = Layer(name, self._count)
-            self._count += 1
+            layers[key] = Layer(name, next(self._indexes))
         return layers[key]
-
-    def _numbered(self, module: nn.Module) -> str:
-        kind = type(module).__name__
-        number = self._num_of_class[kind] = self._num_of_class.get(kind, 0) + 1
-        return kind if number == 1 else f"{kind} {number}"
 
 
 def module_of(function: Callable[..., Any]) -> nn.Module | None:
@@ -90,3 +95,91 @@ def _inside(function: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(function, partial):
         function = function.func
     return function
+
+
+# ---- Buffers that forward writes to, such as batch norm's statistics: written once ----
+
+
+# Kernels write some buffers behind the version's back (batch norm's statistics), and those are
+# small. A larger one is put back only where its version says that forward wrote to it.
+_SMALL_BYTES: Final = 1 << 16
+_LEAD_ON: Final = (nn.Module, FunctionType, MethodType, partial)
+
+
+@final
+@define(eq=False)
+class OnceWritten(AbstractCompanion):
+    """Puts buffers back after a recomputation, as forward has left them."""
+
+    _buffers: list[Tensor]
+    _written: list[Tensor] = field(factory=list, init=False)
+
+    @classmethod
+    def of(cls, function: Any) -> OnceWritten | None:
+        """For a module, its method, or what has modules in its closure; None if there is none."""
+        module = module_of(function)
+        modules = _modules_behind(function) if module is None else [module]
+        buffers = list(_buffers_in(modules))
+        return cls(buffers) if buffers else None
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """See which it writes to."""
+        versions = [version_of(buffer) for buffer in self._buffers]
+        yield
+        self._written = [
+            buffer
+            for buffer, version in zip(self._buffers, versions, strict=True)
+            if version_of(buffer) != version or buffer.nbytes <= _SMALL_BYTES
+        ]
+
+    @contextmanager
+    def recompute(self) -> Iterator[None]:
+        """Undo what it writes."""
+        before = [buffer.detach().clone() for buffer in self._written]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in zip(self._written, before, strict=True):
+                    buffer.data.copy_(value)  # through .data: nobody saved what comes between
+
+
+def _buffers_in(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Those of their parts that are in training; `modules()`, at a third of the time."""
+    parts = list(modules)
+    found = set(parts)
+    for part in parts:
+        if part.training:
+            yield from (buffer for buffer in part._buffers.values() if buffer is not None)
+        for child in part._modules.values():
+            if child is not None and child not in found:
+                found.add(child)
+                parts.append(child)
+
+
+def _modules_behind(function: Any) -> Iterable[nn.Module]:
+    """Those in the closure of a function, also in lists and behind functions there."""
+    found: dict[nn.Module, None] = {}
+    values, seen = [function], {id(function)}
+
+    def look_at(more: Iterable[Any]) -> None:
+        new = [value for value in more if id(value) not in seen]
+        seen.update(map(id, new))
+        values.extend(new)
+
+    for value in values:
+        if isinstance(value, nn.Module):
+            found[value] = None
+        elif isinstance(value, list | tuple):
+            if value and isinstance(value[0], _LEAD_ON):  # a list may be long, and of numbers
+                look_at(value)
+        elif isinstance(value, partial):
+            look_at((value.func, *value.args))
+        elif isinstance(value, MethodType):
+            look_at((value.__self__, value.__func__))
+        elif isinstance(value, FunctionType):
+            for cell in value.__closure__ or ():
+                with suppress(ValueError):  # the name has no value yet, or was deleted
+                    look_at([cell.cell_contents])
+    return found

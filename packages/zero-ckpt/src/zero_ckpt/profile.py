@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from enum import Enum
 from threading import local
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 import torch
-from attrs import asdict, define, field, frozen
+from attrs import asdict, define, evolve, field, frozen
 from torch import Tensor
-
-from zero_ckpt.inputs.savers import AbstractKept
 
 from .errors import CheckpointError
 from .frame import AbstractCompanion
@@ -22,13 +18,8 @@ from .frame import AbstractCompanion
 _MAX_PENDING: Final = 1024  # measurements, before those that are over are added up
 
 
-class Part(Enum):
-    """What time is spent on."""
-
-    FORWARD = "forward_s"
-    RECOMPUTE = "recompute_s"
-    GATHER = "gather_s"
-    COPY = "copy_s"
+# What time is spent on: fields of `Timing`.
+Part = Literal["forward_s", "recompute_s", "gather_s", "copy_s"]
 
 
 @final
@@ -50,43 +41,7 @@ class Timing:
     copy_s: float
 
 
-class _Moment(ABC):
-    @abstractmethod
-    def has_passed(self) -> bool: ...
-
-    @abstractmethod
-    def seconds_until(self, end: Any) -> float: ...
-
-
-@frozen
-class _HostMoment(_Moment):
-    at_s: float
-
-    def has_passed(self) -> bool:
-        return True
-
-    def seconds_until(self, end: _HostMoment) -> float:
-        return end.at_s - self.at_s
-
-
-@frozen(eq=False)
-class _DeviceMoment(_Moment):
-    """A moment of the current stream, which the host need not wait for."""
-
-    event: torch.Event
-
-    @classmethod
-    def now(cls, device: torch.device) -> _DeviceMoment:
-        event = torch.Event(device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(device))
-        return cls(event)
-
-    def has_passed(self) -> bool:
-        return self.event.query()
-
-    def seconds_until(self, end: _DeviceMoment) -> float:
-        end.event.synchronize()
-        return self.event.elapsed_time(end.event) / 1000
+_Moment = Any  # seconds of the host, or an event of a stream, for which nobody need wait
 
 
 @define(eq=False)
@@ -94,18 +49,21 @@ class _Span:
     layer: str
     part: Part
     start: _Moment
-    end: _Moment | None = None
+    end: _Moment = None
     inner: list[_Span] = field(factory=list)
 
     def is_over(self) -> bool:
-        return self.end is not None and self.end.has_passed()
+        return self.end.query() if isinstance(self.end, torch.Event) else self.end is not None
 
     def whole_s(self) -> float:
-        return self.start.seconds_until(self.end)
+        if not isinstance(self.end, torch.Event):
+            return self.end - self.start
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) / 1000
 
     def own_s(self) -> float:
         """What is to be counted: restoring inputs may gather them, or compute an outer layer."""
-        inner_s = sum(span.whole_s() for span in self.inner) if self.part is Part.COPY else 0.0
+        inner_s = sum(span.whole_s() for span in self.inner) if self.part == "copy_s" else 0.0
         return self.whole_s() - inner_s
 
 
@@ -121,8 +79,7 @@ class Profile:
         self._now_s = now_s
         self._open = local()  # the spans that a thread is in
         self._pending: list[_Span] = []
-        self._sums: dict[str, dict[Part, float]] = {}
-        self._counts: dict[str, dict[Part, int]] = {}
+        self._timings: dict[str, Timing] = {}
 
     @contextmanager
     def measure(self, layer: str, part: Part, device: torch.device | None) -> Iterator[None]:
@@ -135,7 +92,7 @@ class Profile:
         finally:
             stack.pop()
             span.end = self._moment(device)
-            if stack and stack[-1].part is Part.COPY:
+            if stack and stack[-1].part == "copy_s":
                 stack[-1].inner.append(span)
             self._pending.append(span)
             if len(self._pending) > _MAX_PENDING:
@@ -144,27 +101,26 @@ class Profile:
     def timings(self) -> list[Timing]:
         """By layer, in the order of first calls. Waits for the devices."""
         self._add_up(self._pending)
-        return [
-            Timing(
-                layer=layer,
-                num_calls=self._counts[layer][Part.FORWARD],
-                num_recomputations=self._counts[layer][Part.RECOMPUTE],
-                **{part.value: seconds for part, seconds in sums.items()},
-            )
-            for layer, sums in self._sums.items()
-        ]
+        return list(self._timings.values())
 
     def _moment(self, device: torch.device | None) -> _Moment:
-        return _HostMoment(self._now_s()) if device is None else _DeviceMoment.now(device)
+        if device is None:
+            return self._now_s()
+        event = torch.Event(device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(device))
+        return event
 
     def _add_up(self, spans: Sequence[_Span]) -> None:
         over = set(map(id, spans))
         self._pending = [span for span in self._pending if id(span) not in over]
         for span in spans:
-            sums = self._sums.setdefault(span.layer, dict.fromkeys(Part, 0.0))
-            counts = self._counts.setdefault(span.layer, dict.fromkeys(Part, 0))
-            sums[span.part] += span.own_s()
-            counts[span.part] += 1
+            timing = self._timings.get(span.layer) or Timing(span.layer, 0, 0, 0.0, 0.0, 0.0, 0.0)
+            more: dict[str, Any] = {span.part: getattr(timing, span.part) + span.own_s()}
+            if span.part == "forward_s":
+                more["num_calls"] = timing.num_calls + 1
+            elif span.part == "recompute_s":
+                more["num_recomputations"] = timing.num_recomputations + 1
+            self._timings[span.layer] = evolve(timing, **more)
 
 
 @final
@@ -182,49 +138,17 @@ class Timed(AbstractCompanion):
         devices = [tensor.device for tensor in inputs if tensor.device.type not in ("cpu", "meta")]
         return cls(profile, layer, devices[0] if devices else None)
 
-    def _measure(self, part: Part) -> AbstractContextManager[None]:
+    def measure(self, part: Part) -> AbstractContextManager[None]:
+        """What happens inside."""
         return self._profile.measure(self._layer, part, self._device)
 
     def forward(self) -> AbstractContextManager[Any]:
         """The first run."""
-        return self._measure(Part.FORWARD)
+        return self.measure("forward_s")
 
     def recompute(self) -> AbstractContextManager[Any]:
         """A later one."""
-        return self._measure(Part.RECOMPUTE)
-
-    def copying(self) -> AbstractContextManager[Any]:
-        """Keeping inputs, restoring them."""
-        return self._measure(Part.COPY)
-
-    def gathering(self) -> AbstractContextManager[Any]:
-        """Messages between ranks, while inputs are restored."""
-        return self._measure(Part.GATHER)
-
-
-@final
-@frozen(eq=False)
-class TimedKept(AbstractKept):
-    """Measures how long another takes."""
-
-    _kept: AbstractKept
-    _timed: Timed
-
-    @classmethod
-    def of(cls, kept: AbstractKept, timed: Timed) -> TimedKept:
-        """Tells it how to measure its gathers."""
-        kept.measures_gathers(timed.gathering)
-        return cls(kept, timed)
-
-    def restore(self) -> Sequence[Tensor]:
-        """As the other does."""
-        with self._timed.copying():
-            return self._kept.restore()
-
-    def prefetch(self) -> None:
-        """As the other does."""
-        with self._timed.copying():
-            self._kept.prefetch()
+        return self.measure("recompute_s")
 
 
 def table_of(timings: Sequence[Timing]) -> str:

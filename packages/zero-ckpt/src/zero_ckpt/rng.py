@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar, Token
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Final, NamedTuple, final
 
 import torch
-from attrs import define, field, frozen
+from attrs import frozen
 from torch import Tensor
 
 from .errors import CheckpointError, SeedInUseError, UnknownRngError
@@ -52,18 +52,6 @@ MODEL_PARALLEL_RNG = "model-parallel-rng"
 
 # Of the checkpoints that this code runs inside of, by thread: whose rngs their second runs restore.
 _restored: Final[ContextVar[tuple[RngTracker, ...]]] = ContextVar("restored", default=())
-
-
-@define(eq=False)
-class _Restored(AbstractContextManager[None]):
-    _tracker: RngTracker
-    _token: Token[tuple[RngTracker, ...]] = field(init=False)
-
-    def __enter__(self) -> None:
-        self._token = _restored.set((*_restored.get(), self._tracker))
-
-    def __exit__(self, *exception: object) -> None:
-        _restored.reset(self._token)
 
 
 class Lent(NamedTuple):
@@ -147,7 +135,13 @@ class RngTracker:
             UnknownRngError: Nobody added it.
         """
         self._known("fork", name)
-        self._check_restored()
+        if any(other is not self for other in _restored.get()):
+            raise CheckpointError(
+                "RngTracker.fork(): expected the tracker that the checkpoint around restores, got "
+                "another one, whose numbers the second run could not draw again; give the "
+                "checkpointer this one, as in Checkpointer(tracker=get_cuda_rng_tracker()), or "
+                "fork default_checkpointer().tracker where checkpoint() is called"
+            )
         outer, lent = self._lent, Lent(name, self.device)
         before = get_state(lent.device)
         if outer is not None:
@@ -254,24 +248,21 @@ class RngTracker:
     def _known(self, where: str, name: Any) -> None:
         _check_name(where, name)
         if name not in self._states:
+            added = ", ".join(map(repr, self._states)) or "none"
             raise UnknownRngError(
-                f"RngTracker.{where}(): expected an rng that was added ({_listed(self._states)}), "
+                f"RngTracker.{where}(): expected an rng that was added ({added}), "
                 f"got {name!r}; call model_parallel_cuda_manual_seed(seed), or add(name, seed), "
                 "once at the start"
             )
 
-    def restored(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def restored(self) -> Iterator[None]:
         """Around both runs of a checkpointed function, for the second of which it is restored."""
-        return _Restored(self)
-
-    def _check_restored(self) -> None:
-        if any(other is not self for other in _restored.get()):
-            raise CheckpointError(
-                "RngTracker.fork(): expected the tracker that the checkpoint around restores, got "
-                "another one, whose numbers the second run could not draw again; give the "
-                "checkpointer this one, as in Checkpointer(tracker=get_cuda_rng_tracker()), or "
-                "fork default_checkpointer().tracker where checkpoint() is called"
-            )
+        token = _restored.set((*_restored.get(), self))
+        try:
+            yield
+        finally:
+            _restored.reset(token)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RngTracker:
         """Itself: copies of a model draw from the same rngs, as they do from the default one."""
@@ -326,10 +317,6 @@ def _check_name(where: str, name: Any) -> str:
     return name
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names)) or "none"
-
-
 def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
@@ -371,28 +358,3 @@ class RngSnapshot:
         for device, state in self.devices.items():
             set_state(device, state)
         tracker.restore(self.tracked, self.lent)
-
-
-# ---- The two seeds of a rank whose layers are split over a group ----
-
-
-_OFFSET: Final = 2718
-
-
-def seed_both(tracker: RngTracker, seed: int, rank: int) -> None:
-    """The tracker's device's default rng, and in place of all others the model-parallel one."""
-    where = "model_parallel_cuda_manual_seed()"
-    default, own = seed_of(where, seed), _own_seed(where, seed, rank)
-    tracker.reset()
-    tracker.add(MODEL_PARALLEL_RNG, own)
-    set_state(tracker.device, seeded_state(tracker.device, default))
-
-
-def reseed_own(tracker: RngTracker, seed: int, rank: int) -> None:
-    """The model-parallel rng alone."""
-    own = _own_seed("model_parallel_reconfigure_tp_seed()", seed, rank)
-    tracker.reseed(MODEL_PARALLEL_RNG, own)
-
-
-def _own_seed(where: str, seed: int, rank: int) -> int:
-    return seed_of(where, seed_of(where, seed) + _OFFSET + rank)

@@ -11,18 +11,17 @@ from attrs import asdict, define, field
 from torch import Tensor
 
 from zero_ckpt import megatron as _default
-from zero_ckpt.inputs.packed import AbstractHost, Copy, PackedSaver
+from zero_ckpt.inputs.packed import Copy, PackedSaver
 
 from .checkpointer import Checkpointer
-from .configuration import _OPTIONS
 from .profile import Profile
 
 
 @define(eq=False)
-class LateHost(AbstractHost):
-    """Copies at the last moment that is allowed, of CPU tensors too: shows who reads too early.
+class LateHost:
+    """In place of a `PinnedHost`: copies at the last moment that is allowed, of CPU tensors too.
 
-    What it is to write is NaN until somebody settles the copy.
+    What it is to write is NaN until somebody settles the copy: shows who reads too early.
     """
 
     log: list[tuple[str, int]] = field(factory=list)  # what happened to the how-manieth
@@ -66,7 +65,7 @@ class LateHost(AbstractHost):
 def late(saver: PackedSaver) -> LateHost:
     """Have a saver copy to such a host, which is returned. Local."""
     host = LateHost()
-    saver._host = host
+    saver._host = host  # type: ignore[assignment]
     return host
 
 
@@ -78,8 +77,7 @@ def clocked(checkpointer: Checkpointer, now_s: Callable[[], float]) -> Checkpoin
 
 def choices_of(checkpointer: Checkpointer) -> dict[str, Any]:
     """What it was told last, by the argument of `configure`. Local."""
-    found = asdict(checkpointer._configuration)
-    return {option.argument: found[option.name] for option in _OPTIONS}
+    return asdict(checkpointer._configuration)
 
 
 @contextmanager

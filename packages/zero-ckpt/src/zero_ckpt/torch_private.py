@@ -12,7 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 
 Func = TypeVar("Func", bound=Callable[..., Any])
 
@@ -74,6 +78,11 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
+def address_of(tensor: Tensor) -> int:
+    """Where its elements begin; 0 for what is not bits in memory."""
+    return tensor.data_ptr() if is_plain(tensor) else 0
+
+
 def storage_of(tensor: Tensor) -> StorageWeakRef | None:
     """Its memory, as a key: views have the same, and it is no other's while the key lives."""
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
@@ -88,6 +97,21 @@ def untraced(function: Func) -> Func:
     strategy = dynamo._FrameExecStrategy(skip, skip)  # type: ignore[attr-defined]
     dynamo.set_code_exec_strategy(function.__code__, strategy)  # type: ignore[attr-defined]
     return function
+
+
+class OperatorMode(TorchDispatchMode):
+    """Sees every operator below autograd; mark its `__torch_dispatch__` with `untraced`."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What is compiled stays compiled."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's way is to put a function around, which imports the compiler
 
 
 def modules_being_called() -> Iterator[nn.Module]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
 from threading import Lock
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-from zero_ckpt.nested import replace_in
+from zero_ckpt.call import replace_in
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -26,14 +25,17 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-def storages_in(value: Any) -> dict[int, int]:
-    """Sizes of the memory of all tensors in it in bytes, by address; of what is known of them."""
-    found: dict[int, int] = {}
+Storages = dict[tuple[torch.device, int], int]  # bytes, by device and address
+
+
+def storages_in(value: Any) -> Storages:
+    """The memory of all tensors in it; of what is known of them."""
+    found: Storages = {}
     for tensor in tensors_in(value):
         for part in _parts_of(tensor) or ():
             storage = part.untyped_storage()
             if not part.is_meta and storage.nbytes():
-                found[storage.data_ptr()] = storage.nbytes()
+                found[part.device, storage.data_ptr()] = storage.nbytes()
     return found
 
 
@@ -62,10 +64,10 @@ class Ledger:
     """How many bytes a checkpointer keeps: each piece of memory once, however many keep it."""
 
     _lock: Lock = field(factory=Lock, init=False)
-    _holders: dict[int, int] = field(factory=dict, init=False)  # by address
+    _holders: Counter[tuple[torch.device, int]] = field(factory=Counter, init=False)
     _num_bytes: int = field(default=0, init=False)
     # Memory is given up in finalizers, which may run anywhere, also inside our lock.
-    _given_up: deque[Mapping[int, int]] = field(factory=deque, init=False)
+    _given_up: deque[Storages] = field(factory=deque, init=False)
 
     @property
     def num_bytes(self) -> int:
@@ -74,23 +76,22 @@ class Ledger:
             self._settle()
             return self._num_bytes
 
-    def enter(self, storages: Mapping[int, int]) -> None:
-        """Someone keeps these: sizes in bytes, by address."""
+    def enter(self, storages: Storages) -> None:
+        """Someone keeps these."""
         with self._lock:
             self._settle()
-            for address, num_bytes in storages.items():
-                holders = self._holders.get(address, 0)
-                self._holders[address] = holders + 1
-                self._num_bytes += 0 if holders else num_bytes
+            for key, num_bytes in storages.items():
+                self._num_bytes += 0 if self._holders[key] else num_bytes
+                self._holders[key] += 1
 
-    def give_up(self, storages: Mapping[int, int]) -> None:
+    def give_up(self, storages: Storages) -> None:
         """He keeps them no more. Takes no lock."""
         self._given_up.append(storages)
 
     def _settle(self) -> None:
         while self._given_up:
-            for address, num_bytes in self._given_up.popleft().items():
-                self._holders[address] -= 1
-                if not self._holders[address]:
-                    del self._holders[address]
+            for key, num_bytes in self._given_up.popleft().items():
+                self._holders[key] -= 1
+                if not self._holders[key]:
+                    del self._holders[key]
                     self._num_bytes -= num_bytes

@@ -3,68 +3,26 @@
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NamedTuple, final
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any, final
+from weakref import WeakValueDictionary, finalize
 
 import torch
-from attrs import define, field, frozen
+from attrs import Factory, define, field
 from torch import Tensor
 
 from zero_ckpt.errors import CheckpointError
 from zero_ckpt.torch_private import hooks_save_tensors, set_version, version_of
 
-from .savers import AbstractKept, AbstractSaver, AsTheyAre, Measuring, stays_as_it_is
+from .memory import Storages, storages_in
+from .savers import AbstractKept, AbstractSaver, KeepSaver, Measuring, stays_as_it_is
 from .split import Split
 
 if TYPE_CHECKING:
     from zero_comm import Group
-
-
-@frozen
-class Form:
-    """Shape and strides over a flat tensor that has an element for every place in memory."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the flat tensor: fewer than the shape has, where some are repeated."""
-        if 0 in self.shape:
-            return 0
-        steps = zip(self.shape, self.strides, strict=True)
-        return 1 + sum((size - 1) * stride for size, stride in steps)
-
-    def over(self, flat: Tensor) -> Tensor:
-        """A view of a flat tensor. Local."""
-        return flat.as_strided(self.shape, self.strides)
-
-
-def flatten(tensor: Tensor) -> tuple[Tensor, Form]:
-    """Its elements in the order of memory, and their form. Local.
-
-    A view, of transposed, expanded and overlapping tensors too; a copy where the memory between
-    its elements is not its own. The form has the tensor's strides, or those of the copy, in the
-    same order.
-    """
-    form = Form(tuple(tensor.shape), tensor.stride())
-    if form.numel > tensor.numel():
-        tensor = _without_gaps(tensor)
-        form = Form(form.shape, tensor.stride())
-    return tensor.as_strided((form.numel,), (1,)), form
-
-
-def _without_gaps(tensor: Tensor) -> Tensor:
-    core = tensor
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0:  # expanded: once is enough
-            core = core.narrow(dim, 0, 1)
-    return core.clone(memory_format=torch.preserve_format).expand(tensor.shape)
 
 
 # ---- Copies between a device and pinned host memory, beside the computation ----
@@ -84,10 +42,9 @@ class Copy:
     _wait: Callable[[], None]
     stream: Any = None  # of the computation that made the tensor, and will use it
     is_torn: bool = field(default=False, init=False)  # the source was written in place meanwhile
-    _version: int = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._version = -1 if self.source is None else version_of(self.source)
+    _version: int = field(
+        default=Factory(lambda self: version_of(self.source), takes_self=True), init=False
+    )
 
     def settle(self) -> Tensor:
         """Whatever the stream of the computation does from now on comes after the copy.
@@ -105,48 +62,31 @@ class Copy:
             self.settle()
 
 
-class AbstractHost(ABC):
-    """Who copies."""
-
-    @abstractmethod
-    def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies somewhere else than on the host."""
-
-    @abstractmethod
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of the host to copy to."""
-
-    @abstractmethod
-    def away(self, source: Tensor, target: Tensor) -> Copy:
-        """Begin to copy to memory that `allocate` gave."""
-
-    @abstractmethod
-    def back(self, copy: Copy) -> Copy:
-        """Begin to copy what went away to new memory of the device that it came from."""
-
-
 @final
 @define(eq=False)
-class PinnedHost(AbstractHost):
-    """One more stream per device, on which copies follow one another in both directions."""
+class PinnedHost:
+    """Copies on one more stream per device, one after another in both directions."""
 
     _sides: dict[torch.device, torch.Stream] = field(factory=dict, init=False)
 
     def takes(self, tensor: Tensor) -> bool:
-        """All but those on the CPU."""
+        """Whether a tensor lies somewhere else than on the host."""
         return tensor.device.type != "cpu"
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Pinned."""
+        """Pinned memory to copy to."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def away(self, source: Tensor, target: Tensor) -> Copy:
-        """After all that the current stream has been given so far."""
+        """Begin to copy to what `allocate` gave, after all that the current stream has to do."""
         stream = torch.accelerator.current_stream(source.device)
         return self._copy(source, target, stream, source.device)
 
     def back(self, copy: Copy) -> Copy:
-        """After all that the stream of the computation has been given so far."""
+        """Begin to copy what went away to new memory of the device that it came from.
+
+        After all that the stream of the computation has been given so far.
+        """
         with copy.stream:
             target = torch.empty_like(copy.target, device=copy.stream.device, pin_memory=False)
         return self._copy(copy.target, target, copy.stream, target.device)
@@ -164,96 +104,16 @@ class PinnedHost(AbstractHost):
         return Copy(target, source, lambda: stream.wait_event(done), stream)
 
 
-# ---- Permanent memory for the inputs of layers that are alike, which calls take turns to use ----
-
-
-class _Key(NamedTuple):
-    """Inputs at the same place of layers on the same device are alike."""
-
-    position: int
-    device: torch.device
+# ---- Inputs that are split over ranks, moved to the host, or kept in permanent memory ----
 
 
 @define(eq=False)
 class _Slab:
+    """Slots for the inputs at one position of layers that are alike, on one device."""
+
     memory: Tensor  # (slots, elements of one)
-    free: list[int]  # slots that nobody uses
+    free: list[int]
     users: dict[int, Any] = field(factory=dict, init=False)  # streams that used them last
-
-
-@define(eq=False)
-class Slot:
-    """Memory for one input of one call. Given back when this object dies."""
-
-    tensor: Tensor
-    _slab: _Slab
-    _index: int
-
-    def __del__(self) -> None:
-        self._slab.free.append(self._index)
-
-
-@final
-@define(eq=False)
-class Slots:
-    """As many of each kind as there are layers; allocated when the first one comes."""
-
-    _num_slots: int
-    _slabs: dict[_Key, _Slab] = field(factory=dict, init=False)
-
-    def take(self, position: int, like: Tensor, layer: str, host: AbstractHost | None) -> Slot:
-        """A slot for a 1-D tensor, not yet written. Local.
-
-        Args:
-            position: Of the input among those of its call.
-            like: Of the same numel and dtype, and of the same device if there is no host.
-            layer: Whose input, for errors.
-            host: Whose memory it is to be; the tensor's device's when None.
-
-        Raises:
-            CheckpointError: All slots are taken, or those of this position are of another kind.
-        """
-        key = _Key(position, like.device)
-        if key not in self._slabs:
-            shape = (self._num_slots, like.numel())
-            memory = like.new_empty(shape) if host is None else host.allocate(shape, like.dtype)
-            self._slabs[key] = _Slab(memory, list(reversed(range(self._num_slots))))
-        slab = self._slabs[key]
-        _, numel = slab.memory.shape
-        if (numel, slab.memory.dtype) != (like.numel(), like.dtype):
-            raise CheckpointError(
-                f"{layer}: expected {numel} elements of {slab.memory.dtype} to keep of its input "
-                f"{position}, as in the first layer, for which contiguous memory was allocated; "
-                f"got {like.numel()} of {like.dtype}. Call reset() when shapes change, or leave "
-                "out num_slots where layers are not alike"
-            )
-        if not slab.free:
-            raise CheckpointError(
-                f"{layer}: expected {self._num_slots} layers at most, as was announced, and the "
-                "inputs of so many are kept now. Announce more (num_slots, num_checkpoints, "
-                "set_num_layers()), run what has no backward under no_grad(), or let go of outputs "
-                "whose backward will not come, and reset()"
-            )
-        index = slab.free.pop()
-        if slab.memory.device.type != "cpu":
-            stream = torch.accelerator.current_stream(slab.memory.device)
-            if slab.users.get(index, stream) != stream:
-                stream.wait_stream(slab.users[index])
-            slab.users[index] = stream
-        # .data: a write to one slot is none to the others, as versions count
-        return Slot(slab.memory.data[index], slab, index)
-
-    def reset(self) -> None:
-        """Allocate anew when the next input comes; slots in use stay what they are. Local."""
-        self._slabs.clear()
-
-    @property
-    def reserved(self) -> list[Tensor]:
-        """All memory, whether it is in use or not."""
-        return [slab.memory for slab in self._slabs.values()]
-
-
-# ---- Inputs that are split over ranks, moved to the host, or kept in permanent memory ----
 
 
 @final
@@ -290,11 +150,27 @@ class PackedSaver(AbstractSaver):
         on_host: bool = False,
         num_slots: int | None = None,
     ) -> None:
-        _check_types(group, on_host, num_slots)
+        if group is not None:
+            from zero_comm import Group  # noqa: PLC0415
+
+            if not isinstance(group, Group):
+                raise CheckpointError(
+                    f"PackedSaver(group=): expected a zero_comm.Group or None, got {group!r}; "
+                    "zero_comm.Group.from_process_group() makes one"
+                )
+        if not isinstance(on_host, bool):
+            raise CheckpointError(f"PackedSaver(on_host=): expected True or False, got {on_host!r}")
+        is_count = isinstance(num_slots, int) and not isinstance(num_slots, bool) and num_slots > 0
+        if num_slots is not None and not is_count:
+            raise CheckpointError(
+                "PackedSaver(num_slots=): expected the number of layers that keep inputs at a "
+                f"time, 1 or more, or None, got {num_slots!r}"
+            )
         self._split = None if group is None or group.world_size == 1 else Split(group)
-        self._host: AbstractHost | None = PinnedHost() if on_host else None
-        self._slots = None if num_slots is None else Slots(num_slots)
-        self._live: WeakValueDictionary[int, _Packed] = WeakValueDictionary()  # by number
+        self._host = PinnedHost() if on_host else None
+        self._num_slots = num_slots
+        self._slabs: dict[tuple[int, torch.device], _Slab] = {}  # by position among inputs
+        self._live: WeakValueDictionary[int, _PackedInputs] = WeakValueDictionary()  # by number
         self._num_calls = 0
         self._lock = RLock()
 
@@ -310,17 +186,17 @@ class PackedSaver(AbstractSaver):
             if not is_hooked:
                 self._settle()
             number, self._num_calls = self._num_calls, self._num_calls + 1
-            values, copied = list(inputs), {}
+            values, packed = list(inputs), {}
             for index, tensor in enumerate(inputs):
                 found = self._pack(index, tensor, layer, is_hooked=is_hooked)
                 if found is not None:
-                    values[index], copied[index] = found
-            storages = {} if is_hooked else _storages(values, copied)
-            held = AsTheyAre.of(values, layer)
-            packed = _Packed(self, number, layer, held, copied, storages, is_hooked)
+                    values[index], packed[index] = found
+            held = KeepSaver().save(values, layer)
+            kept = _PackedInputs(self, number, layer, held, packed, {}, is_hooked)
             if not is_hooked:
-                self._live[number] = packed
-            return packed
+                kept.storages = _storages(values, packed)
+                self._live[number] = kept
+            return kept
 
     def kept_bytes(self) -> dict[torch.device, int]:
         """Bytes of this rank that calls keep now, by device; the host's is `cpu`. Local.
@@ -328,74 +204,116 @@ class PackedSaver(AbstractSaver):
         Each storage counts once, and as a whole where part of it is an input that is kept as it is;
         of slots those count that are in use. Of dense tensors only.
         """
+        found: Storages = {}
         with self._lock:
-            storages = {k: v for kept in self._live.values() for k, v in kept.storages().items()}
-        return _by_device(storages)
+            for kept in self._live.values():
+                copied = [t for packed in kept.packed.values() for t in packed.on_device()]
+                found |= kept.storages | storages_in(copied)
+        return _by_device(found)
 
     def reserved_bytes(self) -> dict[torch.device, int]:
         """Bytes of all slots, whether they are in use or not, by device. Local."""
-        slabs = [] if self._slots is None else self._slots.reserved
-        return _by_device({(slab.device, slab.data_ptr()): slab.nbytes for slab in slabs})
+        return _by_device(storages_in([slab.memory for slab in self._slabs.values()]))
 
     def reset(self) -> None:
         """Allocate slots anew for the next call, of any shape and dtype. Local.
 
         What is kept already stays where it is.
         """
-        if self._slots is not None:
-            self._slots.reset()
+        self._slabs.clear()
 
     def _pack(
         self, index: int, tensor: Tensor, layer: str, *, is_hooked: bool
-    ) -> tuple[Tensor, _Copied] | None:
+    ) -> tuple[Tensor, _PackedInput] | None:
         """What to keep instead of an input; None for the input itself."""
         if not _can_be_copied(tensor):
             return None
-        slots = None if is_hooked else self._slots
-        host = self._host if self._host and not is_hooked and self._host.takes(tensor) else None
-        if slots is None and host is None and self._split is None:
+        host = None if is_hooked or not self._host or not self._host.takes(tensor) else self._host
+        has_slots = self._num_slots is not None and not is_hooked
+        if self._split is None and host is None and not has_slots:
             return None
-        flat, form = flatten(tensor)
-        splits = None if self._split is None else self._split.splits(flat, form.numel, layer)
-        if slots is None and host is None and splits is None:
+        flat, shape, strides = _flatten(tensor)
+        splits = None if self._split is None else self._split.splits(flat, layer)
+        if splits is None and host is None and not has_slots:
             return None
         shard = flat if splits is None or self._split is None else self._split.own(flat, splits)
-        version = version_of(tensor)
-        slot = None if slots is None else slots.take(index, shard, layer, host)
+        packed = _PackedInput(shape, strides, version_of(tensor), splits, has_slots)
+        if has_slots:
+            target = self._take_slot(index, shard, layer, packed, host)
+        elif host is None:
+            target = torch.empty_like(shard)
+        else:
+            target = host.allocate(shard.shape, shard.dtype)
         if host is None:
-            value = shard.clone() if slot is None else slot.tensor.copy_(shard)
-            return value, _Copied(form, splits, version, slot)
-        target = host.allocate(shard.shape, shard.dtype) if slot is None else slot.tensor
-        return target, _Copied(form, splits, version, slot, host, host.away(shard, target))
+            target.copy_(shard)
+        else:
+            packed.host, packed.leaving = host, host.away(shard, target)
+        return target, packed
+
+    def _take_slot(
+        self, position: int, like: Tensor, layer: str, user: _PackedInput, host: PinnedHost | None
+    ) -> Tensor:
+        """A slot for a 1-D tensor, not yet written. Free again when its user dies.
+
+        On the host, or on the tensor's device where there is none.
+        """
+        assert self._num_slots is not None
+        key = position, like.device
+        if key not in self._slabs:
+            shape = (self._num_slots, like.numel())
+            memory = like.new_empty(shape) if host is None else host.allocate(shape, like.dtype)
+            self._slabs[key] = _Slab(memory, list(reversed(range(self._num_slots))))
+        slab = self._slabs[key]
+        _, numel = slab.memory.shape
+        if (numel, slab.memory.dtype) != (like.numel(), like.dtype):
+            raise CheckpointError(
+                f"{layer}: expected {numel} elements of {slab.memory.dtype} to keep of its input "
+                f"{position}, as in the first layer, for which contiguous memory was allocated; "
+                f"got {like.numel()} of {like.dtype}. Call reset() when shapes change, or leave "
+                "out num_slots where layers are not alike"
+            )
+        if not slab.free:
+            raise CheckpointError(
+                f"{layer}: expected {self._num_slots} layers at most, as was announced, and the "
+                "inputs of so many are kept now. Announce more (num_slots, num_checkpoints, "
+                "set_num_layers()), run what has no backward under no_grad(), or let go of outputs "
+                "whose backward will not come, and reset()"
+            )
+        slot = slab.free.pop()
+        finalize(user, slab.free.append, slot)
+        if slab.memory.device.type != "cpu":
+            stream = torch.accelerator.current_stream(slab.memory.device)
+            if slab.users.get(slot, stream) != stream:
+                stream.wait_stream(slab.users[slot])
+            slab.users[slot] = stream
+        return slab.memory.data[slot]  # .data: a write to one slot is none to the others
 
     def _settle(self) -> None:
         """Let go of the inputs that were copied away last: their copies had a layer's time."""
         last = self._before(self._num_calls)
         if last is not None:
-            last.settle()
+            for packed in last.packed.values():
+                if packed.leaving is not None:
+                    packed.leaving.settle()
 
-    def _before(self, number: int) -> _Packed | None:
+    def _before(self, number: int) -> _PackedInputs | None:
         """Of the calls that still keep something here, the last one before a number."""
         with self._lock:
             return self._live.get(max((n for n in self._live if n < number), default=-1))
 
 
 @define(eq=False)
-class _Copied:
-    """An input in another form."""
+class _PackedInput:
+    """A flat copy of an input, or a shard of one."""
 
-    form: Form
-    splits: tuple[int, ...] | None  # elements per rank, if this is a shard
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     version: int  # of the input
-    slot: Slot | None = None
-    host: AbstractHost | None = None
-    leaving: Copy | None = None  # to the host
+    splits: tuple[int, ...] | None  # elements per rank, if this is a shard
+    is_slot: bool
+    host: PinnedHost | None = field(default=None, init=False)
+    leaving: Copy | None = field(default=None, init=False)  # to the host
     arriving: Copy | None = field(default=None, init=False)  # from there, ahead of use
-
-    def settle(self) -> None:
-        """Nobody reads the input any more."""
-        if self.leaving is not None:
-            self.leaving.settle()
 
     def prefetch(self) -> None:
         """Begin to copy it back."""
@@ -412,7 +330,7 @@ class _Copied:
             arriving, self.arriving = self.arriving, None
             assert arriving is not None, "just begun"
             return arriving.settle()
-        return value.clone() if self.slot is not None and self.splits is None else value
+        return value.clone() if self.is_slot and self.splits is None else value
 
     def on_device(self) -> list[Tensor]:
         """What lies on the device for the time of a copy."""
@@ -421,17 +339,16 @@ class _Copied:
         return [tensor for tensor in (leaving, arriving) if tensor is not None]
 
 
-_Storages = Mapping[tuple[torch.device, int], int]  # bytes, by device and address
-
-
 @define(eq=False)
-class _Packed(AbstractKept):
+class _PackedInputs(AbstractKept):
+    """Those of one call."""
+
     _saver: PackedSaver
     _number: int
     _layer: str
-    _held: AsTheyAre
-    _copied: Mapping[int, _Copied]
-    _storages: _Storages
+    _held: AbstractKept  # all of them, packed or not
+    packed: Mapping[int, _PackedInput]  # by position
+    storages: Storages
     _is_hooked: bool
     _measuring: Measuring = field(default=nullcontext, init=False)
 
@@ -442,49 +359,34 @@ class _Packed(AbstractKept):
         if before is not None:
             before.prefetch()
         values = list(self._held.restore())
-        for index, copied in self._copied.items():
-            if copied.leaving is not None and copied.leaving.is_torn:
+        for index, packed in self.packed.items():
+            if packed.leaving is not None and packed.leaving.is_torn:
                 raise CheckpointError(
                     f"{self._layer}: its input {index} was written in place while it was being "
                     "copied to the host, so it cannot be computed again; give it a clone, or "
                     "write to a clone"
                 )
-            values[index] = copied.fetch(values[index])
-        self._gather(values)
-        for index, copied in self._copied.items():
-            values[index] = copied.form.over(values[index])
-            set_version(values[index], copied.version)
+            values[index] = packed.fetch(values[index])
+        splits = {i: p.splits for i, p in self.packed.items() if p.splits is not None}
+        if splits and self._saver._split is not None:
+            shards, sizes = [values[i] for i in splits], list(splits.values())
+            with self._measuring():
+                whole = self._saver._split.gather(
+                    shards, sizes, number=self._number, layer=self._layer
+                )
+            for index, flat in zip(splits, whole, strict=True):
+                values[index] = flat
+        for index, packed in self.packed.items():
+            values[index] = values[index].as_strided(packed.shape, packed.strides)
+            set_version(values[index], packed.version)
         return values
 
     def prefetch(self) -> None:
-        for copied in self._copied.values():
-            copied.prefetch()
+        for packed in self.packed.values():
+            packed.prefetch()
 
     def measures_gathers(self, measuring: Measuring) -> None:
         self._measuring = measuring
-
-    def settle(self) -> None:
-        for copied in self._copied.values():
-            copied.settle()
-
-    def storages(self) -> _Storages:
-        on_device = [t for copied in self._copied.values() for t in copied.on_device()]
-        return {**self._storages, **_storages(on_device, {})}
-
-    def _gather(self, values: list[Tensor]) -> None:
-        """In place of each shard, all of it."""
-        splits = {i: c.splits for i, c in self._copied.items() if c.splits is not None}
-        if self._saver._split is None or not splits:
-            return
-        with self._measuring():
-            whole = self._saver._split.gather(
-                [values[i] for i in splits],
-                list(splits.values()),
-                number=self._number,
-                layer=self._layer,
-            )
-        for index, flat in zip(splits, whole, strict=True):
-            values[index] = flat
 
 
 def _can_be_copied(tensor: Tensor) -> bool:
@@ -501,38 +403,38 @@ def _is_dense(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
 
 
-def _storages(values: Sequence[Tensor], copied: Mapping[int, _Copied]) -> _Storages:
-    found: dict[tuple[torch.device, int], int] = {}
-    for index, tensor in enumerate(values):
-        if index in copied and copied[index].slot is not None:
-            found[tensor.device, tensor.data_ptr()] = tensor.nbytes
-        elif _is_dense(tensor):
-            storage = tensor.untyped_storage()
-            found[tensor.device, storage.data_ptr()] = storage.nbytes()
-    return found
+def _flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+    """Its elements in the order of memory; with the shape and strides that make it of them. Local.
+
+    A view, of transposed, expanded and overlapping tensors too; a copy where the memory between
+    its elements is not its own. The strides are the tensor's, or those of the copy, in the same
+    order.
+    """
+    numel = _memory_numel(tensor)
+    if numel > tensor.numel():
+        core = tensor
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0:  # expanded: once is enough
+                core = core.narrow(dim, 0, 1)
+        tensor = core.clone(memory_format=torch.preserve_format).expand(tensor.shape)
+        numel = _memory_numel(tensor)
+    return tensor.as_strided((numel,), (1,)), tuple(tensor.shape), tensor.stride()
 
 
-def _by_device(storages: _Storages) -> dict[torch.device, int]:
+def _memory_numel(tensor: Tensor) -> int:
+    """From its first element to its last, in memory."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+def _storages(values: Sequence[Tensor], packed: Mapping[int, _PackedInput]) -> Storages:
+    slots = {index for index in packed if packed[index].is_slot}
+    found = storages_in([v for i, v in enumerate(values) if i not in slots and _is_dense(v)])
+    return found | {(values[i].device, values[i].data_ptr()): values[i].nbytes for i in slots}
+
+
+def _by_device(storages: Storages) -> dict[torch.device, int]:
     found: Counter[torch.device] = Counter()
     for (device, _), num_bytes in storages.items():
         found[device] += num_bytes
-    return dict(+found)
-
-
-def _check_types(group: Any, on_host: Any, num_slots: Any) -> None:
-    if group is not None:
-        from zero_comm import Group  # noqa: PLC0415
-
-        if not isinstance(group, Group):
-            raise CheckpointError(
-                f"PackedSaver(group=): expected a zero_comm.Group or None, got {group!r}; "
-                "zero_comm.Group.from_process_group() makes one"
-            )
-    if not isinstance(on_host, bool):
-        raise CheckpointError(f"PackedSaver(on_host=): expected True or False, got {on_host!r}")
-    is_count = isinstance(num_slots, int) and not isinstance(num_slots, bool) and num_slots > 0
-    if num_slots is not None and not is_count:
-        raise CheckpointError(
-            "PackedSaver(num_slots=): expected the number of layers that keep inputs at a time, 1 "
-            f"or more, or None, got {num_slots!r}"
-        )
+    return dict(found)

@@ -64,20 +64,6 @@ def stays_as_it_is(tensor: Tensor) -> bool:
     return getattr(tensor, "no_checkpointing", False)
 
 
-@final
-@frozen
-class KeepSaver(AbstractSaver):
-    """Keeps them as they are: memory that the caller has anyway, if the layer before made it.
-
-    Whatever `torch.autograd.graph.saved_tensors_hooks` surround the call apply to them, those of
-    an enclosing checkpoint too.
-    """
-
-    def save(self, inputs: Sequence[Tensor], layer: str) -> AbstractKept:
-        """By reference. A write in place before backward is noticed by `restore`."""
-        return AsTheyAre.of(inputs, layer)
-
-
 class _Hold(torch.autograd.Function):
     """A node whose only purpose is what it saves."""
 
@@ -93,17 +79,11 @@ class _Hold(torch.autograd.Function):
 
 @final
 @frozen(eq=False)
-class AsTheyAre(AbstractKept):
-    """Held by a node: writes in place are noticed, and saved-tensor hooks apply."""
+class _Kept(AbstractKept):
+    """Held by a node as they are: writes in place are noticed, and saved-tensor hooks apply."""
 
     _node: Any
     _layer: str
-
-    @classmethod
-    def of(cls, inputs: Sequence[Tensor], layer: str) -> AsTheyAre:
-        """Keep them. Local."""
-        anchor = torch.empty(0, requires_grad=True)
-        return cls(_Hold.apply(anchor, *inputs).grad_fn, layer)
 
     def restore(self) -> Sequence[Tensor]:
         """The tensors themselves, or what saved-tensor hooks made of them."""
@@ -116,3 +96,18 @@ class AsTheyAre(AbstractKept):
                 f"{self._layer}: one of its inputs was written in place after it was called, so it "
                 "cannot be computed again; give it a clone, or write to a clone"
             ) from error
+
+
+@final
+@frozen
+class KeepSaver(AbstractSaver):
+    """Keeps them as they are: memory that the caller has anyway, if the layer before made it.
+
+    Whatever `torch.autograd.graph.saved_tensors_hooks` surround the call apply to them, those of
+    an enclosing checkpoint too.
+    """
+
+    def save(self, inputs: Sequence[Tensor], layer: str) -> AbstractKept:
+        """By reference. A write in place before backward is noticed by `restore`."""
+        anchor = torch.empty(0, requires_grad=True)
+        return _Kept(_Hold.apply(anchor, *inputs).grad_fn, layer)

@@ -36,8 +36,8 @@ class Split:
 
     _group: Group
 
-    def splits(self, tensor: Tensor, numel: int, layer: str) -> tuple[int, ...] | None:
-        """Elements per rank, of `numel` in all; None where each keeps all of them. Local.
+    def splits(self, flat: Tensor, layer: str) -> tuple[int, ...] | None:
+        """Elements per rank; None where each keeps all of them. Local.
 
         Raises:
             CheckpointError: The group does not communicate where the tensor lies.
@@ -45,15 +45,15 @@ class Split:
         from zero_comm import even_splits  # noqa: PLC0415
 
         group = self._group
-        if numel < group.world_size:
+        if flat.numel() < group.world_size:
             return None
-        if tensor.device == group.device:
-            return even_splits(numel, group.world_size)
-        if tensor.device.type == "cpu":
+        if flat.device == group.device:
+            return even_splits(flat.numel(), group.world_size)
+        if flat.device.type == "cpu":
             return None
         raise CheckpointError(
             f"{layer}: expected inputs on {group.device}, where the group of its saver "
-            f"communicates, or on the CPU, got one on {tensor.device} (rank {group.rank}); make "
+            f"communicates, or on the CPU, got one on {flat.device} (rank {group.rank}); make "
             "the group for that device"
         )
 
