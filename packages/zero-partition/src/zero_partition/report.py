@@ -105,7 +105,7 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
         holds = g.holds_gradients
         if g.shard is not None and is_gone(g.shard):
             reduction -= 0 if holds else g.shard.nbytes
-        elif g.shard is not None and holds and g.result.home is None:
+        elif g.shard is not None and holds and g.home is None:
             gradients += payload * itemsize
             padding += (resting - payload) * itemsize
         if g.accumulator is not None and is_gone(g.accumulator):
@@ -267,13 +267,13 @@ def loco_facts(sharded: ShardedModel) -> dict[str, str]:
     if not kept:
         return {}
     hops = sharded.routes.hops
-    route = next(g.route for g in sharded.reducer.gradients if g.route.loco_errors is not None)
+    coded = next(g for g in sharded.reducer.gradients if g.loco_errors is not None)
     facts = {
         "number of ranks": str(sharded.whole.world_size),
         "ranks of a node": str(
             sharded.whole.world_size if hops is None else hops.inside.world_size
         ),
-        "codec of gradients": str(route.codec),
+        "codec of gradients": str(coded.codec),
         "Loco": str(next(iter(kept.values())).loco),
     }
     layouts = {_name(g.buffer.plan): _layout_of(g.buffer.plan) for g in sharded.reducer.gradients}
@@ -318,9 +318,9 @@ def restore_loco(sharded: ShardedModel, saved: Mapping[str, Tensor]) -> None:
 def _kept(sharded: ShardedModel) -> dict[str, LocoErrors]:
     """By the first parameter of the buffer."""
     return {
-        _name(g.buffer.plan): g.route.loco_errors
+        _name(g.buffer.plan): g.loco_errors
         for g in sharded.reducer.gradients
-        if g.route.loco_errors is not None
+        if g.loco_errors is not None
     }
 
 

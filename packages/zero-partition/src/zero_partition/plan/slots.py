@@ -87,12 +87,13 @@ class SlotPool(Generic[Owner]):
 
     def find(self, num_bytes: int) -> Slot[Owner] | None:
         """The free slot of the ring that was used longest ago and is large enough, if any."""
-        free = [
-            slot
-            for slot in self.ring
-            if slot.num_bytes >= num_bytes and (slot.owner is None or not self.is_busy(slot.owner))
-        ]
-        return min(free, key=lambda slot: (slot.last_use, slot.index)) if free else None
+        found = None
+        for slot in self.ring:
+            is_free = slot.owner is None or not self.is_busy(slot.owner)
+            is_older = found is None or slot.last_use < found.last_use
+            if is_older and is_free and slot.num_bytes >= num_bytes:
+                found = slot
+        return found
 
     def take(self, owner: Owner, num_bytes: int, *, alone: bool = False) -> Slot[Owner]:
         """A slot for `owner`: of the ring, or one more where `alone` or where none is free."""

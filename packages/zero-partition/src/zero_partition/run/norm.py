@@ -133,7 +133,7 @@ def _gradients(sharded: ShardedModel, what: str, across: Group | None) -> list[_
             _Grad(
                 target.grad.as_subclass(Tensor),
                 counts_all or _is_split(param),
-                g.result.norm_of(position),
+                g.norm_of(position),
             )
             for g in sharded.reducer.gradients
             for position, (target, param) in enumerate(zip(g.targets, g.buffer.params, strict=True))

@@ -445,7 +445,7 @@ def _launch_grad(place: Place, what: str) -> Callable[..., Tensor] | None:
         return None
     with plain_access():
         if not reducer.sync:
-            return g.views[position].clone if g.filled[position] else None
+            return g.views[position].clone if position in g.filled else None
         grad = g.targets[position].grad
         if grad is None:
             return None
