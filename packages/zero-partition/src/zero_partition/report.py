@@ -212,10 +212,10 @@ class ScheduleReport:
 
 def schedule_report(sharded: ShardedModel) -> ScheduleReport:
     """What the public `schedule_report` documents."""
-    ahead = sharded.schedule.ahead
-    order = ahead.training if ahead.training.recorded else ahead.evaluation
+    schedule = sharded.schedule
+    order = schedule.training if schedule.training.recorded else schedule.evaluation
     names = [unit.name for unit in sharded.units]
-    gathers = ahead.gathers(order)
+    gathers = schedule.gathers(order)
     rows = []
     for gather in gathers:
         unit = sharded.units[gather.unit]
@@ -234,12 +234,12 @@ def schedule_report(sharded: ShardedModel) -> ScheduleReport:
                 else _in_words(gather.released, order.recorded, names),
             )
         )
-    numels = {index: extent.numel for index, extent in ahead.extents.items()}
+    numels = {index: extent.numel for index, extent in schedule.extents.items()}
     live = [
         sum(numels[gather.unit] for gather in gathers if _is_live(gather, position))
         for position in range(len(order.recorded))
     ]
-    return ScheduleReport(tuple(rows), max(live, default=0), sharded.schedule.pool.num_bytes)
+    return ScheduleReport(tuple(rows), max(live, default=0), schedule.pool.num_bytes)
 
 
 def _is_live(gather: Gather, position: int) -> bool:

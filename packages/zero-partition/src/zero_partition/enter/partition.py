@@ -489,7 +489,7 @@ def partition(
         routes=routes,
         placements=placements,
         units=runtime,
-        schedule=Schedule.plan(runtime, limits=limits, device=group.device, home=home),
+        schedule=Schedule(runtime, limits=limits, device=group.device, home=home),
         reducer=GradientReducer.plan(
             runtime,
             routes=routes,

@@ -40,6 +40,8 @@ class FlatBuffer:
     wire_dtype: torch.dtype  # of gradients as they travel
     stepped_device: torch.device  # of shard_params and their gradients
     codec: AbstractCodec | None = None  # of gathers into `whole`; see `Wire.codec_of_updates`
+    gather_tag: int = field(init=False)  # identity of its all-gathers
+    reduce_tag: int = field(init=False)  # of its reductions
     stand_ins: tuple[Tensor, ...] = field(init=False)  # what sharded parameters view at rest
     guards: tuple[Tensor, ...] = field(init=False)  # what `param.grad` holds while it is sharded
     pieces: tuple[Piece, ...] = field(init=False)
@@ -55,6 +57,7 @@ class FlatBuffer:
     _addresses: list[int] | None = field(default=None, init=False)  # of these, once asked for
 
     def __attrs_post_init__(self) -> None:
+        self.gather_tag, self.reduce_tag = 2 * self.index, 2 * self.index + 1
         self.stand_ins = tuple(
             placeholder(p.shape, p.dtype, self.group.device) for p in self.plan.params
         )
@@ -63,9 +66,11 @@ class FlatBuffer:
         self.rest_types = tuple(rest_type_of(param) for param in self.params)
         self.versions = tuple(param._version for param in self.params)
         self.pieces = self.plan.layout.pieces(self.group.rank)
+        stepped, size = self.training.memory, torch.Size([self.shard_numel])
+        if stepped is None:  # an updater keeps masters elsewhere
+            stepped = placeholder(size, self.training.dtype, self.stepped_device)
         self.shard_params = tuple(
-            nn.Parameter(part, requires_grad=self.plan.trainable)
-            for part in self.parts_of(self._stepped())
+            nn.Parameter(part, requires_grad=self.plan.trainable) for part in self.parts_of(stepped)
         )
         self.point_targets(None)
         self._part_addresses = [param.data_ptr() for param in self.shard_params]
@@ -103,29 +108,10 @@ class FlatBuffer:
         """Elements of this rank's span, padding included."""
         return self.plan.layout.splits[self.group.rank]
 
-    @property
-    def gather_tag(self) -> int:
-        """Identity of its all-gathers."""
-        return 2 * self.index
-
-    @property
-    def reduce_tag(self) -> int:
-        """Identity of its reductions."""
-        return 2 * self.index + 1
-
-    def _stepped(self) -> Tensor:
-        """What shard_params view: nothing where an updater keeps masters elsewhere."""
-        memory, size = self.training.memory, torch.Size([self.shard_numel])
-        if memory is None:
-            return placeholder(size, self.training.dtype, self.stepped_device)
-        return memory
-
     def views_of(self, full: Tensor) -> tuple[Tensor, ...]:
         """A full flat tensor of this layout, seen as the parameters."""
-        return tuple(
-            full[span.as_slice()].view(param.shape)
-            for span, param in zip(self.plan.layout.spans, self.plan.params, strict=True)
-        )
+        pairs = zip(self.plan.layout.spans, self.plan.params, strict=True)
+        return tuple(full[span.as_slice()].view(param.shape) for span, param in pairs)
 
     def parts_of(self, shard: Tensor) -> tuple[Tensor, ...]:
         """A flat shard of this layout, seen as the optimizer sees it: one tensor per parameter.
@@ -194,8 +180,7 @@ class FlatBuffer:
 
     def follow_writes(self) -> None:
         """Where parameters rest whole, what was written to them in place is right."""
-        is_apart = self.has_masters or self.codec is not None
-        if not is_apart or self.own is None:
+        if self.own is None or not (self.has_masters or self.codec is not None):
             return
         versions = tuple(param._version for param in self.params)
         written = [
@@ -245,16 +230,16 @@ class FlatBuffer:
 
     def is_untouched(self, *, may_be_written: bool) -> bool:
         """Whether the parameters are known to view what was installed last; False is not sure."""
-        params, plan = self.params, self.plan
+        dtype, trainable = self.plan.dtype, self.plan.trainable
         if self._addresses is None:
             self._addresses = [view.data_ptr() for view in self._views]
-        return (
-            not self.held
-            and [param.data_ptr() for param in params] == self._addresses
-            and [param.dtype for param in params].count(plan.dtype) == len(params)
-            and (plan.trainable or not any(param.requires_grad for param in params))
-            and (may_be_written or [p._version for p in params] == list(self.versions))
-        )
+        found = zip(self.params, self._addresses, self.versions, strict=True)
+        for param, address, version in found:
+            is_written = not may_be_written and param._version != version
+            is_other = param.data_ptr() != address or param.dtype is not dtype
+            if is_other or is_written or (param.requires_grad and not trainable):
+                return False
+        return not self.held
 
     def hold(self, values: Mapping[int, Tensor]) -> None:
         """Let the parameters at these positions view memory of their own until `let_go`."""
@@ -263,14 +248,12 @@ class FlatBuffer:
 
     def let_go(self, positions: Iterable[int]) -> None:
         """End `hold`: view again what the others view."""
-        released = {position for position in positions if self.held.pop(position, None) is not None}
+        released = [position for position in positions if self.held.pop(position, None) is not None]
         self.install(self._views)
-        self.versions = tuple(
-            param._version if position in released else version
-            for position, (param, version) in enumerate(
-                zip(self.params, self.versions, strict=True)
-            )
-        )
+        versions = list(self.versions)
+        for position in released:
+            versions[position] = self.params[position]._version
+        self.versions = tuple(versions)
 
 
 # ---- Secondary shards ----

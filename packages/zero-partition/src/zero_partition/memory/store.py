@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor, nn
 from zero_comm import AbstractCodec
 
@@ -23,15 +23,8 @@ from .seams import MASTER, AbstractShardHome, AbstractUpdater, ShardSize
 class AbstractRest(ABC):
     """The values of a 1-D shard, padding included."""
 
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Of the values."""
-
-    @property
-    @abstractmethod
-    def memory(self) -> Tensor | None:
-        """The values themselves, where they rest in memory of the device."""
+    dtype: torch.dtype  # of the values
+    memory: Tensor | None = None  # the values themselves, where they rest in memory of the device
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -51,29 +44,24 @@ class AbstractRest(ABC):
 class InMemory(AbstractRest):
     """On the device."""
 
-    tensor: Tensor
+    memory: Tensor
+    dtype: torch.dtype = field(init=False)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `AbstractRest.dtype`."""
-        return self.tensor.dtype
-
-    @property
-    def memory(self) -> Tensor:
-        """See `AbstractRest.memory`."""
-        return self.tensor
+    @dtype.default
+    def _dtype_of_memory(self) -> torch.dtype:
+        return self.memory.dtype
 
     def read(self) -> Tensor:
         """See `AbstractRest.read`."""
-        return self.tensor
+        return self.memory
 
     def edit(self) -> AbstractContextManager[Tensor]:
         """See `AbstractRest.edit`."""
-        return nullcontext(self.tensor)
+        return nullcontext(self.memory)
 
     def write(self, values: Tensor) -> None:
         """See `AbstractRest.write`."""
-        self.tensor.copy_(values)
+        self.memory.copy_(values)
 
 
 @final
@@ -85,17 +73,7 @@ class Rounded(AbstractRest):
     """
 
     masters: Tensor
-    value_dtype: torch.dtype
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `AbstractRest.dtype`."""
-        return self.value_dtype
-
-    @property
-    def memory(self) -> None:
-        """See `AbstractRest.memory`."""
-        return None
+    dtype: torch.dtype
 
     def read(self) -> Tensor:
         """See `AbstractRest.read`."""
@@ -118,16 +96,11 @@ class AtHome(AbstractRest):
     index: int
     size: ShardSize
     device: torch.device
+    dtype: torch.dtype = field(init=False)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `AbstractRest.dtype`."""
+    @dtype.default
+    def _dtype_of_size(self) -> torch.dtype:
         return self.size.dtype
-
-    @property
-    def memory(self) -> None:
-        """See `AbstractRest.memory`."""
-        return None
 
     def read(self) -> Tensor:
         """See `AbstractRest.read`."""
@@ -162,22 +135,12 @@ class Encoded(AbstractRest):
     codec: AbstractCodec
     wire: Tensor  # uint8, 1-D
     numel: int
-    value_dtype: torch.dtype
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, values: Tensor, codec: AbstractCodec) -> Encoded:
         """These values, 1-D, of the dtype in which they are read."""
         return cls(codec, codec.encode(values), values.numel(), values.dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `AbstractRest.dtype`."""
-        return self.value_dtype
-
-    @property
-    def memory(self) -> None:
-        """See `AbstractRest.memory`."""
-        return None
 
     def read(self) -> Tensor:
         """See `AbstractRest.read`."""
@@ -209,17 +172,7 @@ class WithState(AbstractRest):
     targets: Sequence[nn.Parameter]
     pieces: Sequence[Piece]
     shard: AbstractRest
-    master_dtype: torch.dtype
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `AbstractRest.dtype`."""
-        return self.master_dtype
-
-    @property
-    def memory(self) -> None:
-        """See `AbstractRest.memory`."""
-        return None
+    dtype: torch.dtype
 
     def read(self) -> Tensor:
         """See `AbstractRest.read`."""

@@ -60,6 +60,16 @@ class ExecutionOrder:
             self.misses += 1
             self.position = self._find(use.unit, following)
 
+    def plan(self, gathers: Sequence[Gather]) -> None:
+        """These are the gathers of one pass through the recording."""
+        self.coming, self.launches = tuple(sorted((g.launched, g.unit) for g in gathers)), {}
+        for gather in gathers:
+            self.launches.setdefault(gather.launched, []).append(gather.unit)
+
+    def due(self) -> Sequence[int]:
+        """Units of the gathers to be launched at this position."""
+        return () if self.launches is None else self.launches.get(self.position, ())
+
     def after(self, count: int) -> list[int]:
         """Units of the next so many gathers that are not due yet."""
         start = bisect_right(self.coming, self.position, key=itemgetter(0))

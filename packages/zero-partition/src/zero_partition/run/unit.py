@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
-from operator import is_
+from itertools import chain
 from typing import Final
 
 import torch
@@ -147,12 +147,11 @@ class Unit:
         Nothing to launch where nobody has to be waited for: peers' shards, or copies, can be read.
         """
         is_alone = self.exposure is not None or self.copies is not None
-        if self.state is not ShardState.SHARDED or self.is_resident or is_alone:
-            return
-        self._take_slot(pool)
-        self._slot_version = self.version
-        self._handles = self._launch_gathers()
-        self._move_to(ShardState.GATHERING)
+        if self.state is ShardState.SHARDED and not is_alone and not self.is_resident:
+            self._take_slot(pool)
+            self._slot_version = self.version
+            self._handles = self._launch_gathers()
+            self._move_to(ShardState.GATHERING)
 
     def _launch_gathers(self) -> list[Handle[Tensor]]:
         if self.secondary is not None and self.secondary.version == self.version:
@@ -201,12 +200,14 @@ class Unit:
         """Make the parameters whole; waits. Collective unless they are resident or exposed."""
         if self.state is ShardState.UNSHARDED:
             return
-        if self.copies is not None and not self.is_resident:
-            self._read_copies(self.copies, pool)
-        elif self.exposure is not None and not self.is_resident:
-            self._read_shards(self.exposure, pool)
-        self.start_unshard(pool)
-        self._wait()
+        if (self.copies is None and self.exposure is None) or self.is_resident:
+            self.start_unshard(pool)
+            self._wait()
+        else:
+            self._take_slot(pool)
+            self._slot_version = -1  # what an exception leaves behind is nobody's value
+            self._read_whole()
+            self._slot_version = self.version
         for index, buffer in enumerate(self.buffers):
             held = tuple(buffer.held.values()) if self.is_held else ()  # install() orders them
             buffer.install(held or self._views[index])
@@ -249,14 +250,16 @@ class Unit:
     def check_untouched(self) -> None:
         """Raise StateError where a parameter no longer views our memory, or was written sharded."""
         with plain_access():
-            found = [module._parameters.get(attribute) for module, attribute, _, _ in self.owners]
+            for (module, attribute, _, _), param in zip(self.owners, self._params, strict=True):
+                if module._parameters.get(attribute) is not param:
+                    return self._find_change()
             may_be_written = self.placement is Placement.REPLICATED
-            if not all(map(is_, found, self._params)) or not all(
-                buffer.is_untouched(may_be_written=may_be_written) for buffer in self.buffers
-            ):
-                self._check_each()
+            for buffer in self.buffers:
+                if not buffer.is_untouched(may_be_written=may_be_written):
+                    return self._find_change()
+        return None
 
-    def _check_each(self) -> None:
+    def _find_change(self) -> None:
         is_whole = self.state is ShardState.UNSHARDED
         is_sharded = self.placement is Placement.SHARDED
         expected = [
@@ -363,24 +366,19 @@ class Unit:
             copies.open(buffer.index, reads=False).copy_(whole)
             copies.close(buffer.index)
 
-    def _read_copies(self, copies: AbstractShardHome, pool: SlotPool[Unit]) -> None:
-        self._take_slot(pool)
-        self._slot_version = -1  # what an exception leaves behind is nobody's value
-        reads = [
-            copies.read(buffer.index, full)
-            for buffer, full in zip(self.buffers, self._full, strict=True)
-        ]
-        for read in reads:
-            read.wait()
-        self._slot_version = self.version
-
-    def _read_shards(self, exposure: Exposure, pool: SlotPool[Unit]) -> None:
-        self._take_slot(pool)
-        self._slot_version = -1  # what an exception leaves behind is nobody's value
+    def _read_whole(self) -> None:
+        """Fill the slot without the ranks that own the values."""
+        if self.copies is not None:
+            pairs = zip(self.buffers, self._full, strict=True)
+            reads = [self.copies.read(buffer.index, full) for buffer, full in pairs]
+            for read in reads:
+                read.wait()
+            return
+        assert self.exposure is not None, "asked before"
         for buffer, full in zip(self.buffers, self._full, strict=True):
             layout = buffer.plan.layout
             try:
-                exposure.gather(
+                self.exposure.gather(
                     buffer.shard,
                     full,
                     splits=layout.splits,
@@ -389,7 +387,6 @@ class Unit:
                 )
             except CommError as error:
                 raise CommError(f"gathering unit {self.name!r}: {error}") from error
-        self._slot_version = self.version
 
     def _wait(self) -> None:
         handles, self._handles = self._handles, []
@@ -417,16 +414,18 @@ def publish(units: Sequence[Unit]) -> None:
 
     What travels as it is takes no memory on its way, and all of it is launched at once.
     """
+    units = [unit for unit in units if unit.placement is Placement.REPLICATED]
     is_encoded = any(buffer.codec is not None for unit in units for buffer in unit.buffers)
     limit = ENCODED_IN_FLIGHT if is_encoded else len(units)
     in_flight: deque[list[Handle[Tensor]]] = deque()
     for unit in units:
         if len(in_flight) == limit:
-            _wait(in_flight.popleft())
+            for handle in in_flight.popleft():
+                handle.wait()
         if handles := list(_launch(unit)):
             in_flight.append(handles)
-    for handles in in_flight:
-        _wait(handles)
+    for handle in chain.from_iterable(in_flight):
+        handle.wait()
 
 
 def _launch(unit: Unit) -> Iterator[Handle[Tensor]]:
@@ -444,8 +443,3 @@ def _launch(unit: Unit) -> Iterator[Handle[Tensor]]:
             tag=buffer.gather_tag,
             codec=buffer.codec,
         )
-
-
-def _wait(handles: Sequence[Handle[Tensor]]) -> None:
-    for handle in handles:
-        handle.wait()
