@@ -131,7 +131,7 @@ class StandIn:
         return cls._use(func, name, attribute, args, kwargs or {})
 
     @classmethod
-    def _use(cls, func: Callable, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
+    def _use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
         """A torch function of this name, or the read of this attribute, needs values."""
         raise NotImplementedError
 
@@ -158,7 +158,7 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
         return as_subclass_sharing_memory(cls, stand_in)
 
     @classmethod
-    def _use(cls, func: Callable, name: str, *_: Any) -> NoReturn:
+    def _use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> NoReturn:
         raise StateError(
             f"{name} was called on the gradient of a parameter whose "
             "gradient is sharded: after backward at stages 1 to 3 it rests in "
@@ -302,7 +302,7 @@ class AtRest(StandIn):
     __slots__ = ()
 
     @classmethod
-    def _use(cls, func: Callable, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
+    def _use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
         """Put whole values where values are used."""
         if attribute == "data":
             data: Any = plain_call(func, args, kwargs)
@@ -456,7 +456,7 @@ class ParkedTensor(StandIn):
     __slots__ = ()
 
     @classmethod
-    def _use(cls, func: Callable, name: str, attribute: str, *_: Any) -> NoReturn:
+    def _use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> NoReturn:
         _refuse(attribute or name)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:

@@ -23,8 +23,15 @@ from .seams import MASTER, AbstractShardHome, AbstractUpdater, ShardSize
 class AbstractRest(ABC):
     """The values of a 1-D shard, padding included."""
 
-    dtype: torch.dtype  # of the values
-    memory: Tensor | None = None  # the values themselves, where they rest in memory of the device
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+
+    @property
+    def memory(self) -> Tensor | None:
+        """The values themselves, where they rest in memory of the device."""
+        return None
 
     @abstractmethod
     def read(self) -> Tensor:
