@@ -156,10 +156,12 @@ class OperationTraffic:
 
     def add(self, *, calls: int, inside: Sent, across: Sent) -> None:
         """Count what `calls` calls sent together."""
-        total = self.sent + inside + across
         self.calls += calls
-        self.payload_numel, self.payload_bytes = total.payload_numel, total.payload_bytes
-        self.padding_bytes, self.scale_bytes = total.padding_bytes, total.scale_bytes
+        for sent in (inside, across):
+            self.payload_numel += sent.payload_numel
+            self.payload_bytes += sent.payload_bytes
+            self.padding_bytes += sent.padding_bytes
+            self.scale_bytes += sent.scale_bytes
         self.across += across
 
 

@@ -349,14 +349,16 @@ def _use(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
     written = (args[:1] if args else kwargs) if is_write else kwargs.get("out")
     for tensor in _tensors_in(written):
         if isinstance(tensor, AtRest) and not _is_gathered(tensor):
-            _owner_of(tensor).refuse_write(name)
+            owner = _owner_of(tensor)
+            owner.sharded.outside.refuse_write(owner, name)
     found = _tensors_in((args, kwargs))
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in found)
 
     def substitute(tensor: Tensor) -> Tensor:
         if _is_gathered(tensor) and (is_write or not needs_grad):
             return tensor  # its memory is whole: nothing to put in its place
-        return _owner_of(tensor).value(tensor, name, needs_grad=needs_grad)
+        owner = _owner_of(tensor)
+        return owner.sharded.outside.value(owner, tensor, name, needs_grad=needs_grad)
 
     args, kwargs = _replace(args, substitute), _replace(kwargs, substitute)
     if any(isinstance(tensor, AtRest) for tensor in _tensors_in((args, kwargs))):

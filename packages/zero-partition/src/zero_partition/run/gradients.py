@@ -97,6 +97,7 @@ class BufferGradients:
     shard: Tensor | None = field(default=None, init=False)  # this rank's part, 1-D; NOTE(shards)
     parts: tuple[Tensor, ...] = field(default=(), init=False)  # of it: `grad` of `shard_params`
     guarded: set[int] = field(factory=set, init=False)  # we put a guard into `param.grad`
+    _most_waiting: int = field(init=False)
     _views_at: int = field(default=0, init=False)  # address of what they view
     _reduction: Handle[Tensor] | None = field(default=None, init=False)
     _scaling: Scaling = field(init=False)
@@ -112,7 +113,7 @@ class BufferGradients:
         self._scaling = self.precision.scaling_of(self.routes.whole.world_size)
         plans = enumerate(buffer.plan.params)
         self._structured = tuple(i for i, plan in plans if plan.cut != Cut.FLAT)
-        self._forget_arrivals()
+        self.room = self._most_waiting = min(len(self.targets), MAX_WAITING)
 
     @property
     def has_local(self) -> bool:
@@ -202,13 +203,6 @@ class BufferGradients:
                 foreach_add_(*again)
         self.filled.update(grads)
         self.arrived.update(grads)
-        self._make_room()
-
-    def _forget_arrivals(self) -> None:
-        self.arrived.clear()
-        self._make_room()
-
-    def _make_room(self) -> None:
         missing = len(self.targets) - len(self.arrived)
         self.room = min(missing, MAX_WAITING) or 1  # 1: all are here, and one comes again
 
@@ -222,7 +216,8 @@ class BufferGradients:
             if position not in self.filled and not self._accumulates_in_place(position):
                 view.zero_()
         self.launched = True
-        self._forget_arrivals()
+        self.arrived.clear()
+        self.room = self._most_waiting
         if self.codec is not None:  # what another unit left there would count in a block's scale
             for gap in self.buffer.plan.layout.gaps:
                 values[gap.as_slice()].zero_()
@@ -441,7 +436,8 @@ class BufferGradients:
         """Forget what belongs to one backward; guard what is sharded."""
         self.launched = False
         self.waiting.clear()  # what an exception left behind
-        self._forget_arrivals()
+        self.arrived.clear()
+        self.room = self._most_waiting
         self.from_outside.clear()
         has_gradient, self.reduced = self.reduced, set()
         if not self.shards_state:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from attrs import define, field
@@ -93,7 +93,7 @@ class GradientReducer:
             ring if placement is Placement.SHARDED else (),
             num_slots=REDUCTION_SLOTS,
             device=routes.whole.device,
-            is_busy=lambda owner: owner.has_local or owner.is_in_flight,
+            is_busy=lambda owner: bool(owner.filled) or owner.is_in_flight,
         )
         control_tag = 2 * max((buffer.index for buffer, _ in buffers), default=0) + 2
         return cls(routes, placement, shards_state, pool, gradients, control_tag, home)
@@ -181,7 +181,7 @@ class GradientReducer:
         """Reduce what is left, and put every gradient where the optimizer reads it."""
         if self.sync:
             for g in self._order:
-                if not g.launched or (g.has_local and not g.is_in_flight):
+                if not g.launched or (g.filled and not g.is_in_flight):
                     self._launch(g)
             self._flush()
             for g in self.gradients if self.home is not None else ():
@@ -235,18 +235,12 @@ class GradientReducer:
         if self.home is not None:
             self.home.settle()
 
-    def _advance(self, reductions: Iterable[BufferGradients]) -> None:
+    def _advance(self, reductions: Sequence[BufferGradients]) -> None:
         """These go one hop further, or end."""
-        arrived = []
-        for g in reductions:
-            if not g.advance():
-                arrived.append(g)
-            elif self.placement is Placement.SHARDED:
-                g.leave_accumulator()
-        for g in arrived:
+        for g in [g for g in reductions if not g.advance()]:
             g.finish()
             self._in_flight.remove(g)
-            self._return_accumulator(g)
+        self._leave_accumulators(reductions)
 
     def _ensure_accumulator(self, g: BufferGradients) -> None:
         if g.accumulator is not None:
@@ -265,9 +259,9 @@ class GradientReducer:
         memory = slot.allocate(pool.device)[:num_bytes]
         g.use_accumulator(memory.view(g.buffer.wire_dtype), slot)
 
-    def _return_accumulator(self, g: BufferGradients) -> None:
-        """It is empty: the next unit may have it, unless gradients add up in it, or end there."""
-        if self.placement is Placement.SHARDED and not g.is_in_flight:
+    def _leave_accumulators(self, gradients: Sequence[BufferGradients]) -> None:
+        """They are free: the next units may have them, unless gradients add up or end there."""
+        for g in gradients if self.placement is Placement.SHARDED else ():
             g.leave_accumulator()
 
     def _settle_order(self) -> None:
@@ -377,7 +371,7 @@ class GradientReducer:
             if reduced_too:
                 g.drop()
             g.filled.clear()
-            self._return_accumulator(g)
+        self._leave_accumulators(self.gradients)
         self._has_earlier = False
 
     def release(self) -> None:

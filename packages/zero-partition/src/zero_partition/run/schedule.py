@@ -147,9 +147,10 @@ class Schedule:
         self._check_current(call)
         call.backward = self._backward
         complete = [active for active in self._active if active.is_after(call)]
-        self._active = [active for active in self._active if active not in complete]
-        self._active.append(call)
         for other in complete:  # see NOTE(backward order)
+            self._active.remove(other)
+        self._active.append(call)
+        for other in complete:
             if not self.is_in_use(other.unit):
                 other.unit.reshard()
         self._use(call.unit, "backward")

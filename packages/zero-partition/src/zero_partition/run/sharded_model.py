@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import is_
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 from weakref import ReferenceType, ref
 
 import torch
@@ -16,6 +16,7 @@ from zero_comm import CommError, Exposure, Group, Handle, all_gather_flat
 from zero_partition.errors import AtRestError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import AbstractShardHome
+from zero_partition.plan.layout import Piece, Span
 from zero_partition.plan.stages import Placement, Placements
 from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import (
@@ -41,9 +42,6 @@ from .residence import Residence
 from .schedule import Call, Schedule
 from .step import bring_in, step_elsewhere
 from .unit import ShardState, Unit, publish
-
-if TYPE_CHECKING:
-    from zero_partition.plan.layout import Piece
 
 
 @define(eq=False)
@@ -171,31 +169,23 @@ class Place:
         """Whether its values are elsewhere."""
         return self.buffer.is_at_rest
 
-    def value(self, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
-        """See `OutsideUses.value`."""
-        return self.sharded.outside.value(self, tensor, what, needs_grad=needs_grad)
-
-    def refuse_write(self, what: str) -> NoReturn:
-        """See `OutsideUses.refuse_write`."""
-        self.sharded.outside.refuse_write(self, what)
-
 
 def record_places(sharded: ShardedModel) -> None:
     """Make the parameters of a model known."""
     owner = ref(sharded)
     for unit in sharded.units:
-        for buffer_index, buffer in enumerate(unit.buffers):
-            for position, param in enumerate(buffer.params):
-                name = buffer.plan.params[position].name
-                record_owner(param, Place(owner, name, unit.index, buffer_index, position))
+        for index, buffer in enumerate(unit.buffers):
+            for position, (param, plan) in enumerate(
+                zip(buffer.params, buffer.plan.params, strict=True)
+            ):
+                record_owner(param, Place(owner, plan.name, unit.index, index, position))
 
 
 def forget_places(sharded: ShardedModel) -> None:
     """The parameters of a model are ordinary ones again."""
-    for unit in sharded.units:
-        for buffer in unit.buffers:
-            for param in buffer.params:
-                forget_owner(param)
+    for buffer in sharded.buffers:
+        for param in buffer.params:
+            forget_owner(param)
 
 
 def find_place(param: Tensor) -> Place | None:
@@ -274,34 +264,24 @@ def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tens
         Call it once, with `timeout_s` if need be, to wait; gives the whole in the parameter's
         shape, memory of its own.
     """
-    buffer, group = place.buffer, place.group
-    plan = buffer.plan.params[place.position]
-    span = buffer.plan.layout.spans[place.position]
-    if part is None and place.unit.copies is not None:
-        return _launch_copy(place, place.unit.copies)
-    exposure = place.unit.exposure if part is None else None
-    part = part_of(place) if part is None else part
-    shards = buffer.plan.layout.shards
-    overlaps = [span.overlap(shard) for shard in shards]
-    whole = torch.empty(plan.shape.numel(), dtype=part.dtype, device=group.device)
+    buffer, group, unit = place.buffer, place.group, place.unit
+    plan, layout = buffer.plan.params[place.position], buffer.plan.layout
+    if part is None and unit.copies is not None:
+        return _launch_copy(place, unit.copies)
+    span = layout.spans[place.position]
+    overlaps = [span.overlap(shard) or Span(shard.start, shard.start) for shard in layout.shards]
+    splits = [overlap.numel for overlap in overlaps]
+    dtype = buffer.resting.dtype if part is None else part.dtype
+    whole = torch.empty(plan.shape.numel(), dtype=dtype, device=group.device)
     handle: Handle[Tensor] | None = None
-    if exposure is not None:
-        exposure.gather(
-            buffer.shard,
-            whole,
-            splits=[0 if overlap is None else overlap.numel for overlap in overlaps],
-            starts=[
-                0 if overlap is None else overlap.start - shard.start
-                for overlap, shard in zip(overlaps, shards, strict=True)
-            ],
-        )
+    if part is None and unit.exposure is not None:
+        pairs = zip(overlaps, layout.shards, strict=True)
+        starts = [overlap.start - shard.start for overlap, shard in pairs]
+        unit.exposure.gather(buffer.shard, whole, splits=splits, starts=starts)
     elif whole.numel():
+        part = part_of(place) if part is None else part
         handle = all_gather_flat(
-            whole,
-            splits=[0 if overlap is None else overlap.numel for overlap in overlaps],
-            group=group,
-            shard=part,
-            tag=buffer.gather_tag,
+            whole, splits=splits, group=group, shard=part, tag=buffer.gather_tag
         )
 
     def wait(timeout_s: float | None = None) -> Tensor:
@@ -537,7 +517,7 @@ class _EndOfBackward:
 
     def __del__(self) -> None:
         if not self.was_called and (sharded := self.sharded()) is not None:
-            sharded.reshard_after_failure()
+            sharded.schedule.abandon_backward()  # what is on its way is left to the next use
 
 
 @define(eq=False)
@@ -556,6 +536,7 @@ class ShardedModel:
     state_dict: StateDictKind  # what it does of what is sharded
     input_dtype: torch.dtype | None = None  # of what the model is called with; as it is when None
     output_dtype: torch.dtype | None = None  # of what the model returns; likewise
+    buffers: tuple[FlatBuffer, ...] = field(init=False)  # of all units
     exports_stand_ins: bool = field(default=False, init=False)  # full_state_dict is collecting
     outside: OutsideUses = field(init=False)  # parameters used outside their unit's forward
     forwards: int = field(default=0, init=False)  # of the model that are running
@@ -571,16 +552,17 @@ class ShardedModel:
     left_to_step: Tensor | None = field(default=None, init=False)  # see NOTE(in_step)
     _published: list[tuple[int, int]] = field(factory=list, init=False)  # see `_has_written`
     _hidden: list[tuple[nn.Parameter, Tensor]] = field(factory=list, init=False)  # see `update`
-    _backward_is_open: bool = field(default=False, init=False)
+    # A backward is running, or ended in an exception that nobody has noticed yet.
+    is_backward_open: bool = field(default=False, init=False)
     _had_guards: bool = field(default=False, init=False)  # when this forward began
     _makes_graph: bool = field(default=False, init=False)  # create_graph=True
     _accumulates: bool = field(default=True, init=False)  # into parameters, unlike autograd.grad()
 
     def __attrs_post_init__(self) -> None:
+        self.buffers = tuple(buffer for unit in self.units for buffer in unit.buffers)
         self.outside = OutsideUses(self)
         self._tree = ModuleTree.of(self.model)
-        buffers = [buffer for unit in self.units for buffer in unit.buffers]
-        self._rounded = [buffer for buffer in buffers if buffer.codec is not None]
+        self._rounded = [buffer for buffer in self.buffers if buffer.codec is not None]
         record_places(self)
 
     @property
@@ -592,11 +574,6 @@ class ShardedModel:
     def whole(self) -> Group:
         """All ranks that train it."""
         return self.routes.whole
-
-    @property
-    def is_backward_open(self) -> bool:
-        """Whether a backward is running, or ended in an exception that nobody has noticed yet."""
-        return self._backward_is_open
 
     @property
     def gathers_state_dict(self) -> bool:
@@ -641,7 +618,8 @@ class ShardedModel:
 
     def before_backward(self, call: Call) -> None:
         """Backward has reached an output of a unit."""
-        self.open_backward()
+        if not self.is_backward_open:
+            self.open_backward()
         if torch.is_grad_enabled() and self.placements.params is Placement.SHARDED:
             self.schedule.keep_whole(call.unit)
         with plain_access():
@@ -661,10 +639,10 @@ class ShardedModel:
         Args:
             has_arrived: A gradient has been computed already, which is wrong if this raises.
         """
-        if not self._backward_is_open:
-            self._backward_is_open = has_arrived
+        if not self.is_backward_open:
+            self.is_backward_open = has_arrived
             self.refuse_parked("a backward", StateKind.PARAMS, StateKind.GRADS)
-            self._backward_is_open = True
+            self.is_backward_open = True
             self._makes_graph = torch.is_grad_enabled()
             with plain_access():
                 for unit in self.units:
@@ -681,7 +659,7 @@ class ShardedModel:
 
     def backward_without_batch(self) -> None:
         """What a backward does between ranks, with no gradient of this one."""
-        if self._backward_is_open:
+        if self.is_backward_open:
             raise StateError(
                 "backward_without_batch() during a backward, or after one that an exception ended; "
                 "call optimizer.zero_grad() first"
@@ -773,15 +751,14 @@ class ShardedModel:
         self._publish()
 
     def _follow_writes(self) -> None:
-        for unit in self.units:
-            for buffer in unit.buffers:
+        for buffer in self.buffers:
+            if buffer.whole is not None:
                 buffer.follow_writes()
 
     def _publish(self) -> None:
-        for unit in self.units:
-            for buffer in unit.buffers:
-                buffer.reclaim()
-                buffer.follow_update()
+        for buffer in self.buffers:
+            buffer.reclaim()
+            buffer.follow_update()
         self.end_write()
         if self.placements.optim is Placement.SHARDED:
             publish(self.units)
@@ -798,7 +775,7 @@ class ShardedModel:
         return self.reducer.is_true_anywhere(self._shard_versions() != self._published)
 
     def _shard_versions(self) -> list[tuple[int, int]]:
-        params = (p for unit in self.units for b in unit.buffers for p in b.shard_params)
+        params = (param for buffer in self.buffers for param in buffer.shard_params)
         return [(param.data_ptr(), param._version) for param in params]
 
     def begin_write(self) -> None:
@@ -827,7 +804,7 @@ class ShardedModel:
 
     def refuse_incomplete_gradients(self, what: str) -> None:
         """Raise StateError after a backward that an exception ended."""
-        if self._backward_is_open:
+        if self.is_backward_open:
             raise StateError(
                 f"{what} after a backward that an exception ended: its gradients are incomplete. "
                 "Call optimizer.zero_grad() and run forward and backward again."
@@ -868,7 +845,7 @@ class ShardedModel:
         """The outermost backward has ended."""
         with plain_access():
             self.reducer.collect_waiting()  # which may refuse: then the backward stays open
-            self._backward_is_open = False
+            self.is_backward_open = False
             if self._accumulates or self.reducer.has_collected:
                 self.reducer.end_backward()
             else:  # autograd.grad(): it gives this rank's gradients away; `param.grad` is as before
@@ -878,13 +855,9 @@ class ShardedModel:
             self.schedule.keeps_whole = False
         self.schedule.end_backward()
 
-    def reshard_after_failure(self) -> None:
-        """An exception ended the backward. Local; what is on its way is left to the next use."""
-        self.schedule.abandon_backward()
-
     def _give_up_open_backward(self, *, is_asked_for: bool = False) -> None:
-        if self._backward_is_open and not is_in_backward():
-            self._backward_is_open = False
+        if self.is_backward_open and not is_in_backward():
+            self.is_backward_open = False
             with plain_access():
                 self.reducer.abandon(is_asked_for=is_asked_for)
             self.schedule.reset()
@@ -905,7 +878,7 @@ class ShardedModel:
     def _check_params(self) -> None:
         if self.optimizer is None or self.placements.optim is Placement.REPLICATED:
             return
-        known = {id(p) for unit in self.units for b in unit.buffers for p in b.shard_params}
+        known = {id(param) for buffer in self.buffers for param in buffer.shard_params}
         for index, param_group in enumerate(self.optimizer.param_groups):
             for param in param_group["params"]:
                 if id(param) not in known:
