@@ -138,11 +138,6 @@ class PlannedGradients:
     slot: Slot[PlannedGradients] | None = None
 
 
-def ring_bytes(gradients: Sequence[tuple[int, bool]]) -> list[int]:
-    """Of those that take turns, among gradients of so many bytes that are outer or not."""
-    return [num_bytes for num_bytes, is_outer in gradients if not is_outer]
-
-
 @define(eq=False)
 class ReductionPlan:
     """A backward in which gradients come buffer by buffer."""
@@ -154,7 +149,7 @@ class ReductionPlan:
     def of(cls, gradients: Sequence[PlannedGradients]) -> ReductionPlan:
         """Nothing has come yet."""
         pool: SlotPool[PlannedGradients] = SlotPool.plan(
-            ring_bytes([(each.num_bytes, each.is_outer) for each in gradients]),
+            [each.num_bytes for each in gradients if not each.is_outer],
             num_slots=REDUCTION_SLOTS,
             device=torch.device("meta"),
             is_busy=lambda owner: owner.slot is not None,

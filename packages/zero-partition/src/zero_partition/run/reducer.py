@@ -13,7 +13,7 @@ from zero_comm import Handle, LocoErrors, all_gather_flat
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import AbstractGradientHome
-from zero_partition.plan.slots import REDUCTION_SLOTS, SlotPool, ring_bytes
+from zero_partition.plan.slots import REDUCTION_SLOTS, SlotPool
 from zero_partition.plan.stages import AS_IT_IS, Placement, Precision
 from zero_partition.plan.wire import AS_ONE, Routes, Wire
 
@@ -88,7 +88,7 @@ class GradientReducer:
 
         buffers = [(buffer, unit) for unit in units for buffer in unit.buffers]
         gradients = tuple(gradients_of(*each) for each in buffers if each[0].plan.trainable)
-        ring = ring_bytes([(g.wire_bytes, g.unit.plan.is_outer) for g in gradients])
+        ring = [g.wire_bytes for g in gradients if not g.unit.plan.is_outer]
         pool: SlotPool[BufferGradients] = SlotPool.plan(
             ring if placement is Placement.SHARDED else (),
             num_slots=REDUCTION_SLOTS,
