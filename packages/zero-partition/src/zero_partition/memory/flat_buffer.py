@@ -113,6 +113,34 @@ class FlatBuffer:
         pairs = zip(self.plan.layout.spans, self.plan.params, strict=True)
         return tuple(full[span.as_slice()].view(param.shape) for span, param in pairs)
 
+    def all_gather(
+        self,
+        full: Tensor,
+        *,
+        shard: Tensor | None = None,
+        codec: AbstractCodec | None = None,
+        version: int | None = None,
+    ) -> Handle[Tensor]:
+        """Launch the gather of a flat tensor of this layout from the ranks' shards. Collective.
+
+        Args:
+            full: What is filled.
+            shard: This rank's, encoded if it rests so; None: it is in its place in `full`.
+            codec: How shards travel; as they are when None.
+            version: Of the values, where it is known.
+        """
+        layout = self.plan.layout
+        return all_gather_flat(
+            full,
+            splits=layout.splits,
+            payload=layout.payload_splits,
+            group=self.group,
+            shard=shard,
+            tag=self.gather_tag,
+            version=version,
+            codec=codec,
+        )
+
     def parts_of(self, shard: Tensor) -> tuple[Tensor, ...]:
         """A flat shard of this layout, seen as the optimizer sees it: one tensor per parameter.
 

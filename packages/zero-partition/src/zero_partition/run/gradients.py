@@ -516,11 +516,11 @@ class OpenShards:
 
     Args:
         buffer_of: By target.
-        is_overwritten: Whether every element of a buffer's shard is going to be written.
+        overwritten: Targets that are going to be written, and not read.
     """
 
     buffer_of: Mapping[nn.Parameter, FlatBuffer]
-    is_overwritten: Callable[[FlatBuffer], bool]
+    overwritten: Collection[nn.Parameter]
     _open: dict[int, FlatBuffer] = field(factory=dict, init=False)
 
     def open(self, targets: Sequence[nn.Parameter]) -> None:
@@ -535,7 +535,9 @@ class OpenShards:
         for index, buffer in wanted.items():
             if index not in self._open:
                 assert isinstance(buffer.resting, AtHome), "chosen above"
-                reads = not self.is_overwritten(buffer)
+                reads = any(
+                    buffer.targets[piece.index] not in self.overwritten for piece in buffer.pieces
+                )
                 shard = buffer.resting.home.open(index, reads=reads)
                 if not reads:
                     _clear_padding(buffer, shard)
@@ -544,14 +546,18 @@ class OpenShards:
         for home in self._homes() if not targets else ():
             home.settle()
 
-    def abandon(self) -> None:
-        """Close all after an error, whatever it raises."""
-        for index in list(self._open):
-            with contextlib.suppress(Exception):
-                self._close(index)
-        for home in self._homes():
-            with contextlib.suppress(Exception):
-                home.settle()
+    def __enter__(self) -> Callable[[Sequence[nn.Parameter]], None]:
+        return self.open
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close all after an error, whatever that raises."""
+        if kind is not None:
+            for index in list(self._open):
+                with contextlib.suppress(Exception):
+                    self._close(index)
+            for home in self._homes():
+                with contextlib.suppress(Exception):
+                    home.settle()
 
     def _close(self, index: int) -> None:
         buffer = self._open.pop(index)

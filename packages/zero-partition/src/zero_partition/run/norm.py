@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor, nn
-from zero_comm import Group, all_gather_flat
+from zero_comm import Group
 
 from zero_partition.errors import StateError
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import foreach_mul_, foreach_norm, plain_access
 
+from .reducer import GradientReducer
 from .sharded_model import ShardedModel
 
 # NOTE(in_step): torch's fused optimizers divide gradients by their attribute `grad_scale` and leave
@@ -164,9 +165,9 @@ def _total_norm(
         stacked = torch.stack([norm.to(torch.float64) for norm in norms])
         local[0] = stacked.max() if norm_type != 2.0 else stacked.square().sum()
     if reducer.shards_state:
-        local = _combine(local, norm_type, sharded.group, reducer.control_tag)
+        local = _combine(local, norm_type, sharded.group, reducer)
     if across is not None:
-        local = _combine(local, norm_type, across, reducer.control_tag)
+        local = _combine(local, norm_type, across, reducer)
     return local[0].sqrt() if norm_type == 2.0 else local[0]
 
 
@@ -200,14 +201,11 @@ def _by_dtype(grads: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
     return places
 
 
-def _combine(local: Tensor, norm_type: float, group: Group, tag: int) -> Tensor:
+def _combine(local: Tensor, norm_type: float, group: Group, reducer: GradientReducer) -> Tensor:
     """One number of each rank, in rank order: their sum, or for infinity their maximum."""
     if group.world_size == 1:
         return local
-    everyone = local.new_empty(group.world_size)
-    splits = [1] * group.world_size
-    all_gather_flat(everyone, splits=splits, group=group, shard=local, tag=tag, control=True).wait()
-    total, *others = everyone.split(1)
+    total, *others = reducer.launch_exchange(local, group).wait().split(1)
     for part in others:
         total = torch.maximum(total, part) if norm_type != 2.0 else total + part
     return total

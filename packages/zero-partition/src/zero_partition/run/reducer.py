@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from attrs import define, field
 from torch import Tensor
-from zero_comm import Handle, LocoErrors, all_gather_flat
+from zero_comm import Group, Handle, LocoErrors, all_gather_flat
 
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
@@ -291,10 +291,11 @@ class GradientReducer:
 
     def _exchange(self, mine: Tensor) -> Tensor:
         """All ranks' tensors of equal size, 1-D, one after the other."""
-        return mine if self.routes.whole.world_size == 1 else self._launch_exchange(mine).wait()
-
-    def _launch_exchange(self, mine: Tensor) -> Handle[Tensor]:
         group = self.routes.whole
+        return mine if group.world_size == 1 else self.launch_exchange(mine, group).wait()
+
+    def launch_exchange(self, mine: Tensor, group: Group) -> Handle[Tensor]:
+        """The same, by handle, in any group."""
         shard = mine.to(group.device)
         return all_gather_flat(
             shard.new_empty(group.world_size * shard.numel()),
@@ -311,16 +312,16 @@ class GradientReducer:
         Every rank says which parameters got one; only a rank that misses some needs the answer,
         so that in the usual case nobody waits.
         """
-        world_size = self.routes.whole.world_size
-        if world_size == 1:
+        group = self.routes.whole
+        if group.world_size == 1:
             return
         if self._flags is not None:
             self._flags.wait()
         mine = [param.grad is not None for g in self.gradients for param in g.targets]
-        self._flags = self._launch_exchange(torch.tensor(mine, dtype=torch.uint8))
+        self._flags = self.launch_exchange(torch.tensor(mine, dtype=torch.uint8), group)
         if all(mine):
             return
-        everyone = self._flags.wait().view(world_size, -1)
+        everyone = self._flags.wait().view(group.world_size, -1)
         self._flags = None
         anyone = iter(everyone.any(dim=0).tolist())
         for g in self.gradients:

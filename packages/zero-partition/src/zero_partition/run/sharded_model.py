@@ -313,16 +313,8 @@ def _launch_copy(place: Place, copies: AbstractShardHome) -> Callable[..., Tenso
 
 def launch_flat(buffer: FlatBuffer, shard: Tensor | None = None) -> Callable[[], Tensor]:
     """As `launch_buffer`; gives the whole flat buffer, 1-D."""
-    layout = buffer.plan.layout
     shard = buffer.shard if shard is None else shard
-    handle = all_gather_flat(
-        shard.new_empty(layout.numel),
-        splits=layout.splits,
-        payload=layout.payload_splits,
-        group=buffer.group,
-        shard=shard,
-        tag=buffer.gather_tag,
-    )
+    handle = buffer.all_gather(shard.new_empty(buffer.plan.layout.numel), shard=shard)
     return handle.wait
 
 

@@ -18,7 +18,6 @@ from zero_comm import (
     Exposure,
     Group,
     Handle,
-    all_gather_flat,
 )
 
 from zero_partition.errors import StateError
@@ -161,16 +160,7 @@ class Unit:
         if self.errors is not None:
             self._note_errors(self.errors, shards)
         return [
-            all_gather_flat(
-                full,
-                splits=buffer.plan.layout.splits,
-                payload=buffer.plan.layout.payload_splits,
-                group=self.group,
-                shard=shard,
-                tag=buffer.gather_tag,
-                version=self.version,
-                codec=self.codec_of(buffer),
-            )
+            buffer.all_gather(full, shard=shard, codec=self.codec_of(buffer), version=self.version)
             for buffer, full, shard in zip(self.buffers, self._full, shards, strict=True)
         ]
 
@@ -435,11 +425,4 @@ def _launch(unit: Unit) -> Iterator[Handle[Tensor]]:
         if unit.errors is not None and buffer.codec is not None:
             unit.errors.params.note(unit.name, buffer.codec, [buffer.shard])
         buffer.is_unrounded = False
-        yield all_gather_flat(
-            buffer.whole,
-            splits=buffer.plan.layout.splits,
-            payload=buffer.plan.layout.payload_splits,
-            group=unit.group,
-            tag=buffer.gather_tag,
-            codec=buffer.codec,
-        )
+        yield buffer.all_gather(buffer.whole, codec=buffer.codec)
