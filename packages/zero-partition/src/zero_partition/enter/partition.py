@@ -31,7 +31,7 @@ from zero_partition.memory.seams import (
     AbstractUpdater,
     ShardSize,
 )
-from zero_partition.memory.store import AbstractRest, AtHome, Encoded, InMemory, Rounded, WithState
+from zero_partition.memory.store import AbstractStore, AtHome, Encoded, InMemory, Rounded, WithState
 from zero_partition.optimizer.shards import (
     check_optimizer,
     describe_optimizer,
@@ -266,7 +266,7 @@ def _lay_down(
         masters = values if whole is None else values.clone()
     num_shards = group.world_size
     codec = wire.codec_of_updates(plan, placement, is_small=is_small, num_shards=num_shards)
-    resting: AbstractRest
+    resting: AbstractStore
     if codec is not None and masters is not None:
         resting = Rounded(masters, plan.dtype)
     elif codec is not None:

@@ -14,7 +14,7 @@ from zero_comm import AbstractCodec, Group, Handle, all_gather_flat, even_splits
 from zero_partition.plan.layout import BufferPlan, Piece
 from zero_partition.stand_in import GradientGuard, placeholder, rest_type_of
 
-from .store import AbstractRest
+from .store import AbstractStore
 
 _CPU: Final = torch.device("cpu")  # where what rests elsewhere is stepped
 
@@ -33,9 +33,9 @@ class FlatBuffer:
     index: int  # among all buffers of the model; the identity of its collectives
     group: Group
     params: tuple[nn.Parameter, ...]
-    resting: AbstractRest
+    resting: AbstractStore
     whole: Tensor | None  # replicated parameters only
-    training: AbstractRest
+    training: AbstractStore
     targets: tuple[nn.Parameter, ...]  # what an updater steps; none without one
     wire_dtype: torch.dtype  # of gradients as they travel
     stepped_device: torch.device  # of shard_params and their gradients

@@ -97,7 +97,7 @@ class ModuleTree:
 
 
 @frozen
-class Place:
+class ParamRef:
     """A position in a flat buffer of a unit of a sharded model.
 
     Holds nothing alive: the table below would keep every model there ever was.
@@ -178,7 +178,7 @@ def record_places(sharded: ShardedModel) -> None:
             for position, (param, plan) in enumerate(
                 zip(buffer.params, buffer.plan.params, strict=True)
             ):
-                record_owner(param, Place(owner, plan.name, unit.index, index, position))
+                record_owner(param, ParamRef(owner, plan.name, unit.index, index, position))
 
 
 def forget_places(sharded: ShardedModel) -> None:
@@ -188,13 +188,13 @@ def forget_places(sharded: ShardedModel) -> None:
             forget_owner(param)
 
 
-def find_place(param: Tensor) -> Place | None:
+def find_place(param: Tensor) -> ParamRef | None:
     """Where this very parameter lies, None if it belongs to no sharded model."""
     place = find_owner(param)
-    return place if isinstance(place, Place) else None
+    return place if isinstance(place, ParamRef) else None
 
 
-def place_of(param: Tensor, *, what: str) -> Place:
+def place_of(param: Tensor, *, what: str) -> ParamRef:
     """Where this very parameter lies.
 
     Raises:
@@ -211,7 +211,7 @@ def place_of(param: Tensor, *, what: str) -> Place:
     return place
 
 
-def sort_places(places: Iterable[Place]) -> list[Place]:
+def sort_places(places: Iterable[ParamRef]) -> list[ParamRef]:
     """Each once, in one order on every rank."""
     unique = {(id(place.sharded), place.key): place for place in places}
     return sorted(unique.values(), key=lambda place: (place.buffer.index, place.position))
@@ -220,7 +220,7 @@ def sort_places(places: Iterable[Place]) -> list[Place]:
 # ---- Parameters whole: put together from the ranks' parts, or taken apart into them ----
 
 
-def part_of(place: Place, shard: Tensor | None = None) -> Tensor:
+def part_of(place: ParamRef, shard: Tensor | None = None) -> Tensor:
     """This rank's part of a parameter, as a 1-D view, maybe empty.
 
     Args:
@@ -232,13 +232,13 @@ def part_of(place: Place, shard: Tensor | None = None) -> Tensor:
     return source[:0] if piece is None else source[piece.in_shard.as_slice()]
 
 
-def refuse_parked_values(place: Place, what: str) -> None:
+def refuse_parked_values(place: ParamRef, what: str) -> None:
     """Raise StateError where a parameter's values, as the optimizer updates them, are parked."""
     has_master = place.buffer.has_masters
     place.sharded.refuse_parked(what, StateKind.MASTERS if has_master else StateKind.PARAMS)
 
 
-def as_computed(place: Place) -> Tensor | None:
+def as_computed(place: ParamRef) -> Tensor | None:
     """This rank's part of a parameter as the model computes with it; None: as it rests. Local.
 
     Encoded and decoded with the whole shard, so that it is the same as in a gather of the unit.
@@ -250,7 +250,7 @@ def as_computed(place: Place) -> Tensor | None:
     return part_of(place, codec.decode(codec.encode(shard), torch.empty_like(shard)))
 
 
-def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tensor]:
+def launch_whole(place: ParamRef, part: Tensor | None = None) -> Callable[..., Tensor]:
     """Launch the gather of one parameter from the ranks' parts.
 
     Collective, but for resting values that are exposed: those are there at once.
@@ -297,7 +297,7 @@ def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tens
     return wait
 
 
-def _launch_copy(place: Place, copies: AbstractShardHome) -> Callable[..., Tensor]:
+def _launch_copy(place: ParamRef, copies: AbstractShardHome) -> Callable[..., Tensor]:
     buffer = place.buffer
     numel, dtype = buffer.plan.layout.numel, buffer.plan.dtype
     full = torch.empty(numel, dtype=dtype, device=place.group.device)
@@ -334,7 +334,7 @@ def launch_buffer(
     return lambda: buffer.views_of(wait())
 
 
-def write_whole(place: Place, value: Tensor) -> None:
+def write_whole(place: ParamRef, value: Tensor) -> None:
     """Make `value`, the same on every rank, the parameter's. Every rank calls it."""
     place.sharded.begin_write()
     place.buffer.fill(place.position, value)
@@ -372,7 +372,7 @@ class OutsideUses:
         """Bytes of the values that are kept here."""
         return sum(value.nbytes for value in self._values.values())
 
-    def launch(self, place: Place) -> None:
+    def launch(self, place: ParamRef) -> None:
         """Launch the gather ahead of the use. Collective."""
         self.sharded.refuse_parked("a gather ahead of a forward", StateKind.PARAMS)
         is_whole = place.unit.state is ShardState.UNSHARDED or place.position in place.buffer.held
@@ -380,7 +380,7 @@ class OutsideUses:
             self.num_gathers += 1
             self._in_flight[place.key] = launch_whole(place, as_computed(place))
 
-    def value(self, place: Place, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
+    def value(self, place: ParamRef, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
         """What stands in for a parameter at rest, or its `data`, in a call of `what`. Collective.
 
         Args:
@@ -400,7 +400,7 @@ class OutsideUses:
             self._in_flight.popitem()[1]()
         self._values.clear()
 
-    def refuse_write(self, place: Place, what: str) -> NoReturn:
+    def refuse_write(self, place: ParamRef, what: str) -> NoReturn:
         """A parameter at rest was to be written."""
         rank = self.sharded.whole.rank
         raise AtRestError(
@@ -409,7 +409,7 @@ class OutsideUses:
             "modifier_rank=0): ...`, set_full_param(param, value), or load_state_dict()"
         )
 
-    def _whole(self, place: Place, what: str, *, needs_grad: bool) -> Tensor:
+    def _whole(self, place: ParamRef, what: str, *, needs_grad: bool) -> Tensor:
         self.sharded.refuse_parked(f"{what}() of parameter {place.name!r}", StateKind.PARAMS)
         held = place.buffer.held.get(place.position)
         if held is not None:
@@ -436,7 +436,7 @@ class OutsideUses:
         own = set(map(id, self.sharded.model.modules()))
         return any(id(module) in own for module in modules_being_called())
 
-    def _refuse_read(self, place: Place, what: str) -> NoReturn:
+    def _refuse_read(self, place: ParamRef, what: str) -> NoReturn:
         group = self.sharded.group
         raise AtRestError(
             f"{what}() would read parameter {place.name!r} while it rests sharded over "
@@ -453,7 +453,7 @@ class _Enter(torch.autograd.Function):
     """Whole values of a parameter enter a graph; their gradient leaves to the parameter."""
 
     @staticmethod
-    def forward(ctx: Any, param: Tensor, whole: Tensor, place: Place, version: int) -> Tensor:
+    def forward(ctx: Any, param: Tensor, whole: Tensor, place: ParamRef, version: int) -> Tensor:
         ctx.place, ctx.version = place, version
         return whole.detach()
 
@@ -618,7 +618,7 @@ class ShardedModel:
             self.reducer.before_backward(call.unit)
         self.schedule.before_backward(call)
 
-    def expect_from_outside(self, place: Place) -> None:
+    def expect_from_outside(self, place: ParamRef) -> None:
         """A gradient is on its way to a parameter, from a use outside its unit."""
         self.open_backward()
         with plain_access():
