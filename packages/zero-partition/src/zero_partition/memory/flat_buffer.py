@@ -101,7 +101,11 @@ class FlatBuffer:
         """This rank's span of parameters that rest whole, as the model computes with it."""
         if self.whole is None:
             return None
-        return self.whole[self.plan.layout.shard(self.group.rank).as_slice()]
+        return self.own_of(self.whole)
+
+    def own_of(self, full: Tensor) -> Tensor:
+        """This rank's span of a full flat tensor of this layout."""
+        return full[self.plan.layout.shard(self.group.rank).as_slice()]
 
     @property
     def shard_numel(self) -> int:
@@ -256,18 +260,19 @@ class FlatBuffer:
             for param, rest_type in zip(self.params, self.rest_types, strict=True):
                 param.__class__ = rest_type
 
-    def is_untouched(self, *, may_be_written: bool) -> bool:
-        """Whether the parameters are known to view what was installed last; False is not sure."""
-        dtype, trainable = self.plan.dtype, self.plan.trainable
+    def find_touched(self) -> int | None:
+        """The first parameter that is not as it was left: other memory, or written to."""
+        dtype, trainable, is_sharded = self.plan.dtype, self.plan.trainable, self.whole is None
         if self._addresses is None:
             self._addresses = [view.data_ptr() for view in self._views]
-        found = zip(self.params, self._addresses, self.versions, strict=True)
-        for param, address, version in found:
-            is_written = not may_be_written and param._version != version
+        for position, param in enumerate(self.params):
+            held = self.held.get(position) if self.held else None
+            address = self._addresses[position] if held is None else held.data_ptr()
             is_other = param.data_ptr() != address or param.dtype is not dtype
+            is_written = is_sharded and held is None and param._version != self.versions[position]
             if is_other or is_written or (param.requires_grad and not trainable):
-                return False
-        return not self.held
+                return position
+        return None
 
     def hold(self, values: Mapping[int, Tensor]) -> None:
         """Let the parameters at these positions view memory of their own until `let_go`."""

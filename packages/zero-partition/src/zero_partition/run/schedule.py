@@ -96,6 +96,11 @@ class Schedule:
         self.pool = SlotPool(self.device, self.is_in_use)
         self._deal_by_size()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a unit's forward runs now."""
+        return bool(self._running)
+
     def is_in_use(self, unit: Unit) -> bool:
         """Whether something may read its parameters before it is unsharded again."""
         if unit.depth or (self.keeps_whole and unit.state is ShardState.UNSHARDED):

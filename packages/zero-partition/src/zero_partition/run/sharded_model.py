@@ -52,16 +52,15 @@ class ModuleTree:
     """
 
     model: nn.Module
-    params: frozenset[int]  # those that were sharded; the units keep them alive
-    _contents: list[dict]  # every module's dictionaries of parameters and of children
-    _seen: list[Any]  # what was in them; the objects, since an identity may be given twice
+    _params: frozenset[int] = field(init=False)  # those that were sharded; units keep them alive
+    _contents: list[dict] = field(init=False)  # every module's dictionaries of params and children
+    _seen: list[Any] = field(
+        init=False
+    )  # what was in them; objects: an identity may be given twice
 
-    @classmethod
-    def of(cls, model: nn.Module) -> ModuleTree:
-        """As it is now."""
-        tree = cls(model, frozenset(id(param) for param in model.parameters()), [], [])
-        tree._look()
-        return tree
+    def __attrs_post_init__(self) -> None:
+        self._params = frozenset(map(id, self.model.parameters()))
+        self._look()
 
     def check(self, rank: int) -> None:
         """Raise StateError where a parameter was added since. Local.
@@ -73,7 +72,7 @@ class ModuleTree:
         if len(found) == len(self._seen) and all(map(is_, found, self._seen)):
             return
         for name, param in self.model.named_parameters():
-            if id(param) not in self.params:
+            if id(param) not in self._params:
                 raise StateError(
                     f"parameter {name!r}: expected one that was sharded, got another Parameter "
                     f"object of shape {tuple(param.shape)}, attached after shard() or one that "
@@ -415,7 +414,7 @@ class OutsideUses:
         if held is not None:
             return held
         key, is_inside = place.key, self.sharded.forwards > 0 or is_in_backward()
-        is_inside = is_inside or any(unit.depth for unit in self.sharded.units)
+        is_inside = is_inside or self.sharded.schedule.is_running
         if key in self._values:
             return self._values[key]
         is_kept = is_inside or needs_grad
@@ -553,7 +552,7 @@ class ShardedModel:
     def __attrs_post_init__(self) -> None:
         self.buffers = tuple(buffer for unit in self.units for buffer in unit.buffers)
         self.outside = OutsideUses(self)
-        self._tree = ModuleTree.of(self.model)
+        self._tree = ModuleTree(self.model)
         self._rounded = [buffer for buffer in self.buffers if buffer.codec is not None]
         record_places(self)
 
@@ -667,8 +666,7 @@ class ShardedModel:
         """What the optimizer reads must be there, and nothing may still read what it writes."""
         self.refuse_incomplete_gradients("optimizer.step()")
         self.refuse_while_gathered("optimizer.step()")
-        is_running = any(unit.depth for unit in self.units)
-        if is_running and self.placements.params is Placement.SHARDED:
+        if self.schedule.is_running and self.placements.params is Placement.SHARDED:
             raise StateError(
                 "optimizer.step() was called while a forward is running, which would go on with "
                 f"parameters as they were (rank {self.whole.rank}); call it when that has ended, "
@@ -733,7 +731,7 @@ class ShardedModel:
             return
         self.refuse_while_gathered("finish_update()")
         self.refuse_parked("finish_update()", StateKind.PARAMS)
-        if any(unit.depth for unit in self.units):
+        if self.schedule.is_running:
             raise StateError(
                 "finish_update() was called while a forward is running; call it between steps"
             )

@@ -240,37 +240,17 @@ class Unit:
     def check_untouched(self) -> None:
         """Raise StateError where a parameter no longer views our memory, or was written sharded."""
         with plain_access():
-            for (module, attribute, _, _), param in zip(self.owners, self._params, strict=True):
-                if module._parameters.get(attribute) is not param:
-                    return self._find_change()
-            may_be_written = self.placement is Placement.REPLICATED
-            for buffer in self.buffers:
-                if not buffer.is_untouched(may_be_written=may_be_written):
-                    return self._find_change()
-        return None
-
-    def _find_change(self) -> None:
-        is_whole = self.state is ShardState.UNSHARDED
-        is_sharded = self.placement is Placement.SHARDED
-        expected = [
-            self._views[index] if is_whole else buffer.stand_ins
-            for index, buffer in enumerate(self.buffers)
-        ]
-        for module, attribute, index, position in self.owners:
-            buffer = self.buffers[index]
-            plan, view = buffer.plan, expected[index][position]
-            is_held = bool(buffer.held) and position in buffer.held
-            if is_held:
-                view = buffer.held[position]
-            param = module._parameters.get(attribute)
-            if (
-                param is not buffer.params[position]
-                or param.data_ptr() != view.data_ptr()
-                or param.dtype is not plan.dtype
-                or (not plan.trainable and param.requires_grad)
-                or (is_sharded and not is_held and param._version != buffer.versions[position])
+            for (module, attribute, index, position), param in zip(
+                self.owners, self._params, strict=True
             ):
-                raise StateError(self._describe_change(param, buffer, position))
+                found = module._parameters.get(attribute)
+                if found is not param:
+                    raise StateError(self._describe_change(found, self.buffers[index], position))
+            for buffer in self.buffers:
+                touched = buffer.find_touched()
+                if touched is not None:
+                    param = buffer.params[touched]
+                    raise StateError(self._describe_change(param, buffer, touched))
 
     def _describe_change(
         self, param: nn.Parameter | None, buffer: FlatBuffer, position: int
@@ -336,7 +316,7 @@ class Unit:
         pending = []
         for buffer, full in zip(self.buffers, self._full, strict=True):
             if isinstance(buffer.resting, AtHome):
-                own = full[buffer.plan.layout.shard(self.group.rank).as_slice()]
+                own = buffer.own_of(full)
                 pending.append(buffer.resting.home.read(buffer.index, own))
         for read in pending:
             read.wait()
@@ -347,7 +327,7 @@ class Unit:
         for buffer, full, shard in zip(self.buffers, self._full, shards, strict=True):
             codec = self.codec_of(buffer)
             if codec is not None and not isinstance(buffer.resting, Encoded):  # lost long ago
-                own = full[buffer.plan.layout.shard(self.group.rank).as_slice()]
+                own = buffer.own_of(full)
                 errors.params.note(self.name, codec, [own if shard is None else shard])
 
     def keep_copies(self, copies: AbstractShardHome, full: Sequence[Tensor] | None = None) -> None:
