@@ -22,19 +22,6 @@ from .sharded_model import ShardedModel
 # Their first step creates state, SGD's momentum uninitialised: that one must not be skipped so.
 
 
-def can_clip_in_step(sharded: ShardedModel) -> bool:
-    """Whether the optimizer's next step can do it. Local, equal on all ranks."""
-    optimizer = sharded.optimizer
-    return sharded.has_stepped and getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def leave_to_step(sharded: ShardedModel, finite: Tensor, *, divisor: Tensor | None) -> None:
-    """Have the next step divide gradients, or leave everything as it is if not `finite`. Local."""
-    optimizer: Any = sharded.optimizer
-    optimizer.grad_scale = None if divisor is None else divisor.to(torch.float32)
-    optimizer.found_inf = sharded.left_to_step = finite.logical_not().to(torch.float32)
-
-
 def take_back(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
     """What was left to the next step is done, or dropped with its gradients. Local.
 
@@ -105,8 +92,11 @@ def unscale_and_clip_(
     if max_norm is not None:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     is_scaled = scale != 1.0 or max_norm is not None
-    if in_step and can_clip_in_step(sharded):
-        leave_to_step(sharded, finite, divisor=scale / factor if is_scaled else None)
+    optimizer: Any = sharded.optimizer
+    can_leave_it = getattr(optimizer, "_step_supports_amp_scaling", False) and sharded.has_stepped
+    if in_step and can_leave_it:  # see NOTE(in_step)
+        optimizer.grad_scale = (scale / factor).to(torch.float32) if is_scaled else None
+        optimizer.found_inf = sharded.left_to_step = finite.logical_not().to(torch.float32)
         return GradientReport(norm.to(torch.float32), finite, is_in_step=True)
     if is_scaled:  # no branch on `finite`: the host waits for nothing
         _scale_(grads, torch.where(finite, factor / scale, 1.0))

@@ -329,17 +329,7 @@ class GradientReducer:
                 if next(anyone) and param.grad is None:
                     g.hand_over([position])
 
-    # ---- The optimizer steps; gradients are dropped, and memory given back ----
-
-    def lend(self, *, has_closure: bool) -> None:
-        """The optimizer steps now: show it the gradients as it needs them."""
-        for g in self.gradients:
-            g.lend(has_closure=has_closure)
-
-    def take_back(self) -> None:
-        """The optimizer has stepped."""
-        for g in self.gradients:
-            g.take_back()
+    # ---- Gradients are dropped, and memory given back ----
 
     def abandon(self, *, is_asked_for: bool) -> None:
         """Drop all gradients: an exception ended a backward, and some lack its part.

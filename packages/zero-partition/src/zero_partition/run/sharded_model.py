@@ -681,7 +681,8 @@ class ShardedModel:
         self._follow_writes()
         if has_closure:
             self._published = self._shard_versions()
-        self.reducer.lend(has_closure=has_closure)
+        for g in self.reducer.gradients:
+            g.lend(has_closure=has_closure)
 
     def around_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure's forward reads what the optimizer has written, and its writes come after."""
@@ -718,7 +719,8 @@ class ShardedModel:
         for param, grad in self._hidden:
             param.grad = grad
         self._hidden = []
-        self.reducer.take_back()
+        for g in self.reducer.gradients:
+            g.take_back()
         self.has_stepped = True
         self._publish()
         self.routes.log.turn()  # gathers that are launched from here on are the next step's

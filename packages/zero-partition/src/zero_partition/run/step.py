@@ -76,20 +76,17 @@ def hand_over_state(
     optimizer: torch.optim.Optimizer, updater: AbstractUpdater, units: Sequence[Unit]
 ) -> None:
     """Move what `optimizer.state` has to the updater, and leave a view of that in its place."""
-    view = UpdatedState(updater, _targets_by_shard(units))
+    pairs = [
+        pair
+        for unit in units
+        for buffer in unit.buffers
+        for pair in zip(buffer.shard_params, buffer.targets, strict=False)
+    ]
+    view = UpdatedState(updater, dict(pairs))
     states = view.take({param: state for param, state in optimizer.state.items() if state})
     if states:
         updater.write(states, replaces=False)
     optimizer.state = view  # type: ignore[assignment]
-
-
-def _targets_by_shard(units: Sequence[Unit]) -> dict[nn.Parameter, nn.Parameter]:
-    return {
-        param: target
-        for unit in units
-        for buffer in unit.buffers
-        for param, target in zip(buffer.shard_params, buffer.targets, strict=False)
-    }
 
 
 def bring_back_state(optimizer: torch.optim.Optimizer) -> None:
