@@ -102,16 +102,18 @@ def _names_of(func: Callable) -> tuple[str, str]:
     return name, getattr(func.__self__, "__name__", "") if name in _ACCESSES else ""  # type: ignore[attr-defined]
 
 
-def _looks_at_no_element(name: str, attribute: str) -> bool:
-    """Whether a torch function of these names asks for shape, dtype and the like only."""
+def _looks_at_no_element(func: Callable) -> bool:
+    """Whether a torch function asks for shape, dtype and the like only."""
+    name, attribute = _names_of(func)
     if name in _METADATA or name.startswith(_FACTORIES):
         return True
     return bool(attribute) and (name != "__get__" or attribute not in _VALUES)
 
 
-def _gives_nothing_away(name: str, attribute: str) -> bool:
+def _gives_nothing_away(func: Callable) -> bool:
     """Whether it neither reads nor writes elements, nor gives away a way to."""
-    return name in _SHAPE or (name == "__get__" and attribute not in _VALUES)
+    name = getattr(func, "__name__", "")
+    return name in _SHAPE or (name == "__get__" and _names_of(func)[1] not in _VALUES)
 
 
 class StandIn:
@@ -125,10 +127,9 @@ class StandIn:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answer questions about shape; leave what would read or write values to the class."""
-        name, attribute = _names_of(func)
-        if cls._answers(name, attribute):
+        if cls._answers(func):
             return plain_call(func, args, kwargs or {})
-        return cls._use(func, name, attribute, args, kwargs or {})
+        return cls._use(func, *_names_of(func), args, kwargs or {})
 
     @classmethod
     def _use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
@@ -206,7 +207,7 @@ class GradientShard(Tensor):
             )
         with plain_access():
             result = func(*args, **(kwargs or {}))
-        if not _gives_nothing_away(*_names_of(func)):
+        if not _gives_nothing_away(func):
             for shard in _shards_in(args):
                 shard.is_touched = True
         if func is unscale_and_find_inf_:

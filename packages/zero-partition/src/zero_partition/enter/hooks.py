@@ -253,7 +253,7 @@ def arrival_hook(
         if sharded is None or gradients is None:
             return
         waiting = gradients.waiting
-        if not waiting:
+        if not waiting and not sharded.is_backward_open:
             sharded.open_backward(has_arrived=True)
         if gradients.unit.state is not whole:
             sharded.reducer.check_arrival(gradients, position)

@@ -256,7 +256,7 @@ class FlatBuffer:
         for param, view in zip(self.params, views, strict=True):
             param.data = view
         self.is_at_rest = self._views is self.stand_ins
-        if self.is_at_rest:  # see NOTE(class) in _at_rest
+        if self.is_at_rest:  # see NOTE(class) in stand_in
             for param, rest_type in zip(self.params, self.rest_types, strict=True):
                 param.__class__ = rest_type
 

@@ -60,15 +60,13 @@ class ExecutionOrder:
             self.misses += 1
             self.position = self._find(use.unit, following)
 
-    def plan(self, gathers: Sequence[Gather]) -> None:
-        """These are the gathers of one pass through the recording."""
-        self.coming, self.launches = tuple(sorted((g.launched, g.unit) for g in gathers)), {}
+    def plan(self, gathers: Sequence[Gather]) -> dict[int, list[int]]:
+        """These are the gathers of one pass through the recording; see `launches`."""
+        self.coming = tuple(sorted((gather.launched, gather.unit) for gather in gathers))
+        self.launches = {}
         for gather in gathers:
             self.launches.setdefault(gather.launched, []).append(gather.unit)
-
-    def due(self) -> Sequence[int]:
-        """Units of the gathers to be launched at this position."""
-        return () if self.launches is None else self.launches.get(self.position, ())
+        return self.launches
 
     def after(self, count: int) -> list[int]:
         """Units of the next so many gathers that are not due yet."""

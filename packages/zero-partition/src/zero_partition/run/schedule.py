@@ -275,9 +275,8 @@ class Schedule:
     def _launch_ahead(self) -> None:
         """Start the gathers that are due at this moment. Collective with its peers' same call."""
         trace = self._trace
-        if trace.launches is None:
-            trace.plan(self.gathers(trace))
-        for index in trace.due():
+        launches = trace.plan(self.gathers(trace)) if trace.launches is None else trace.launches
+        for index in launches.get(trace.position, ()):
             unit = self.units[index]
             owner = unit.slot.owner if unit.slot is not None else None
             is_taken = owner is not None and owner is not unit and self.is_in_use(owner)

@@ -375,7 +375,11 @@ class OutsideUses:
         """Launch the gather ahead of the use. Collective."""
         self.sharded.refuse_parked("a gather ahead of a forward", StateKind.PARAMS)
         is_whole = place.unit.state is ShardState.UNSHARDED or place.position in place.buffer.held
-        if not is_whole and place.key not in self._values and place.key not in self._in_flight:
+        if not is_whole and place.key not in self._values:
+            self._set_out(place)
+
+    def _set_out(self, place: ParamRef) -> None:
+        if place.key not in self._in_flight:
             self.num_gathers += 1
             self._in_flight[place.key] = launch_whole(place, as_computed(place))
 
@@ -421,9 +425,7 @@ class OutsideUses:
         is_alone = self.sharded.group.world_size == 1 or place.unit.copies is not None
         if not is_kept and not is_alone and not self._is_called_in_part():
             self._refuse_read(place, what)
-        if key not in self._in_flight:
-            self.num_gathers += 1
-            self._in_flight[key] = launch_whole(place, as_computed(place))
+        self._set_out(place)
         wait = self._in_flight.pop(key)
         value = wait() if is_inside else wait(timeout_s=_PATIENCE_S)
         if is_kept:

@@ -192,7 +192,8 @@ class Unit:
             return
         if (self.copies is None and self.exposure is None) or self.is_resident:
             self.start_unshard(pool)
-            self._wait()
+            if self._handles:
+                self._wait()
         else:
             self._take_slot(pool)
             self._slot_version = -1  # what an exception leaves behind is nobody's value
@@ -207,7 +208,8 @@ class Unit:
         """Keep the shard only. Local. A gather in flight is waited for and its result ignored."""
         if self.placement is Placement.REPLICATED or self.state is ShardState.SHARDED:
             return
-        self._wait()
+        if self._handles:
+            self._wait()
         for buffer in self.buffers:
             buffer.install(buffer.stand_ins)
         self._move_to(ShardState.SHARDED)
