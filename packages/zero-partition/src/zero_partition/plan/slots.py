@@ -95,8 +95,8 @@ class SlotPool(Generic[Owner]):
                 found = slot
         return found
 
-    def take(self, owner: Owner, num_bytes: int, *, alone: bool = False) -> Slot[Owner]:
-        """A slot for `owner`: of the ring, or one more where `alone` or where none is free."""
+    def take(self, num_bytes: int, *, alone: bool = False) -> Slot[Owner]:
+        """A slot of so many bytes: of the ring, or one more where `alone` or where none is free."""
         slot = None if alone else self.find(num_bytes)
         if slot is None:
             self.conflicts += not alone
@@ -106,7 +106,7 @@ class SlotPool(Generic[Owner]):
         slot.last_use = self._clock
         return slot
 
-    def take_again(self, owner: Owner, num_bytes: int, *, alone: bool = False) -> Slot[Owner]:
+    def take_again(self, num_bytes: int, *, alone: bool = False) -> Slot[Owner]:
         """As `take`, but first one beyond the ring of just this size that nobody has.
 
         Who has a slot alone finds it again in the next step.
@@ -114,7 +114,7 @@ class SlotPool(Generic[Owner]):
         for slot in self.extra:
             if slot.owner is None and slot.num_bytes == num_bytes:
                 return slot
-        return self.take(owner, num_bytes, alone=alone)
+        return self.take(num_bytes, alone=alone)
 
     def release(self) -> None:
         """Give all memory back and forget who had which slot; it is allocated again when taken."""
@@ -161,7 +161,7 @@ class ReductionPlan:
         alone, num_bytes = gradients.is_outer, gradients.num_bytes
         while not alone and self._in_flight and self.pool.find(num_bytes) is None:
             self._finish()
-        slot = self.pool.take_again(gradients, num_bytes, alone=alone)
+        slot = self.pool.take_again(num_bytes, alone=alone)
         slot.owner, gradients.slot = gradients, slot
         slot.allocate(self.pool.device)
 

@@ -537,7 +537,6 @@ class ShardedModel:
     gathered: set[tuple[int, int, int]] = field(factory=set, init=False)  # places, by their keys
     unread: list[Handle[Tensor]] = field(factory=list, init=False)  # sent as an exception passed
     _tree: ModuleTree = field(init=False)
-    _rounded: list[FlatBuffer] = field(init=False)  # that rest whole, and are gathered by a codec
     removers: list[Callable[[], None]] = field(factory=list, init=False)  # of all our hooks
     before_write: list[Callable[[], None]] = field(factory=list, init=False)  # once, whoever writes
     parked: Parked | None = field(default=None, init=False)  # what is elsewhere between phases
@@ -555,7 +554,6 @@ class ShardedModel:
         self.buffers = tuple(buffer for unit in self.units for buffer in unit.buffers)
         self.outside = OutsideUses(self)
         self._tree = ModuleTree(self.model)
-        self._rounded = [buffer for buffer in self.buffers if buffer.codec is not None]
         record_places(self)
 
     @property
@@ -594,7 +592,7 @@ class ShardedModel:
             self.outside.forget()
             with plain_access():
                 self._had_guards = self.reducer.before_forward()
-            for buffer in self._rounded:
+            for buffer in self.buffers:
                 if buffer.is_unrounded:
                     buffer.round_whole()
             self.schedule.begin_forward()

@@ -291,7 +291,7 @@ class Unit:
     def _take_slot(self, pool: SlotPool[Unit]) -> None:
         if self.slot is None:
             alone = self.plan.is_outer  # in use while units inside it come and go
-            self.slot = pool.take(self, self.plan.num_bytes, alone=alone)
+            self.slot = pool.take(self.plan.num_bytes, alone=alone)
         previous = self.slot.owner
         if previous is self:
             return
