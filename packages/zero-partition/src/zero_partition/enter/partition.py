@@ -490,7 +490,7 @@ def partition(
         placements=placements,
         units=runtime,
         schedule=Schedule(runtime, limits=limits, device=group.device, home=home),
-        reducer=GradientReducer.plan(
+        reducer=GradientReducer(
             runtime,
             routes=routes,
             placement=placements.grads,

@@ -42,14 +42,17 @@ from .unit import ShardState, Unit
 class GradientReducer:
     """Collects gradients per flat buffer and reduces each buffer when its turn comes."""
 
+    units: Sequence[Unit]  # whose trainable buffers have gradients
     routes: Routes
     placement: Placement  # of gradients while they accumulate
     shards_state: bool  # whether the optimizer works on shards (every stage but zero)
-    pool: SlotPool[BufferGradients]
-    gradients: tuple[BufferGradients, ...]
-    control_tag: int  # identity of exchanges of flags, norms and the order
+    precision: Precision = AS_IT_IS
     home: AbstractGradientHome | None = None  # where reduced gradients wait; see NOTE(leaving)
-    sync: bool = True  # False inside no_sync
+    wire: Wire = AS_ONE
+    sync: bool = field(default=True, init=False)  # False inside no_sync
+    gradients: tuple[BufferGradients, ...] = field(init=False)
+    pool: SlotPool[BufferGradients] = field(init=False)
+    control_tag: int = field(init=False)  # identity of exchanges of flags, norms and the order
     has_collected: bool = field(default=False, init=False)  # in this backward
     _of_unit: dict[int, list[BufferGradients]] = field(factory=dict, init=False)
     _order: list[BufferGradients] = field(init=False)  # see NOTE(order)
@@ -61,42 +64,26 @@ class GradientReducer:
     _has_earlier: bool = field(default=False, init=False)  # of a backward before this one
 
     def __attrs_post_init__(self) -> None:
+        buffers = [(buffer, unit) for unit in self.units for buffer in unit.buffers]
+        self.gradients = tuple(self._of(*each) for each in buffers if each[0].plan.trainable)
+        ring = [g.wire_bytes for g in self.gradients if not g.unit.plan.is_outer]
+        self.pool = SlotPool.plan(
+            ring if self.placement is Placement.SHARDED else (),
+            num_slots=REDUCTION_SLOTS,
+            device=self.routes.whole.device,
+            is_busy=lambda owner: bool(owner.filled) or owner.is_in_flight,
+        )
+        self.control_tag = 2 * max((buffer.index for buffer, _ in buffers), default=0) + 2
         self._order = list(reversed(self.gradients))
         for g in self.gradients:
             self._of_unit.setdefault(g.unit.index, []).append(g)
 
-    @classmethod
-    def plan(
-        cls,
-        units: Sequence[Unit],
-        *,
-        routes: Routes,
-        placement: Placement,
-        shards_state: bool,
-        precision: Precision = AS_IT_IS,
-        home: AbstractGradientHome | None = None,
-        wire: Wire = AS_ONE,
-    ) -> GradientReducer:
-        """One reducer for the trainable buffers of these units."""
-
-        def gradients_of(buffer: FlatBuffer, unit: Unit) -> BufferGradients:
-            codec = wire.codec_of_gradients(buffer.wire_dtype)
-            errors = None if codec is None or wire.loco is None else LocoErrors(wire.loco)
-            return BufferGradients(
-                buffer, unit, routes, precision, shards_state, codec, errors, home
-            )
-
-        buffers = [(buffer, unit) for unit in units for buffer in unit.buffers]
-        gradients = tuple(gradients_of(*each) for each in buffers if each[0].plan.trainable)
-        ring = [g.wire_bytes for g in gradients if not g.unit.plan.is_outer]
-        pool: SlotPool[BufferGradients] = SlotPool.plan(
-            ring if placement is Placement.SHARDED else (),
-            num_slots=REDUCTION_SLOTS,
-            device=routes.whole.device,
-            is_busy=lambda owner: bool(owner.filled) or owner.is_in_flight,
+    def _of(self, buffer: FlatBuffer, unit: Unit) -> BufferGradients:
+        codec, loco = self.wire.codec_of_gradients(buffer.wire_dtype), self.wire.loco
+        errors = None if codec is None or loco is None else LocoErrors(loco)
+        return BufferGradients(
+            buffer, unit, self.routes, self.precision, self.shards_state, codec, errors, self.home
         )
-        control_tag = 2 * max((buffer.index for buffer, _ in buffers), default=0) + 2
-        return cls(routes, placement, shards_state, pool, gradients, control_tag, home)
 
     # ---- Gradients come ----
 
