@@ -247,7 +247,7 @@ def _shards_in(args: tuple) -> list[GradientShard]:
 
 
 def _group_of(args: tuple) -> Group | None:
-    return next((shard._group for shard in _shards_in(args)), None)
+    return next((getattr(shard, "_group", None) for shard in _shards_in(args)), None)
 
 
 # ---- What a parameter is while it rests sharded ----

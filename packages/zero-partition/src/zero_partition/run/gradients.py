@@ -190,9 +190,10 @@ class BufferGradients:
         for position, grad in grads.items():
             view = views[position]
             if self.shards_state or grad.data_ptr() != view.data_ptr():  # else it is in place
-                if position not in self.filled:
+                is_first = position not in self.filled
+                if is_first:
                     self.carried.discard(position)
-                into, out_of = again if position in self.filled else first
+                into, out_of = first if is_first else again
                 into.append(view)
                 out_of.append(grad)
             params[position].grad = None if self.shards_state else view
