@@ -129,10 +129,10 @@ class StandIn:
         """Answer questions about shape; leave what would read or write values to the class."""
         if cls._answers(func):
             return plain_call(func, args, kwargs or {})
-        return cls._use(func, *_names_of(func), args, kwargs or {})
+        return cls._on_use(func, *_names_of(func), args, kwargs or {})
 
     @classmethod
-    def _use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
+    def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
         """A torch function of this name, or the read of this attribute, needs values."""
         raise NotImplementedError
 
@@ -159,7 +159,7 @@ class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
         return as_subclass_sharing_memory(cls, stand_in)
 
     @classmethod
-    def _use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> NoReturn:
+    def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> NoReturn:
         raise StateError(
             f"{name} was called on the gradient of a parameter whose "
             "gradient is sharded: after backward at stages 1 to 3 it rests in "
@@ -303,7 +303,7 @@ class AtRest(StandIn):
     __slots__ = ()
 
     @classmethod
-    def _use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
+    def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
         """Put whole values where values are used."""
         if attribute == "data":
             data: Any = plain_call(func, args, kwargs)
@@ -459,7 +459,7 @@ class ParkedTensor(StandIn):
     __slots__ = ()
 
     @classmethod
-    def _use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> NoReturn:
+    def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> NoReturn:
         _refuse(attribute or name)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:

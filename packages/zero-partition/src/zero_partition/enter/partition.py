@@ -209,7 +209,7 @@ def distribute(
         codec = None if is_exact else wire.params
         unit = Unit(plan, unit_index, routes.shards, placement, tuple(flat_buffers), owners, codec)
         if routes.node is not None and placement is Placement.SHARDED:
-            unit.secondary = SecondaryShards(routes.node, plan.buffers)
+            unit.secondary = SecondaryShards(routes.node, unit.buffers)
         units.append(unit)
     return tuple(units)
 

@@ -302,7 +302,7 @@ class SecondaryShards:
     """This rank's even parts of a unit's flat buffers, as its node has gathered them."""
 
     group: Group  # ranks of the node
-    plans: Sequence[BufferPlan]
+    buffers: Sequence[FlatBuffer]  # of the unit
     version: int = field(default=-1, init=False)  # of the values; -1: none
     _parts: list[Tensor] = field(factory=list, init=False)  # one for each buffer
 
@@ -315,19 +315,15 @@ class SecondaryShards:
         """Copy this rank's parts of whole buffers, unless it has them. Local; see NOTE(keeping)."""
         if self.version == version:
             return
-        own = [
-            whole.split(splits)[self.group.rank]
-            for whole, splits in zip(full, self._splits, strict=True)
-        ]
+        pairs = zip(full, self._splits, strict=True)
+        own = [whole.split(splits)[self.group.rank] for whole, (splits, _) in pairs]
         if not self._parts:
             self._parts = [torch.empty_like(part) for part in own]
         for part, source in zip(self._parts, own, strict=True):
             part.copy_(source)
         self.version = version
 
-    def gather(
-        self, full: Sequence[Tensor], *, tags: Sequence[int], version: int
-    ) -> list[Handle[Tensor]]:
+    def gather(self, full: Sequence[Tensor]) -> list[Handle[Tensor]]:
         """Launch the gathers that fill whole buffers from the node's parts. Collective in it."""
         return [
             all_gather_flat(
@@ -336,11 +332,11 @@ class SecondaryShards:
                 payload=payload,
                 group=self.group,
                 shard=part,
-                tag=tag,
-                version=version,
+                tag=buffer.gather_tag,
+                version=self.version,
             )
-            for whole, splits, payload, part, tag in zip(
-                full, self._splits, self._payload, self._parts, tags, strict=True
+            for whole, buffer, (splits, payload), part in zip(
+                full, self.buffers, self._splits, self._parts, strict=True
             )
         ]
 
@@ -349,10 +345,8 @@ class SecondaryShards:
         self._parts, self.version = [], -1
 
     @cached_property
-    def _splits(self) -> list[tuple[int, ...]]:
-        return [even_splits(plan.layout.numel, self.group.world_size) for plan in self.plans]
-
-    @cached_property
-    def _payload(self) -> list[tuple[int, ...]]:
-        pairs = zip(self.plans, self._splits, strict=True)
-        return [plan.layout.payload_of(splits) for plan, splits in pairs]
+    def _splits(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Elements per rank of the node, and those that belong to a tensor, of each buffer."""
+        layouts = [buffer.plan.layout for buffer in self.buffers]
+        splits = [even_splits(layout.numel, self.group.world_size) for layout in layouts]
+        return [(s, layout.payload_of(s)) for s, layout in zip(splits, layouts, strict=True)]

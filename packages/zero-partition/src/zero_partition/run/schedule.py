@@ -120,7 +120,7 @@ class Schedule:
             if unit.plan.rests_whole:
                 unit.check_untouched()  # no call of a module of its own says when it is used
         self._restart(is_training=torch.is_grad_enabled())
-        self._launch_ahead()
+        self._prefetch()
 
     def before_forward(self, unit: Unit) -> None:
         """Make the unit whole; launch gathers for those that follow."""
@@ -215,7 +215,7 @@ class Schedule:
             else:
                 self._dealt_for = recorded
                 self._deal(choose_slots(recorded, self.extents, self._limits_of_now()))
-        self._launch_ahead()
+        self._prefetch()
 
     def settle(self) -> None:
         """Wait for gathers in flight, so that nothing reads the shards any more."""
@@ -270,9 +270,9 @@ class Schedule:
                 "the change."
             )
         unit.unshard(self.pool)
-        self._launch_ahead()
+        self._prefetch()
 
-    def _launch_ahead(self) -> None:
+    def _prefetch(self) -> None:
         """Start the gathers that are due at this moment. Collective with its peers' same call."""
         trace = self._trace
         launches = trace.plan(self.gathers(trace)) if trace.launches is None else trace.launches

@@ -154,8 +154,7 @@ class Unit:
 
     def _launch_gathers(self) -> list[Handle[Tensor]]:
         if self.secondary is not None and self.secondary.version == self.version:
-            tags = [buffer.gather_tag for buffer in self.buffers]
-            return self.secondary.gather(self._full, tags=tags, version=self.version)
+            return self.secondary.gather(self._full)
         shards = self._fetch_shards()
         if self.errors is not None:
             self._note_errors(self.errors, shards)
