@@ -162,7 +162,8 @@ class OperationTraffic:
             self.payload_bytes += sent.payload_bytes
             self.padding_bytes += sent.padding_bytes
             self.scale_bytes += sent.scale_bytes
-        self.across += across
+        if across.payload_numel or across.padding_bytes:  # few groups know of other nodes
+            self.across += across
 
 
 @define(eq=False)

@@ -205,7 +205,8 @@ class GradientReducer:
 
     def _launch(self, g: BufferGradients) -> None:
         """Begin a reduction; those before it go one hop further."""
-        self._end(g)
+        if g.is_in_flight:
+            self._end(g)
         self._ensure_accumulator(g)
         g.launch()
         before = tuple(self._in_flight)

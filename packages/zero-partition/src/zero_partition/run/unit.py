@@ -347,10 +347,11 @@ class Unit:
             return
         assert self.exposure is not None, "asked before"
         for buffer, full in zip(self.buffers, self._full, strict=True):
-            layout = buffer.plan.layout
+            layout, shard = buffer.plan.layout, buffer.resting.memory
+            assert shard is not None, "it could not be read else"
             try:
                 self.exposure.gather(
-                    buffer.shard,
+                    shard,
                     full,
                     splits=layout.splits,
                     payload=layout.payload_splits,
