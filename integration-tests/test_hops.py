@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zero_comm import Group, Loco
 from zero_comm.watch import Watch
 from zero_engine import Wire
-from zero_partition.run.gradients import GradientRoute
+from zero_partition.run.gradients import BufferGradients
 from zero_partition.seams import find_sharded
 
 NUM_UNITS = 5
@@ -123,20 +123,20 @@ def _recorded(model: nn.Module) -> Iterator[list[tuple[str, int]]]:
     if across is not None:
         names[id(across.watch)] = "across"
     number = {g.buffer.reduce_tag: n for n, g in enumerate(sharded.reducer.gradients)}
-    launch, finish = Watch.launch, GradientRoute.finish
+    launch, finish = Watch.launch, BufferGradients.finish
 
     def noted_launch(self: Watch, operation: str, key: int, **how: Any) -> Any:
         if how["tag"] in number:
             journal.append((names[id(self)], number[how["tag"]]))
         return launch(self, operation, key, **how)
 
-    def noted_finish(self: GradientRoute) -> Tensor:
+    def noted_finish(self: BufferGradients) -> None:
         journal.append(("end", number[self.buffer.reduce_tag]))
-        return finish(self)
+        finish(self)
 
     with (
         mock.patch.object(Watch, "launch", noted_launch),
-        mock.patch.object(GradientRoute, "finish", noted_finish),
+        mock.patch.object(BufferGradients, "finish", noted_finish),
     ):
         yield journal
 

@@ -31,7 +31,7 @@ def test_a_chain_of_equal_owners_goes_round_the_ring() -> None:
 
     taken = []
     for owner in owners:
-        slot = pool.take(owner, owner.num_bytes)
+        slot = pool.take(owner.num_bytes)
         slot.owner = owner
         taken.append(slot.index)
 
@@ -43,9 +43,9 @@ def test_a_busy_owner_keeps_its_slot_and_the_conflict_is_counted() -> None:
     """Two units in use at once never share memory, whatever the window."""
     pool = _pool([8, 8], num_slots=1)
     first = _Owner(8, busy=True)
-    pool.take(first, 8).owner = first
+    pool.take(8).owner = first
 
-    second = pool.take(_Owner(8), 8)
+    second = pool.take(8)
 
     assert second is pool.extra[0]
     assert pool.conflicts == 1
@@ -55,7 +55,7 @@ def test_memory_is_made_at_first_use_and_given_back() -> None:
     """A phase without training can have it."""
     pool = _pool([64, 64], num_slots=2)
     at_first = pool.num_bytes
-    pool.take(_Owner(64), 64).allocate(torch.device("cpu"))
+    pool.take(64).allocate(torch.device("cpu"))
 
     assert (at_first, pool.num_bytes) == (0, 64)
 

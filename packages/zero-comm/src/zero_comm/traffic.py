@@ -148,11 +148,14 @@ class OperationTraffic:
 
     def add(self, *, calls: int, inside: Sent, across: Sent) -> None:
         """Count what `calls` calls sent together."""
-        total = self.sent + inside + across
         self.calls += calls
-        self.payload_numel, self.payload_bytes = total.payload_numel, total.payload_bytes
-        self.padding_bytes, self.scale_bytes = total.padding_bytes, total.scale_bytes
-        self.across += across
+        for sent in (inside, across):
+            self.payload_numel += sent.payload_numel
+            self.payload_bytes += sent.payload_bytes
+            self.padding_bytes += sent.padding_bytes
+            self.scale_bytes += sent.scale_bytes
+        if across.payload_numel or across.padding_bytes:  # few groups know of other nodes
+            self.across += across
 
 
 @define(eq=False)

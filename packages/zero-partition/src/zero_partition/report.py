@@ -105,7 +105,7 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
         holds = g.holds_gradients
         if g.shard is not None and is_gone(g.shard):
             reduction -= 0 if holds else g.shard.nbytes
-        elif g.shard is not None and holds and g.result.home is None:
+        elif g.shard is not None and holds and g.home is None:
             gradients += payload * itemsize
             padding += (resting - payload) * itemsize
         if g.accumulator is not None and is_gone(g.accumulator):
@@ -212,10 +212,10 @@ class ScheduleReport:
 
 def schedule_report(sharded: ShardedModel) -> ScheduleReport:
     """What the public `schedule_report` documents."""
-    ahead = sharded.schedule.ahead
-    order = ahead.training if ahead.training.recorded else ahead.evaluation
+    schedule = sharded.schedule
+    order = schedule.training if schedule.training.recorded else schedule.evaluation
     names = [unit.name for unit in sharded.units]
-    gathers = ahead.gathers(order)
+    gathers = schedule.gathers(order)
     rows = []
     for gather in gathers:
         unit = sharded.units[gather.unit]
@@ -234,12 +234,12 @@ def schedule_report(sharded: ShardedModel) -> ScheduleReport:
                 else _in_words(gather.released, order.recorded, names),
             )
         )
-    numels = {index: extent.numel for index, extent in ahead.extents.items()}
+    numels = {index: extent.numel for index, extent in schedule.extents.items()}
     live = [
         sum(numels[gather.unit] for gather in gathers if _is_live(gather, position))
         for position in range(len(order.recorded))
     ]
-    return ScheduleReport(tuple(rows), max(live, default=0), sharded.schedule.pool.num_bytes)
+    return ScheduleReport(tuple(rows), max(live, default=0), schedule.pool.num_bytes)
 
 
 def _is_live(gather: Gather, position: int) -> bool:
@@ -267,13 +267,13 @@ def loco_facts(sharded: ShardedModel) -> dict[str, str]:
     if not kept:
         return {}
     hops = sharded.routes.hops
-    route = next(g.route for g in sharded.reducer.gradients if g.route.loco_errors is not None)
+    coded = next(g for g in sharded.reducer.gradients if g.loco_errors is not None)
     facts = {
         "number of ranks": str(sharded.whole.world_size),
         "ranks of a node": str(
             sharded.whole.world_size if hops is None else hops.inside.world_size
         ),
-        "codec of gradients": str(route.codec),
+        "codec of gradients": str(coded.codec),
         "Loco": str(next(iter(kept.values())).loco),
     }
     layouts = {_name(g.buffer.plan): _layout_of(g.buffer.plan) for g in sharded.reducer.gradients}
@@ -318,9 +318,9 @@ def restore_loco(sharded: ShardedModel, saved: Mapping[str, Tensor]) -> None:
 def _kept(sharded: ShardedModel) -> dict[str, LocoErrors]:
     """By the first parameter of the buffer."""
     return {
-        _name(g.buffer.plan): g.route.loco_errors
+        _name(g.buffer.plan): g.loco_errors
         for g in sharded.reducer.gradients
-        if g.route.loco_errors is not None
+        if g.loco_errors is not None
     }
 
 

@@ -6,9 +6,9 @@ import contextlib
 import copy
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
-from typing import Any, Final, Literal, NoReturn, Protocol, TypeAlias
+from typing import Any, Final, Literal, NoReturn, TypeAlias
 
 import torch
 from attrs import define, field, frozen
@@ -21,6 +21,7 @@ from .torch_private import (
     as_subclass_sharing_memory,
     foreach_norm,
     has_views,
+    plain_access,
     plain_call,
     unscale_and_find_inf_,
 )
@@ -74,12 +75,83 @@ def refuse_pickle() -> NoReturn:
     raise StateError("pickling a sharded model: save zero_engine.full_state_dict(model) instead")
 
 
-class GradientGuard(Tensor):
+# Attributes that give the elements away.
+_VALUES: Final = {"data", "T", "mT", "H", "mH", "real", "imag"}
+_SHAPE: Final = {"dim", "size", "numel", "is_contiguous", "stride", "__len__"}
+# Functions that look at no element. Whatever is not here is taken to read.
+_METADATA: Final = {
+    *_SHAPE,
+    *("ndimension", "nelement", "element_size", "get_device"),
+    *("storage_offset", "data_ptr", "untyped_storage", "storage"),
+    *("_typed_storage", "is_floating_point", "is_complex", "is_signed", "is_shared", "is_pinned"),
+    *("is_inference", "is_conj", "is_neg", "has_names", "is_same_size", "is_set_to", "_is_view"),
+    *("_has_compatible_shallow_copy_type",),
+    *("result_type", "can_cast", "promote_types", "retain_grad", "requires_grad_"),
+    *("register_hook", "register_post_accumulate_grad_hook", "__hash__", "__dir__"),
+}
+_FACTORIES: Final = (
+    *("empty_like", "zeros_like", "ones_like", "full_like"),
+    *("rand_like", "randn_like", "randint_like", "new_"),
+)
+_ACCESSES: Final = {"__get__", "__set__", "__delete__"}
+
+
+def _names_of(func: Callable) -> tuple[str, str]:
+    """What a torch function is called, and the attribute it reads or sets, "" if it does not."""
+    name = getattr(func, "__name__", str(func))
+    return name, getattr(func.__self__, "__name__", "") if name in _ACCESSES else ""  # type: ignore[attr-defined]
+
+
+def _looks_at_no_element(func: Callable) -> bool:
+    """Whether a torch function asks for shape, dtype and the like only."""
+    name, attribute = _names_of(func)
+    if name in _METADATA or name.startswith(_FACTORIES):
+        return True
+    return bool(attribute) and (name != "__get__" or attribute not in _VALUES)
+
+
+def _gives_nothing_away(func: Callable) -> bool:
+    """Whether it neither reads nor writes elements, nor gives away a way to."""
+    name = getattr(func, "__name__", "")
+    return name in _SHAPE or (name == "__get__" and _names_of(func)[1] not in _VALUES)
+
+
+class StandIn:
+    """Mixed into the class of a tensor whose values are elsewhere: every use of them is noticed."""
+
+    __slots__ = ()
+    _answers = staticmethod(_looks_at_no_element)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer questions about shape; leave what would read or write values to the class."""
+        if cls._answers(func):
+            return plain_call(func, args, kwargs or {})
+        return cls._on_use(func, *_names_of(func), args, kwargs or {})
+
+    @classmethod
+    def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
+        """A torch function of this name, or the read of this attribute, needs values."""
+        raise NotImplementedError
+
+
+@functools.cache
+def stand_in_type(kind: type[StandIn], cls: type[Tensor]) -> type[Any]:
+    """What a tensor of this class is meanwhile. Named like it: messages and `repr` show it."""
+    names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls)(cls.__name__, (kind, cls), names)
+
+
+class GradientGuard(StandIn, Tensor):  # type: ignore[misc]
     """Stands in `param.grad` while the gradient is sharded. Any use raises.
 
     So torch's `clip_grad_norm_(model.parameters())` stops with a message where it would otherwise
     find no gradients and do nothing.
     """
+
+    _answers = staticmethod(_gives_nothing_away)
 
     @classmethod
     def over(cls, stand_in: Tensor) -> Tensor:
@@ -87,14 +159,9 @@ class GradientGuard(Tensor):
         return as_subclass_sharing_memory(cls, stand_in)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Answer questions about shape; refuse everything that would read or write values."""
-        if _is_metadata(func):
-            return plain_call(func, args, kwargs or {})
+    def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> NoReturn:
         raise StateError(
-            f"{getattr(func, '__name__', func)} was called on the gradient of a parameter whose "
+            f"{name} was called on the gradient of a parameter whose "
             "gradient is sharded: after backward at stages 1 to 3 it rests in "
             "optimizer.param_groups[i]['params'][j].grad, one shard per rank. To clip, call "
             "zero_engine.clip_grad_norm_(model, max_norm) or clip_grad_value_(model, value); to "
@@ -106,32 +173,6 @@ class GradientGuard(Tensor):
 
     def __deepcopy__(self, memo: dict) -> None:
         """A copied model starts without gradients."""
-
-
-_GUARDS_VALUES = {
-    "data",
-    "T",
-    "mT",
-    "H",
-    "mH",
-    "real",
-    "imag",
-}  # attributes that give the elements away
-_GUARDS_METADATA = {
-    Tensor.dim,
-    Tensor.size,
-    Tensor.numel,
-    Tensor.is_contiguous,
-    Tensor.stride,
-    Tensor.__len__,
-}
-
-
-def _is_metadata(func: Any) -> bool:
-    """Whether it neither reads nor writes elements, nor gives away a way to."""
-    is_attribute = getattr(func, "__name__", "") == "__get__"
-    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    return (is_attribute and attribute not in _GUARDS_VALUES) or func in _GUARDS_METADATA
 
 
 class GradientShard(Tensor):
@@ -164,8 +205,9 @@ class GradientShard(Tensor):
                 "zero_engine.clip_grad_norm_(model, max_norm); for the local value, use "
                 "grad.as_subclass(torch.Tensor)."
             )
-        result = plain_call(func, args, kwargs or {})
-        if not _is_metadata(func):
+        with plain_access():
+            result = func(*args, **(kwargs or {}))
+        if not _gives_nothing_away(func):
             for shard in _shards_in(args):
                 shard.is_touched = True
         if func is unscale_and_find_inf_:
@@ -195,11 +237,13 @@ _NORMS = {
 }
 
 
-def _shards_in(args: tuple) -> Iterator[GradientShard]:
+def _shards_in(args: tuple) -> list[GradientShard]:
+    found = []
     for arg in args:
         for candidate in arg if isinstance(arg, list | tuple) else (arg,):
             if isinstance(candidate, GradientShard):
-                yield candidate
+                found.append(candidate)
+    return found
 
 
 def _group_of(args: tuple) -> Group | None:
@@ -217,44 +261,13 @@ def _group_of(args: tuple) -> Group | None:
 # 0.2 µs per parameter; nothing of torch is patched (docs/decisions/0010-use-outside-the-unit.md).
 
 
-class Owner(Protocol):
-    """What is known of a parameter that may rest sharded."""
-
-    @property
-    def name(self) -> str:
-        """The first of its names."""
-        ...
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether the optimizer steps it."""
-        ...
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether its own memory is whole, for the user."""
-        ...
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether its values are elsewhere."""
-        ...
-
-    def value(self, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
-        """What stands in for it, or for its `data`, in a call of `what`. Collective."""
-        ...
-
-    def refuse_write(self, what: str) -> NoReturn:
-        """It was to be written by a call of `what`."""
-        ...
-
-
 # The one table of the package: parameters are asked about by themselves, from any module's code.
-# Nothing is set on the user's objects, and nothing in it keeps a model alive.
+# Nothing is set on the user's objects, and nothing in it keeps a model alive. What is recorded of a
+# parameter is a `ParamRef`, of the floor above.
 _OWNERS: Final = WeakIdKeyDictionary()
 
 
-def record_owner(tensor: Tensor, owner: Owner) -> None:
+def record_owner(tensor: Tensor, owner: Any) -> None:
     """`tensor` is the parameter, or stands for it."""
     _OWNERS[tensor] = owner
 
@@ -269,19 +282,29 @@ def find_owner(tensor: Tensor) -> Any:
     return _OWNERS.get(tensor)
 
 
-class AtRest:
+_CONVERSIONS: Final = {
+    *("to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "cpu", "cuda"),
+    *("int", "long", "short", "char", "byte", "bool"),
+}
+# Of the other argument they take the dtype, the device or the shape.
+_LIKE: Final = {"to", "type_as", "view_as", "reshape_as", "expand_as"}
+_PRINTS: Final = {"__repr__", "__format__"}
+_AUTOGRAD: Final = {"grad", "backward"}
+_WRITES: Final = {
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"),
+    *("__imod__", "__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__"),
+    *("__ilshift__", "__irshift__"),
+}
+
+
+class AtRest(StandIn):
     """Mixed into the class of a parameter for as long as it rests sharded."""
 
     __slots__ = ()
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Answer questions about shape; put whole values where values are used."""
-        kwargs, (name, attribute) = kwargs or {}, names_of(func)
-        if looks_at_no_element(name, attribute):
-            return plain_call(func, args, kwargs)
+    def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
+        """Put whole values where values are used."""
         if attribute == "data":
             data: Any = plain_call(func, args, kwargs)
             return _guard_data(args[0], data)
@@ -303,42 +326,22 @@ class AtRest:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not _is_gathered(self):  # type: ignore[arg-type]
             refuse_pickle()
-        return _as_plain(type(self).__mro__[2].__reduce_ex__, (self, protocol), {})
+        return _as_plain(type(self).__mro__[3].__reduce_ex__, (self, protocol), {})
 
 
 class AtRestData(AtRest, Tensor):  # type: ignore[misc]
     """`param.data` of a parameter at rest: the same stand-in, without autograd."""
 
 
-def names_of(func: Callable) -> tuple[str, str]:
-    """What a torch function is called, and the attribute it reads or sets, "" if it does not."""
-    name = getattr(func, "__name__", str(func))
-    return name, getattr(func.__self__, "__name__", "") if name in _ACCESSES else ""  # type: ignore[attr-defined]
-
-
-def looks_at_no_element(name: str, attribute: str) -> bool:
-    """Whether a torch function of these names asks for shape, dtype and the like only."""
-    if name in _METADATA or name.startswith(_FACTORIES):
-        return True
-    return bool(attribute) and (name != "__get__" or attribute not in _VALUES)
-
-
-@functools.cache
-def rest_type(cls: type[nn.Parameter]) -> type[nn.Parameter]:
-    """What a parameter of this class is at rest. Named like it: messages and `repr` show it."""
-    names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls)(cls.__name__, (AtRest, cls), names)
-
-
 def rest_type_of(param: nn.Parameter) -> type[nn.Parameter]:
-    """As `rest_type`; its own class where Python cannot change it, and uses go unnoticed."""
+    """What it is at rest; its own class where Python cannot change it, and uses go unnoticed."""
     own = type(param)
     try:
-        param.__class__ = rest_type(own)
+        param.__class__ = stand_in_type(AtRest, own)
     except TypeError:
         return own
     param.__class__ = own
-    return rest_type(own)
+    return stand_in_type(AtRest, own)
 
 
 def _use(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
@@ -347,14 +350,16 @@ def _use(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
     written = (args[:1] if args else kwargs) if is_write else kwargs.get("out")
     for tensor in _tensors_in(written):
         if isinstance(tensor, AtRest) and not _is_gathered(tensor):
-            _owner_of(tensor).refuse_write(name)
+            owner = _owner_of(tensor)
+            owner.sharded.outside.refuse_write(owner, name)
     found = _tensors_in((args, kwargs))
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in found)
 
     def substitute(tensor: Tensor) -> Tensor:
         if _is_gathered(tensor) and (is_write or not needs_grad):
             return tensor  # its memory is whole: nothing to put in its place
-        return _owner_of(tensor).value(tensor, name, needs_grad=needs_grad)
+        owner = _owner_of(tensor)
+        return owner.sharded.outside.value(owner, tensor, name, needs_grad=needs_grad)
 
     args, kwargs = _replace(args, substitute), _replace(kwargs, substitute)
     if any(isinstance(tensor, AtRest) for tensor in _tensors_in((args, kwargs))):
@@ -362,8 +367,8 @@ def _use(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
     return func(*args, **kwargs)
 
 
-def _owner_of(tensor: Tensor) -> Owner:
-    owner: Owner | None = find_owner(tensor)
+def _owner_of(tensor: Tensor) -> Any:
+    owner = find_owner(tensor)
     assert owner is not None, "only a unit's parameters, and their data, are ever at rest"
     return owner
 
@@ -392,7 +397,7 @@ def _as_plain(func: Callable, args: tuple, kwargs: dict) -> Any:
     found = [tensor for tensor in _tensors_in((args, kwargs)) if isinstance(tensor, AtRest)]
     types = [type(tensor) for tensor in found]
     for tensor, at_rest in zip(found, types, strict=True):
-        tensor.__class__ = at_rest.__mro__[2]  # what comes after the two of ours
+        tensor.__class__ = at_rest.__mro__[3]  # what comes after the three of ours
     try:
         return func(*args, **kwargs)
     finally:
@@ -424,38 +429,6 @@ def _replace(value: Any, substitute: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-# Attributes that give the elements away.
-_VALUES: Final = {"data", "T", "mT", "H", "mH", "real", "imag"}
-# Functions that look at no element. Whatever is not here is taken to read.
-_METADATA: Final = {
-    *("dim", "ndimension", "size", "numel", "nelement", "__len__", "element_size", "get_device"),
-    *("is_contiguous", "stride", "storage_offset", "data_ptr", "untyped_storage", "storage"),
-    *("_typed_storage", "is_floating_point", "is_complex", "is_signed", "is_shared", "is_pinned"),
-    *("is_inference", "is_conj", "is_neg", "has_names", "is_same_size", "is_set_to", "_is_view"),
-    *("_has_compatible_shallow_copy_type",),
-    *("result_type", "can_cast", "promote_types", "retain_grad", "requires_grad_"),
-    *("register_hook", "register_post_accumulate_grad_hook", "__hash__", "__dir__"),
-}
-_FACTORIES: Final = (
-    *("empty_like", "zeros_like", "ones_like", "full_like"),
-    *("rand_like", "randn_like", "randint_like", "new_"),
-)
-_CONVERSIONS: Final = {
-    *("to", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "cpu", "cuda"),
-    *("int", "long", "short", "char", "byte", "bool"),
-}
-# Of the other argument they take the dtype, the device or the shape.
-_LIKE: Final = {"to", "type_as", "view_as", "reshape_as", "expand_as"}
-_ACCESSES: Final = {"__get__", "__set__", "__delete__"}
-_PRINTS: Final = {"__repr__", "__format__"}
-_AUTOGRAD: Final = {"grad", "backward"}
-_WRITES: Final = {
-    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"),
-    *("__imod__", "__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__"),
-    *("__ilshift__", "__irshift__"),
-}
-
-
 # ---- What hangs on the user's module belongs to it, and to this rank ----
 
 
@@ -480,20 +453,14 @@ class Bound:
 # (docs/decisions/0030-parked-tensors-keep-their-identity.md).
 
 
-class ParkedTensor:
+class ParkedTensor(StandIn):
     """Mixed into the class of a tensor for as long as its values are parked."""
 
     __slots__ = ()
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Answer questions about shape; refuse everything that would read or write values."""
-        name, attribute = names_of(func)
-        if looks_at_no_element(name, attribute):
-            return plain_call(func, args, kwargs or {})
-        return _refuse(attribute or name)
+    def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> NoReturn:
+        _refuse(attribute or name)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"{type(self).__name__}(shape={tuple(self.shape)}: parked)"  # type: ignore[attr-defined]
@@ -510,13 +477,6 @@ def _refuse(name: str) -> NoReturn:
         f"{name} was called on a tensor whose values offload_states() has parked; call "
         "zero_engine.reload_states(model) on every rank first"
     )
-
-
-@functools.cache
-def parked_type(cls: type[Tensor]) -> type[Tensor]:
-    """What a tensor of this class is while it is parked. Named like it."""
-    names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls)(cls.__name__, (ParkedTensor, cls), names)
 
 
 @frozen
@@ -540,7 +500,7 @@ class View:
         tensor = self.tensor
         tensor.data = placeholder(self.size, tensor.dtype, tensor.device)
         with contextlib.suppress(TypeError):  # where Python cannot, NaN is all that says it
-            tensor.__class__ = parked_type(self.whole_type)  # type: ignore[assignment]
+            tensor.__class__ = stand_in_type(ParkedTensor, self.whole_type)  # type: ignore[assignment]
 
     def put_back(self, storage: torch.UntypedStorage) -> None:
         """See this storage as the one before."""

@@ -14,8 +14,21 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, 
 
 Func = TypeVar("Func", bound=Callable[..., Any])
 
-# Of a list of tensors in one call each, as torch's own optimizers do. No functions around them:
-# they are called for gradients as they arrive.
+# No functions around what is called for every unit and every gradient.
+
+# Whether a transform of torch.func (grad, vmap, jvp, ...) is being taken right now: None if not.
+is_in_functional_transform: Final = torch._C._functorch.peek_interpreter_stack
+
+# Whether someone watches what operators this thread calls: how many do.
+has_dispatch_modes: Final = torch._C._len_torch_dispatch_stack
+
+# What the autograd node made next on this thread will have as its number.
+next_sequence_number: Final = torch._C._autograd._get_sequence_nr
+
+# Inside, tensors of subclasses are plain tensors: what is ours looks at what is ours.
+plain_access: Final = torch._C.DisableTorchFunctionSubclass
+
+# Of a list of tensors in one call each, as torch's own optimizers do.
 foreach_add_: Final = torch._foreach_add_
 foreach_copy_: Final = torch._foreach_copy_
 foreach_mul_: Final = torch._foreach_mul_
@@ -57,19 +70,9 @@ def is_in_ddp_forward() -> bool:
     return nn.parallel.DistributedDataParallel._active_ddp_module is not None
 
 
-def is_in_functional_transform() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp, ...) is being taken right now."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def outside_functional_transforms() -> AbstractContextManager[None]:
     """Inside, tensors are made and moved as if no transform of torch.func were being taken."""
     return torch._C._DisableFuncTorch()  # type: ignore[attr-defined]
-
-
-def has_dispatch_modes() -> bool:
-    """Whether someone watches what operators this thread calls."""
-    return torch._C._len_torch_dispatch_stack() > 0
 
 
 @contextmanager
@@ -90,14 +93,9 @@ def as_subclass_sharing_memory(cls: type[Tensor], tensor: Tensor) -> Tensor:
     return torch.Tensor._make_subclass(cls, tensor)
 
 
-def plain_access() -> AbstractContextManager[None]:
-    """Inside, tensors of subclasses are plain tensors: what is ours looks at what is ours."""
-    return torch._C.DisableTorchFunctionSubclass()
-
-
 def plain_call(func: Callable, args: tuple, kwargs: dict) -> object:
     """Call a torch function as if no argument were of a tensor subclass."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_access():
         return func(*args, **kwargs)
 
 
@@ -184,8 +182,3 @@ def checkpoint_call() -> dict[str, Any] | None:
         if frame.f_code in codes:
             return frame.f_locals
     return None
-
-
-def next_sequence_number() -> int:
-    """What the autograd node made next on this thread will have as its number."""
-    return torch._C._autograd._get_sequence_nr()

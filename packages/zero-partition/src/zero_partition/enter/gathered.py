@@ -20,7 +20,7 @@ from zero_partition.init.early_shard import EarlyShard, find_early
 from zero_partition.memory.seams import AbstractShardHome, ShardSize
 from zero_partition.plan.stages import Placement
 from zero_partition.run.sharded_model import (
-    Place,
+    ParamRef,
     ShardedModel,
     find_place,
     launch_buffer,
@@ -211,7 +211,7 @@ def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> Non
 class _LaunchAhead(Bound):
     """Before the module's forward: its parameters from one sharded model set out."""
 
-    places: list[Place] = field(factory=list)
+    places: list[ParamRef] = field(factory=list)
     handle: RemovableHandle | None = None
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -233,7 +233,7 @@ class Gather:
     """The parameters of one model that one context keeps whole."""
 
     sharded: ShardedModel
-    places: Sequence[Place]  # sorted
+    places: Sequence[ParamRef]  # sorted
     what: str  # users call it
     modifier_rank: int | None = None
     compares_bytes: bool = False
@@ -349,7 +349,7 @@ class Gather:
 
     def _gather(self) -> None:
         """Whole buffers in one message each, single parameters in one each."""
-        waits: list[tuple[list[Place], Callable[[], Tensor | tuple[Tensor, ...]]]] = []
+        waits: list[tuple[list[ParamRef], Callable[[], Tensor | tuple[Tensor, ...]]]] = []
         for buffer in {id(place.buffer): place.buffer for place in self.places}.values():
             mine = [place for place in self.places if place.buffer is buffer]
             if len(mine) == len(buffer.params):
@@ -372,7 +372,7 @@ class Gather:
                 unit.is_held = True
                 self._fully_held.append(unit)
 
-    def _judge(self, place: Place) -> Verdict:
+    def _judge(self, place: ParamRef) -> Verdict:
         return self._watch.judge(place, may_edit=self.modifier_rank is not None)
 
     def _keep_changes(self, modifier: int) -> None:
@@ -535,7 +535,7 @@ def _as_list(params: Any) -> list[Any]:
 
 @contextmanager
 def streamed(
-    sharded: ShardedModel, places: Sequence[Place], home: AbstractShardHome, what: str
+    sharded: ShardedModel, places: Sequence[ParamRef], home: AbstractShardHome, what: str
 ) -> Iterator[None]:
     """A context in which units that hold these parameters are read whole. Collective to enter.
 
@@ -648,7 +648,7 @@ def unsharded(model: Model, modules: Iterable[str] | None = None) -> Iterator[Mo
         )
 
 
-def _places_within(sharded: ShardedModel, modules: Iterable[str] | None) -> list[Place]:
+def _places_within(sharded: ShardedModel, modules: Iterable[str] | None) -> list[ParamRef]:
     chosen = [sharded.model]
     if modules is not None:
         known = dict(sharded.model.named_modules())

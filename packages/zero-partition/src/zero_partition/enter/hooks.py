@@ -109,20 +109,14 @@ class AroundCall(Bound):
         """Ask the outputs to say when backward comes back."""
         if is_in_functional_transform():
             return
+        tensors = (output,) if type(output) is Tensor else tuple(tensors_in(output))
         if self.unit is not None:
-            keep_views(self.unit, tensors_in(output))
-        if not torch.is_grad_enabled():
-            return
-        hook = None if call is None else _BeforeBackward(self.sharded, call)
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is None:
-                continue  # on a leaf the hook would stay
-            if hook is not None:
-                _hook(tensor, hook, first_node)
-            if self.is_model:
-                # Inside reentrant recomputation each segment is a backward of its own; the
-                # outermost is the one that ends ours.
-                _hook(tensor, _OpenBackward(self.sharded), first_node)
+            keep_views(self.unit, tensors)
+        if torch.is_grad_enabled() and (self.is_model or call is not None):
+            hook = _InBackward(self.sharded, call)
+            for tensor in tensors:
+                if tensor.grad_fn is not None:  # on a leaf the hook would stay
+                    _hook(tensor, hook, first_node)
 
     def _check_transform(self) -> None:
         if self.sharded.placements.params is Placement.SHARDED and torch.is_grad_enabled():
@@ -161,27 +155,24 @@ def _hook(tensor: Tensor, hook: Callable[[Tensor], None], first_node: int) -> No
 
 
 @define(eq=False)
-class _BeforeBackward:
+class _InBackward:
+    """Backward has reached an output, of a unit's call or of the model.
+
+    Inside reentrant recomputation each segment is a backward of its own; the outermost is the one
+    that ends ours, and so the model's output asks for a word at the end even if it is no unit's.
+    """
+
     sharded: ShardedModel
-    call: Call
+    call: Call | None
 
     @untraced
     def __call__(self, grad: Tensor) -> None:
-        self.sharded.before_backward(self.call)
+        if self.call is None:
+            self.sharded.open_backward()
+        else:
+            self.sharded.before_backward(self.call)
 
-    def __deepcopy__(self, memo: dict) -> _BeforeBackward:
-        return self
-
-
-@define(eq=False)
-class _OpenBackward:
-    sharded: ShardedModel
-
-    @untraced
-    def __call__(self, grad: Tensor) -> None:
-        self.sharded.open_backward()
-
-    def __deepcopy__(self, memo: dict) -> _OpenBackward:
+    def __deepcopy__(self, memo: dict) -> _InBackward:
         return self
 
 
@@ -262,7 +253,7 @@ def arrival_hook(
         if sharded is None or gradients is None:
             return
         waiting = gradients.waiting
-        if not waiting:
+        if not waiting and not sharded.is_backward_open:
             sharded.open_backward(has_arrived=True)
         if gradients.unit.state is not whole:
             sharded.reducer.check_arrival(gradients, position)

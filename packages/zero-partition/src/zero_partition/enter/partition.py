@@ -31,7 +31,7 @@ from zero_partition.memory.seams import (
     AbstractUpdater,
     ShardSize,
 )
-from zero_partition.memory.store import AbstractRest, AtHome, Encoded, InMemory, Rounded, WithState
+from zero_partition.memory.store import AbstractStore, AtHome, Encoded, InMemory, Rounded, WithState
 from zero_partition.optimizer.shards import (
     check_optimizer,
     describe_optimizer,
@@ -209,7 +209,7 @@ def distribute(
         codec = None if is_exact else wire.params
         unit = Unit(plan, unit_index, routes.shards, placement, tuple(flat_buffers), owners, codec)
         if routes.node is not None and placement is Placement.SHARDED:
-            unit.secondary = SecondaryShards(routes.node, plan.buffers)
+            unit.secondary = SecondaryShards(routes.node, unit.buffers)
         units.append(unit)
     return tuple(units)
 
@@ -266,7 +266,7 @@ def _lay_down(
         masters = values if whole is None else values.clone()
     num_shards = group.world_size
     codec = wire.codec_of_updates(plan, placement, is_small=is_small, num_shards=num_shards)
-    resting: AbstractRest
+    resting: AbstractStore
     if codec is not None and masters is not None:
         resting = Rounded(masters, plan.dtype)
     elif codec is not None:
@@ -489,8 +489,8 @@ def partition(
         routes=routes,
         placements=placements,
         units=runtime,
-        schedule=Schedule.plan(runtime, limits=limits, device=group.device, home=home),
-        reducer=GradientReducer.plan(
+        schedule=Schedule(runtime, limits=limits, device=group.device, home=home),
+        reducer=GradientReducer(
             runtime,
             routes=routes,
             placement=placements.grads,

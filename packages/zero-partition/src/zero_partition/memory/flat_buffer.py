@@ -14,7 +14,7 @@ from zero_comm import AbstractCodec, Group, Handle, all_gather_flat, even_splits
 from zero_partition.plan.layout import BufferPlan, Piece
 from zero_partition.stand_in import GradientGuard, placeholder, rest_type_of
 
-from .store import AbstractRest
+from .store import AbstractStore
 
 _CPU: Final = torch.device("cpu")  # where what rests elsewhere is stepped
 
@@ -33,13 +33,15 @@ class FlatBuffer:
     index: int  # among all buffers of the model; the identity of its collectives
     group: Group
     params: tuple[nn.Parameter, ...]
-    resting: AbstractRest
+    resting: AbstractStore
     whole: Tensor | None  # replicated parameters only
-    training: AbstractRest
+    training: AbstractStore
     targets: tuple[nn.Parameter, ...]  # what an updater steps; none without one
     wire_dtype: torch.dtype  # of gradients as they travel
     stepped_device: torch.device  # of shard_params and their gradients
     codec: AbstractCodec | None = None  # of gathers into `whole`; see `Wire.codec_of_updates`
+    gather_tag: int = field(init=False)  # identity of its all-gathers
+    reduce_tag: int = field(init=False)  # of its reductions
     stand_ins: tuple[Tensor, ...] = field(init=False)  # what sharded parameters view at rest
     guards: tuple[Tensor, ...] = field(init=False)  # what `param.grad` holds while it is sharded
     pieces: tuple[Piece, ...] = field(init=False)
@@ -55,6 +57,7 @@ class FlatBuffer:
     _addresses: list[int] | None = field(default=None, init=False)  # of these, once asked for
 
     def __attrs_post_init__(self) -> None:
+        self.gather_tag, self.reduce_tag = 2 * self.index, 2 * self.index + 1
         self.stand_ins = tuple(
             placeholder(p.shape, p.dtype, self.group.device) for p in self.plan.params
         )
@@ -63,9 +66,11 @@ class FlatBuffer:
         self.rest_types = tuple(rest_type_of(param) for param in self.params)
         self.versions = tuple(param._version for param in self.params)
         self.pieces = self.plan.layout.pieces(self.group.rank)
+        stepped, size = self.training.memory, torch.Size([self.shard_numel])
+        if stepped is None:  # an updater keeps masters elsewhere
+            stepped = placeholder(size, self.training.dtype, self.stepped_device)
         self.shard_params = tuple(
-            nn.Parameter(part, requires_grad=self.plan.trainable)
-            for part in self.parts_of(self._stepped())
+            nn.Parameter(part, requires_grad=self.plan.trainable) for part in self.parts_of(stepped)
         )
         self.point_targets(None)
         self._part_addresses = [param.data_ptr() for param in self.shard_params]
@@ -96,35 +101,48 @@ class FlatBuffer:
         """This rank's span of parameters that rest whole, as the model computes with it."""
         if self.whole is None:
             return None
-        return self.whole[self.plan.layout.shard(self.group.rank).as_slice()]
+        return self.own_of(self.whole)
+
+    def own_of(self, full: Tensor) -> Tensor:
+        """This rank's span of a full flat tensor of this layout."""
+        return full[self.plan.layout.shard(self.group.rank).as_slice()]
 
     @property
     def shard_numel(self) -> int:
         """Elements of this rank's span, padding included."""
         return self.plan.layout.splits[self.group.rank]
 
-    @property
-    def gather_tag(self) -> int:
-        """Identity of its all-gathers."""
-        return 2 * self.index
-
-    @property
-    def reduce_tag(self) -> int:
-        """Identity of its reductions."""
-        return 2 * self.index + 1
-
-    def _stepped(self) -> Tensor:
-        """What shard_params view: nothing where an updater keeps masters elsewhere."""
-        memory, size = self.training.memory, torch.Size([self.shard_numel])
-        if memory is None:
-            return placeholder(size, self.training.dtype, self.stepped_device)
-        return memory
-
     def views_of(self, full: Tensor) -> tuple[Tensor, ...]:
         """A full flat tensor of this layout, seen as the parameters."""
-        return tuple(
-            full[span.as_slice()].view(param.shape)
-            for span, param in zip(self.plan.layout.spans, self.plan.params, strict=True)
+        pairs = zip(self.plan.layout.spans, self.plan.params, strict=True)
+        return tuple(full[span.as_slice()].view(param.shape) for span, param in pairs)
+
+    def all_gather(
+        self,
+        full: Tensor,
+        *,
+        shard: Tensor | None = None,
+        codec: AbstractCodec | None = None,
+        version: int | None = None,
+    ) -> Handle[Tensor]:
+        """Launch the gather of a flat tensor of this layout from the ranks' shards. Collective.
+
+        Args:
+            full: What is filled.
+            shard: This rank's, encoded if it rests so; None: it is in its place in `full`.
+            codec: How shards travel; as they are when None.
+            version: Of the values, where it is known.
+        """
+        layout = self.plan.layout
+        return all_gather_flat(
+            full,
+            splits=layout.splits,
+            payload=layout.payload_splits,
+            group=self.group,
+            shard=shard,
+            tag=self.gather_tag,
+            version=version,
+            codec=codec,
         )
 
     def parts_of(self, shard: Tensor) -> tuple[Tensor, ...]:
@@ -194,8 +212,7 @@ class FlatBuffer:
 
     def follow_writes(self) -> None:
         """Where parameters rest whole, what was written to them in place is right."""
-        is_apart = self.has_masters or self.codec is not None
-        if not is_apart or self.own is None:
+        if self.own is None or not (self.has_masters or self.codec is not None):
             return
         versions = tuple(param._version for param in self.params)
         written = [
@@ -239,22 +256,23 @@ class FlatBuffer:
         for param, view in zip(self.params, views, strict=True):
             param.data = view
         self.is_at_rest = self._views is self.stand_ins
-        if self.is_at_rest:  # see NOTE(class) in _at_rest
+        if self.is_at_rest:  # see NOTE(class) in stand_in
             for param, rest_type in zip(self.params, self.rest_types, strict=True):
                 param.__class__ = rest_type
 
-    def is_untouched(self, *, may_be_written: bool) -> bool:
-        """Whether the parameters are known to view what was installed last; False is not sure."""
-        params, plan = self.params, self.plan
+    def find_touched(self) -> int | None:
+        """The first parameter that is not as it was left: other memory, or written to."""
+        dtype, trainable, is_sharded = self.plan.dtype, self.plan.trainable, self.whole is None
         if self._addresses is None:
             self._addresses = [view.data_ptr() for view in self._views]
-        return (
-            not self.held
-            and [param.data_ptr() for param in params] == self._addresses
-            and [param.dtype for param in params].count(plan.dtype) == len(params)
-            and (plan.trainable or not any(param.requires_grad for param in params))
-            and (may_be_written or [p._version for p in params] == list(self.versions))
-        )
+        for position, param in enumerate(self.params):
+            held = self.held.get(position) if self.held else None
+            address = self._addresses[position] if held is None else held.data_ptr()
+            is_other = param.data_ptr() != address or param.dtype is not dtype
+            is_written = is_sharded and held is None and param._version != self.versions[position]
+            if is_other or is_written or (param.requires_grad and not trainable):
+                return position
+        return None
 
     def hold(self, values: Mapping[int, Tensor]) -> None:
         """Let the parameters at these positions view memory of their own until `let_go`."""
@@ -263,14 +281,12 @@ class FlatBuffer:
 
     def let_go(self, positions: Iterable[int]) -> None:
         """End `hold`: view again what the others view."""
-        released = {position for position in positions if self.held.pop(position, None) is not None}
+        released = [position for position in positions if self.held.pop(position, None) is not None]
         self.install(self._views)
-        self.versions = tuple(
-            param._version if position in released else version
-            for position, (param, version) in enumerate(
-                zip(self.params, self.versions, strict=True)
-            )
-        )
+        versions = list(self.versions)
+        for position in released:
+            versions[position] = self.params[position]._version
+        self.versions = tuple(versions)
 
 
 # ---- Secondary shards ----
@@ -286,7 +302,7 @@ class SecondaryShards:
     """This rank's even parts of a unit's flat buffers, as its node has gathered them."""
 
     group: Group  # ranks of the node
-    plans: Sequence[BufferPlan]
+    buffers: Sequence[FlatBuffer]  # of the unit
     version: int = field(default=-1, init=False)  # of the values; -1: none
     _parts: list[Tensor] = field(factory=list, init=False)  # one for each buffer
 
@@ -299,19 +315,15 @@ class SecondaryShards:
         """Copy this rank's parts of whole buffers, unless it has them. Local; see NOTE(keeping)."""
         if self.version == version:
             return
-        own = [
-            whole.split(splits)[self.group.rank]
-            for whole, splits in zip(full, self._splits, strict=True)
-        ]
+        pairs = zip(full, self._splits, strict=True)
+        own = [whole.split(splits)[self.group.rank] for whole, (splits, _) in pairs]
         if not self._parts:
             self._parts = [torch.empty_like(part) for part in own]
         for part, source in zip(self._parts, own, strict=True):
             part.copy_(source)
         self.version = version
 
-    def gather(
-        self, full: Sequence[Tensor], *, tags: Sequence[int], version: int
-    ) -> list[Handle[Tensor]]:
+    def gather(self, full: Sequence[Tensor]) -> list[Handle[Tensor]]:
         """Launch the gathers that fill whole buffers from the node's parts. Collective in it."""
         return [
             all_gather_flat(
@@ -320,11 +332,11 @@ class SecondaryShards:
                 payload=payload,
                 group=self.group,
                 shard=part,
-                tag=tag,
-                version=version,
+                tag=buffer.gather_tag,
+                version=self.version,
             )
-            for whole, splits, payload, part, tag in zip(
-                full, self._splits, self._payload, self._parts, tags, strict=True
+            for whole, buffer, (splits, payload), part in zip(
+                full, self.buffers, self._splits, self._parts, strict=True
             )
         ]
 
@@ -333,10 +345,8 @@ class SecondaryShards:
         self._parts, self.version = [], -1
 
     @cached_property
-    def _splits(self) -> list[tuple[int, ...]]:
-        return [even_splits(plan.layout.numel, self.group.world_size) for plan in self.plans]
-
-    @cached_property
-    def _payload(self) -> list[tuple[int, ...]]:
-        pairs = zip(self.plans, self._splits, strict=True)
-        return [plan.layout.payload_of(splits) for plan, splits in pairs]
+    def _splits(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Elements per rank of the node, and those that belong to a tensor, of each buffer."""
+        layouts = [buffer.plan.layout for buffer in self.buffers]
+        splits = [even_splits(layout.numel, self.group.world_size) for layout in layouts]
+        return [(s, layout.payload_of(s)) for s, layout in zip(splits, layouts, strict=True)]

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor, nn
 from zero_comm import AbstractCodec
 
@@ -20,7 +20,7 @@ from zero_partition.plan.stages import Placement, Placements, Precision
 from .seams import MASTER, AbstractShardHome, AbstractUpdater, ShardSize
 
 
-class AbstractRest(ABC):
+class AbstractStore(ABC):
     """The values of a 1-D shard, padding included."""
 
     @property
@@ -29,9 +29,9 @@ class AbstractRest(ABC):
         """Of the values."""
 
     @property
-    @abstractmethod
     def memory(self) -> Tensor | None:
         """The values themselves, where they rest in memory of the device."""
+        return None
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -48,96 +48,76 @@ class AbstractRest(ABC):
 
 @final
 @frozen(eq=False)
-class InMemory(AbstractRest):
+class InMemory(AbstractStore):
     """On the device."""
 
-    tensor: Tensor
+    memory: Tensor
+    dtype: torch.dtype = field(init=False)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `AbstractRest.dtype`."""
-        return self.tensor.dtype
-
-    @property
-    def memory(self) -> Tensor:
-        """See `AbstractRest.memory`."""
-        return self.tensor
+    @dtype.default
+    def _dtype_of_memory(self) -> torch.dtype:
+        return self.memory.dtype
 
     def read(self) -> Tensor:
-        """See `AbstractRest.read`."""
-        return self.tensor
+        """See `AbstractStore.read`."""
+        return self.memory
 
     def edit(self) -> AbstractContextManager[Tensor]:
-        """See `AbstractRest.edit`."""
-        return nullcontext(self.tensor)
+        """See `AbstractStore.edit`."""
+        return nullcontext(self.memory)
 
     def write(self, values: Tensor) -> None:
-        """See `AbstractRest.write`."""
-        self.tensor.copy_(values)
+        """See `AbstractStore.write`."""
+        self.memory.copy_(values)
 
 
 @final
 @frozen(eq=False)
-class Rounded(AbstractRest):
+class Rounded(AbstractStore):
     """Nothing of its own: what masters on the device round to.
 
     What is written goes to the masters, by who writes it, and so to nowhere here.
     """
 
     masters: Tensor
-    value_dtype: torch.dtype
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `AbstractRest.dtype`."""
-        return self.value_dtype
-
-    @property
-    def memory(self) -> None:
-        """See `AbstractRest.memory`."""
-        return None
+    dtype: torch.dtype
 
     def read(self) -> Tensor:
-        """See `AbstractRest.read`."""
+        """See `AbstractStore.read`."""
         return self.masters.to(self.dtype, copy=True)
 
     def edit(self) -> AbstractContextManager[Tensor]:
-        """See `AbstractRest.edit`."""
+        """See `AbstractStore.edit`."""
         return nullcontext(self.read())
 
     def write(self, values: Tensor) -> None:
-        """See `AbstractRest.write`."""
+        """See `AbstractStore.write`."""
 
 
 @final
 @frozen(eq=False)
-class AtHome(AbstractRest):
+class AtHome(AbstractStore):
     """At a home, under the number of the flat buffer."""
 
     home: AbstractShardHome
     index: int
     size: ShardSize
     device: torch.device
+    dtype: torch.dtype = field(init=False)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `AbstractRest.dtype`."""
+    @dtype.default
+    def _dtype_of_size(self) -> torch.dtype:
         return self.size.dtype
 
-    @property
-    def memory(self) -> None:
-        """See `AbstractRest.memory`."""
-        return None
-
     def read(self) -> Tensor:
-        """See `AbstractRest.read`."""
+        """See `AbstractStore.read`."""
         values = torch.empty(self.size.numel, dtype=self.dtype, device=self.device)
         self.home.read(self.index, values).wait()
         return values
 
     @contextmanager
     def edit(self) -> Iterator[Tensor]:
-        """See `AbstractRest.edit`."""
+        """See `AbstractStore.edit`."""
         memory = self.home.open(self.index, reads=True)
         try:
             yield memory
@@ -145,14 +125,14 @@ class AtHome(AbstractRest):
             self.home.close(self.index)
 
     def write(self, values: Tensor) -> None:
-        """See `AbstractRest.write`."""
+        """See `AbstractStore.write`."""
         self.home.open(self.index, reads=False).copy_(values)
         self.home.close(self.index)
 
 
 @final
 @frozen(eq=False)
-class Encoded(AbstractRest):
+class Encoded(AbstractStore):
     """On the device, in the bytes in which they travel too.
 
     What is written comes back rounded. To write a part, as `edit` does, changes no block of others,
@@ -162,43 +142,33 @@ class Encoded(AbstractRest):
     codec: AbstractCodec
     wire: Tensor  # uint8, 1-D
     numel: int
-    value_dtype: torch.dtype
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, values: Tensor, codec: AbstractCodec) -> Encoded:
         """These values, 1-D, of the dtype in which they are read."""
         return cls(codec, codec.encode(values), values.numel(), values.dtype)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `AbstractRest.dtype`."""
-        return self.value_dtype
-
-    @property
-    def memory(self) -> None:
-        """See `AbstractRest.memory`."""
-        return None
-
     def read(self) -> Tensor:
-        """See `AbstractRest.read`."""
+        """See `AbstractStore.read`."""
         values = torch.empty(self.numel, dtype=self.dtype, device=self.wire.device)
         return self.codec.decode(self.wire, values)
 
     @contextmanager
     def edit(self) -> Iterator[Tensor]:
-        """See `AbstractRest.edit`."""
+        """See `AbstractStore.edit`."""
         values = self.read()
         yield values
         self.write(values)
 
     def write(self, values: Tensor) -> None:
-        """See `AbstractRest.write`."""
+        """See `AbstractStore.write`."""
         self.codec.encode(values.to(self.wire.device, self.dtype).contiguous(), self.wire)
 
 
 @final
 @frozen(eq=False)
-class WithState(AbstractRest):
+class WithState(AbstractStore):
     """Masters, among the entries of the optimizer's state.
 
     A parameter has one from its first step on, or from when it is written; until then its master is
@@ -208,21 +178,11 @@ class WithState(AbstractRest):
     updater: AbstractUpdater
     targets: Sequence[nn.Parameter]
     pieces: Sequence[Piece]
-    shard: AbstractRest
-    master_dtype: torch.dtype
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `AbstractRest.dtype`."""
-        return self.master_dtype
-
-    @property
-    def memory(self) -> None:
-        """See `AbstractRest.memory`."""
-        return None
+    shard: AbstractStore
+    dtype: torch.dtype
 
     def read(self) -> Tensor:
-        """See `AbstractRest.read`."""
+        """See `AbstractStore.read`."""
         resting = self.shard.read()
         values = resting.to(self.dtype, copy=True)
         mine = [self.targets[piece.index] for piece in self.pieces]
@@ -234,13 +194,13 @@ class WithState(AbstractRest):
 
     @contextmanager
     def edit(self) -> Iterator[Tensor]:
-        """See `AbstractRest.edit`."""
+        """See `AbstractStore.edit`."""
         values = self.read()
         yield values
         self.write(values)
 
     def write(self, values: Tensor) -> None:
-        """See `AbstractRest.write`."""
+        """See `AbstractStore.write`."""
         parts = {
             self.targets[piece.index]: {MASTER: values[piece.in_shard.as_slice()].to(self.dtype)}
             for piece in self.pieces

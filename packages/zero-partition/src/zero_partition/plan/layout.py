@@ -212,11 +212,6 @@ def _layout_of(spans: tuple[Span, ...], starts: tuple[int, ...], numel: int) -> 
     return FlatLayout(spans, shards, numel)
 
 
-def byte_offsets(sizes: Iterable[int], *, align_bytes: int = 64) -> tuple[int, ...]:
-    """Where buffers of these sizes start when laid end to end, and where the last one ends."""
-    return tuple(accumulate((_align_up(size, align_bytes) for size in sizes), initial=0))
-
-
 def _lay_out(numels: Sequence[int], world_size: int, align: int) -> tuple[list[Span], int]:
     if world_size < 1 or align < 1 or any(numel < 0 for numel in numels):
         raise LayoutError(
@@ -295,9 +290,7 @@ class Balance:
 # ---- How the parameters of units lie in flat buffers: planning only ----
 
 
-ALIGN_BYTES = (
-    64  # vector units and compiled kernels assume it; else compiled code copies its inputs
-)
+ALIGN_BYTES = 64  # vector units and compiled kernels assume it; else their inputs are copied
 
 # NOTE(whole): shards are in rank order, so where tensors are never cut, a flat buffer holds them in
 # the order of the ranks that keep them. Which rank that is, is decided for all units together, the
@@ -375,7 +368,7 @@ def plan_buffers(
             for p in params
         )
         ranks = [owners[id(param)] for param in params] if is_whole else None
-        layout = _buffer_plan_lay_out(plans, dtype, world_size, ranks, balances[trainable])
+        layout = _lay_out_buffer(plans, dtype, world_size, ranks, balances[trainable])
         return BufferPlan(plans, layout, dtype, trainable)
 
     return [tuple(plan(kind, params) for kind, params in unit.items()) for unit in kinds]
@@ -404,7 +397,7 @@ def _kinds_of(
     return split
 
 
-def _buffer_plan_lay_out(
+def _lay_out_buffer(
     plans: Sequence[ParameterPlan],
     dtype: torch.dtype,
     world_size: int,
@@ -452,7 +445,8 @@ class UnitPlan:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each buffer starts when they lie in one slot, in bytes, and where the last ends."""
-        return byte_offsets(buffer.num_bytes for buffer in self.buffers)
+        sizes = (_align_up(buffer.num_bytes, ALIGN_BYTES) for buffer in self.buffers)
+        return tuple(accumulate(sizes, initial=0))
 
     @property
     def num_bytes(self) -> int:

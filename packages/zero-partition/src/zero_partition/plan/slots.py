@@ -87,15 +87,16 @@ class SlotPool(Generic[Owner]):
 
     def find(self, num_bytes: int) -> Slot[Owner] | None:
         """The free slot of the ring that was used longest ago and is large enough, if any."""
-        free = [
-            slot
-            for slot in self.ring
-            if slot.num_bytes >= num_bytes and (slot.owner is None or not self.is_busy(slot.owner))
-        ]
-        return min(free, key=lambda slot: (slot.last_use, slot.index)) if free else None
+        found = None
+        for slot in self.ring:
+            is_free = slot.owner is None or not self.is_busy(slot.owner)
+            is_older = found is None or slot.last_use < found.last_use
+            if is_older and is_free and slot.num_bytes >= num_bytes:
+                found = slot
+        return found
 
-    def take(self, owner: Owner, num_bytes: int, *, alone: bool = False) -> Slot[Owner]:
-        """A slot for `owner`: of the ring, or one more where `alone` or where none is free."""
+    def take(self, num_bytes: int, *, alone: bool = False) -> Slot[Owner]:
+        """A slot of so many bytes: of the ring, or one more where `alone` or where none is free."""
         slot = None if alone else self.find(num_bytes)
         if slot is None:
             self.conflicts += not alone
@@ -105,7 +106,7 @@ class SlotPool(Generic[Owner]):
         slot.last_use = self._clock
         return slot
 
-    def take_again(self, owner: Owner, num_bytes: int, *, alone: bool = False) -> Slot[Owner]:
+    def take_again(self, num_bytes: int, *, alone: bool = False) -> Slot[Owner]:
         """As `take`, but first one beyond the ring of just this size that nobody has.
 
         Who has a slot alone finds it again in the next step.
@@ -113,7 +114,7 @@ class SlotPool(Generic[Owner]):
         for slot in self.extra:
             if slot.owner is None and slot.num_bytes == num_bytes:
                 return slot
-        return self.take(owner, num_bytes, alone=alone)
+        return self.take(num_bytes, alone=alone)
 
     def release(self) -> None:
         """Give all memory back and forget who had which slot; it is allocated again when taken."""
@@ -137,11 +138,6 @@ class PlannedGradients:
     slot: Slot[PlannedGradients] | None = None
 
 
-def ring_bytes(gradients: Sequence[tuple[int, bool]]) -> list[int]:
-    """Of those that take turns, among gradients of so many bytes that are outer or not."""
-    return [num_bytes for num_bytes, is_outer in gradients if not is_outer]
-
-
 @define(eq=False)
 class ReductionPlan:
     """A backward in which gradients come buffer by buffer."""
@@ -153,7 +149,7 @@ class ReductionPlan:
     def of(cls, gradients: Sequence[PlannedGradients]) -> ReductionPlan:
         """Nothing has come yet."""
         pool: SlotPool[PlannedGradients] = SlotPool.plan(
-            ring_bytes([(each.num_bytes, each.is_outer) for each in gradients]),
+            [each.num_bytes for each in gradients if not each.is_outer],
             num_slots=REDUCTION_SLOTS,
             device=torch.device("meta"),
             is_busy=lambda owner: owner.slot is not None,
@@ -165,7 +161,7 @@ class ReductionPlan:
         alone, num_bytes = gradients.is_outer, gradients.num_bytes
         while not alone and self._in_flight and self.pool.find(num_bytes) is None:
             self._finish()
-        slot = self.pool.take_again(gradients, num_bytes, alone=alone)
+        slot = self.pool.take_again(num_bytes, alone=alone)
         slot.owner, gradients.slot = gradients, slot
         slot.allocate(self.pool.device)
 

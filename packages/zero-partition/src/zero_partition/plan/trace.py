@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
@@ -59,6 +59,14 @@ class ExecutionOrder:
         elif self.recorded:
             self.misses += 1
             self.position = self._find(use.unit, following)
+
+    def plan(self, gathers: Sequence[Gather]) -> dict[int, list[int]]:
+        """These are the gathers of one pass through the recording; see `launches`."""
+        self.coming = tuple(sorted((gather.launched, gather.unit) for gather in gathers))
+        self.launches = {}
+        for gather in gathers:
+            self.launches.setdefault(gather.launched, []).append(gather.unit)
+        return self.launches
 
     def after(self, count: int) -> list[int]:
         """Units of the next so many gathers that are not due yet."""
@@ -165,7 +173,8 @@ def choose_slots(
         extents: Of the units that need a slot; others are left out.
         limits: How many may be whole at a time. Units in use at once are, whatever it says.
     """
-    moments_of = _Moments.of([use for use in uses if use.unit in extents], extents, limits).of_unit
+    uses = [use for use in uses if use.unit in extents]
+    moments_of = _whole_moments(uses, extents, limits)
     packed: list[_Slot] = []
     for unit, moments in moments_of.items():
         num_bytes = extents[unit].num_bytes
@@ -264,80 +273,57 @@ class _Slot:
         self.num_bytes = max(self.num_bytes, num_bytes)
 
 
-@define(eq=False)
-class _Moments:
+def _whole_moments(
+    uses: Sequence[Use], extents: Mapping[int, Extent], limits: Limits
+) -> dict[int, int]:
     """When each unit is whole; see NOTE(colouring)."""
+    whole: dict[int, int] = {}
+    live = [0] * len(uses)  # at each position, in what the limit counts
+    limit, counts_numel = limits.max_live_numel or limits.window, limits.max_live_numel is not None
 
-    uses: Sequence[Use]
-    extents: Mapping[int, Extent]
-    limits: Limits
-    of_unit: dict[int, int] = field(factory=dict, init=False)
-    live: list[int] = field(init=False)  # at each position, in what the limit counts
+    def weight(unit: int) -> int:
+        return extents[unit].numel if counts_numel else int(not extents[unit].is_outer)
 
-    @classmethod
-    def of(cls, uses: Sequence[Use], extents: Mapping[int, Extent], limits: Limits) -> _Moments:
-        moments = cls(uses, extents, limits)
-        moments._use()
-        moments._prefetch()
-        moments._reuse()
-        return moments
+    def is_whole(unit: int, position: int) -> bool:
+        return bool(whole.get(unit, 0) >> position & 1)
 
-    def __attrs_post_init__(self) -> None:
-        self.live = [0] * len(self.uses)
+    def has_room(unit: int, position: int) -> bool:
+        return live[position] + weight(unit) <= limit
 
-    def weight(self, unit: int) -> int:
-        extent = self.extents[unit]
-        return int(not extent.is_outer) if self.limits.max_live_numel is None else extent.numel
+    def add(unit: int, position: int) -> None:
+        whole[unit] = whole.get(unit, 0) | 1 << position
+        live[position] += weight(unit)
 
-    def has_room(self, unit: int, position: int) -> bool:
-        limit = self.limits.max_live_numel or self.limits.window
-        return self.live[position] + self.weight(unit) <= limit
-
-    def is_whole(self, unit: int, position: int) -> bool:
-        return bool(self.of_unit.get(unit, 0) >> position & 1)
-
-    def add(self, unit: int, position: int) -> None:
-        self.of_unit[unit] = self.of_unit.get(unit, 0) | 1 << position
-        self.live[position] += self.weight(unit)
-
-    def _use(self) -> None:
-        for position, use in enumerate(self.uses):
-            for unit in sorted(use.in_use & self.extents.keys(), key=lambda u: u != use.unit):
-                self.add(unit, position)
-
-    def _prefetch(self) -> None:
-        in_flight, earliest = [0] * len(self.uses), 0
-        for position, use in enumerate(self.uses):
-            unit, numel, start = use.unit, self.extents[use.unit].numel, position
-            while (
-                start > earliest
-                and not self.is_whole(unit, start - 1)
-                and self.has_room(unit, start - 1)
-                and _fits(in_flight[start - 1] + numel, self.limits.prefetch_numel)
-            ):
-                start -= 1
-                self.add(unit, start)
-                in_flight[start] += numel
-            if start == 0 or not self.is_whole(unit, start - 1):
-                earliest = start  # launched here: those that follow are not launched before it
-
-    def _reuse(self) -> None:
-        for _, unit, gap in sorted(self._gaps(), key=lambda gap: gap[0]):
-            if all(self.has_room(unit, position) for position in gap):
-                for position in gap:
-                    self.add(unit, position)
-
-    def _gaps(self) -> Iterator[tuple[int, int, range]]:
-        """Elements used between two uses of a unit, the unit, and when that is."""
-        before = [0]
-        for use in self.uses:
-            before.append(before[-1] + self.extents[use.unit].numel)
-        for unit, moments in self.of_unit.items():
-            whole = [position for position in range(len(self.uses)) if moments >> position & 1]
-            for left, right in pairwise(whole):
-                numel = before[right] - before[left + 1]
-                if right > left + 1 and _fits(numel, self.limits.max_reuse_numel):
-                    yield numel, unit, range(left + 1, right)
+    for position, use in enumerate(uses):
+        for unit in sorted(use.in_use & extents.keys(), key=lambda unit: unit != use.unit):
+            add(unit, position)
+    in_flight, earliest = [0] * len(uses), 0
+    for position, use in enumerate(uses):  # prefetched
+        unit, numel, start = use.unit, extents[use.unit].numel, position
+        while (
+            start > earliest
+            and not is_whole(unit, start - 1)
+            and has_room(unit, start - 1)
+            and _fits(in_flight[start - 1] + numel, limits.prefetch_numel)
+        ):
+            start -= 1
+            add(unit, start)
+            in_flight[start] += numel
+        if start == 0 or not is_whole(unit, start - 1):
+            earliest = start  # launched here: those that follow are not launched before it
+    before = [0, *accumulate(extents[use.unit].numel for use in uses)]
+    gaps: list[tuple[int, int, range]] = []  # elements used between two uses of a unit, and when
+    for unit, moments in whole.items():
+        positions = [position for position in range(len(uses)) if moments >> position & 1]
+        for left, right in pairwise(positions):
+            numel = before[right] - before[left + 1]
+            if right > left + 1 and _fits(numel, limits.max_reuse_numel):
+                gaps.append((numel, unit, range(left + 1, right)))
+    for _, unit, gap in sorted(gaps, key=itemgetter(0)):  # used again soon
+        if all(has_room(unit, position) for position in gap):
+            for position in gap:
+                add(unit, position)
+    return whole
 
 
 def _fits(numel: int, limit: int | None) -> bool:

@@ -8,30 +8,18 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor, nn
-from zero_comm import Group, all_gather_flat
+from zero_comm import Group
 
 from zero_partition.errors import StateError
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import foreach_mul_, foreach_norm, plain_access
 
+from .reducer import GradientReducer
 from .sharded_model import ShardedModel
 
 # NOTE(in_step): torch's fused optimizers divide gradients by their attribute `grad_scale` and leave
 # everything as it is where `found_inf` is not 0, both read on the device; GradScaler uses the same.
 # Their first step creates state, SGD's momentum uninitialised: that one must not be skipped so.
-
-
-def can_clip_in_step(sharded: ShardedModel) -> bool:
-    """Whether the optimizer's next step can do it. Local, equal on all ranks."""
-    optimizer = sharded.optimizer
-    return sharded.has_stepped and getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def leave_to_step(sharded: ShardedModel, finite: Tensor, *, divisor: Tensor | None) -> None:
-    """Have the next step divide gradients, or leave everything as it is if not `finite`. Local."""
-    optimizer: Any = sharded.optimizer
-    optimizer.grad_scale = None if divisor is None else divisor.to(torch.float32)
-    optimizer.found_inf = sharded.left_to_step = finite.logical_not().to(torch.float32)
 
 
 def take_back(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
@@ -104,8 +92,11 @@ def unscale_and_clip_(
     if max_norm is not None:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     is_scaled = scale != 1.0 or max_norm is not None
-    if in_step and can_clip_in_step(sharded):
-        leave_to_step(sharded, finite, divisor=scale / factor if is_scaled else None)
+    optimizer: Any = sharded.optimizer
+    can_leave_it = getattr(optimizer, "_step_supports_amp_scaling", False) and sharded.has_stepped
+    if in_step and can_leave_it:  # see NOTE(in_step)
+        optimizer.grad_scale = (scale / factor).to(torch.float32) if is_scaled else None
+        optimizer.found_inf = sharded.left_to_step = finite.logical_not().to(torch.float32)
         return GradientReport(norm.to(torch.float32), finite, is_in_step=True)
     if is_scaled:  # no branch on `finite`: the host waits for nothing
         _scale_(grads, torch.where(finite, factor / scale, 1.0))
@@ -133,7 +124,7 @@ def _gradients(sharded: ShardedModel, what: str, across: Group | None) -> list[_
             _Grad(
                 target.grad.as_subclass(Tensor),
                 counts_all or _is_split(param),
-                g.result.norm_of(position),
+                g.norm_of(position),
             )
             for g in sharded.reducer.gradients
             for position, (target, param) in enumerate(zip(g.targets, g.buffer.params, strict=True))
@@ -164,9 +155,9 @@ def _total_norm(
         stacked = torch.stack([norm.to(torch.float64) for norm in norms])
         local[0] = stacked.max() if norm_type != 2.0 else stacked.square().sum()
     if reducer.shards_state:
-        local = _combine(local, norm_type, sharded.group, reducer.control_tag)
+        local = _combine(local, norm_type, sharded.group, reducer)
     if across is not None:
-        local = _combine(local, norm_type, across, reducer.control_tag)
+        local = _combine(local, norm_type, across, reducer)
     return local[0].sqrt() if norm_type == 2.0 else local[0]
 
 
@@ -200,14 +191,11 @@ def _by_dtype(grads: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
     return places
 
 
-def _combine(local: Tensor, norm_type: float, group: Group, tag: int) -> Tensor:
+def _combine(local: Tensor, norm_type: float, group: Group, reducer: GradientReducer) -> Tensor:
     """One number of each rank, in rank order: their sum, or for infinity their maximum."""
     if group.world_size == 1:
         return local
-    everyone = local.new_empty(group.world_size)
-    splits = [1] * group.world_size
-    all_gather_flat(everyone, splits=splits, group=group, shard=local, tag=tag, control=True).wait()
-    total, *others = everyone.split(1)
+    total, *others = reducer.launch_exchange(local, group).wait().split(1)
     for part in others:
         total = torch.maximum(total, part) if norm_type != 2.0 else total + part
     return total

@@ -3,145 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from attrs import define, field
 from torch import Tensor
-from zero_comm import Group, Handle, all_gather_flat
+from zero_comm import Group, Handle, LocoErrors, all_gather_flat
 
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import AbstractGradientHome
-from zero_partition.plan.slots import REDUCTION_SLOTS, SlotPool, ring_bytes
+from zero_partition.plan.slots import REDUCTION_SLOTS, SlotPool
 from zero_partition.plan.stages import AS_IT_IS, Placement, Precision
 from zero_partition.plan.wire import AS_ONE, Routes, Wire
 
-from .gradients import BufferGradients, GradientRoute, ReducedShard
+from .gradients import BufferGradients
 from .unit import ShardState, Unit
-
-
-@define(eq=False)
-class Control:
-    """Exchanges of small tensors among all ranks. Collective."""
-
-    group: Group
-    tag: int  # identity of its collectives
-    _flags: Handle[Tensor] | None = field(default=None, init=False)  # of arrivals, on their way
-
-    def launch(self, mine: Tensor) -> Handle[Tensor]:
-        """A handle of all ranks' tensors of equal size, 1-D, one after the other."""
-        shard, world_size = mine.to(self.group.device), self.group.world_size
-        return all_gather_flat(
-            shard.new_empty(world_size * shard.numel()),
-            splits=[shard.numel()] * world_size,
-            group=self.group,
-            shard=shard,
-            tag=self.tag,
-            control=True,
-        )
-
-    def exchange(self, mine: Tensor) -> Tensor:
-        """All ranks' tensors of equal size, 1-D, one after the other."""
-        return mine if self.group.world_size == 1 else self.launch(mine).wait()
-
-    def is_true_anywhere(self, mine: bool) -> bool:
-        """Whether any rank says so."""
-        return bool(self.exchange(torch.tensor([mine], dtype=torch.uint8)).any())
-
-    def agree_on_arrivals(self, gradients: Sequence[BufferGradients]) -> None:
-        """A gradient that another rank had and we had not is there all the same, from zeros.
-
-        Every rank says which parameters got one; only a rank that misses some needs the answer,
-        so that in the usual case nobody waits.
-        """
-        if self.group.world_size == 1:
-            return
-        if self._flags is not None:
-            self._flags.wait()
-        mine = [param.grad is not None for g in gradients for param in g.targets]
-        self._flags = self.launch(torch.tensor(mine, dtype=torch.uint8))
-        if all(mine):
-            return
-        everyone = self._flags.wait().view(self.group.world_size, -1)
-        self._flags = None
-        anyone = iter(everyone.any(dim=0).tolist())
-        for g in gradients:
-            for position, param in enumerate(g.targets):
-                if next(anyone) and param.grad is None:
-                    g.hand_over([position])
-
-    def flags_bytes(self, gradients: Sequence[BufferGradients]) -> int:
-        """Bytes of the flags of the last exchange, which nobody may have needed to read."""
-        if self._flags is None:
-            return 0
-        return self.group.world_size * sum(len(g.targets) for g in gradients)
-
-
-# ---- Reductions that travel while the next buffers fill, hop by hop ----
-
-
-# NOTE(hops): a reduction may take several hops, and each begins when the one before has arrived.
-# When that is differs from rank to rank, and what is launched then must be in one order everywhere.
-# So reductions advance in step: whenever one is launched, those before it go one hop further, the
-# oldest first, or end. A hop has the time in which the next buffer fills, and a reduction of three
-# hops travels beside those of the next two buffers. Its slot is free after the first of them
-# (docs/decisions/0038-reductions-advance-in-step.md).
-
-
-@define(eq=False)
-class InFlight:
-    """See NOTE(hops). All methods but `return_accumulator` are collective."""
-
-    keeps_accumulators: bool  # they are more than slots: gradients accumulate in them, or end there
-    _reductions: list[BufferGradients] = field(factory=list, init=False)  # the oldest first
-
-    @property
-    def holds_slots(self) -> bool:
-        """Whether one is in its first hop, and to advance would free a slot."""
-        return any(g.slot is not None for g in self._reductions)
-
-    def launch(self, g: BufferGradients) -> None:
-        """Begin a reduction; those before it go one hop further."""
-        g.launch()
-        before = tuple(self._reductions)
-        self._reductions.append(g)
-        self._advance(before)
-
-    def advance(self) -> None:
-        """All go one hop further, or end."""
-        self._advance(tuple(self._reductions))
-
-    def end(self, g: BufferGradients) -> None:
-        """Advance until this one has ended, if it is in flight."""
-        while g.is_in_flight:
-            self.advance()
-
-    def end_all(self) -> None:
-        """Advance until all have ended."""
-        while self._reductions:
-            self.advance()
-
-    def return_accumulator(self, g: BufferGradients) -> None:
-        """The accumulator is empty: give it to the next unit, unless this unit keeps it."""
-        if not self.keeps_accumulators and not g.is_in_flight:
-            g.leave_accumulator()
-
-    def _advance(self, reductions: Iterable[BufferGradients]) -> None:
-        arrived = []
-        for g in reductions:
-            if not g.route.advance():
-                arrived.append(g)
-            elif not self.keeps_accumulators:
-                g.leave_accumulator()
-        for g in arrived:
-            g.finish()
-            self._reductions.remove(g)
-            self.return_accumulator(g)
-
-
-# ---- In which order buffers are reduced ----
-
 
 # NOTE(order): which buffers are reduced, and in which order, must not depend on which gradients a
 # rank happens to have: ranks that wait for each other in different order never end. So every
@@ -149,58 +26,12 @@ class InFlight:
 # one order: the reverse of the model's at first, and then the order in which rank 0's buffers
 # became full. A buffer that is full early waits for its turn.
 
-
-@define(eq=False)
-class ReductionOrder:
-    """See NOTE(order)."""
-
-    gradients: Sequence[BufferGradients]
-    _order: list[BufferGradients] = field(init=False)
-    _is_settled: bool = field(default=False, init=False)
-    _num_taken: int = field(default=0, init=False)  # turns, in this backward
-    _became_full: list[BufferGradients] = field(factory=list, init=False)  # in this backward
-
-    def __attrs_post_init__(self) -> None:
-        self._order = list(reversed(self.gradients))
-
-    def __iter__(self) -> Iterator[BufferGradients]:
-        return iter(self._order)
-
-    def turns_after(self, g: BufferGradients) -> Iterator[BufferGradients]:
-        """It became full: those that are full, and whose turn it is now."""
-        self._became_full.append(g)
-        while self._num_taken < len(self._order) and self._order[self._num_taken].is_full:
-            self._num_taken += 1
-            yield self._order[self._num_taken - 1]
-
-    def forget_turns(self) -> None:
-        """The backward has ended."""
-        self._num_taken = 0
-        self._became_full.clear()
-
-    def settle(self, of_all: Callable[[Tensor], Tensor], *, device: torch.device) -> None:
-        """Take rank 0's order of becoming full for the backwards to come. Collective, once.
-
-        Args:
-            of_all: Puts the ranks' tensors one after the other.
-            device: Where it takes them.
-        """
-        if self._is_settled:
-            return
-        numbers = {id(g): number for number, g in enumerate(self.gradients)}
-        full = [numbers[id(g)] for g in self._became_full]
-        full += [-1] * (len(self.gradients) - len(full))
-        mine = torch.tensor(full[: len(self.gradients)], dtype=torch.int64, device=device)
-        first = [number for number in of_all(mine)[: len(mine)].tolist() if number >= 0]
-        if not first:
-            return  # nothing became full on rank 0: too early to say
-        rest = [numbers[id(g)] for g in self._order if numbers[id(g)] not in first]
-        self._order = [self.gradients[number] for number in dict.fromkeys((*first, *rest))]
-        self._is_settled = True
-
-
-# ---- When gradients are reduced ----
-
+# NOTE(hops): a reduction may take several hops, and each begins when the one before has arrived.
+# When that is differs from rank to rank, and what is launched then must be in one order everywhere.
+# So reductions advance in step: whenever one is launched, those before it go one hop further, the
+# oldest first, or end. A hop has the time in which the next buffer fills, and a reduction of three
+# hops travels beside those of the next two buffers. Its slot is free after the first of them
+# (docs/decisions/0038-reductions-advance-in-step.md).
 
 # NOTE(leaving): with a home of gradients a reduced shard leaves the device as soon as it is there,
 # while backward goes on, and the end of backward waits for the last: from then on `grad` of a shard
@@ -211,73 +42,61 @@ class ReductionOrder:
 class GradientReducer:
     """Collects gradients per flat buffer and reduces each buffer when its turn comes."""
 
+    units: Sequence[Unit]  # whose trainable buffers have gradients
     routes: Routes
     placement: Placement  # of gradients while they accumulate
     shards_state: bool  # whether the optimizer works on shards (every stage but zero)
-    pool: SlotPool[BufferGradients]
-    gradients: tuple[BufferGradients, ...]
-    control: Control
+    precision: Precision = AS_IT_IS
     home: AbstractGradientHome | None = None  # where reduced gradients wait; see NOTE(leaving)
-    sync: bool = True  # False inside no_sync
+    wire: Wire = AS_ONE
+    sync: bool = field(default=True, init=False)  # False inside no_sync
+    gradients: tuple[BufferGradients, ...] = field(init=False)
+    pool: SlotPool[BufferGradients] = field(init=False)
+    control_tag: int = field(init=False)  # identity of exchanges of flags, norms and the order
     has_collected: bool = field(default=False, init=False)  # in this backward
     _of_unit: dict[int, list[BufferGradients]] = field(factory=dict, init=False)
-    _order: ReductionOrder = field(init=False)
-    _in_flight: InFlight = field(init=False)
+    _order: list[BufferGradients] = field(init=False)  # see NOTE(order)
+    _is_settled: bool = field(default=False, init=False)  # it is rank 0's
+    _num_taken: int = field(default=0, init=False)  # turns, in this backward
+    _became_full: list[BufferGradients] = field(factory=list, init=False)  # in this backward
+    _in_flight: list[BufferGradients] = field(factory=list, init=False)  # the oldest first
+    _flags: Handle[Tensor] | None = field(default=None, init=False)  # of arrivals, on their way
     _has_earlier: bool = field(default=False, init=False)  # of a backward before this one
 
     def __attrs_post_init__(self) -> None:
-        self._order = ReductionOrder(self.gradients)
-        self._in_flight = InFlight(keeps_accumulators=self.placement is Placement.REPLICATED)
+        buffers = [(buffer, unit) for unit in self.units for buffer in unit.buffers]
+        self.gradients = tuple(self._of(*each) for each in buffers if each[0].plan.trainable)
+        ring = [g.wire_bytes for g in self.gradients if not g.unit.plan.is_outer]
+        self.pool = SlotPool.plan(
+            ring if self.placement is Placement.SHARDED else (),
+            num_slots=REDUCTION_SLOTS,
+            device=self.routes.whole.device,
+            is_busy=lambda owner: bool(owner.filled) or owner.is_in_flight,
+        )
+        self.control_tag = 2 * max((buffer.index for buffer, _ in buffers), default=0) + 2
+        self._order = list(reversed(self.gradients))
         for g in self.gradients:
             self._of_unit.setdefault(g.unit.index, []).append(g)
 
-    @classmethod
-    def plan(
-        cls,
-        units: Sequence[Unit],
-        *,
-        routes: Routes,
-        placement: Placement,
-        shards_state: bool,
-        precision: Precision = AS_IT_IS,
-        home: AbstractGradientHome | None = None,
-        wire: Wire = AS_ONE,
-    ) -> GradientReducer:
-        """One reducer for the trainable buffers of these units."""
-        gradients = tuple(
-            BufferGradients(
-                buffer,
-                unit,
-                shards_state,
-                GradientRoute.plan(buffer, unit, routes=routes, precision=precision, wire=wire),
-                ReducedShard(buffer, home),
-            )
-            for unit in units
-            for buffer in unit.buffers
-            if buffer.plan.trainable
-        )
-        ring = ring_bytes([(g.wire_bytes, g.unit.plan.is_outer) for g in gradients])
-        pool: SlotPool[BufferGradients] = SlotPool.plan(
-            ring if placement is Placement.SHARDED else (),
-            num_slots=REDUCTION_SLOTS,
-            device=routes.whole.device,
-            is_busy=lambda owner: owner.has_local or owner.is_in_flight,
-        )
-        last = max((buffer.index for unit in units for buffer in unit.buffers), default=0)
-        return cls(
-            routes,
-            placement,
-            shards_state,
-            pool,
-            gradients,
-            control=Control(routes.whole, tag=2 * last + 2),
-            home=home,
+    def _of(self, buffer: FlatBuffer, unit: Unit) -> BufferGradients:
+        codec, loco = self.wire.codec_of_gradients(buffer.wire_dtype), self.wire.loco
+        errors = None if codec is None or loco is None else LocoErrors(loco)
+        return BufferGradients(
+            buffer, unit, self.routes, self.precision, self.shards_state, codec, errors, self.home
         )
 
-    @property
-    def control_tag(self) -> int:
-        """Identity of exchanges of flags, norms and the order."""
-        return self.control.tag
+    # ---- Gradients come ----
+
+    def before_forward(self) -> bool:
+        """As `before_backward`, for every unit; compiled code looks at gradients in any forward.
+
+        Returns:
+            Whether there were guards.
+        """
+        guarded = [g for g in self.gradients if g.guarded]
+        for g in guarded:
+            g.clear_guards()
+        return bool(guarded)
 
     def before_backward(self, unit: Unit) -> None:
         """Let autograd give this unit's gradients away."""
@@ -289,27 +108,6 @@ class GradientReducer:
         for g in self.gradients:
             if g.buffer is buffer:
                 g.from_outside.add(position)
-
-    def set_whole(self, g: BufferGradients, position: int, value: Tensor) -> None:
-        """Make `value` the gradient of a parameter; inside no_sync, the local one. Local."""
-        if not self.sync:
-            self._ensure_accumulator(g)
-            g.views[position].copy_(value)
-            g.filled[position] = True
-            g.buffer.params[position].grad = None if g.shards_state else g.views[position]
-            return
-        if not g.shards_state:
-            self._ensure_accumulator(g)
-        g.copy_whole(position, value)
-
-    def before_forward(self) -> bool:
-        """As `before_backward`, for every unit; compiled code looks at gradients in any forward.
-
-        Returns:
-            Whether there were guards.
-        """
-        had_guards = [g for g in self.gradients if g.clear_guards()]
-        return bool(had_guards)
 
     def check_arrival(self, g: BufferGradients, position: int) -> None:
         """Raise StateError where a gradient arrives while its unit is sharded."""
@@ -324,27 +122,42 @@ class GradientReducer:
             "(ZeroConfig.units) avoids it."
         )
 
-    def collect_waiting(self) -> None:
-        """Backward has ended: take what waits in every buffer."""
-        for g in self.gradients:
-            if g.waiting:
-                self.collect(g)
-
     def collect(self, g: BufferGradients) -> None:
         """Gradients are in `param.grad`: take them, and reduce what is ready."""
         grads = g.find_waiting()
         if not grads:
             return
         if g.is_in_flight:  # again in one backward: a nested one, of a checkpoint
-            self._in_flight.end(g)
+            self._end(g)
             g.refuse_to_sum_again()
-        if g.accumulator is None:
-            self._ensure_accumulator(g)
+        self._ensure_accumulator(g)
         self.has_collected = True
         g.take(grads)
         if self.sync and g.is_full:
-            for full in self._order.turns_after(g):
-                self._launch(full)
+            self._became_full.append(g)
+            order = self._order
+            while self._num_taken < len(order) and order[self._num_taken].is_full:
+                self._num_taken += 1
+                self._launch(order[self._num_taken - 1])
+
+    def collect_waiting(self) -> None:
+        """Backward has ended: take what waits in every buffer."""
+        for g in self.gradients:
+            if g.waiting:
+                self.collect(g)
+
+    def set_whole(self, g: BufferGradients, position: int, value: Tensor) -> None:
+        """Make `value` the gradient of a parameter; inside no_sync, the local one. Local."""
+        if not self.sync or not g.shards_state:
+            self._ensure_accumulator(g)
+        if self.sync:
+            g.copy_whole(position, value)
+            return
+        g.views[position].copy_(value)
+        g.filled.add(position)
+        g.buffer.params[position].grad = None if g.shards_state else g.views[position]
+
+    # ---- They are reduced; see NOTE(order) and NOTE(hops). Collective ----
 
     def keep(self) -> None:
         """Nothing arrived: what was there before stays, and is guarded."""
@@ -355,23 +168,22 @@ class GradientReducer:
         """Reduce what is left, and put every gradient where the optimizer reads it."""
         if self.sync:
             for g in self._order:
-                if not g.launched or (g.has_local and not g.is_in_flight):
+                if not g.launched or (g.filled and not g.is_in_flight):
                     self._launch(g)
             self._flush()
             for g in self.gradients if self.home is not None else ():
-                g.result.norms.settle(g.parts)
-            self.control.agree_on_arrivals(self.gradients)
-            self._order.settle(self.control.exchange, device=self.routes.whole.device)
+                g.settle_norms()
+            self._agree_on_arrivals()
+            self._settle_order()
         self._forget_turns()
-        for g in self.gradients:
-            g.end_backward()
+        self.keep()
         self._has_earlier = True
 
     def before_step(self) -> None:
         """Reduce what `no_sync` left behind; drop what the user dropped."""
         for g in self.gradients:
             g.drop_where_user_did()
-        if any(g.has_local for g in self.gradients):
+        if any(g.filled for g in self.gradients):
             self.reduce_local()
 
     def reduce_local(self) -> None:
@@ -388,22 +200,124 @@ class GradientReducer:
 
     def refuse_to_sum_again(self) -> None:
         """Raise StateError where gradients that were summed over the ranks would be so again."""
-        for g in self.gradients:
+        for g in () if self.shards_state else self.gradients:
             g.refuse_to_sum_again()
 
+    def _launch(self, g: BufferGradients) -> None:
+        """Begin a reduction; those before it go one hop further."""
+        if g.is_in_flight:
+            self._end(g)
+        self._ensure_accumulator(g)
+        g.launch()
+        before = tuple(self._in_flight)
+        self._in_flight.append(g)
+        self._advance(before)
+
+    def _end(self, g: BufferGradients) -> None:
+        while g.is_in_flight:
+            self._advance(tuple(self._in_flight))
+
+    def _flush(self) -> None:
+        while self._in_flight:
+            self._advance(tuple(self._in_flight))
+        if self.home is not None:
+            self.home.settle()
+
+    def _advance(self, reductions: Sequence[BufferGradients]) -> None:
+        """These go one hop further, or end."""
+        for g in [g for g in reductions if not g.advance()]:
+            g.finish()
+            self._in_flight.remove(g)
+        self._leave_accumulators(reductions)
+
+    def _ensure_accumulator(self, g: BufferGradients) -> None:
+        if g.accumulator is not None:
+            return
+        plan, pool, num_bytes = g.buffer.plan, self.pool, g.wire_bytes
+        if self.placement is Placement.REPLICATED or not self.sync:
+            dtype = g.buffer.training.dtype  # several backwards may be added up here
+            memory = torch.zeros(plan.layout.numel, dtype=dtype, device=pool.device)
+            g.use_accumulator(memory, None)
+            return
+        alone = g.unit.plan.is_outer
+        while not alone and pool.find(num_bytes) is None and any(o.slot for o in self._in_flight):
+            self._advance(tuple(self._in_flight))
+        slot = pool.take_again(num_bytes, alone=alone)
+        slot.owner = g
+        memory = slot.allocate(pool.device)[:num_bytes]
+        g.use_accumulator(memory.view(g.buffer.wire_dtype), slot)
+
+    def _leave_accumulators(self, gradients: Sequence[BufferGradients]) -> None:
+        """They are free: the next units may have them, unless gradients add up or end there."""
+        for g in gradients if self.placement is Placement.SHARDED else ():
+            g.leave_accumulator()
+
+    def _settle_order(self) -> None:
+        """Take rank 0's order of becoming full for the backwards to come, once."""
+        if self._is_settled:
+            return
+        numbers = {id(g): number for number, g in enumerate(self.gradients)}
+        full = [numbers[id(g)] for g in self._became_full]
+        full += [-1] * (len(self.gradients) - len(full))
+        device = self.routes.whole.device
+        mine = torch.tensor(full[: len(self.gradients)], dtype=torch.int64, device=device)
+        first = [n for n in self._exchange(mine)[: len(mine)].tolist() if n >= 0]
+        if first:  # else nothing became full on rank 0: too early to say
+            rest = [numbers[id(g)] for g in self._order]
+            self._order = [self.gradients[n] for n in dict.fromkeys((*first, *rest))]
+            self._is_settled = True
+
+    def _forget_turns(self) -> None:
+        self._num_taken, self.has_collected = 0, False
+        self._became_full.clear()
+
+    # ---- Ranks agree. Collective ----
+
     def is_true_anywhere(self, mine: bool) -> bool:
-        """Whether any rank says so. Collective."""
-        return self.control.is_true_anywhere(mine)
+        """Whether any rank says so."""
+        return bool(self._exchange(torch.tensor([mine], dtype=torch.uint8)).any())
 
-    def lend(self, *, has_closure: bool) -> None:
-        """The optimizer steps now: show it the gradients as it needs them."""
-        for g in self.gradients:
-            g.lending.begin(has_closure=has_closure)
+    def _exchange(self, mine: Tensor) -> Tensor:
+        """All ranks' tensors of equal size, 1-D, one after the other."""
+        group = self.routes.whole
+        return mine if group.world_size == 1 else self.launch_exchange(mine, group).wait()
 
-    def take_back(self) -> None:
-        """The optimizer has stepped."""
+    def launch_exchange(self, mine: Tensor, group: Group) -> Handle[Tensor]:
+        """The same, by handle, in any group."""
+        shard = mine.to(group.device)
+        return all_gather_flat(
+            shard.new_empty(group.world_size * shard.numel()),
+            splits=[shard.numel()] * group.world_size,
+            group=group,
+            shard=shard,
+            tag=self.control_tag,
+            control=True,
+        )
+
+    def _agree_on_arrivals(self) -> None:
+        """A gradient that another rank had and we had not is there all the same, from zeros.
+
+        Every rank says which parameters got one; only a rank that misses some needs the answer,
+        so that in the usual case nobody waits.
+        """
+        group = self.routes.whole
+        if group.world_size == 1:
+            return
+        if self._flags is not None:
+            self._flags.wait()
+        mine = [param.grad is not None for g in self.gradients for param in g.targets]
+        self._flags = self.launch_exchange(torch.tensor(mine, dtype=torch.uint8), group)
+        if all(mine):
+            return
+        everyone = self._flags.wait().view(group.world_size, -1)
+        self._flags = None
+        anyone = iter(everyone.any(dim=0).tolist())
         for g in self.gradients:
-            g.lending.end()
+            for position, param in enumerate(g.targets):
+                if next(anyone) and param.grad is None:
+                    g.hand_over([position])
+
+    # ---- Gradients are dropped, and memory given back ----
 
     def abandon(self, *, is_asked_for: bool) -> None:
         """Drop all gradients: an exception ended a backward, and some lack its part.
@@ -421,91 +335,53 @@ class GradientReducer:
                 stacklevel=2,
             )
         self._forget_turns()
-        for g in self.gradients:
-            if self.shards_state:
-                g.drop()
-            g.forget_local()
-            g.end_backward()
-            self._in_flight.return_accumulator(g)
-        self._has_earlier = False
+        self._drop(reduced_too=self.shards_state)
+        self.keep()
 
     def drop(self, *, set_to_none: bool) -> None:
         """What `zero_grad` means for gradients that are not in the optimizer's hands."""
         self._flush()
+        self._drop(reduced_too=set_to_none)
         for g in self.gradients:
-            if set_to_none:
-                g.drop()
             g.carried.clear()
-            g.forget_local()
-            self._in_flight.return_accumulator(g)
+
+    def _drop(self, *, reduced_too: bool) -> None:
+        for g in self.gradients:
+            if reduced_too:
+                g.drop()
+            g.filled.clear()
+        self._leave_accumulators(self.gradients)
         self._has_earlier = False
 
     def release(self) -> None:
         """Give reduction buffers back; gradients that somebody waits for stay."""
         for g in self.gradients:
-            if not g.has_local and (self.shards_state or not g.holds_gradients):
-                g.leave_accumulator()
-                g.views = ()
-            if not g.holds_gradients:
-                g.result.release()
+            g.release()
         if not any(g.slot for g in self.gradients):
             self.pool.release()
+
+    # ---- Bytes of it ----
 
     @property
     def reduction_bytes(self) -> int:
         """Bytes of slots, of whole gradients that accumulate, and of shards without a gradient."""
-        own = sum(
-            g.accumulator.nbytes
-            for g in self.gradients
-            if g.accumulator is not None and g.slot is None
-        )
-        shards = [g for g in self.gradients if g.shard is not None and self.home is None]
-        idle = sum(g.shard.nbytes for g in shards if g.shard is not None and not g.holds_gradients)
-        return own + idle + self.pool.num_bytes
+        own = [g.accumulator for g in self.gradients if g.slot is None]
+        idle = [g.shard for g in self.gradients if self.home is None and not g.holds_gradients]
+        return self.pool.num_bytes + sum(t.nbytes for t in (*own, *idle) if t is not None)
 
     @property
     def loco_bytes(self) -> int:
         """Bytes of errors of encoding, kept for the next reductions."""
-        return sum(errors.num_bytes for g in self.gradients if (errors := g.route.loco_errors))
+        return sum(g.loco_errors.num_bytes for g in self.gradients if g.loco_errors is not None)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of gradients, or room for them, that are on the host."""
-        shards = [g.shard for g in self.gradients if g.shard is not None]
-        return 0 if self.home is None else sum(shard.nbytes for shard in shards)
+        shards = [g.shard for g in self.gradients if self.home is not None]
+        return sum(shard.nbytes for shard in shards if shard is not None)
 
     @property
     def flags_bytes(self) -> int:
         """Bytes of the flags of the last exchange, which nobody may have needed to read."""
-        return self.control.flags_bytes(self.gradients)
-
-    def _launch(self, g: BufferGradients) -> None:
-        self._in_flight.end(g)
-        self._ensure_accumulator(g)
-        self._in_flight.launch(g)
-
-    def _flush(self) -> None:
-        self._in_flight.end_all()
-        if self.home is not None:
-            self.home.settle()
-
-    def _forget_turns(self) -> None:
-        self._order.forget_turns()
-        self.has_collected = False
-
-    def _ensure_accumulator(self, g: BufferGradients) -> None:
-        if g.accumulator is not None:
-            return
-        plan = g.buffer.plan
-        if self.placement is Placement.REPLICATED or not self.sync:
-            dtype = g.buffer.training.dtype  # several backwards may be added up here
-            memory = torch.zeros(plan.layout.numel, dtype=dtype, device=self.pool.device)
-            g.use_accumulator(memory, None)
-            return
-        alone = g.unit.plan.is_outer
-        while not alone and self._in_flight.holds_slots and self.pool.find(g.wire_bytes) is None:
-            self._in_flight.advance()
-        slot = self.pool.take_again(g, g.wire_bytes, alone=alone)
-        slot.owner = g
-        memory = slot.allocate(self.pool.device)[: g.wire_bytes]
-        g.use_accumulator(memory.view(g.buffer.wire_dtype), slot)
+        num_flags = sum(len(g.targets) for g in self.gradients)
+        return 0 if self._flags is None else self.routes.whole.world_size * num_flags

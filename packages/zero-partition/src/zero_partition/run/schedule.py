@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
+from operator import attrgetter
 from threading import Thread, current_thread
+from typing import Final
 
 import torch
 from attrs import Factory, define, field
@@ -34,138 +36,14 @@ from .unit import ShardState, Unit
 # miss the memory that its views point into. A changed order is followed when it has come twice: a
 # loop of varying length keeps its slots.
 
-
-@define(eq=False)
-class Lookahead:
-    """The orders of training and of evaluation, and what follows from them."""
-
-    units: Sequence[Unit]
-    pool: SlotPool[Unit]
-    limits: Limits
-    home: AbstractShardHome | None = None  # where shards are read from before they are gathered
-    training: ExecutionOrder = field(init=False)
-    evaluation: ExecutionOrder = field(init=False)
-    extents: dict[int, Extent] = field(init=False)  # of units that need a slot
-    _order: ExecutionOrder = field(init=False)
-    _dealt_for: list[Use] | None = field(default=None, init=False)  # see NOTE(dealing)
-    _candidate: list[Use] | None = field(default=None, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self.training = self._order = ExecutionOrder(len(self.units))
-        self.evaluation = ExecutionOrder(len(self.units))
-        sharded = [unit for unit in self.units if unit.placement is Placement.SHARDED]
-        self.extents = {unit.index: unit.plan.extent for unit in sharded}
-        self._deal_by_size()
-
-    def begin(self, *, is_training: bool) -> None:
-        """The model's own forward starts: the order starts again."""
-        self._order = self.training if is_training else self.evaluation
-        self._order.restart()
-
-    def observe(self, use: Use) -> None:
-        """A unit is used now."""
-        self._order.observe(use)
-
-    def launch(self, is_in_use: Callable[[Unit], bool]) -> None:
-        """Start the gathers that are due at this moment. Collective with its peers' same call."""
-        order = self._order
-        if order.launches is None:
-            order.launches = {}
-            gathers = self.gathers(order)
-            order.coming = tuple(sorted((gather.launched, gather.unit) for gather in gathers))
-            for gather in gathers:
-                order.launches.setdefault(gather.launched, []).append(gather.unit)
-        for index in order.launches.get(order.position, ()):
-            unit = self.units[index]
-            owner = unit.slot.owner if unit.slot is not None else None
-            if unit.slot is None or (owner is not None and owner is not unit and is_in_use(owner)):
-                return  # and launch none that follow: one sequence on every rank
-            unit.start_unshard(self.pool)
-        if self.home is not None and self.limits.read_ahead:
-            coming = [self.units[index] for index in order.after(self.limits.read_ahead)]
-            coming = [unit for unit in coming if not unit.is_resident]
-            for home in {id(unit.copies): unit.copies or self.home for unit in coming}.values():
-                mine = [unit for unit in coming if (unit.copies or self.home) is home]
-                home.expect([buffer.index for unit in mine for buffer in unit.buffers])
-
-    def gathers(self, order: ExecutionOrder) -> tuple[Gather, ...]:
-        """The gathers of one pass through this order, with the slots as they are."""
-        slot_of = {unit.index: unit.slot.index for unit in self.units if unit.slot is not None}
-        prefetch_numel = self._limits_of_now().prefetch_numel
-        return plan_gathers(order.recorded, self.extents, slot_of, prefetch_numel=prefetch_numel)
-
-    def step(self) -> None:
-        """The optimizer has stepped: the order starts again, and slots may be dealt anew."""
-        self.begin(is_training=True)
-        recorded = self.training.recorded
-        if recorded is self._dealt_for or not recorded:
-            return
-        if self._dealt_for is not None and recorded is not self._candidate:
-            self._candidate = recorded
-            return
-        self._dealt_for = recorded
-        self._deal(choose_slots(recorded, self.extents, self._limits_of_now()))
-
-    def release(self) -> None:
-        """Give all slots back, and forget whose they were."""
-        for unit in self.units:
-            unit.release_slot()
-        self._deal_by_size()
-
-    def _limits_of_now(self) -> Limits:
-        is_exposed = any(unit.exposure is not None for unit in self.units)
-        return self.limits.where_shards_are_read() if is_exposed else self.limits
-
-    def _deal(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """One slot for each group of units."""
-        if set(map(frozenset, groups)) == self._groups():
-            return
-        for unit in self.units:
-            unit.release_slot()
-        self.pool.deal(slot_bytes(groups, self.extents))
-        self.pool.conflicts = slot_conflicts(groups, self.extents, self.limits)
-        for slot, group in zip(self.pool.ring, groups, strict=True):
-            for index in group:
-                self.units[index].slot = slot
-        self._forget_launches()
-
-    def _deal_by_size(self) -> None:
-        """As many slots as may be whole at a time, for units in the order of their first use."""
-        inner = sorted(
-            (extent for extent in self.extents.values() if not extent.is_outer),
-            key=lambda extent: extent.num_bytes,
-            reverse=True,
-        )
-        room = self.limits.max_live_numel
-        count = self.limits.window
-        if room is not None:
-            live = accumulate(extent.numel for extent in inner)
-            room -= sum(extent.numel for extent in self.extents.values() if extent.is_outer)
-            count = max(1, sum(numel <= room for numel in live))
-        self.pool.deal([extent.num_bytes for extent in inner[:count]])
-        self._dealt_for = self._candidate = None
-        self._forget_launches()
-
-    def _groups(self) -> set[frozenset[int]]:
-        """Units that share a slot now."""
-        groups: dict[int, set[int]] = {}
-        for unit in self.units:
-            if unit.slot is not None:
-                groups.setdefault(unit.slot.index, set()).add(unit.index)
-        return set(map(frozenset, groups.values()))
-
-    def _forget_launches(self) -> None:
-        self.training.launches = self.evaluation.launches = None
-
-
-# ---- When sharded parameters are whole ----
-
-
 # NOTE(backward order): autograd runs ready nodes latest-created first. When the hook on an output
 # of one forward call fires, every node created after that call ended has run: calls that began
 # later than this one ended are complete, their units may be resharded and their slots taken. No
 # hook on inputs, and none per module, is needed to know it. Each thread counts its own nodes: calls
 # of other threads stay in use until backward ends.
+
+_UNIT: Final = attrgetter("unit")
+_INDEX: Final = attrgetter("index")
 
 
 @define(eq=False)
@@ -191,36 +69,48 @@ class Schedule:
     """Unshards units for forward and backward, in the same order on every rank."""
 
     units: Sequence[Unit]
-    pool: SlotPool[Unit]
-    ahead: Lookahead
+    limits: Limits
+    device: torch.device
+    home: AbstractShardHome | None = None  # where shards are read from before they are gathered
+    extents: dict[int, Extent] = field(init=False)  # of units that need a slot
+    pool: SlotPool[Unit] = field(init=False)
+    training: ExecutionOrder = field(init=False)  # no order is recorded yet
+    evaluation: ExecutionOrder = field(init=False)
     keeps_whole: bool = field(default=False, init=False)  # see `keep_whole`
+    _sharded: list[Unit] = field(init=False)
+    _trace: ExecutionOrder = field(init=False)  # of training or of evaluation
+    _dealt_for: list[Use] | None = field(default=None, init=False)  # see NOTE(dealing)
+    _candidate: list[Use] | None = field(default=None, init=False)
     _generation: int = field(default=0, init=False)  # how often slots were given back
     _clock: int = field(default=0, init=False)
-    _starts: list[int] = field(default=Factory(list), init=False)
-    _running: list[Unit] = field(default=Factory(list), init=False)  # forwards, innermost last
-    _active: list[Call] = field(default=Factory(list), init=False)  # in backward
+    _starts: list[int] = field(factory=list, init=False)
+    _running: list[Unit] = field(factory=list, init=False)  # forwards, innermost last
+    _active: list[Call] = field(factory=list, init=False)  # in backward
     _backward: int = field(default=0, init=False)  # how many have ended
 
-    @classmethod
-    def plan(
-        cls,
-        units: Sequence[Unit],
-        *,
-        limits: Limits,
-        device: torch.device,
-        home: AbstractShardHome | None = None,
-    ) -> Schedule:
-        """A schedule without a recorded order yet."""
-        pool: SlotPool[Unit] = SlotPool(device, is_busy=lambda unit: unit.depth > 0)
-        schedule = cls(units, pool, Lookahead(units, pool, limits, home))
-        pool.is_busy = schedule.is_in_use
-        return schedule
+    def __attrs_post_init__(self) -> None:
+        self.training = self._trace = ExecutionOrder(len(self.units))
+        self.evaluation = ExecutionOrder(len(self.units))
+        self._sharded = [unit for unit in self.units if unit.placement is Placement.SHARDED]
+        self.extents = {unit.index: unit.plan.extent for unit in self._sharded}
+        self.pool = SlotPool(self.device, self.is_in_use)
+        self._deal_by_size()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a unit's forward runs now."""
+        return bool(self._running)
 
     def is_in_use(self, unit: Unit) -> bool:
         """Whether something may read its parameters before it is unsharded again."""
-        if self.keeps_whole and unit.state is ShardState.UNSHARDED:
+        if unit.depth or (self.keeps_whole and unit.state is ShardState.UNSHARDED):
             return True
-        return unit.depth > 0 or any(call.unit is unit for call in self._active)
+        for call in self._active:  # noqa: SIM110 - any() would be a call for each
+            if call.unit is unit:
+                return True
+        return False
+
+    # ---- Forwards and backwards begin and end ----
 
     def begin_forward(self) -> None:
         """The model's own forward starts: the order starts again."""
@@ -229,8 +119,8 @@ class Schedule:
         for unit in self.units:
             if unit.plan.rests_whole:
                 unit.check_untouched()  # no call of a module of its own says when it is used
-        self.ahead.begin(is_training=torch.is_grad_enabled())
-        self.ahead.launch(self.is_in_use)
+        self._restart(is_training=torch.is_grad_enabled())
+        self._prefetch()
 
     def before_forward(self, unit: Unit) -> None:
         """Make the unit whole; launch gathers for those that follow."""
@@ -262,9 +152,10 @@ class Schedule:
         self._check_current(call)
         call.backward = self._backward
         complete = [active for active in self._active if active.is_after(call)]
-        self._active = [active for active in self._active if not active.is_after(call)]
-        self._active.append(call)
         for other in complete:  # see NOTE(backward order)
+            self._active.remove(other)
+        self._active.append(call)
+        for other in complete:
             if not self.is_in_use(other.unit):
                 other.unit.reshard()
         self._use(call.unit, "backward")
@@ -289,18 +180,18 @@ class Schedule:
         """Every call's backward is complete, or was given up."""
         self._active.clear()
         self._backward += 1
-        for unit in self.units:
-            if not self.is_in_use(unit):
-                unit.reshard()
+        self._reshard_idle()
 
     def abandon_backward(self) -> None:
         """An exception ended a backward: nothing is in use. Waits for no other rank."""
         self._active.clear()
         self._backward += 1
+        self.give_up_backward()
+
+    def give_up_backward(self) -> None:
+        """No backward follows the last forward. Gathers launched ahead are left to travel."""
         self.keeps_whole = False
-        for unit in self.units:
-            if unit.depth == 0 and unit.state is ShardState.UNSHARDED:
-                unit.reshard()
+        self._reshard_idle(travels=ShardState.GATHERING)
 
     def reset(self) -> None:
         """Forget a forward or backward that an exception ended."""
@@ -313,23 +204,23 @@ class Schedule:
 
     def step(self) -> None:
         """The optimizer has stepped: launch the first gathers of the next forward."""
-        if not any(self.is_in_use(unit) for unit in self.units):
-            self.ahead.step()
-            self.ahead.launch(self.is_in_use)
-
-    def give_up_backward(self) -> None:
-        """No backward follows the last forward. Gathers launched ahead are left to travel."""
-        self.keeps_whole = False
         for unit in self.units:
-            if unit.state is ShardState.UNSHARDED and not self.is_in_use(unit):
-                unit.reshard()
+            if self.is_in_use(unit):
+                return
+        self._restart(is_training=True)
+        recorded = self.training.recorded
+        if recorded is not self._dealt_for and recorded:  # see NOTE(dealing)
+            if self._dealt_for is not None and recorded is not self._candidate:
+                self._candidate = recorded
+            else:
+                self._dealt_for = recorded
+                self._deal(choose_slots(recorded, self.extents, self._limits_of_now()))
+        self._prefetch()
 
     def settle(self) -> None:
         """Wait for gathers in flight, so that nothing reads the shards any more."""
         self.keeps_whole = False
-        for unit in self.units:
-            if not self.is_in_use(unit):
-                unit.reshard()
+        self._reshard_idle()
 
     def release(self) -> None:
         """Give the slots back. Graphs that still refer to them can no longer run backward."""
@@ -339,29 +230,107 @@ class Schedule:
                     f"release_buffers() was called while unit {unit.name!r} is in use; call it "
                     "between steps, outside forward and backward"
                 )
-        self.ahead.release()
+        for unit in self.units:
+            unit.release_slot()
+        self._deal_by_size()
         self._generation += 1
 
+    def _reshard_idle(self, *, travels: ShardState | None = None) -> None:
+        for unit in self._sharded:
+            is_sharded = unit.state is ShardState.SHARDED
+            if not is_sharded and unit.state is not travels and not self.is_in_use(unit):
+                unit.reshard()
+
+    # ---- A unit is used, and those that follow set out ----
+
+    def gathers(self, order: ExecutionOrder) -> tuple[Gather, ...]:
+        """The gathers of one pass through this order, with the slots as they are."""
+        slot_of = {unit.index: unit.slot.index for unit in self.units if unit.slot is not None}
+        prefetch_numel = self._limits_of_now().prefetch_numel
+        return plan_gathers(order.recorded, self.extents, slot_of, prefetch_numel=prefetch_numel)
+
+    def _restart(self, *, is_training: bool) -> None:
+        self._trace = self.training if is_training else self.evaluation
+        self._trace.restart()
+
     def _use(self, unit: Unit, phase: str) -> None:
-        if unit.index not in self.ahead.extents:  # rests whole: nothing to gather, now or ahead
+        if unit.index not in self.extents:  # rests whole: nothing to gather, now or ahead
             return
         if unit.is_held:  # no gather, and no trace: how often ranks come here is their own affair
             unit.unshard(self.pool)
             return
-        in_use = [unit, *self._running, *(call.unit for call in self._active)]
-        self.ahead.observe(Use(unit.index, phase, frozenset(other.index for other in in_use)))
+        in_use = [unit, *self._running, *map(_UNIT, self._active)]
+        self._trace.observe(Use(unit.index, phase, frozenset(map(_INDEX, in_use))))
         owner = unit.slot.owner if unit.slot is not None else None
         if owner is not None and owner is not unit and owner.depth:
-            self._refuse(unit, owner)
+            raise StateError(
+                f"unit {unit.name!r} must return to the memory that its forward used, but "
+                f"{owner.name!r} is using it: the two were first used one after the other and are "
+                "now used at once. Give them as one unit, or call release_buffers(model) before "
+                "the change."
+            )
         unit.unshard(self.pool)
-        self.ahead.launch(self.is_in_use)
+        self._prefetch()
 
-    def _refuse(self, unit: Unit, owner: Unit) -> None:
-        raise StateError(
-            f"unit {unit.name!r} must return to the memory that its forward used, but "
-            f"{owner.name!r} is using it: the two were first used one after the other and are now "
-            "used at once. Give them as one unit, or call release_buffers(model) before the change."
+    def _prefetch(self) -> None:
+        """Start the gathers that are due at this moment. Collective with its peers' same call."""
+        trace = self._trace
+        launches = trace.plan(self.gathers(trace)) if trace.launches is None else trace.launches
+        for index in launches.get(trace.position, ()):
+            unit = self.units[index]
+            owner = unit.slot.owner if unit.slot is not None else None
+            is_taken = owner is not None and owner is not unit and self.is_in_use(owner)
+            if unit.slot is None or is_taken:
+                return  # and launch none that follow: one sequence on every rank
+            unit.start_unshard(self.pool)
+        if self.home is not None and self.limits.read_ahead:
+            coming = [self.units[index] for index in trace.after(self.limits.read_ahead)]
+            coming = [unit for unit in coming if not unit.is_resident]
+            for home in {id(unit.copies): unit.copies or self.home for unit in coming}.values():
+                mine = [unit for unit in coming if (unit.copies or self.home) is home]
+                home.expect([buffer.index for unit in mine for buffer in unit.buffers])
+
+    # ---- Slots are dealt; see NOTE(dealing) ----
+
+    def _limits_of_now(self) -> Limits:
+        is_exposed = any(unit.exposure is not None for unit in self.units)
+        return self.limits.where_shards_are_read() if is_exposed else self.limits
+
+    def _deal(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """One slot for each group of units."""
+        now: dict[int, set[int]] = {}
+        for unit in self.units:
+            if unit.slot is not None:
+                now.setdefault(unit.slot.index, set()).add(unit.index)
+        if set(map(frozenset, groups)) == set(map(frozenset, now.values())):
+            return
+        for unit in self.units:
+            unit.release_slot()
+        self.pool.deal(slot_bytes(groups, self.extents))
+        self.pool.conflicts = slot_conflicts(groups, self.extents, self.limits)
+        for slot, group in zip(self.pool.ring, groups, strict=True):
+            for index in group:
+                self.units[index].slot = slot
+        self.training.launches = self.evaluation.launches = None
+
+    def _deal_by_size(self) -> None:
+        """As many slots as may be whole at a time, for units in the order of their first use."""
+        inner = sorted(
+            (extent for extent in self.extents.values() if not extent.is_outer),
+            key=lambda extent: extent.num_bytes,
+            reverse=True,
         )
+        room = self.limits.max_live_numel
+        count = self.limits.window
+        if room is not None:
+            live = accumulate(extent.numel for extent in inner)
+            room -= sum(extent.numel for extent in self.extents.values() if extent.is_outer)
+            count = max(1, sum(numel <= room for numel in live))
+        self.pool.deal([extent.num_bytes for extent in inner[:count]])
+        self._dealt_for = self._candidate = None
+        self.training.launches = self.evaluation.launches = None
+
+    # ---- A graph of before ----
 
     def _check_current(self, call: Call) -> None:
         unit = call.unit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import is_
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 from weakref import ReferenceType, ref
 
 import torch
@@ -16,6 +16,7 @@ from zero_comm import CommError, Exposure, Group, Handle, all_gather_flat
 from zero_partition.errors import AtRestError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import AbstractShardHome
+from zero_partition.plan.layout import Piece, Span
 from zero_partition.plan.stages import Placement, Placements
 from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import (
@@ -42,9 +43,6 @@ from .schedule import Call, Schedule
 from .step import bring_in, step_elsewhere
 from .unit import ShardState, Unit, publish
 
-if TYPE_CHECKING:
-    from zero_partition.plan.layout import Piece
-
 
 @define(eq=False)
 class ModuleTree:
@@ -54,16 +52,15 @@ class ModuleTree:
     """
 
     model: nn.Module
-    params: frozenset[int]  # those that were sharded; the units keep them alive
-    _contents: list[dict]  # every module's dictionaries of parameters and of children
-    _seen: list[Any]  # what was in them; the objects, since an identity may be given twice
+    _params: frozenset[int] = field(init=False)  # those that were sharded; units keep them alive
+    _contents: list[dict] = field(init=False)  # every module's dictionaries of params and children
+    _seen: list[Any] = field(
+        init=False
+    )  # what was in them; objects: an identity may be given twice
 
-    @classmethod
-    def of(cls, model: nn.Module) -> ModuleTree:
-        """As it is now."""
-        tree = cls(model, frozenset(id(param) for param in model.parameters()), [], [])
-        tree._look()
-        return tree
+    def __attrs_post_init__(self) -> None:
+        self._params = frozenset(map(id, self.model.parameters()))
+        self._look()
 
     def check(self, rank: int) -> None:
         """Raise StateError where a parameter was added since. Local.
@@ -75,7 +72,7 @@ class ModuleTree:
         if len(found) == len(self._seen) and all(map(is_, found, self._seen)):
             return
         for name, param in self.model.named_parameters():
-            if id(param) not in self.params:
+            if id(param) not in self._params:
                 raise StateError(
                     f"parameter {name!r}: expected one that was sharded, got another Parameter "
                     f"object of shape {tuple(param.shape)}, attached after shard() or one that "
@@ -99,7 +96,7 @@ class ModuleTree:
 
 
 @frozen
-class Place:
+class ParamRef:
     """A position in a flat buffer of a unit of a sharded model.
 
     Holds nothing alive: the table below would keep every model there ever was.
@@ -171,40 +168,32 @@ class Place:
         """Whether its values are elsewhere."""
         return self.buffer.is_at_rest
 
-    def value(self, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
-        """See `OutsideUses.value`."""
-        return self.sharded.outside.value(self, tensor, what, needs_grad=needs_grad)
-
-    def refuse_write(self, what: str) -> NoReturn:
-        """See `OutsideUses.refuse_write`."""
-        self.sharded.outside.refuse_write(self, what)
-
 
 def record_places(sharded: ShardedModel) -> None:
     """Make the parameters of a model known."""
     owner = ref(sharded)
     for unit in sharded.units:
-        for buffer_index, buffer in enumerate(unit.buffers):
-            for position, param in enumerate(buffer.params):
-                name = buffer.plan.params[position].name
-                record_owner(param, Place(owner, name, unit.index, buffer_index, position))
+        for index, buffer in enumerate(unit.buffers):
+            for position, (param, plan) in enumerate(
+                zip(buffer.params, buffer.plan.params, strict=True)
+            ):
+                record_owner(param, ParamRef(owner, plan.name, unit.index, index, position))
 
 
 def forget_places(sharded: ShardedModel) -> None:
     """The parameters of a model are ordinary ones again."""
-    for unit in sharded.units:
-        for buffer in unit.buffers:
-            for param in buffer.params:
-                forget_owner(param)
+    for buffer in sharded.buffers:
+        for param in buffer.params:
+            forget_owner(param)
 
 
-def find_place(param: Tensor) -> Place | None:
+def find_place(param: Tensor) -> ParamRef | None:
     """Where this very parameter lies, None if it belongs to no sharded model."""
     place = find_owner(param)
-    return place if isinstance(place, Place) else None
+    return place if isinstance(place, ParamRef) else None
 
 
-def place_of(param: Tensor, *, what: str) -> Place:
+def place_of(param: Tensor, *, what: str) -> ParamRef:
     """Where this very parameter lies.
 
     Raises:
@@ -221,7 +210,7 @@ def place_of(param: Tensor, *, what: str) -> Place:
     return place
 
 
-def sort_places(places: Iterable[Place]) -> list[Place]:
+def sort_places(places: Iterable[ParamRef]) -> list[ParamRef]:
     """Each once, in one order on every rank."""
     unique = {(id(place.sharded), place.key): place for place in places}
     return sorted(unique.values(), key=lambda place: (place.buffer.index, place.position))
@@ -230,7 +219,7 @@ def sort_places(places: Iterable[Place]) -> list[Place]:
 # ---- Parameters whole: put together from the ranks' parts, or taken apart into them ----
 
 
-def part_of(place: Place, shard: Tensor | None = None) -> Tensor:
+def part_of(place: ParamRef, shard: Tensor | None = None) -> Tensor:
     """This rank's part of a parameter, as a 1-D view, maybe empty.
 
     Args:
@@ -242,13 +231,13 @@ def part_of(place: Place, shard: Tensor | None = None) -> Tensor:
     return source[:0] if piece is None else source[piece.in_shard.as_slice()]
 
 
-def refuse_parked_values(place: Place, what: str) -> None:
+def refuse_parked_values(place: ParamRef, what: str) -> None:
     """Raise StateError where a parameter's values, as the optimizer updates them, are parked."""
     has_master = place.buffer.has_masters
     place.sharded.refuse_parked(what, StateKind.MASTERS if has_master else StateKind.PARAMS)
 
 
-def as_computed(place: Place) -> Tensor | None:
+def as_computed(place: ParamRef) -> Tensor | None:
     """This rank's part of a parameter as the model computes with it; None: as it rests. Local.
 
     Encoded and decoded with the whole shard, so that it is the same as in a gather of the unit.
@@ -260,7 +249,7 @@ def as_computed(place: Place) -> Tensor | None:
     return part_of(place, codec.decode(codec.encode(shard), torch.empty_like(shard)))
 
 
-def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tensor]:
+def launch_whole(place: ParamRef, part: Tensor | None = None) -> Callable[..., Tensor]:
     """Launch the gather of one parameter from the ranks' parts.
 
     Collective, but for resting values that are exposed: those are there at once.
@@ -274,34 +263,24 @@ def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tens
         Call it once, with `timeout_s` if need be, to wait; gives the whole in the parameter's
         shape, memory of its own.
     """
-    buffer, group = place.buffer, place.group
-    plan = buffer.plan.params[place.position]
-    span = buffer.plan.layout.spans[place.position]
-    if part is None and place.unit.copies is not None:
-        return _launch_copy(place, place.unit.copies)
-    exposure = place.unit.exposure if part is None else None
-    part = part_of(place) if part is None else part
-    shards = buffer.plan.layout.shards
-    overlaps = [span.overlap(shard) for shard in shards]
-    whole = torch.empty(plan.shape.numel(), dtype=part.dtype, device=group.device)
+    buffer, group, unit = place.buffer, place.group, place.unit
+    plan, layout = buffer.plan.params[place.position], buffer.plan.layout
+    if part is None and unit.copies is not None:
+        return _launch_copy(place, unit.copies)
+    span = layout.spans[place.position]
+    overlaps = [span.overlap(shard) or Span(shard.start, shard.start) for shard in layout.shards]
+    splits = [overlap.numel for overlap in overlaps]
+    dtype = buffer.resting.dtype if part is None else part.dtype
+    whole = torch.empty(plan.shape.numel(), dtype=dtype, device=group.device)
     handle: Handle[Tensor] | None = None
-    if exposure is not None:
-        exposure.gather(
-            buffer.shard,
-            whole,
-            splits=[0 if overlap is None else overlap.numel for overlap in overlaps],
-            starts=[
-                0 if overlap is None else overlap.start - shard.start
-                for overlap, shard in zip(overlaps, shards, strict=True)
-            ],
-        )
+    if part is None and unit.exposure is not None:
+        pairs = zip(overlaps, layout.shards, strict=True)
+        starts = [overlap.start - shard.start for overlap, shard in pairs]
+        unit.exposure.gather(buffer.shard, whole, splits=splits, starts=starts)
     elif whole.numel():
+        part = part_of(place) if part is None else part
         handle = all_gather_flat(
-            whole,
-            splits=[0 if overlap is None else overlap.numel for overlap in overlaps],
-            group=group,
-            shard=part,
-            tag=buffer.gather_tag,
+            whole, splits=splits, group=group, shard=part, tag=buffer.gather_tag
         )
 
     def wait(timeout_s: float | None = None) -> Tensor:
@@ -317,7 +296,7 @@ def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tens
     return wait
 
 
-def _launch_copy(place: Place, copies: AbstractShardHome) -> Callable[..., Tensor]:
+def _launch_copy(place: ParamRef, copies: AbstractShardHome) -> Callable[..., Tensor]:
     buffer = place.buffer
     numel, dtype = buffer.plan.layout.numel, buffer.plan.dtype
     full = torch.empty(numel, dtype=dtype, device=place.group.device)
@@ -333,16 +312,8 @@ def _launch_copy(place: Place, copies: AbstractShardHome) -> Callable[..., Tenso
 
 def launch_flat(buffer: FlatBuffer, shard: Tensor | None = None) -> Callable[[], Tensor]:
     """As `launch_buffer`; gives the whole flat buffer, 1-D."""
-    layout = buffer.plan.layout
     shard = buffer.shard if shard is None else shard
-    handle = all_gather_flat(
-        shard.new_empty(layout.numel),
-        splits=layout.splits,
-        payload=layout.payload_splits,
-        group=buffer.group,
-        shard=shard,
-        tag=buffer.gather_tag,
-    )
+    handle = buffer.all_gather(shard.new_empty(buffer.plan.layout.numel), shard=shard)
     return handle.wait
 
 
@@ -362,7 +333,7 @@ def launch_buffer(
     return lambda: buffer.views_of(wait())
 
 
-def write_whole(place: Place, value: Tensor) -> None:
+def write_whole(place: ParamRef, value: Tensor) -> None:
     """Make `value`, the same on every rank, the parameter's. Every rank calls it."""
     place.sharded.begin_write()
     place.buffer.fill(place.position, value)
@@ -400,15 +371,19 @@ class OutsideUses:
         """Bytes of the values that are kept here."""
         return sum(value.nbytes for value in self._values.values())
 
-    def launch(self, place: Place) -> None:
+    def launch(self, place: ParamRef) -> None:
         """Launch the gather ahead of the use. Collective."""
         self.sharded.refuse_parked("a gather ahead of a forward", StateKind.PARAMS)
         is_whole = place.unit.state is ShardState.UNSHARDED or place.position in place.buffer.held
-        if not is_whole and place.key not in self._values and place.key not in self._in_flight:
+        if not is_whole and place.key not in self._values:
+            self._set_out(place)
+
+    def _set_out(self, place: ParamRef) -> None:
+        if place.key not in self._in_flight:
             self.num_gathers += 1
             self._in_flight[place.key] = launch_whole(place, as_computed(place))
 
-    def value(self, place: Place, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
+    def value(self, place: ParamRef, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
         """What stands in for a parameter at rest, or its `data`, in a call of `what`. Collective.
 
         Args:
@@ -428,7 +403,7 @@ class OutsideUses:
             self._in_flight.popitem()[1]()
         self._values.clear()
 
-    def refuse_write(self, place: Place, what: str) -> NoReturn:
+    def refuse_write(self, place: ParamRef, what: str) -> NoReturn:
         """A parameter at rest was to be written."""
         rank = self.sharded.whole.rank
         raise AtRestError(
@@ -437,22 +412,20 @@ class OutsideUses:
             "modifier_rank=0): ...`, set_full_param(param, value), or load_state_dict()"
         )
 
-    def _whole(self, place: Place, what: str, *, needs_grad: bool) -> Tensor:
+    def _whole(self, place: ParamRef, what: str, *, needs_grad: bool) -> Tensor:
         self.sharded.refuse_parked(f"{what}() of parameter {place.name!r}", StateKind.PARAMS)
         held = place.buffer.held.get(place.position)
         if held is not None:
             return held
         key, is_inside = place.key, self.sharded.forwards > 0 or is_in_backward()
-        is_inside = is_inside or any(unit.depth for unit in self.sharded.units)
+        is_inside = is_inside or self.sharded.schedule.is_running
         if key in self._values:
             return self._values[key]
         is_kept = is_inside or needs_grad
         is_alone = self.sharded.group.world_size == 1 or place.unit.copies is not None
         if not is_kept and not is_alone and not self._is_called_in_part():
             self._refuse_read(place, what)
-        if key not in self._in_flight:
-            self.num_gathers += 1
-            self._in_flight[key] = launch_whole(place, as_computed(place))
+        self._set_out(place)
         wait = self._in_flight.pop(key)
         value = wait() if is_inside else wait(timeout_s=_PATIENCE_S)
         if is_kept:
@@ -464,7 +437,7 @@ class OutsideUses:
         own = set(map(id, self.sharded.model.modules()))
         return any(id(module) in own for module in modules_being_called())
 
-    def _refuse_read(self, place: Place, what: str) -> NoReturn:
+    def _refuse_read(self, place: ParamRef, what: str) -> NoReturn:
         group = self.sharded.group
         raise AtRestError(
             f"{what}() would read parameter {place.name!r} while it rests sharded over "
@@ -481,7 +454,7 @@ class _Enter(torch.autograd.Function):
     """Whole values of a parameter enter a graph; their gradient leaves to the parameter."""
 
     @staticmethod
-    def forward(ctx: Any, param: Tensor, whole: Tensor, place: Place, version: int) -> Tensor:
+    def forward(ctx: Any, param: Tensor, whole: Tensor, place: ParamRef, version: int) -> Tensor:
         ctx.place, ctx.version = place, version
         return whole.detach()
 
@@ -537,7 +510,7 @@ class _EndOfBackward:
 
     def __del__(self) -> None:
         if not self.was_called and (sharded := self.sharded()) is not None:
-            sharded.reshard_after_failure()
+            sharded.schedule.abandon_backward()  # what is on its way is left to the next use
 
 
 @define(eq=False)
@@ -556,6 +529,7 @@ class ShardedModel:
     state_dict: StateDictKind  # what it does of what is sharded
     input_dtype: torch.dtype | None = None  # of what the model is called with; as it is when None
     output_dtype: torch.dtype | None = None  # of what the model returns; likewise
+    buffers: tuple[FlatBuffer, ...] = field(init=False)  # of all units
     exports_stand_ins: bool = field(default=False, init=False)  # full_state_dict is collecting
     outside: OutsideUses = field(init=False)  # parameters used outside their unit's forward
     forwards: int = field(default=0, init=False)  # of the model that are running
@@ -563,7 +537,6 @@ class ShardedModel:
     gathered: set[tuple[int, int, int]] = field(factory=set, init=False)  # places, by their keys
     unread: list[Handle[Tensor]] = field(factory=list, init=False)  # sent as an exception passed
     _tree: ModuleTree = field(init=False)
-    _rounded: list[FlatBuffer] = field(init=False)  # that rest whole, and are gathered by a codec
     removers: list[Callable[[], None]] = field(factory=list, init=False)  # of all our hooks
     before_write: list[Callable[[], None]] = field(factory=list, init=False)  # once, whoever writes
     parked: Parked | None = field(default=None, init=False)  # what is elsewhere between phases
@@ -571,16 +544,16 @@ class ShardedModel:
     left_to_step: Tensor | None = field(default=None, init=False)  # see NOTE(in_step)
     _published: list[tuple[int, int]] = field(factory=list, init=False)  # see `_has_written`
     _hidden: list[tuple[nn.Parameter, Tensor]] = field(factory=list, init=False)  # see `update`
-    _backward_is_open: bool = field(default=False, init=False)
+    # A backward is running, or ended in an exception that nobody has noticed yet.
+    is_backward_open: bool = field(default=False, init=False)
     _had_guards: bool = field(default=False, init=False)  # when this forward began
     _makes_graph: bool = field(default=False, init=False)  # create_graph=True
     _accumulates: bool = field(default=True, init=False)  # into parameters, unlike autograd.grad()
 
     def __attrs_post_init__(self) -> None:
+        self.buffers = tuple(buffer for unit in self.units for buffer in unit.buffers)
         self.outside = OutsideUses(self)
-        self._tree = ModuleTree.of(self.model)
-        buffers = [buffer for unit in self.units for buffer in unit.buffers]
-        self._rounded = [buffer for buffer in buffers if buffer.codec is not None]
+        self._tree = ModuleTree(self.model)
         record_places(self)
 
     @property
@@ -592,11 +565,6 @@ class ShardedModel:
     def whole(self) -> Group:
         """All ranks that train it."""
         return self.routes.whole
-
-    @property
-    def is_backward_open(self) -> bool:
-        """Whether a backward is running, or ended in an exception that nobody has noticed yet."""
-        return self._backward_is_open
 
     @property
     def gathers_state_dict(self) -> bool:
@@ -624,7 +592,7 @@ class ShardedModel:
             self.outside.forget()
             with plain_access():
                 self._had_guards = self.reducer.before_forward()
-            for buffer in self._rounded:
+            for buffer in self.buffers:
                 if buffer.is_unrounded:
                     buffer.round_whole()
             self.schedule.begin_forward()
@@ -641,14 +609,15 @@ class ShardedModel:
 
     def before_backward(self, call: Call) -> None:
         """Backward has reached an output of a unit."""
-        self.open_backward()
+        if not self.is_backward_open:
+            self.open_backward()
         if torch.is_grad_enabled() and self.placements.params is Placement.SHARDED:
             self.schedule.keep_whole(call.unit)
         with plain_access():
             self.reducer.before_backward(call.unit)
         self.schedule.before_backward(call)
 
-    def expect_from_outside(self, place: Place) -> None:
+    def expect_from_outside(self, place: ParamRef) -> None:
         """A gradient is on its way to a parameter, from a use outside its unit."""
         self.open_backward()
         with plain_access():
@@ -661,10 +630,10 @@ class ShardedModel:
         Args:
             has_arrived: A gradient has been computed already, which is wrong if this raises.
         """
-        if not self._backward_is_open:
-            self._backward_is_open = has_arrived
+        if not self.is_backward_open:
+            self.is_backward_open = has_arrived
             self.refuse_parked("a backward", StateKind.PARAMS, StateKind.GRADS)
-            self._backward_is_open = True
+            self.is_backward_open = True
             self._makes_graph = torch.is_grad_enabled()
             with plain_access():
                 for unit in self.units:
@@ -681,7 +650,7 @@ class ShardedModel:
 
     def backward_without_batch(self) -> None:
         """What a backward does between ranks, with no gradient of this one."""
-        if self._backward_is_open:
+        if self.is_backward_open:
             raise StateError(
                 "backward_without_batch() during a backward, or after one that an exception ended; "
                 "call optimizer.zero_grad() first"
@@ -697,8 +666,7 @@ class ShardedModel:
         """What the optimizer reads must be there, and nothing may still read what it writes."""
         self.refuse_incomplete_gradients("optimizer.step()")
         self.refuse_while_gathered("optimizer.step()")
-        is_running = any(unit.depth for unit in self.units)
-        if is_running and self.placements.params is Placement.SHARDED:
+        if self.schedule.is_running and self.placements.params is Placement.SHARDED:
             raise StateError(
                 "optimizer.step() was called while a forward is running, which would go on with "
                 f"parameters as they were (rank {self.whole.rank}); call it when that has ended, "
@@ -713,7 +681,8 @@ class ShardedModel:
         self._follow_writes()
         if has_closure:
             self._published = self._shard_versions()
-        self.reducer.lend(has_closure=has_closure)
+        for g in self.reducer.gradients:
+            g.lend(has_closure=has_closure)
 
     def around_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure's forward reads what the optimizer has written, and its writes come after."""
@@ -750,7 +719,8 @@ class ShardedModel:
         for param, grad in self._hidden:
             param.grad = grad
         self._hidden = []
-        self.reducer.take_back()
+        for g in self.reducer.gradients:
+            g.take_back()
         self.has_stepped = True
         self._publish()
         self.routes.log.turn()  # gathers that are launched from here on are the next step's
@@ -763,7 +733,7 @@ class ShardedModel:
             return
         self.refuse_while_gathered("finish_update()")
         self.refuse_parked("finish_update()", StateKind.PARAMS)
-        if any(unit.depth for unit in self.units):
+        if self.schedule.is_running:
             raise StateError(
                 "finish_update() was called while a forward is running; call it between steps"
             )
@@ -773,15 +743,14 @@ class ShardedModel:
         self._publish()
 
     def _follow_writes(self) -> None:
-        for unit in self.units:
-            for buffer in unit.buffers:
+        for buffer in self.buffers:
+            if buffer.whole is not None:
                 buffer.follow_writes()
 
     def _publish(self) -> None:
-        for unit in self.units:
-            for buffer in unit.buffers:
-                buffer.reclaim()
-                buffer.follow_update()
+        for buffer in self.buffers:
+            buffer.reclaim()
+            buffer.follow_update()
         self.end_write()
         if self.placements.optim is Placement.SHARDED:
             publish(self.units)
@@ -798,7 +767,7 @@ class ShardedModel:
         return self.reducer.is_true_anywhere(self._shard_versions() != self._published)
 
     def _shard_versions(self) -> list[tuple[int, int]]:
-        params = (p for unit in self.units for b in unit.buffers for p in b.shard_params)
+        params = (param for buffer in self.buffers for param in buffer.shard_params)
         return [(param.data_ptr(), param._version) for param in params]
 
     def begin_write(self) -> None:
@@ -827,7 +796,7 @@ class ShardedModel:
 
     def refuse_incomplete_gradients(self, what: str) -> None:
         """Raise StateError after a backward that an exception ended."""
-        if self._backward_is_open:
+        if self.is_backward_open:
             raise StateError(
                 f"{what} after a backward that an exception ended: its gradients are incomplete. "
                 "Call optimizer.zero_grad() and run forward and backward again."
@@ -868,7 +837,7 @@ class ShardedModel:
         """The outermost backward has ended."""
         with plain_access():
             self.reducer.collect_waiting()  # which may refuse: then the backward stays open
-            self._backward_is_open = False
+            self.is_backward_open = False
             if self._accumulates or self.reducer.has_collected:
                 self.reducer.end_backward()
             else:  # autograd.grad(): it gives this rank's gradients away; `param.grad` is as before
@@ -878,13 +847,9 @@ class ShardedModel:
             self.schedule.keeps_whole = False
         self.schedule.end_backward()
 
-    def reshard_after_failure(self) -> None:
-        """An exception ended the backward. Local; what is on its way is left to the next use."""
-        self.schedule.abandon_backward()
-
     def _give_up_open_backward(self, *, is_asked_for: bool = False) -> None:
-        if self._backward_is_open and not is_in_backward():
-            self._backward_is_open = False
+        if self.is_backward_open and not is_in_backward():
+            self.is_backward_open = False
             with plain_access():
                 self.reducer.abandon(is_asked_for=is_asked_for)
             self.schedule.reset()
@@ -905,7 +870,7 @@ class ShardedModel:
     def _check_params(self) -> None:
         if self.optimizer is None or self.placements.optim is Placement.REPLICATED:
             return
-        known = {id(p) for unit in self.units for b in unit.buffers for p in b.shard_params}
+        known = {id(param) for buffer in self.buffers for param in buffer.shard_params}
         for index, param_group in enumerate(self.optimizer.param_groups):
             for param in param_group["params"]:
                 if id(param) not in known:

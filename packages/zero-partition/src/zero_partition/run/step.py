@@ -52,19 +52,9 @@ def step_elsewhere(
                     buffer_of[target] = g.buffer
         # Only what is opened at a home needs to know; without one this is not looked for.
         written_only = set() if residence.home is None else set(updater.written_only())
-        opened = OpenShards(
-            buffer_of,
-            lambda buffer: all(
-                buffer.targets[piece.index] in grads and buffer.targets[piece.index] in written_only
-                for piece in buffer.pieces
-            ),
-        )
-        try:
+        with OpenShards(buffer_of, written_only & grads.keys()) as opening:
             factor = 1.0 if scale is None else 1.0 / float(scale)
-            updater.step(grads, factor=factor, opening=opened.open)
-        except BaseException:
-            opened.abandon()
-            raise
+            updater.step(grads, factor=factor, opening=opening)
     for param, _ in hidden:
         param.grad = None
     return hidden
@@ -77,35 +67,26 @@ def bring_in(residence: Residence, gradients: Sequence[BufferGradients]) -> None
     held_back = set(updater.held_back())
     if not held_back:
         return
-    opened = OpenShards(
-        {target: g.buffer for g in gradients for target in g.buffer.targets},
-        lambda buffer: all(buffer.targets[piece.index] in held_back for piece in buffer.pieces),
-    )
-    try:
-        updater.bring_in(opened.open)
-    except BaseException:
-        opened.abandon()
-        raise
+    buffer_of = {target: g.buffer for g in gradients for target in g.buffer.targets}
+    with OpenShards(buffer_of, held_back) as opening:
+        updater.bring_in(opening)
 
 
 def hand_over_state(
     optimizer: torch.optim.Optimizer, updater: AbstractUpdater, units: Sequence[Unit]
 ) -> None:
     """Move what `optimizer.state` has to the updater, and leave a view of that in its place."""
-    view = UpdatedState(updater, _targets_by_shard(units))
+    pairs = [
+        pair
+        for unit in units
+        for buffer in unit.buffers
+        for pair in zip(buffer.shard_params, buffer.targets, strict=False)
+    ]
+    view = UpdatedState(updater, dict(pairs))
     states = view.take({param: state for param, state in optimizer.state.items() if state})
     if states:
         updater.write(states, replaces=False)
     optimizer.state = view  # type: ignore[assignment]
-
-
-def _targets_by_shard(units: Sequence[Unit]) -> dict[nn.Parameter, nn.Parameter]:
-    return {
-        param: target
-        for unit in units
-        for buffer in unit.buffers
-        for param, target in zip(buffer.shard_params, buffer.targets, strict=False)
-    }
 
 
 def bring_back_state(optimizer: torch.optim.Optimizer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
-from operator import is_
+from itertools import chain
 from typing import Final
 
 import torch
@@ -18,7 +18,6 @@ from zero_comm import (
     Exposure,
     Group,
     Handle,
-    all_gather_flat,
 )
 
 from zero_partition.errors import StateError
@@ -147,31 +146,20 @@ class Unit:
         Nothing to launch where nobody has to be waited for: peers' shards, or copies, can be read.
         """
         is_alone = self.exposure is not None or self.copies is not None
-        if self.state is not ShardState.SHARDED or self.is_resident or is_alone:
-            return
-        self._take_slot(pool)
-        self._slot_version = self.version
-        self._handles = self._launch_gathers()
-        self._move_to(ShardState.GATHERING)
+        if self.state is ShardState.SHARDED and not is_alone and not self.is_resident:
+            self._take_slot(pool)
+            self._slot_version = self.version
+            self._handles = self._launch_gathers()
+            self._move_to(ShardState.GATHERING)
 
     def _launch_gathers(self) -> list[Handle[Tensor]]:
         if self.secondary is not None and self.secondary.version == self.version:
-            tags = [buffer.gather_tag for buffer in self.buffers]
-            return self.secondary.gather(self._full, tags=tags, version=self.version)
+            return self.secondary.gather(self._full)
         shards = self._fetch_shards()
         if self.errors is not None:
             self._note_errors(self.errors, shards)
         return [
-            all_gather_flat(
-                full,
-                splits=buffer.plan.layout.splits,
-                payload=buffer.plan.layout.payload_splits,
-                group=self.group,
-                shard=shard,
-                tag=buffer.gather_tag,
-                version=self.version,
-                codec=self.codec_of(buffer),
-            )
+            buffer.all_gather(full, shard=shard, codec=self.codec_of(buffer), version=self.version)
             for buffer, full, shard in zip(self.buffers, self._full, shards, strict=True)
         ]
 
@@ -201,12 +189,15 @@ class Unit:
         """Make the parameters whole; waits. Collective unless they are resident or exposed."""
         if self.state is ShardState.UNSHARDED:
             return
-        if self.copies is not None and not self.is_resident:
-            self._read_copies(self.copies, pool)
-        elif self.exposure is not None and not self.is_resident:
-            self._read_shards(self.exposure, pool)
-        self.start_unshard(pool)
-        self._wait()
+        if (self.copies is None and self.exposure is None) or self.is_resident:
+            self.start_unshard(pool)
+            if self._handles:
+                self._wait()
+        else:
+            self._take_slot(pool)
+            self._slot_version = -1  # what an exception leaves behind is nobody's value
+            self._read_whole()
+            self._slot_version = self.version
         for index, buffer in enumerate(self.buffers):
             held = tuple(buffer.held.values()) if self.is_held else ()  # install() orders them
             buffer.install(held or self._views[index])
@@ -216,7 +207,8 @@ class Unit:
         """Keep the shard only. Local. A gather in flight is waited for and its result ignored."""
         if self.placement is Placement.REPLICATED or self.state is ShardState.SHARDED:
             return
-        self._wait()
+        if self._handles:
+            self._wait()
         for buffer in self.buffers:
             buffer.install(buffer.stand_ins)
         self._move_to(ShardState.SHARDED)
@@ -249,35 +241,17 @@ class Unit:
     def check_untouched(self) -> None:
         """Raise StateError where a parameter no longer views our memory, or was written sharded."""
         with plain_access():
-            found = [module._parameters.get(attribute) for module, attribute, _, _ in self.owners]
-            may_be_written = self.placement is Placement.REPLICATED
-            if not all(map(is_, found, self._params)) or not all(
-                buffer.is_untouched(may_be_written=may_be_written) for buffer in self.buffers
+            for (module, attribute, index, position), param in zip(
+                self.owners, self._params, strict=True
             ):
-                self._check_each()
-
-    def _check_each(self) -> None:
-        is_whole = self.state is ShardState.UNSHARDED
-        is_sharded = self.placement is Placement.SHARDED
-        expected = [
-            self._views[index] if is_whole else buffer.stand_ins
-            for index, buffer in enumerate(self.buffers)
-        ]
-        for module, attribute, index, position in self.owners:
-            buffer = self.buffers[index]
-            plan, view = buffer.plan, expected[index][position]
-            is_held = bool(buffer.held) and position in buffer.held
-            if is_held:
-                view = buffer.held[position]
-            param = module._parameters.get(attribute)
-            if (
-                param is not buffer.params[position]
-                or param.data_ptr() != view.data_ptr()
-                or param.dtype is not plan.dtype
-                or (not plan.trainable and param.requires_grad)
-                or (is_sharded and not is_held and param._version != buffer.versions[position])
-            ):
-                raise StateError(self._describe_change(param, buffer, position))
+                found = module._parameters.get(attribute)
+                if found is not param:
+                    raise StateError(self._describe_change(found, self.buffers[index], position))
+            for buffer in self.buffers:
+                touched = buffer.find_touched()
+                if touched is not None:
+                    param = buffer.params[touched]
+                    raise StateError(self._describe_change(param, buffer, touched))
 
     def _describe_change(
         self, param: nn.Parameter | None, buffer: FlatBuffer, position: int
@@ -316,7 +290,7 @@ class Unit:
     def _take_slot(self, pool: SlotPool[Unit]) -> None:
         if self.slot is None:
             alone = self.plan.is_outer  # in use while units inside it come and go
-            self.slot = pool.take(self, self.plan.num_bytes, alone=alone)
+            self.slot = pool.take(self.plan.num_bytes, alone=alone)
         previous = self.slot.owner
         if previous is self:
             return
@@ -343,7 +317,7 @@ class Unit:
         pending = []
         for buffer, full in zip(self.buffers, self._full, strict=True):
             if isinstance(buffer.resting, AtHome):
-                own = full[buffer.plan.layout.shard(self.group.rank).as_slice()]
+                own = buffer.own_of(full)
                 pending.append(buffer.resting.home.read(buffer.index, own))
         for read in pending:
             read.wait()
@@ -354,7 +328,7 @@ class Unit:
         for buffer, full, shard in zip(self.buffers, self._full, shards, strict=True):
             codec = self.codec_of(buffer)
             if codec is not None and not isinstance(buffer.resting, Encoded):  # lost long ago
-                own = full[buffer.plan.layout.shard(self.group.rank).as_slice()]
+                own = buffer.own_of(full)
                 errors.params.note(self.name, codec, [own if shard is None else shard])
 
     def keep_copies(self, copies: AbstractShardHome, full: Sequence[Tensor] | None = None) -> None:
@@ -363,25 +337,21 @@ class Unit:
             copies.open(buffer.index, reads=False).copy_(whole)
             copies.close(buffer.index)
 
-    def _read_copies(self, copies: AbstractShardHome, pool: SlotPool[Unit]) -> None:
-        self._take_slot(pool)
-        self._slot_version = -1  # what an exception leaves behind is nobody's value
-        reads = [
-            copies.read(buffer.index, full)
-            for buffer, full in zip(self.buffers, self._full, strict=True)
-        ]
-        for read in reads:
-            read.wait()
-        self._slot_version = self.version
-
-    def _read_shards(self, exposure: Exposure, pool: SlotPool[Unit]) -> None:
-        self._take_slot(pool)
-        self._slot_version = -1  # what an exception leaves behind is nobody's value
+    def _read_whole(self) -> None:
+        """Fill the slot without the ranks that own the values."""
+        if self.copies is not None:
+            pairs = zip(self.buffers, self._full, strict=True)
+            reads = [self.copies.read(buffer.index, full) for buffer, full in pairs]
+            for read in reads:
+                read.wait()
+            return
+        assert self.exposure is not None, "asked before"
         for buffer, full in zip(self.buffers, self._full, strict=True):
-            layout = buffer.plan.layout
+            layout, shard = buffer.plan.layout, buffer.resting.memory
+            assert shard is not None, "it could not be read else"
             try:
-                exposure.gather(
-                    buffer.shard,
+                self.exposure.gather(
+                    shard,
                     full,
                     splits=layout.splits,
                     payload=layout.payload_splits,
@@ -389,7 +359,6 @@ class Unit:
                 )
             except CommError as error:
                 raise CommError(f"gathering unit {self.name!r}: {error}") from error
-        self._slot_version = self.version
 
     def _wait(self) -> None:
         handles, self._handles = self._handles, []
@@ -417,16 +386,18 @@ def publish(units: Sequence[Unit]) -> None:
 
     What travels as it is takes no memory on its way, and all of it is launched at once.
     """
+    units = [unit for unit in units if unit.placement is Placement.REPLICATED]
     is_encoded = any(buffer.codec is not None for unit in units for buffer in unit.buffers)
     limit = ENCODED_IN_FLIGHT if is_encoded else len(units)
     in_flight: deque[list[Handle[Tensor]]] = deque()
     for unit in units:
         if len(in_flight) == limit:
-            _wait(in_flight.popleft())
+            for handle in in_flight.popleft():
+                handle.wait()
         if handles := list(_launch(unit)):
             in_flight.append(handles)
-    for handles in in_flight:
-        _wait(handles)
+    for handle in chain.from_iterable(in_flight):
+        handle.wait()
 
 
 def _launch(unit: Unit) -> Iterator[Handle[Tensor]]:
@@ -436,16 +407,4 @@ def _launch(unit: Unit) -> Iterator[Handle[Tensor]]:
         if unit.errors is not None and buffer.codec is not None:
             unit.errors.params.note(unit.name, buffer.codec, [buffer.shard])
         buffer.is_unrounded = False
-        yield all_gather_flat(
-            buffer.whole,
-            splits=buffer.plan.layout.splits,
-            payload=buffer.plan.layout.payload_splits,
-            group=unit.group,
-            tag=buffer.gather_tag,
-            codec=buffer.codec,
-        )
-
-
-def _wait(handles: Sequence[Handle[Tensor]]) -> None:
-    for handle in handles:
-        handle.wait()
+        yield buffer.all_gather(buffer.whole, codec=buffer.codec)

@@ -26,7 +26,7 @@ from zero_partition.plan.layout import Span
 from zero_partition.plan.stages import Placement
 from zero_partition.run.gradients import BufferGradients
 from zero_partition.run.sharded_model import (
-    Place,
+    ParamRef,
     find_place,
     launch_whole,
     part_of,
@@ -151,14 +151,14 @@ class Watch:
     _versions: dict[tuple[int, int, int], int] = field(factory=dict, init=False)
     _sums: dict[tuple[int, int, int], int] = field(factory=dict, init=False)
 
-    def start(self, places: Iterable[Place]) -> None:
+    def start(self, places: Iterable[ParamRef]) -> None:
         """From here on writes count."""
         for place in places:
             self._versions[place.key] = _version_of(place)
             if self.compares_bytes:
                 self._sums[place.key] = sum_of(data_of(place))
 
-    def judge(self, place: Place, *, may_edit: bool) -> Verdict:
+    def judge(self, place: ParamRef, *, may_edit: bool) -> Verdict:
         """What has become of a parameter."""
         data, value = data_of(place), home_of(place)
         if data.shape != value.shape or data.dtype != value.dtype or data.device != value.device:
@@ -203,7 +203,7 @@ def raise_on(
         )
 
 
-def home_of(place: Place) -> Tensor:
+def home_of(place: ParamRef) -> Tensor:
     """The memory in which a parameter that is gathered, or rests whole, belongs."""
     buffer = place.buffer
     if place.position in buffer.held:
@@ -212,13 +212,13 @@ def home_of(place: Place) -> Tensor:
     return buffer.views_of(buffer.whole)[place.position]
 
 
-def data_of(place: Place) -> Tensor:
+def data_of(place: ParamRef) -> Tensor:
     """The memory that a parameter views now, whatever was done to it."""
     with plain_access():
         return place.buffer.params[place.position].data
 
 
-def _version_of(place: Place) -> int:
+def _version_of(place: ParamRef) -> int:
     with plain_access():
         return place.buffer.params[place.position]._version
 
@@ -235,12 +235,12 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 # ---- What users give to be written, checked ----
 
 
-def for_rank(place: Place, value: Any, to_rank: int | None) -> Any:
+def for_rank(place: ParamRef, value: Any, to_rank: int | None) -> Any:
     """The value on the rank that wants it, on all when None; None elsewhere."""
     return value if to_rank in (None, place.whole.rank) else None
 
 
-def check_rank(place: Place, from_rank: int | None, what: str) -> None:
+def check_rank(place: ParamRef, from_rank: int | None, what: str) -> None:
     """Raise StateError unless it is a rank of the group, or None."""
     group = place.whole
     if from_rank is not None and not 0 <= from_rank < group.world_size:
@@ -251,7 +251,7 @@ def check_rank(place: Place, from_rank: int | None, what: str) -> None:
 
 
 def given_value(
-    place: Place,
+    place: ParamRef,
     value: Any,
     expected: tuple[torch.Size, torch.dtype],
     from_rank: int | None,
@@ -287,7 +287,7 @@ def given_value(
     return whole
 
 
-def copy_given(place: Place, part: Tensor, value: Any, what: str) -> None:
+def copy_given(place: ParamRef, part: Tensor, value: Any, what: str) -> None:
     """Write what was given as this rank's part into that part. Local."""
     if not isinstance(value, Tensor) or value.numel() != part.numel():
         got = f"{value.numel()} elements" if isinstance(value, Tensor) else repr(value)
@@ -412,12 +412,12 @@ def update_full_grads(
         finish(*pair)
 
 
-def _gradients_of(place: Place) -> BufferGradients | None:
+def _gradients_of(place: ParamRef) -> BufferGradients | None:
     gradients = place.sharded.reducer.gradients
     return next((g for g in gradients if g.buffer is place.buffer), None)
 
 
-def _check_grads(place: Place, what: str) -> None:
+def _check_grads(place: ParamRef, what: str) -> None:
     """Reduce what no_sync left; raise where there can be no gradients."""
     sharded, reducer = place.sharded, place.sharded.reducer
     sharded.refuse_parked(what, StateKind.GRADS)
@@ -438,14 +438,14 @@ def _check_grads(place: Place, what: str) -> None:
         )
 
 
-def _launch_grad(place: Place, what: str) -> Callable[..., Tensor] | None:
+def _launch_grad(place: ParamRef, what: str) -> Callable[..., Tensor] | None:
     _check_grads(place, what)
     g, position, reducer = _gradients_of(place), place.position, place.sharded.reducer
     if g is None:
         return None
     with plain_access():
         if not reducer.sync:
-            return g.views[position].clone if g.filled[position] else None
+            return g.views[position].clone if position in g.filled else None
         grad = g.targets[position].grad
         if grad is None:
             return None
@@ -455,7 +455,7 @@ def _launch_grad(place: Place, what: str) -> Callable[..., Tensor] | None:
         return launch_whole(place, part.to(place.group.device))
 
 
-def _local_grad(place: Place, what: str) -> Tensor | None:
+def _local_grad(place: ParamRef, what: str) -> Tensor | None:
     reducer, g = place.sharded.reducer, _gradients_of(place)
     if any(other.has_local for other in reducer.gradients):
         raise StateError(
@@ -591,7 +591,7 @@ def set_local_param(param: nn.Parameter, value: Tensor) -> None:
     place.sharded.end_write(place.unit)
 
 
-def _check_free(place: Place, what: str) -> None:
+def _check_free(place: ParamRef, what: str) -> None:
     rank = place.whole.rank
     if place.sharded.schedule.is_in_use(place.unit):
         raise StateError(
@@ -605,7 +605,7 @@ def _check_free(place: Place, what: str) -> None:
         )
 
 
-def _part_or_whole(place: Place) -> Tensor:
+def _part_or_whole(place: ParamRef) -> Tensor:
     if place.sharded.placements.optim is Placement.SHARDED:
         return part_of(place, place.buffer.trained)
     assert place.buffer.whole is not None, "replicated parameters have a whole buffer"
@@ -717,14 +717,14 @@ def _copy_of(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _keep(place: Place, state: dict[str, Any], key: str, value: Any) -> None:
+def _keep(place: ParamRef, state: dict[str, Any], key: str, value: Any) -> None:
     """Make it the entry: in the optimizer's own dict, or where the state rests elsewhere."""
     state[key] = value
     if place.sharded.residence.updater is not None and place.sharded.optimizer is not None:
         place.sharded.optimizer.state[place.buffer.shard_params[place.position]] = {key: value}
 
 
-def _state_of(place: Place, what: str) -> dict[str, Any]:
+def _state_of(place: ParamRef, what: str) -> dict[str, Any]:
     """This rank's state of the parameter, empty where it has none. Local."""
     place.sharded.refuse_parked(what, StateKind.OPTIM)
     optimizer = place.sharded.optimizer
@@ -737,7 +737,7 @@ def _state_of(place: Place, what: str) -> dict[str, Any]:
     return optimizer.state.get(targets[place.position], {})
 
 
-def _own_state(place: Place, key: str, what: str) -> dict[str, Any]:
+def _own_state(place: ParamRef, key: str, what: str) -> dict[str, Any]:
     state = _state_of(place, what)
     is_sharded = place.sharded.placements.optim is Placement.SHARDED
     if not state and is_sharded and place.piece is None:
@@ -750,7 +750,7 @@ def _own_state(place: Place, key: str, what: str) -> dict[str, Any]:
     return state
 
 
-def _agree(place: Place, key: str, what: str) -> tuple[dict[str, Any], Entry]:
+def _agree(place: ParamRef, key: str, what: str) -> tuple[dict[str, Any], Entry]:
     """This rank's state of the parameter, and how the entry lies over all ranks. Collective."""
     state, group = _state_of(place, what), place.group
     if place.sharded.placements.optim is Placement.REPLICATED:
@@ -775,7 +775,7 @@ def _on_every_rank(value: Any, world_size: int) -> Entry:
     return TensorEntry(value.shape, value.dtype, said.is_on_host, spans)
 
 
-def _check_known(place: Place, key: str, known: Mapping[str, Any], what: str) -> None:
+def _check_known(place: ParamRef, key: str, known: Mapping[str, Any], what: str) -> None:
     rank = place.whole.rank
     if not known:
         raise StateError(

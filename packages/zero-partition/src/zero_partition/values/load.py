@@ -32,7 +32,7 @@ from zero_partition.optimizer.needs import entries_after_step
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.layout import Span
 from zero_partition.plan.stages import Placement
-from zero_partition.run.sharded_model import Place, ShardedModel, find_place
+from zero_partition.run.sharded_model import ParamRef, ShardedModel, find_place
 
 from .parts import own_masters_of
 
@@ -264,7 +264,7 @@ class Target:
     names: tuple[str, ...]  # all it has in `state_dict`
     tensor: Tensor
     parts: list[tuple[Span, Tensor]] = field(factory=list)  # elements, and 1-D memory for them
-    place: Place | None = None  # in a model that is sharded: then it has no parts
+    place: ParamRef | None = None  # in a model that is sharded: then it has no parts
 
     @property
     def is_meta(self) -> bool:
