@@ -16,7 +16,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 from zero_offload import AbstractStore, StoreError
-from zero_partition.seams import AbstractGradientHome, AbstractShardHome, ShardSize
+from zero_partition.seams import GradientHome, ShardSize, TensorHome
 
 
 def poison(memory: Tensor) -> None:
@@ -54,7 +54,7 @@ class _Read:
 
 @final
 @define(eq=False)
-class PoisonedHome(AbstractShardHome):
+class PoisonedHome(TensorHome):
     """Shards in memory that is only seen through reads that were waited for."""
 
     kept: dict[int, Tensor] = field(factory=dict)
@@ -66,12 +66,12 @@ class PoisonedHome(AbstractShardHome):
     _closed: list[Tensor] = field(factory=list)  # memory that is nobody's
 
     def allocate(self, sizes: Mapping[int, ShardSize]) -> None:
-        """See `AbstractShardHome.allocate`."""
+        """See `TensorHome.allocate`."""
         assert not self._sizes, "room is taken once"
         self._sizes = dict(sizes)
 
     def read(self, index: int, into: Tensor) -> _Read:
-        """See `AbstractShardHome.read`."""
+        """See `TensorHome.read`."""
         size = self._sizes[index]
         assert index not in self.opened, f"shard {index} is read while it is open"
         assert index in self.kept, f"shard {index} is read, and was never written"
@@ -83,12 +83,12 @@ class PoisonedHome(AbstractShardHome):
         return self.reads[index][-1]
 
     def expect(self, indices: Sequence[int]) -> None:
-        """See `AbstractShardHome.expect`."""
+        """See `TensorHome.expect`."""
         assert not set(indices) - self.kept.keys(), "what is expected was never written"
         self.expected.append(tuple(indices))
 
     def open(self, index: int, *, reads: bool) -> Tensor:
-        """See `AbstractShardHome.open`."""
+        """See `TensorHome.open`."""
         assert index not in self.opened, f"shard {index} is opened twice"
         assert not self.reads[index], f"shard {index} is opened while it is read"
         size = self._sizes[index]
@@ -101,7 +101,7 @@ class PoisonedHome(AbstractShardHome):
         return self.opened[index]
 
     def close(self, index: int) -> None:
-        """See `AbstractShardHome.close`."""
+        """See `TensorHome.close`."""
         memory = self.opened.pop(index)
         assert not memory.isnan().any(), "padding shows what the memory held before"
         self.kept[index] = memory.clone()
@@ -109,27 +109,27 @@ class PoisonedHome(AbstractShardHome):
         self._closed.append(memory)
 
     def settle(self) -> None:
-        """See `AbstractShardHome.settle`."""
+        """See `TensorHome.settle`."""
         assert not self.opened, f"shards {list(self.opened)} are open still"
         assert all(map(is_poison, self._closed)), "a shard was written to after it was closed"
         self._closed.clear()
 
     @property
     def host_bytes(self) -> int:
-        """See `AbstractShardHome.host_bytes`."""
+        """See `TensorHome.host_bytes`."""
         return sum(size.num_bytes for size in self._sizes.values())
 
     @property
     def disk_bytes(self) -> int:
-        """See `AbstractShardHome.disk_bytes`."""
+        """See `TensorHome.disk_bytes`."""
         return 0
 
     def another(self) -> PoisonedHome:
-        """See `AbstractShardHome.another`."""
+        """See `TensorHome.another`."""
         return PoisonedHome()
 
     def end(self) -> None:
-        """See `AbstractShardHome.end`."""
+        """See `TensorHome.end`."""
         self.settle()
         assert not any(self.reads.values()), "a read was never waited for"
         self.kept, self._sizes, self.is_ended = {}, {}, True
@@ -225,17 +225,17 @@ class PoisonedStore(AbstractStore):
 
 @final
 @define(eq=False)
-class PoisonedGradients(AbstractGradientHome):
+class PoisonedGradients(GradientHome):
     """Memory in which a gradient is NaN until somebody has settled; what was lent is NaN then."""
 
     _deliveries: list[tuple[Tensor, Tensor, bool]] = field(factory=list)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See `AbstractGradientHome.allocate`."""
+        """See `GradientHome.allocate`."""
         return torch.zeros(numel, dtype=dtype)
 
     def deliver(self, received: Tensor, into: Tensor, *, adds: bool) -> None:
-        """See `AbstractGradientHome.deliver`."""
+        """See `GradientHome.deliver`."""
         on_their_way = [memory.data_ptr() for _, memory, _ in self._deliveries]
         if not adds and into.numel():
             assert into.data_ptr() not in on_their_way, "what came before was never settled"
@@ -243,7 +243,7 @@ class PoisonedGradients(AbstractGradientHome):
         self._deliveries.append((received, into, adds))
 
     def settle(self) -> None:
-        """See `AbstractGradientHome.settle`."""
+        """See `GradientHome.settle`."""
         for received, into, adds in self._deliveries:
             assert adds or is_poison(into), "a gradient was written to while it was on its way"
             into.add_(received) if adds else into.copy_(received)

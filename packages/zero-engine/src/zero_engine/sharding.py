@@ -91,7 +91,7 @@ def shard(
             cut=config.cut,
             state_dict=config.state_dict,
             home=elsewhere.home,
-            updater=elsewhere.updater,
+            offload=elsewhere.offload,
             gradient_home=elsewhere.gradient_home,
             wire=config.wire,
             timeout_s=config.timeout_s,

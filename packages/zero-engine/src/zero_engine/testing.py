@@ -21,7 +21,7 @@ import attrs
 import torch
 from torch import nn
 from zero_offload import AbstractStore
-from zero_partition.seams import AbstractGradientHome, AbstractShardHome, RestPlan
+from zero_partition.seams import GradientHome, RestPlan, TensorHome
 
 from zero_engine import sharding as _shard
 from zero_engine.checkpoint.background import Copying
@@ -31,8 +31,8 @@ from zero_engine.checkpoint.save import SaveReport, save_with
 from zero_engine.planning import plan as _plan
 from zero_engine.residence import choose as _residence
 from zero_engine.residence.choose import Elsewhere
+from zero_engine.residence.offload import OffloadedUpdater
 from zero_engine.residence.shards import Disk
-from zero_engine.residence.updater import OffloadedUpdater
 
 from .offload import Offload
 
@@ -129,9 +129,9 @@ def host_apart() -> Iterator[None]:
 @contextmanager
 def resting(
     *,
-    home: Callable[[], AbstractShardHome],
+    home: Callable[[], TensorHome],
     store: Callable[[], AbstractStore],
-    gradient_home: Callable[[], AbstractGradientHome],
+    gradient_home: Callable[[], GradientHome],
 ) -> Iterator[None]:
     """`shard` keeps what an `Offload` names at these instead. Local.
 
@@ -155,8 +155,8 @@ def resting(
             return Elsewhere(home=shards)
         disk = Instead(offload) if offload.optimizer == "disk" else None
         gradients: Any = gradient_home() if offload.fraction == 1 else None
-        updater = OffloadedUpdater(offload, disk, lambda: 0)
-        return Elsewhere(home=shards, updater=updater, gradient_home=gradients)
+        stepped = OffloadedUpdater(offload, disk, lambda: 0)
+        return Elsewhere(home=shards, offload=stepped, gradient_home=gradients)
 
     with mock.patch.object(_shard, "Elsewhere", SimpleNamespace(of=of)):
         yield

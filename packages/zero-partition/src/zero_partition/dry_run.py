@@ -249,7 +249,7 @@ def plan_memory(
     plan: ModelPlan,
     rank: int,
     *,
-    updater: UpdaterReport | None = None,
+    offload: UpdaterReport | None = None,
     home_host_bytes: int = 0,
     home_disk_bytes: int = 0,
 ) -> PlannedMemory:
@@ -260,16 +260,16 @@ def plan_memory(
     Args:
         plan: Of the model.
         rank: Whose, of all that train it.
-        updater: What keeps the optimizer's state elsewhere, if something does.
+        offload: What keeps the optimizer's state elsewhere, if something does.
         home_host_bytes: Of shards of parameters that rest on the host, where these rest elsewhere.
         home_disk_bytes: Likewise on disk.
     """
     mine = plan.routes.shard_rank(rank)
-    counts = _Counts(plan, mine, has_updater=updater is not None)
+    counts = _Counts(plan, mine, has_updater=offload is not None)
     for index, unit in enumerate(plan.units):
         for buffer in unit.buffers:
             counts.add(index, buffer)
-    held = _NOTHING if updater is None else updater
+    held = _NOTHING if offload is None else offload
     slots, conflicts = plan_slots(plan)
     num_ranks = plan.routes.whole
     at_rest = MemoryReport(

@@ -6,13 +6,13 @@ Building blocks for zero-engine and for packages like it. They may change betwee
 from zero_partition.enter.hooks import find_sharded
 from zero_partition.enter.load_weights import LoadReport, load_ranges
 from zero_partition.memory.seams import (
-    AbstractGradientHome,
     AbstractRangeReader,
-    AbstractShardHome,
-    AbstractUpdater,
+    GradientHome,
     Opening,
+    OptimizerOffload,
     Pending,
     ShardSize,
+    TensorHome,
     UpdaterReport,
 )
 from zero_partition.memory.store import RestPlan
@@ -28,15 +28,14 @@ from zero_partition.values.load import StateLoad, StateSource, param_groups_of, 
 from zero_partition.values.parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
 
 __all__ = [
-    "AbstractGradientHome",
     "AbstractKeeper",
     "AbstractRangeReader",
-    "AbstractShardHome",
-    "AbstractUpdater",
     "CodecErrors",
+    "GradientHome",
     "GradientReport",
     "LoadReport",
     "Opening",
+    "OptimizerOffload",
     "ParameterStatus",
     "Part",
     "PartBatch",
@@ -48,6 +47,7 @@ __all__ = [
     "StateLoad",
     "StateParts",
     "StateSource",
+    "TensorHome",
     "UpdaterReport",
     "WholeTensor",
     "find_sharded",

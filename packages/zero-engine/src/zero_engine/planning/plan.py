@@ -31,8 +31,8 @@ from zero_engine.errors import ConfigError
 from zero_engine.offload import Offload
 from zero_engine.residence.choose import rests_of
 from zero_engine.residence.delayed import held_back_bytes
+from zero_engine.residence.offload import shares_of
 from zero_engine.residence.shards import FREE_SHARDS, WRITES_BEHIND, first_that_fit
-from zero_engine.residence.updater import shares_of
 
 from .sources import OptimizerMaker, model_of, optimizer_of
 
@@ -41,7 +41,7 @@ from .sources import OptimizerMaker, model_of, optimizer_of
 class ElsewherePlan:
     """What one rank keeps outside the device, by who keeps it."""
 
-    updater: UpdaterReport | None = None  # state and masters, if something keeps them
+    offload: UpdaterReport | None = None  # state and masters, if something keeps them
     home_host_bytes: int = 0  # shards of parameters
     home_disk_bytes: int = 0
     passing_bytes: int = 0  # at most, of host memory through which shards come from and go to disk
@@ -71,7 +71,7 @@ def plan_elsewhere(
     on_host = room.sizes if numel is None else first_that_fit(room.sizes, numel)
     on_disk = [size for index, size in room.sizes.items() if index not in on_host]
     return ElsewherePlan(
-        updater=_plan_updater(planned, room, offload, optimizer),
+        offload=_plan_updater(planned, room, offload, optimizer),
         home_host_bytes=sum(size.num_bytes for size in on_host.values()),
         home_disk_bytes=sum(size.num_bytes for size in on_disk),
         passing_bytes=_passing_bytes([size.num_bytes for size in on_disk], planned, offload),
@@ -290,7 +290,7 @@ def plan(
         memory=plan_memory(
             planned,
             rank,
-            updater=elsewhere.updater,
+            offload=elsewhere.offload,
             home_host_bytes=elsewhere.home_host_bytes,
             home_disk_bytes=elsewhere.home_disk_bytes,
         ),

@@ -9,13 +9,13 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 from zero_offload import HostArena
-from zero_partition.seams import AbstractGradientHome, RestPlan
+from zero_partition.seams import GradientHome, RestPlan
 
 from zero_engine.offload import Offload
 
 from .delayed import DelayedUpdater, HeldBack
+from .offload import OffloadedUpdater
 from .shards import Disk, DiskHome, HostHome
-from .updater import OffloadedUpdater
 
 _STAGED: Final = 2  # gradients to be added that are on their way at a time
 
@@ -32,7 +32,7 @@ class _Delivery:
 
 @final
 @define(eq=False)
-class HostGradients(AbstractGradientHome):
+class HostGradients(GradientHome):
     """In page-locked memory, copied on a stream of its own.
 
     Args:
@@ -45,11 +45,11 @@ class HostGradients(AbstractGradientHome):
     _stream: Any = field(default=None, init=False)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See `AbstractGradientHome.allocate`."""
+        """See `GradientHome.allocate`."""
         return self.arena.allocate(numel, dtype=dtype, name="gradients")
 
     def deliver(self, received: Tensor, into: Tensor, *, adds: bool) -> None:
-        """See `AbstractGradientHome.deliver`."""
+        """See `GradientHome.deliver`."""
         if received.is_cpu:
             into.add_(received) if adds else into.copy_(received)
             return
@@ -60,7 +60,7 @@ class HostGradients(AbstractGradientHome):
         self._under_way.append(_Delivery(event, received, copy, into if adds else None))
 
     def settle(self) -> None:
-        """See `AbstractGradientHome.settle`."""
+        """See `GradientHome.settle`."""
         while self._under_way:
             self._land()
 
@@ -96,7 +96,7 @@ class Elsewhere:
     """Who keeps what outside the device, for `zero_partition.partition`. None: nobody does."""
 
     home: HostHome | DiskHome | None = None
-    updater: OffloadedUpdater | DelayedUpdater | None = None
+    offload: OffloadedUpdater | DelayedUpdater | None = None
     gradient_home: HostGradients | None = None
 
     @classmethod
@@ -126,18 +126,18 @@ class Elsewhere:
             disk if offload.optimizer == "disk" else None,
             lambda: room.host_bytes + (0 if home is None else home.host_bytes),
         )
-        updater = DelayedUpdater(inner, room) if where.is_delayed else inner
+        offload = DelayedUpdater(inner, room) if where.is_delayed else inner
         if not where.grads:
-            return cls(home=home, updater=updater)
+            return cls(home=home, offload=offload)
         gradients = HostGradients(HostArena("gradients", is_pinned=offload.pin))
-        return cls(home=home, updater=updater, gradient_home=gradients)
+        return cls(home=home, offload=offload, gradient_home=gradients)
 
     def end(self) -> None:
         """Release what was taken."""
         if self.home is not None:
             self.home.end()
-        if self.updater is not None:
-            self.updater.end()
+        if self.offload is not None:
+            self.offload.end()
 
 
 def rests_of(offload: Offload | None, device: torch.device) -> RestPlan:

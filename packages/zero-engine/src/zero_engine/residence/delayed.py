@@ -14,9 +14,9 @@ from attrs import define, field
 from torch import Tensor, nn
 from zero_offload import HostArena, TornStepError
 from zero_partition import MASTER
-from zero_partition.seams import AbstractUpdater, Opening, UpdaterReport
+from zero_partition.seams import Opening, OptimizerOffload, UpdaterReport
 
-from .updater import OffloadedUpdater
+from .offload import OffloadedUpdater
 
 
 @final
@@ -131,7 +131,7 @@ Groups = list[dict[str, Any]]
 
 @final
 @define(eq=False)
-class DelayedUpdater(AbstractUpdater):
+class DelayedUpdater(OptimizerOffload):
     """Begins each step and returns; `bring_in` gives targets the values when it has ended.
 
     An error of the step is raised by whatever needs its outcome next. If nothing was stepped, the
@@ -156,7 +156,7 @@ class DelayedUpdater(AbstractUpdater):
 
     @property
     def is_delayed(self) -> bool:
-        """See `AbstractUpdater.is_delayed`."""
+        """See `OptimizerOffload.is_delayed`."""
         return True
 
     def plan(
@@ -166,7 +166,7 @@ class DelayedUpdater(AbstractUpdater):
         *,
         masters: Mapping[torch.dtype, torch.dtype],
     ) -> None:
-        """See `AbstractUpdater.plan`."""
+        """See `OptimizerOffload.plan`."""
         self.room.take(targets)
         stepped = {self.room.stepped[target]: at for target, at in targets.items()}
         self.inner.plan(stepped, optimizer, masters=masters)
@@ -176,7 +176,7 @@ class DelayedUpdater(AbstractUpdater):
     def step(
         self, grads: Mapping[nn.Parameter, Tensor], *, factor: float, opening: Opening
     ) -> None:
-        """See `AbstractUpdater.step`. Gradients are the caller's again when it returns."""
+        """See `OptimizerOffload.step`. Gradients are the caller's again when it returns."""
         assert not self.held_back(), "bring_in() comes first"
         taken = self.room.take_gradients(grads)
         self._behind = set(grads)
@@ -184,12 +184,12 @@ class DelayedUpdater(AbstractUpdater):
         self._begin()
 
     def held_back(self) -> Collection[nn.Parameter]:
-        """See `AbstractUpdater.held_back`."""
+        """See `OptimizerOffload.held_back`."""
         self._finish()
         return [target for target in self.room.stepped if target in self._behind]
 
     def bring_in(self, opening: Opening) -> None:
-        """See `AbstractUpdater.bring_in`."""
+        """See `OptimizerOffload.bring_in`."""
         for target in self.held_back():
             opening([target])
             target.detach().copy_(self.room.stepped[target].detach())
@@ -197,7 +197,7 @@ class DelayedUpdater(AbstractUpdater):
         self._behind = set()
 
     def begin_backward(self) -> None:
-        """See `AbstractUpdater.begin_backward`, and NOTE(one at a time)."""
+        """See `OptimizerOffload.begin_backward`, and NOTE(one at a time)."""
 
     def _begin(self) -> None:
         assert self._job is not None, "step() says what to do"
@@ -239,37 +239,37 @@ class DelayedUpdater(AbstractUpdater):
     # ---- State ----
 
     def started(self) -> Collection[nn.Parameter]:
-        """See `AbstractUpdater.started`. After an update that failed: what there is."""
+        """See `OptimizerOffload.started`. After an update that failed: what there is."""
         self._wait()
         started = set(self.inner.started())
         return [target for target, stepped in self.room.stepped.items() if stepped in started]
 
     def written_only(self) -> Collection[nn.Parameter]:
-        """See `AbstractUpdater.written_only`: all are, when values are brought in."""
+        """See `OptimizerOffload.written_only`: all are, when values are brought in."""
         return list(self.room.stepped)
 
     def hides_master(self, target: nn.Parameter) -> bool:
-        """See `AbstractUpdater.hides_master`."""
+        """See `OptimizerOffload.hides_master`."""
         return self.inner.hides_master(self.room.stepped[target])
 
     def read(
         self, targets: Iterable[nn.Parameter], names: Collection[str] | None = None
     ) -> dict[nn.Parameter, dict[str, Any]]:
-        """See `AbstractUpdater.read`."""
+        """See `OptimizerOffload.read`."""
         self._finish()
         wanted = {target: self.room.stepped[target] for target in targets}
         found = self.inner.read(wanted.values(), names)
         return {target: found[stepped] for target, stepped in wanted.items()}
 
     def describe(self, targets: Iterable[nn.Parameter]) -> dict[nn.Parameter, dict[str, Any]]:
-        """See `AbstractUpdater.describe`."""
+        """See `OptimizerOffload.describe`."""
         self._finish()
         wanted = {target: self.room.stepped[target] for target in targets}
         found = self.inner.describe(wanted.values())
         return {target: found[stepped] for target, stepped in wanted.items() if stepped in found}
 
     def write(self, states: Mapping[nn.Parameter, Mapping[str, Any]], *, replaces: bool) -> None:
-        """See `AbstractUpdater.write`. Whoever writes a master has its target hold that too."""
+        """See `OptimizerOffload.write`. Whoever writes a master has its target hold that too."""
         if replaces:
             self._give_up()
         self._finish()
@@ -281,11 +281,11 @@ class DelayedUpdater(AbstractUpdater):
                 value.copy_(state[MASTER].detach().view(value.shape))
 
     def let_go(self) -> None:
-        """See `AbstractUpdater.let_go`: what is stepped lies in memory of our own."""
+        """See `OptimizerOffload.let_go`: what is stepped lies in memory of our own."""
 
     @property
     def report(self) -> UpdaterReport:
-        """See `AbstractUpdater.report`."""
+        """See `OptimizerOffload.report`."""
         inner = self.inner.report
         return UpdaterReport(
             device_bytes=inner.device_bytes + self.room.device_bytes,
@@ -294,7 +294,7 @@ class DelayedUpdater(AbstractUpdater):
         )
 
     def end(self) -> None:
-        """See `AbstractUpdater.end`.
+        """See `OptimizerOffload.end`.
 
         Raises:
             Exception: The update that was under way has failed; all is released nevertheless.

@@ -12,7 +12,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 from zero_offload import BudgetError, DiskSettings, DiskStore, HostArena
-from zero_partition.seams import AbstractShardHome, ShardSize
+from zero_partition.seams import ShardSize, TensorHome
 
 from zero_engine.errors import ConfigError
 from zero_engine.offload import Offload
@@ -80,7 +80,7 @@ class _OnDevice:
 
 @final
 @define(eq=False)
-class HostHome(AbstractShardHome):
+class HostHome(TensorHome):
     """In page-locked host memory: copied to the device ahead of each gather.
 
     Args:
@@ -93,13 +93,13 @@ class HostHome(AbstractShardHome):
     _streams: dict[torch.device, Any] = field(factory=dict, init=False)
 
     def allocate(self, sizes: Mapping[int, ShardSize]) -> None:
-        """See `AbstractShardHome.allocate`."""
+        """See `TensorHome.allocate`."""
         for index, size in sizes.items():
             shard = self.arena.allocate(size.numel, dtype=size.dtype, name="parameters")
             self._shards[index] = shard
 
     def read(self, index: int, into: Tensor) -> _Done | _OnDevice:
-        """See `AbstractShardHome.read`."""
+        """See `TensorHome.read`."""
         shard = self._shards[index]
         if into.is_cpu:
             into.copy_(shard)
@@ -108,36 +108,36 @@ class HostHome(AbstractShardHome):
         return self._copies[index]
 
     def expect(self, indices: Sequence[int]) -> None:
-        """See `AbstractShardHome.expect`: there is nothing to bring nearer."""
+        """See `TensorHome.expect`: there is nothing to bring nearer."""
 
     def open(self, index: int, *, reads: bool) -> Tensor:
-        """See `AbstractShardHome.open`."""
+        """See `TensorHome.open`."""
         if index in self._copies:
             self._copies.pop(index).event.synchronize()
         return self._shards[index]
 
     def close(self, index: int) -> None:
-        """See `AbstractShardHome.close`."""
+        """See `TensorHome.close`."""
 
     def settle(self) -> None:
-        """See `AbstractShardHome.settle`."""
+        """See `TensorHome.settle`."""
 
     @property
     def host_bytes(self) -> int:
-        """See `AbstractShardHome.host_bytes`."""
+        """See `TensorHome.host_bytes`."""
         return sum(shard.nbytes for shard in self._shards.values())
 
     @property
     def disk_bytes(self) -> int:
-        """See `AbstractShardHome.disk_bytes`."""
+        """See `TensorHome.disk_bytes`."""
         return 0
 
     def another(self) -> HostHome:
-        """See `AbstractShardHome.another`."""
+        """See `TensorHome.another`."""
         return HostHome(self.arena)
 
     def end(self) -> None:
-        """See `AbstractShardHome.end`."""
+        """See `TensorHome.end`."""
         for copy in self._copies.values():
             copy.event.synchronize()
         self._shards, self._copies = {}, {}
@@ -145,7 +145,7 @@ class HostHome(AbstractShardHome):
 
 @final
 @define(eq=False)
-class DiskHome(AbstractShardHome):
+class DiskHome(TensorHome):
     """In files: read ahead into host memory, and written behind from there.
 
     Args:
@@ -177,7 +177,7 @@ class DiskHome(AbstractShardHome):
         self._host = HostHome(self.arena)
 
     def allocate(self, sizes: Mapping[int, ShardSize]) -> None:
-        """See `AbstractShardHome.allocate`."""
+        """See `TensorHome.allocate`."""
         on_host = first_that_fit(sizes, self.max_host_numel)
         needed = sum(size.num_bytes for size in on_host.values())
         if self.budget_bytes is not None and needed > self.budget_bytes:
@@ -197,7 +197,7 @@ class DiskHome(AbstractShardHome):
         self._keys = keys
 
     def read(self, index: int, into: Tensor) -> Any:
-        """See `AbstractShardHome.read`."""
+        """See `TensorHome.read`."""
         if index in self._on_host:
             return self._host.read(index, into)
         if index in self._unkept:
@@ -210,7 +210,7 @@ class DiskHome(AbstractShardHome):
         return _Passing(self, memory, future, into)
 
     def expect(self, indices: Sequence[int]) -> None:
-        """See `AbstractShardHome.expect`."""
+        """See `TensorHome.expect`."""
         nearer = self._on_host | self._open.keys() | self._unkept.keys()
         wanted = [index for index in indices if index not in nearer]
         for index in self._ahead.keys() - set(wanted):
@@ -219,7 +219,7 @@ class DiskHome(AbstractShardHome):
             self._begin(index)
 
     def open(self, index: int, *, reads: bool) -> Tensor:
-        """See `AbstractShardHome.open`."""
+        """See `TensorHome.open`."""
         if index in self._on_host:
             return self._host.open(index, reads=reads)
         self._forget(index)
@@ -232,7 +232,7 @@ class DiskHome(AbstractShardHome):
         return memory
 
     def close(self, index: int) -> None:
-        """See `AbstractShardHome.close`."""
+        """See `TensorHome.close`."""
         if index in self._on_host:
             return
         memory = self._open.pop(index)
@@ -241,7 +241,7 @@ class DiskHome(AbstractShardHome):
             self._keep_oldest()
 
     def settle(self) -> None:
-        """See `AbstractShardHome.settle`."""
+        """See `TensorHome.settle`."""
         errors = []
         while self._behind:
             try:
@@ -253,20 +253,20 @@ class DiskHome(AbstractShardHome):
 
     @property
     def host_bytes(self) -> int:
-        """See `AbstractShardHome.host_bytes`."""
+        """See `TensorHome.host_bytes`."""
         return self._host.host_bytes + self._passing_bytes
 
     @property
     def disk_bytes(self) -> int:
-        """See `AbstractShardHome.disk_bytes`."""
+        """See `TensorHome.disk_bytes`."""
         return sum(size.num_bytes for size in self._sizes.values())
 
     def another(self) -> DiskHome:
-        """See `AbstractShardHome.another`."""
+        """See `TensorHome.another`."""
         return DiskHome(self.disk, self.arena)
 
     def end(self) -> None:
-        """See `AbstractShardHome.end`."""
+        """See `TensorHome.end`."""
         for index in list(self._ahead):
             self._forget(index)
         while self._behind:

@@ -26,10 +26,10 @@ from zero_partition.init.context import CURRENT, unguard_module
 from zero_partition.init.early_shard import find_early, forget_early, in_batches
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
 from zero_partition.memory.seams import (
-    AbstractGradientHome,
-    AbstractShardHome,
-    AbstractUpdater,
+    GradientHome,
+    OptimizerOffload,
     ShardSize,
+    TensorHome,
 )
 from zero_partition.memory.store import AbstractRest, AtHome, Encoded, InMemory, Rounded, WithState
 from zero_partition.optimizer.shards import (
@@ -260,9 +260,9 @@ def _lay_down(
     group = routes.shards
     values, whole = _flatten(source, params, routes, placement)
     whole = None if whole is None else whole.to(plan.dtype)
-    home, updater = residence.home_of(placement), residence.updater
+    home, offload = residence.home_of(placement), residence.offload
     masters = None
-    if master_dtype is not None and updater is None:
+    if master_dtype is not None and offload is None:
         masters = values if whole is None else values.clone()
     num_shards = group.world_size
     codec = wire.codec_of_updates(plan, placement, is_small=is_small, num_shards=num_shards)
@@ -285,14 +285,14 @@ def _lay_down(
     targets, training = residence.targets.get(index, ()), resting
     if masters is not None:
         training = InMemory(masters)
-    elif master_dtype is not None and updater is not None:
+    elif master_dtype is not None and offload is not None:
         pieces = [
             piece
             for piece in plan.layout.pieces(group.rank)
             if residence.is_updated(targets[piece.index])
         ]
-        training = WithState(updater, targets, pieces, resting, master_dtype)
-        if master_dtype != plan.dtype or updater.is_delayed:  # else they are what the shard is
+        training = WithState(offload, targets, pieces, resting, master_dtype)
+        if master_dtype != plan.dtype or offload.is_delayed:  # else they are what the shard is
             training.write(values)
     wire_dtype = residence.precision.wire_of(plan.dtype)
     return FlatBuffer(
@@ -384,9 +384,9 @@ def partition(
     precision: Precision = AS_IT_IS,
     cut: CutChoice = None,
     state_dict: StateDictKind = "raise",
-    home: AbstractShardHome | None = None,
-    updater: AbstractUpdater | None = None,
-    gradient_home: AbstractGradientHome | None = None,
+    home: TensorHome | None = None,
+    offload: OptimizerOffload | None = None,
+    gradient_home: GradientHome | None = None,
     wire: Wire = AS_ONE,
     timeout_s: float = 60.0,
 ) -> ShardedModel:
@@ -418,8 +418,8 @@ def partition(
             optimizer, which every rank must then call; or "placeholders", empty tensors of the
             model's parameters, as DeepSpeed's has, while the optimizer's raises.
         home: Where shards of parameters that rest sharded are kept; on the device when None. It and
-            `updater` are the model's from now on; where this raises, the caller ends them.
-        updater: Keeps the optimizer's state and masters, and steps shards in its place; the
+            `offload` are the model's from now on; where this raises, the caller ends them.
+        offload: Keeps the optimizer's state and masters, and steps shards in its place; the
             optimizer does, on the device, when None. At stage 0 nothing can rest elsewhere.
         gradient_home: Where reduced gradients wait for the updater; on the device when None.
         wire: Which of the ranks exchange what, and in how many bits; all with all, and exact, when
@@ -447,7 +447,7 @@ def partition(
         has_optimizer=optimizer is not None,
     )
     _check(model, optimizer, routes.whole, placements, precision)
-    residence = Residence(routes, home, updater, gradient_home, precision)
+    residence = Residence(routes, home, offload, gradient_home, precision)
     residence.check(optimizer, placements)
     plans = plan_model_units(
         model,
@@ -466,7 +466,7 @@ def partition(
     facts |= _describe_buffers(model) | {"state_dict()": state_dict}
     facts["precision"] = str(precision)
     facts["parameters rest elsewhere"] = type(home).__name__
-    facts["optimizer state rests elsewhere"] = type(updater).__name__
+    facts["optimizer state rests elsewhere"] = type(offload).__name__
     facts |= describe_early(model) | wire.facts(routes)
     check_agreement(facts, group=routes.whole, timeout_s=timeout_s)
 
@@ -482,8 +482,8 @@ def partition(
     runtime = distribute(model, plans, routes, resting, residence, wire=wire)
     if optimizer is not None and placements.optim is Placement.SHARDED:
         shard_optimizer(optimizer, runtime)
-        if updater is not None:
-            hand_over_state(optimizer, updater, runtime)
+        if offload is not None:
+            hand_over_state(optimizer, offload, runtime)
     sharded = ShardedModel(
         model=model,
         routes=routes,

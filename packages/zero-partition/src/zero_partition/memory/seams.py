@@ -26,7 +26,7 @@ class UpdaterReport:
     disk_bytes: int
 
 
-class AbstractUpdater(ABC):
+class OptimizerOffload(ABC):
     """Keeps the optimizer's state of this rank's shards, and steps them. Local.
 
     A target stands for one parameter's shard: a parameter of the shard's shape and of the model's
@@ -166,7 +166,7 @@ class ShardSize:
         return self.numel * self.dtype.itemsize
 
 
-class AbstractShardHome(ABC):
+class TensorHome(ABC):
     """Keeps one rank's shards of parameters, by the number of their flat buffer. Local.
 
     Shards that rest here are not trained themselves: masters are, wherever they are.
@@ -216,7 +216,7 @@ class AbstractShardHome(ABC):
         """Of files that it holds now."""
 
     @abstractmethod
-    def another(self) -> AbstractShardHome:
+    def another(self) -> TensorHome:
         """An empty one of the same kind, in the same place; it ends before this one does."""
 
     @abstractmethod
@@ -227,7 +227,7 @@ class AbstractShardHome(ABC):
 # ---- Where reduced gradients wait for the step outside the device; others implement it ----
 
 
-class AbstractGradientHome(ABC):
+class GradientHome(ABC):
     """Host memory for this rank's shards of gradients, which leave the device as they come. Local.
 
     The first backward's gradient is copied there, that of each further one is added there.

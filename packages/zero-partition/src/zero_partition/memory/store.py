@@ -17,7 +17,7 @@ from zero_partition.errors import PartitionError
 from zero_partition.plan.layout import BufferPlan, Piece
 from zero_partition.plan.stages import Placement, Placements, Precision
 
-from .seams import MASTER, AbstractShardHome, AbstractUpdater, ShardSize
+from .seams import MASTER, OptimizerOffload, ShardSize, TensorHome
 
 
 class AbstractRest(ABC):
@@ -114,7 +114,7 @@ class Rounded(AbstractRest):
 class AtHome(AbstractRest):
     """At a home, under the number of the flat buffer."""
 
-    home: AbstractShardHome
+    home: TensorHome
     index: int
     size: ShardSize
     device: torch.device
@@ -205,7 +205,7 @@ class WithState(AbstractRest):
     what the shard is.
     """
 
-    updater: AbstractUpdater
+    offload: OptimizerOffload
     targets: Sequence[nn.Parameter]
     pieces: Sequence[Piece]
     shard: AbstractRest
@@ -226,7 +226,7 @@ class WithState(AbstractRest):
         resting = self.shard.read()
         values = resting.to(self.dtype, copy=True)
         mine = [self.targets[piece.index] for piece in self.pieces]
-        found = self.updater.read(mine, names=(MASTER,))
+        found = self.offload.read(mine, names=(MASTER,))
         for piece, target in zip(self.pieces, mine, strict=True):
             if MASTER in found[target]:
                 values[piece.in_shard.as_slice()].copy_(found[target][MASTER].view(-1))
@@ -245,7 +245,7 @@ class WithState(AbstractRest):
             self.targets[piece.index]: {MASTER: values[piece.in_shard.as_slice()].to(self.dtype)}
             for piece in self.pieces
         }
-        self.updater.write(parts, replaces=False)
+        self.offload.write(parts, replaces=False)
 
 
 # ---- What rests elsewhere than on the device, as far as dtypes and places depend on it ----

@@ -25,7 +25,7 @@ from zero_comm import (
 
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
-from zero_partition.memory.seams import AbstractGradientHome, AbstractShardHome
+from zero_partition.memory.seams import GradientHome, TensorHome
 from zero_partition.memory.store import AtHome
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.slots import Slot
@@ -233,7 +233,7 @@ class ReducedShard:
     """Memory for it, and what `shard_params` have of it as their gradients."""
 
     buffer: FlatBuffer
-    home: AbstractGradientHome | None = None  # where it rests; on the device when None
+    home: GradientHome | None = None  # where it rests; on the device when None
     memory: Tensor | None = field(default=None, init=False)  # 1-D; see NOTE(shards)
     parts: tuple[Tensor, ...] = field(default=(), init=False)  # of it, by position
     norms: EarlyNorms = field(factory=EarlyNorms, init=False)  # of what has left the device
@@ -703,7 +703,7 @@ class OpenShards:
         finally:
             buffer.point_targets(None)
 
-    def _homes(self) -> set[AbstractShardHome]:
+    def _homes(self) -> set[TensorHome]:
         resting = (buffer.resting for buffer in self.buffer_of.values())
         return {rest.home for rest in resting if isinstance(rest, AtHome)}
 

@@ -12,7 +12,7 @@ from zero_comm import Group, Handle, all_gather_flat
 
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
-from zero_partition.memory.seams import AbstractGradientHome
+from zero_partition.memory.seams import GradientHome
 from zero_partition.plan.slots import REDUCTION_SLOTS, SlotPool, ring_bytes
 from zero_partition.plan.stages import AS_IT_IS, Placement, Precision
 from zero_partition.plan.wire import AS_ONE, Routes, Wire
@@ -217,7 +217,7 @@ class GradientReducer:
     pool: SlotPool[BufferGradients]
     gradients: tuple[BufferGradients, ...]
     control: Control
-    home: AbstractGradientHome | None = None  # where reduced gradients wait; see NOTE(leaving)
+    home: GradientHome | None = None  # where reduced gradients wait; see NOTE(leaving)
     sync: bool = True  # False inside no_sync
     has_collected: bool = field(default=False, init=False)  # in this backward
     _of_unit: dict[int, list[BufferGradients]] = field(factory=dict, init=False)
@@ -240,7 +240,7 @@ class GradientReducer:
         placement: Placement,
         shards_state: bool,
         precision: Precision = AS_IT_IS,
-        home: AbstractGradientHome | None = None,
+        home: GradientHome | None = None,
         wire: Wire = AS_ONE,
     ) -> GradientReducer:
         """One reducer for the trainable buffers of these units."""

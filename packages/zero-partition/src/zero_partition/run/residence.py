@@ -11,10 +11,10 @@ from zero_comm import Group, all_gather_json
 
 from zero_partition.errors import PartitionError
 from zero_partition.memory.seams import (
-    AbstractGradientHome,
-    AbstractShardHome,
-    AbstractUpdater,
+    GradientHome,
+    OptimizerOffload,
     ShardSize,
+    TensorHome,
 )
 from zero_partition.memory.store import RestPlan
 from zero_partition.plan.layout import BufferPlan, UnitPlan
@@ -97,9 +97,9 @@ class Residence:
     """Who keeps what of one model outside the device."""
 
     routes: Routes
-    home: AbstractShardHome | None  # of shards of parameters that rest sharded
-    updater: AbstractUpdater | None  # of optimizer state and masters
-    gradients: AbstractGradientHome | None  # of reduced gradients, for the updater
+    home: TensorHome | None  # of shards of parameters that rest sharded
+    offload: OptimizerOffload | None  # of optimizer state and masters
+    gradients: GradientHome | None  # of reduced gradients, for the updater
     precision: Precision
     targets: dict[int, Targets] = field(factory=dict, init=False)  # by number of the buffer
     _updated: set[nn.Parameter] = field(factory=set, init=False)  # those in a param group
@@ -109,7 +109,7 @@ class Residence:
         """The ranks over which the model is sharded."""
         return self.routes.shards
 
-    def home_of(self, placement: Placement) -> AbstractShardHome | None:
+    def home_of(self, placement: Placement) -> TensorHome | None:
         """Where the shard of a buffer whose parameters rest so is kept; None: on the device."""
         return self.home if placement is Placement.SHARDED else None
 
@@ -122,9 +122,9 @@ class Residence:
         """Which kinds rest elsewhere."""
         return RestPlan(
             params=self.home is not None,
-            state=self.updater is not None,
+            state=self.offload is not None,
             grads=self.gradients is not None,
-            is_delayed=self.updater is not None and self.updater.is_delayed,
+            is_delayed=self.offload is not None and self.offload.is_delayed,
             host_is_device=self.group.device.type == "cpu",
         )
 
@@ -165,7 +165,7 @@ class Residence:
             PartitionError: Another rank could not.
             Exception: This one could not; what home or updater raise.
         """
-        if self.home is None and self.updater is None:
+        if self.home is None and self.offload is None:
             return
         problem: Exception | None = None
         try:
@@ -187,8 +187,8 @@ class Residence:
         """Release all of it."""
         if self.home is not None:
             self.home.end()
-        if self.updater is not None:
-            self.updater.end()
+        if self.offload is not None:
+            self.offload.end()
 
     def _take_room(
         self,
@@ -211,7 +211,7 @@ class Residence:
         self.targets = room.targets
         if self.home is not None:
             self.home.allocate(room.sizes)
-        if self.updater is not None:
+        if self.offload is not None:
             assert optimizer is not None, "checked"
-            self.updater.plan(room.positions, optimizer, masters=room.masters)
+            self.offload.plan(room.positions, optimizer, masters=room.masters)
             self._updated = set(room.positions)

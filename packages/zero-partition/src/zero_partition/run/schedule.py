@@ -10,7 +10,7 @@ import torch
 from attrs import Factory, define, field
 
 from zero_partition.errors import StateError
-from zero_partition.memory.seams import AbstractShardHome
+from zero_partition.memory.seams import TensorHome
 from zero_partition.plan.slots import SlotPool
 from zero_partition.plan.stages import Placement
 from zero_partition.plan.trace import (
@@ -42,7 +42,7 @@ class Lookahead:
     units: Sequence[Unit]
     pool: SlotPool[Unit]
     limits: Limits
-    home: AbstractShardHome | None = None  # where shards are read from before they are gathered
+    home: TensorHome | None = None  # where shards are read from before they are gathered
     training: ExecutionOrder = field(init=False)
     evaluation: ExecutionOrder = field(init=False)
     extents: dict[int, Extent] = field(init=False)  # of units that need a slot
@@ -208,7 +208,7 @@ class Schedule:
         *,
         limits: Limits,
         device: torch.device,
-        home: AbstractShardHome | None = None,
+        home: TensorHome | None = None,
     ) -> Schedule:
         """A schedule without a recorded order yet."""
         pool: SlotPool[Unit] = SlotPool(device, is_busy=lambda unit: unit.depth > 0)

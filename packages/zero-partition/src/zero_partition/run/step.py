@@ -11,7 +11,7 @@ from attrs import define, field
 from torch import Tensor, nn
 
 from zero_partition.errors import StateError
-from zero_partition.memory.seams import MASTER, AbstractUpdater
+from zero_partition.memory.seams import MASTER, OptimizerOffload
 from zero_partition.stand_in import find_owner
 from zero_partition.torch_private import checkpoint_call
 
@@ -33,8 +33,8 @@ def step_elsewhere(
     Returns:
         Shards and the gradients taken from them, which the optimizer's own step must not find.
     """
-    updater = residence.updater
-    assert updater is not None, "asked before"
+    offload = residence.offload
+    assert offload is not None, "asked before"
     bring_in(residence, gradients)
     hidden = [
         (param, param.grad)
@@ -51,7 +51,7 @@ def step_elsewhere(
                     grads[target] = param.grad.as_subclass(Tensor)
                     buffer_of[target] = g.buffer
         # Only what is opened at a home needs to know; without one this is not looked for.
-        written_only = set() if residence.home is None else set(updater.written_only())
+        written_only = set() if residence.home is None else set(offload.written_only())
         opened = OpenShards(
             buffer_of,
             lambda buffer: all(
@@ -61,7 +61,7 @@ def step_elsewhere(
         )
         try:
             factor = 1.0 if scale is None else 1.0 / float(scale)
-            updater.step(grads, factor=factor, opening=opened.open)
+            offload.step(grads, factor=factor, opening=opened.open)
         except BaseException:
             opened.abandon()
             raise
@@ -72,9 +72,9 @@ def step_elsewhere(
 
 def bring_in(residence: Residence, gradients: Sequence[BufferGradients]) -> None:
     """Let shards have the values that a delayed step has held back. Local, blocking."""
-    updater = residence.updater
-    assert updater is not None, "asked before"
-    held_back = set(updater.held_back())
+    offload = residence.offload
+    assert offload is not None, "asked before"
+    held_back = set(offload.held_back())
     if not held_back:
         return
     opened = OpenShards(
@@ -82,20 +82,20 @@ def bring_in(residence: Residence, gradients: Sequence[BufferGradients]) -> None
         lambda buffer: all(buffer.targets[piece.index] in held_back for piece in buffer.pieces),
     )
     try:
-        updater.bring_in(opened.open)
+        offload.bring_in(opened.open)
     except BaseException:
         opened.abandon()
         raise
 
 
 def hand_over_state(
-    optimizer: torch.optim.Optimizer, updater: AbstractUpdater, units: Sequence[Unit]
+    optimizer: torch.optim.Optimizer, offload: OptimizerOffload, units: Sequence[Unit]
 ) -> None:
     """Move what `optimizer.state` has to the updater, and leave a view of that in its place."""
-    view = UpdatedState(updater, _targets_by_shard(units))
+    view = UpdatedState(offload, _targets_by_shard(units))
     states = view.take({param: state for param, state in optimizer.state.items() if state})
     if states:
-        updater.write(states, replaces=False)
+        offload.write(states, replaces=False)
     optimizer.state = view  # type: ignore[assignment]
 
 
@@ -119,7 +119,7 @@ def bring_back_state(optimizer: torch.optim.Optimizer) -> None:
 class UpdatedState(MutableMapping[Any, dict[str, Any]]):
     """`optimizer.state` by shard: copies on the host, made at each access; assigning writes."""
 
-    updater: AbstractUpdater
+    offload: OptimizerOffload
     target_of: Mapping[nn.Parameter, nn.Parameter]
     _others: dict[Any, dict[str, Any]] = field(factory=dict, init=False)  # of what is not trained
 
@@ -134,16 +134,16 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
         if shard in self._others:
             return self._others[shard]
         target = self.target_of[shard]
-        if target not in set(self.updater.started()):
+        if target not in set(self.offload.started()):
             raise KeyError(f"a shard of shape {tuple(shard.shape)} without state")
-        return self._visible(target, self.updater.read([target])[target])
+        return self._visible(target, self.offload.read([target])[target])
 
     def __setitem__(self, shard: Any, state: dict[str, Any]) -> None:
         """Put these entries in the place of those that there are."""
         if shard in self._others:
             self._others[shard].update(state)
         else:
-            self.updater.write({self.target_of[shard]: state}, replaces=False)
+            self.offload.write({self.target_of[shard]: state}, replaces=False)
 
     def __delitem__(self, shard: Any) -> None:
         """Forget a shard's state; its master stays."""
@@ -156,7 +156,7 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         """Shards that have state."""
-        started = set(self.updater.started())
+        started = set(self.offload.started())
         mine = [shard for shard, target in self.target_of.items() if target in started]
         return iter([*mine, *self._others])
 
@@ -171,12 +171,12 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
     def items(self) -> Any:
         """All of it, read once."""
         targets = {p: self.target_of[p] for p in self if p not in self._others}
-        found = self.updater.read(targets.values())
+        found = self.offload.read(targets.values())
         mine = {shard: self._visible(target, found[target]) for shard, target in targets.items()}
         return (mine | self._others).items()
 
     def _visible(self, target: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-        hidden = MASTER if self.updater.hides_master(target) else None
+        hidden = MASTER if self.offload.hides_master(target) else None
         return {name: value for name, value in state.items() if name != hidden}
 
 

@@ -23,7 +23,7 @@ from zero_comm import (
 
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
-from zero_partition.memory.seams import AbstractShardHome
+from zero_partition.memory.seams import TensorHome
 from zero_partition.memory.store import AtHome, Encoded
 from zero_partition.plan.layout import UnitPlan
 from zero_partition.plan.slots import Slot, SlotPool
@@ -99,7 +99,7 @@ class Unit:
     codec: AbstractCodec | None = None  # of gathers, if they round some of it; see `Wire.params`
     secondary: SecondaryShards | None = None  # its node's copy
     exposure: Exposure | None = None  # through which all shards can be read without their owners
-    copies: AbstractShardHome | None = None  # which has its whole buffers for a while
+    copies: TensorHome | None = None  # which has its whole buffers for a while
     state: ShardState = field(init=False)
     version: int = 0  # how often the optimizer has changed its values
     depth: int = 0  # forwards of its module that are running
@@ -357,13 +357,13 @@ class Unit:
                 own = full[buffer.plan.layout.shard(self.group.rank).as_slice()]
                 errors.params.note(self.name, codec, [own if shard is None else shard])
 
-    def keep_copies(self, copies: AbstractShardHome, full: Sequence[Tensor] | None = None) -> None:
+    def keep_copies(self, copies: TensorHome, full: Sequence[Tensor] | None = None) -> None:
         """Copy its whole buffers, in its slot now when None, to where they can be read alone."""
         for buffer, whole in zip(self.buffers, self._full if full is None else full, strict=True):
             copies.open(buffer.index, reads=False).copy_(whole)
             copies.close(buffer.index)
 
-    def _read_copies(self, copies: AbstractShardHome, pool: SlotPool[Unit]) -> None:
+    def _read_copies(self, copies: TensorHome, pool: SlotPool[Unit]) -> None:
         self._take_slot(pool)
         self._slot_version = -1  # what an exception leaves behind is nobody's value
         reads = [

@@ -40,8 +40,8 @@ def park(
             sharded.outside.forget()
             sharded.schedule.settle()
             exposure = sharded.exposure
-            if sharded.residence.updater is not None:
-                sharded.residence.updater.let_go()
+            if sharded.residence.offload is not None:
+                sharded.residence.offload.let_go()
         if exposure is not None:
             exposure.begin_write()  # no peer reads our shards from here on
         with torch.inference_mode(False), torch.no_grad(), plain_access():

@@ -10,7 +10,7 @@ from attrs import define, field
 from torch import Tensor, nn
 from zero_offload import OffloadedState
 from zero_partition import MASTER
-from zero_partition.seams import AbstractUpdater, Opening, UpdaterReport
+from zero_partition.seams import Opening, OptimizerOffload, UpdaterReport
 
 from zero_engine.offload import Offload
 
@@ -31,7 +31,7 @@ def shares_of(offload: Offload) -> dict[str, Any]:
 
 @final
 @define(eq=False)
-class OffloadedUpdater(AbstractUpdater):
+class OffloadedUpdater(OptimizerOffload):
     """Steps shards where their state rests.
 
     Args:
@@ -54,7 +54,7 @@ class OffloadedUpdater(AbstractUpdater):
         *,
         masters: Mapping[torch.dtype, torch.dtype],
     ) -> None:
-        """See `AbstractUpdater.plan`."""
+        """See `OptimizerOffload.plan`."""
         offload = self.offload
         budget = offload.budget_bytes
         self._optimizer = optimizer
@@ -73,7 +73,7 @@ class OffloadedUpdater(AbstractUpdater):
     def step(
         self, grads: Mapping[nn.Parameter, Tensor], *, factor: float, opening: Opening
     ) -> None:
-        """See `AbstractUpdater.step`."""
+        """See `OptimizerOffload.step`."""
         self.step_with(self.groups, grads, factor=factor, opening=opening)
 
     @property
@@ -96,56 +96,56 @@ class OffloadedUpdater(AbstractUpdater):
 
     @property
     def is_delayed(self) -> bool:
-        """See `AbstractUpdater.is_delayed`."""
+        """See `OptimizerOffload.is_delayed`."""
         return False
 
     def held_back(self) -> Collection[nn.Parameter]:
-        """See `AbstractUpdater.held_back`: `step` writes targets itself."""
+        """See `OptimizerOffload.held_back`: `step` writes targets itself."""
         return ()
 
     def bring_in(self, opening: Opening) -> None:
-        """See `AbstractUpdater.bring_in`: there is nothing."""
+        """See `OptimizerOffload.bring_in`: there is nothing."""
 
     def begin_backward(self) -> None:
-        """See `AbstractUpdater.begin_backward`."""
+        """See `OptimizerOffload.begin_backward`."""
         self._state.read_ahead()
 
     def started(self) -> Collection[nn.Parameter]:
-        """See `AbstractUpdater.started`."""
+        """See `OptimizerOffload.started`."""
         return self._state.started(besides=(MASTER,))
 
     def written_only(self) -> Collection[nn.Parameter]:
-        """See `AbstractUpdater.written_only`."""
+        """See `OptimizerOffload.written_only`."""
         return self._state.written_only()
 
     def hides_master(self, target: nn.Parameter) -> bool:
-        """See `AbstractUpdater.hides_master`."""
+        """See `OptimizerOffload.hides_master`."""
         return self._state.hides_master(target)
 
     def read(
         self, targets: Iterable[nn.Parameter], names: Collection[str] | None = None
     ) -> dict[nn.Parameter, dict[str, Any]]:
-        """See `AbstractUpdater.read`."""
+        """See `OptimizerOffload.read`."""
         return self._state.read(targets, names)
 
     def describe(self, targets: Iterable[nn.Parameter]) -> dict[nn.Parameter, dict[str, Any]]:
-        """See `AbstractUpdater.describe`."""
+        """See `OptimizerOffload.describe`."""
         started = set(self.started())
         return self._state.describe(target for target in targets if target in started)
 
     def write(self, states: Mapping[nn.Parameter, Mapping[str, Any]], *, replaces: bool) -> None:
-        """See `AbstractUpdater.write`."""
+        """See `OptimizerOffload.write`."""
         if replaces:
             self._state.mend()
         self._state.write(states, replaces=replaces)
 
     def let_go(self) -> None:
-        """See `AbstractUpdater.let_go`."""
+        """See `OptimizerOffload.let_go`."""
         self._state.let_go()
 
     @property
     def report(self) -> UpdaterReport:
-        """See `AbstractUpdater.report`."""
+        """See `OptimizerOffload.report`."""
         footprint = self._state.footprint
         return UpdaterReport(
             device_bytes=footprint.device_bytes,
@@ -154,7 +154,7 @@ class OffloadedUpdater(AbstractUpdater):
         )
 
     def end(self) -> None:
-        """See `AbstractUpdater.end`."""
+        """See `OptimizerOffload.end`."""
         if self._kept is not None:
             self._kept.close(keeps_store=False)
         if self.disk is not None and self._closes:
