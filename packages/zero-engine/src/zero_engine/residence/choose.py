@@ -126,11 +126,11 @@ class Elsewhere:
             disk if offload.optimizer == "disk" else None,
             lambda: room.host_bytes + (0 if home is None else home.host_bytes),
         )
-        offload = DelayedUpdater(inner, room) if where.is_delayed else inner
+        stepped = DelayedUpdater(inner, room) if where.is_delayed else inner
         if not where.grads:
-            return cls(home=home, offload=offload)
+            return cls(home=home, offload=stepped)
         gradients = HostGradients(HostArena("gradients", is_pinned=offload.pin))
-        return cls(home=home, offload=offload, gradient_home=gradients)
+        return cls(home=home, offload=stepped, gradient_home=gradients)
 
     def end(self) -> None:
         """Release what was taken."""

@@ -16,7 +16,7 @@ from zero_partition.errors import StateError
 from zero_partition.run.gradients import BufferGradients
 from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.stand_in import (
-    AbstractKeeper,
+    Backup,
     GradientGuard,
     Parked,
     ParkedStorage,
@@ -26,10 +26,10 @@ from zero_partition.stand_in import (
 from zero_partition.torch_private import is_in_backward, plain_access
 
 
-def park(
-    sharded: ShardedModel, keeper: AbstractKeeper, kinds: Collection[StateKind], *, waits: bool
+def offload_states(
+    sharded: ShardedModel, backup: Backup, kinds: Collection[StateKind], *, non_blocking: bool
 ) -> None:
-    """What the public `park` documents."""
+    """What the public `offload_states` documents."""
     kinds, exposure = frozenset(kinds), None
     try:
         _check_idle(sharded, "offload_states()")
@@ -46,33 +46,33 @@ def park(
             exposure.begin_write()  # no peer reads our shards from here on
         with torch.inference_mode(False), torch.no_grad(), plain_access():
             storages = _find_storages(sharded, kinds)
-            _keep(sharded, storages, keeper, waits=waits)
+            _move_out(sharded, storages, backup, non_blocking=non_blocking)
     except BaseException:
-        keeper.close()
+        backup.close()
         raise
-    parked = Parked(kinds - {StateKind.BUFFERS}, keeper, storages)
+    parked = Parked(kinds - {StateKind.BUFFERS}, backup, storages)
     if not parked.kinds:  # buffers come back by themselves
-        keeper.close()
+        backup.close()
         return
     _refuse_state_dicts(sharded, parked)
     sharded.parked = parked
     _tell_what_stays(storages)
 
 
-def unpark(sharded: ShardedModel, *, waits: bool) -> None:
-    """What the public `unpark` documents."""
+def reload_states(sharded: ShardedModel, *, non_blocking: bool) -> None:
+    """What the public `reload_states` documents."""
     parked = sharded.parked
     if parked is None:
         return
     with torch.inference_mode(False), torch.no_grad(), plain_access():
         while parked.storages:  # one by one: after an error the others are there to try again
-            parked.storages[0].put_back(parked.keeper, waits=waits)
+            parked.storages[0].put_back(parked.backup, non_blocking=non_blocking)
             del parked.storages[0]
         _have_moved(sharded)
     for remove in parked.removers:
         remove()
     sharded.parked = None
-    parked.keeper.close()
+    parked.backup.close()
 
 
 def _check_idle(sharded: ShardedModel, what: str) -> None:
@@ -91,8 +91,8 @@ def _check_idle(sharded: ShardedModel, what: str) -> None:
     sharded.refuse_while_gathered(what)
 
 
-def _keep(
-    sharded: ShardedModel, storages: list[ParkedStorage], keeper: AbstractKeeper, *, waits: bool
+def _move_out(
+    sharded: ShardedModel, storages: list[ParkedStorage], backup: Backup, *, non_blocking: bool
 ) -> None:
     """All of it on all ranks or, after an error on any, nothing. Collective."""
     error: Exception | None = None
@@ -100,9 +100,9 @@ def _keep(
     try:
         try:
             free = _take_away(storages)
-            keeper.reserve({storage.key: storage.num_bytes for storage in free})
-            for storage in free if waits else ():
-                storage.keep(keeper, waits=True)
+            backup.allocate({storage.key: storage.num_bytes for storage in free})
+            for storage in () if non_blocking else free:
+                storage.give_up(backup, non_blocking=False)
         except Exception as caught:
             error = caught
         if sharded.reducer.is_true_anywhere(error is not None):
@@ -110,11 +110,11 @@ def _keep(
                 f"offload_states(): another rank could not park its state, and says why (rank "
                 f"{sharded.whole.rank}); on every rank all is where it was"
             )
-        for storage in () if waits else free:  # after the ranks' word, for which a host waits
-            storage.keep(keeper, waits=False)
+        for storage in free if non_blocking else ():  # a host waits for the ranks' word
+            storage.give_up(backup, non_blocking=True)
     except BaseException:
         for storage in storages:
-            storage.put_back(keeper, waits=True)
+            storage.put_back(backup, non_blocking=False)
         _have_moved(sharded)
         raise
 
