@@ -16,7 +16,6 @@ import torch
 from attrs import define, field
 from torch import Tensor
 from zero_offload import AbstractStore, StoreError
-from zero_partition.seams import GradientHome, ShardSize, TensorHome
 
 
 def poison(memory: Tensor) -> None:
@@ -54,7 +53,7 @@ class _Read:
 
 @final
 @define(eq=False)
-class PoisonedHome(TensorHome):
+class PoisonedHome:
     """Shards in memory that is only seen through reads that were waited for."""
 
     kept: dict[int, Tensor] = field(factory=dict)
@@ -62,20 +61,20 @@ class PoisonedHome(TensorHome):
     opened: dict[int, Tensor] = field(factory=dict)
     expected: list[tuple[int, ...]] = field(factory=list)  # by call of `expect`
     is_ended: bool = False
-    _sizes: dict[int, ShardSize] = field(factory=dict)
+    _shards: dict[int, Tensor] = field(factory=dict)
     _closed: list[Tensor] = field(factory=list)  # memory that is nobody's
 
-    def allocate(self, sizes: Mapping[int, ShardSize]) -> None:
+    def allocate(self, shards: Mapping[int, Tensor]) -> None:
         """See `TensorHome.allocate`."""
-        assert not self._sizes, "room is taken once"
-        self._sizes = dict(sizes)
+        assert not self._shards, "room is taken once"
+        self._shards = dict(shards)
 
     def read(self, index: int, into: Tensor) -> _Read:
         """See `TensorHome.read`."""
-        size = self._sizes[index]
+        shard = self._shards[index]
         assert index not in self.opened, f"shard {index} is read while it is open"
         assert index in self.kept, f"shard {index} is read, and was never written"
-        assert (into.numel(), into.dtype) == (size.numel, size.dtype), (
+        assert (into.numel(), into.dtype) == (shard.numel(), shard.dtype), (
             f"shard {index}: {into.shape}"
         )
         poison(into)
@@ -91,8 +90,7 @@ class PoisonedHome(TensorHome):
         """See `TensorHome.open`."""
         assert index not in self.opened, f"shard {index} is opened twice"
         assert not self.reads[index], f"shard {index} is opened while it is read"
-        size = self._sizes[index]
-        self.opened[index] = torch.zeros(size.numel, dtype=size.dtype)
+        self.opened[index] = torch.zeros_like(self._shards[index], device="cpu")
         if not reads:  # all of it is written, padding too
             poison(self.opened[index])
         else:
@@ -117,7 +115,7 @@ class PoisonedHome(TensorHome):
     @property
     def host_bytes(self) -> int:
         """See `TensorHome.host_bytes`."""
-        return sum(size.num_bytes for size in self._sizes.values())
+        return sum(shard.nbytes for shard in self._shards.values())
 
     @property
     def disk_bytes(self) -> int:
@@ -132,7 +130,7 @@ class PoisonedHome(TensorHome):
         """See `TensorHome.end`."""
         self.settle()
         assert not any(self.reads.values()), "a read was never waited for"
-        self.kept, self._sizes, self.is_ended = {}, {}, True
+        self.kept, self._shards, self.is_ended = {}, {}, True
 
 
 class _Late(Future):
@@ -225,7 +223,7 @@ class PoisonedStore(AbstractStore):
 
 @final
 @define(eq=False)
-class PoisonedGradients(GradientHome):
+class PoisonedGradients:
     """Memory in which a gradient is NaN until somebody has settled; what was lent is NaN then."""
 
     _deliveries: list[tuple[Tensor, Tensor, bool]] = field(factory=list)

@@ -116,7 +116,7 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
             reduction -= sum(p.numel() for p in held) * itemsize
     home, offload = sharded.residence.home, sharded.residence.offload
     copies = {id(unit.copies): unit.copies for unit in sharded.units}.values()
-    keepers = (home, offload.report if offload else None, *copies)
+    keepers = (home, offload.footprint if offload else None, *copies)
     elsewhere = [keeper for keeper in keepers if keeper is not None]
     return MemoryReport(
         params_bytes=params,
@@ -149,7 +149,7 @@ def encoded_bytes(codec: AbstractCodec, numel: int, payload: int) -> tuple[int, 
 def _optimizer_bytes(sharded: ShardedModel, is_gone: Callable[[Tensor], bool]) -> tuple[int, int]:
     """Of its state but for masters: one value per element or row, and single numbers."""
     if sharded.residence.offload is not None:
-        return sharded.residence.offload.report.device_bytes, 0
+        return sharded.residence.offload.footprint.device_bytes, 0
     state = scalars = 0
     if sharded.optimizer is None:
         return 0, 0

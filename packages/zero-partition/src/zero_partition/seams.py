@@ -7,19 +7,20 @@ from zero_partition.enter.hooks import find_sharded
 from zero_partition.enter.load_weights import LoadReport, load_ranges
 from zero_partition.memory.seams import (
     AbstractRangeReader,
+    DelayedOffload,
+    Footprint,
     GradientHome,
     Opening,
+    OpenState,
     OptimizerOffload,
     Pending,
-    ShardSize,
     TensorHome,
-    UpdaterReport,
 )
 from zero_partition.memory.store import RestPlan
 from zero_partition.public import offload_states, reload_states
 from zero_partition.report import loco_facts, loco_state, restore_loco
 from zero_partition.run.norm import GradientReport
-from zero_partition.run.residence import RoomPlan, plan_room
+from zero_partition.run.residence import Homes, RoomPlan, plan_room
 from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.run.unit import CodecErrors
 from zero_partition.stand_in import Backup
@@ -31,9 +32,13 @@ __all__ = [
     "AbstractRangeReader",
     "Backup",
     "CodecErrors",
+    "DelayedOffload",
+    "Footprint",
     "GradientHome",
     "GradientReport",
+    "Homes",
     "LoadReport",
+    "OpenState",
     "Opening",
     "OptimizerOffload",
     "ParameterStatus",
@@ -42,13 +47,11 @@ __all__ = [
     "Pending",
     "RestPlan",
     "RoomPlan",
-    "ShardSize",
     "ShardedModel",
     "StateLoad",
     "StateParts",
     "StateSource",
     "TensorHome",
-    "UpdaterReport",
     "WholeTensor",
     "find_sharded",
     "load_ranges",

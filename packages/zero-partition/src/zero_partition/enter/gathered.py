@@ -17,7 +17,7 @@ from zero_comm import CommError, Handle, all_gather_flat, broadcast_flat, collec
 from zero_partition.errors import LostEditError, OverlapError, StateError
 from zero_partition.init.context import CURRENT
 from zero_partition.init.early_shard import EarlyShard, find_early
-from zero_partition.memory.seams import ShardSize, TensorHome
+from zero_partition.memory.seams import TensorHome
 from zero_partition.plan.stages import Placement
 from zero_partition.run.sharded_model import (
     Place,
@@ -575,7 +575,9 @@ def streamed(
 def _fill(sharded: ShardedModel, units: Sequence[Unit], copies: TensorHome) -> None:
     copies.allocate(
         {
-            buffer.index: ShardSize(buffer.plan.layout.numel, buffer.plan.dtype)
+            buffer.index: torch.empty(
+                buffer.plan.layout.numel, dtype=buffer.plan.dtype, device="meta"
+            )
             for unit in units
             for buffer in unit.buffers
         }

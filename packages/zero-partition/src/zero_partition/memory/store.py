@@ -17,7 +17,7 @@ from zero_partition.errors import PartitionError
 from zero_partition.plan.layout import BufferPlan, Piece
 from zero_partition.plan.stages import Placement, Placements, Precision
 
-from .seams import MASTER, OptimizerOffload, ShardSize, TensorHome
+from .seams import MASTER, OptimizerOffload, TensorHome
 
 
 class AbstractRest(ABC):
@@ -116,13 +116,13 @@ class AtHome(AbstractRest):
 
     home: TensorHome
     index: int
-    size: ShardSize
+    blank: Tensor  # of its size and dtype, on meta
     device: torch.device
 
     @property
     def dtype(self) -> torch.dtype:
         """See `AbstractRest.dtype`."""
-        return self.size.dtype
+        return self.blank.dtype
 
     @property
     def memory(self) -> None:
@@ -131,7 +131,7 @@ class AtHome(AbstractRest):
 
     def read(self) -> Tensor:
         """See `AbstractRest.read`."""
-        values = torch.empty(self.size.numel, dtype=self.dtype, device=self.device)
+        values = torch.empty_like(self.blank, device=self.device)
         self.home.read(self.index, values).wait()
         return values
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from attrs import define, field, frozen
-from torch import nn
-from zero_comm import Group, all_gather_json
+from torch import Tensor, nn
+from zero_comm import all_gather_json
 
 from zero_partition.errors import PartitionError
 from zero_partition.memory.seams import (
     GradientHome,
+    OpenState,
     OptimizerOffload,
-    ShardSize,
     TensorHome,
 )
 from zero_partition.memory.store import RestPlan
 from zero_partition.plan.layout import BufferPlan, UnitPlan
-from zero_partition.plan.stages import Placement, Placements, Precision
+from zero_partition.plan.stages import Placement, Precision
 from zero_partition.plan.wire import Routes
 
 Targets = tuple[nn.Parameter, ...]
@@ -26,9 +26,9 @@ Targets = tuple[nn.Parameter, ...]
 
 @frozen(eq=False)
 class RoomPlan:
-    """Sizes of what a home keeps, and what an updater steps."""
+    """Shards that a home keeps, without values, and what is stepped elsewhere."""
 
-    sizes: dict[int, ShardSize] = field(factory=dict)  # of shards at home, by number of the buffer
+    shards: dict[int, Tensor] = field(factory=dict)  # at home, on meta, by number of the buffer
     targets: dict[int, Targets] = field(factory=dict)  # likewise
     positions: dict[nn.Parameter, int] = field(factory=dict)  # of targets: their param groups
     masters: dict[torch.dtype, torch.dtype] = field(factory=dict)  # by dtype of targets
@@ -62,7 +62,8 @@ def plan_room(
         for buffer in unit.buffers:
             at_home = rests.params and placement is Placement.SHARDED
             if at_home:
-                room.sizes[index] = ShardSize(buffer.layout.splits[rank], buffer.dtype)
+                numel = buffer.layout.splits[rank]
+                room.shards[index] = torch.empty(numel, dtype=buffer.dtype, device="meta")
             if rests.state and buffer.trainable:
                 at = torch.device("cpu") if at_home else device
                 room.targets[index] = targets_of(buffer, rank, at)
@@ -89,57 +90,58 @@ def targets_of(plan: BufferPlan, rank: int, device: torch.device) -> Targets:
     )
 
 
-# ---- What rests outside the device, and the room for it, taken before anything is moved ----
+# ---- Who keeps what outside the device ----
+
+
+def _nothing() -> None:
+    return
+
+
+@frozen(kw_only=True)
+class Homes:
+    """Who keeps what of one model outside the device; None: nobody does."""
+
+    params: TensorHome | None = None  # shards of parameters that rest sharded
+    open_state: OpenState | None = None  # optimizer state and masters
+    is_delayed: bool = False  # what that gives is a `DelayedOffload`
+    gradients: GradientHome | None = None  # reduced gradients, for a step there
+    place: str = ""  # of those shards: alike on all ranks, or nothing is sharded
+    close: Callable[[], None] = _nothing  # releases all of it
+
+    def rests_on(self, device: torch.device) -> RestPlan:
+        """Which kinds rest elsewhere than on this device. Arithmetic only."""
+        return RestPlan(
+            params=self.params is not None,
+            state=self.open_state is not None,
+            grads=self.gradients is not None,
+            is_delayed=self.is_delayed,
+            host_is_device=device.type == "cpu",
+        )
 
 
 @define(eq=False)
 class Residence:
-    """Who keeps what of one model outside the device."""
+    """The same for a model that is sharded, and what of it is kept there on this rank."""
 
     routes: Routes
-    home: TensorHome | None  # of shards of parameters that rest sharded
-    offload: OptimizerOffload | None  # of optimizer state and masters
-    gradients: GradientHome | None  # of reduced gradients, for the updater
+    homes: Homes
     precision: Precision
-    targets: dict[int, Targets] = field(factory=dict, init=False)  # by number of the buffer
-    _updated: set[nn.Parameter] = field(factory=set, init=False)  # those in a param group
+    offload: OptimizerOffload | None = field(default=None, init=False)
+    room: RoomPlan = field(factory=RoomPlan, init=False)
 
     @property
-    def group(self) -> Group:
-        """The ranks over which the model is sharded."""
-        return self.routes.shards
-
-    def home_of(self, placement: Placement) -> TensorHome | None:
-        """Where the shard of a buffer whose parameters rest so is kept; None: on the device."""
-        return self.home if placement is Placement.SHARDED else None
-
-    def master_of(self, plan: BufferPlan, placement: Placement) -> torch.dtype | None:
-        """Dtype of its masters, None if it has none; see `RestPlan.master_of`."""
-        return self.rests.master_of(self.precision, plan, placement)
+    def home(self) -> TensorHome | None:
+        """Of shards of parameters."""
+        return self.homes.params
 
     @property
     def rests(self) -> RestPlan:
         """Which kinds rest elsewhere."""
-        return RestPlan(
-            params=self.home is not None,
-            state=self.offload is not None,
-            grads=self.gradients is not None,
-            is_delayed=self.offload is not None and self.offload.is_delayed,
-            host_is_device=self.group.device.type == "cpu",
-        )
+        return self.homes.rests_on(self.routes.shards.device)
 
-    @property
-    def stepped_device(self) -> torch.device:
-        """Where shards of parameters, as the optimizer has them, and their gradients are."""
-        return torch.device("cpu") if self.gradients is not None else self.group.device
-
-    def is_updated(self, target: nn.Parameter) -> bool:
-        """Whether the optimizer, and so the updater, knows it."""
-        return target in self._updated
-
-    def check(self, optimizer: torch.optim.Optimizer | None, placements: Placements) -> None:
-        """Raise PartitionError for what cannot rest elsewhere."""
-        self.rests.check(optimizer, placements, self.precision)
+    def is_stepped(self, target: nn.Parameter) -> bool:
+        """Whether the optimizer, and so who steps in its place, knows it."""
+        return target in self.room.positions
 
     def prepare(
         self,
@@ -157,19 +159,33 @@ class Residence:
             plans: Of the units.
             placements: Of parameters, by position of their unit.
             first_index: Number of the first buffer.
-            optimizer: What the updater steps for.
+            optimizer: In whose place is stepped.
             group_of: Param group by name of the parameter.
             timeout_s: How long to wait for ranks that do not call this.
 
         Raises:
             PartitionError: Another rank could not.
-            Exception: This one could not; what home or updater raise.
+            Exception: This one could not; what homes raise.
         """
-        if self.home is None and self.offload is None:
+        if self.home is None and self.homes.open_state is None:
             return
         problem: Exception | None = None
         try:
-            self._take_room(plans, placements, first_index, optimizer, group_of)
+            self.room = room = plan_room(
+                plans,
+                [placements[position] for position in range(len(plans))],
+                rests=self.rests,
+                precision=self.precision,
+                rank=self.routes.shards.rank,
+                device=self.routes.shards.device,
+                group_of=group_of,
+                first_index=first_index,
+            )
+            if self.home is not None:
+                self.home.allocate(room.shards)
+            if self.homes.open_state is not None:
+                assert optimizer is not None, "checked"
+                self.offload = self.homes.open_state(optimizer, room.positions, room.masters)
         except Exception as error:
             problem = error
         mine = "" if problem is None else f"{type(problem).__name__}: {problem}"
@@ -182,36 +198,3 @@ class Residence:
                     f"nothing was sharded: rank {rank} cannot keep its part outside the device "
                     f"(seen on rank {self.routes.whole.rank}): {theirs}"
                 )
-
-    def end(self) -> None:
-        """Release all of it."""
-        if self.home is not None:
-            self.home.end()
-        if self.offload is not None:
-            self.offload.end()
-
-    def _take_room(
-        self,
-        plans: Sequence[UnitPlan],
-        placements: Mapping[int, Placement],
-        first_index: int,
-        optimizer: torch.optim.Optimizer | None,
-        group_of: Mapping[str, int],
-    ) -> None:
-        room = plan_room(
-            plans,
-            [placements[position] for position in range(len(plans))],
-            rests=self.rests,
-            precision=self.precision,
-            rank=self.group.rank,
-            device=self.group.device,
-            group_of=group_of,
-            first_index=first_index,
-        )
-        self.targets = room.targets
-        if self.home is not None:
-            self.home.allocate(room.sizes)
-        if self.offload is not None:
-            assert optimizer is not None, "checked"
-            self.offload.plan(room.positions, optimizer, masters=room.masters)
-            self._updated = set(room.positions)

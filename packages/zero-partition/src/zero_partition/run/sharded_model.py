@@ -675,7 +675,7 @@ class ShardedModel:
                 )
             call_after_backward(_EndOfBackward(ref(self)))
             if self.residence.offload is not None and self._accumulates:
-                self.residence.offload.begin_backward()
+                self.residence.offload.read_ahead()
             if self._accumulates:
                 self.reducer.refuse_to_sum_again()
 
@@ -741,8 +741,8 @@ class ShardedModel:
                         g.copy_whole(position, param.grad)
 
     def update(self) -> None:
-        """Step what an updater keeps; the optimizer's own step then finds no gradient."""
-        if self.residence.offload is not None:
+        """Step what is kept elsewhere; the optimizer's own step then finds no gradient."""
+        if self.residence.offload is not None and self.optimizer is not None:
             self._hidden = step_elsewhere(self.residence, self.reducer.gradients, self.optimizer)
 
     def after_step(self) -> None:
@@ -758,8 +758,7 @@ class ShardedModel:
 
     def finish_update(self) -> None:
         """What the public `finish_update` documents."""
-        offload = self.residence.offload
-        if offload is None or not offload.is_delayed:
+        if not self.residence.homes.is_delayed:
             return
         self.refuse_while_gathered("finish_update()")
         self.refuse_parked("finish_update()", StateKind.PARAMS)

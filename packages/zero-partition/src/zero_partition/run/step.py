@@ -1,17 +1,17 @@
-"""An optimizer whose state an updater keeps: its steps, and what it shows of the state."""
+"""An optimizer whose state is kept elsewhere: its steps, and what it shows of the state."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from attrs import define, field
 from torch import Tensor, nn
 
 from zero_partition.errors import StateError
-from zero_partition.memory.seams import MASTER, OptimizerOffload
+from zero_partition.memory.seams import MASTER, DelayedOffload, OptimizerOffload
 from zero_partition.stand_in import find_owner
 from zero_partition.torch_private import checkpoint_call
 
@@ -23,7 +23,7 @@ from .unit import Unit
 def step_elsewhere(
     residence: Residence,
     gradients: Sequence[BufferGradients],
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer,
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Step every shard that has a gradient, where its state is. Local.
 
@@ -47,7 +47,7 @@ def step_elsewhere(
         grads, buffer_of = {}, {}
         for g in gradients:
             for target, param in zip(g.buffer.targets, g.buffer.shard_params, strict=True):
-                if param.grad is not None and residence.is_updated(target):
+                if param.grad is not None and residence.is_stepped(target):
                     grads[target] = param.grad.as_subclass(Tensor)
                     buffer_of[target] = g.buffer
         # Only what is opened at a home needs to know; without one this is not looked for.
@@ -61,7 +61,8 @@ def step_elsewhere(
         )
         try:
             factor = 1.0 if scale is None else 1.0 / float(scale)
-            offload.step(grads, factor=factor, opening=opened.open)
+            offload.step(optimizer.param_groups, grads, factor=factor, opening=opened.open)
+            offload.read_ahead()  # each as soon as its slot is written: the disk need not wait
         except BaseException:
             opened.abandon()
             raise
@@ -72,8 +73,9 @@ def step_elsewhere(
 
 def bring_in(residence: Residence, gradients: Sequence[BufferGradients]) -> None:
     """Let shards have the values that a delayed step has held back. Local, blocking."""
-    offload = residence.offload
-    assert offload is not None, "asked before"
+    if not residence.homes.is_delayed:
+        return
+    offload = cast(DelayedOffload, residence.offload)
     held_back = set(offload.held_back())
     if not held_back:
         return
@@ -91,7 +93,7 @@ def bring_in(residence: Residence, gradients: Sequence[BufferGradients]) -> None
 def hand_over_state(
     optimizer: torch.optim.Optimizer, offload: OptimizerOffload, units: Sequence[Unit]
 ) -> None:
-    """Move what `optimizer.state` has to the updater, and leave a view of that in its place."""
+    """Move what `optimizer.state` has there, and leave a view of that in its place."""
     view = UpdatedState(offload, _targets_by_shard(units))
     states = view.take({param: state for param, state in optimizer.state.items() if state})
     if states:
@@ -134,7 +136,7 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
         if shard in self._others:
             return self._others[shard]
         target = self.target_of[shard]
-        if target not in set(self.offload.started()):
+        if target not in self._started():
             raise KeyError(f"a shard of shape {tuple(shard.shape)} without state")
         return self._visible(target, self.offload.read([target])[target])
 
@@ -156,7 +158,7 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         """Shards that have state."""
-        started = set(self.offload.started())
+        started = self._started()
         mine = [shard for shard, target in self.target_of.items() if target in started]
         return iter([*mine, *self._others])
 
@@ -174,6 +176,9 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
         found = self.offload.read(targets.values())
         mine = {shard: self._visible(target, found[target]) for shard, target in targets.items()}
         return (mine | self._others).items()
+
+    def _started(self) -> set[nn.Parameter]:
+        return set(self.offload.started(besides=(MASTER,)))
 
     def _visible(self, target: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
         hidden = MASTER if self.offload.hides_master(target) else None

@@ -218,7 +218,7 @@ def _write_elsewhere(sharded: ShardedModel, targets: Sequence[StateTarget]) -> N
             if not target.buffer.targets:  # frozen, though in a param group
                 continue
             param = target.buffer.targets[target.position]
-            if not sharded.residence.is_updated(param):
+            if not sharded.residence.is_stepped(param):
                 continue
             is_first = param not in begun or param in states[True]
             begun.add(param)
@@ -226,6 +226,8 @@ def _write_elsewhere(sharded: ShardedModel, targets: Sequence[StateTarget]) -> N
             if key is not None:
                 state[key] = map_tensors(target.entries[key], _on_host, EntryPart)
         for replaces, chosen in states.items():
+            if chosen and replaces:
+                offload.mend()
             if chosen:
                 offload.write(chosen, replaces=replaces)
 

@@ -194,7 +194,11 @@ def states_of(
     offload = sharded.residence.offload
     if offload is not None:
         targets = [target for buffer in buffers for target in buffer.targets]
-        found = offload.read(targets) if is_read else offload.describe(targets)
+        if is_read:
+            found = offload.read(targets)
+        else:
+            started = set(offload.started(besides=(MASTER,)))
+            found = offload.describe(target for target in targets if target in started)
         return [
             [_visible(buffer, found.get(target, {})) for target in buffer.targets]
             if buffer.targets

@@ -46,7 +46,7 @@ def unpartition(sharded: ShardedModel) -> None:
     for remove in sharded.removers:
         remove()
     sharded.removers.clear()
-    sharded.residence.end()
+    sharded.residence.homes.close()
     forget_places(sharded)
     sharded.end_write()  # backward of a graph that was made before says so
 
