@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
@@ -117,9 +116,13 @@ class DelayedState:
 
     def _step(self, groups: Groups, grads: Mapping[Param, Tensor], factor: float) -> None:
         """In the thread."""
-        with _using(self._stream):
-            self.inner.step(groups, grads, factor=factor)
-            self.inner.read_ahead()
+        with torch.cuda.stream(self._stream):  # None changes nothing
+            try:
+                self.inner.step(groups, grads, factor=factor)
+                self.inner.read_ahead()
+            finally:
+                if self._stream is not None:
+                    self._stream.synchronize()
 
     def _finish(self) -> None:
         """Block until no update is under way.
@@ -248,24 +251,5 @@ def _allocate(arena: HostArena, places: Mapping[Param, Place]) -> dict[Param, Te
 
 def _numbers_of(groups: Groups) -> list[dict[str, Any]]:
     """What the param groups say now; a scheduler may change them while the step goes on."""
-    return [
-        {
-            name: copy.deepcopy(value)
-            for name, value in group.items()
-            if name not in ("params", "param_names")
-        }
-        for group in groups
-    ]
-
-
-@contextmanager
-def _using(stream: Any) -> Iterator[None]:
-    """Work on the device goes there, and is done at the end."""
-    if stream is None:
-        yield
-        return
-    with torch.cuda.stream(stream):
-        try:
-            yield
-        finally:
-            stream.synchronize()
+    tensors = ("params", "param_names")
+    return [{k: copy.deepcopy(v) for k, v in g.items() if k not in tensors} for g in groups]

@@ -56,7 +56,7 @@ class OffloadedShards:
     budget_bytes: int | None = field(default=None, kw_only=True)
     _host: dict[int, Tensor] = field(factory=dict, init=False)  # shards that rest there
     _copies: dict[int, Any] = field(factory=dict, init=False)  # events of the last copy of each
-    _store: AbstractStore | None = field(default=None, init=False)
+    _store: AbstractStore = field(init=False)  # since room was taken
     _blank: dict[int, Tensor] = field(factory=dict, init=False)  # those in files, without values
     _keys: dict[int, str] = field(factory=dict, init=False)  # theirs in the store
     _ahead: dict[int, tuple[Tensor, Future[Any]]] = field(factory=dict, init=False)
@@ -94,7 +94,7 @@ class OffloadedShards:
             memory = self.arena.allocate(shard.numel(), dtype=shard.dtype, name="parameters")
             self._host[index] = memory
         self._blank = {index: shard for index, shard in shards.items() if index not in on_host}
-        if self._store is not None:
+        if self._blank:
             name = f"parameters-{next(_NUMBERS)}"  # several of these may share a store
             keys = {index: f"{name}.{index}" for index in self._blank}
             self._store.allocate({keys[i]: shard.nbytes for i, shard in self._blank.items()})
@@ -112,7 +112,7 @@ class OffloadedShards:
             into.copy_(self._unkept[index])
             return _DONE
         if index not in self._ahead and into.is_cpu:
-            return Pending(self._begin_read(index, into).result)
+            return Pending(self._store.read(self._keys[index], into).result)
         self._read_ahead(index)
         memory, future = self._ahead.pop(index)
         return Pending(partial(self._pass_on, memory, future, into))
@@ -141,7 +141,7 @@ class OffloadedShards:
             memory = self._take(index)
             try:
                 if reads:
-                    self._begin_read(index, memory).result()
+                    self._store.read(self._keys[index], memory).result()
             except BaseException:
                 self._give_back(memory)
                 raise
@@ -152,7 +152,6 @@ class OffloadedShards:
         """Begin to keep what was opened. Reads that begin later see it."""
         if index in self._host:
             return
-        assert self._store is not None, "allocate() comes first, and end() last"
         memory = self._open.pop(index)
         self._behind.append((index, memory, self._store.write(self._keys[index], memory)))
         while len(self._behind) > WRITES_BEHIND:
@@ -198,19 +197,14 @@ class OffloadedShards:
         self._host, self._copies = {}, {}
         self._returning.clear()
         self._free, self._unkept, self._passing_bytes = {}, {}, 0
-        if self._store is not None:
-            for key in self._keys.values():
-                self._store.delete(key)
-        self._blank, self._keys, self._store = {}, {}, None
-
-    def _begin_read(self, index: int, into: Tensor) -> Future[Tensor]:
-        assert self._store is not None, "allocate() comes first, and end() last"
-        return self._store.read(self._keys[index], into)
+        for key in self._keys.values():
+            self._store.delete(key)
+        self._blank, self._keys = {}, {}
 
     def _read_ahead(self, index: int) -> None:
         if index not in self._ahead:
             memory = self._take(index)
-            self._ahead[index] = (memory, self._begin_read(index, memory))
+            self._ahead[index] = (memory, self._store.read(self._keys[index], memory))
 
     def _forget(self, index: int) -> None:
         if index in self._ahead:

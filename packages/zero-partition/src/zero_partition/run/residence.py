@@ -17,11 +17,9 @@ from zero_partition.memory.seams import (
     TensorHome,
 )
 from zero_partition.memory.store import RestPlan
-from zero_partition.plan.layout import BufferPlan, UnitPlan
+from zero_partition.plan.layout import UnitPlan
 from zero_partition.plan.stages import Placement, Precision
 from zero_partition.plan.wire import Routes
-
-Targets = tuple[nn.Parameter, ...]
 
 
 @frozen(eq=False)
@@ -29,7 +27,7 @@ class RoomPlan:
     """Shards that a home keeps, without values, and what is stepped elsewhere."""
 
     shards: dict[int, Tensor] = field(factory=dict)  # at home, on meta, by number of the buffer
-    targets: dict[int, Targets] = field(factory=dict)  # likewise
+    targets: dict[int, tuple[nn.Parameter, ...]] = field(factory=dict)  # likewise, by parameter
     positions: dict[nn.Parameter, int] = field(factory=dict)  # of targets: their param groups
     masters: dict[torch.dtype, torch.dtype] = field(factory=dict)  # by dtype of targets
 
@@ -57,37 +55,29 @@ def plan_room(
         group_of: Param group by name of the parameter.
         first_index: Number of the first buffer.
     """
-    room, index = RoomPlan(), first_index
-    for unit, placement in zip(plans, placements, strict=True):
-        for buffer in unit.buffers:
-            at_home = rests.params and placement is Placement.SHARDED
-            if at_home:
-                numel = buffer.layout.splits[rank]
-                room.shards[index] = torch.empty(numel, dtype=buffer.dtype, device="meta")
-            if rests.state and buffer.trainable:
-                at = torch.device("cpu") if at_home else device
-                room.targets[index] = targets_of(buffer, rank, at)
-                for param, target in zip(buffer.params, room.targets[index], strict=True):
-                    if param.name in group_of:
-                        room.positions[target] = group_of[param.name]
-                master = rests.master_of(precision, buffer, placement)
-                if master is not None:
-                    room.masters[buffer.dtype] = master
-            index += 1
+    room = RoomPlan()
+    buffers = [(b, at) for unit, at in zip(plans, placements, strict=True) for b in unit.buffers]
+    for index, (buffer, placement) in enumerate(buffers, first_index):
+        at_home = rests.params and placement is Placement.SHARDED
+        if at_home:
+            numel = buffer.layout.splits[rank]
+            room.shards[index] = torch.empty(numel, dtype=buffer.dtype, device="meta")
+        if not (rests.state and buffer.trainable):
+            continue
+        memory = torch.empty((), dtype=buffer.dtype, device="cpu" if at_home else device)
+        numels = {piece.index: piece.in_tensor.numel for piece in buffer.layout.pieces(rank)}
+        shapes = [
+            param.cut.shard_shape(param.shape, numels.get(position, 0))
+            for position, param in enumerate(buffer.params)
+        ]
+        room.targets[index] = tuple(nn.Parameter(memory.expand(shape)) for shape in shapes)
+        for param, target in zip(buffer.params, room.targets[index], strict=True):
+            if param.name in group_of:
+                room.positions[target] = group_of[param.name]
+        master = rests.master_of(precision, buffer, placement)
+        if master is not None:
+            room.masters[buffer.dtype] = master
     return room
-
-
-def targets_of(plan: BufferPlan, rank: int, device: torch.device) -> Targets:
-    """What stands for each parameter's shard: of its shape, without memory."""
-    numels = {piece.index: piece.in_tensor.numel for piece in plan.layout.pieces(rank)}
-    return tuple(
-        nn.Parameter(
-            torch.empty((), dtype=plan.dtype, device=device).expand(
-                param.cut.shard_shape(param.shape, numels.get(position, 0))
-            )
-        )
-        for position, param in enumerate(plan.params)
-    )
 
 
 # ---- Who keeps what outside the device ----
@@ -154,14 +144,6 @@ class Residence:
         timeout_s: float,
     ) -> None:
         """Take the room for all of it. Collective: where one rank fails, all raise.
-
-        Args:
-            plans: Of the units.
-            placements: Of parameters, by position of their unit.
-            first_index: Number of the first buffer.
-            optimizer: In whose place is stepped.
-            group_of: Param group by name of the parameter.
-            timeout_s: How long to wait for ranks that do not call this.
 
         Raises:
             PartitionError: Another rank could not.
