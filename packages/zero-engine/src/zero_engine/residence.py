@@ -109,6 +109,6 @@ def homes_of(
         open_state=open_state if has_state else None,
         is_delayed=has_state and offload.delayed_update,
         gradients=HostGradients(arena("gradients")) if grads_on_host else None,
-        place="" if params is None else offload.params,
+        place="here" if params is None else offload.params,
         close=resources.close,
     )

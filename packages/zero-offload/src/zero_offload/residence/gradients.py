@@ -10,8 +10,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from zero_offload.memory.arena import HostArena
-
-from .copies import copy_beside
+from zero_offload.memory.copies import copy_beside
 
 _STAGED: Final = 2  # gradients to be added that are on their way at a time
 

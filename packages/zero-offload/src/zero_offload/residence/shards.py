@@ -16,8 +16,7 @@ from torch import Tensor
 from zero_offload.disk.store import AbstractStore
 from zero_offload.errors import BudgetError
 from zero_offload.memory.arena import HostArena
-
-from .copies import copy_beside
+from zero_offload.memory.copies import copy_beside
 
 _NUMBERS: Final = itertools.count()
 FREE_SHARDS: Final = 2  # of the largest size, as memory that waits for a shard of its size

@@ -457,9 +457,9 @@ def partition(
     facts = _describe(plans, placements, limits) | describe_optimizer(optimizer)
     facts |= _describe_buffers(model) | {"state_dict()": state_dict}
     facts["precision"] = str(precision)
-    facts["parameters rest elsewhere"] = homes.place
-    how = "in delayed steps" if homes.is_delayed else "yes"
-    facts["optimizer state rests elsewhere"] = "no" if homes.open_state is None else how
+    facts["shards of parameters are kept"] = homes.place
+    when = "deferred" if homes.is_delayed else "right away"
+    facts["the optimizer's steps taken elsewhere"] = "no" if homes.open_state is None else when
     facts |= describe_early(model) | wire.facts(routes)
     check_agreement(facts, group=routes.whole, timeout_s=timeout_s)
 

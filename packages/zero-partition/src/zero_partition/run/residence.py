@@ -95,7 +95,7 @@ class Homes:
     open_state: OpenState | None = None  # optimizer state and masters
     is_delayed: bool = False  # what that gives is a `DelayedOffload`
     gradients: GradientHome | None = None  # reduced gradients, for a step there
-    place: str = ""  # of those shards: alike on all ranks, or nothing is sharded
+    place: str = "here"  # of those shards: alike on all ranks, or nothing is sharded
     close: Callable[[], None] = _nothing  # releases all of it
 
     def rests_on(self, device: torch.device) -> RestPlan:
