@@ -202,7 +202,7 @@ def finish_update(model: nn.Module) -> None:
 
     Raises:
         StateError: Not sharded, a forward is running, or a context keeps parameters whole.
-        Exception: What the update has ended with; see the updater.
+        Exception: What the update has ended with; a StoreError, a TornStepError.
     """
     _find(model).finish_update()
 

@@ -84,7 +84,7 @@ def fill_buffer(buffer: FlatBuffer, readers: Readers, offload: OptimizerOffload 
 
 
 def _fill_own_masters(buffer: FlatBuffer, readers: Readers, offload: OptimizerOffload) -> None:
-    """Those that an updater keeps of its own accord, of parameters of 16 bits."""
+    """Those that an optimizer offload keeps of its own accord, of parameters of 16 bits."""
     for piece in buffer.pieces:
         reader, target = readers.get(piece.index), buffer.targets[piece.index]
         if reader is None or not target.dtype.is_floating_point or target.dtype.itemsize >= 4:
