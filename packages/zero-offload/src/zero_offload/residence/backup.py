@@ -29,11 +29,7 @@ class HostBackup:
     _last_copy: Any = field(default=None, init=False)  # nobody waited for it
 
     def allocate(self, sizes: Mapping[str, int]) -> None:
-        """Take room for values of so many bytes, by key. Called once.
-
-        Raises:
-            BudgetError: The host does not have it.
-        """
+        """Take room for values of so many bytes, by key, or raise BudgetError. Called once."""
         rooms = [align_up(size) for size in sizes.values()]
         parts = self.arena.allocate(sum(rooms)).split(rooms)
         self._values = {
@@ -81,11 +77,7 @@ class DiskBackup:
     store: AbstractStore
 
     def allocate(self, sizes: Mapping[str, int]) -> None:
-        """Take room for values of so many bytes, by key.
-
-        Raises:
-            StoreError: The disk does not have it.
-        """
+        """Take room for values of so many bytes, by key, or raise StoreError."""
         self.store.allocate(sizes)
 
     def write(self, key: str, source: Tensor, *, non_blocking: bool) -> None:

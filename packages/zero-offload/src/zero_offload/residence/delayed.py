@@ -66,10 +66,10 @@ class DelayedState:
 
     def add(self, positions: Mapping[Param, int], groups: Groups) -> None:
         """As `OffloadedState.add`, once."""
-        places = {param: _places(param, grads_on_host=self.grads_on_host) for param in positions}
-        values = _allocate(self.arena, {param: place for param, (place, _) in places.items()})
+        values = _allocate(self.arena, {param: param for param in positions})
         self._stepped = {param: Param(value) for param, value in values.items()}
-        self._grads = _allocate(self.arena, {param: place for param, (_, place) in places.items()})
+        blanks = {param: _blank_gradient(param, self.grads_on_host) for param in positions}
+        self._grads = _allocate(self.arena, blanks)
         self.inner.add({self._stepped[param]: at for param, at in positions.items()}, groups)
 
     # ---- Stepping ----
@@ -132,9 +132,9 @@ class DelayedState:
             Exception: It ended before anything was stepped, StoreError for one; it begins again.
         """
         error = self._wait()
+        if isinstance(error, TornStepError):
+            raise TornStepError(str(error)) from error  # once for each who asks
         if error is not None:
-            if isinstance(error, TornStepError):
-                raise TornStepError(str(error)) from error  # once for each who asks
             self._begin()
             raise error
         self._update = self._job = None
@@ -211,32 +211,29 @@ class DelayedState:
             raise error
 
 
-Place = tuple[torch.dtype, torch.device]
-
-
-def _places(param: Param, *, grads_on_host: bool) -> tuple[Place, Place]:
-    """Dtype and device of what is held back of a parameter, and of its gradient."""
-    widened = torch.promote_types(param.dtype, torch.float32)
-    device = torch.device("cpu") if grads_on_host else param.device
-    return (param.dtype, param.device), (widened, device)
-
-
 def with_delay(footprint: Footprint, params: Iterable[Param], *, grads_on_host: bool) -> Footprint:
     """That of state whose steps are delayed. Arithmetic only."""
-    places = [(param, at) for param in params for at in _places(param, grads_on_host=grads_on_host)]
-    sizes = [(device.type, param.numel() * dtype.itemsize) for param, (dtype, device) in places]
+    held = [each for p in params for each in (p, _blank_gradient(p, grads_on_host))]
+    on_host = sum(each.nbytes for each in held if each.is_cpu)
+    on_device = sum(each.nbytes for each in held if not each.is_cpu)
     return evolve(
         footprint,
-        resident_bytes=footprint.resident_bytes + sum(size for at, size in sizes if at == "cpu"),
-        device_bytes=footprint.device_bytes + sum(size for at, size in sizes if at != "cpu"),
+        resident_bytes=footprint.resident_bytes + on_host,
+        device_bytes=footprint.device_bytes + on_device,
     )
 
 
-def _allocate(arena: HostArena, places: Mapping[Param, Place]) -> dict[Param, Tensor]:
-    """A tensor for each, of its shape; those of one dtype and device are one memory."""
-    alike: dict[Place, list[Param]] = {}
-    for param, place in places.items():
-        alike.setdefault(place, []).append(param)
+def _blank_gradient(param: Param, on_host: bool) -> Tensor:
+    """What is held back of its gradient, without memory: of its master's dtype."""
+    dtype = torch.promote_types(param.dtype, torch.float32)
+    return torch.empty((), dtype=dtype, device="cpu" if on_host else param.device).expand_as(param)
+
+
+def _allocate(arena: HostArena, blanks: Mapping[Param, Tensor]) -> dict[Param, Tensor]:
+    """Memory for each; those of one dtype and device are one piece."""
+    alike: dict[tuple[torch.dtype, torch.device], list[Param]] = {}
+    for param, blank in blanks.items():
+        alike.setdefault((blank.dtype, blank.device), []).append(param)
     found = {}
     for (dtype, device), some in alike.items():
         numels = [param.numel() for param in some]

@@ -30,7 +30,8 @@ class Pending:
     wait: Callable[[], object]
 
 
-_DONE: Final = Pending(lambda: None)
+def _nothing() -> None:
+    return
 
 
 @final
@@ -101,15 +102,13 @@ class OffloadedShards:
 
     def read(self, index: int, into: Tensor) -> Pending:
         """Begin to copy a shard into memory on the device, which is lent until it is done."""
-        if index in self._host:
-            if into.is_cpu:
-                into.copy_(self._host[index])
-                return _DONE
-            self._copies[index] = copy_beside(self._host[index], into, self._streams)
-            return Pending(partial(_let_wait, self._copies[index], into.device))
-        if index in self._unkept:
-            into.copy_(self._unkept[index])
-            return _DONE
+        if index in self._host and not into.is_cpu:
+            event = self._copies[index] = copy_beside(self._host[index], into, self._streams)
+            return Pending(partial(_let_wait, event, into.device))
+        memory = self._host.get(index, self._unkept.get(index))
+        if memory is not None:
+            into.copy_(memory)
+            return Pending(_nothing)
         if index not in self._ahead and into.is_cpu:
             return Pending(self._store.read(self._keys[index], into).result)
         self._read_ahead(index)
