@@ -1,4 +1,4 @@
-"""Keepers for tests of parking, and a training that parks as it goes."""
+"""Backups for tests of parking, and a training that parks as it goes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import ZeroConfig
 from zero_partition import StateKind
-from zero_partition.seams import AbstractKeeper, park, unpark
+from zero_partition.seams import offload_states, reload_states
 
 
 @define(eq=False)
-class PoisoningKeeper(AbstractKeeper):
+class PoisonedBackup:
     """Its memory is nobody else's, and what it was given is overwritten: copies must be real."""
 
     fails_at: int = -1  # the copy, counted from 0, that raises
@@ -26,16 +26,16 @@ class PoisoningKeeper(AbstractKeeper):
     is_closed: bool = False
     _num_copies: int = 0
 
-    def reserve(self, sizes: Mapping[str, int]) -> None:  # noqa: D102
+    def allocate(self, sizes: Mapping[str, int]) -> None:  # noqa: D102
         self.sizes = dict(sizes)
 
-    def keep(self, key: str, source: Tensor, *, waits: bool) -> None:  # noqa: D102
+    def write(self, key: str, source: Tensor, *, non_blocking: bool) -> None:  # noqa: D102
         self._count()
         assert source.numel() == self.sizes[key]
         self.kept[key] = source.numpy().tobytes()
         source.fill_(0xFF)
 
-    def give_back(self, key: str, into: Tensor, *, waits: bool) -> None:  # noqa: D102
+    def read(self, key: str, into: Tensor, *, non_blocking: bool) -> None:  # noqa: D102
         self._count()
         into.copy_(torch.frombuffer(bytearray(self.kept[key]), dtype=torch.uint8))
         del self.kept[key]
@@ -46,20 +46,20 @@ class PoisoningKeeper(AbstractKeeper):
     def _count(self) -> None:
         self._num_copies += 1
         if self._num_copies == self.fails_at + 1:
-            raise OSError("the keeper's disk is full")
+            raise OSError("the backup's disk is full")
 
 
 Disturb = Callable[[nn.Module], None]
 
 
-def park_and_return(*kinds: StateKind) -> Disturb:
-    """Park these kinds with a poisoning keeper and bring them back at once."""
+def offload_and_reload(*kinds: StateKind) -> Disturb:
+    """Park these kinds with a poisoned backup and bring them back at once."""
 
     def disturb(model: nn.Module) -> None:
-        keeper = PoisoningKeeper()
-        park(model, keeper, kinds)
-        unpark(model)
-        assert keeper.is_closed and not keeper.kept
+        backup = PoisonedBackup()
+        offload_states(model, backup, kinds)
+        reload_states(model)
+        assert backup.is_closed and not backup.kept
 
     return disturb
 

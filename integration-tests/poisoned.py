@@ -16,7 +16,6 @@ import torch
 from attrs import define, field
 from torch import Tensor
 from zero_offload import AbstractStore, StoreError
-from zero_partition.seams import AbstractGradientHome, AbstractShardHome, ShardSize
 
 
 def poison(memory: Tensor) -> None:
@@ -54,7 +53,7 @@ class _Read:
 
 @final
 @define(eq=False)
-class PoisonedHome(AbstractShardHome):
+class PoisonedHome:
     """Shards in memory that is only seen through reads that were waited for."""
 
     kept: dict[int, Tensor] = field(factory=dict)
@@ -62,20 +61,20 @@ class PoisonedHome(AbstractShardHome):
     opened: dict[int, Tensor] = field(factory=dict)
     expected: list[tuple[int, ...]] = field(factory=list)  # by call of `expect`
     is_ended: bool = False
-    _sizes: dict[int, ShardSize] = field(factory=dict)
+    _shards: dict[int, Tensor] = field(factory=dict)
     _closed: list[Tensor] = field(factory=list)  # memory that is nobody's
 
-    def allocate(self, sizes: Mapping[int, ShardSize]) -> None:
-        """See `AbstractShardHome.allocate`."""
-        assert not self._sizes, "room is taken once"
-        self._sizes = dict(sizes)
+    def allocate(self, shards: Mapping[int, Tensor]) -> None:
+        """See `TensorHome.allocate`."""
+        assert not self._shards, "room is taken once"
+        self._shards = dict(shards)
 
     def read(self, index: int, into: Tensor) -> _Read:
-        """See `AbstractShardHome.read`."""
-        size = self._sizes[index]
+        """See `TensorHome.read`."""
+        shard = self._shards[index]
         assert index not in self.opened, f"shard {index} is read while it is open"
         assert index in self.kept, f"shard {index} is read, and was never written"
-        assert (into.numel(), into.dtype) == (size.numel, size.dtype), (
+        assert (into.numel(), into.dtype) == (shard.numel(), shard.dtype), (
             f"shard {index}: {into.shape}"
         )
         poison(into)
@@ -83,16 +82,15 @@ class PoisonedHome(AbstractShardHome):
         return self.reads[index][-1]
 
     def expect(self, indices: Sequence[int]) -> None:
-        """See `AbstractShardHome.expect`."""
+        """See `TensorHome.expect`."""
         assert not set(indices) - self.kept.keys(), "what is expected was never written"
         self.expected.append(tuple(indices))
 
     def open(self, index: int, *, reads: bool) -> Tensor:
-        """See `AbstractShardHome.open`."""
+        """See `TensorHome.open`."""
         assert index not in self.opened, f"shard {index} is opened twice"
         assert not self.reads[index], f"shard {index} is opened while it is read"
-        size = self._sizes[index]
-        self.opened[index] = torch.zeros(size.numel, dtype=size.dtype)
+        self.opened[index] = torch.zeros_like(self._shards[index], device="cpu")
         if not reads:  # all of it is written, padding too
             poison(self.opened[index])
         else:
@@ -101,7 +99,7 @@ class PoisonedHome(AbstractShardHome):
         return self.opened[index]
 
     def close(self, index: int) -> None:
-        """See `AbstractShardHome.close`."""
+        """See `TensorHome.close`."""
         memory = self.opened.pop(index)
         assert not memory.isnan().any(), "padding shows what the memory held before"
         self.kept[index] = memory.clone()
@@ -109,30 +107,30 @@ class PoisonedHome(AbstractShardHome):
         self._closed.append(memory)
 
     def settle(self) -> None:
-        """See `AbstractShardHome.settle`."""
+        """See `TensorHome.settle`."""
         assert not self.opened, f"shards {list(self.opened)} are open still"
         assert all(map(is_poison, self._closed)), "a shard was written to after it was closed"
         self._closed.clear()
 
     @property
     def host_bytes(self) -> int:
-        """See `AbstractShardHome.host_bytes`."""
-        return sum(size.num_bytes for size in self._sizes.values())
+        """See `TensorHome.host_bytes`."""
+        return sum(shard.nbytes for shard in self._shards.values())
 
     @property
     def disk_bytes(self) -> int:
-        """See `AbstractShardHome.disk_bytes`."""
+        """See `TensorHome.disk_bytes`."""
         return 0
 
     def another(self) -> PoisonedHome:
-        """See `AbstractShardHome.another`."""
+        """See `TensorHome.another`."""
         return PoisonedHome()
 
     def end(self) -> None:
-        """See `AbstractShardHome.end`."""
+        """See `TensorHome.end`."""
         self.settle()
         assert not any(self.reads.values()), "a read was never waited for"
-        self.kept, self._sizes, self.is_ended = {}, {}, True
+        self.kept, self._shards, self.is_ended = {}, {}, True
 
 
 class _Late(Future):
@@ -225,17 +223,17 @@ class PoisonedStore(AbstractStore):
 
 @final
 @define(eq=False)
-class PoisonedGradients(AbstractGradientHome):
+class PoisonedGradients:
     """Memory in which a gradient is NaN until somebody has settled; what was lent is NaN then."""
 
     _deliveries: list[tuple[Tensor, Tensor, bool]] = field(factory=list)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See `AbstractGradientHome.allocate`."""
+        """See `GradientHome.allocate`."""
         return torch.zeros(numel, dtype=dtype)
 
     def deliver(self, received: Tensor, into: Tensor, *, adds: bool) -> None:
-        """See `AbstractGradientHome.deliver`."""
+        """See `GradientHome.deliver`."""
         on_their_way = [memory.data_ptr() for _, memory, _ in self._deliveries]
         if not adds and into.numel():
             assert into.data_ptr() not in on_their_way, "what came before was never settled"
@@ -243,7 +241,7 @@ class PoisonedGradients(AbstractGradientHome):
         self._deliveries.append((received, into, adds))
 
     def settle(self) -> None:
-        """See `AbstractGradientHome.settle`."""
+        """See `GradientHome.settle`."""
         for received, into, adds in self._deliveries:
             assert adds or is_poison(into), "a gradient was written to while it was on its way"
             into.add_(received) if adds else into.copy_(received)

@@ -89,7 +89,7 @@ def cells(stage: int) -> Iterator[Cell]:
 
 
 def resting_as(cell: Cell | None) -> contextlib.AbstractContextManager[None]:
-    """Where `zero_engine.shard` finds homes and updaters: the machine's host is its device."""
+    """Where `zero_engine.shard` finds homes: the machine's host is its device."""
     if cell is None or cell.residence == "engine":
         return testing.host_apart()
     return testing.resting(

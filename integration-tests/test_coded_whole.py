@@ -24,7 +24,7 @@ import zero_partition
 from delayed import Case, Late
 from one_dtype import OneDtype
 from parity import Recipe, ZeroConfig
-from parking import park_and_return
+from parking import offload_and_reload
 from residences import Cell, resting_as
 from torch import Tensor, nn
 from zero_comm import Group, Handle, parse_codec, record_traffic
@@ -220,7 +220,7 @@ def _park(group: Group, precision: Precision | None) -> None:
         model, optimizer = build(group, 2, precision)
         losses = parity.run_steps(model, optimizer, range(1), rank=group.rank)
         if kinds:
-            park_and_return(*kinds)(model)
+            offload_and_reload(*kinds)(model)
         losses += parity.run_steps(model, optimizer, range(1, 3), rank=group.rank)
         curves.append((losses, zero_engine.full_state_dict(model)))
         zero_engine.offload_states(model, [StateKind.PARAMS, StateKind.MASTERS])

@@ -128,13 +128,13 @@ def test_parking_leaves_the_update_under_way_alone(ranks, stage: int) -> None:
 def _park(group: Group, case: Case) -> None:
     expected = train_alone(case, rank=group.rank, world_size=group.world_size)
 
-    def park(_: int, model: nn.Module) -> None:
+    def offload_states(_: int, model: nn.Module) -> None:
         zero_engine.offload_states(model)
         with pytest.raises(zero_partition.StateError, match="finish_update"):
             zero_engine.finish_update(model)
         zero_engine.reload_states(model)
 
-    assert_same(train_sharded(case, group, after=park), expected)
+    assert_same(train_sharded(case, group, after=offload_states), expected)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -106,14 +106,14 @@ def _let_it_end(model: nn.Module) -> None:
     """Block until no update is under way, without asking for its outcome."""
     sharded = find_sharded(model)
     assert sharded is not None
-    sharded.residence.updater._wait()
+    sharded.residence.offload._wait()
 
 
 def _forget_what_was_read_ahead(model: nn.Module) -> None:
     """So that the next update needs the disk for its first sub-group."""
     sharded = find_sharded(model)
     assert sharded is not None
-    sharded.residence.updater.inner._state._visits._pipeline.forget_reads()
+    sharded.residence.offload.inner._visits._pipeline.forget_reads()
 
 
 @contextmanager

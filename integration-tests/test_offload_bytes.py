@@ -87,9 +87,8 @@ def _check_at_rest(group: Group, cell: Cell, folder: str, *, is_bf16: bool) -> N
 
 
 def _files(residence: Any) -> list[Path]:
-    keepers = [keeper for keeper in (residence.home, residence.updater) if keeper is not None]
-    disk = next((k.disk for k in keepers if getattr(k, "disk", None) is not None), None)
-    store = None if disk is None else disk._store
+    home, state = residence.home, residence.offload
+    store = getattr(home, "_store", None) or (None if state is None else state.store)
     return [] if store is None else sorted(store.folder.iterdir())
 
 

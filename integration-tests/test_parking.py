@@ -17,12 +17,12 @@ import torch
 import zero_engine
 import zero_partition
 from parity import ZeroConfig
-from parking import PoisoningKeeper
+from parking import PoisonedBackup
 from torch import Tensor, nn
 from zero_comm import Group
 from zero_engine import Precision
 from zero_partition import StateError, StateKind
-from zero_partition.seams import find_sharded, park, unpark
+from zero_partition.seams import find_sharded, offload_states, reload_states
 
 ALL = tuple(StateKind)
 SUBSETS = (ALL, *((kind,) for kind in StateKind), (StateKind.OPTIM, StateKind.MASTERS))
@@ -64,7 +64,7 @@ def _compare(group: Group, stage: int) -> None:
         for kinds in SUBSETS:
             model, optimizer = parking.build(group, config, make, name)
             losses, weights = parking.train(
-                model, optimizer, group, parking.park_and_return(*kinds)
+                model, optimizer, group, parking.offload_and_reload(*kinds)
             )
 
             assert losses == expected_losses, f"stage {stage}, {kinds}, {precision}"
@@ -81,7 +81,7 @@ def _by_messages(group: Group) -> None:
     config = ZeroConfig(3)
     expected = parking.train(*parking.build(group, config, parity.tiny_float32), group)
     model, optimizer = parking.build(group, config, parity.tiny_float32)
-    losses, weights = parking.train(model, optimizer, group, parking.park_and_return(*ALL))
+    losses, weights = parking.train(model, optimizer, group, parking.offload_and_reload(*ALL))
     assert losses == expected[0]
     parity.assert_same_weights(weights, expected[1], what="by messages")
 
@@ -98,7 +98,7 @@ def _build_in_init(group: Group) -> None:
         model = parity.build(parity.Tiny)
     optimizer = parity.OPTIMIZERS["adamw-fused"](parity.param_groups(model))
     zero_engine.shard(model, optimizer, config, group=group)
-    losses, weights = parking.train(model, optimizer, group, parking.park_and_return(*ALL))
+    losses, weights = parking.train(model, optimizer, group, parking.offload_and_reload(*ALL))
     assert losses == expected[0]
     parity.assert_same_weights(weights, expected[1], what="built in Init")
 
@@ -120,11 +120,11 @@ def _generate(group: Group) -> None:
         model, optimizer = parking.build(group, config, Rounded)
         losses = parking.train(model, optimizer, group, steps=range(1))[0]
         kinds = set(StateKind) - {StateKind.PARAMS}
-        park(model, PoisoningKeeper(), kinds)
+        offload_states(model, PoisonedBackup(), kinds)
         with torch.inference_mode():
             assert torch.equal(model(parity.batch(7, 0, group.rank)[0]), answer)
         with torch.inference_mode():  # where a loop may well come back from generation
-            unpark(model)
+            reload_states(model)
         losses += parking.train(model, optimizer, group, steps=range(1, 2))[0]
 
         assert losses == expected
@@ -143,11 +143,11 @@ def _run_backward_without_optimizer(group: Group) -> None:
         model, optimizer = parking.build(group, config, Rounded)
         losses = []
         for step in range(3):
-            park(model, PoisoningKeeper(), [StateKind.OPTIM, StateKind.MASTERS])
+            offload_states(model, PoisonedBackup(), [StateKind.OPTIM, StateKind.MASTERS])
             loss = parity.loss_of(model, parity.batch(step, 0, group.rank))
             loss.backward()
             losses.append(loss.item())
-            unpark(model)
+            reload_states(model)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -174,16 +174,16 @@ def _park_within_a_graph(group: Group) -> None:
                 kinds = set(StateKind) - {StateKind.BUFFERS}
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # the graph views parameters that rest whole
-                    park(model, PoisoningKeeper(), kinds)
+                    offload_states(model, PoisonedBackup(), kinds)
                 with pytest.raises(StateError, match="reload_states"):
                     loss.backward()
-                unpark(model)
+                reload_states(model)
                 optimizer.zero_grad()
                 loss = parity.loss_of(model, parity.batch(0, 0, group.rank))
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    park(model, PoisoningKeeper(), kinds)
-                unpark(model)
+                    offload_states(model, PoisonedBackup(), kinds)
+                reload_states(model)
             loss.backward()
             grads.append([zero_engine.full_grad(param) for param in model.parameters()])
         for ours, theirs in zip(*grads, strict=True):
@@ -196,12 +196,12 @@ def test_a_graph_that_computed_with_stand_ins_leaves_no_gradient() -> None:
     model, optimizer = _solo(2, make=parity.tiny_float32)
     plain, plain_optimizer = _solo(2, make=parity.tiny_float32)
     part = model.blocks[0].norm(torch.randn(2, 4, parity.WIDTH))
-    park(model, PoisoningKeeper(), ALL)
+    offload_states(model, PoisonedBackup(), ALL)
     with pytest.raises(StateError, match="reload_states"):
         part.sum().backward()
     with pytest.raises(StateError, match="zero_grad"):
         optimizer.step()
-    unpark(model)
+    reload_states(model)
 
     ours = parity.run_steps(model, optimizer, range(1, 3), rank=0)
 
@@ -240,23 +240,23 @@ def _count_bytes(group: Group) -> None:
         zero_engine.release_buffers(model)
         before = parity.live_bytes(at_least=1024)
         for kind, num_bytes in expected.items():
-            keeper = PoisoningKeeper()
-            park(model, keeper, [kind])
+            backup = PoisonedBackup()
+            offload_states(model, backup, [kind])
             gc.collect()
             report = zero_partition.memory_report(model)
 
-            assert sum(keeper.sizes.values()) == num_bytes, f"stage {stage}, {kind}"
+            assert sum(backup.sizes.values()) == num_bytes, f"stage {stage}, {kind}"
             assert before - parity.live_bytes(at_least=1024) == num_bytes
             assert report.parked_bytes == num_bytes
-            unpark(model)
+            reload_states(model)
             assert parity.live_bytes(at_least=1024) == before
-        park(model, PoisoningKeeper(), ALL)
+        offload_states(model, PoisonedBackup(), ALL)
         report = zero_partition.memory_report(model)
 
         assert parity.live_bytes(at_least=1024) == 0
         assert report.parked_bytes == sum(expected.values())
         assert report.total_bytes == report.scalars_bytes  # step counts and stand-ins
-        unpark(model)
+        reload_states(model)
         assert zero_partition.memory_report(model).parked_bytes == 0
         del model, optimizer, x
 
@@ -282,7 +282,7 @@ def _look_at_views(group: Group) -> None:
         types = {name: type(tensor) for name, tensor in tensors.items()}
         versions = [param._version for param in model.parameters()]
 
-        parking.park_and_return(*ALL)(model)
+        parking.offload_and_reload(*ALL)(model)
 
         now = [p for entry in optimizer.param_groups for p in entry["params"]]
         assert list(map(id, now)) == list(map(id, shards))
@@ -318,12 +318,12 @@ def test_memory_that_somebody_else_views_stays_and_stays_right() -> None:
     kept = model.layers[0].weight.data
     value = kept.clone()
     with pytest.warns(UserWarning, match="bytes stay in memory"):
-        park(model, PoisoningKeeper(), ALL)
+        offload_states(model, PoisonedBackup(), ALL)
     assert torch.equal(kept, value)
     with pytest.raises(StateError, match="reload_states"):
         model.layers[0].weight.sum()
 
-    unpark(model)
+    reload_states(model)
     _solo_step(model, optimizer)
 
     assert not torch.equal(kept, value)
@@ -351,7 +351,7 @@ def _use_while_parked(group: Group, stage: int) -> None:
     ours = {}
     if stage < 3:
         ours = {key: value.clone() for key, value in model.state_dict().items()}
-    park(model, PoisoningKeeper(), ALL)
+    offload_states(model, PoisonedBackup(), ALL)
     uses: dict[str, Callable[[], Any]] = {
         "forward": lambda: model(data[0]),
         "forward of a part": lambda: model.blocks[0](torch.randn(2, 4, 6)),
@@ -379,7 +379,7 @@ def _use_while_parked(group: Group, stage: int) -> None:
         "a copy": lambda: copy.deepcopy(shard),
         "a pickle": lambda: pickle.dumps(shard),
         "in place": shard.zero_,
-        "again": lambda: park(model, PoisoningKeeper(), ALL),
+        "again": lambda: offload_states(model, PoisonedBackup(), ALL),
     }
     if stage < 3:
         uses["values"] = param.tolist
@@ -399,8 +399,8 @@ def _use_while_parked(group: Group, stage: int) -> None:
     zero_engine.release_buffers(model)
     zero_partition.memory_report(model)
     gc.collect()
-    unpark(model)
-    unpark(model)  # twice is as good as once
+    reload_states(model)
+    reload_states(model)  # twice is as good as once
     losses += parking.train(model, optimizer, group, steps=range(1, 2))[0]
     assert losses == expected, f"stage {stage}"
 
@@ -414,10 +414,10 @@ def _refuse_step(group: Group) -> None:
     def disturb(model: nn.Module) -> None:
         optimizer = find_sharded(model).optimizer
         for kind in (k for k in StateKind if k is not StateKind.BUFFERS):
-            park(model, PoisoningKeeper(), [kind])
+            offload_states(model, PoisonedBackup(), [kind])
             with pytest.raises(StateError, match=rf"optimizer\.step\(\) needs .*: {kind.value} "):
                 optimizer.step()
-            unpark(model)
+            reload_states(model)
 
     for stage in (1, 3):
         config = ZeroConfig(stage, precision=MASTERS)
@@ -439,10 +439,10 @@ def _park_while_used(group: Group, stage: int) -> None:
     errors: list[str] = []
 
     def attempt(*_: Any) -> None:
-        keeper = PoisoningKeeper()
+        backup = PoisonedBackup()
         with pytest.raises(StateError) as caught:
-            park(model, keeper, ALL)
-        assert keeper.is_closed and not keeper.kept
+            offload_states(model, backup, ALL)
+        assert backup.is_closed and not backup.kept
         errors.append(str(caught.value))
 
     handle = model.blocks[0].register_forward_hook(attempt)
@@ -466,10 +466,10 @@ def _park_while_used(group: Group, stage: int) -> None:
     optimizer.zero_grad()
     del loss, broken
     parity.loss_of(model, data).backward()  # torch keeps the graph that failed until another ends
-    parking.park_and_return(*ALL)(model)
+    parking.offload_and_reload(*ALL)(model)
 
 
-def test_a_keeper_that_fails_on_one_rank_leaves_everything_where_it_was(ranks) -> None:
+def test_a_backup_that_fails_on_one_rank_leaves_everything_where_it_was(ranks) -> None:
     """A disk that is full on one machine must not cost the run, nor part the ranks."""
     ranks(2).run(_fail_to_keep)
 
@@ -479,12 +479,12 @@ def _fail_to_keep(group: Group) -> None:
 
         def disturb(model: nn.Module) -> None:
             for fails_at in (0, 2):
-                keeper = PoisoningKeeper(fails_at if group.rank == 1 else -1)
+                backup = PoisonedBackup(fails_at if group.rank == 1 else -1)
                 expected = OSError if group.rank == 1 else StateError
                 text = "disk is full" if group.rank == 1 else "another rank"
                 with pytest.raises(expected, match=text):
-                    park(model, keeper, ALL)
-                assert keeper.is_closed
+                    offload_states(model, backup, ALL)
+                assert backup.is_closed
 
         config = ZeroConfig(stage)
         expected = parking.train(*parking.build(group, config, parity.tiny_float32), group)
@@ -494,18 +494,18 @@ def _fail_to_keep(group: Group) -> None:
         parity.assert_same_weights(weights, expected[1], what=f"stage {stage}")
 
 
-def test_a_keeper_that_fails_to_give_back_can_be_asked_again() -> None:
+def test_a_backup_that_fails_to_give_back_can_be_asked_again() -> None:
     """What a disk holds is still there after a read that failed."""
     plain, plain_optimizer = _solo(2)
     model, optimizer = _solo(2)
-    keeper = PoisoningKeeper()
-    park(model, keeper, ALL)
-    keeper.fails_at, keeper._num_copies = 1, 0
+    backup = PoisonedBackup()
+    offload_states(model, backup, ALL)
+    backup.fails_at, backup._num_copies = 1, 0
     with pytest.raises(OSError, match="disk is full"):
-        unpark(model)
+        reload_states(model)
     with pytest.raises(StateError, match="reload_states"):
         model(torch.ones(1, 64))
-    unpark(model)
+    reload_states(model)
     _solo_step(model, optimizer)
     _solo_step(plain, plain_optimizer)
     parity.assert_same_weights(model.state_dict(), plain.state_dict(), what="asked again")
@@ -514,20 +514,20 @@ def test_a_keeper_that_fails_to_give_back_can_be_asked_again() -> None:
 def test_buffers_alone_are_released_and_nothing_is_parked() -> None:
     """They come back by themselves, so nobody has to be asked for them."""
     model, optimizer = _solo(2)
-    keeper = PoisoningKeeper()
+    backup = PoisonedBackup()
     for _ in range(2):
-        park(model, keeper, [StateKind.BUFFERS])
-        assert keeper.is_closed and not keeper.sizes
+        offload_states(model, backup, [StateKind.BUFFERS])
+        assert backup.is_closed and not backup.sizes
         report = zero_partition.memory_report(model)
         assert (report.slots_bytes, report.reduction_bytes) == (0, 0)
         _solo_step(model, optimizer)
 
 
 def test_a_model_that_is_deleted_while_parked_is_gone() -> None:
-    """A parked model must be no leak, and its keeper no reason to live."""
+    """A parked model must be no leak, and its backup no reason to live."""
     model, optimizer = _solo(2)
-    keeper = PoisoningKeeper()
-    park(model, keeper, ALL)
+    backup = PoisonedBackup()
+    offload_states(model, backup, ALL)
     gone = weakref.ref(model)
     del model, optimizer
     gc.collect()

@@ -14,13 +14,13 @@ import pytest
 import torch
 import zero_engine
 from parity import Recipe, ZeroConfig
-from parking import PoisoningKeeper
+from parking import PoisonedBackup
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zero_comm import Group, Levels, Sent, even_splits, record_traffic
 from zero_engine import ConfigError, Offload, Precision, Wire
 from zero_partition import PartitionError, StateKind, memory_report
-from zero_partition.seams import find_sharded, park, unpark
+from zero_partition.seams import find_sharded, offload_states, reload_states
 
 BLOCK = 64 * 64
 NUM_BLOCKS = 4
@@ -247,9 +247,9 @@ def _park_after_each_step(group: Group) -> None:
         model, optimizer = parity.build_sharded(group, ZeroConfig(3, window=1, wire=wire))
         for step in range(3):
             losses += parity.run_steps(model, optimizer, [step], rank=group.rank)
-            park(model, PoisoningKeeper(), StateKind)
+            offload_states(model, PoisonedBackup(), StateKind)
             assert memory_report(model).secondary_bytes == 0
-            unpark(model)
+            reload_states(model)
 
     assert losses[:3] == losses[3:]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zero_comm import Group
 from zero_partition import StateError, clip_grad_norm_, partition
 from zero_partition.plan import STAGES, Stage
-from zero_partition.seams import AbstractKeeper, park, unpark
+from zero_partition.seams import offload_states, reload_states
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -118,18 +118,18 @@ def test_alone_a_shard_is_the_whole_gradient() -> None:
 # ---- What is parked ----
 
 
-class _Keeper(AbstractKeeper):
+class _Backup:
     def __init__(self) -> None:
         self.kept: dict[str, bytes] = {}
 
-    def reserve(self, sizes: Mapping[str, int]) -> None:
+    def allocate(self, sizes: Mapping[str, int]) -> None:
         pass
 
-    def keep(self, key: str, source: Tensor, *, waits: bool) -> None:
+    def write(self, key: str, source: Tensor, *, non_blocking: bool) -> None:
         self.kept[key] = source.numpy().tobytes()
         source.fill_(0xFF)
 
-    def give_back(self, key: str, into: Tensor, *, waits: bool) -> None:
+    def read(self, key: str, into: Tensor, *, non_blocking: bool) -> None:
         into.copy_(torch.frombuffer(bytearray(self.kept[key]), dtype=torch.uint8))
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ def stepped() -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_a_parked_tensor_raises_where_its_values_are_used(stepped) -> None:
     """Without it, a read of memory that is gone ends the process, or goes on with NaN."""
     model, optimizer = stepped
-    park(model, _Keeper())
+    offload_states(model, _Backup())
     weight = optimizer.param_groups[0]["params"][0]
 
     for tensor in (weight, optimizer.state[weight]["momentum_buffer"]):
@@ -185,7 +185,7 @@ def test_a_parked_tensor_is_still_itself(stepped) -> None:
     kinds = [type(weight), type(momentum)]
     known = {weight: "weight", momentum: "momentum"}
 
-    park(model, _Keeper())
+    offload_states(model, _Backup())
 
     assert [known[tensor] for tensor in (weight, momentum)] == ["weight", "momentum"]
     for tensor, kind in zip((weight, momentum), kinds, strict=True):
@@ -194,7 +194,7 @@ def test_a_parked_tensor_is_still_itself(stepped) -> None:
         assert facts == (torch.Size([2, 3]), torch.float32, 6, 24)
         assert tensor.untyped_storage().nbytes() == 4
         assert "parked" in repr(tensor)
-    unpark(model)
+    reload_states(model)
     assert [type(weight), type(momentum)] == kinds
     assert torch.equal(weight, expected[0]) and torch.equal(momentum, expected[1])
     assert weight.is_leaf

@@ -10,11 +10,10 @@ from zero_comm import Group, collective
 from zero_partition import AS_IT_IS, partition, unpartition
 from zero_partition.seams import find_sharded
 
-from zero_engine.residence.choose import Elsewhere
-
 from .checks import default_group
 from .config import ZeroConfig
 from .errors import ConfigError
+from .residence import homes_of
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer | None)
@@ -74,7 +73,7 @@ def shard(
                 f"{type(value).__name__}; call shard(model, optimizer, ZeroConfig(stage=3))"
             )
     group = default_group(model, timeout_s=config.timeout_s) if group is None else group
-    elsewhere = Elsewhere.of(config.offload, group.device)
+    homes = homes_of(config.offload, group.device)
     try:
         partition(
             model,
@@ -90,14 +89,12 @@ def shard(
             max_small_numel=config.max_small_numel,
             cut=config.cut,
             state_dict=config.state_dict,
-            home=elsewhere.home,
-            updater=elsewhere.updater,
-            gradient_home=elsewhere.gradient_home,
+            homes=homes,
             wire=config.wire,
             timeout_s=config.timeout_s,
         )
     except BaseException:
-        elsewhere.end()
+        homes.close()
         raise
     return model, optimizer
 

@@ -3,116 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Mapping
-from itertools import accumulate
+from collections.abc import Collection
 from pathlib import Path
-from threading import Thread
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal
 
 import torch
-import zero_partition
-import zero_partition.seams
-from attrs import define, field
-from torch import Tensor, nn
+from torch import nn
 from zero_comm import collective
 from zero_offload import DiskStore, HostArena
-from zero_partition import StateKind
-from zero_partition.seams import AbstractKeeper, find_sharded
+from zero_offload.residence import DiskBackup, HostBackup
+from zero_partition import StateKind, seams
+from zero_partition.seams import Backup, find_sharded
 
 from .checks import check_flag, check_names
 from .errors import ConfigError
 from .offload import our_word
-
-_ALIGN_BYTES: Final = 64
-
-
-@final
-@define(eq=False)
-class HostKeeper(AbstractKeeper):
-    """Keeps bytes in one piece of host memory, which goes when all is back."""
-
-    pin: bool
-    _places: dict[str, slice] = field(factory=dict, init=False)
-    _memory: Tensor | None = field(default=None, init=False)
-    _last_copy: torch.cuda.Event | None = field(default=None, init=False)  # nobody waited for it
-
-    def reserve(self, sizes: Mapping[str, int]) -> None:
-        """See `AbstractKeeper.reserve`."""
-        rooms = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes.values()]
-        starts = accumulate(rooms, initial=0)
-        self._places = {
-            key: slice(start, start + size)
-            for (key, size), start in zip(sizes.items(), starts, strict=False)
-        }
-        self._memory = HostArena("parked training state", is_pinned=self.pin).allocate(sum(rooms))
-
-    def keep(self, key: str, source: Tensor, *, waits: bool) -> None:
-        """See `AbstractKeeper.keep`."""
-        self._copy(self._place(key), source, waits=waits)
-        if not waits and source.is_cuda:  # its memory may be another stream's
-            source.record_stream(torch.cuda.current_stream(source.device))
-
-    def give_back(self, key: str, into: Tensor, *, waits: bool) -> None:
-        """See `AbstractKeeper.give_back`."""
-        self._copy(into, self._place(key), waits=waits)
-
-    def close(self) -> None:
-        """See `AbstractKeeper.close`. Waits for no copy: the memory goes after the last."""
-        memory, self._memory = self._memory, None
-        if self._last_copy is not None and not self._last_copy.query():
-            Thread(target=_let_go, args=(memory, self._last_copy), daemon=True).start()
-
-    def _place(self, key: str) -> Tensor:
-        assert self._memory is not None, "reserve() comes first"
-        return self._memory[self._places[key]]
-
-    def _copy(self, into: Tensor, source: Tensor, *, waits: bool) -> None:
-        into.copy_(source, non_blocking=not waits)
-        device = into.device if into.is_cuda else source.device
-        if not waits and device.type == "cuda":
-            self._last_copy = torch.cuda.Event()
-            self._last_copy.record(torch.cuda.current_stream(device))
-
-
-def _let_go(memory: Tensor, last_copy: torch.cuda.Event) -> None:
-    last_copy.synchronize()
-    del memory
-
-
-@final
-@define(eq=False)
-class DiskKeeper(AbstractKeeper):
-    """Keeps bytes in files. Copies are done when it returns; a device's go through the host."""
-
-    store: DiskStore
-
-    @classmethod
-    def below(cls, path: Path) -> DiskKeeper:
-        """One with a private folder in this one."""
-        return cls(DiskStore(path))
-
-    def reserve(self, sizes: Mapping[str, int]) -> None:
-        """See `AbstractKeeper.reserve`."""
-        self.store.allocate(sizes)
-
-    def keep(self, key: str, source: Tensor, *, waits: bool) -> None:
-        """See `AbstractKeeper.keep`."""
-        self.store.write(key, source.cpu()).result()
-
-    def give_back(self, key: str, into: Tensor, *, waits: bool) -> None:
-        """See `AbstractKeeper.give_back`."""
-        on_host = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
-        self.store.read(key, on_host).result()
-        if on_host is not into:
-            into.copy_(on_host)
-
-    def close(self) -> None:
-        """See `AbstractKeeper.close`."""
-        self.store.close()
-
-
-# ---- offload_states() and reload_states(): training state makes room between phases ----
-
 
 Kind = Literal["params", "masters", "grads", "optim", "buffers"]
 
@@ -169,7 +74,8 @@ def offload_states(
     """
     where = "offload_states()"
     kinds = _kinds_of(where, include, {kind.value: kind for kind in StateKind})
-    park(model, kinds, _keeper_for(where, to, path, pin, non_blocking), non_blocking=non_blocking)
+    backup = _backup_for(where, to, path, pin, non_blocking)
+    _offload(model, kinds, backup, non_blocking=non_blocking)
 
 
 @collective
@@ -191,7 +97,7 @@ def reload_states(model: nn.Module, *, non_blocking: bool = False) -> None:
         zero_offload.StoreError: The disk fails; what was not read yet can be tried again.
         zero_comm.CommError: A rank did not take part in time.
     """
-    zero_partition.seams.unpark(model, waits=not non_blocking)
+    seams.reload_states(model, non_blocking=non_blocking)
 
 
 def offload_as_deepspeed(
@@ -207,14 +113,14 @@ def offload_as_deepspeed(
         )
     pin, non_blocking = check_flag(where, pin_memory), check_flag(where, non_blocking)
     kinds = _kinds_of(where, include, _OF_DEEPSPEED)
-    park(model, kinds, HostKeeper(pin), non_blocking=non_blocking)
+    _offload(model, kinds, _on_host(pin), non_blocking=non_blocking)
 
 
-def park(
-    model: nn.Module, kinds: Collection[StateKind], keeper: AbstractKeeper, *, non_blocking: bool
+def _offload(
+    model: nn.Module, kinds: Collection[StateKind], backup: Backup, *, non_blocking: bool
 ) -> None:
-    """Park, and hand what torch has no use for to whoever else is on the machine."""
-    zero_partition.seams.park(model, keeper, kinds, waits=not non_blocking)
+    """Hand what torch has no use for to whoever else is on the machine, too."""
+    seams.offload_states(model, backup, kinds, non_blocking=non_blocking)
     if non_blocking:
         return
     sharded = find_sharded(model)
@@ -237,9 +143,9 @@ def _kinds_of(where: str, include: Any, known: dict[str, StateKind]) -> frozense
     return frozenset(known[name] for name in names)
 
 
-def _keeper_for(
+def _backup_for(
     where: str, to: Any, path: Path | str | None, pin: Any, non_blocking: Any
-) -> AbstractKeeper:
+) -> Backup:
     pin, non_blocking = check_flag(where, pin), check_flag(where, non_blocking)
     if to not in ("host", "disk"):
         raise ConfigError(f"{where}: expected to='host' or to='disk', got {to!r}" + our_word(to))
@@ -249,10 +155,14 @@ def _keeper_for(
             f"to={to!r} and path={path!r}"
         )
     if path is None:
-        return HostKeeper(pin)
+        return _on_host(pin)
     if non_blocking:
         raise ConfigError(
             f"{where}: expected non_blocking=False with to='disk', got True: memory is given back "
             "when its bytes are in the file"
         )
-    return DiskKeeper.below(Path(path))
+    return DiskBackup(DiskStore(Path(path)))
+
+
+def _on_host(pin: bool) -> HostBackup:
+    return HostBackup(HostArena("parked training state", is_pinned=pin))

@@ -10,10 +10,9 @@ A disk that fails is a `FileSystem` with another call in place of one of its own
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Event
-from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
@@ -21,7 +20,7 @@ import attrs
 import torch
 from torch import nn
 from zero_offload import AbstractStore
-from zero_partition.seams import AbstractGradientHome, AbstractShardHome, RestPlan
+from zero_partition.seams import GradientHome, Homes, TensorHome
 
 from zero_engine import sharding as _shard
 from zero_engine.checkpoint.background import Copying
@@ -29,10 +28,7 @@ from zero_engine.checkpoint.folder import FileSystem
 from zero_engine.checkpoint.manifest import MANIFEST, read_manifest, seal
 from zero_engine.checkpoint.save import SaveReport, save_with
 from zero_engine.planning import plan as _plan
-from zero_engine.residence import choose as _residence
-from zero_engine.residence.choose import Elsewhere
-from zero_engine.residence.shards import Disk
-from zero_engine.residence.updater import OffloadedUpdater
+from zero_engine.residence import homes_of
 
 from .offload import Offload
 
@@ -112,16 +108,12 @@ def host_apart() -> Iterator[None]:
     stay there.
     """
 
-    def of(offload: Offload | None, _: torch.device) -> Elsewhere:
-        return attrs.evolve(Elsewhere.of(offload, torch.device("meta")), gradient_home=None)
-
-    def rests_of(offload: Offload | None, device: torch.device) -> RestPlan:
-        found = _residence.rests_of(offload, torch.device("meta"))
-        return attrs.evolve(found, grads=False, host_is_device=device.type == "cpu")
+    def apart(offload: Offload | None, _: torch.device) -> Homes:
+        return attrs.evolve(homes_of(offload, torch.device("meta")), gradients=None)
 
     with (
-        mock.patch.object(_shard, "Elsewhere", SimpleNamespace(of=of)),
-        mock.patch.object(_plan, "rests_of", rests_of),
+        mock.patch.object(_shard, "homes_of", apart),
+        mock.patch.object(_plan, "homes_of", apart),
     ):
         yield
 
@@ -129,9 +121,9 @@ def host_apart() -> Iterator[None]:
 @contextmanager
 def resting(
     *,
-    home: Callable[[], AbstractShardHome],
+    home: Callable[[], TensorHome],
     store: Callable[[], AbstractStore],
-    gradient_home: Callable[[], AbstractGradientHome],
+    gradient_home: Callable[[], GradientHome],
 ) -> Iterator[None]:
     """`shard` keeps what an `Offload` names at these instead. Local.
 
@@ -141,22 +133,22 @@ def resting(
         gradient_home: Makes where gradients wait of state that rests elsewhere, all of it.
     """
 
-    class Instead(Disk):
-        def open(self) -> Any:
-            instead: Any = self._store or store()
-            self._store = instead
-            return super().open()
-
-    def of(offload: Offload | None, _: torch.device) -> Elsewhere:
+    def instead(offload: Offload | None, device: torch.device) -> Homes:
+        homes = homes_of(offload, device, open_disk=lambda _: store())
         if offload is None:
-            return Elsewhere()
-        shards: Any = home() if offload.params == "disk" else None
-        if offload.optimizer == "device" or not offload.fraction:
-            return Elsewhere(home=shards)
-        disk = Instead(offload) if offload.optimizer == "disk" else None
-        gradients: Any = gradient_home() if offload.fraction == 1 else None
-        updater = OffloadedUpdater(offload, disk, lambda: 0)
-        return Elsewhere(home=shards, updater=updater, gradient_home=gradients)
+            return homes
+        resources = ExitStack()
+        resources.callback(homes.close)
+        shards = home() if offload.params == "disk" else None
+        if shards is not None:
+            resources.callback(shards.end)
+        has_gradients = homes.open_state is not None and offload.fraction == 1
+        return attrs.evolve(
+            homes,
+            params=shards,
+            gradients=gradient_home() if has_gradients else None,
+            close=resources.close,
+        )
 
-    with mock.patch.object(_shard, "Elsewhere", SimpleNamespace(of=of)):
+    with mock.patch.object(_shard, "homes_of", instead):
         yield

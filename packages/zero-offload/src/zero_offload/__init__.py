@@ -1,6 +1,7 @@
 """Tensors that rest on host or disk, and optimizers that step where they rest."""
 
-# Floors, lowest first: errors, torch_private, _native, build, memory, disk, adam, state, testing.
+# Floors, lowest first: errors, torch_private, _native, build, memory, disk, adam, state,
+# residence, testing.
 
 from zero_offload.adam.cpu_optimizers import CPUAdagrad, CPUAdam, CPULion
 from zero_offload.adam.fused import FusedAdam

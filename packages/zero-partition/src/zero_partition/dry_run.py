@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 import torch
 from attrs import define, evolve, frozen
 from zero_comm import AbstractCodec, Sent, even_splits, sent_by_levels, sent_of
 
 from zero_partition.enter.model_plan import ModelPlan
-from zero_partition.memory.seams import MASTER, UpdaterReport
+from zero_partition.memory.seams import MASTER, Footprint
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.layout import BufferPlan, ParameterPlan
 from zero_partition.plan.slots import PlannedGradients, ReductionPlan
@@ -228,9 +227,6 @@ class _Ranks:
 # ---- What `memory_report` will say of a model on one rank, from layouts alone. Planning only ----
 
 
-_NOTHING: Final = UpdaterReport(device_bytes=0, host_bytes=0, disk_bytes=0)
-
-
 @frozen(kw_only=True)
 class PlannedMemory:
     """One rank's bytes at the moments of training, activations and the model's buffers apart.
@@ -249,7 +245,7 @@ def plan_memory(
     plan: ModelPlan,
     rank: int,
     *,
-    updater: UpdaterReport | None = None,
+    offload: Footprint | None = None,
     home_host_bytes: int = 0,
     home_disk_bytes: int = 0,
 ) -> PlannedMemory:
@@ -260,22 +256,21 @@ def plan_memory(
     Args:
         plan: Of the model.
         rank: Whose, of all that train it.
-        updater: What keeps the optimizer's state elsewhere, if something does.
+        offload: What keeps the optimizer's state elsewhere, if something does.
         home_host_bytes: Of shards of parameters that rest on the host, where these rest elsewhere.
         home_disk_bytes: Likewise on disk.
     """
     mine = plan.routes.shard_rank(rank)
-    counts = _Counts(plan, mine, has_updater=updater is not None)
+    counts = _Counts(plan, mine, has_updater=offload is not None)
     for index, unit in enumerate(plan.units):
         for buffer in unit.buffers:
             counts.add(index, buffer)
-    held = _NOTHING if updater is None else updater
     slots, conflicts = plan_slots(plan)
     num_ranks = plan.routes.whole
     at_rest = MemoryReport(
         params_bytes=counts.params,
         gradients_bytes=0,
-        optimizer_bytes=counts.state + held.device_bytes,
+        optimizer_bytes=counts.state + (offload.device_bytes if offload else 0),
         padding_bytes=counts.padding,
         slots_bytes=slots,
         secondary_bytes=_secondary_bytes(plan, rank),
@@ -290,8 +285,8 @@ def plan_memory(
         parked_bytes=0,
         num_slot_conflicts=conflicts,
         trained_bytes_per_rank=plan.trained_bytes_per_rank,
-        host_bytes=held.host_bytes + home_host_bytes + counts.host_grads,
-        disk_bytes=held.disk_bytes + home_disk_bytes,
+        host_bytes=(offload.host_bytes if offload else 0) + home_host_bytes + counts.host_grads,
+        disk_bytes=(offload.disk_bytes if offload else 0) + home_disk_bytes,
     )
     before_step = evolve(
         at_rest,

@@ -16,13 +16,13 @@ from zero_partition.enter.hooks import find_sharded, find_sharded_by_optimizer
 from zero_partition.run import norm as _norm
 from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.run.unit import CodecErrors
-from zero_partition.values import offload_states as _parking
+from zero_partition.values import offload_states as _states
 from zero_partition.values import optimizer_state_dict as _optimizer_state_dict
 from zero_partition.values import state_dict as _state_dict
 from zero_partition.values import unpartition as _unpartition
 
 from .errors import StateError
-from .stand_in import AbstractKeeper, StateKind
+from .stand_in import Backup, StateKind
 from .torch_private import plain_access
 
 
@@ -202,7 +202,7 @@ def finish_update(model: nn.Module) -> None:
 
     Raises:
         StateError: Not sharded, a forward is running, or a context keeps parameters whole.
-        Exception: What the update has ended with; see the updater.
+        Exception: What the update has ended with; a StoreError, a TornStepError.
     """
     _find(model).finish_update()
 
@@ -279,17 +279,17 @@ def release_buffers(model: nn.Module) -> None:
 
 
 @collective
-def park(
+def offload_states(
     model: nn.Module,
-    keeper: AbstractKeeper,
+    backup: Backup,
     kinds: Collection[StateKind] = tuple(StateKind),
     *,
-    waits: bool = True,
+    non_blocking: bool = False,
 ) -> None:
-    """Give the memory of training state back until `unpark`; a keeper has the bytes meanwhile.
+    """Give the memory of training state back until `reload_states`; a backup has the bytes.
 
     Collective, with the same kinds on every rank. Between steps or micro-batches, with gradients
-    waiting or not. Where a keeper raises, all is where it was, on every rank.
+    waiting or not. Where a backup raises, all is where it was, on every rank.
 
     Tensors keep their identity, and raise StateError when they are used; so does whatever needs
     them. What needs nothing that is parked goes on working: forwards without the optimizer's state,
@@ -299,39 +299,39 @@ def park(
 
     Args:
         model: The very module that was sharded.
-        keeper: Of this call only; closed when its bytes are back.
+        backup: Of this call only; closed when its bytes are back.
         kinds: What to park.
-        waits: Whether the copies are done when this returns; else they may be left to the current
-            stream, on which the memory is free for what follows there.
+        non_blocking: Whether copies may be left to the current stream when this returns; the memory
+            is free for what follows there.
 
     Raises:
         StateError: Not sharded, parked already, inside a forward, a backward or a context that
-            gathers, or after a backward that an exception ended; or the keeper of another rank
+            gathers, or after a backward that an exception ended; or the backup of another rank
             has raised.
         zero_comm.CommError: A rank did not take part in time.
     """
-    _parking.park(_find(model), keeper, kinds, waits=waits)
+    _states.offload_states(_find(model), backup, kinds, non_blocking=non_blocking)
 
 
 @collective
-def unpark(model: nn.Module, *, waits: bool = True) -> None:
-    """Bring back what `park` has put elsewhere, in new memory. Every rank calls it.
+def reload_states(model: nn.Module, *, non_blocking: bool = False) -> None:
+    """Bring back what `offload_states` has put elsewhere, in new memory. Every rank calls it.
 
     Collective for parameters that rest sharded where peers can read them, else local.
 
     Every tensor views its values again: the optimizer's state, gradients, parameters, graphs made
-    before. Nothing happens where nothing is parked. After an error in the keeper it can be called
+    before. Nothing happens where nothing is parked. After an error in the backup it can be called
     again.
 
     Args:
         model: The very module that was sharded.
-        waits: As for `park`.
+        non_blocking: As for `offload_states`.
 
     Raises:
         StateError: Not sharded.
         zero_comm.CommError: A rank did not take part in time.
     """
-    _parking.unpark(_find(model), waits=waits)
+    _states.reload_states(_find(model), non_blocking=non_blocking)
 
 
 @collective

@@ -114,9 +114,9 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
             held = [p for p in g.buffer.params if p.grad is not None]
             gradients += sum(p.numel() for p in held) * itemsize
             reduction -= sum(p.numel() for p in held) * itemsize
-    home, updater = sharded.residence.home, sharded.residence.updater
+    home, offload = sharded.residence.home, sharded.residence.offload
     copies = {id(unit.copies): unit.copies for unit in sharded.units}.values()
-    keepers = (home, updater.report if updater else None, *copies)
+    keepers = (home, offload.footprint if offload else None, *copies)
     elsewhere = [keeper for keeper in keepers if keeper is not None]
     return MemoryReport(
         params_bytes=params,
@@ -148,8 +148,8 @@ def encoded_bytes(codec: AbstractCodec, numel: int, payload: int) -> tuple[int, 
 
 def _optimizer_bytes(sharded: ShardedModel, is_gone: Callable[[Tensor], bool]) -> tuple[int, int]:
     """Of its state but for masters: one value per element or row, and single numbers."""
-    if sharded.residence.updater is not None:
-        return sharded.residence.updater.report.device_bytes, 0
+    if sharded.residence.offload is not None:
+        return sharded.residence.offload.footprint.device_bytes, 0
     state = scalars = 0
     if sharded.optimizer is None:
         return 0, 0

@@ -6,59 +6,62 @@ Building blocks for zero-engine and for packages like it. They may change betwee
 from zero_partition.enter.hooks import find_sharded
 from zero_partition.enter.load_weights import LoadReport, load_ranges
 from zero_partition.memory.seams import (
-    AbstractGradientHome,
     AbstractRangeReader,
-    AbstractShardHome,
-    AbstractUpdater,
+    DelayedOffload,
+    Footprint,
+    GradientHome,
     Opening,
+    OpenState,
+    OptimizerOffload,
     Pending,
-    ShardSize,
-    UpdaterReport,
+    TensorHome,
 )
 from zero_partition.memory.store import RestPlan
-from zero_partition.public import park, unpark
+from zero_partition.public import offload_states, reload_states
 from zero_partition.report import loco_facts, loco_state, restore_loco
 from zero_partition.run.norm import GradientReport
-from zero_partition.run.residence import RoomPlan, plan_room
+from zero_partition.run.residence import Homes, RoomPlan, plan_room
 from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.run.unit import CodecErrors
-from zero_partition.stand_in import AbstractKeeper
+from zero_partition.stand_in import Backup
 from zero_partition.values.access import ParameterStatus
 from zero_partition.values.load import StateLoad, StateSource, param_groups_of, plan_load
 from zero_partition.values.parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
 
 __all__ = [
-    "AbstractGradientHome",
-    "AbstractKeeper",
     "AbstractRangeReader",
-    "AbstractShardHome",
-    "AbstractUpdater",
+    "Backup",
     "CodecErrors",
+    "DelayedOffload",
+    "Footprint",
+    "GradientHome",
     "GradientReport",
+    "Homes",
     "LoadReport",
+    "OpenState",
     "Opening",
+    "OptimizerOffload",
     "ParameterStatus",
     "Part",
     "PartBatch",
     "Pending",
     "RestPlan",
     "RoomPlan",
-    "ShardSize",
     "ShardedModel",
     "StateLoad",
     "StateParts",
     "StateSource",
-    "UpdaterReport",
+    "TensorHome",
     "WholeTensor",
     "find_sharded",
     "load_ranges",
     "loco_facts",
     "loco_state",
+    "offload_states",
     "param_groups_of",
-    "park",
     "plan_load",
     "plan_parts",
     "plan_room",
+    "reload_states",
     "restore_loco",
-    "unpark",
 ]

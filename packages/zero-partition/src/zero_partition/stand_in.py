@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
-from typing import Any, Final, Literal, NoReturn, TypeAlias
+from typing import Any, Final, Literal, NoReturn, Protocol, TypeAlias
 
 import torch
 from attrs import define, field, frozen
@@ -523,34 +522,29 @@ class StateKind(Enum):
     BUFFERS = "buffers"  # slots and reduction buffers: given back, and made again when needed
 
 
-class AbstractKeeper(ABC):
+class Backup(Protocol):
     """Where bytes are while they are parked. Local; used by one thread.
 
     All tensors are 1-D, uint8, contiguous, on the model's device.
     """
 
-    @abstractmethod
-    def reserve(self, sizes: Mapping[str, int]) -> None:
+    def allocate(self, sizes: Mapping[str, int]) -> None:
         """Take the room for values of so many bytes, by key: called once, before all else."""
 
-    @abstractmethod
-    def keep(self, key: str, source: Tensor, *, waits: bool) -> None:
+    def write(self, key: str, source: Tensor, *, non_blocking: bool) -> None:
         """Copy `source`, whose memory is given back to its allocator right afterwards.
 
         Args:
-            key: One that was reserved.
-            source: As many bytes as were reserved for it.
-            waits: Whether the copy must be done when this returns; else it may be left to the
-                current stream.
+            key: One for which there is room.
+            source: As many bytes as there is room for.
+            non_blocking: Whether the copy may be left to the current stream.
         """
 
-    @abstractmethod
-    def give_back(self, key: str, into: Tensor, *, waits: bool) -> None:
-        """Copy what was kept into `into`. After an error it can be asked for again."""
+    def read(self, key: str, into: Tensor, *, non_blocking: bool) -> None:
+        """Copy what was written into `into`. After an error it can be asked for again."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Release everything: all has been given back, or nobody wants it."""
+        """Release everything: all has been read, or nobody wants it."""
 
 
 @define(eq=False)
@@ -574,17 +568,17 @@ class ParkedStorage:
         for view in self.views:
             view.take_away()
 
-    def keep(self, keeper: AbstractKeeper, *, waits: bool) -> None:
-        """Leave the bytes with the keeper, and give the memory back."""
-        assert self.storage is not None, "storages are kept once"
-        keeper.keep(self.key, _bytes_of(self.storage), waits=waits)
+    def give_up(self, backup: Backup, *, non_blocking: bool) -> None:
+        """Write the bytes there, and give the memory back."""
+        assert self.storage is not None, "storages are given up once"
+        backup.write(self.key, _bytes_of(self.storage), non_blocking=non_blocking)
         self.storage = None
 
-    def put_back(self, keeper: AbstractKeeper, *, waits: bool) -> None:
+    def put_back(self, backup: Backup, *, non_blocking: bool) -> None:
         """Every view sees its values again."""
         if self.storage is None:
             memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
-            keeper.give_back(self.key, memory, waits=waits)
+            backup.read(self.key, memory, non_blocking=non_blocking)
             self.storage = memory.untyped_storage()
         for view in self.views:
             view.put_back(self.storage)
@@ -595,7 +589,7 @@ class Parked:
     """The parked state of one model."""
 
     kinds: frozenset[StateKind]
-    keeper: AbstractKeeper
+    backup: Backup
     storages: list[ParkedStorage]
     removers: list[Callable[[], None]] = field(factory=list, init=False)  # of hooks meanwhile
 

@@ -10,7 +10,8 @@ import attrs
 import torch
 from attrs import frozen
 from zero_comm import Levels
-from zero_offload import OffloadedState
+from zero_offload import Footprint, OffloadedState
+from zero_offload.residence import FREE_SHARDS, WRITES_BEHIND, first_that_fit, with_delay
 from zero_partition import AS_IT_IS, MemoryReport
 from zero_partition.planning import (
     ModelPlan,
@@ -24,15 +25,12 @@ from zero_partition.planning import (
     plan_step,
     plan_traffic,
 )
-from zero_partition.seams import UpdaterReport, plan_room
+from zero_partition.seams import RoomPlan, plan_room
 
 from zero_engine.config import ZeroConfig
 from zero_engine.errors import ConfigError
 from zero_engine.offload import Offload
-from zero_engine.residence.choose import rests_of
-from zero_engine.residence.delayed import held_back_bytes
-from zero_engine.residence.shards import FREE_SHARDS, WRITES_BEHIND, first_that_fit
-from zero_engine.residence.updater import shares_of
+from zero_engine.residence import homes_of, shares_of
 
 from .sources import OptimizerMaker, model_of, optimizer_of
 
@@ -46,7 +44,7 @@ def _plan_elsewhere(
 ) -> tuple[dict[str, Any], int]:
     """What `plan_memory` has to know of what this rank keeps elsewhere, and bytes in transit."""
     if offload is None:
-        return {"updater": None, "home_host_bytes": 0, "home_disk_bytes": 0}, 0
+        return {"offload": None, "home_host_bytes": 0, "home_disk_bytes": 0}, 0
     room = plan_room(
         planned.units,
         planned.resting,
@@ -57,32 +55,32 @@ def _plan_elsewhere(
         device=device if device.type == "cpu" else torch.device("meta"),
         group_of=planned.group_of,
     )
-    updater = None
-    if optimizer is not None and planned.rests.state:
-        footprint = OffloadedState.footprint_like(
-            optimizer,
-            room.positions,
-            optimizer.param_groups,
-            own_masters=room.masters,
-            **shares_of(offload),
-        )
-        held = (0, 0)
-        if planned.rests.is_delayed:
-            held = held_back_bytes(room.positions.keys(), grads_leave=planned.rests.grads)
-        updater = UpdaterReport(
-            device_bytes=footprint.device_bytes + held[0],
-            host_bytes=footprint.host_bytes + held[1],
-            disk_bytes=footprint.disk_bytes,
-        )
     numel = offload.max_host_numel if offload.params == "disk" else None
-    on_host = room.sizes if numel is None else first_that_fit(room.sizes, numel)
-    on_disk = [size.num_bytes for index, size in room.sizes.items() if index not in on_host]
+    on_host = room.shards if numel is None else first_that_fit(room.shards, numel)
+    on_disk = [shard.nbytes for index, shard in room.shards.items() if index not in on_host]
     homes = {
-        "updater": updater,
-        "home_host_bytes": sum(size.num_bytes for size in on_host.values()),
+        "offload": _plan_state(planned, room, offload, optimizer),
+        "home_host_bytes": sum(shard.nbytes for shard in on_host.values()),
         "home_disk_bytes": sum(on_disk),
     }
     return homes, _passing_bytes(on_disk, planned, offload)
+
+
+def _plan_state(
+    planned: ModelPlan, room: RoomPlan, offload: Offload, optimizer: torch.optim.Optimizer | None
+) -> Footprint | None:
+    if optimizer is None or not planned.rests.state:
+        return None
+    footprint = OffloadedState.footprint_like(
+        optimizer,
+        room.positions,
+        optimizer.param_groups,
+        own_masters=room.masters,
+        **shares_of(offload),
+    )
+    if not planned.rests.is_delayed:
+        return footprint
+    return with_delay(footprint, room.positions, grads_on_host=planned.rests.grads)
 
 
 def _passing_bytes(sizes: list[int], planned: ModelPlan, offload: Offload) -> int:
@@ -248,7 +246,7 @@ def plan(
         max_small_numel=config.max_small_numel,
         precision=config.precision or AS_IT_IS,
         cut=config.cut,
-        rests=rests_of(config.offload, device),
+        rests=homes_of(config.offload, device).rests_on(device),
         wire=config.wire,
         ranks_per_node=ranks_per_node,
         reads_peers=device.type == "cpu" if reads_peers is None else reads_peers,

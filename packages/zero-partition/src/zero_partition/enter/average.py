@@ -65,7 +65,7 @@ class ShardedAverage:
         self._model, self._sharded = model, sharded
         buffers = [buffer for unit in sharded.units for buffer in unit.buffers]
         self._buffers = [buffer for buffer in buffers if buffer.plan.trainable]
-        is_elsewhere = sharded.residence.updater is not None
+        is_elsewhere = sharded.residence.offload is not None
         self._device = torch.device("cpu") if is_elsewhere else sharded.group.device
         self._usable("ShardedAverage()")
         self._averages = [

@@ -17,7 +17,7 @@ from zero_comm import CommError, Handle, all_gather_flat, broadcast_flat, collec
 from zero_partition.errors import LostEditError, OverlapError, StateError
 from zero_partition.init.context import CURRENT
 from zero_partition.init.early_shard import EarlyShard, find_early
-from zero_partition.memory.seams import AbstractShardHome, ShardSize
+from zero_partition.memory.seams import TensorHome
 from zero_partition.plan.stages import Placement
 from zero_partition.run.sharded_model import (
     ParamRef,
@@ -535,7 +535,7 @@ def _as_list(params: Any) -> list[Any]:
 
 @contextmanager
 def streamed(
-    sharded: ShardedModel, places: Sequence[ParamRef], home: AbstractShardHome, what: str
+    sharded: ShardedModel, places: Sequence[ParamRef], home: TensorHome, what: str
 ) -> Iterator[None]:
     """A context in which units that hold these parameters are read whole. Collective to enter.
 
@@ -572,10 +572,12 @@ def streamed(
         copies.end()
 
 
-def _fill(sharded: ShardedModel, units: Sequence[Unit], copies: AbstractShardHome) -> None:
+def _fill(sharded: ShardedModel, units: Sequence[Unit], copies: TensorHome) -> None:
     copies.allocate(
         {
-            buffer.index: ShardSize(buffer.plan.layout.numel, buffer.plan.dtype)
+            buffer.index: torch.empty(
+                buffer.plan.layout.numel, dtype=buffer.plan.dtype, device="meta"
+            )
             for unit in units
             for buffer in unit.buffers
         }

@@ -12,7 +12,7 @@ from zero_comm import Group, check_agreement, collective
 
 from zero_partition.errors import LoadError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
-from zero_partition.memory.seams import AbstractRangeReader, AbstractUpdater
+from zero_partition.memory.seams import AbstractRangeReader, OptimizerOffload
 from zero_partition.stand_in import StateKind
 from zero_partition.values.load import (
     NamedReaders,
@@ -101,7 +101,7 @@ def load_ranges(
         sharded.begin_write()
     allocate_missing(model, targets, group)
     with torch.no_grad():
-        _fill(targets, readers, None if sharded is None else sharded.residence.updater)
+        _fill(targets, readers, None if sharded is None else sharded.residence.offload)
     if sharded is not None:
         if sharded.residence.home is not None:
             sharded.residence.home.settle()
@@ -110,7 +110,7 @@ def load_ranges(
 
 
 def _fill(
-    targets: Iterable[Target], readers: NamedReaders, updater: AbstractUpdater | None
+    targets: Iterable[Target], readers: NamedReaders, offload: OptimizerOffload | None
 ) -> None:
     placed: dict[FlatBuffer, dict[int, AbstractRangeReader]] = {}
     for target in targets:
@@ -120,7 +120,7 @@ def _fill(
             else:
                 target.fill(readers[name])
     for buffer, of_buffer in placed.items():
-        fill_buffer(buffer, of_buffer, updater)
+        fill_buffer(buffer, of_buffer, offload)
 
 
 def _compare_names(targets: Sequence[Target], readers: NamedReaders) -> LoadReport:

@@ -25,12 +25,6 @@ from zero_partition.errors import PartitionError
 from zero_partition.init.context import CURRENT, unguard_module
 from zero_partition.init.early_shard import find_early, forget_early, in_batches
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
-from zero_partition.memory.seams import (
-    AbstractGradientHome,
-    AbstractShardHome,
-    AbstractUpdater,
-    ShardSize,
-)
 from zero_partition.memory.store import AbstractStore, AtHome, Encoded, InMemory, Rounded, WithState
 from zero_partition.optimizer.shards import (
     check_optimizer,
@@ -44,7 +38,7 @@ from zero_partition.plan.stages import AS_IT_IS, STAGES, Placement, Placements, 
 from zero_partition.plan.trace import Limits
 from zero_partition.plan.wire import AS_ONE, Routes, Wire
 from zero_partition.run.reducer import GradientReducer
-from zero_partition.run.residence import Residence
+from zero_partition.run.residence import Homes, Residence
 from zero_partition.run.schedule import Schedule
 from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.run.step import hand_over_state
@@ -255,14 +249,14 @@ def _lay_down(
     is_small: bool,
 ) -> FlatBuffer:
     """Move parameters into a flat buffer; masters keep the values from before the rounding."""
-    master_dtype = residence.master_of(plan, placement)
+    master_dtype = residence.rests.master_of(residence.precision, plan, placement)
     source = plan if master_dtype is None else evolve(plan, dtype=master_dtype)
     group = routes.shards
     values, whole = _flatten(source, params, routes, placement)
     whole = None if whole is None else whole.to(plan.dtype)
-    home, updater = residence.home_of(placement), residence.updater
+    home, offload = residence.home, residence.offload
     masters = None
-    if master_dtype is not None and updater is None:
+    if master_dtype is not None and offload is None:
         masters = values if whole is None else values.clone()
     num_shards = group.world_size
     codec = wire.codec_of_updates(plan, placement, is_small=is_small, num_shards=num_shards)
@@ -271,9 +265,8 @@ def _lay_down(
         resting = Rounded(masters, plan.dtype)
     elif codec is not None:
         resting = InMemory(values.to(plan.dtype, copy=True))
-    elif home is not None:
-        size = ShardSize(plan.layout.splits[group.rank], plan.dtype)
-        resting = AtHome(home, index, size, group.device)
+    elif home is not None and index in residence.room.shards:
+        resting = AtHome(home, index, residence.room.shards[index], group.device)
         resting.write(values)
     elif wire.rests_encoded(plan, placement):
         assert wire.frozen is not None, "what it says"
@@ -282,17 +275,19 @@ def _lay_down(
         resting = InMemory(whole[plan.layout.shard(group.rank).as_slice()])
     else:
         resting = InMemory(values.to(plan.dtype))
-    targets, training = residence.targets.get(index, ()), resting
+    targets, training = residence.room.targets.get(index, ()), resting
     if masters is not None:
         training = InMemory(masters)
-    elif master_dtype is not None and updater is not None:
+    elif master_dtype is not None and offload is not None:
         pieces = [
             piece
             for piece in plan.layout.pieces(group.rank)
-            if residence.is_updated(targets[piece.index])
+            if residence.is_stepped(targets[piece.index])
         ]
-        training = WithState(updater, targets, pieces, resting, master_dtype)
-        if master_dtype != plan.dtype or updater.is_delayed:  # else they are what the shard is
+        training = WithState(offload, targets, pieces, resting, master_dtype)
+        if (
+            master_dtype != plan.dtype or residence.homes.is_delayed
+        ):  # else they are what the shard is
             training.write(values)
     wire_dtype = residence.precision.wire_of(plan.dtype)
     return FlatBuffer(
@@ -305,7 +300,7 @@ def _lay_down(
         training,
         targets,
         wire_dtype,
-        residence.stepped_device,
+        torch.device("cpu") if residence.homes.gradients is not None else group.device,
         codec,
     )
 
@@ -366,6 +361,7 @@ def purposes_of(units: Sequence[Unit], *, control_tag: int, access_tag: int) -> 
 
 
 _DEFAULT_LIMITS: Final = Limits()
+_NO_HOMES: Final = Homes()
 
 
 @collective
@@ -384,9 +380,7 @@ def partition(
     precision: Precision = AS_IT_IS,
     cut: CutChoice = None,
     state_dict: StateDictKind = "raise",
-    home: AbstractShardHome | None = None,
-    updater: AbstractUpdater | None = None,
-    gradient_home: AbstractGradientHome | None = None,
+    homes: Homes = _NO_HOMES,
     wire: Wire = AS_ONE,
     timeout_s: float = 60.0,
 ) -> ShardedModel:
@@ -417,11 +411,9 @@ def partition(
         state_dict: What `state_dict()` does about what is sharded: "raise"; "gather", for model and
             optimizer, which every rank must then call; or "placeholders", empty tensors of the
             model's parameters, as DeepSpeed's has, while the optimizer's raises.
-        home: Where shards of parameters that rest sharded are kept; on the device when None. It and
-            `updater` are the model's from now on; where this raises, the caller ends them.
-        updater: Keeps the optimizer's state and masters, and steps shards in its place; the
-            optimizer does, on the device, when None. At stage 0 nothing can rest elsewhere.
-        gradient_home: Where reduced gradients wait for the updater; on the device when None.
+        homes: Who keeps shards of parameters that rest sharded, optimizer state and masters, which
+            are then stepped there, and gradients outside the device. They are the model's from now
+            on; where this raises, the caller closes them. At stage 0 no state can rest elsewhere.
         wire: Which of the ranks exchange what, and in how many bits; all with all, and exact, when
             left out.
         timeout_s: How long to wait for ranks that do not call this, in seconds.
@@ -436,19 +428,19 @@ def partition(
         zero_comm.CommError: A rank did not take part in time.
     """
     check_not_wrapped(model, optimizer)
-    wire.check(placements, has_home=home is not None)
+    wire.check(placements, has_home=homes.params is not None)
     routes = wire.routes(group, timeout_s=timeout_s)
     group = routes.shards
     placements, precision = as_they_hold(
         placements,
         precision,
         world_size=group.world_size,
-        has_home=home is not None,
+        has_home=homes.params is not None,
         has_optimizer=optimizer is not None,
     )
     _check(model, optimizer, routes.whole, placements, precision)
-    residence = Residence(routes, home, updater, gradient_home, precision)
-    residence.check(optimizer, placements)
+    residence = Residence(routes, homes, precision)
+    residence.rests.check(optimizer, placements, precision)
     plans = plan_model_units(
         model,
         optimizer,
@@ -465,8 +457,9 @@ def partition(
     facts = _describe(plans, placements, limits) | describe_optimizer(optimizer)
     facts |= _describe_buffers(model) | {"state_dict()": state_dict}
     facts["precision"] = str(precision)
-    facts["parameters rest elsewhere"] = type(home).__name__
-    facts["optimizer state rests elsewhere"] = type(updater).__name__
+    facts["shards of parameters are kept"] = homes.place
+    when = "deferred" if homes.is_delayed else "right away"
+    facts["the optimizer's steps taken elsewhere"] = "no" if homes.open_state is None else when
     facts |= describe_early(model) | wire.facts(routes)
     check_agreement(facts, group=routes.whole, timeout_s=timeout_s)
 
@@ -482,21 +475,21 @@ def partition(
     runtime = distribute(model, plans, routes, resting, residence, wire=wire)
     if optimizer is not None and placements.optim is Placement.SHARDED:
         shard_optimizer(optimizer, runtime)
-        if updater is not None:
-            hand_over_state(optimizer, updater, runtime)
+        if residence.offload is not None:
+            hand_over_state(optimizer, residence.offload, runtime)
     sharded = ShardedModel(
         model=model,
         routes=routes,
         placements=placements,
         units=runtime,
-        schedule=Schedule(runtime, limits=limits, device=group.device, home=home),
+        schedule=Schedule(runtime, limits=limits, device=group.device, home=homes.params),
         reducer=GradientReducer(
             runtime,
             routes=routes,
             placement=placements.grads,
             shards_state=placements.optim is Placement.SHARDED,
             precision=precision,
-            home=gradient_home,
+            home=homes.gradients,
             wire=wire,
         ),
         residence=residence,

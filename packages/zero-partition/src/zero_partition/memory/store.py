@@ -17,7 +17,7 @@ from zero_partition.errors import PartitionError
 from zero_partition.plan.layout import BufferPlan, Piece
 from zero_partition.plan.stages import Placement, Placements, Precision
 
-from .seams import MASTER, AbstractShardHome, AbstractUpdater, ShardSize
+from .seams import MASTER, OptimizerOffload, TensorHome
 
 
 class AbstractStore(ABC):
@@ -99,19 +99,19 @@ class Rounded(AbstractStore):
 class AtHome(AbstractStore):
     """At a home, under the number of the flat buffer."""
 
-    home: AbstractShardHome
+    home: TensorHome
     index: int
-    size: ShardSize
+    blank: Tensor  # of its size and dtype, on meta
     device: torch.device
     dtype: torch.dtype = field(init=False)
 
     @dtype.default
-    def _dtype_of_size(self) -> torch.dtype:
-        return self.size.dtype
+    def _dtype_of_blank(self) -> torch.dtype:
+        return self.blank.dtype
 
     def read(self) -> Tensor:
         """See `AbstractStore.read`."""
-        values = torch.empty(self.size.numel, dtype=self.dtype, device=self.device)
+        values = torch.empty_like(self.blank, device=self.device)
         self.home.read(self.index, values).wait()
         return values
 
@@ -175,7 +175,7 @@ class WithState(AbstractStore):
     what the shard is.
     """
 
-    updater: AbstractUpdater
+    offload: OptimizerOffload
     targets: Sequence[nn.Parameter]
     pieces: Sequence[Piece]
     shard: AbstractStore
@@ -186,7 +186,7 @@ class WithState(AbstractStore):
         resting = self.shard.read()
         values = resting.to(self.dtype, copy=True)
         mine = [self.targets[piece.index] for piece in self.pieces]
-        found = self.updater.read(mine, names=(MASTER,))
+        found = self.offload.read(mine, names=(MASTER,))
         for piece, target in zip(self.pieces, mine, strict=True):
             if MASTER in found[target]:
                 values[piece.in_shard.as_slice()].copy_(found[target][MASTER].view(-1))
@@ -205,7 +205,7 @@ class WithState(AbstractStore):
             self.targets[piece.index]: {MASTER: values[piece.in_shard.as_slice()].to(self.dtype)}
             for piece in self.pieces
         }
-        self.updater.write(parts, replaces=False)
+        self.offload.write(parts, replaces=False)
 
 
 # ---- What rests elsewhere than on the device, as far as dtypes and places depend on it ----

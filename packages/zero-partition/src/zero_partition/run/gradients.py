@@ -24,7 +24,7 @@ from zero_comm import (
 
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
-from zero_partition.memory.seams import AbstractGradientHome, AbstractShardHome
+from zero_partition.memory.seams import GradientHome, TensorHome
 from zero_partition.memory.store import AtHome
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.slots import Slot
@@ -80,7 +80,7 @@ class BufferGradients:
     shards_state: bool  # whether the optimizer works on shards (every stage but zero)
     codec: AbstractCodec | None = None  # in which they travel; see `Wire.gradients`
     loco_errors: LocoErrors | None = None  # what that lost before, to be made up for
-    home: AbstractGradientHome | None = None  # where the reduced shard rests; here when None
+    home: GradientHome | None = None  # where the reduced shard rests; here when None
     targets: tuple[nn.Parameter, ...] = field(init=False)  # whose gradient the optimizer reads
     wire_bytes: int = field(init=False)  # of all of them as they travel, padding included
     waiting: list[int] = field(factory=list, init=False)  # arrived, still in `param.grad`
@@ -568,7 +568,7 @@ class OpenShards:
         finally:
             buffer.point_targets(None)
 
-    def _homes(self) -> set[AbstractShardHome]:
+    def _homes(self) -> set[TensorHome]:
         resting = (buffer.resting for buffer in self.buffer_of.values())
         return {rest.home for rest in resting if isinstance(rest, AtHome)}
 

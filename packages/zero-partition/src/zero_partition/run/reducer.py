@@ -12,7 +12,7 @@ from zero_comm import Group, Handle, LocoErrors, all_gather_flat
 
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
-from zero_partition.memory.seams import AbstractGradientHome
+from zero_partition.memory.seams import GradientHome
 from zero_partition.plan.slots import REDUCTION_SLOTS, SlotPool
 from zero_partition.plan.stages import AS_IT_IS, Placement, Precision
 from zero_partition.plan.wire import AS_ONE, Routes, Wire
@@ -47,7 +47,7 @@ class GradientReducer:
     placement: Placement  # of gradients while they accumulate
     shards_state: bool  # whether the optimizer works on shards (every stage but zero)
     precision: Precision = AS_IT_IS
-    home: AbstractGradientHome | None = None  # where reduced gradients wait; see NOTE(leaving)
+    home: GradientHome | None = None  # where reduced gradients wait; see NOTE(leaving)
     wire: Wire = AS_ONE
     sync: bool = field(default=True, init=False)  # False inside no_sync
     gradients: tuple[BufferGradients, ...] = field(init=False)

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from attrs import define, field, frozen
-from torch import nn
-from zero_comm import Group, all_gather_json
+from torch import Tensor, nn
+from zero_comm import all_gather_json
 
 from zero_partition.errors import PartitionError
 from zero_partition.memory.seams import (
-    AbstractGradientHome,
-    AbstractShardHome,
-    AbstractUpdater,
-    ShardSize,
+    GradientHome,
+    OpenState,
+    OptimizerOffload,
+    TensorHome,
 )
 from zero_partition.memory.store import RestPlan
-from zero_partition.plan.layout import BufferPlan, UnitPlan
-from zero_partition.plan.stages import Placement, Placements, Precision
+from zero_partition.plan.layout import UnitPlan
+from zero_partition.plan.stages import Placement, Precision
 from zero_partition.plan.wire import Routes
-
-Targets = tuple[nn.Parameter, ...]
 
 
 @frozen(eq=False)
 class RoomPlan:
-    """Sizes of what a home keeps, and what an updater steps."""
+    """Shards that a home keeps, without values, and what is stepped elsewhere."""
 
-    sizes: dict[int, ShardSize] = field(factory=dict)  # of shards at home, by number of the buffer
-    targets: dict[int, Targets] = field(factory=dict)  # likewise
+    shards: dict[int, Tensor] = field(factory=dict)  # at home, on meta, by number of the buffer
+    targets: dict[int, tuple[nn.Parameter, ...]] = field(factory=dict)  # likewise, by parameter
     positions: dict[nn.Parameter, int] = field(factory=dict)  # of targets: their param groups
     masters: dict[torch.dtype, torch.dtype] = field(factory=dict)  # by dtype of targets
 
@@ -57,89 +55,83 @@ def plan_room(
         group_of: Param group by name of the parameter.
         first_index: Number of the first buffer.
     """
-    room, index = RoomPlan(), first_index
-    for unit, placement in zip(plans, placements, strict=True):
-        for buffer in unit.buffers:
-            at_home = rests.params and placement is Placement.SHARDED
-            if at_home:
-                room.sizes[index] = ShardSize(buffer.layout.splits[rank], buffer.dtype)
-            if rests.state and buffer.trainable:
-                at = torch.device("cpu") if at_home else device
-                room.targets[index] = targets_of(buffer, rank, at)
-                for param, target in zip(buffer.params, room.targets[index], strict=True):
-                    if param.name in group_of:
-                        room.positions[target] = group_of[param.name]
-                master = rests.master_of(precision, buffer, placement)
-                if master is not None:
-                    room.masters[buffer.dtype] = master
-            index += 1
+    room = RoomPlan()
+    buffers = [(b, at) for unit, at in zip(plans, placements, strict=True) for b in unit.buffers]
+    for index, (buffer, placement) in enumerate(buffers, first_index):
+        at_home = rests.params and placement is Placement.SHARDED
+        if at_home:
+            numel = buffer.layout.splits[rank]
+            room.shards[index] = torch.empty(numel, dtype=buffer.dtype, device="meta")
+        if not (rests.state and buffer.trainable):
+            continue
+        memory = torch.empty((), dtype=buffer.dtype, device="cpu" if at_home else device)
+        numels = {piece.index: piece.in_tensor.numel for piece in buffer.layout.pieces(rank)}
+        shapes = [
+            param.cut.shard_shape(param.shape, numels.get(position, 0))
+            for position, param in enumerate(buffer.params)
+        ]
+        room.targets[index] = tuple(nn.Parameter(memory.expand(shape)) for shape in shapes)
+        for param, target in zip(buffer.params, room.targets[index], strict=True):
+            if param.name in group_of:
+                room.positions[target] = group_of[param.name]
+        master = rests.master_of(precision, buffer, placement)
+        if master is not None:
+            room.masters[buffer.dtype] = master
     return room
 
 
-def targets_of(plan: BufferPlan, rank: int, device: torch.device) -> Targets:
-    """What stands for each parameter's shard: of its shape, without memory."""
-    numels = {piece.index: piece.in_tensor.numel for piece in plan.layout.pieces(rank)}
-    return tuple(
-        nn.Parameter(
-            torch.empty((), dtype=plan.dtype, device=device).expand(
-                param.cut.shard_shape(param.shape, numels.get(position, 0))
-            )
+# ---- Who keeps what outside the device ----
+
+
+def _nothing() -> None:
+    return
+
+
+@frozen(kw_only=True)
+class Homes:
+    """Who keeps what of one model outside the device; None: nobody does."""
+
+    params: TensorHome | None = None  # shards of parameters that rest sharded
+    open_state: OpenState | None = None  # optimizer state and masters
+    is_delayed: bool = False  # what that gives is a `DelayedOffload`
+    gradients: GradientHome | None = None  # reduced gradients, for a step there
+    place: str = "here"  # of those shards: alike on all ranks, or nothing is sharded
+    close: Callable[[], None] = _nothing  # releases all of it
+
+    def rests_on(self, device: torch.device) -> RestPlan:
+        """Which kinds rest elsewhere than on this device. Arithmetic only."""
+        return RestPlan(
+            params=self.params is not None,
+            state=self.open_state is not None,
+            grads=self.gradients is not None,
+            is_delayed=self.is_delayed,
+            host_is_device=device.type == "cpu",
         )
-        for position, param in enumerate(plan.params)
-    )
-
-
-# ---- What rests outside the device, and the room for it, taken before anything is moved ----
 
 
 @define(eq=False)
 class Residence:
-    """Who keeps what of one model outside the device."""
+    """The same for a model that is sharded, and what of it is kept there on this rank."""
 
     routes: Routes
-    home: AbstractShardHome | None  # of shards of parameters that rest sharded
-    updater: AbstractUpdater | None  # of optimizer state and masters
-    gradients: AbstractGradientHome | None  # of reduced gradients, for the updater
+    homes: Homes
     precision: Precision
-    targets: dict[int, Targets] = field(factory=dict, init=False)  # by number of the buffer
-    _updated: set[nn.Parameter] = field(factory=set, init=False)  # those in a param group
+    offload: OptimizerOffload | None = field(default=None, init=False)
+    room: RoomPlan = field(factory=RoomPlan, init=False)
 
     @property
-    def group(self) -> Group:
-        """The ranks over which the model is sharded."""
-        return self.routes.shards
-
-    def home_of(self, placement: Placement) -> AbstractShardHome | None:
-        """Where the shard of a buffer whose parameters rest so is kept; None: on the device."""
-        return self.home if placement is Placement.SHARDED else None
-
-    def master_of(self, plan: BufferPlan, placement: Placement) -> torch.dtype | None:
-        """Dtype of its masters, None if it has none; see `RestPlan.master_of`."""
-        return self.rests.master_of(self.precision, plan, placement)
+    def home(self) -> TensorHome | None:
+        """Of shards of parameters."""
+        return self.homes.params
 
     @property
     def rests(self) -> RestPlan:
         """Which kinds rest elsewhere."""
-        return RestPlan(
-            params=self.home is not None,
-            state=self.updater is not None,
-            grads=self.gradients is not None,
-            is_delayed=self.updater is not None and self.updater.is_delayed,
-            host_is_device=self.group.device.type == "cpu",
-        )
+        return self.homes.rests_on(self.routes.shards.device)
 
-    @property
-    def stepped_device(self) -> torch.device:
-        """Where shards of parameters, as the optimizer has them, and their gradients are."""
-        return torch.device("cpu") if self.gradients is not None else self.group.device
-
-    def is_updated(self, target: nn.Parameter) -> bool:
-        """Whether the optimizer, and so the updater, knows it."""
-        return target in self._updated
-
-    def check(self, optimizer: torch.optim.Optimizer | None, placements: Placements) -> None:
-        """Raise PartitionError for what cannot rest elsewhere."""
-        self.rests.check(optimizer, placements, self.precision)
+    def is_stepped(self, target: nn.Parameter) -> bool:
+        """Whether the optimizer, and so who steps in its place, knows it."""
+        return target in self.room.positions
 
     def prepare(
         self,
@@ -153,23 +145,29 @@ class Residence:
     ) -> None:
         """Take the room for all of it. Collective: where one rank fails, all raise.
 
-        Args:
-            plans: Of the units.
-            placements: Of parameters, by position of their unit.
-            first_index: Number of the first buffer.
-            optimizer: What the updater steps for.
-            group_of: Param group by name of the parameter.
-            timeout_s: How long to wait for ranks that do not call this.
-
         Raises:
             PartitionError: Another rank could not.
-            Exception: This one could not; what home or updater raise.
+            Exception: This one could not; what homes raise.
         """
-        if self.home is None and self.updater is None:
+        if self.home is None and self.homes.open_state is None:
             return
         problem: Exception | None = None
         try:
-            self._take_room(plans, placements, first_index, optimizer, group_of)
+            self.room = room = plan_room(
+                plans,
+                [placements[position] for position in range(len(plans))],
+                rests=self.rests,
+                precision=self.precision,
+                rank=self.routes.shards.rank,
+                device=self.routes.shards.device,
+                group_of=group_of,
+                first_index=first_index,
+            )
+            if self.home is not None:
+                self.home.allocate(room.shards)
+            if self.homes.open_state is not None:
+                assert optimizer is not None, "checked"
+                self.offload = self.homes.open_state(optimizer, room.positions, room.masters)
         except Exception as error:
             problem = error
         mine = "" if problem is None else f"{type(problem).__name__}: {problem}"
@@ -182,36 +180,3 @@ class Residence:
                     f"nothing was sharded: rank {rank} cannot keep its part outside the device "
                     f"(seen on rank {self.routes.whole.rank}): {theirs}"
                 )
-
-    def end(self) -> None:
-        """Release all of it."""
-        if self.home is not None:
-            self.home.end()
-        if self.updater is not None:
-            self.updater.end()
-
-    def _take_room(
-        self,
-        plans: Sequence[UnitPlan],
-        placements: Mapping[int, Placement],
-        first_index: int,
-        optimizer: torch.optim.Optimizer | None,
-        group_of: Mapping[str, int],
-    ) -> None:
-        room = plan_room(
-            plans,
-            [placements[position] for position in range(len(plans))],
-            rests=self.rests,
-            precision=self.precision,
-            rank=self.group.rank,
-            device=self.group.device,
-            group_of=group_of,
-            first_index=first_index,
-        )
-        self.targets = room.targets
-        if self.home is not None:
-            self.home.allocate(room.sizes)
-        if self.updater is not None:
-            assert optimizer is not None, "checked"
-            self.updater.plan(room.positions, optimizer, masters=room.masters)
-            self._updated = set(room.positions)

@@ -12,7 +12,7 @@ import torch
 from attrs import Factory, define, field
 
 from zero_partition.errors import StateError
-from zero_partition.memory.seams import AbstractShardHome
+from zero_partition.memory.seams import TensorHome
 from zero_partition.plan.slots import SlotPool
 from zero_partition.plan.stages import Placement
 from zero_partition.plan.trace import (
@@ -71,7 +71,7 @@ class Schedule:
     units: Sequence[Unit]
     limits: Limits
     device: torch.device
-    home: AbstractShardHome | None = None  # where shards are read from before they are gathered
+    home: TensorHome | None = None  # where shards are read from before they are gathered
     extents: dict[int, Extent] = field(init=False)  # of units that need a slot
     pool: SlotPool[Unit] = field(init=False)
     training: ExecutionOrder = field(init=False)  # no order is recorded yet

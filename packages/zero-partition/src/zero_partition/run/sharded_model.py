@@ -15,7 +15,7 @@ from zero_comm import CommError, Exposure, Group, Handle, all_gather_flat
 
 from zero_partition.errors import AtRestError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
-from zero_partition.memory.seams import AbstractShardHome
+from zero_partition.memory.seams import TensorHome
 from zero_partition.plan.layout import Piece, Span
 from zero_partition.plan.stages import Placement, Placements
 from zero_partition.plan.wire import Routes
@@ -296,7 +296,7 @@ def launch_whole(place: ParamRef, part: Tensor | None = None) -> Callable[..., T
     return wait
 
 
-def _launch_copy(place: ParamRef, copies: AbstractShardHome) -> Callable[..., Tensor]:
+def _launch_copy(place: ParamRef, copies: TensorHome) -> Callable[..., Tensor]:
     buffer = place.buffer
     numel, dtype = buffer.plan.layout.numel, buffer.plan.dtype
     full = torch.empty(numel, dtype=dtype, device=place.group.device)
@@ -643,8 +643,8 @@ class ShardedModel:
                     will_accumulate(p) for g in self.reducer.gradients for p in g.buffer.params
                 )
             call_after_backward(_EndOfBackward(ref(self)))
-            if self.residence.updater is not None and self._accumulates:
-                self.residence.updater.begin_backward()
+            if self.residence.offload is not None and self._accumulates:
+                self.residence.offload.read_ahead()
             if self._accumulates:
                 self.reducer.refuse_to_sum_again()
 
@@ -710,8 +710,8 @@ class ShardedModel:
                         g.copy_whole(position, param.grad)
 
     def update(self) -> None:
-        """Step what an updater keeps; the optimizer's own step then finds no gradient."""
-        if self.residence.updater is not None:
+        """Step what is kept elsewhere; the optimizer's own step then finds no gradient."""
+        if self.residence.offload is not None and self.optimizer is not None:
             self._hidden = step_elsewhere(self.residence, self.reducer.gradients, self.optimizer)
 
     def after_step(self) -> None:
@@ -728,8 +728,7 @@ class ShardedModel:
 
     def finish_update(self) -> None:
         """What the public `finish_update` documents."""
-        updater = self.residence.updater
-        if updater is None or not updater.is_delayed:
+        if not self.residence.homes.is_delayed:
             return
         self.refuse_while_gathered("finish_update()")
         self.refuse_parked("finish_update()", StateKind.PARAMS)

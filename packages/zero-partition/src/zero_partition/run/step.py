@@ -1,17 +1,17 @@
-"""An optimizer whose state an updater keeps: its steps, and what it shows of the state."""
+"""An optimizer whose state is kept elsewhere: its steps, and what it shows of the state."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from attrs import define, field
 from torch import Tensor, nn
 
 from zero_partition.errors import StateError
-from zero_partition.memory.seams import MASTER, AbstractUpdater
+from zero_partition.memory.seams import MASTER, DelayedOffload, OptimizerOffload
 from zero_partition.stand_in import find_owner
 from zero_partition.torch_private import checkpoint_call
 
@@ -23,7 +23,7 @@ from .unit import Unit
 def step_elsewhere(
     residence: Residence,
     gradients: Sequence[BufferGradients],
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer,
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Step every shard that has a gradient, where its state is. Local.
 
@@ -33,8 +33,8 @@ def step_elsewhere(
     Returns:
         Shards and the gradients taken from them, which the optimizer's own step must not find.
     """
-    updater = residence.updater
-    assert updater is not None, "asked before"
+    offload = residence.offload
+    assert offload is not None, "asked before"
     bring_in(residence, gradients)
     hidden = [
         (param, param.grad)
@@ -47,14 +47,15 @@ def step_elsewhere(
         grads, buffer_of = {}, {}
         for g in gradients:
             for target, param in zip(g.buffer.targets, g.buffer.shard_params, strict=True):
-                if param.grad is not None and residence.is_updated(target):
+                if param.grad is not None and residence.is_stepped(target):
                     grads[target] = param.grad.as_subclass(Tensor)
                     buffer_of[target] = g.buffer
         # Only what is opened at a home needs to know; without one this is not looked for.
-        written_only = set() if residence.home is None else set(updater.written_only())
+        written_only = set() if residence.home is None else set(offload.written_only())
         with OpenShards(buffer_of, written_only & grads.keys()) as opening:
             factor = 1.0 if scale is None else 1.0 / float(scale)
-            updater.step(grads, factor=factor, opening=opening)
+            offload.step(optimizer.param_groups, grads, factor=factor, opening=opening)
+            offload.read_ahead()  # each as soon as its slot is written: the disk need not wait
     for param, _ in hidden:
         param.grad = None
     return hidden
@@ -62,30 +63,31 @@ def step_elsewhere(
 
 def bring_in(residence: Residence, gradients: Sequence[BufferGradients]) -> None:
     """Let shards have the values that a delayed step has held back. Local, blocking."""
-    updater = residence.updater
-    assert updater is not None, "asked before"
-    held_back = set(updater.held_back())
+    if not residence.homes.is_delayed:
+        return
+    offload = cast(DelayedOffload, residence.offload)
+    held_back = set(offload.held_back())
     if not held_back:
         return
     buffer_of = {target: g.buffer for g in gradients for target in g.buffer.targets}
     with OpenShards(buffer_of, held_back) as opening:
-        updater.bring_in(opening)
+        offload.bring_in(opening)
 
 
 def hand_over_state(
-    optimizer: torch.optim.Optimizer, updater: AbstractUpdater, units: Sequence[Unit]
+    optimizer: torch.optim.Optimizer, offload: OptimizerOffload, units: Sequence[Unit]
 ) -> None:
-    """Move what `optimizer.state` has to the updater, and leave a view of that in its place."""
+    """Move what `optimizer.state` has there, and leave a view of that in its place."""
     pairs = [
         pair
         for unit in units
         for buffer in unit.buffers
         for pair in zip(buffer.shard_params, buffer.targets, strict=False)
     ]
-    view = UpdatedState(updater, dict(pairs))
+    view = UpdatedState(offload, dict(pairs))
     states = view.take({param: state for param, state in optimizer.state.items() if state})
     if states:
-        updater.write(states, replaces=False)
+        offload.write(states, replaces=False)
     optimizer.state = view  # type: ignore[assignment]
 
 
@@ -100,7 +102,7 @@ def bring_back_state(optimizer: torch.optim.Optimizer) -> None:
 class UpdatedState(MutableMapping[Any, dict[str, Any]]):
     """`optimizer.state` by shard: copies on the host, made at each access; assigning writes."""
 
-    updater: AbstractUpdater
+    offload: OptimizerOffload
     target_of: Mapping[nn.Parameter, nn.Parameter]
     _others: dict[Any, dict[str, Any]] = field(factory=dict, init=False)  # of what is not trained
 
@@ -115,16 +117,16 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
         if shard in self._others:
             return self._others[shard]
         target = self.target_of[shard]
-        if target not in set(self.updater.started()):
+        if target not in self._started():
             raise KeyError(f"a shard of shape {tuple(shard.shape)} without state")
-        return self._visible(target, self.updater.read([target])[target])
+        return self._visible(target, self.offload.read([target])[target])
 
     def __setitem__(self, shard: Any, state: dict[str, Any]) -> None:
         """Put these entries in the place of those that there are."""
         if shard in self._others:
             self._others[shard].update(state)
         else:
-            self.updater.write({self.target_of[shard]: state}, replaces=False)
+            self.offload.write({self.target_of[shard]: state}, replaces=False)
 
     def __delitem__(self, shard: Any) -> None:
         """Forget a shard's state; its master stays."""
@@ -137,7 +139,7 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         """Shards that have state."""
-        started = set(self.updater.started())
+        started = self._started()
         mine = [shard for shard, target in self.target_of.items() if target in started]
         return iter([*mine, *self._others])
 
@@ -152,12 +154,15 @@ class UpdatedState(MutableMapping[Any, dict[str, Any]]):
     def items(self) -> Any:
         """All of it, read once."""
         targets = {p: self.target_of[p] for p in self if p not in self._others}
-        found = self.updater.read(targets.values())
+        found = self.offload.read(targets.values())
         mine = {shard: self._visible(target, found[target]) for shard, target in targets.items()}
         return (mine | self._others).items()
 
+    def _started(self) -> set[nn.Parameter]:
+        return set(self.offload.started(besides=(MASTER,)))
+
     def _visible(self, target: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-        hidden = MASTER if self.updater.hides_master(target) else None
+        hidden = MASTER if self.offload.hides_master(target) else None
         return {name: value for name, value in state.items() if name != hidden}
 
 

@@ -22,7 +22,7 @@ from zero_comm import (
 
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
-from zero_partition.memory.seams import AbstractShardHome
+from zero_partition.memory.seams import TensorHome
 from zero_partition.memory.store import AtHome, Encoded
 from zero_partition.plan.layout import UnitPlan
 from zero_partition.plan.slots import Slot, SlotPool
@@ -98,7 +98,7 @@ class Unit:
     codec: AbstractCodec | None = None  # of gathers, if they round some of it; see `Wire.params`
     secondary: SecondaryShards | None = None  # its node's copy
     exposure: Exposure | None = None  # through which all shards can be read without their owners
-    copies: AbstractShardHome | None = None  # which has its whole buffers for a while
+    copies: TensorHome | None = None  # which has its whole buffers for a while
     state: ShardState = field(init=False)
     version: int = 0  # how often the optimizer has changed its values
     depth: int = 0  # forwards of its module that are running
@@ -331,7 +331,7 @@ class Unit:
                 own = buffer.own_of(full)
                 errors.params.note(self.name, codec, [own if shard is None else shard])
 
-    def keep_copies(self, copies: AbstractShardHome, full: Sequence[Tensor] | None = None) -> None:
+    def keep_copies(self, copies: TensorHome, full: Sequence[Tensor] | None = None) -> None:
         """Copy its whole buffers, in its slot now when None, to where they can be read alone."""
         for buffer, whole in zip(self.buffers, self._full if full is None else full, strict=True):
             copies.open(buffer.index, reads=False).copy_(whole)

@@ -720,7 +720,7 @@ def _copy_of(value: Any) -> Any:
 def _keep(place: ParamRef, state: dict[str, Any], key: str, value: Any) -> None:
     """Make it the entry: in the optimizer's own dict, or where the state rests elsewhere."""
     state[key] = value
-    if place.sharded.residence.updater is not None and place.sharded.optimizer is not None:
+    if place.sharded.residence.offload is not None and place.sharded.optimizer is not None:
         place.sharded.optimizer.state[place.buffer.shard_params[place.position]] = {key: value}
 
 

@@ -19,7 +19,7 @@ from zero_partition.init.early_shard import find_early, plan_early
 from zero_partition.init.materialize import allocate_blank, allocate_blank_buffer, plain_on_meta
 from zero_partition.init.units import check_parameter
 from zero_partition.memory.flat_buffer import FlatBuffer
-from zero_partition.memory.seams import MASTER, AbstractRangeReader, AbstractUpdater
+from zero_partition.memory.seams import MASTER, AbstractRangeReader, OptimizerOffload
 from zero_partition.nested import map_tensors, rebuild
 from zero_partition.optimizer.entries import (
     keeps_of,
@@ -51,13 +51,13 @@ def read_into(memory: Tensor, reader: AbstractRangeReader, span: Span) -> None:
         memory[start - span.start : stop - span.start].copy_(reader.read(start, stop))
 
 
-def fill_buffer(buffer: FlatBuffer, readers: Readers, updater: AbstractUpdater | None) -> None:
+def fill_buffer(buffer: FlatBuffer, readers: Readers, offload: OptimizerOffload | None) -> None:
     """Read parameters to where they rest on this rank; masters are what is read, unrounded. Local.
 
     Beside what rests, there is one shard in memory where values rest elsewhere.
     """
-    if updater is not None and buffer.targets and buffer.training.memory is not None:
-        _fill_own_masters(buffer, readers, updater)
+    if offload is not None and buffer.targets and buffer.training.memory is not None:
+        _fill_own_masters(buffer, readers, offload)
     if buffer.whole is not None:
         for position, reader in readers.items():
             span = buffer.plan.layout.spans[position]
@@ -77,21 +77,21 @@ def fill_buffer(buffer: FlatBuffer, readers: Readers, updater: AbstractUpdater |
         read_into(values[piece.in_shard.as_slice()], readers[piece.index], piece.in_tensor)
     if rest.memory is None:
         rest.write(values)
-        if updater is not None and buffer.targets and rest.dtype == buffer.plan.dtype:
-            _fill_own_masters(buffer, readers, updater)
+        if offload is not None and buffer.targets and rest.dtype == buffer.plan.dtype:
+            _fill_own_masters(buffer, readers, offload)
     if buffer.has_masters and (buffer.whole is None or buffer.codec is not None):
         buffer.resting.write(values)
 
 
-def _fill_own_masters(buffer: FlatBuffer, readers: Readers, updater: AbstractUpdater) -> None:
-    """Those that an updater keeps of its own accord, of parameters of 16 bits."""
+def _fill_own_masters(buffer: FlatBuffer, readers: Readers, offload: OptimizerOffload) -> None:
+    """Those that an optimizer offload keeps of its own accord, of parameters of 16 bits."""
     for piece in buffer.pieces:
         reader, target = readers.get(piece.index), buffer.targets[piece.index]
         if reader is None or not target.dtype.is_floating_point or target.dtype.itemsize >= 4:
             continue
         values = torch.empty(piece.in_tensor.numel, dtype=torch.float32)
         read_into(values, reader, piece.in_tensor)
-        updater.write({target: {MASTER: values}}, replaces=False)
+        offload.write({target: {MASTER: values}}, replaces=False)
 
 
 @frozen(eq=False)
@@ -165,7 +165,7 @@ class StateTarget:
 
 def write_states(sharded: ShardedModel, targets: Sequence[StateTarget]) -> None:
     """Make these the states of their parameters. Local."""
-    if sharded.residence.updater is not None:
+    if sharded.residence.offload is not None:
         _write_elsewhere(sharded, targets)
         return
     is_sharded = sharded.placements.optim is Placement.SHARDED
@@ -209,8 +209,8 @@ def _in_memory(
 
 
 def _write_elsewhere(sharded: ShardedModel, targets: Sequence[StateTarget]) -> None:
-    updater = sharded.residence.updater
-    assert updater is not None, "asked before"
+    offload = sharded.residence.offload
+    assert offload is not None, "asked before"
     begun: set[nn.Parameter] = set()
     for batch in _batches(targets):
         states: dict[bool, dict[nn.Parameter, dict[str, Any]]] = {True: {}, False: {}}
@@ -218,7 +218,7 @@ def _write_elsewhere(sharded: ShardedModel, targets: Sequence[StateTarget]) -> N
             if not target.buffer.targets:  # frozen, though in a param group
                 continue
             param = target.buffer.targets[target.position]
-            if not sharded.residence.is_updated(param):
+            if not sharded.residence.is_stepped(param):
                 continue
             is_first = param not in begun or param in states[True]
             begun.add(param)
@@ -226,8 +226,10 @@ def _write_elsewhere(sharded: ShardedModel, targets: Sequence[StateTarget]) -> N
             if key is not None:
                 state[key] = map_tensors(target.entries[key], _on_host, EntryPart)
         for replaces, chosen in states.items():
+            if chosen and replaces:
+                offload.mend()
             if chosen:
-                updater.write(chosen, replaces=replaces)
+                offload.write(chosen, replaces=replaces)
 
 
 def _on_host(part: EntryPart) -> Tensor:
@@ -475,7 +477,7 @@ class StateLoad:
             if self.source.states is not None:
                 write_states(sharded, self.states)  # first: it mends state that is torn
             for buffer, readers in self.readers:
-                fill_buffer(buffer, readers, sharded.residence.updater)
+                fill_buffer(buffer, readers, sharded.residence.offload)
             for target, reader in self.buffers:
                 _fill_module_buffer(target.tensor, reader)
         if self.source.states is not None:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from zero_partition.chained import members_of
 from zero_partition.errors import StateError
-from zero_partition.run.gradients import BufferGradients
+from zero_partition.nested import map_tensors
 from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.stand_in import (
-    AbstractKeeper,
+    Backup,
     GradientGuard,
     Parked,
     ParkedStorage,
@@ -26,10 +26,10 @@ from zero_partition.stand_in import (
 from zero_partition.torch_private import is_in_backward, plain_access
 
 
-def park(
-    sharded: ShardedModel, keeper: AbstractKeeper, kinds: Collection[StateKind], *, waits: bool
+def offload_states(
+    sharded: ShardedModel, backup: Backup, kinds: Collection[StateKind], *, non_blocking: bool
 ) -> None:
-    """What the public `park` documents."""
+    """What the public `offload_states` documents."""
     kinds, exposure = frozenset(kinds), None
     try:
         _check_idle(sharded, "offload_states()")
@@ -40,39 +40,39 @@ def park(
             sharded.outside.forget()
             sharded.schedule.settle()
             exposure = sharded.exposure
-            if sharded.residence.updater is not None:
-                sharded.residence.updater.let_go()
+            if sharded.residence.offload is not None:
+                sharded.residence.offload.let_go()
         if exposure is not None:
             exposure.begin_write()  # no peer reads our shards from here on
         with torch.inference_mode(False), torch.no_grad(), plain_access():
             storages = _find_storages(sharded, kinds)
-            _keep(sharded, storages, keeper, waits=waits)
+            _move_out(sharded, storages, backup, non_blocking=non_blocking)
     except BaseException:
-        keeper.close()
+        backup.close()
         raise
-    parked = Parked(kinds - {StateKind.BUFFERS}, keeper, storages)
+    parked = Parked(kinds - {StateKind.BUFFERS}, backup, storages)
     if not parked.kinds:  # buffers come back by themselves
-        keeper.close()
+        backup.close()
         return
     _refuse_state_dicts(sharded, parked)
     sharded.parked = parked
     _tell_what_stays(storages)
 
 
-def unpark(sharded: ShardedModel, *, waits: bool) -> None:
-    """What the public `unpark` documents."""
+def reload_states(sharded: ShardedModel, *, non_blocking: bool) -> None:
+    """What the public `reload_states` documents."""
     parked = sharded.parked
     if parked is None:
         return
     with torch.inference_mode(False), torch.no_grad(), plain_access():
         while parked.storages:  # one by one: after an error the others are there to try again
-            parked.storages[0].put_back(parked.keeper, waits=waits)
+            parked.storages[0].put_back(parked.backup, non_blocking=non_blocking)
             del parked.storages[0]
         _have_moved(sharded)
     for remove in parked.removers:
         remove()
     sharded.parked = None
-    parked.keeper.close()
+    parked.backup.close()
 
 
 def _check_idle(sharded: ShardedModel, what: str) -> None:
@@ -91,18 +91,22 @@ def _check_idle(sharded: ShardedModel, what: str) -> None:
     sharded.refuse_while_gathered(what)
 
 
-def _keep(
-    sharded: ShardedModel, storages: list[ParkedStorage], keeper: AbstractKeeper, *, waits: bool
+def _move_out(
+    sharded: ShardedModel, storages: list[ParkedStorage], backup: Backup, *, non_blocking: bool
 ) -> None:
     """All of it on all ranks or, after an error on any, nothing. Collective."""
     error: Exception | None = None
     free: list[ParkedStorage] = []
     try:
         try:
-            free = _take_away(storages)
-            keeper.reserve({storage.key: storage.num_bytes for storage in free})
-            for storage in free if waits else ():
-                storage.keep(keeper, waits=True)
+            for storage in storages:
+                storage.take_away()
+            if not all(storage.is_free for storage in storages):
+                gc.collect()  # an exception's traceback, say, keeps a graph until then
+            free = [storage for storage in storages if storage.is_free]  # nobody views them
+            backup.allocate({storage.key: storage.num_bytes for storage in free})
+            for storage in () if non_blocking else free:
+                storage.give_up(backup, non_blocking=False)
         except Exception as caught:
             error = caught
         if sharded.reducer.is_true_anywhere(error is not None):
@@ -110,22 +114,13 @@ def _keep(
                 f"offload_states(): another rank could not park its state, and says why (rank "
                 f"{sharded.whole.rank}); on every rank all is where it was"
             )
-        for storage in () if waits else free:  # after the ranks' word, for which a host waits
-            storage.keep(keeper, waits=False)
+        for storage in free if non_blocking else ():  # a host waits for the ranks' word
+            storage.give_up(backup, non_blocking=True)
     except BaseException:
         for storage in storages:
-            storage.put_back(keeper, waits=True)
+            storage.put_back(backup, non_blocking=False)
         _have_moved(sharded)
         raise
-
-
-def _take_away(storages: list[ParkedStorage]) -> list[ParkedStorage]:
-    """Let our tensors go; which storages nobody views any more."""
-    for storage in storages:
-        storage.take_away()
-    if not all(storage.is_free for storage in storages):
-        gc.collect()  # an exception's traceback, say, keeps a graph until then
-    return [storage for storage in storages if storage.is_free]
 
 
 def _tell_what_stays(storages: Iterable[ParkedStorage]) -> None:
@@ -193,45 +188,24 @@ def _roots_of(sharded: ShardedModel) -> Iterator[tuple[StateKind, str, Tensor]]:
     for g in sharded.reducer.gradients:
         if g.has_local and g.accumulator is not None:
             yield StateKind.GRADS, g.unit.name, g.accumulator
-        for grad in _grads_of(g):
-            yield StateKind.GRADS, g.unit.name, grad
-    for tensor in _state_of(sharded):
-        yield StateKind.OPTIM, "the optimizer", tensor
+        for param in (*g.targets, *g.buffer.params):
+            if param.grad is not None and not isinstance(param.grad, GradientGuard):
+                yield StateKind.GRADS, g.unit.name, param.grad
+    state: list[Tensor] = []
+    for member in members_of(sharded.optimizer):
+        if isinstance(member.state, dict):  # else a view of what rests elsewhere already
+            map_tensors(list(member.state.values()), state.append)
+    yield from ((StateKind.OPTIM, "the optimizer", tensor) for tensor in state if tensor.dim())
 
 
 def _tensors_of(sharded: ShardedModel) -> Iterator[Tensor]:
     """Every tensor of ours that may view them."""
+    yield from (root for _, _, root in _roots_of(sharded))
     for unit in sharded.units:
         for buffer in unit.buffers:
             yield from buffer.resting_tensors()
     for g in sharded.reducer.gradients:
         yield from (t for t in (g.shard, g.accumulator, *g.parts, *g.views) if t is not None)
-        yield from _grads_of(g)
-    yield from _state_of(sharded)
-
-
-def _grads_of(g: BufferGradients) -> Iterator[Tensor]:
-    for param in (*g.targets, *g.buffer.params):
-        if param.grad is not None and not isinstance(param.grad, GradientGuard):
-            yield param.grad
-
-
-def _state_of(sharded: ShardedModel) -> Iterator[Tensor]:
-    for member in members_of(sharded.optimizer):
-        if not isinstance(member.state, dict):
-            continue  # a view of what rests elsewhere already
-        for state in member.state.values():
-            yield from (tensor for tensor in _tensors_in(state) if tensor.dim())
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)
 
 
 def _refuse_state_dicts(sharded: ShardedModel, parked: Parked) -> None:
@@ -241,12 +215,9 @@ def _refuse_state_dicts(sharded: ShardedModel, parked: Parked) -> None:
         parked.refuse(what, {StateKind.OPTIM}, rank=sharded.whole.rank)
 
     for member in members_of(sharded.optimizer):
-        for handle in (
-            member.register_state_dict_pre_hook(
-                partial(refuse, "optimizer.state_dict()"), prepend=True
-            ),
-            member.register_load_state_dict_pre_hook(
-                partial(refuse, "optimizer.load_state_dict()"), prepend=True
-            ),
+        for install, what in (
+            (member.register_state_dict_pre_hook, "state_dict"),
+            (member.register_load_state_dict_pre_hook, "load_state_dict"),
         ):
+            handle = install(partial(refuse, f"optimizer.{what}()"), prepend=True)
             parked.removers.append(handle.remove)

@@ -168,7 +168,7 @@ def plan_parts(
                 tuple(item.part for item in batch),
                 is_frozen,
                 partial(_read, sharded, batch),
-                sharded.residence.updater is None and all(map(_lies_in_memory, batch)),
+                sharded.residence.offload is None and all(map(_lies_in_memory, batch)),
             )
             for is_frozen in (True, False)
             for batch in _batches(i for i in items if i.buffer.plan.trainable is not is_frozen)
@@ -191,10 +191,14 @@ def states_of(
         buffers: Of which parameters.
         is_read: Whether what rests elsewhere is read, into host memory; else it has shapes only.
     """
-    updater = sharded.residence.updater
-    if updater is not None:
+    offload = sharded.residence.offload
+    if offload is not None:
         targets = [target for buffer in buffers for target in buffer.targets]
-        found = updater.read(targets) if is_read else updater.describe(targets)
+        if is_read:
+            found = offload.read(targets)
+        else:
+            started = set(offload.started(besides=(MASTER,)))
+            found = offload.describe(target for target in targets if target in started)
         return [
             [_visible(buffer, found.get(target, {})) for target in buffer.targets]
             if buffer.targets
@@ -269,15 +273,15 @@ def _batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:
 
 def _read(sharded: ShardedModel, batch: Sequence[_Item]) -> list[Tensor]:
     elsewhere: dict[nn.Parameter, dict[str, Any]] = {}
-    updater = sharded.residence.updater
-    if updater is not None:
+    offload = sharded.residence.offload
+    if offload is not None:
         names = {item.part.tensor.entry or MASTER for item in batch}
         targets = {
             item.buffer.targets[item.position]: None
             for item in batch
             if item.buffer.targets and _rests_elsewhere(item)
         }
-        elsewhere = updater.read(targets, names) if targets else {}
+        elsewhere = offload.read(targets, names) if targets else {}
     state = {} if sharded.optimizer is None else sharded.optimizer.state
     resting: dict[int, Tensor] = {}
     found = []
@@ -328,7 +332,7 @@ def own_masters_of(sharded: ShardedModel, buffer: FlatBuffer) -> bool:
     """Whether the optimizer keeps masters of these parameters of its own accord, and says so."""
     dtype, optimizer = buffer.training.dtype, sharded.optimizer
     is_narrow = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
-    is_asked = sharded.residence.updater is None and buffer.plan.trainable
+    is_asked = sharded.residence.offload is None and buffer.plan.trainable
     return is_narrow and is_asked and bool(getattr(optimizer, "keeps_masters", False))
 
 

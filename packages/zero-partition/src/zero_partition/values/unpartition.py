@@ -29,7 +29,7 @@ def unpartition(sharded: ShardedModel) -> None:
     buffers = [buffer for unit in sharded.units for buffer in unit.buffers]
     entries = _plan_states(sharded, buffers)
     sharded.begin_write()
-    if sharded.residence.updater is not None and sharded.optimizer is not None:
+    if sharded.residence.offload is not None and sharded.optimizer is not None:
         bring_back_state(sharded.optimizer)
     with plain_access():
         sharded.reducer.before_forward()  # takes guards away
@@ -46,7 +46,7 @@ def unpartition(sharded: ShardedModel) -> None:
     for remove in sharded.removers:
         remove()
     sharded.removers.clear()
-    sharded.residence.end()
+    sharded.residence.homes.close()
     forget_places(sharded)
     sharded.end_write()  # backward of a graph that was made before says so
 

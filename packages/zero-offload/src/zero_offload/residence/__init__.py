@@ -1,0 +1,23 @@
+"""What partitioning asks of those who keep values outside the device; a building block."""
+
+from zero_offload.residence.backup import DiskBackup, HostBackup
+from zero_offload.residence.delayed import DelayedState, with_delay
+from zero_offload.residence.gradients import HostGradients
+from zero_offload.residence.shards import (
+    FREE_SHARDS,
+    WRITES_BEHIND,
+    OffloadedShards,
+    first_that_fit,
+)
+
+__all__ = [
+    "FREE_SHARDS",
+    "WRITES_BEHIND",
+    "DelayedState",
+    "DiskBackup",
+    "HostBackup",
+    "HostGradients",
+    "OffloadedShards",
+    "first_that_fit",
+    "with_delay",
+]

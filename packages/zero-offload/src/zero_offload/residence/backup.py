@@ -1,0 +1,96 @@
+"""Where training state is between phases: in one piece of host memory, or in files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from threading import Thread
+from typing import Any, final
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from zero_offload.disk.store import AbstractStore
+from zero_offload.memory.arena import HostArena
+from zero_offload.state.subgroups import align_up
+
+
+@final
+@define(eq=False)
+class HostBackup:
+    """Copies of bytes in one piece of host memory. Tensors are 1-D, of any device.
+
+    Args:
+        arena: Whose memory.
+    """
+
+    arena: HostArena
+    _values: dict[str, Tensor] = field(factory=dict, init=False)
+    _last_copy: Any = field(default=None, init=False)  # nobody waited for it
+
+    def allocate(self, sizes: Mapping[str, int]) -> None:
+        """Take room for values of so many bytes, by key, or raise BudgetError. Called once."""
+        rooms = [align_up(size) for size in sizes.values()]
+        parts = self.arena.allocate(sum(rooms)).split(rooms)
+        self._values = {
+            key: part[:size] for (key, size), part in zip(sizes.items(), parts, strict=True)
+        }
+
+    def write(self, key: str, source: Tensor, *, non_blocking: bool) -> None:
+        """Copy `source`, whose memory may be given back to its allocator right afterwards."""
+        self._copy(self._values[key], source, non_blocking=non_blocking)
+        if non_blocking and source.is_cuda:  # its memory may be another stream's
+            source.record_stream(torch.cuda.current_stream(source.device))
+
+    def read(self, key: str, into: Tensor, *, non_blocking: bool) -> None:
+        """Copy what was written into `into`."""
+        self._copy(into, self._values[key], non_blocking=non_blocking)
+
+    def close(self) -> None:
+        """Forget all of it. Waits for no copy: the memory goes after the last."""
+        values, self._values = self._values, {}
+        if self._last_copy is not None and not self._last_copy.query():
+            Thread(target=_hold, args=(values, self._last_copy), daemon=True).start()
+
+    def _copy(self, into: Tensor, source: Tensor, *, non_blocking: bool) -> None:
+        into.copy_(source, non_blocking=non_blocking)
+        device = into.device if into.is_cuda else source.device
+        if non_blocking and device.type == "cuda":
+            self._last_copy = torch.cuda.Event()
+            self._last_copy.record(torch.cuda.current_stream(device))
+
+
+def _hold(values: dict[str, Tensor], last_copy: Any) -> None:
+    last_copy.synchronize()
+    values.clear()
+
+
+@final
+@define(eq=False)
+class DiskBackup:
+    """Copies of bytes in a store of files, done when a call returns. Tensors are of any device.
+
+    Args:
+        store: Closed with this.
+    """
+
+    store: AbstractStore
+
+    def allocate(self, sizes: Mapping[str, int]) -> None:
+        """Take room for values of so many bytes, by key, or raise StoreError."""
+        self.store.allocate(sizes)
+
+    def write(self, key: str, source: Tensor, *, non_blocking: bool) -> None:
+        """Copy `source`; a device's goes through the host."""
+        self.store.write(key, source.cpu()).result()
+
+    def read(self, key: str, into: Tensor, *, non_blocking: bool) -> None:
+        """Copy what was written into `into`."""
+        on_host = into if into.is_cpu else torch.empty_like(into, device="cpu")
+        self.store.read(key, on_host).result()
+        if on_host is not into:
+            into.copy_(on_host)
+
+    def close(self) -> None:
+        """Close the store."""
+        self.store.close()

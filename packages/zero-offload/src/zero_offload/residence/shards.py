@@ -1,0 +1,276 @@
+"""Where shards of parameters rest outside the device: host memory, and disk."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Final, final
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from zero_offload.disk.store import AbstractStore
+from zero_offload.errors import BudgetError
+from zero_offload.memory.arena import HostArena
+from zero_offload.memory.copies import copy_beside
+
+_NUMBERS: Final = itertools.count()
+FREE_SHARDS: Final = 2  # of the largest size, as memory that waits for a shard of its size
+WRITES_BEHIND: Final = 2  # shards that are written while the next is made
+
+
+@frozen(eq=False)
+class Pending:
+    """A read that was begun; `wait` blocks until it is done, or lets the current stream wait."""
+
+    wait: Callable[[], object]
+
+
+def _nothing() -> None:
+    return
+
+
+@final
+@define(eq=False)
+class OffloadedShards:
+    """Shards by number, on the host or in files. Local.
+
+    Those on the host are copied ahead of each use; those in files are read ahead into host memory,
+    and written behind from there.
+
+    Args:
+        arena: Whose memory shards rest in, or pass through.
+        open_store: The store of those in files, asked for when room is first taken; another closes
+            it. None: all rest on the host.
+        max_host_numel: Elements of shards, the first ones, that rest on the host all the same.
+        budget_bytes: Most host memory for those; None: no limit but the process's.
+    """
+
+    arena: HostArena
+    open_store: Callable[[], AbstractStore] | None = None
+    max_host_numel: int = field(default=0, kw_only=True)
+    budget_bytes: int | None = field(default=None, kw_only=True)
+    _host: dict[int, Tensor] = field(factory=dict, init=False)  # shards that rest there
+    _copies: dict[int, Any] = field(factory=dict, init=False)  # events of the last copy of each
+    _store: AbstractStore = field(init=False)  # since room was taken
+    _blank: dict[int, Tensor] = field(factory=dict, init=False)  # those in files, without values
+    _keys: dict[int, str] = field(factory=dict, init=False)  # theirs in the store
+    _ahead: dict[int, tuple[Tensor, Future[Any]]] = field(factory=dict, init=False)
+    _open: dict[int, Tensor] = field(factory=dict, init=False)
+    _behind: deque[tuple[int, Tensor, Future[None]]] = field(factory=deque, init=False)
+    _unkept: dict[int, Tensor] = field(factory=dict, init=False)  # what the disk did not take
+    _returning: deque[tuple[Tensor, Any]] = field(factory=deque, init=False)  # until an event
+    _free: dict[int, list[Tensor]] = field(factory=dict, init=False)  # by size in bytes
+    _passing_bytes: int = field(default=0, init=False)
+    _streams: dict[torch.device, Any] = field(factory=dict, init=False)
+
+    def allocate(self, shards: Mapping[int, Tensor]) -> None:
+        """Take the room for these now, so that a lack of it shows before training.
+
+        Args:
+            shards: 1-D tensors of their sizes and dtypes, which need have no memory.
+
+        Raises:
+            BudgetError: The host does not have it.
+            StoreError: The disk does not have it, or there is no such folder.
+        """
+        on_host = dict(shards)
+        if self.open_store is not None:
+            on_host = first_that_fit(shards, self.max_host_numel)
+            needed = sum(shard.nbytes for shard in on_host.values())
+            if self.budget_bytes is not None and needed > self.budget_bytes:
+                raise BudgetError(
+                    f"parameters of {needed:,} bytes were to rest on the host by max_host_numel="
+                    f"{self.max_host_numel}, and budget_bytes is {self.budget_bytes:,}; lower the "
+                    "first, or raise the second",
+                    nbytes=needed,
+                )
+            self._store = self.open_store()
+        for index, shard in on_host.items():
+            memory = self.arena.allocate(shard.numel(), dtype=shard.dtype, name="parameters")
+            self._host[index] = memory
+        self._blank = {index: shard for index, shard in shards.items() if index not in on_host}
+        if self._blank:
+            name = f"parameters-{next(_NUMBERS)}"  # several of these may share a store
+            keys = {index: f"{name}.{index}" for index in self._blank}
+            self._store.allocate({keys[i]: shard.nbytes for i, shard in self._blank.items()})
+            self._keys = keys
+
+    def read(self, index: int, into: Tensor) -> Pending:
+        """Begin to copy a shard into memory on the device, which is lent until it is done."""
+        if index in self._host and not into.is_cpu:
+            event = self._copies[index] = copy_beside(self._host[index], into, self._streams)
+            return Pending(partial(_let_wait, event, into.device))
+        memory = self._host.get(index, self._unkept.get(index))
+        if memory is not None:
+            into.copy_(memory)
+            return Pending(_nothing)
+        if index not in self._ahead and into.is_cpu:
+            return Pending(self._store.read(self._keys[index], into).result)
+        self._read_ahead(index)
+        memory, future = self._ahead.pop(index)
+        return Pending(partial(self._pass_on, memory, future, into))
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """These are read next, in this order: begin with them."""
+        nearer = self._host.keys() | self._open.keys() | self._unkept.keys()
+        wanted = [index for index in indices if index not in nearer]
+        for index in self._ahead.keys() - set(wanted):
+            self._forget(index)
+        for index in wanted:
+            self._read_ahead(index)
+
+    def open(self, index: int, *, reads: bool) -> Tensor:
+        """Host memory of a shard, to be changed until `close`. Blocks while others use it.
+
+        It holds the shard's values only if it `reads`; else anything, and all of it is written.
+        """
+        if index in self._host:
+            if index in self._copies:
+                self._copies.pop(index).synchronize()
+            return self._host[index]
+        self._forget(index)
+        memory = self._unkept.pop(index, None)
+        if memory is None:
+            memory = self._take(index)
+            try:
+                if reads:
+                    self._store.read(self._keys[index], memory).result()
+            except BaseException:
+                self._give_back(memory)
+                raise
+        self._open[index] = memory
+        return memory
+
+    def close(self, index: int) -> None:
+        """Begin to keep what was opened. Reads that begin later see it."""
+        if index in self._host:
+            return
+        memory = self._open.pop(index)
+        self._behind.append((index, memory, self._store.write(self._keys[index], memory)))
+        while len(self._behind) > WRITES_BEHIND:
+            self._keep_oldest()
+
+    def settle(self) -> None:
+        """Block until all that was closed is kept.
+
+        Raises:
+            StoreError: The disk did not take something of it, which stays in host memory.
+        """
+        errors = []
+        while self._behind:
+            try:
+                self._keep_oldest()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory that it holds now."""
+        return sum(shard.nbytes for shard in self._host.values()) + self._passing_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of files that it holds now."""
+        return sum(shard.nbytes for shard in self._blank.values())
+
+    def another(self) -> OffloadedShards:
+        """An empty one of the same kind, in the same place; it ends before this one does."""
+        return OffloadedShards(self.arena, self.open_store)
+
+    def end(self) -> None:
+        """Release everything. Again: nothing happens."""
+        for index in list(self._ahead):
+            self._forget(index)
+        while self._behind:
+            self._behind.popleft()[2].exception()
+        for event in (*self._copies.values(), *(event for _, event in self._returning)):
+            event.synchronize()
+        self._host, self._copies = {}, {}
+        self._returning.clear()
+        self._free, self._unkept, self._passing_bytes = {}, {}, 0
+        for key in self._keys.values():
+            self._store.delete(key)
+        self._blank, self._keys = {}, {}
+
+    def _read_ahead(self, index: int) -> None:
+        if index not in self._ahead:
+            memory = self._take(index)
+            self._ahead[index] = (memory, self._store.read(self._keys[index], memory))
+
+    def _forget(self, index: int) -> None:
+        if index in self._ahead:
+            memory, future = self._ahead.pop(index)
+            future.exception()  # which nobody needs
+            self._give_back(memory)
+
+    def _pass_on(self, memory: Tensor, future: Future[Any], into: Tensor) -> None:
+        """Wait for what is read into host memory, and copy it from there."""
+        try:
+            future.result()
+        except BaseException:
+            self._give_back(memory)
+            raise
+        if into.is_cpu:
+            into.copy_(memory)
+            self._give_back(memory)
+            return
+        event = copy_beside(memory, into, self._streams)
+        self._returning.append((memory, event))
+        _let_wait(event, into.device)
+
+    def _give_back(self, memory: Tensor) -> None:
+        self._free.setdefault(memory.nbytes, []).append(memory)
+
+    def _take(self, index: int) -> Tensor:
+        blank = self._blank[index]
+        while self._returning and self._returning[0][1].query():
+            self._give_back(self._returning.popleft()[0])
+        free = self._free.get(blank.nbytes)
+        if free:
+            return free.pop().view(blank.dtype)
+        self._release_free()
+        memory = self.arena.allocate(
+            blank.numel(), dtype=blank.dtype, name="parameters passing through"
+        )
+        self._passing_bytes += memory.nbytes
+        return memory
+
+    def _release_free(self) -> None:
+        """Memory of other sizes is kept for shards to come only while it is little.
+
+        Else a model of units that all differ would end with all of its shards in host memory.
+        """
+        free = sum(memory.nbytes for some in self._free.values() for memory in some)
+        if free > FREE_SHARDS * max(shard.nbytes for shard in self._blank.values()):
+            self._free.clear()
+            self._passing_bytes -= free
+
+    def _keep_oldest(self) -> None:
+        index, memory, future = self._behind.popleft()
+        try:
+            future.result()
+        except BaseException:
+            self._unkept[index] = memory  # nothing is lost: it is written when it is next changed
+            raise
+        self._give_back(memory)
+
+
+def first_that_fit(shards: Mapping[int, Tensor], max_host_numel: int) -> dict[int, Tensor]:
+    """Those that rest on the host although the others rest on disk. Arithmetic only."""
+    room, on_host = max_host_numel, {}
+    for index, shard in shards.items():
+        if shard.numel() <= room:
+            on_host[index] = shard
+            room -= shard.numel()
+    return on_host
+
+
+def _let_wait(event: Any, device: torch.device) -> None:
+    torch.cuda.current_stream(device).wait_event(event)
