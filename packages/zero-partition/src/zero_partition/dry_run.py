@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 import torch
 from attrs import define, evolve, frozen
@@ -228,9 +227,6 @@ class _Ranks:
 # ---- What `memory_report` will say of a model on one rank, from layouts alone. Planning only ----
 
 
-_NOTHING: Final = UpdaterReport(device_bytes=0, host_bytes=0, disk_bytes=0)
-
-
 @frozen(kw_only=True)
 class PlannedMemory:
     """One rank's bytes at the moments of training, activations and the model's buffers apart.
@@ -269,15 +265,15 @@ def plan_memory(
     for index, unit in enumerate(plan.units):
         for buffer in unit.buffers:
             counts.add(index, buffer)
-    held = _NOTHING if updater is None else updater
-    slots, conflicts = plan_slots(plan)
+    held = updater or UpdaterReport(device_bytes=0, host_bytes=0, disk_bytes=0)
+    slots = choose_slots(plan.uses, plan.extents, plan.limits)
     num_ranks = plan.routes.whole
     at_rest = MemoryReport(
         params_bytes=counts.params,
         gradients_bytes=0,
         optimizer_bytes=counts.state + held.device_bytes,
         padding_bytes=counts.padding,
-        slots_bytes=slots,
+        slots_bytes=sum(slot_bytes(slots, plan.extents)),
         secondary_bytes=_secondary_bytes(plan, rank),
         reduction_bytes=_pool_bytes(plan)
         + counts.accumulators
@@ -288,7 +284,7 @@ def plan_memory(
         gathered_bytes=0,
         scalars_bytes=counts.scalars + num_ranks * counts.num_flags * (num_ranks > 1),
         parked_bytes=0,
-        num_slot_conflicts=conflicts,
+        num_slot_conflicts=slot_conflicts(slots, plan.extents, plan.limits),
         trained_bytes_per_rank=plan.trained_bytes_per_rank,
         host_bytes=held.host_bytes + home_host_bytes + counts.host_grads,
         disk_bytes=held.disk_bytes + home_disk_bytes,
@@ -306,12 +302,6 @@ def plan_memory(
         init_peak_bytes=_init_peak_bytes(plan, mine),
         step_peak_bytes=before_step.total_bytes + max(counts.on_their_way, _publishing_bytes(plan)),
     )
-
-
-def plan_slots(plan: ModelPlan) -> tuple[int, int]:
-    """Bytes of the slots in which units become whole, and how many are beyond the window."""
-    groups = choose_slots(plan.uses, plan.extents, plan.limits)
-    return sum(slot_bytes(groups, plan.extents)), slot_conflicts(groups, plan.extents, plan.limits)
 
 
 def _secondary_bytes(plan: ModelPlan, rank: int) -> int:
@@ -432,7 +422,7 @@ class _Counts:
         payload, numel = layout.payload_splits[self.rank], layout.splits[self.rank]
         wire = plan.precision.wire_of(buffer.dtype)
         codec = plan.routes.wire.codec_of_gradients(wire)
-        way = max(_arriving(param) for param in buffer.params)
+        way = max(param.shape.numel() for param in buffer.params) * buffer.dtype.itemsize
         if codec is not None:
             way = max(way, sum(map(codec.wire_bytes, layout.splits)))
         if plan.placements.grads is Placement.REPLICATED:
@@ -449,11 +439,6 @@ class _Counts:
             if wire != dtype:
                 way = max(way, numel * wire.itemsize)
         self.on_their_way = max(self.on_their_way, way)
-
-
-def _arriving(param: ParameterPlan) -> int:
-    """Bytes of a gradient that is about to be copied."""
-    return param.shape.numel() * param.dtype.itemsize
 
 
 def _pool_bytes(plan: ModelPlan) -> int:
@@ -481,19 +466,14 @@ def _pool_bytes(plan: ModelPlan) -> int:
 
 def _init_peak_bytes(plan: ModelPlan, rank: int) -> int:
     """While units are laid down one after the other; those to come are the user's still."""
-    user = [[_bytes_of_user(plan, buffer) for buffer in unit.buffers] for unit in plan.units]
-    left, laid, peak = sum(map(sum, user)), 0, 0
-    for index, (unit, of_unit) in enumerate(zip(plan.units, user, strict=True)):
+    left, laid, peak = sum(plan.user_bytes.values()), 0, 0
+    for index, unit in enumerate(plan.units):
         for buffer in unit.buffers:
             passing, rests = _laying(plan, index, buffer, rank)
             peak = max(peak, left + laid + passing)
             laid += rests
-        left -= sum(of_unit)
+        left -= sum(plan.user_bytes[param.name] for b in unit.buffers for param in b.params)
     return max(peak, laid + left)
-
-
-def _bytes_of_user(plan: ModelPlan, buffer: BufferPlan) -> int:
-    return sum(plan.user_bytes[param.name] for param in buffer.params)
 
 
 def _laying(plan: ModelPlan, index: int, buffer: BufferPlan, rank: int) -> tuple[int, int]:

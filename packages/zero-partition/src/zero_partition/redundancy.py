@@ -78,10 +78,7 @@ class Bucket:
     ) -> Callable[[], None]:
         """Send what this rank has. Collective; the result waits, and fills the tensors of others.
 
-        Args:
-            group: The ranks.
-            to: The rank that receives; all when None.
-            memory: Of which the tensors are views, if they are.
+        All receive, or only the rank `to`. Tensors may be views of `memory`, one after the other.
         """
         rank, splits, own = group.rank, self.layout.splits, self.layout.shards[group.rank]
         start, stop = (0, self.layout.numel) if to is None else (own.start, own.stop)
@@ -121,10 +118,7 @@ class Bucket:
 def plan_buckets(owned: Sequence[Owned], *, world_size: int, max_bytes: int) -> tuple[Bucket, ...]:
     """Deal tensors into buckets, in each of which every rank has about as much to send.
 
-    Args:
-        owned: The tensors.
-        world_size: Number of ranks.
-        max_bytes: No bucket of several tensors is larger.
+    No bucket of several tensors is larger than `max_bytes`.
     """
     totals, sent = Counter[int](), Counter[int]()
     for tensor, owner in owned:
@@ -237,13 +231,8 @@ def check_state(
 ) -> None:
     """Raise LoadError unless the optimizer can go on from this state. Local, and the same anywhere.
 
-    Which entries a parameter should have, and of what shape, says a trial step of a copy on a
-    tensor of its shape. Memory for one parameter at a time.
-
-    Args:
-        given: What `torch.optim.Optimizer.state_dict()` returns.
-        optimizer: Has the parameters and param groups.
-        own: Makes the state, of some of them, in as many param groups.
+    Which entries a parameter should have, and of what shape, says a trial step of a copy of `own`,
+    which has a part of the parameters, on a tensor of its shape. Memory for one at a time.
     """
     kind = type(own).__name__
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
@@ -334,12 +323,7 @@ def check_params(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_independence(own: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Raise PartitionError if an update of one parameter depends on others.
-
-    Args:
-        own: Is looked at, and tried in a copy; may have some of the parameters only.
-        optimizer: Has all of them, in as many param groups.
-    """
+    """Raise PartitionError if `own`, which has a part of the parameters, updates them together."""
     kind = type(own).__name__
     known = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for name, value in vars(own).items():
@@ -510,7 +494,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         self._deal(group["params"])
         try:
-            self._together(self._extend)
+            self._together(lambda: self.optim.add_param_group(self._own_part(group)))
         except BaseException:
             for param in group["params"]:
                 self._balance.bytes_per_rank[self._owners.pop(param)] -= param.nbytes
@@ -746,11 +730,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         }
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
         own = [param for group in self.optim.param_groups for param in group["params"]]
-        numbers = {param: number for number, param in enumerate(own)}
-        state = {numbers[param]: of_param for param, of_param in self.state.items()}
-        groups = self.optim.state_dict()["param_groups"]
-        copy_options(self.param_groups, groups)
-        self.optim.load_state_dict({"state": state, "param_groups": groups})
+        state = {n: self.state[param] for n, param in enumerate(own) if param in self.state}
+        self.optim.load_state_dict({**self.local_state_dict(), "state": state})
         self.state = self.optim.state
 
     # ---- Inside ----
@@ -778,10 +759,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self.optim = self._optimizer_class(groups, **self._options)  # type: ignore[arg-type]
         check_independence(self.optim, self)
 
-    def _extend(self) -> None:
-        """Give this rank's optimizer its part of the last param group. Local."""
-        self.optim.add_param_group(self._own_part(self.param_groups[-1]))
-
     def _together(self, attempt: Callable[[], None]) -> None:
         """Do what may fail on some ranks alone; if it does, all raise. Collective."""
         problem: Exception | None = None
@@ -790,21 +767,21 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             attempt()
         except Exception as error:
             problem = error
-        said = "" if problem is None else f"{type(problem).__name__}: {problem}"
         try:
-            self._agree({f"what speaks against {self._kind}": said})
+            self._agree("" if problem is None else f"{type(problem).__name__}: {problem}")
         except AgreementError:
             if problem is None:
                 raise
         if problem is not None:
             raise problem
 
-    def _agree(self, facts: Mapping[str, str] | None = None) -> None:
-        """Raise unless all ranks have the same parameters in the same groups. Collective."""
-        facts = dict(facts or {})
-        facts["optimizer"] = self._kind
-        sizes = [len(group["params"]) for group in self.param_groups]
-        facts["parameters in param groups"] = str(sizes)
+    def _agree(self, problem: str = "") -> None:
+        """Raise unless all ranks have the same parameters and groups, or problem. Collective."""
+        facts = {
+            f"what speaks against {self._kind}": problem,
+            "optimizer": self._kind,
+            "parameters in param groups": str([len(g["params"]) for g in self.param_groups]),
+        }
         for name, param in zip(names_of(self), self._all_params(), strict=True):
             travels, shape, stride, dtype, _ = facts_of(param)
             how = "trains" if travels else "is frozen"

@@ -11,7 +11,7 @@ import torch
 from attrs import frozen
 from zero_comm import Levels
 from zero_offload import OffloadedState
-from zero_partition import AS_IT_IS, MemoryReport
+from zero_partition import MemoryReport
 from zero_partition.planning import (
     ModelPlan,
     PlannedMemory,
@@ -256,18 +256,9 @@ def plan(
     planned = plan_model(
         model,
         made,
+        config.for_partition,
         world_size=world_size,
-        placements=config.placements,
-        units=config.units,
-        max_unit_bytes=config.max_unit_bytes,
-        min_unit_bytes=config.min_unit_bytes,
-        limits=config.limits,
-        small_param_numel=config.small_param_numel,
-        max_small_numel=config.max_small_numel,
-        precision=config.precision or AS_IT_IS,
-        cut=config.cut,
         rests=rests_of(config.offload, device),
-        wire=config.wire,
         ranks_per_node=ranks_per_node,
         reads_peers=device.type == "cpu" if reads_peers is None else reads_peers,
     )

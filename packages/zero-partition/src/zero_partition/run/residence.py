@@ -18,7 +18,7 @@ from zero_partition.memory.seams import (
 )
 from zero_partition.memory.store import RestPlan
 from zero_partition.plan.layout import BufferPlan, UnitPlan
-from zero_partition.plan.stages import Placement, Placements, Precision
+from zero_partition.plan.stages import Placement, Precision
 from zero_partition.plan.wire import Routes
 
 Targets = tuple[nn.Parameter, ...]
@@ -137,14 +137,10 @@ class Residence:
         """Whether the optimizer, and so the updater, knows it."""
         return target in self._updated
 
-    def check(self, optimizer: torch.optim.Optimizer | None, placements: Placements) -> None:
-        """Raise PartitionError for what cannot rest elsewhere."""
-        self.rests.check(optimizer, placements, self.precision)
-
     def prepare(
         self,
         plans: Sequence[UnitPlan],
-        placements: Mapping[int, Placement],
+        placements: Sequence[Placement],
         first_index: int,
         *,
         optimizer: torch.optim.Optimizer | None,
@@ -155,7 +151,7 @@ class Residence:
 
         Args:
             plans: Of the units.
-            placements: Of parameters, by position of their unit.
+            placements: Of the parameters of each.
             first_index: Number of the first buffer.
             optimizer: What the updater steps for.
             group_of: Param group by name of the parameter.
@@ -193,14 +189,14 @@ class Residence:
     def _take_room(
         self,
         plans: Sequence[UnitPlan],
-        placements: Mapping[int, Placement],
+        placements: Sequence[Placement],
         first_index: int,
         optimizer: torch.optim.Optimizer | None,
         group_of: Mapping[str, int],
     ) -> None:
         room = plan_room(
             plans,
-            [placements[position] for position in range(len(plans))],
+            placements,
             rests=self.rests,
             precision=self.precision,
             rank=self.group.rank,

@@ -16,12 +16,12 @@ from zero_comm import CommError, Exposure, Group, Handle, all_gather_flat
 from zero_partition.errors import AtRestError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import AbstractShardHome
+from zero_partition.plan.config import StateDictKind
 from zero_partition.plan.stages import Placement, Placements
 from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import (
     AtRestData,
     Parked,
-    StateDictKind,
     StateKind,
     find_owner,
     forget_owner,
