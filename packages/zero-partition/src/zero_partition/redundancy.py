@@ -107,10 +107,14 @@ class Bucket:
         return wait
 
     def _memory_on(self, device: torch.device) -> Tensor | None:
-        """Bytes of the only tensor, where it can travel from its own memory into its own memory."""
+        """Bytes of the only tensor, where it can travel from its own memory into its own memory.
+
+        Parameters are copied, so that autograd sees that they are written.
+        """
         tensor = self.owned[0][0]
         is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        if len(self.owned) > 1 or tensor.device != device or not is_plain:
+        is_alone = len(self.owned) == 1 and tensor.device == device and not tensor.requires_grad
+        if not (is_alone and is_plain):
             return None
         return tensor.detach().view(-1).view(torch.uint8)
 

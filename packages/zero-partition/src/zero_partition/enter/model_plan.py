@@ -206,13 +206,13 @@ def plan_model_units(
     Args:
         model: Of which only shapes, dtypes and names matter.
         optimizer: Whose param groups lie side by side, and whose needs say where to cut.
-        config: As it holds.
+        config: As it holds; see `as_it_holds`.
         world_size: Number of shards.
         rests: What rests outside the device.
-        may_be_meta: Whether parameters without memory are taken as they are.
+        may_be_meta: See `plan_units`.
 
     Raises:
-        PartitionError: As for `plan_units` and `partition`.
+        PartitionError: The model or the optimizer cannot be partitioned so.
     """
     placements, precision = config.placements, config.precision
     shards_state = placements.optim is Placement.SHARDED

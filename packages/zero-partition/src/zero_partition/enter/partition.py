@@ -149,15 +149,9 @@ def distribute(
     *,
     wire: Wire,
 ) -> tuple[Unit, ...]:
-    """Move the parameters into flat buffers, unit by unit, with the values of rank 0.
+    """Move the parameters into flat buffers, unit by unit, with the values of rank 0. Collective.
 
-    Args:
-        model: Whose parameters.
-        plans: Of its units.
-        routes: The ranks.
-        placements: Of the parameters of each.
-        residence: Where shards and masters rest, if not on the device.
-        wire: How shards are gathered.
+    Placements are of the parameters of each unit.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules())
