@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from attrs import Attribute, field, frozen
 from torch import nn
-from zero_partition import Cut, LayoutError, PartitionError, Precision, Wire
-from zero_partition.plan import STAGES, CutChoice, Limits, Placements, Stage
+from zero_partition import AS_IT_IS, Cut, LayoutError, PartitionError, Precision, Wire
+from zero_partition.plan import STAGES, CutChoice, Limits, PartitionConfig, Placements, Stage
 
 from .checks import at_least, is_kind, names_fields
 from .errors import ConfigError
@@ -195,12 +195,25 @@ class ZeroConfig:
         return STAGES[self.stage]
 
     @property
-    def limits(self) -> Limits:
-        """The bounds of stage 3's schedule."""
-        return Limits(
-            self.window,
-            max_live_numel=self.max_live_numel,
-            prefetch_numel=self.prefetch_numel,
-            max_reuse_numel=self.max_reuse_numel,
-            read_ahead=0 if self.offload is None else self.offload.read_ahead,
+    def for_partition(self) -> PartitionConfig:
+        """What `zero_partition.partition` takes of it; all but `offload`."""
+        return PartitionConfig(
+            placements=self.placements,
+            units=self.units,
+            max_unit_bytes=self.max_unit_bytes,
+            min_unit_bytes=self.min_unit_bytes,
+            limits=Limits(
+                self.window,
+                max_live_numel=self.max_live_numel,
+                prefetch_numel=self.prefetch_numel,
+                max_reuse_numel=self.max_reuse_numel,
+                read_ahead=0 if self.offload is None else self.offload.read_ahead,
+            ),
+            small_param_numel=self.small_param_numel,
+            max_small_numel=self.max_small_numel,
+            precision=self.precision or AS_IT_IS,
+            cut=self.cut,
+            state_dict=self.state_dict,
+            wire=self.wire,
+            timeout_s=self.timeout_s,
         )

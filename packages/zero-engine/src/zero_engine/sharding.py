@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 from zero_comm import Group, collective
-from zero_partition import AS_IT_IS, partition, unpartition
+from zero_partition import partition, unpartition
 from zero_partition.seams import find_sharded
 
 from .checks import default_group
@@ -78,20 +78,9 @@ def shard(
         partition(
             model,
             optimizer,
+            config.for_partition,
             group=group,
-            placements=config.placements,
-            units=config.units,
-            max_unit_bytes=config.max_unit_bytes,
-            min_unit_bytes=config.min_unit_bytes,
-            limits=config.limits,
-            precision=config.precision or AS_IT_IS,
-            small_param_numel=config.small_param_numel,
-            max_small_numel=config.max_small_numel,
-            cut=config.cut,
-            state_dict=config.state_dict,
             homes=homes,
-            wire=config.wire,
-            timeout_s=config.timeout_s,
         )
     except BaseException:
         homes.close()

@@ -265,14 +265,14 @@ def plan_memory(
     for index, unit in enumerate(plan.units):
         for buffer in unit.buffers:
             counts.add(index, buffer)
-    slots, conflicts = plan_slots(plan)
+    slots = choose_slots(plan.uses, plan.extents, plan.limits)
     num_ranks = plan.routes.whole
     at_rest = MemoryReport(
         params_bytes=counts.params,
         gradients_bytes=0,
         optimizer_bytes=counts.state + (offload.device_bytes if offload else 0),
         padding_bytes=counts.padding,
-        slots_bytes=slots,
+        slots_bytes=sum(slot_bytes(slots, plan.extents)),
         secondary_bytes=_secondary_bytes(plan, rank),
         reduction_bytes=_pool_bytes(plan)
         + counts.accumulators
@@ -283,7 +283,7 @@ def plan_memory(
         gathered_bytes=0,
         scalars_bytes=counts.scalars + num_ranks * counts.num_flags * (num_ranks > 1),
         parked_bytes=0,
-        num_slot_conflicts=conflicts,
+        num_slot_conflicts=slot_conflicts(slots, plan.extents, plan.limits),
         trained_bytes_per_rank=plan.trained_bytes_per_rank,
         host_bytes=(offload.host_bytes if offload else 0) + home_host_bytes + counts.host_grads,
         disk_bytes=(offload.disk_bytes if offload else 0) + home_disk_bytes,
@@ -301,12 +301,6 @@ def plan_memory(
         init_peak_bytes=_init_peak_bytes(plan, mine),
         step_peak_bytes=before_step.total_bytes + max(counts.on_their_way, _publishing_bytes(plan)),
     )
-
-
-def plan_slots(plan: ModelPlan) -> tuple[int, int]:
-    """Bytes of the slots in which units become whole, and how many are beyond the window."""
-    groups = choose_slots(plan.uses, plan.extents, plan.limits)
-    return sum(slot_bytes(groups, plan.extents)), slot_conflicts(groups, plan.extents, plan.limits)
 
 
 def _secondary_bytes(plan: ModelPlan, rank: int) -> int:
@@ -427,7 +421,7 @@ class _Counts:
         payload, numel = layout.payload_splits[self.rank], layout.splits[self.rank]
         wire = plan.precision.wire_of(buffer.dtype)
         codec = plan.routes.wire.codec_of_gradients(wire)
-        way = max(_arriving(param) for param in buffer.params)
+        way = max(param.shape.numel() for param in buffer.params) * buffer.dtype.itemsize
         if codec is not None:
             way = max(way, sum(map(codec.wire_bytes, layout.splits)))
         if plan.placements.grads is Placement.REPLICATED:
@@ -444,11 +438,6 @@ class _Counts:
             if wire != dtype:
                 way = max(way, numel * wire.itemsize)
         self.on_their_way = max(self.on_their_way, way)
-
-
-def _arriving(param: ParameterPlan) -> int:
-    """Bytes of a gradient that is about to be copied."""
-    return param.shape.numel() * param.dtype.itemsize
 
 
 def _pool_bytes(plan: ModelPlan) -> int:
@@ -476,19 +465,14 @@ def _pool_bytes(plan: ModelPlan) -> int:
 
 def _init_peak_bytes(plan: ModelPlan, rank: int) -> int:
     """While units are laid down one after the other; those to come are the user's still."""
-    user = [[_bytes_of_user(plan, buffer) for buffer in unit.buffers] for unit in plan.units]
-    left, laid, peak = sum(map(sum, user)), 0, 0
-    for index, (unit, of_unit) in enumerate(zip(plan.units, user, strict=True)):
+    left, laid, peak = sum(plan.user_bytes.values()), 0, 0
+    for index, unit in enumerate(plan.units):
         for buffer in unit.buffers:
             passing, rests = _laying(plan, index, buffer, rank)
             peak = max(peak, left + laid + passing)
             laid += rests
-        left -= sum(of_unit)
+        left -= sum(plan.user_bytes[param.name] for b in unit.buffers for param in b.params)
     return max(peak, laid + left)
-
-
-def _bytes_of_user(plan: ModelPlan, buffer: BufferPlan) -> int:
-    return sum(plan.user_bytes[param.name] for param in buffer.params)
 
 
 def _laying(plan: ModelPlan, index: int, buffer: BufferPlan, rank: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from attrs import frozen
 from torch import Tensor
 from zero_comm import AbstractCodec, LocoErrors
 
+from zero_partition.enter.model_plan import trained_bytes_per_rank
 from zero_partition.memory.store import Encoded
 from zero_partition.plan.layout import BufferPlan
 from zero_partition.plan.trace import Gather, Use
@@ -134,7 +135,9 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
         scalars_bytes=scalars + state_scalars,
         parked_bytes=0 if parked is None else parked.num_bytes,
         num_slot_conflicts=sharded.schedule.pool.conflicts,
-        trained_bytes_per_rank=_trained_bytes_per_rank(sharded),
+        trained_bytes_per_rank=trained_bytes_per_rank(
+            [unit.plan for unit in sharded.units], sharded.group.world_size
+        ),
         host_bytes=sum(keeper.host_bytes for keeper in (sharded.reducer, *elsewhere)),
         disk_bytes=sum(keeper.disk_bytes for keeper in elsewhere),
     )
@@ -162,14 +165,6 @@ def _optimizer_bytes(sharded: ShardedModel, is_gone: Callable[[Tensor], bool]) -
             else:
                 scalars += value.nbytes
     return state, scalars
-
-
-def _trained_bytes_per_rank(sharded: ShardedModel) -> tuple[int, ...]:
-    plans = [buffer.plan for unit in sharded.units for buffer in unit.buffers]
-    return tuple(
-        sum(p.layout.payload_splits[rank] * p.dtype.itemsize for p in plans if p.trainable)
-        for rank in range(sharded.group.world_size)
-    )
 
 
 def _gathered_bytes(sharded: ShardedModel) -> int:

@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
-from typing import Any, Final, Literal, NoReturn, Protocol, TypeAlias
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
 from attrs import define, field, frozen
@@ -24,9 +24,6 @@ from .torch_private import (
     plain_call,
     unscale_and_find_inf_,
 )
-
-# What `model.state_dict()` does about parameters whose values are elsewhere.
-StateDictKind: TypeAlias = Literal["raise", "gather", "placeholders"]
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

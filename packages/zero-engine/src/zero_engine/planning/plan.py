@@ -12,7 +12,7 @@ from attrs import frozen
 from zero_comm import Levels
 from zero_offload import Footprint, OffloadedState
 from zero_offload.residence import FREE_SHARDS, WRITES_BEHIND, first_that_fit, with_delay
-from zero_partition import AS_IT_IS, MemoryReport
+from zero_partition import MemoryReport
 from zero_partition.planning import (
     ModelPlan,
     PlannedMemory,
@@ -236,18 +236,9 @@ def plan(
     planned = plan_model(
         model,
         made,
+        config.for_partition,
         world_size=world_size,
-        placements=config.placements,
-        units=config.units,
-        max_unit_bytes=config.max_unit_bytes,
-        min_unit_bytes=config.min_unit_bytes,
-        limits=config.limits,
-        small_param_numel=config.small_param_numel,
-        max_small_numel=config.max_small_numel,
-        precision=config.precision or AS_IT_IS,
-        cut=config.cut,
         rests=homes_of(config.offload, device).rests_on(device),
-        wire=config.wire,
         ranks_per_node=ranks_per_node,
         reads_peers=device.type == "cpu" if reads_peers is None else reads_peers,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from attrs import evolve, frozen
@@ -15,11 +16,11 @@ from zero_partition.init.units import choose_small, choose_units, plan_units
 from zero_partition.memory.store import RestPlan
 from zero_partition.optimizer.needs import Kind, StatePlan, choose_cuts, plan_state
 from zero_partition.optimizer.shards import check_optimizer, param_group_of
-from zero_partition.plan.cuts import CutChoice
+from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.layout import BufferPlan, UnitPlan
-from zero_partition.plan.stages import AS_IT_IS, Placement, Placements, Precision
+from zero_partition.plan.stages import Placement, Placements, Precision
 from zero_partition.plan.trace import Extent, Limits, Use
-from zero_partition.plan.wire import AS_ONE, PlannedRoutes, Wire, plan_routes
+from zero_partition.plan.wire import PlannedRoutes, plan_routes
 
 # NOTE(canonical order): without running the model nobody knows in which order units are used. A
 # plan takes the order of its modules, each once, and in backward the reverse; what encloses others
@@ -73,105 +74,63 @@ class ModelPlan:
     @cached_property
     def trained_bytes_per_rank(self) -> tuple[int, ...]:
         """Elements of trainable parameters in ranks' shards."""
-        plans = [b for unit in self.units for b in unit.buffers if b.trainable]
-        splits = [(plan.layout.payload_splits, plan.dtype.itemsize) for plan in plans]
-        return tuple(
-            sum(numels[rank] * itemsize for numels, itemsize in splits)
-            for rank in range(self.world_size)
-        )
+        return trained_bytes_per_rank(self.units, self.world_size)
 
 
 def plan_model(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
+    config: PartitionConfig = PartitionConfig(),  # noqa: B008 - frozen
     *,
     world_size: int,
-    placements: Placements,
-    units: Sequence[str] | None = None,
-    max_unit_bytes: int = 512 * 2**20,
-    min_unit_bytes: int = 2**16,
-    limits: Limits = Limits(),  # noqa: B008 - frozen
-    small_param_numel: int = 0,
-    max_small_numel: int | None = None,
-    precision: Precision = AS_IT_IS,
-    cut: CutChoice = None,
     rests: RestPlan = RestPlan(),  # noqa: B008 - frozen
-    wire: Wire = AS_ONE,
     ranks_per_node: int | None = None,
     reads_peers: bool = False,
+    **options: Any,
 ) -> ModelPlan:
     """Plan what `partition` with the same arguments would do. Local; allocates nothing.
 
     Args:
         model: On any device; on meta no size is too large.
         optimizer: Built from its parameters.
+        config: As for `partition`.
         world_size: Number of ranks.
-        placements: As for `partition`, as are all that follow up to `cut`.
-        units: Likewise.
-        max_unit_bytes: Likewise.
-        min_unit_bytes: Likewise.
-        limits: Likewise.
-        small_param_numel: Likewise.
-        max_small_numel: Likewise.
-        precision: Likewise.
-        cut: Likewise.
         rests: What rests outside the device.
-        wire: As for `partition`.
-        ranks_per_node: Neighbours in rank order that share a node, where `wire` does not say; all
-            do when None.
+        ranks_per_node: Neighbours in rank order that share a node, where `config.wire` does not
+            say; all do when None.
         reads_peers: Whether ranks read each other's shards: processes of one host, on the CPU.
+        **options: Fields of the configuration, in place of those in `config`.
 
     Raises:
         PartitionError: The model or the optimizer cannot be partitioned so.
     """
-    wire.check(placements, has_home=rests.params)
+    config = evolve(config, **options)
+    config.wire.check(config.placements, has_home=rests.params)
     routes = plan_routes(
-        wire, world_size=world_size, ranks_per_node=ranks_per_node, reads_peers=reads_peers
+        config.wire, world_size=world_size, ranks_per_node=ranks_per_node, reads_peers=reads_peers
     )
-    placements, precision = as_they_hold(
-        placements,
-        precision,
-        world_size=routes.shards,
-        has_home=rests.params,
-        has_optimizer=optimizer is not None,
-    )
-    check_masters(model, placements, precision)
-    rests.check(optimizer, placements, precision)
-    if optimizer is not None:
-        check_optimizer(optimizer, model, shards_state=placements.optim is Placement.SHARDED)
+    config = as_it_holds(config, optimizer, world_size=routes.shards, has_home=rests.params)
     planned = plan_model_units(
-        model,
-        optimizer,
-        world_size=routes.shards,
-        placements=placements,
-        units=units,
-        max_unit_bytes=max_unit_bytes,
-        min_unit_bytes=min_unit_bytes,
-        small_param_numel=small_param_numel,
-        max_small_numel=max_small_numel,
-        cut=cut,
-        precision=precision,
-        may_be_meta=True,
+        model, optimizer, config, world_size=routes.shards, rests=rests, may_be_meta=True
     )
-    sharded = [u for u in planned if placements.params is Placement.SHARDED and not u.rests_whole]
+    resting = zip(planned, resting_of(planned, config.placements.params), strict=True)
+    sharded = [unit for unit, placement in resting if placement is Placement.SHARDED]
     if any(routes.resting_codec_of(buffer) for unit in sharded for buffer in unit.buffers):
         routes = evolve(routes, reads_peers=False)
-    group_of_id = param_group_of(optimizer)
-    named = dict(model.named_parameters())
-    group_of = {n: group_of_id[id(p)] for n, p in named.items() if id(p) in group_of_id}
+    limits = config.limits
     partial_plan = ModelPlan(
         units=planned,
         uses=plan_uses(model, planned),
         routes=routes,
-        placements=placements,
-        precision=precision,
+        placements=config.placements,
+        precision=config.precision,
         limits=limits.where_shards_are_read()
         if routes.reads_peers and not rests.params
         else limits,
         rests=rests,
-        group_of=group_of,
+        group_of=group_of_names(model, optimizer),
         state=StatePlan({}),
-        user_bytes={name: param.numel() * param.element_size() for name, param in named.items()},
+        user_bytes={name: param.nbytes for name, param in model.named_parameters()},
     )
     if optimizer is None:
         return partial_plan
@@ -192,85 +151,88 @@ def _kinds_of(plan: ModelPlan) -> list[Kind]:
     return list(kinds)
 
 
+def trained_bytes_per_rank(units: Sequence[UnitPlan], world_size: int) -> tuple[int, ...]:
+    """Elements of trainable parameters in ranks' shards."""
+    plans = [buffer for unit in units for buffer in unit.buffers if buffer.trainable]
+    splits = [(plan.layout.payload_splits, plan.dtype.itemsize) for plan in plans]
+    return tuple(
+        sum(numels[rank] * itemsize for numels, itemsize in splits) for rank in range(world_size)
+    )
+
+
 def resting_of(units: Sequence[UnitPlan], placement: Placement) -> tuple[Placement, ...]:
     """How the parameters of each unit rest: small ones may rest whole."""
     return tuple(Placement.REPLICATED if unit.rests_whole else placement for unit in units)
 
 
-def as_they_hold(
-    placements: Placements,
-    precision: Precision,
+def group_of_names(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """Param group by name of the parameter, for each of its names."""
+    group_of = param_group_of(optimizer)
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: group_of[id(param)] for name, param in named if id(param) in group_of}
+
+
+def as_it_holds(
+    config: PartitionConfig,
+    optimizer: torch.optim.Optimizer | None,
     *,
     world_size: int,
     has_home: bool,
-    has_optimizer: bool,
-) -> tuple[Placements, Precision]:
-    """Placements and precision where some of it makes no difference.
+) -> PartitionConfig:
+    """A configuration where some of it makes no difference.
 
     One rank's shard is the whole, so there is nothing to make whole; and nobody updates masters
     without an optimizer.
     """
     if world_size == 1 and not has_home:
-        placements = evolve(placements, params=Placement.REPLICATED)
-    if not has_optimizer:
-        precision = evolve(precision, masters=None)
-    return placements, precision
-
-
-def check_masters(model: nn.Module, placements: Placements, precision: Precision) -> None:
-    """Raise PartitionError where there would be masters that nobody updates."""
-    if placements.optim is Placement.REPLICATED:
-        dtypes = precision.dtypes_of(model)
-        for name, param in model.named_parameters():
-            if param.requires_grad and precision.master_of(dtypes[id(param)]) is not None:
-                raise PartitionError(
-                    f"parameter {name!r} would have a {precision.masters} master, and at stage 0 "
-                    "the optimizer updates the parameters themselves; use stage 1, which gives the "
-                    "same numbers with less memory, or Precision(masters=None)"
-                )
+        placements = evolve(config.placements, params=Placement.REPLICATED)
+        config = evolve(config, placements=placements)
+    if optimizer is None:
+        config = evolve(config, precision=evolve(config.precision, masters=None))
+    return config
 
 
 def plan_model_units(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
+    config: PartitionConfig,
     *,
     world_size: int,
-    placements: Placements,
-    units: Sequence[str] | None,
-    max_unit_bytes: int,
-    min_unit_bytes: int,
-    small_param_numel: int,
-    max_small_numel: int | None,
-    cut: CutChoice,
-    precision: Precision,
+    rests: RestPlan,
     may_be_meta: bool = False,
 ) -> tuple[UnitPlan, ...]:
-    """The units of a model, as `partition` documents its arguments of these names. Local.
+    """The units of a model, if it and its optimizer can be partitioned so. Local.
 
     Args:
         model: Of which only shapes, dtypes and names matter.
         optimizer: Whose param groups lie side by side, and whose needs say where to cut.
+        config: As it holds; see `as_it_holds`.
         world_size: Number of shards.
-        placements: As they hold.
-        units: See `partition`, as for all that follow.
-        max_unit_bytes: Likewise.
-        min_unit_bytes: Likewise.
-        small_param_numel: Likewise.
-        max_small_numel: Likewise.
-        cut: Likewise.
-        precision: Likewise.
-        may_be_meta: Whether parameters without memory are taken as they are.
+        rests: What rests outside the device.
+        may_be_meta: See `plan_units`.
 
     Raises:
-        PartitionError: As for `plan_units` and `partition`.
+        PartitionError: The model or the optimizer cannot be partitioned so.
     """
-    cuts = choose_cuts(model, optimizer, cut) if placements.optim is Placement.SHARDED else {}
+    placements, precision = config.placements, config.precision
+    shards_state = placements.optim is Placement.SHARDED
+    if not shards_state:
+        _check_masters(model, precision)
+    if optimizer is not None:
+        check_optimizer(optimizer, model, shards_state=shards_state)
+    rests.check(optimizer, placements, precision)
+    cuts = choose_cuts(model, optimizer, config.cut) if shards_state else {}
+    units = config.units
     if units is None:
-        units = choose_units(model, max_unit_bytes=max_unit_bytes, min_unit_bytes=min_unit_bytes)
+        units = choose_units(
+            model, max_unit_bytes=config.max_unit_bytes, min_unit_bytes=config.min_unit_bytes
+        )
     small: Collection[int] = ()
     if placements.params is Placement.SHARDED:
         small = choose_small(
-            model, small_param_numel=small_param_numel, max_small_numel=max_small_numel
+            model,
+            small_param_numel=config.small_param_numel,
+            max_small_numel=config.max_small_numel,
         )
     return plan_units(
         model,
@@ -282,6 +244,18 @@ def plan_model_units(
         precision=precision,
         may_be_meta=may_be_meta,
     )
+
+
+def _check_masters(model: nn.Module, precision: Precision) -> None:
+    """Raise PartitionError where there would be masters that nobody updates."""
+    dtypes = precision.dtypes_of(model)
+    for name, param in model.named_parameters():
+        if param.requires_grad and precision.master_of(dtypes[id(param)]) is not None:
+            raise PartitionError(
+                f"parameter {name!r} would have a {precision.masters} master, and at stage 0 "
+                "the optimizer updates the parameters themselves; use stage 1, which gives the "
+                "same numbers with less memory, or Precision(masters=None)"
+            )
 
 
 def plan_uses(model: nn.Module, units: Sequence[UnitPlan]) -> tuple[Use, ...]:

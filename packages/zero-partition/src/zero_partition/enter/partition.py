@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import torch
 from attrs import asdict, evolve
@@ -26,29 +26,23 @@ from zero_partition.init.context import CURRENT, unguard_module
 from zero_partition.init.early_shard import find_early, forget_early, in_batches
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
 from zero_partition.memory.store import AbstractStore, AtHome, Encoded, InMemory, Rounded, WithState
-from zero_partition.optimizer.shards import (
-    check_optimizer,
-    describe_optimizer,
-    param_group_of,
-    shard_optimizer,
-)
-from zero_partition.plan.cuts import CutChoice
+from zero_partition.optimizer.shards import describe_optimizer, shard_optimizer
+from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.layout import BufferPlan, UnitPlan
-from zero_partition.plan.stages import AS_IT_IS, STAGES, Placement, Placements, Precision, Stage
+from zero_partition.plan.stages import Placement, Placements
 from zero_partition.plan.trace import Limits
-from zero_partition.plan.wire import AS_ONE, Routes, Wire
+from zero_partition.plan.wire import Routes, Wire
 from zero_partition.run.reducer import GradientReducer
 from zero_partition.run.residence import Homes, Residence
 from zero_partition.run.schedule import Schedule
 from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.run.step import hand_over_state
 from zero_partition.run.unit import Unit
-from zero_partition.stand_in import StateDictKind
 from zero_partition.values.access import check_content, check_not_wrapped
 from zero_partition.values.state_dict import install_state_dict_hooks
 
 from .hooks import find_sharded, install_module_hooks, install_norm_hooks, install_optimizer_hooks
-from .model_plan import as_they_hold, check_masters, plan_model_units, resting_of
+from .model_plan import as_it_holds, group_of_names, plan_model_units, resting_of
 
 _BATCH_BYTES: Final = 2**20  # small parameters travel together
 
@@ -84,12 +78,6 @@ def describe_early(model: nn.Module) -> dict[str, str]:
         return {"parameters sharded by Init": "none"}
     found = zlib.crc32(" ".join(names).encode())
     return {"parameters sharded by Init": f"{len(names)} from {names[0]!r} on ({found:08x})"}
-
-
-def release_modules(model: nn.Module) -> None:
-    """Take away the hooks that waited for shard()."""
-    for module in model.modules():
-        unguard_module(module)
 
 
 def adopt(
@@ -150,20 +138,14 @@ def distribute(
     model: nn.Module,
     plans: Sequence[UnitPlan],
     routes: Routes,
-    placements: Mapping[int, Placement],
+    placements: Sequence[Placement],
     residence: Residence,
     *,
     wire: Wire,
 ) -> tuple[Unit, ...]:
-    """Move the parameters into flat buffers, unit by unit, with the values of rank 0.
+    """Move the parameters into flat buffers, unit by unit, with the values of rank 0. Collective.
 
-    Args:
-        model: Whose parameters.
-        plans: Of its units.
-        routes: The ranks.
-        placements: Of parameters, by position of their unit.
-        residence: Where shards and masters rest, if not on the device.
-        wire: How shards are gathered.
+    Placements are of the parameters of each unit.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules())
@@ -206,11 +188,6 @@ def distribute(
             unit.secondary = SecondaryShards(routes.node, unit.buffers)
         units.append(unit)
     return tuple(units)
-
-
-def placements_of(plans: Sequence[UnitPlan], placement: Placement) -> dict[int, Placement]:
-    """Of parameters, by position of their unit: small ones may rest whole."""
-    return dict(enumerate(resting_of(plans, placement)))
 
 
 def expose_shards(units: Sequence[Unit], group: Group) -> Exposure | None:
@@ -360,7 +337,6 @@ def purposes_of(units: Sequence[Unit], *, control_tag: int, access_tag: int) -> 
 # ---- partition(): plan, agree, distribute, hook ----
 
 
-_DEFAULT_LIMITS: Final = Limits()
 _NO_HOMES: Final = Homes()
 
 
@@ -368,21 +344,11 @@ _NO_HOMES: Final = Homes()
 def partition(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
+    config: PartitionConfig = PartitionConfig(),  # noqa: B008 - frozen
     *,
     group: Group,
-    placements: Placements = STAGES[Stage.THREE],
-    units: Sequence[str] | None = None,
-    max_unit_bytes: int = 512 * 2**20,
-    min_unit_bytes: int = 2**16,
-    limits: Limits = _DEFAULT_LIMITS,
-    small_param_numel: int = 0,
-    max_small_numel: int | None = None,
-    precision: Precision = AS_IT_IS,
-    cut: CutChoice = None,
-    state_dict: StateDictKind = "raise",
     homes: Homes = _NO_HOMES,
-    wire: Wire = AS_ONE,
-    timeout_s: float = 60.0,
+    **options: Any,
 ) -> ShardedModel:
     """Distribute a model's parameters, gradients and optimizer state over a group. Collective.
 
@@ -394,29 +360,12 @@ def partition(
         optimizer: Any torch optimizer built from the model's parameters, new or used. One that
             looks at more than single elements says so by `needs_cut`, is one of torch's, or is
             tried on small tensors.
+        config: What is chosen; see `PartitionConfig`.
         group: The ranks that train it.
-        placements: What rests sharded; see `STAGES`. On one rank parameters rest whole.
-        units: Names of the modules that are unsharded and reduced as one; chosen when None.
-        max_unit_bytes: What is larger is split where it can be, when units are chosen.
-        min_unit_bytes: Blocks that are smaller stay with what encloses them.
-        limits: How much may be whole at a time.
-        small_param_numel: Where parameters rest sharded, those of at most this many elements rest
-            whole on every rank all the same.
-        max_small_numel: Elements of all those together: the first of the model that fit; no bound
-            when None.
-        precision: Dtypes of parameters, masters and gradients; as they are when left out.
-        cut: Where parameters may be cut: a `Cut` or its name, a mapping from names or patterns to
-            cuts, or a function of name and parameter. What it leaves open is `cut` in the param
-            group, or what the optimizer needs, or anywhere. At stage 0 nothing is cut.
-        state_dict: What `state_dict()` does about what is sharded: "raise"; "gather", for model and
-            optimizer, which every rank must then call; or "placeholders", empty tensors of the
-            model's parameters, as DeepSpeed's has, while the optimizer's raises.
         homes: Who keeps shards of parameters that rest sharded, optimizer state and masters, which
             are then stepped there, and gradients outside the device. They are the model's from now
             on; where this raises, the caller closes them. At stage 0 no state can rest elsewhere.
-        wire: Which of the ranks exchange what, and in how many bits; all with all, and exact, when
-            left out.
-        timeout_s: How long to wait for ranks that do not call this, in seconds.
+        **options: Fields of the configuration, in place of those in `config`: `placements`, say.
 
     Returns:
         What the functions of this package take: `clip_grad_norm_`, `memory_report`, ...
@@ -424,38 +373,26 @@ def partition(
     Raises:
         PartitionError: The model or the optimizer cannot be partitioned as it is.
         zero_comm.AgreementError: Ranks hold different models, optimizers or settings.
-        zero_comm.GroupMismatchError: The ranks are no whole number of nodes, and `wire` needs them.
+        zero_comm.GroupMismatchError: The ranks are no whole number of nodes, and the configured
+            wire needs them.
         zero_comm.CommError: A rank did not take part in time.
     """
     check_not_wrapped(model, optimizer)
-    wire.check(placements, has_home=homes.params is not None)
+    config = evolve(config, **options)
+    wire, limits, timeout_s = config.wire, config.limits, config.timeout_s
+    has_home = homes.params is not None
+    wire.check(config.placements, has_home=has_home)
     routes = wire.routes(group, timeout_s=timeout_s)
     group = routes.shards
-    placements, precision = as_they_hold(
-        placements,
-        precision,
-        world_size=group.world_size,
-        has_home=homes.params is not None,
-        has_optimizer=optimizer is not None,
-    )
-    _check(model, optimizer, routes.whole, placements, precision)
+    config = as_it_holds(config, optimizer, world_size=group.world_size, has_home=has_home)
+    placements, precision = config.placements, config.precision
+    _check(model, routes.whole)
     residence = Residence(routes, homes, precision)
-    residence.rests.check(optimizer, placements, precision)
     plans = plan_model_units(
-        model,
-        optimizer,
-        world_size=group.world_size,
-        placements=placements,
-        units=units,
-        max_unit_bytes=max_unit_bytes,
-        min_unit_bytes=min_unit_bytes,
-        small_param_numel=small_param_numel,
-        max_small_numel=max_small_numel,
-        cut=cut,
-        precision=precision,
+        model, optimizer, config, world_size=group.world_size, rests=residence.rests
     )
     facts = _describe(plans, placements, limits) | describe_optimizer(optimizer)
-    facts |= _describe_buffers(model) | {"state_dict()": state_dict}
+    facts |= _describe_buffers(model) | {"state_dict()": config.state_dict}
     facts["precision"] = str(precision)
     facts["shards of parameters are kept"] = homes.place
     when = "deferred" if homes.is_delayed else "right away"
@@ -463,13 +400,13 @@ def partition(
     facts |= describe_early(model) | wire.facts(routes)
     check_agreement(facts, group=routes.whole, timeout_s=timeout_s)
 
-    resting = placements_of(plans, placements.params)
+    resting = resting_of(plans, placements.params)
     residence.prepare(
         plans,
         resting,
         first_index(plans),
         optimizer=optimizer,
-        group_of=_group_of_names(model, optimizer),
+        group_of=group_of_names(model, optimizer),
         timeout_s=timeout_s,
     )
     runtime = distribute(model, plans, routes, resting, residence, wire=wire)
@@ -495,14 +432,15 @@ def partition(
         residence=residence,
         optimizer=optimizer,
         exposure=expose_shards(runtime, group),
-        state_dict=state_dict,
+        state_dict=config.state_dict,
         input_dtype=precision.params if precision.cast_inputs else None,
         output_dtype=precision.outputs,
     )
     tags = {"control_tag": sharded.reducer.control_tag, "access_tag": sharded.access_tag}
     for each in routes.groups:
         each.explain(purposes_of(runtime, **tags))
-    release_modules(model)
+    for module in model.modules():
+        unguard_module(module)  # what waited for shard()
     install_module_hooks(model, sharded)
     for norm in precision.kept_norms(model):
         sharded.removers += install_norm_hooks(norm)
@@ -512,13 +450,7 @@ def partition(
     return sharded
 
 
-def _check(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    group: Group,
-    placements: Placements,
-    precision: Precision,
-) -> None:
+def _check(model: nn.Module, group: Group) -> None:
     """Raise PartitionError for what can be seen without other ranks."""
     if any(find_sharded(module) is not None for module in model.modules()):
         raise PartitionError(
@@ -528,9 +460,6 @@ def _check(
     _check_devices(model, group)
     check_adoptable(model, group)
     check_content(model)
-    check_masters(model, placements, precision)
-    if optimizer is not None:
-        check_optimizer(optimizer, model, shards_state=placements.optim is Placement.SHARDED)
 
 
 def _check_devices(model: nn.Module, group: Group) -> None:
@@ -542,13 +471,6 @@ def _check_devices(model: nn.Module, group: Group) -> None:
                 f"(rank {group.rank}); move the model with model.to({str(group.device)!r}) before "
                 "building the optimizer"
             )
-
-
-def _group_of_names(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Param group by name of the parameter, for each of its names."""
-    group_of = param_group_of(optimizer)
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: group_of[id(param)] for name, param in named if id(param) in group_of}
 
 
 def _describe_buffers(model: nn.Module) -> dict[str, str]:

@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from zero_comm import CommError, Group, check_agreement
 
 from zero_partition.errors import PartitionError, StateError
-from zero_partition.stand_in import StateDictKind, end_empty_export, export_empty
+from zero_partition.plan.config import StateDictKind
+from zero_partition.stand_in import end_empty_export, export_empty
 from zero_partition.torch_private import is_viewed, plainly
 
 from .early_shard import EarlyShard, find_aliased, find_early, forget_early, in_batches, shard_early

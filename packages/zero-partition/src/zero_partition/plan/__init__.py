@@ -3,6 +3,7 @@
 Building blocks for planners and tests. They may change between minor versions.
 """
 
+from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.cuts import Cut, CutChoice
 from zero_partition.plan.layout import BufferPlan, FlatLayout, ParameterPlan, Piece, Span, UnitPlan
 from zero_partition.plan.slots import SlotPool
@@ -29,6 +30,7 @@ __all__ = [
     "Gather",
     "Limits",
     "ParameterPlan",
+    "PartitionConfig",
     "Piece",
     "Placement",
     "Placements",

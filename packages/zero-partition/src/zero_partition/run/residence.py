@@ -136,7 +136,7 @@ class Residence:
     def prepare(
         self,
         plans: Sequence[UnitPlan],
-        placements: Mapping[int, Placement],
+        placements: Sequence[Placement],
         first_index: int,
         *,
         optimizer: torch.optim.Optimizer | None,

@@ -16,13 +16,13 @@ from zero_comm import CommError, Exposure, Group, Handle, all_gather_flat
 from zero_partition.errors import AtRestError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import TensorHome
+from zero_partition.plan.config import StateDictKind
 from zero_partition.plan.layout import Piece, Span
 from zero_partition.plan.stages import Placement, Placements
 from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import (
     AtRestData,
     Parked,
-    StateDictKind,
     StateKind,
     find_owner,
     forget_owner,

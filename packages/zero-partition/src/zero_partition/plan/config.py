@@ -1,0 +1,56 @@
+"""PartitionConfig: all that is chosen of how a model is partitioned, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from attrs import field, frozen
+
+from .cuts import CutChoice
+from .stages import AS_IT_IS, STAGES, Placements, Precision, Stage
+from .trace import Limits
+from .wire import AS_ONE, Wire
+
+# What `model.state_dict()` does about parameters whose values are elsewhere.
+StateDictKind: TypeAlias = Literal["raise", "gather", "placeholders"]
+
+
+@frozen(kw_only=True)
+class PartitionConfig:
+    """How a model is partitioned. The same on every rank.
+
+    Args:
+        placements: What rests sharded; see `STAGES`. On one rank parameters rest whole.
+        units: Names of the modules that are unsharded and reduced as one; chosen when None.
+        max_unit_bytes: What is larger is split where it can be, when units are chosen.
+        min_unit_bytes: Blocks that are smaller stay with what encloses them.
+        limits: How much may be whole at a time.
+        small_param_numel: Where parameters rest sharded, those of at most this many elements rest
+            whole on every rank all the same.
+        max_small_numel: Elements of all those together: the first of the model that fit; no bound
+            when None.
+        precision: Dtypes of parameters, masters and gradients; as they are when left out.
+        cut: Where parameters may be cut: a `Cut` or its name, a mapping from names or patterns to
+            cuts, or a function of name and parameter. What it leaves open is `cut` in the param
+            group, or what the optimizer needs, or anywhere. At stage 0 nothing is cut.
+        state_dict: What `state_dict()` does about what is sharded: "raise"; "gather", for model and
+            optimizer, which every rank must then call; or "placeholders", empty tensors of the
+            model's parameters, as DeepSpeed's has, while the optimizer's raises.
+        wire: Which of the ranks exchange what, and in how many bits; all with all, and exact, when
+            left out.
+        timeout_s: How long to wait for ranks that do not call `partition`, in seconds.
+    """
+
+    placements: Placements = STAGES[Stage.THREE]
+    units: Sequence[str] | None = None
+    max_unit_bytes: int = 512 * 2**20
+    min_unit_bytes: int = 2**16
+    limits: Limits = field(default=Limits())
+    small_param_numel: int = 0
+    max_small_numel: int | None = None
+    precision: Precision = AS_IT_IS
+    cut: CutChoice = None
+    state_dict: StateDictKind = "raise"
+    wire: Wire = AS_ONE
+    timeout_s: float = 60.0
