@@ -167,8 +167,9 @@ class EngineConfig:
         settings.check_resolved()
         value = settings.value
         zero = ZeroConfig(**zero_arguments(settings))
-        computes = value("torch_autocast.dtype") or torch.bfloat16
-        autocast_dtype = computes if value("torch_autocast.enabled") else None
+        autocast_dtype = None
+        if value("torch_autocast.enabled"):
+            autocast_dtype = value("torch_autocast.dtype") or torch.bfloat16
         loss_scale, is_bf16 = _loss_scale_of(settings, autocast_dtype), value("bf16.enabled")
         config = cls(
             zero=zero,
@@ -197,7 +198,12 @@ class EngineConfig:
 
     def table(self) -> str:
         """All keys of the file and all that were inferred or left to their defaults, to print."""
-        rows = [attrs.astuple(row) for row in self.sources]
+        rows = [
+            # An object that is not looked into may hold what has no str(): an int of 5,000 digits.
+            (each.key, shown(value) if isinstance(value, Mapping) else value, *rest)
+            for each in self.sources
+            for value, *rest in [(each.value, each.origin, each.meaning)]
+        ]
         return tabulate(
             rows, headers=["key", "value", "from", "meaning"], missingval="-", disable_numparse=True
         )
@@ -283,9 +289,7 @@ def _rows(settings: Settings) -> tuple[SourceRow, ...]:
 
 
 def _shown(value: Any) -> Any:
-    if value is UNRESOLVED:
-        return "auto"
-    return shown(value) if isinstance(value, Mapping) else value  # it may hold what has no str()
+    return value.value if value is UNRESOLVED else value
 
 
 def _meaning(settings: Settings, setting: Setting) -> str | None:
