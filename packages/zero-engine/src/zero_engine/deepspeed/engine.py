@@ -19,13 +19,13 @@ from zero_comm import Group, collective
 from zero_partition import StateError
 
 from zero_engine.checkpoint.deepspeed import holds_deepspeed, is_deepspeed
-from zero_engine.checkpoint.folder import FILE_SYSTEM, named
+from zero_engine.checkpoint.folder import FILE_SYSTEM, naming
 from zero_engine.checkpoint.load import load
 from zero_engine.checkpoint.load_deepspeed import DeepSpeedLoadReport, load_deepspeed
 from zero_engine.checkpoint.pieces import find_complete
 from zero_engine.checkpoint.save import save_with, warn_of_gradients
 from zero_engine.checks import check_flag, check_folder, check_whole, together
-from zero_engine.errors import ConfigError, FileError, LossScaleError
+from zero_engine.errors import ConfigError, LossScaleError
 from zero_engine.loss_scale import LossScaler, StaticLossScale, Verdict, can_undo, remember
 from zero_engine.state_offload import offload_as_deepspeed, reload_states
 from zero_engine.torch_private import current_backward
@@ -931,7 +931,7 @@ def _has_state(scheduler: Any) -> bool:
 
 
 def _write_weights(state: dict[str, Any], path: Path) -> None:
-    try:
+    with naming(path):
         FILE_SYSTEM.make_folders(path.parent)
         with FILE_SYSTEM.published(path, f".{path.name}.partial") as aside:
             if path.suffix == ".safetensors":
@@ -945,7 +945,3 @@ def _write_weights(state: dict[str, Any], path: Path) -> None:
                 torch.save(state, aside)
             with aside.open("rb") as file:
                 os.fsync(file.fileno())
-    except FileError:
-        raise
-    except OSError as error:
-        raise named(error, path) from error
