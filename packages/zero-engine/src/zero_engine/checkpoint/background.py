@@ -7,6 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread, main_thread
 from types import FrameType
@@ -24,7 +25,7 @@ from zero_partition.plan import Placement
 from zero_engine.checks import together
 from zero_engine.errors import ConfigError, FileError
 
-from .folder import FILE_SYSTEM, FileSystem, named
+from .folder import FILE_SYSTEM, FileSystem, naming
 from .save import CheckpointWriter, SaveReport, sharded_of
 from .writer import Given, GivenBatch
 
@@ -264,7 +265,6 @@ class Saver:
             writer.abandon()
             raise
         self._under_way = _Background(writer, copying, self._timeout_s)
-        self._under_way.start()
         if copying is not None:
             sharded.before_write.append(copying.wait)
         return Snapshot(
@@ -318,7 +318,7 @@ class _Background:
     error: Exception | None = field(default=None, init=False)
     written: dict[str, Any] | None = field(default=None, init=False)
 
-    def start(self) -> None:
+    def __attrs_post_init__(self) -> None:
         self.thread = Thread(target=self._run, name="zero-save", daemon=False)
         self.thread.start()
 
@@ -371,12 +371,11 @@ class _Background:
             raise
         finally:
             content = json.dumps({"problem": problem, "written": self.written}).encode()
-            try:
-                with writer.system.published(at, f"{at.name}.partial") as path:
-                    writer.system.write_file(path, content)
-            except OSError as error:
-                if not problem:
-                    raise named(error, at) from error
+            with (
+                suppress(OSError) if problem else naming(at),
+                writer.system.published(at, f"{at.name}.partial") as path,
+            ):
+                writer.system.write_file(path, content)
 
 
 def _said_at(path: Path, rank: int) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from .pieces import Checkpoint
 from .pretrained import INDEX, SINGLE
 from .ranges import FileRun, Range
 from .tensor_file import ALL_CODES, header_of
-from .writer import NewFile
+from .writer import NewFile, in_files
 
 _CHUNK_BYTES: Final = 2**20  # on their way from one file to the other
 
@@ -83,7 +83,7 @@ def export(
     _check_choices(dtype, max_shard_bytes)
     found, readers = open_weights_of(Path(checkpoint), tag)
     tensors = [_chosen(name, reader, dtype) for name, reader in readers.items()]
-    parts = list(_split(tensors, max_shard_bytes)) or [[]]
+    parts = list(in_files(tensors, max_shard_bytes)) or [[]]
     names = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
     files = dict(zip(names if len(parts) > 1 else [SINGLE], parts, strict=True))
     out = Path(out)
@@ -185,20 +185,6 @@ def _chosen(name: str, reader: Range, dtype: torch.dtype | None) -> _Tensor:
             "the model's state dict, or export it with a dtype that the format has"
         )
     return _Tensor(name, reader, chosen)
-
-
-def _split(tensors: Iterable[_Tensor], max_bytes: int) -> Iterator[list[_Tensor]]:
-    """In the order of the names; none but those of one tensor are larger than they may be."""
-    part: list[_Tensor] = []
-    filled = 0
-    for tensor in tensors:
-        if part and filled + tensor.num_bytes > max_bytes:
-            yield part
-            part, filled = [], 0
-        part.append(tensor)
-        filled += tensor.num_bytes
-    if part:
-        yield part
 
 
 def _index_of(files: Mapping[str, Sequence[_Tensor]]) -> bytes:

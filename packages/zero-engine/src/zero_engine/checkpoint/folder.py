@@ -94,16 +94,23 @@ class FileSystem:
 FILE_SYSTEM: Final = FileSystem()
 
 
-def named(error: OSError, path: Path) -> FileError:
-    """The same with words: what could not be written, why, and what to do."""
-    remedy = {
-        errno.ENOSPC: "free some space, or save to another disk",
-        errno.EDQUOT: "free some space, or save to another disk",
-        errno.EROFS: "save to a folder that this process may write to",
-        errno.EACCES: "save to a folder that this process may write to",
-        errno.ENOENT: "every rank must see the same folder",
-    }.get(error.errno or 0, "the checkpoint before is as it was")
-    return FileError(f"{path}: cannot be written: {error.strerror or error}; {remedy}")
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the file system inside say what could not be written, why, and what to do."""
+    try:
+        yield
+    except FileError:
+        raise
+    except OSError as error:
+        remedy = {
+            errno.ENOSPC: "free some space, or save to another disk",
+            errno.EDQUOT: "free some space, or save to another disk",
+            errno.EROFS: "save to a folder that this process may write to",
+            errno.EACCES: "save to a folder that this process may write to",
+            errno.ENOENT: "every rank must see the same folder",
+        }.get(error.errno or 0, "the checkpoint before is as it was")
+        why = error.strerror or error
+        raise FileError(f"{path}: cannot be written: {why}; {remedy}") from error
 
 
 _PARTIAL: Final = ".partial-"
@@ -157,27 +164,26 @@ class PartialFolder:
         """
         self = cls(folder, tag, system)
         self.path = folder / f".{tag}{_PARTIAL}{secrets.token_hex(4)}"
+        final = folder / tag
         try:
-            system.make_folders(folder)
-            _remove_leftovers(folder, system)
-            final = folder / tag
-            is_empty = final.is_dir() and not any(final.iterdir())
-            if final.exists() and not _is_replaceable(final) and not is_empty:
-                raise FileError(
-                    f"{final}: expected nothing, or a checkpoint to replace, and this is none; "
-                    "choose another tag, or remove it"
-                )
-            serials = [_serial_of(path) for path in find_complete(folder).values()]
-            self.serial = 1 + max(serials, default=0)
-            system.mkdir(self.path)
-            self._lock = system.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-            with suppress(OSError):  # the file system may have no locks: see _is_left_over
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with naming(folder):
+                system.make_folders(folder)
+                _remove_leftovers(folder, system)
+                is_empty = final.is_dir() and not any(final.iterdir())
+                if final.exists() and not _is_replaceable(final) and not is_empty:
+                    raise FileError(
+                        f"{final}: expected nothing, or a checkpoint to replace, and this is none; "
+                        "choose another tag, or remove it"
+                    )
+                serials = [_serial_of(path) for path in find_complete(folder).values()]
+                self.serial = 1 + max(serials, default=0)
+                system.mkdir(self.path)
+                self._lock = system.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+                with suppress(OSError):  # the file system may have no locks: see _is_left_over
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileError:
-            raise
-        except OSError as error:
             self.abandon()
-            raise named(error, folder) from error
+            raise
         return self
 
     def publish(self, manifest: Mapping[str, Any], *, is_latest: bool, keep: int | None) -> None:
@@ -187,7 +193,7 @@ class PartialFolder:
             FileError: Something could not be written. The checkpoint is complete all the same if
                 there is a folder of its tag, or else not there.
         """
-        try:
+        with naming(self.folder / self.tag):
             self.system.write_file(self.path / MANIFEST, seal(manifest))
             self.system.sync_folder(self.path)
             self._rename()
@@ -202,10 +208,6 @@ class PartialFolder:
             _remove_leftovers(self.folder, self.system)
             if keep is not None:
                 _prune(self.folder, self.tag, keep, self.system)
-        except FileError:
-            raise
-        except OSError as error:
-            raise named(error, self.folder / self.tag) from error
 
     def abandon(self) -> None:
         """Remove it, as far as that can be. Again, or after `publish`: nothing happens."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zero_engine.errors import FileError
 
-from .folder import FileSystem, named
+from .folder import FileSystem, naming
 from .manifest import FileFacts, name_of
 from .pieces import Checkpoint
 from .tensor_file import CODES, header_of
@@ -216,19 +216,15 @@ def write_files(
     files: dict[str, dict[str, int]] = {}
     for prefix, is_frozen in (("frozen", True), ("rank", False)):
         of_prefix = (batch for batch in batches if batch.is_frozen is is_frozen)
-        for index, chosen in enumerate(_in_files(of_prefix)):
+        for index, chosen in enumerate(in_files(of_prefix, FILE_BYTES)):
             name = f"{prefix}-{rank:05}-{index:02}.safetensors"
             path = folder / name
-            try:
+            with naming(path):
                 facts = _link(path, chosen, system, before) if is_frozen else None
                 if facts is None:
                     with NewFile(path, system) as file:
                         _put(file.put, chosen)
                     facts = FileFacts(file.num_bytes, file.crc32)
-            except FileError:
-                raise
-            except OSError as error:
-                raise named(error, path) from error
             files[name] = {"bytes": facts.num_bytes, "crc32": facts.crc32}
             for run in (run for batch in chosen for run in batch.runs):
                 where = {"file": name, "key": run.key, "start": run.start, "stop": run.stop}
@@ -237,15 +233,16 @@ def write_files(
     return {"pieces": pieces, "files": files}
 
 
-def _in_files(batches: Iterable[GivenBatch]) -> Iterator[list[GivenBatch]]:
-    chosen: list[GivenBatch] = []
+def in_files(items: Iterable[Any], max_bytes: int) -> Iterator[list[Any]]:
+    """In their order; no file is larger than it may be, but one with a single item."""
+    chosen: list[Any] = []
     num_bytes = 0
-    for batch in batches:
-        if chosen and num_bytes + batch.num_bytes > FILE_BYTES:
+    for item in items:
+        if chosen and num_bytes + item.num_bytes > max_bytes:
             yield chosen
             chosen, num_bytes = [], 0
-        chosen.append(batch)
-        num_bytes += batch.num_bytes
+        chosen.append(item)
+        num_bytes += item.num_bytes
     if chosen:
         yield chosen
 

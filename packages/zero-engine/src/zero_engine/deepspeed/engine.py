@@ -18,7 +18,7 @@ from zero_comm import Group, collective
 from zero_partition import StateError
 
 from zero_engine.checkpoint.deepspeed import holds_deepspeed, is_deepspeed
-from zero_engine.checkpoint.folder import FILE_SYSTEM, named
+from zero_engine.checkpoint.folder import FILE_SYSTEM, naming
 from zero_engine.checkpoint.load import load
 from zero_engine.checkpoint.load_deepspeed import DeepSpeedLoadReport, load_deepspeed
 from zero_engine.checkpoint.pieces import find_complete
@@ -32,7 +32,7 @@ from zero_engine.deepspeed.loss_scale import (
     remember,
 )
 from zero_engine.deepspeed_file.file_key import POSITIVE
-from zero_engine.errors import ConfigError, FileError, LossScaleError
+from zero_engine.errors import ConfigError, LossScaleError
 from zero_engine.state_offload import offload_as_deepspeed, reload_states
 from zero_engine.torch_private import current_backward
 
@@ -907,7 +907,7 @@ def _has_state(scheduler: Any) -> bool:
 
 
 def _write_weights(state: dict[str, Any], path: Path) -> None:
-    try:
+    with naming(path):
         FILE_SYSTEM.make_folders(path.parent)
         with FILE_SYSTEM.published(path, f".{path.name}.partial") as aside:
             if path.suffix == ".safetensors":
@@ -921,7 +921,3 @@ def _write_weights(state: dict[str, Any], path: Path) -> None:
                 torch.save(state, aside)
             with aside.open("rb") as file:
                 os.fsync(file.fileno())
-    except FileError:
-        raise
-    except OSError as error:
-        raise named(error, path) from error

@@ -32,7 +32,7 @@ from zero_engine.errors import ConfigError
 from zero_engine.offload import Offload
 from zero_engine.residence import homes_of, shares_of
 
-from .sources import OptimizerMaker, model_of, optimizer_of
+from .sources import OptimizerMaker, has_own_params, model_of, optimizer_of
 
 
 def _plan_elsewhere(
@@ -254,9 +254,7 @@ def plan(
         config=config,
         optimizer="none" if made is None else type(made).__name__,
         numel=sum(param.numel() for param in model.parameters()),
-        num_layers=sum(
-            1 for each in model.modules() if next(each.parameters(recurse=False), None) is not None
-        ),
+        num_layers=sum(map(has_own_params, model.modules())),
         buffers_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         memory=plan_memory(planned, rank, **homes),
         passing_bytes=passing_bytes,

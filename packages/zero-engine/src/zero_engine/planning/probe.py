@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from zero_comm import Group, Levels, all_gather_flat, all_gather_json
 from zero_offload import DiskStore, HostArena
 
@@ -18,6 +18,7 @@ from zero_engine.errors import ConfigError
 from zero_engine.sharding import shard
 
 from .estimate import Rates
+from .sources import has_own_params
 
 _COPIED_BYTES: Final = 64 * 2**20  # far more than a cache
 _SENT_BYTES: Final = 16 * 2**20
@@ -98,10 +99,6 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _bytes(num_bytes: int, size: float, device: torch.device) -> Tensor:
-    return torch.zeros(max(4096, int(num_bytes * size)), dtype=torch.uint8, device=device)
-
-
 def _matmul(device: torch.device, dtype: torch.dtype, size: float) -> float:
     width = max(64, int(_WIDTH.get(device.type, 4096) * min(size, 1.0)))
     a, b = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
@@ -110,7 +107,8 @@ def _matmul(device: torch.device, dtype: torch.dtype, size: float) -> float:
 
 
 def _copy(device: torch.device, size: float) -> float:
-    source = _bytes(_COPIED_BYTES, size, device)
+    num_bytes = max(4096, int(_COPIED_BYTES * size))
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     return 2 * source.nbytes / _median_s(lambda: target.copy_(source), device)  # read and written
 
@@ -127,7 +125,7 @@ def _small(group: Group) -> dict[str, float]:
     The same tiny blocks are trained as one unit, and as a unit for each layer: these differ in
     collectives.
     """
-    layers = [name for name, module in _blocks(group).named_modules() if _is_layer(module)]
+    layers = [name for name, module in _blocks(group).named_modules() if has_own_params(module)]
     one_s, each_s = (_step_s(group, units) for units in ([], layers))
     if group.world_size == 1:
         return {"layer_s": one_s / len(layers)}
@@ -145,10 +143,6 @@ def _blocks(group: Group) -> nn.Module:
             for _ in range(_BLOCKS)
         )
     )
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return next(module.parameters(recurse=False), None) is not None
 
 
 def _step_s(group: Group, units: list[str]) -> float:

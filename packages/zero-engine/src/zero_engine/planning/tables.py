@@ -33,13 +33,11 @@ KINDS: Final = {  # of memory on the device, as `MemoryReport` has them, in word
 def plan_table(plan: Plan) -> str:
     """What one rank takes and sends, and each of its units; those that are alike share a line."""
     at_rest, before_step = plan.at_rest, plan.memory.before_step
+    places = {"total_bytes": "device", "host_bytes": "host", "disk_bytes": "disk"}
     rows = [
         [words, in_units(getattr(at_rest, kind)), in_units(getattr(before_step, kind))]
-        for kind, words in KINDS.items()
+        for kind, words in (KINDS | places).items()
     ]
-    rows.append(["device", in_units(at_rest.total_bytes), in_units(before_step.total_bytes)])
-    rows.append(["host", in_units(at_rest.host_bytes), in_units(before_step.host_bytes)])
-    rows.append(["disk", in_units(at_rest.disk_bytes), in_units(before_step.disk_bytes)])
     memory = tabulate(rows, headers=["", "at rest", "before the step"], colalign=_RIGHT)
     units = tabulate(
         list(_unit_rows(plan.units)),
@@ -65,9 +63,7 @@ def options_table(options: Sequence[Option], room: Room) -> str:
     rows = [
         [
             option.name,
-            in_units(option.device_bytes),
-            in_units(option.host_bytes),
-            in_units(option.disk_bytes),
+            *map(in_units, (option.device_bytes, option.host_bytes, option.disk_bytes)),
             in_units(option.plan.sent_bytes),
             "yes" if option.fits else "no",
         ]
