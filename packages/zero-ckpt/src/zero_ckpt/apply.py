@@ -47,10 +47,9 @@ class _CheckpointedForward:
     def _caller(self) -> nn.Module:
         """The module that is called: ours, or one that shares its dict (a replica of it)."""
         if not torch.compiler.is_compiling():
-            for module in modules_being_called():
-                if vars(module).get("forward") is self:
-                    return module
-                break
+            module = next(modules_being_called(), None)
+            if module is not None and vars(module).get("forward") is self:
+                return module
         return self.module
 
     def _inside(self, module: nn.Module) -> Callable[..., Any]:
@@ -133,7 +132,17 @@ def checkpoint_modules(
     checkpointer = Checkpointer() if checkpointer is None else checkpointer
     selected = select(model, policy, "checkpoint_modules()")
     for name, module in selected.items():
-        _check(name, module)
+        forward = vars(module).get("forward")
+        if isinstance(forward, _CheckpointedForward):
+            raise CheckpointError(
+                f"checkpoint_modules(): {name!r} is checkpointed already; remove() what did it "
+                "first, or select it once"
+            )
+        if forward is None and type(module).forward is nn.Module.forward:
+            raise CheckpointError(
+                f"checkpoint_modules(): {name!r} is a {type(module).__name__}, which is never "
+                f"called, so that nothing would be checkpointed; select its items ({name + '.*'!r})"
+            )
     forwards = {}
     for name, module in selected.items():
         checkpointer.name_layer(module, name or type(module).__name__)
@@ -142,17 +151,3 @@ def checkpoint_modules(
             ref(module), own, checkpointer
         )
     return CheckpointedModules(forwards)
-
-
-def _check(name: str, module: nn.Module) -> None:
-    forward = vars(module).get("forward")
-    if isinstance(forward, _CheckpointedForward):
-        raise CheckpointError(
-            f"checkpoint_modules(): {name!r} is checkpointed already; remove() what did it first, "
-            "or select it once"
-        )
-    if forward is None and type(module).forward is nn.Module.forward:
-        raise CheckpointError(
-            f"checkpoint_modules(): {name!r} is a {type(module).__name__}, which is never called, "
-            f"so that nothing would be checkpointed; select its items ({name + '.*'!r})"
-        )

@@ -65,11 +65,8 @@ def _like(value: Any, items: list[Any]) -> Any:
 _NO_DISPATCH: Final = Tensor.__torch_dispatch__
 
 
-@frozen
-class _Place:
-    """Where an input was."""
-
-    index: int
+class _Place(int):
+    """The number of an input, where it was."""
 
 
 class _Input(NamedTuple):
@@ -123,7 +120,7 @@ class Call:
     def again(self, inputs: Sequence[Tensor]) -> Any:
         """Call it with these inputs, detached ones."""
         fresh = [known.again(tensor) for known, tensor in zip(self._inputs, inputs, strict=True)]
-        args, kwargs = replace_in(self._arguments, _Place, lambda place: fresh[place.index])
+        args, kwargs = replace_in(self._arguments, _Place, lambda place: fresh[place])
         return self.function(*args, **kwargs)
 
     def check_unwritten(self, inputs: Sequence[Tensor], layer: str) -> None:

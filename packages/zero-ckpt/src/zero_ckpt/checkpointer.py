@@ -85,10 +85,7 @@ class Checkpointer:
             ("synchronizes", synchronizes),
             ("profiles", profiles),
         ):
-            if not isinstance(value, bool):
-                raise CheckpointError(
-                    f"Checkpointer({name}=): expected True or False, got {value!r}"
-                )
+            checked(name, value, f"Checkpointer({name}=)")
         if keeps is not None:
             check_operator_policy(keeps, "Checkpointer(keeps=)")
         self.saver = KeepSaver() if saver is None else saver
@@ -153,12 +150,6 @@ class Checkpointer:
             )
         return self.call(function, args, self._without_torchs(kwargs))
 
-    def call(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """`checkpoint` with the function's own arguments, whatever they are and are called."""
-        return self._checkpoint(self.saver, function, args, kwargs)
-
     def checkpoint_distributed(
         self,
         function: Callable[..., Any],
@@ -173,31 +164,36 @@ class Checkpointer:
         Raises:
             CheckpointError: `distribute_saved_activations` is no bool; and as `checkpoint` does.
         """
-        if not isinstance(distribute_saved_activations, bool):
-            raise CheckpointError(
-                "checkpoint_distributed(distribute_saved_activations=): expected True or False, "
-                f"got {distribute_saved_activations!r}"
-            )
-        saver = self.saver
-        if distribute_saved_activations is not self._configuration.partition_activations:
-            if self._other_saver is None:
-                where, splits = "checkpoint_distributed()", distribute_saved_activations
-                other = self._with(where, partition_activations=splits)
-                self._other_saver = other.saver(self._model_parallel)
-            saver = self._other_saver
-        return self._checkpoint(saver, function, args, kwargs)
+        where = "checkpoint_distributed(distribute_saved_activations=)"
+        checked("partition_activations", distribute_saved_activations, where)
+        if distribute_saved_activations is self._configuration.partition_activations:
+            return self.call(function, args, kwargs)
+        if self._other_saver is None:
+            other = self._with("partition_activations", distribute_saved_activations, where)
+            self._other_saver = other.saver(self._model_parallel)
+        return self.call(function, args, kwargs, saver=self._other_saver)
 
-    def _checkpoint(
+    def call(
         self,
-        saver: AbstractSaver,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        saver: AbstractSaver | None = None,
     ) -> Any:
+        """`checkpoint` with the function's own arguments, whatever they are and are called."""
+        saver = self.saver if saver is None else saver
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():
-            if self._is_plain(saver):
+            if (
+                isinstance(saver, KeepSaver)
+                and self.keeps is None
+                and self.verifies is None
+                and self._profile is None
+                and not self.tracker.is_initialized()
+                and not self._configuration.synchronize
+            ):  # no more than torch's own
                 return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
             return self._record_uncompiled(saver, function, args, kwargs)
         if is_transformed():
@@ -232,13 +228,12 @@ class Checkpointer:
             None if self.keeps is None else Keeping(name, self.keeps, self._ledger),
         ]
         verifies = self.verifies if is_outermost else None
-        is_picked = verifies is not None and verifies.picks(layer.index, layer.count())
+        is_picked = verifies is not None and verifies.picks(layer.index, next(layer.calls))
         frame = Frame(
             layer=name,
             call=call,
             kept=kept,
             rng=rng,
-            tracker=self.tracker,
             lock=self._lock,
             companions=[companion for companion in companions if companion is not None],
             witness=Witness(name, self._checksums) if is_picked else None,
@@ -262,9 +257,7 @@ class Checkpointer:
             ("debug", (False,), "Checkpointer(verifies=Verification()) says what differed"),
             ("early_stop", (self.stops_early,), "Checkpointer(stops_early=) decides that"),
         ):
-            if name not in own:
-                continue
-            value = own.pop(name)
+            value = own.pop(name, accepted[0])
             if value not in accepted:
                 expected = " or ".join(map(repr, accepted))
                 raise CheckpointError(
@@ -283,7 +276,7 @@ class Checkpointer:
 
         Otherwise the name of its class, with a number from the second one on.
         """
-        self._layers.name(module, name)
+        self._layers.names[module] = name
 
     def timings(self) -> list[Timing]:
         """Where the time of each layer's calls went, in the order of first calls. Local.
@@ -365,11 +358,9 @@ class Checkpointer:
         )
         self._is_configured = True
 
-    def _with(self, where: str, **choices: Any) -> Configuration:
-        """As is configured, but for these arguments of `configure`."""
-        for name, value in choices.items():
-            checked(name, value, where)
-        return evolve(self._configuration, **choices)
+    def _with(self, name: str, value: Any, where: str) -> Configuration:
+        """As is configured, but for one argument of `configure`."""
+        return evolve(self._configuration, **{name: checked(name, value, where)})
 
     def _configure(self, configuration: Configuration, model_parallel: ModelParallel) -> None:
         self.saver = configuration.saver(model_parallel)
@@ -388,7 +379,7 @@ class Checkpointer:
         Raises:
             CheckpointError: It is no int of 1 or more.
         """
-        configuration = self._with("set_num_layers()", num_checkpoints=num_layers)
+        configuration = self._with("num_checkpoints", num_layers, "set_num_layers()")
         if configuration.contiguous_checkpointing:
             self._configure(configuration, self._model_parallel)
         else:
@@ -403,7 +394,7 @@ class Checkpointer:
             CheckpointError: It is no bool.
         """
         where = "partition_activations_in_checkpoint()"
-        configuration = self._with(where, partition_activations=partition_activation)
+        configuration = self._with("partition_activations", partition_activation, where)
         self._configure(configuration, self._model_parallel)
 
     def reset(self) -> None:
@@ -444,12 +435,6 @@ class Checkpointer:
 
     def _own_seed(self, where: str, seed: int) -> int:
         return seed_of(where, seed_of(where, seed) + _OFFSET + self._model_parallel.rank())
-
-    def _is_plain(self, saver: AbstractSaver) -> bool:
-        """Whether it does no more than torch's own checkpoint."""
-        watches = self.verifies is not None or self._profile is not None
-        has_more = watches or self.tracker.is_initialized() or self._configuration.synchronize
-        return isinstance(saver, KeepSaver) and self.keeps is None and not has_more
 
     @property
     def kept_bytes(self) -> int:

@@ -35,11 +35,7 @@ class ModelParallel:
 
     @classmethod
     def of(cls, mpu: Any) -> ModelParallel:
-        """Of an mpu or a DeviceMesh of one dimension; of a rank alone for None. Local.
-
-        Raises:
-            CheckpointError: It is none of these.
-        """
+        """Of an mpu or a DeviceMesh of one dimension; of a rank alone for None. Local."""
         if mpu is None:
             return cls(lambda: 0, lambda: 1, lambda: None)
         if _is_mesh(mpu):
@@ -60,11 +56,7 @@ class ModelParallel:
         )
 
     def group(self) -> Group | None:
-        """The ranks that inputs are split over; None for one. Collective among them.
-
-        Raises:
-            CheckpointError: The process group is none of torch's, or has another number of ranks.
-        """
+        """The ranks that inputs are split over; None for one. Collective among them."""
         world_size = self.world_size()
         if world_size == 1:
             return None
@@ -94,9 +86,6 @@ def _is_mesh(value: Any) -> bool:
     return isinstance(value, DeviceMesh)
 
 
-# ---- What `configure` was told, from its arguments and from a section of DeepSpeed's file ----
-
-
 _SECTION: Final = "activation_checkpointing"
 _KEYS: Final = {  # of the section, by argument of `configure`
     "partition_activations": "partition_activations",
@@ -110,11 +99,7 @@ _KEYS: Final = {  # of the section, by argument of `configure`
 
 @frozen
 class Configuration:
-    """How inputs are kept, and what else is done around each call: arguments of `configure`.
-
-    Raises:
-        CheckpointError: Contiguous buffers without a number of layers.
-    """
+    """How inputs are kept, and what else is done around each call: arguments of `configure`."""
 
     partition_activations: bool = False
     contiguous_checkpointing: bool = False
@@ -155,14 +140,7 @@ def configuration_of(
 ) -> Configuration:
     """From the arguments of `configure` that are not None, else from the file, else the defaults.
 
-    Args:
-        source: Its `deepspeed_config`.
-        arguments: By name; all that choose something.
-        num_checkpoints: Where neither says.
-
-    Raises:
-        CheckpointError: A key is unknown, a value of the wrong type, the file cannot be read, or
-            contiguous buffers are asked for without a number of layers.
+    The file is its `deepspeed_config`; the number of layers is as it was where neither says.
     """
     section = _section_of(source)
     found = {"num_checkpoints": num_checkpoints}

@@ -17,8 +17,8 @@ from zero_ckpt.inputs.savers import AbstractKept
 
 from .call import Call
 from .errors import CheckpointError, NondeterminismError
-from .rng import RngSnapshot, RngTracker
-from .torch_private import address_of, current_backward, version_of
+from .rng import RngSnapshot
+from .torch_private import current_backward, is_plain, version_of
 from .verify import Witness
 
 # NOTE(frame): autograd hands what it wants to save to `_pack`, which gives it a _Saved instead: a
@@ -98,8 +98,8 @@ class _Facts(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Facts:
-        facts = tensor.shape, tensor.dtype, tensor.device
-        return cls(*facts, address_of(tensor), version_of(tensor))
+        address = tensor.data_ptr() if is_plain(tensor) else 0
+        return cls(tensor.shape, tensor.dtype, tensor.device, address, version_of(tensor))
 
     def __str__(self) -> str:
         return f"{tuple(self.shape)} {self.dtype} on {self.device}"
@@ -113,13 +113,6 @@ class _Saved:
     index: int
 
 
-class _Found(NamedTuple):
-    """A tensor that was computed again, and how often its memory had been written to then."""
-
-    tensor: Tensor
-    version: int
-
-
 @define(eq=False)
 class Frame:
     """One call. Lives as long as anything that it saved may be asked for."""
@@ -128,7 +121,6 @@ class Frame:
     call: Call
     kept: AbstractKept
     rng: RngSnapshot
-    tracker: RngTracker
     lock: RecomputeLock
     companions: list[AbstractCompanion]
     witness: Witness | None
@@ -137,13 +129,14 @@ class Frame:
     autocast: tuple[AutocastState, ...] = field(factory=AutocastState.capture, init=False)
     _saved: list[weakref.ref[_Saved]] = field(factory=list, init=False)
     _facts: list[_Facts] = field(factory=list, init=False)
-    _found: dict[int, _Found] = field(factory=dict, init=False)  # not yet asked for
+    # What was computed again and is not yet asked for, with its memory's version at that time.
+    _found: dict[int, tuple[Tensor, int]] = field(factory=dict, init=False)
     _backward: int = field(default=-1, init=False)  # for which that was
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the function for the first time."""
         with ExitStack() as stack:
-            stack.enter_context(self.tracker.restored())
+            stack.enter_context(self.rng.tracker.restored())
             for companion in self.companions:
                 stack.enter_context(companion.forward())
             if self.witness is not None:  # the innermost: it sees what the function does
@@ -156,7 +149,7 @@ class Frame:
         self._saved.append(weakref.ref(saved))
         self._facts.append(_Facts.of(tensor))
         if self.witness is not None:
-            self.witness.note(tensor)
+            self.witness.note(tensor, self._facts[-1].address)
         return saved
 
     def find(self, saved: _Saved) -> Tensor:
@@ -185,13 +178,12 @@ class Frame:
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal count
-            self._compare(count, tensor)
+            facts = self._compare(count, tensor) if count < len(self._saved) else None
             tensor = tensor.detach()  # an output would hold its node, and its node the output
-            saved = self._saved[count]() if count < len(self._saved) else None
-            if saved is not None:
+            if facts is not None and self._saved[count]() is not None:
                 if self.witness is not None:
-                    self.witness.compare(count, tensor, str(self._facts[count]))
-                self._found[saved.index] = _Found(tensor, version_of(tensor))
+                    self.witness.compare(count, tensor, facts.address, str(facts))
+                self._found[count] = tensor, version_of(tensor)
             count += 1
             if self.stops_early and count == len(self._saved):
                 raise _Stop(self)
@@ -199,7 +191,7 @@ class Frame:
 
         try:
             with ExitStack() as stack:
-                stack.enter_context(self.rng.drawn_again(self.tracker))
+                stack.enter_context(self.rng.drawn_again())
                 stack.enter_context(torch.enable_grad())
                 # To leave an autocast empties its cache, which takes as long as a small operator.
                 states = self.autocast
@@ -223,11 +215,8 @@ class Frame:
                 f"when it was computed again. {_WHY}"
             )
 
-    def _compare(self, index: int, tensor: Tensor) -> None:
-        new = _Facts.of(tensor)
-        if index >= len(self._facts):
-            return  # counted at the end
-        old = self._facts[index]
+    def _compare(self, index: int, tensor: Tensor) -> _Facts:
+        old, new = self._facts[index], _Facts.of(tensor)
         if new[:3] != old[:3]:
             raise NondeterminismError(
                 f"{self.layer}: saved tensor {index} of {len(self._saved)} was {old} in forward, "
@@ -239,6 +228,7 @@ class Frame:
                 "place between forward and backward (a weight, by an optimizer's step?), so it "
                 "cannot be computed again; run backward first, or write to a clone."
             )
+        return new
 
 
 _WHY: Final = (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -69,14 +70,6 @@ class _Kept:
         return replace_in(self._output, Tensor, alias_of)
 
 
-@frozen(eq=False)
-class _Step:
-    """A call of an operator in the first run."""
-
-    operator: OpOverload
-    kept: _Kept | None
-
-
 @define(eq=False)
 class Keeping(AbstractCompanion):
     """Keeps what a policy decides to, in the first run; hands it out in each later one."""
@@ -84,49 +77,50 @@ class Keeping(AbstractCompanion):
     layer: str  # for messages
     policy: OperatorPolicy
     ledger: Ledger
-    steps: list[_Step] = field(factory=list, init=False)
-
-    def forward(self) -> AbstractContextManager[Any]:
-        """Ask the policy about each call."""
-        return self._deciding()
-
-    def recompute(self) -> AbstractContextManager[Any]:
-        """Call only what is not kept. Unless the graph is retained, nothing is kept afterwards."""
-        return self._standing_in()
+    # The calls of the first run, in order, of operators of which any call is kept.
+    _calls: list[tuple[OpOverload, _Kept | None]] = field(factory=list, init=False)
 
     @contextmanager
-    def _deciding(self) -> Iterator[None]:
+    def forward(self) -> Iterator[None]:
+        """Ask the policy about each call."""
         try:
-            with _First(self):
+            with _Mode(self._call_first):
                 yield
         finally:
-            steps = [
-                _Step(step.operator, None) if step.kept and step.kept.is_written else step
-                for step in self.steps
-            ]
-            operators = {step.operator for step in steps if step.kept}
-            self.steps = [step for step in steps if step.operator in operators]
+            self._forget(lambda kept: kept.is_written)
+            operators = {operator for operator, kept in self._calls if kept is not None}
+            self._calls = [call for call in self._calls if call[0] in operators]
 
     @contextmanager
-    def _standing_in(self) -> Iterator[None]:
-        if not self.steps:
+    def recompute(self) -> Iterator[None]:
+        """Call only what is not kept. Unless the graph is retained, nothing is kept afterwards."""
+        if not self._calls:
             yield
             return
+        operators = {operator for operator, _ in self._calls}
         try:
-            with _Again(self):
+            with _Mode(partial(self._call_again, iter(self._calls), operators)):
                 yield
         finally:
             if current_backward() != -1 and not keeps_graph():
-                self.steps = []
+                self._calls = []
 
-    def give_up(self, written: Storages) -> None:
-        """This memory has been written to, perhaps."""
-        self.steps = [
-            _Step(step.operator, None) if step.kept and step.kept.lies_in(written) else step
-            for step in self.steps
+    def _forget(self, is_lost: Callable[[_Kept], bool]) -> None:
+        self._calls = [
+            (operator, None if kept is not None and is_lost(kept) else kept)
+            for operator, kept in self._calls
         ]
 
-    def keep(self, operator: OpOverload, args: Any, kwargs: Any, output: Any) -> _Kept | None:
+    def _call_first(self, func: Any, args: Any, kwargs: Any) -> Any:
+        output = func(*args, **kwargs)
+        if writes_unseen(func):
+            written = storages_in((args, kwargs))
+            self._forget(lambda kept: kept.lies_in(written))
+        if can_be_kept(func):
+            self._calls.append((func, self._keep(func, args, kwargs, output)))
+        return output
+
+    def _keep(self, operator: OpOverload, args: Any, kwargs: Any, output: Any) -> _Kept | None:
         """If the policy says so, and it can be kept."""
         if not self.policy(OperatorCall(operator, args, kwargs, output, self.ledger.num_bytes)):
             return None
@@ -146,54 +140,42 @@ class Keeping(AbstractCompanion):
             self.ledger,
         )
 
-
-class _Mode(OperatorMode):
-    def __init__(self, keeping: Keeping) -> None:
-        super().__init__()
-        self.keeping = keeping
-
-
-class _First(_Mode):
-    @untraced
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        output = func(*args, **kwargs)
-        if writes_unseen(func):
-            self.keeping.give_up(storages_in((args, kwargs)))
-        if can_be_kept(func):
-            kept = self.keeping.keep(func, args, kwargs, output)
-            self.keeping.steps.append(_Step(func, kept))
-        return output
-
-
-class _Again(_Mode):
-    def __init__(self, keeping: Keeping) -> None:
-        super().__init__(keeping)
-        self.steps = iter(keeping.steps)
-        self.operators = {step.operator for step in keeping.steps}
-
-    @untraced
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in self.operators:
+    def _call_again(
+        self,
+        calls: Iterator[tuple[OpOverload, _Kept | None]],
+        operators: Set[OpOverload],
+        func: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        if func not in operators:
             return func(*args, **kwargs)
-        step = next(self.steps, None)
-        if step is None or step.operator is not func:
+        operator, kept = next(calls, (None, None))
+        if operator is not func:
             raise NondeterminismError(
-                f"{self.keeping.layer}: {func} was called when it was computed again, where in "
-                f"forward {'nothing more' if step is None else step.operator} was, of the "
+                f"{self.layer}: {func} was called when it was computed again, where in "
+                f"forward {'nothing more' if operator is None else operator} was, of the "
                 f"operators that are kept; {_WHY}"
             )
-        kept = step.kept
         if kept is None or kept.is_written:
             return func(*args, **kwargs)
         if (arguments := _facts_of(args, kwargs)) != kept.arguments:
             raise NondeterminismError(
-                f"{self.keeping.layer}: {func}, whose output is kept, was given "
+                f"{self.layer}: {func}, whose output is kept, was given "
                 f"{_shown(kept.arguments)} in forward, and {_shown(arguments)} when it was "
                 f"computed again; {_WHY}"
             )
         return kept.stand_in()
+
+
+class _Mode(OperatorMode):
+    def __init__(self, call: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    @untraced
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._call(func, args, kwargs or {})
 
 
 _CPU: Final = torch.device("cpu")

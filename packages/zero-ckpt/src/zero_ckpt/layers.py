@@ -28,12 +28,7 @@ class Layer:
 
     name: str
     index: int  # in the order of first calls
-    num_calls: int = 0  # those within recomputations aside
-
-    def count(self) -> int:
-        """How many calls there were before this one."""
-        self.num_calls += 1
-        return self.num_calls - 1
+    calls: Iterator[int] = field(factory=count, init=False)  # those within recomputations aside
 
 
 @final
@@ -44,14 +39,11 @@ class Layers:
     _modules: WeakKeyDictionary[nn.Module, dict[str, Layer]] = field(
         factory=WeakKeyDictionary, init=False
     )
-    _names: WeakKeyDictionary[nn.Module, str] = field(factory=WeakKeyDictionary, init=False)
+    # What to call them, said before their first call; or else the class, and a number.
+    names: WeakKeyDictionary[nn.Module, str] = field(factory=WeakKeyDictionary, init=False)
     _functions: dict[str, Layer] = field(factory=dict, init=False)
     _num_of_class: Counter[str] = field(factory=Counter, init=False)
     _indexes: Iterator[int] = field(factory=count, init=False)
-
-    def name(self, module: nn.Module, name: str) -> None:
-        """What to call a module, before its first call. Its class and a number otherwise."""
-        self._names[module] = name
 
     def of(self, function: Callable[..., Any]) -> Layer:
         """The layer of a function that is called."""
@@ -65,12 +57,12 @@ class Layers:
             kind = type(module).__name__
             self._num_of_class[kind] += 1
             number = self._num_of_class[kind]
-            self._names.setdefault(module, kind if number == 1 else f"{kind} {number}")
+            self.names.setdefault(module, kind if number == 1 else f"{kind} {number}")
         method = getattr(function, "__name__", _FORWARD[0])
         key = "" if method in _FORWARD else method
         if key in layers:  # nearly always: names are looked up once
             return layers[key]
-        return self._among(layers, key, ".".join(filter(None, (self._names[module], key))))
+        return self._among(layers, key, ".".join(filter(None, (self.names[module], key))))
 
     def _among(self, layers: dict[str, Layer], key: str, name: str) -> Layer:
         if key not in layers:

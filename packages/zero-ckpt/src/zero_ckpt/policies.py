@@ -209,7 +209,8 @@ class _ByName:
     patterns: tuple[str, ...]
 
     def __call__(self, modules: Mapping[str, nn.Module]) -> list[str]:
-        return [name for name in modules if any(_matches(name, p) for p in self.patterns)]
+        patterns = [pattern.split(".") for pattern in self.patterns]
+        return [name for name in modules if any(_match(name.split("."), p) for p in patterns)]
 
 
 @frozen
@@ -266,11 +267,7 @@ def every_nth(n: int, policy: ModulePolicy) -> ModulePolicy:
 
 
 def select(model: nn.Module, policy: ModulePolicy, what: str) -> dict[str, nn.Module]:
-    """The modules that a policy selects, by name, in the order of `named_modules()`.
-
-    Raises:
-        CheckpointError: None, or names that are not there; or the policy is no policy.
-    """
+    """The modules that a policy selects, by name, in the order of `named_modules()`."""
     modules = dict(model.named_modules())
     if not callable(policy) or isinstance(policy, _OPERATOR_POLICIES):
         raise CheckpointError(f"{what}: {_EXPECTED}, got {policy!r}")
@@ -303,15 +300,9 @@ def _contents(modules: Mapping[str, nn.Module]) -> str:
     return f"has {', '.join(shown[:_NUM_SHOWN])}{rest}"
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return _match_parts(name.split("."), pattern.split("."))
-
-
-def _match_parts(parts: list[str], patterns: list[str]) -> bool:
+def _match(parts: list[str], patterns: list[str]) -> bool:
     if not patterns:
         return not parts
     if patterns[0] == "**":
-        return any(_match_parts(parts[i:], patterns[1:]) for i in range(len(parts) + 1))
-    return (
-        bool(parts) and fnmatchcase(parts[0], patterns[0]) and _match_parts(parts[1:], patterns[1:])
-    )
+        return any(_match(parts[i:], patterns[1:]) for i in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], patterns[0]) and _match(parts[1:], patterns[1:])

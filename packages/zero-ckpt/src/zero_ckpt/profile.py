@@ -69,11 +69,7 @@ class _Span:
 
 @final
 class Profile:
-    """Measures, and adds up when it is asked. Waits for no device before that.
-
-    Args:
-        now_s: The host's clock.
-    """
+    """Measures, and adds up when it is asked. Waits for no device before that."""
 
     def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
         self._now_s = now_s
@@ -152,11 +148,7 @@ class Timed(AbstractCompanion):
 
 
 def table_of(timings: Sequence[Timing]) -> str:
-    """One line per layer.
-
-    Raises:
-        CheckpointError: tabulate is not installed.
-    """
+    """One line per layer."""
     try:
         from tabulate import tabulate  # noqa: PLC0415
     except ImportError as error:

@@ -44,11 +44,7 @@ def devices_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
     return tuple(sorted(found, key=str))
 
 
-# ---- Named generators, each with numbers of its own: RngTracker ----
-
-
 MODEL_PARALLEL_RNG = "model-parallel-rng"
-
 
 # Of the checkpoints that this code runs inside of, by thread: whose rngs their second runs restore.
 _restored: Final[ContextVar[tuple[RngTracker, ...]]] = ContextVar("restored", default=())
@@ -323,38 +319,37 @@ def _shown(value: Any) -> str:
     return f"{value!r:.80}"
 
 
-# ---- The state of random number generators: captured, and drawn from again ----
+_CPU: Final = torch.device("cpu")
 
 
 @frozen
 class RngSnapshot:
     """Of the CPU's generator, those of devices, and every rng of a tracker; each a uint8 tensor."""
 
-    cpu: Tensor
-    devices: Mapping[torch.device, Tensor]
-    tracked: Mapping[str, Tensor]
-    lent: Lent | None  # which of them stood in for the default one, if one did
+    tracker: RngTracker
+    _devices: Mapping[torch.device, Tensor]
+    _tracked: Mapping[str, Tensor]
+    _lent: Lent | None  # which of them stood in for the default one, if one did
 
     @classmethod
     def take(cls, devices: Iterable[torch.device], tracker: RngTracker) -> RngSnapshot:
         """As they are now. Local; waits for no device."""
-        states = {device: get_state(device) for device in devices if device.type != "cpu"}
-        return cls(torch.get_rng_state(), states, *tracker.capture())
+        states = {device: get_state(device) for device in {_CPU, *devices}}
+        return cls(tracker, states, *tracker.capture())
 
     @contextmanager
-    def drawn_again(self, tracker: RngTracker) -> Iterator[None]:
+    def drawn_again(self) -> Iterator[None]:
         """Inside, random numbers are those that came after `take`; afterwards nothing has moved."""
-        before = RngSnapshot.take(self.devices, tracker)
+        before = RngSnapshot.take(self._devices, self.tracker)
         try:
-            self.put_back(tracker)
-            with tracker.restored():
+            self.put_back()
+            with self.tracker.restored():
                 yield
         finally:
-            before.put_back(tracker)
+            before.put_back()
 
-    def put_back(self, tracker: RngTracker) -> None:
+    def put_back(self) -> None:
         """Set all of them to what they were. Local."""
-        torch.set_rng_state(self.cpu)
-        for device, state in self.devices.items():
+        for device, state in self._devices.items():
             set_state(device, state)
-        tracker.restore(self.tracked, self.lent)
+        self.tracker.restore(self._tracked, self._lent)

@@ -78,11 +78,6 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def address_of(tensor: Tensor) -> int:
-    """Where its elements begin; 0 for what is not bits in memory."""
-    return tensor.data_ptr() if is_plain(tensor) else 0
-
-
 def storage_of(tensor: Tensor) -> StorageWeakRef | None:
     """Its memory, as a key: views have the same, and it is no other's while the key lives."""
     if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):

@@ -18,7 +18,6 @@ from .call import Call
 from .errors import CheckpointError, NondeterminismError
 from .torch_private import (
     OperatorMode,
-    address_of,
     inner_tensors,
     is_plain,
     modules_being_called,
@@ -96,27 +95,21 @@ class Witness(OperatorMode):
                 self._blank[key.cdata] = key
         return result
 
-    def note(self, tensor: Tensor) -> None:
+    def note(self, tensor: Tensor, address: int) -> None:
         """Autograd saves it, in the first run."""
         key, order = storage_of(tensor), order_of(tensor)
         is_blank = key is not None and key.cdata in self._blank
         self._sums.append(None if is_blank else self._checksums.of(tensor, order))
-        self._fingerprints.append(_Fingerprint(order, key, address_of(tensor)))
+        self._fingerprints.append(_Fingerprint(order, key, address))
 
-    def compare(self, index: int, tensor: Tensor, facts: str) -> None:
-        """Autograd saves it, in a later run.
+    def compare(self, index: int, tensor: Tensor, address: int, facts: str) -> None:
+        """Autograd saves it, in a later run; NondeterminismError if its bits are others now.
 
-        Args:
-            index: How many it has saved before.
-            tensor: It; of the shape and dtype that it had.
-            facts: What it is, for the message.
-
-        Raises:
-            NondeterminismError: Its bits are others than in forward.
+        It is the `index`-th, of the shape and dtype that it had, which `facts` say in words.
         """
         old, key = self._fingerprints[index], storage_of(tensor)
         is_same = key is not None and old.storage is not None and key.cdata == old.storage.cdata
-        if is_same and old.address == address_of(tensor):
+        if is_same and old.address == address:
             return  # it has been there all the time: backward has its value of now anyway
         self._values += read(self._sums)
         self._sums.clear()
@@ -172,13 +165,8 @@ class Checksums:
     def of(self, tensor: Tensor, order: Sequence[int]) -> Tensor | None:
         """A sum over the bits of a tensor, which depends on where each bit is. Waits for nothing.
 
-        Args:
-            tensor: Of any shape and dtype. Read only.
-            order: What `order_of` gave, for this or for the tensor to compare with.
-
-        Returns:
-            int64, of no dimensions, on the tensor's device. None for what has no bits to look at:
-            meta tensors, and layouts other than strided (sparse).
+        One int64 on the tensor's device; None for what has no bits to look at: meta tensors, and
+        layouts other than strided (sparse). The order is that of the tensor to compare with.
         """
         with without_modes(), torch.no_grad():
             parts = inner_tensors(tensor)

@@ -11,6 +11,7 @@ from attrs import define, field
 from torch import Tensor, nn
 
 from zero_ckpt.call import replace_in
+from zero_ckpt.torch_private import inner_tensors
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -48,11 +49,12 @@ def _parts_of(tensor: Tensor) -> list[Tensor] | None:
     """The plain tensors that it is made of; None where there is no saying."""
     if type(tensor) in (Tensor, nn.Parameter):
         return [tensor] if tensor.layout is torch.strided else None
-    if not hasattr(tensor, "__tensor_flatten__"):
+    inner_ones = inner_tensors(tensor)
+    if inner_ones is None:
         return None
     found: list[Tensor] = []
-    for name in tensor.__tensor_flatten__()[0]:
-        parts = _parts_of(getattr(tensor, name))
+    for inner in inner_ones:
+        parts = _parts_of(inner)
         if parts is None:
             return None
         found += parts

@@ -80,7 +80,7 @@ class PinnedHost:
     def away(self, source: Tensor, target: Tensor) -> Copy:
         """Begin to copy to what `allocate` gave, after all that the current stream has to do."""
         stream = torch.accelerator.current_stream(source.device)
-        return self._copy(source, target, stream, source.device)
+        return self._copy(source, target, stream)
 
     def back(self, copy: Copy) -> Copy:
         """Begin to copy what went away to new memory of the device that it came from.
@@ -89,14 +89,12 @@ class PinnedHost:
         """
         with copy.stream:
             target = torch.empty_like(copy.target, device=copy.stream.device, pin_memory=False)
-        return self._copy(copy.target, target, copy.stream, target.device)
+        return self._copy(copy.target, target, copy.stream)
 
-    def _copy(
-        self, source: Tensor, target: Tensor, stream: torch.Stream, device: torch.device
-    ) -> Copy:
-        if device not in self._sides:
-            self._sides[device] = torch.Stream(device)
-        side = self._sides[device]
+    def _copy(self, source: Tensor, target: Tensor, stream: torch.Stream) -> Copy:
+        if stream.device not in self._sides:
+            self._sides[stream.device] = torch.Stream(stream.device)
+        side = self._sides[stream.device]
         side.wait_stream(stream)
         with side:
             target.copy_(source, non_blocking=True)
@@ -104,7 +102,7 @@ class PinnedHost:
         return Copy(target, source, lambda: stream.wait_event(done), stream)
 
 
-# ---- Inputs that are split over ranks, moved to the host, or kept in permanent memory ----
+# ---- The saver ----
 
 
 @define(eq=False)
@@ -192,9 +190,9 @@ class PackedSaver(AbstractSaver):
                 if found is not None:
                     values[index], packed[index] = found
             held = KeepSaver().save(values, layer)
-            kept = _PackedInputs(self, number, layer, held, packed, {}, is_hooked)
+            storages = {} if is_hooked else _storages(values, packed)
+            kept = _PackedInputs(self, number, layer, held, packed, storages, is_hooked)
             if not is_hooked:
-                kept.storages = _storages(values, packed)
                 self._live[number] = kept
             return kept
 
@@ -233,10 +231,9 @@ class PackedSaver(AbstractSaver):
         if self._split is None and host is None and not has_slots:
             return None
         flat, shape, strides = _flatten(tensor)
-        splits = None if self._split is None else self._split.splits(flat, layer)
+        shard, splits = (flat, None) if self._split is None else self._split.shard(flat, layer)
         if splits is None and host is None and not has_slots:
             return None
-        shard = flat if splits is None or self._split is None else self._split.own(flat, splits)
         packed = _PackedInput(shape, strides, version_of(tensor), splits, has_slots)
         if has_slots:
             target = self._take_slot(index, shard, layer, packed, host)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Final, final
 from zlib import crc32
 
@@ -36,49 +35,34 @@ class Split:
 
     _group: Group
 
-    def splits(self, flat: Tensor, layer: str) -> tuple[int, ...] | None:
-        """Elements per rank; None where each keeps all of them. Local.
-
-        Raises:
-            CheckpointError: The group does not communicate where the tensor lies.
-        """
+    def shard(self, flat: Tensor, layer: str) -> tuple[Tensor, tuple[int, ...] | None]:
+        """This rank's, a view, and the elements per rank; None where each keeps them all. Local."""
         from zero_comm import even_splits  # noqa: PLC0415
 
         group = self._group
-        if flat.numel() < group.world_size:
-            return None
-        if flat.device == group.device:
-            return even_splits(flat.numel(), group.world_size)
-        if flat.device.type == "cpu":
-            return None
+        is_elsewhere = flat.device != group.device
+        if flat.numel() < group.world_size or (is_elsewhere and flat.device.type == "cpu"):
+            return flat, None
+        if not is_elsewhere:
+            splits = even_splits(flat.numel(), group.world_size)
+            return flat.narrow(0, sum(splits[: group.rank]), splits[group.rank]), splits
         raise CheckpointError(
             f"{layer}: expected inputs on {group.device}, where the group of its saver "
             f"communicates, or on the CPU, got one on {flat.device} (rank {group.rank}); make "
             "the group for that device"
         )
 
-    def own(self, flat: Tensor, splits: Sequence[int]) -> Tensor:
-        """The shard of this rank: a view. Local."""
-        rank = self._group.rank
-        return flat.narrow(0, sum(splits[:rank]), splits[rank])
-
     def gather(
         self, shards: Sequence[Tensor], splits: Sequence[Sequence[int]], *, number: int, layer: str
     ) -> list[Tensor]:
         """The flat tensors whose shards these are. Collective: one message per dtype.
 
-        Args:
-            shards: This rank's, on the group's device.
-            splits: Elements per rank, for each of them.
-            number: Of the call that they belong to, the same on every rank.
-            layer: Whose they are, for errors.
-
-        Raises:
-            CommError: A rank did not come, or came for another call.
+        The call that they belong to has the same number on every rank; CommError where a rank does
+        not come, or comes for another call.
         """
         from zero_comm import Purpose, all_gather_flat  # noqa: PLC0415
 
-        group = self._group
+        group, ranks = self._group, range(self._group.world_size)
         sizes = ", ".join(
             f"{sum(each)} of {shard.dtype}" for shard, each in zip(shards, splits, strict=True)
         )
@@ -89,18 +73,14 @@ class Split:
         for dtype in dict.fromkeys(shard.dtype for shard in shards):
             chosen = [i for i, shard in enumerate(shards) if shard.dtype == dtype]
             sent = shards[chosen[0]] if len(chosen) == 1 else torch.cat([shards[i] for i in chosen])
-            totals = [sum(splits[i][rank] for i in chosen) for rank in range(group.world_size)]
+            totals = [sum(splits[i][rank] for i in chosen) for rank in ranks]
             out = sent.new_empty(sum(totals))
             handle = all_gather_flat(out, splits=totals, group=group, shard=sent, tag=tag)
             launched.append((handle, chosen))
         found: dict[int, Tensor] = {}
         for handle, chosen in launched:
             out = handle.wait()
-            if len(chosen) == 1:
-                found[chosen[0]] = out
-                continue
-            numels = chain.from_iterable(zip(*(splits[i] for i in chosen), strict=True))
-            pieces = out.split(list(numels))  # all of rank 0, then all of rank 1
+            pieces = out.split([splits[i][rank] for rank in ranks for i in chosen])
             for position, i in enumerate(chosen):
-                found[i] = torch.cat(pieces[position :: len(chosen)])
+                found[i] = out if len(chosen) == 1 else torch.cat(pieces[position :: len(chosen)])
         return [found[i] for i in range(len(shards))]
