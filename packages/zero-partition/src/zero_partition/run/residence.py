@@ -116,13 +116,12 @@ class Residence:
     routes: Routes
     homes: Homes
     precision: Precision
+    home: TensorHome | None = field(init=False)  # of shards of parameters
     offload: OptimizerOffload | None = field(default=None, init=False)
     room: RoomPlan = field(factory=RoomPlan, init=False)
 
-    @property
-    def home(self) -> TensorHome | None:
-        """Of shards of parameters."""
-        return self.homes.params
+    def __attrs_post_init__(self) -> None:
+        self.home = self.homes.params  # a step asks for it
 
     @property
     def rests(self) -> RestPlan:
