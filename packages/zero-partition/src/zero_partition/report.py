@@ -8,12 +8,13 @@ from typing import Final
 
 import torch
 from attrs import frozen
-from torch import Tensor
-from zero_comm import AbstractCodec, LocoErrors
+from torch import Tensor, nn
+from zero_comm import AbstractCodec, LocoErrors, Traffic
 
 from zero_partition.memory.store import Encoded
 from zero_partition.plan.layout import BufferPlan
 from zero_partition.plan.trace import Gather, Use
+from zero_partition.run.hooks import require_sharded
 from zero_partition.run.sharded_model import ShardedModel
 
 
@@ -65,8 +66,13 @@ class MemoryReport:
         )
 
 
-def memory_report(sharded: ShardedModel) -> MemoryReport:
-    """Count this rank's bytes. Local."""
+def memory_report(model: nn.Module) -> MemoryReport:
+    """Count this rank's bytes of model state and buffers, each kind apart. Local.
+
+    Raises:
+        StateError: Not sharded.
+    """
+    sharded = require_sharded(model)
     rank, parked = sharded.group.rank, sharded.parked
     gone = frozenset[int]() if parked is None else parked.gone
 
@@ -210,8 +216,19 @@ class ScheduleReport:
     slots_bytes: int  # memory of all slots
 
 
-def schedule_report(sharded: ShardedModel) -> ScheduleReport:
-    """What the public `schedule_report` documents."""
+def schedule_report(model: nn.Module) -> ScheduleReport:
+    """When each unit of a model sharded at stage 3 is whole, and in which memory. Local.
+
+    Of the last training step, or the last evaluation where nothing was trained yet. A rank whose
+    order changes from step to step launches what the step before it would have needed.
+
+    Returns:
+        No rows where parameters rest whole, and before the second forward.
+
+    Raises:
+        StateError: Not sharded.
+    """
+    sharded = require_sharded(model)
     ahead = sharded.schedule.ahead
     order = ahead.training if ahead.training.recorded else ahead.evaluation
     names = [unit.name for unit in sharded.units]
@@ -240,6 +257,21 @@ def schedule_report(sharded: ShardedModel) -> ScheduleReport:
         for position in range(len(order.recorded))
     ]
     return ScheduleReport(tuple(rows), max(live, default=0), sharded.schedule.pool.num_bytes)
+
+
+def traffic_report(model: nn.Module) -> Traffic:
+    """What this rank sent for a model in its last step, from one `optimizer.step()` to the next.
+
+    Local. A gather that was launched ahead counts in the step that it was launched for.
+
+    Returns:
+        Per operation, and by subject per unit; what was sent so far where none is complete.
+
+    Raises:
+        StateError: Not sharded.
+    """
+    log = require_sharded(model).routes.log
+    return log.now if log.last is None else log.last
 
 
 def _is_live(gather: Gather, position: int) -> bool:

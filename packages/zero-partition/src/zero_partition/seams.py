@@ -3,7 +3,6 @@
 Building blocks for zero-engine and for packages like it. They may change between minor versions.
 """
 
-from zero_partition.enter.hooks import find_sharded
 from zero_partition.enter.load_weights import LoadReport, load_ranges
 from zero_partition.memory.seams import (
     AbstractGradientHome,
@@ -18,6 +17,7 @@ from zero_partition.memory.seams import (
 from zero_partition.memory.store import RestPlan
 from zero_partition.public import park, unpark
 from zero_partition.report import loco_facts, loco_state, restore_loco
+from zero_partition.run.hooks import find_sharded
 from zero_partition.run.norm import GradientReport
 from zero_partition.run.residence import RoomPlan, plan_room
 from zero_partition.run.sharded_model import ShardedModel

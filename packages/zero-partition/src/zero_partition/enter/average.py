@@ -13,15 +13,14 @@ from zero_comm import collective
 
 from zero_partition.errors import PartitionError, StateError
 from zero_partition.memory.seams import AbstractRangeReader
+from zero_partition.run.hooks import find_sharded
 from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.run.unit import publish
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
 from zero_partition.values.load import find_misfits, read_into
 from zero_partition.values.parts import Part, PartBatch, WholeTensor, trained_of
-from zero_partition.values.state_dict import full_state_dict
-
-from .hooks import find_sharded
+from zero_partition.values.state_dict import gather_state_dict
 
 _SWAP: Final = "ShardedAverage.swap()"
 
@@ -102,7 +101,7 @@ class ShardedAverage:
         """
         sharded = self._usable("ShardedAverage.full_state_dict()")
         averages = dict(zip(self._buffers, self._averages, strict=True))
-        return full_state_dict(sharded, averages)
+        return gather_state_dict(sharded, averages)
 
     @contextmanager
     @collective

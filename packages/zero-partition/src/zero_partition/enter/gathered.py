@@ -19,6 +19,7 @@ from zero_partition.init.context import CURRENT
 from zero_partition.init.early_shard import EarlyShard, find_early
 from zero_partition.memory.seams import AbstractShardHome, ShardSize
 from zero_partition.plan.stages import Placement
+from zero_partition.run.hooks import find_sharded
 from zero_partition.run.sharded_model import (
     Place,
     ShardedModel,
@@ -31,11 +32,9 @@ from zero_partition.run.sharded_model import (
     write_whole,
 )
 from zero_partition.run.unit import ShardState, Unit
-from zero_partition.stand_in import StateKind
+from zero_partition.stand_in import Bound, StateKind
 from zero_partition.torch_private import plainly
 from zero_partition.values.access import Verdict, Watch, data_of, home_of, raise_on, sum_of
-
-from .hooks import Bound, find_sharded
 
 
 @define(eq=False)

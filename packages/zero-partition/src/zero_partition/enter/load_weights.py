@@ -13,6 +13,7 @@ from zero_comm import Group, check_agreement, collective
 from zero_partition.errors import LoadError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import AbstractRangeReader, AbstractUpdater
+from zero_partition.run.hooks import find_sharded
 from zero_partition.stand_in import StateKind
 from zero_partition.values.load import (
     NamedReaders,
@@ -23,8 +24,6 @@ from zero_partition.values.load import (
     find_problems,
     targets_of,
 )
-
-from .hooks import find_sharded
 
 
 @frozen

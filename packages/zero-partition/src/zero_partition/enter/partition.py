@@ -43,6 +43,12 @@ from zero_partition.plan.layout import BufferPlan, UnitPlan
 from zero_partition.plan.stages import AS_IT_IS, STAGES, Placement, Placements, Precision, Stage
 from zero_partition.plan.trace import Limits
 from zero_partition.plan.wire import AS_ONE, Routes, Wire
+from zero_partition.run.hooks import (
+    find_sharded,
+    install_module_hooks,
+    install_norm_hooks,
+    install_optimizer_hooks,
+)
 from zero_partition.run.reducer import GradientReducer
 from zero_partition.run.residence import Residence
 from zero_partition.run.schedule import Schedule
@@ -51,9 +57,9 @@ from zero_partition.run.step import hand_over_state
 from zero_partition.run.unit import Unit
 from zero_partition.stand_in import StateDictKind
 from zero_partition.values.access import check_content, check_not_wrapped
+from zero_partition.values.optimizer_state_dict import install_state_dict_hooks_of
 from zero_partition.values.state_dict import install_state_dict_hooks
 
-from .hooks import find_sharded, install_module_hooks, install_norm_hooks, install_optimizer_hooks
 from .model_plan import as_they_hold, check_masters, plan_model_units, resting_of
 
 _BATCH_BYTES: Final = 2**20  # small parameters travel together
@@ -516,6 +522,8 @@ def partition(
     install_state_dict_hooks(sharded)
     if optimizer is not None:
         install_optimizer_hooks(optimizer, sharded)
+        if sharded.reducer.shards_state:
+            install_state_dict_hooks_of(optimizer, sharded)
     return sharded
 
 

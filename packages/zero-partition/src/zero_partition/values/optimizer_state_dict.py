@@ -8,8 +8,8 @@ from typing import Any, Final, final
 
 import torch
 from attrs import define, evolve, field
-from torch import Tensor
-from zero_comm import Group, all_gather_json, broadcast_flat
+from torch import Tensor, nn
+from zero_comm import Group, all_gather_json, broadcast_flat, collective
 
 from zero_partition.chained import ChainedOptimizer, members_of
 from zero_partition.errors import LoadError, StateError
@@ -19,6 +19,7 @@ from zero_partition.optimizer.entries import launch_entry
 from zero_partition.optimizer.shards import leave_state, watch_state
 from zero_partition.plan.layout import Span
 from zero_partition.plan.stages import Placement
+from zero_partition.run.hooks import require_sharded
 from zero_partition.run.sharded_model import ShardedModel, launch_buffer
 from zero_partition.stand_in import Bound, StateKind
 from zero_partition.torch_private import checkpoint_call
@@ -34,8 +35,25 @@ _TIMEOUT_S: Final = 60.0
 # torch's `load_state_dict()` does not look: a parameter may have a master, and no state.
 
 
-def full_optimizer_state_dict(sharded: ShardedModel) -> dict[str, Any]:
-    """What the public `full_optimizer_state_dict` documents."""
+@collective
+def full_optimizer_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The optimizer's whole `state_dict`, on rank 0, in host memory. Collective; between steps.
+
+    In torch's format, numbered in the order of param groups: the plain optimizer over the plain
+    model loads it. Where parameters have masters (`Precision(params=...)`), these are beside it
+    under "masters", by the same numbers. A delayed update comes in first, as in `full_state_dict`.
+    One entry of one parameter is whole at a time on the other ranks, and one unit's shard of state
+    in memory that rests elsewhere.
+
+    Returns:
+        The state dict on rank 0, an empty dict elsewhere. Of a `ChainedOptimizer`, what that gives.
+
+    Raises:
+        StateError: Not sharded, or without an optimizer; a forward is running; or an entry is laid
+            out so that no whole of it is known.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    sharded = require_sharded(model)
     optimizer = _usable(sharded, "full_optimizer_state_dict()")
     sharded.finish_update()  # so that weights and optimizer state are of one step
     is_first = sharded.whole.rank == 0
@@ -45,13 +63,32 @@ def full_optimizer_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     return {"optimizers": states} if isinstance(optimizer, ChainedOptimizer) else states[0]
 
 
-def load_full_optimizer_state_dict(sharded: ShardedModel, given: Mapping[str, Any]) -> None:
-    """What the public `load_full_optimizer_state_dict` documents."""
+@collective
+def load_full_optimizer_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Make a whole optimizer's `state_dict` that of a sharded optimizer. Collective; between steps.
+
+    At any stage, residence, cut and world size, also from a plain optimizer over the plain model.
+    Masters, where there are any in it, become the values of their parameters: load weights before.
+    How a step is computed (`fused`, `foreach`, ...) stays. Each rank keeps a copy of its part, in
+    host memory, until all of it is there.
+
+    Args:
+        model: The very module that was sharded.
+        state_dict: What `full_optimizer_state_dict`, or torch's `state_dict()`, gave. Rank 0's
+            counts; the others may pass {}.
+
+    Raises:
+        LoadError: On every rank: names what is missing, unexpected or does not fit; nothing was
+            written.
+        StateError: As for `full_optimizer_state_dict`.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    sharded = require_sharded(model)
     what, group = "load_full_optimizer_state_dict()", sharded.whole
     optimizer = _usable(sharded, what)
     problem, said, tensors = "", None, list[Tensor]()
     try:
-        said = describe(dict(given), tensors) if group.rank == 0 else None
+        said = describe(dict(state_dict), tensors) if group.rank == 0 else None
     except (StateError, TypeError, ValueError) as error:
         problem = str(error)
     problem, said = all_gather_json([problem, said], group=group, timeout_s=_TIMEOUT_S)[0]

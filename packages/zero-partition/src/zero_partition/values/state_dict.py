@@ -8,10 +8,12 @@ from typing import Any, Final
 import torch
 from attrs import define
 from torch import Tensor, nn
+from zero_comm import collective
 
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.plan.stages import Placement
+from zero_partition.run.hooks import require_sharded
 from zero_partition.run.sharded_model import ShardedModel, launch_buffer
 from zero_partition.run.unit import ShardState, Unit
 from zero_partition.stand_in import Bound, StateKind, end_empty_export, export_empty
@@ -26,16 +28,28 @@ WITHOUT_FULL: Final = (
 Places = dict[str, tuple[Unit, int, int]]  # attribute of a module: its unit, buffer and position
 
 
-def full_state_dict(
+@collective
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The whole model's `state_dict`, on rank 0, in host memory. Collective.
+
+    At most one unit is whole at a time on the other ranks. Keys, buffers and extra state are what
+    the model's own `state_dict` gives; tied parameters share one tensor. A delayed update comes in
+    first, as by `finish_update`, so that weights and optimizer state are of one step.
+
+    Returns:
+        The state dict on rank 0, an empty dict elsewhere.
+
+    Raises:
+        StateError: Not sharded, a forward is running, or at stage 3 a state_dict hook of the model
+            adds a tensor that is no parameter or buffer.
+    """
+    return gather_state_dict(require_sharded(model))
+
+
+def gather_state_dict(
     sharded: ShardedModel, shards: Mapping[FlatBuffer, Tensor] | None = None
 ) -> dict[str, Any]:
-    """What the public `full_state_dict` documents.
-
-    Args:
-        sharded: The model.
-        shards: Of some flat buffers, what is gathered in place of the values that rest; the same
-            buffers on every rank.
-    """
+    """As `full_state_dict`, with `shards` of some buffers in place of what rests. Collective."""
     if any(unit.depth for unit in sharded.units):
         raise StateError("full_state_dict() was called while a forward is running")
     sharded.refuse_parked("full_state_dict()", StateKind.PARAMS)

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from zero_comm import collective
 
 from zero_partition.chained import members_of
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.optimizer.entries import Entry, ask_states, launch_entry, plan_state
 from zero_partition.plan.stages import Placement
+from zero_partition.run.hooks import require_sharded
 from zero_partition.run.sharded_model import ShardedModel, forget_places, launch_buffer
 from zero_partition.run.step import bring_back_state
 from zero_partition.stand_in import StateKind
@@ -21,8 +23,19 @@ from zero_partition.torch_private import plain_access
 _TIMEOUT_S = 60.0
 
 
-def unpartition(sharded: ShardedModel) -> None:
-    """What the public `unpartition` documents."""
+@collective
+def unpartition(model: nn.Module) -> None:
+    """Make the model and its optimizer plain again, with whole parameters and state. Collective.
+
+    Afterwards every rank holds all of it, in memory of its own, and no hook is left: the model can
+    be copied, pickled, compiled, handed on, or sharded again. The objects stay the same.
+
+    Raises:
+        StateError: Not sharded, a forward is running, at stages 1 to 3 gradients wait for the
+            optimizer, or its state is laid out so that no whole of it is known; nothing was done.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    sharded = require_sharded(model)
     _check_idle(sharded)
     sharded.refuse_while_gathered("unpartition()")
     sharded.refuse_parked("unpartition()", *StateKind)
