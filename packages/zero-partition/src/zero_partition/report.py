@@ -81,24 +81,23 @@ def memory_report(model: nn.Module) -> MemoryReport:
 
     params = padding = gradients = 0
     scalars = sharded.reducer.flags_bytes + (0 if parked is None else parked.stand_in_bytes)
-    for unit in sharded.units:
-        for buffer in unit.buffers:
-            layout, itemsize = buffer.plan.layout, buffer.plan.dtype.itemsize
-            scalars += len(buffer.params) * itemsize
-            rest, memory = buffer.resting, buffer.resting.memory
-            if isinstance(rest, Encoded):
-                numels = (layout.splits[rank], layout.payload_splits[rank])
-                used, unused = encoded_bytes(rest.codec, *numels)
-                scalars += itemsize  # what stands in for the values in `shard_params`
-                params += used
-                padding += unused
-                continue
-            if memory is not None and not is_gone(memory) and not buffer.is_view:
-                params += layout.payload_splits[rank] * itemsize
-                padding += (layout.splits[rank] - layout.payload_splits[rank]) * itemsize
-            if buffer.whole is not None and not is_gone(buffer.whole):
-                params += layout.payload_numel * itemsize
-                padding += (layout.numel - layout.payload_numel) * itemsize
+    for buffer in sharded.buffers:
+        layout, itemsize = buffer.plan.layout, buffer.plan.dtype.itemsize
+        scalars += len(buffer.params) * itemsize
+        rest, memory = buffer.resting, buffer.resting.memory
+        if isinstance(rest, Encoded):
+            numels = (layout.splits[rank], layout.payload_splits[rank])
+            used, unused = encoded_bytes(rest.codec, *numels)
+            scalars += itemsize  # what stands in for the values in `shard_params`
+            params += used
+            padding += unused
+            continue
+        if memory is not None and not is_gone(memory) and not buffer.is_view:
+            params += layout.payload_splits[rank] * itemsize
+            padding += (layout.splits[rank] - layout.payload_splits[rank]) * itemsize
+        if buffer.whole is not None and not is_gone(buffer.whole):
+            params += layout.payload_numel * itemsize
+            padding += (layout.numel - layout.payload_numel) * itemsize
     reduction = sharded.reducer.reduction_bytes
     state, state_scalars = _optimizer_bytes(sharded, is_gone)
     for g in sharded.reducer.gradients:
@@ -171,7 +170,7 @@ def _optimizer_bytes(sharded: ShardedModel, is_gone: Callable[[Tensor], bool]) -
 
 
 def _trained_bytes_per_rank(sharded: ShardedModel) -> tuple[int, ...]:
-    plans = [buffer.plan for unit in sharded.units for buffer in unit.buffers]
+    plans = [buffer.plan for buffer in sharded.buffers]
     return tuple(
         sum(p.layout.payload_splits[rank] * p.dtype.itemsize for p in plans if p.trainable)
         for rank in range(sharded.group.world_size)
@@ -179,12 +178,7 @@ def _trained_bytes_per_rank(sharded: ShardedModel) -> tuple[int, ...]:
 
 
 def _gathered_bytes(sharded: ShardedModel) -> int:
-    held = [
-        value.untyped_storage()
-        for unit in sharded.units
-        for buffer in unit.buffers
-        for value in buffer.held.values()
-    ]
+    held = [value.untyped_storage() for buffer in sharded.buffers for value in buffer.held.values()]
     memory = {storage.data_ptr(): storage.nbytes() for storage in held}
     return sum(memory.values()) + sharded.outside.num_bytes
 

@@ -3,7 +3,6 @@
 Building blocks for zero-engine and for packages like it. They may change between minor versions.
 """
 
-from zero_partition.enter.load_weights import LoadReport, load_ranges
 from zero_partition.memory.seams import (
     AbstractGradientHome,
     AbstractRangeReader,
@@ -24,7 +23,14 @@ from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.run.unit import CodecErrors
 from zero_partition.stand_in import AbstractKeeper
 from zero_partition.values.access import ParameterStatus
-from zero_partition.values.load import StateLoad, StateSource, param_groups_of, plan_load
+from zero_partition.values.load import (
+    LoadReport,
+    StateLoad,
+    StateSource,
+    load_ranges,
+    param_groups_of,
+    plan_load,
+)
 from zero_partition.values.parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
 
 __all__ = [

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
+from itertools import groupby
 from types import TracebackType
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, NoReturn, TypeVar, final
 from weakref import WeakKeyDictionary, finalize
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from zero_comm import CommError, Handle, all_gather_flat, broadcast_flat, collective
+from zero_comm import CommError, Group, Handle, all_gather_flat, broadcast_flat, collective
 
 from zero_partition.errors import LostEditError, OverlapError, StateError
 from zero_partition.init.context import CURRENT
@@ -34,7 +36,160 @@ from zero_partition.run.sharded_model import (
 from zero_partition.run.unit import ShardState, Unit
 from zero_partition.stand_in import Bound, StateKind
 from zero_partition.torch_private import plainly
-from zero_partition.values.access import Verdict, Watch, data_of, home_of, raise_on, sum_of
+
+# ---- Parameters whole in a context, and what was done to them meanwhile ----
+
+
+class _Verdict(IntEnum):
+    """How a rank leaves a parameter, or the context; it can travel as a byte."""
+
+    FINE = 0
+    EDITED = 1  # though nobody was to
+    MISSHAPEN = 2
+    RAISED = 3  # an exception passes through the context
+
+
+@frozen(eq=False)
+class _Whole:
+    """A parameter that a context keeps whole, as it was when that was entered."""
+
+    name: str
+    param: nn.Parameter
+    home: Tensor  # the memory in which its values belong
+    version: int
+    checksum: int
+
+    @classmethod
+    def of(cls, name: str, param: nn.Parameter, home: Tensor, *, has_sum: bool) -> _Whole:
+        """From here on writes count."""
+        return cls(name, param, home, param._version, _checksum(home) if has_sum else 0)
+
+    def judge(self, *, may_edit: bool, has_sum: bool) -> _Verdict:
+        """What has become of it."""
+        data, home = self.param.data, self.home
+        if (data.shape, data.dtype, data.device) != (home.shape, home.dtype, home.device):
+            return _Verdict.MISSHAPEN
+        if may_edit:
+            return _Verdict.FINE
+        is_same = data.data_ptr() == home.data_ptr() and data.is_contiguous()
+        is_same = is_same and self.param._version == self.version
+        if is_same and has_sum:
+            is_same = _checksum(data) == self.checksum
+        return _Verdict.FINE if is_same else _Verdict.EDITED
+
+
+def _checksum(data: Tensor) -> int:
+    """Over the bits, so that NaN is a value like others."""
+    data = torch.view_as_real(data) if data.is_complex() else data
+    return int(data.contiguous().view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64))
+
+
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@define(eq=False)
+class _Watch:
+    """What ranks do to parameters while a context keeps them whole."""
+
+    group: Group
+    what: str  # users call it
+    modifier_rank: int | None
+    compares_bytes: bool  # costs a pass over them, and finds writes that autograd does not count
+    wholes: list[_Whole] = field(factory=list, init=False)
+    _report: Handle[Tensor] | None = field(default=None, init=False)
+
+    def check_modifier(self) -> None:
+        """Raise StateError unless it is a rank of the group, or None."""
+        modifier, group = self.modifier_rank, self.group
+        if modifier is not None and not 0 <= modifier < group.world_size:
+            raise StateError(
+                f"{self.what}: expected modifier_rank in 0..{group.world_size - 1}, a rank of the "
+                f"group, got {modifier} (rank {group.rank})"
+            )
+
+    def refuse_overlap(self, name: str) -> NoReturn:
+        """Another context has it."""
+        raise OverlapError(
+            f"{self.what}: parameter {name!r} is gathered already by an enclosing context (rank "
+            f"{self.group.rank}), and two could not both have the last word; use the values that "
+            "are there, or leave that context first"
+        )
+
+    def start(self, found: Iterable[tuple[str, nn.Parameter, Tensor]]) -> None:
+        """Names, parameters and the memory that is theirs: from here on writes count."""
+        with plainly():
+            for name, param, home in found:
+                self.wholes.append(_Whole.of(name, param, home, has_sum=self.compares_bytes))
+
+    def judge(self) -> list[_Verdict]:
+        """What this rank has done to each of them. Local."""
+        may_edit = self.modifier_rank is not None
+        with plainly():
+            return [w.judge(may_edit=may_edit, has_sum=self.compares_bytes) for w in self.wholes]
+
+    def report(self, *, has_raised: bool, tag: int = 0) -> Handle[Tensor] | None:
+        """Tell the others how this rank leaves, once. Launches only: they may be gone."""
+        if self._report is not None or not self.wholes:
+            return None
+        said = [_Verdict.RAISED for _ in self.wholes] if has_raised else self.judge()
+        mine = torch.tensor(said, dtype=torch.uint8, device=self.group.device)
+        self._report = all_gather_flat(
+            mine.new_empty(self.group.world_size * len(said)),
+            splits=[len(said)] * self.group.world_size,
+            group=self.group,
+            shard=mine,
+            tag=tag,
+            control=True,
+        )
+        return self._report
+
+    def settle(self) -> None:
+        """Agree on what was changed, and raise what that means for everyone. Collective."""
+        assert self._report is not None, "report() comes first"
+        reports = self._report.wait().view(self.group.world_size, -1).tolist()
+        for rank, said in enumerate(reports):
+            for whole, verdict in zip(self.wholes, said, strict=True):
+                self._raise_on(_Verdict(verdict), whole, rank)
+
+    def send_changes(self) -> None:
+        """Let the values be those of the modifier, in the memory that is theirs. Collective."""
+        handles, modifier = [], self.modifier_rank
+        assert modifier is not None, "asked before"
+        with plainly():
+            for whole in self.wholes:
+                data, home = whole.param.data, whole.home
+                is_moved = data.data_ptr() != home.data_ptr() or not data.is_contiguous()
+                if self.group.rank == modifier and is_moved:
+                    home.copy_(data)
+                if home.numel():
+                    handles.append(broadcast_flat(home.view(-1), src=modifier, group=self.group))
+            for handle in handles:
+                handle.wait()
+
+    def end(self) -> None:
+        """Nothing is kept whole any more."""
+        self.wholes.clear()
+        self._report = None
+
+    def _raise_on(self, verdict: _Verdict, whole: _Whole, rank: int) -> None:
+        mine = f"(seen on rank {self.group.rank})"
+        if verdict is _Verdict.RAISED:
+            raise StateError(
+                f"{self.what}: rank {rank} left the context with an exception {mine}, so all "
+                "changes are dropped; its own message says why"
+            )
+        if verdict is _Verdict.EDITED:
+            raise LostEditError(
+                f"{self.what}: rank {rank} changed parameter {whole.name!r} {mine}; without "
+                "modifier_rank changes are dropped. Pass modifier_rank=... to keep those of one "
+                "rank, or change a copy"
+            )
+        if verdict is _Verdict.MISSHAPEN and self.modifier_rank in (None, rank):
+            raise StateError(
+                f"{self.what}: rank {rank} left parameter {whole.name!r} with another shape, dtype "
+                f"or device {mine}; expected shape {tuple(whole.home.shape)}, {whole.home.dtype}. "
+                "A sharded model keeps its shapes: change them before shard()"
+            )
 
 
 @define(eq=False)
@@ -42,113 +197,292 @@ class EarlyGather:
     """What `Gather` is to a sharded model, for parameters that are on their way into one."""
 
     shards: Sequence[EarlyShard]  # of one group, sorted
-    what: str  # users call it
-    modifier_rank: int | None = None
-    compares_bytes: bool = False
-    _params: list[nn.Parameter] = field(factory=list, init=False)
-    _homes: list[Tensor] = field(factory=list, init=False)  # what they view while whole
-    _versions: list[int] = field(factory=list, init=False)
-    _sums: list[int] = field(factory=list, init=False)
-    _report: Handle[Tensor] | None = field(default=None, init=False)
+    watch: _Watch
 
     def check(self) -> None:
         """Raise, before anything is sent, what `GatheredParameters` documents. Local."""
-        group, modifier = self.shards[0].group, self.modifier_rank
-        if modifier is not None and not 0 <= modifier < group.world_size:
-            raise StateError(
-                f"{self.what}: expected modifier_rank in 0..{group.world_size - 1}, a rank of the "
-                f"group, got {modifier} (rank {group.rank})"
-            )
+        self.watch.check_modifier()
         for early in self.shards:
             if early.is_gathered:
-                raise OverlapError(
-                    f"{self.what}: parameter {early.label!r} is gathered already by an enclosing "
-                    f"context (rank {group.rank}), and two could not both have the last word; use "
-                    "the values that are there, or leave that context first"
-                )
+                self.watch.refuse_overlap(early.label)
             early.check_untouched(early.parameter, early.label)
 
     def open(self) -> None:
         """Make the parameters whole. Collective."""
-        for early in self.shards:
-            param, home = early.parameter, early.whole()
-            self._params.append(param)
-            self._homes.append(home)
-            self._versions.append(param._version)
-            self._sums.append(sum_of(home) if self.compares_bytes else 0)
-        for early, param, home in zip(self.shards, self._params, self._homes, strict=True):
+        self.watch.start([(early.label, early.parameter, early.whole()) for early in self.shards])
+        for early, whole in zip(self.shards, self.watch.wholes, strict=True):
             early.is_gathered = True
-            param.data = home
+            whole.param.data = whole.home
 
     def report(self, *, has_raised: bool) -> None:
-        """Tell the others how this rank leaves. Launches only: they may be far behind, or gone."""
-        if self._report is not None or not self._params:
-            return
-        group = self.shards[0].group
-        with plainly():
-            said = [
-                Verdict.RAISED if has_raised else self._judge(index)
-                for index in range(len(self._params))
-            ]
-            mine = torch.tensor(said, dtype=torch.uint8, device=group.device)
-            self._report = all_gather_flat(
-                mine.new_empty(group.world_size * len(said)),
-                splits=[len(said)] * group.world_size,
-                group=group,
-                shard=mine,
-                control=True,
-            )
+        """See `_Watch.report`."""
+        self.watch.report(has_raised=has_raised)
 
     def settle(self) -> None:
         """Agree on what was changed, and keep or refuse it. Collective."""
-        group = self.shards[0].group
-        assert self._report is not None, "report() comes first"
-        reports = self._report.wait().view(group.world_size, -1).tolist()
-        for rank, said in enumerate(reports):
-            for early, verdict in zip(self.shards, said, strict=True):
-                raise_on(
-                    Verdict(verdict),
-                    early.label,
-                    early.stand_in,
-                    seen_on=group.rank,
-                    rank=rank,
-                    modifier=self.modifier_rank,
-                    what=self.what,
-                )
-        if self.modifier_rank is not None:
+        self.watch.settle()
+        if self.watch.modifier_rank is not None:
+            self.watch.send_changes()
             with plainly():
-                self._keep_changes(self.modifier_rank)
+                for early, whole in zip(self.shards, self.watch.wholes, strict=True):
+                    early.keep_part_of(whole.home)
 
     def close(self) -> None:
         """Keep this rank's part only, whatever happened. Local."""
-        for early, param in zip(self.shards, self._params, strict=False):
-            if early.is_gathered:
-                early.is_gathered = False
-                param.data = early.stand_in
-                early.version = param._version
-        self._params.clear()
-        self._homes.clear()
+        for early, whole in zip(self.shards, self.watch.wholes, strict=False):
+            early.is_gathered = False
+            whole.param.data = early.stand_in
+            early.version = whole.param._version
+        self.watch.end()
 
-    def _judge(self, index: int) -> Verdict:
-        param, home = self._params[index], self._homes[index]
-        data = param.data
-        if data.shape != home.shape or data.dtype != home.dtype or data.device != home.device:
-            return Verdict.MISSHAPEN
-        if self.modifier_rank is not None:
-            return Verdict.FINE
-        is_same = data.data_ptr() == home.data_ptr() and param._version == self._versions[index]
-        if is_same and self.compares_bytes:
-            is_same = sum_of(data) == self._sums[index]
-        return Verdict.FINE if is_same else Verdict.EDITED
 
-    def _keep_changes(self, modifier: int) -> None:
-        for early, param, home in zip(self.shards, self._params, self._homes, strict=True):
-            data = param.data
-            if early.group.rank == modifier and data.data_ptr() != home.data_ptr():
-                home.copy_(data)
-            if home.numel():
-                broadcast_flat(home.view(-1), src=modifier, group=early.group).wait()
-            early.keep_part_of(home)
+@define(eq=False)
+class Gather:
+    """The parameters of one model that one context keeps whole."""
+
+    sharded: ShardedModel
+    places: Sequence[Place]  # sorted
+    watch: _Watch
+    _fully_held: list[Unit] = field(factory=list, init=False)
+    _is_open: bool = field(default=False, init=False)
+
+    def check(self) -> None:
+        """Raise, before anything is sent, what `GatheredParameters` documents. Local."""
+        what, is_for_reading = self.watch.what, self.watch.modifier_rank is None
+        self.sharded.refuse_parked(what, StateKind.PARAMS)
+        if not is_for_reading:
+            self.sharded.refuse_parked(what, StateKind.MASTERS)
+        self.watch.check_modifier()
+        for place in self.places:
+            if place.key in self.sharded.gathered:
+                self.watch.refuse_overlap(place.name)
+            if not is_for_reading and self.sharded.schedule.is_in_use(place.unit):
+                raise StateError(
+                    f"{what}: parameter {place.name!r} cannot be modified while its unit "
+                    f"{place.unit.name!r} runs forward or backward (rank {place.whole.rank}); "
+                    "leave out modifier_rank, or modify it between steps"
+                )
+
+    def open(self) -> None:
+        """Make the parameters whole. Collective."""
+        self._is_open = True
+        self.sharded.gathers.append(self.watch.what)
+        self.sharded.gathered.update(place.key for place in self.places)
+        try:
+            if not self.sharded.is_exact:
+                self._gather()
+        except BaseException:
+            self.close()
+            raise
+        self.watch.start((place.name, place.param, _home_of(place)) for place in self.places)
+
+    def report(self, *, has_raised: bool) -> None:
+        """See `_Watch.report`."""
+        unread = self.sharded.unread
+        while self._is_open and unread:  # of an earlier context, which every rank has left by now
+            unread.pop().wait()
+        report = self.watch.report(has_raised=has_raised, tag=self.sharded.access_tag)
+        if report is not None:
+            unread.append(report)  # until settle() has read it
+
+    def settle(self) -> None:
+        """Agree on what was changed, and keep or refuse it. Collective."""
+        self.sharded.unread.clear()
+        self.watch.settle()
+        if self.watch.modifier_rank is None:
+            return
+        self.sharded.schedule.settle()  # nobody reads the shards that we write
+        self.watch.send_changes()
+        for place, whole in zip(self.places, self.watch.wholes, strict=True):
+            if self.sharded.is_exact:
+                place.param.data = whole.home
+            write_whole(place, whole.home)
+
+    def close(self) -> None:
+        """Shard the parameters again, whatever happened. Local."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self.sharded.gathers.remove(self.watch.what)
+        self.sharded.gathered.difference_update(place.key for place in self.places)
+        for unit in self._fully_held:
+            unit.is_held = False
+            if unit.state is ShardState.UNSHARDED:
+                unit.reshard()  # it is whole in our memory only
+        for buffer in {place.buffer: None for place in self.places if place.is_gathered}:
+            buffer.let_go([place.position for place in self.places if place.buffer is buffer])
+        self._fully_held.clear()
+        self.watch.end()
+
+    def edited(self) -> list[str]:
+        """Names of the parameters that this rank was seen to change in vain. Local."""
+        if self.sharded.is_exact:
+            return []
+        verdicts = zip(self.places, self.watch.judge(), strict=True)
+        return [place.name for place, verdict in verdicts if verdict is not _Verdict.FINE]
+
+    def _gather(self) -> None:
+        """Whole buffers in one message each, single parameters in one each."""
+        waits: list[tuple[list[Place], Callable[[], Tensor | tuple[Tensor, ...]]]] = []
+        for buffer, chosen in groupby(self.places, key=lambda place: place.buffer):
+            mine = list(chosen)
+            if len(mine) == len(buffer.params):
+                waits.append((mine, launch_buffer(buffer)))
+            else:
+                waits += [([place], launch_whole(place)) for place in mine]
+        values: list[tuple[list[Place], Sequence[Tensor]]] = []
+        for mine, wait in waits:
+            try:
+                result = wait()
+            except CommError as error:
+                what, unit = self.watch.what, mine[0].unit.name
+                raise CommError(f"{what}, unit {unit!r}: {error}") from error
+            values.append((mine, (result,) if isinstance(result, Tensor) else result))
+        for mine, found in values:
+            positions = [place.position for place in mine]
+            mine[0].buffer.hold(dict(zip(positions, found, strict=True)))
+        for unit in {place.unit: None for place in self.places}:
+            is_whole = all(len(buffer.held) == len(buffer.params) for buffer in unit.buffers)
+            if is_whole and unit.state is not ShardState.UNSHARDED:
+                unit.reshard()  # a gather that was launched ahead is not needed
+                unit.is_held = True
+                self._fully_held.append(unit)
+
+
+def _home_of(place: Place) -> Tensor:
+    """The memory in which a parameter that is gathered, or rests whole, belongs."""
+    buffer = place.buffer
+    if place.is_gathered:
+        return buffer.held[place.position]
+    assert buffer.whole is not None, "neither gathered nor replicated"
+    return buffer.views_of(buffer.whole)[place.position]
+
+
+# ---- GatheredParameters: parameters whole in a context, and changed there by one rank ----
+
+
+_WHAT: Final = "GatheredParameters"
+Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
+
+
+@final
+class GatheredParameters:
+    """A context in which parameters are whole, in their own Parameter objects. Collective.
+
+    Every rank enters and leaves it, with the same parameters. `param.data` is then the whole value,
+    in memory of its own; modules run as usual. Those that `Init` sharded may be gathered before
+    their model is sharded; but inside `Init`, which gathers what is touched, they are left as they
+    are. So are other parameters of no sharded model, and those that rest whole, but for what a
+    codec has left of them (`Wire(params=...)`).
+
+    - Without `modifier_rank` the values are for reading. A write that autograd counts (any in-place
+      function on the parameter), or a new `param.data`, raises LostEditError on every rank at the
+      end; a write through `param.data` is looked for where `sanity_checks` asks, and dropped.
+    - With `modifier_rank`, what that rank has written is every rank's at the end; what the others
+      wrote is dropped. Where parameters rest whole (stages 0 to 2), it is sent to all ranks too.
+
+    An exception inside drops all changes of sharded parameters; the other ranks, at the end of
+    theirs, learn of it by a StateError. Inside, `optimizer.step()`, `load_state_dict()` and
+    `release_buffers()` raise.
+
+    Args:
+        params: A Parameter, a module, or any iterable of Parameters, in any order; each counts
+            once.
+        modifier_rank: Whose changes are kept, a rank of the group; None keeps nobody's.
+        fwd_module: Uses the parameters in its forward: see `register_external_parameter`.
+        enabled: Do nothing at all when False.
+        sanity_checks: Compare checksums over all bytes, to find what was written through
+            `param.data`.
+
+    Raises:
+        TypeError: `params` holds something else than Parameters.
+        OverlapError: A parameter is gathered already, by an enclosing context.
+        LostEditError: On leaving: a rank changed a parameter without being the modifier.
+        StateError: `modifier_rank` is no rank of the group; a parameter to be modified is in use by
+            a forward or a backward; on leaving: the modifier left another shape or dtype, or a
+            peer left with an exception.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+        *,
+        sanity_checks: bool = False,
+    ) -> None:
+        self._gathers: list[Gather | EarlyGather] = []
+        if not enabled:
+            return
+        chosen = _as_list(params)
+        places = [place for param in chosen if (place := find_place(param)) is not None]
+        for sharded in {id(place.sharded): place.sharded for place in places}.values():
+            mine = sort_places(place for place in places if place.sharded is sharded)
+            if not sharded.is_exact or modifier_rank is not None:
+                watch = _Watch(sharded.whole, _WHAT, modifier_rank, sanity_checks)
+                self._gathers.append(Gather(sharded, mine, watch))
+        for shards in _group_early(chosen):
+            watch = _Watch(shards[0].group, _WHAT, modifier_rank, sanity_checks)
+            self._gathers.append(EarlyGather(shards, watch))
+        for param in chosen:
+            if fwd_module is not None and find_place(param) is not None:
+                register_external_parameter(fwd_module, param)
+
+    def __enter__(self) -> GatheredParameters:
+        opened: list[Gather | EarlyGather] = []
+        try:
+            for gather in self._gathers:
+                gather.check()
+                gather.open()
+                opened.append(gather)
+        except BaseException:
+            for gather in reversed(opened):
+                gather.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            for gather in self._gathers:
+                gather.report(has_raised=error is not None)
+            if error is None:
+                for gather in self._gathers:
+                    gather.settle()
+        finally:
+            for gather in reversed(self._gathers):
+                gather.close()
+
+
+def _group_early(params: Iterable[nn.Parameter]) -> list[list[EarlyShard]]:
+    """Of parameters that Init sharded, each once, in one order on every rank; by group.
+
+    None inside Init, which gathers whatever is touched.
+    """
+    found = {} if CURRENT.get() is not None else {id(e): e for p in params if (e := find_early(p))}
+    by_group: dict[int, list[EarlyShard]] = {}
+    for early in sorted(found.values(), key=lambda early: early.serial):
+        by_group.setdefault(id(early.group), []).append(early)
+    return list(by_group.values())
+
+
+def _as_list(params: Any) -> list[Any]:
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    chosen = [params] if isinstance(params, Tensor) else list(params)
+    for param in chosen:
+        if not isinstance(param, Tensor):
+            raise TypeError(
+                "GatheredParameters: expected a Parameter, a module or an iterable of Parameters, "
+                f"got a {type(param).__name__} among them"
+            )
+    return chosen
 
 
 # ---- Parameters that a module is known to use though it does not own them ----
@@ -224,305 +558,6 @@ _AHEAD: Final[WeakKeyDictionary[nn.Module, WeakKeyDictionary[ShardedModel, _Laun
 )
 
 
-# ---- Parameters made whole on demand, apart from their units, and what was done to them mea ----
-
-
-@define(eq=False)
-class Gather:
-    """The parameters of one model that one context keeps whole."""
-
-    sharded: ShardedModel
-    places: Sequence[Place]  # sorted
-    what: str  # users call it
-    modifier_rank: int | None = None
-    compares_bytes: bool = False
-    _values: dict[tuple[int, int, int], Tensor] = field(factory=dict, init=False)
-    _watch: Watch = field(init=False)
-    _fully_held: list[Unit] = field(factory=list, init=False)
-    _report: Handle[Tensor] | None = field(default=None, init=False)
-    _is_open: bool = field(default=False, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._watch = Watch(self.compares_bytes)
-
-    def check(self) -> None:
-        """Raise, before anything is sent, what `GatheredParameters` documents. Local."""
-        group = self.sharded.whole
-        modifier = self.modifier_rank
-        self.sharded.refuse_parked(self.what, StateKind.PARAMS)
-        if modifier is not None:
-            self.sharded.refuse_parked(self.what, StateKind.MASTERS)
-        if modifier is not None and not 0 <= modifier < group.world_size:
-            raise StateError(
-                f"{self.what}: expected modifier_rank in 0..{group.world_size - 1}, a rank of the "
-                f"group, got {modifier} (rank {group.rank})"
-            )
-        for place in self.places:
-            if place.key in self.sharded.gathered:
-                raise OverlapError(
-                    f"{self.what}: parameter {place.name!r} is gathered already by an enclosing "
-                    f"context (rank {group.rank}), and two could not both have the last word; use "
-                    "the values that are there, or leave that context first"
-                )
-            if modifier is not None and self.sharded.schedule.is_in_use(place.unit):
-                raise StateError(
-                    f"{self.what}: parameter {place.name!r} cannot be modified while its unit "
-                    f"{place.unit.name!r} runs forward or backward (rank {group.rank}); leave out "
-                    "modifier_rank, or modify it between steps"
-                )
-
-    def open(self) -> None:
-        """Make the parameters whole. Collective."""
-        self._is_open = True
-        self.sharded.gathers.append(self.what)
-        self.sharded.gathered.update(place.key for place in self.places)
-        try:
-            if not self.sharded.is_exact:
-                self._gather()
-        except BaseException:
-            self.close()
-            raise
-        self._watch.start(self.places)
-
-    def report(self, *, has_raised: bool) -> None:
-        """Tell the others how this rank leaves. Launches only: they may be far behind, or gone."""
-        group = self.sharded.whole
-        if self._report is not None or not self._is_open:
-            return
-        said = [Verdict.RAISED if has_raised else self._judge(place) for place in self.places]
-        mine = torch.tensor(said, dtype=torch.uint8, device=group.device)
-        while self.sharded.unread:  # of an earlier context, which every rank has left by now
-            self.sharded.unread.pop().wait()
-        self._report = all_gather_flat(
-            mine.new_empty(group.world_size * len(said)),
-            splits=[len(said)] * group.world_size,
-            group=group,
-            shard=mine,
-            tag=self.sharded.access_tag,
-            control=True,
-        )
-        self.sharded.unread.append(self._report)  # until settle() has read it
-
-    def settle(self) -> None:
-        """Agree on what was changed, and keep or refuse it. Collective."""
-        group = self.sharded.whole
-        assert self._report is not None, "report() comes first"
-        self.sharded.unread.remove(self._report)
-        reports = self._report.wait().view(group.world_size, -1).tolist()
-        for rank, said in enumerate(reports):
-            for place, verdict in zip(self.places, said, strict=True):
-                raise_on(
-                    Verdict(verdict),
-                    place.name,
-                    place.buffer.plan.params[place.position],
-                    seen_on=group.rank,
-                    rank=rank,
-                    modifier=self.modifier_rank,
-                    what=self.what,
-                )
-        if self.modifier_rank is not None:
-            self._keep_changes(self.modifier_rank)
-
-    def close(self) -> None:
-        """Shard the parameters again, whatever happened. Local."""
-        if not self._is_open:
-            return
-        self._is_open, self._report = False, None
-        self.sharded.gathers.remove(self.what)
-        self.sharded.gathered.difference_update(place.key for place in self.places)
-        for unit in self._fully_held:
-            unit.is_held = False
-            if unit.state is ShardState.UNSHARDED:
-                unit.reshard()  # it is whole in our memory only
-        for place in self.places:
-            if place.position in place.buffer.held:
-                place.buffer.let_go([p.position for p in self.places if p.buffer is place.buffer])
-        self._values.clear()
-        self._fully_held.clear()
-
-    def edited(self) -> list[str]:
-        """Names of the parameters that this rank was seen to change in vain. Local."""
-        if self.sharded.is_exact:
-            return []
-        return [place.name for place in self.places if self._judge(place) != Verdict.FINE]
-
-    def _gather(self) -> None:
-        """Whole buffers in one message each, single parameters in one each."""
-        waits: list[tuple[list[Place], Callable[[], Tensor | tuple[Tensor, ...]]]] = []
-        for buffer in {id(place.buffer): place.buffer for place in self.places}.values():
-            mine = [place for place in self.places if place.buffer is buffer]
-            if len(mine) == len(buffer.params):
-                waits.append((mine, launch_buffer(buffer)))
-            else:
-                waits += [([place], launch_whole(place)) for place in mine]
-        for mine, wait in waits:
-            try:
-                result = wait()
-            except CommError as error:
-                raise CommError(f"{self.what}, unit {mine[0].unit.name!r}: {error}") from error
-            values = (result,) if isinstance(result, Tensor) else result
-            self._values.update({p.key: v for p, v in zip(mine, values, strict=True)})
-        for mine, _ in waits:
-            mine[0].buffer.hold({place.position: self._values[place.key] for place in mine})
-        for unit in {place.unit_index: place.unit for place in self.places}.values():
-            is_whole = all(len(buffer.held) == len(buffer.params) for buffer in unit.buffers)
-            if is_whole and unit.state is not ShardState.UNSHARDED:
-                unit.reshard()  # a gather that was launched ahead is not needed
-                unit.is_held = True
-                self._fully_held.append(unit)
-
-    def _judge(self, place: Place) -> Verdict:
-        return self._watch.judge(place, may_edit=self.modifier_rank is not None)
-
-    def _keep_changes(self, modifier: int) -> None:
-        group = self.sharded.whole
-        self.sharded.schedule.settle()  # nobody reads the shards that we write
-        handles = []
-        for place in self.places:
-            home = home_of(place)
-            if group.rank == modifier:
-                data = data_of(place)
-                if data.data_ptr() != home.data_ptr() or not data.is_contiguous():
-                    home.copy_(data)
-            if home.numel():
-                handles.append(broadcast_flat(home.view(-1), src=modifier, group=group))
-        for handle in handles:
-            handle.wait()
-        for place in self.places:
-            home = home_of(place)
-            if self.sharded.is_exact:
-                place.buffer.params[place.position].data = home
-            write_whole(place, home)
-
-
-# ---- GatheredParameters: parameters whole in a context, and changed there by one rank ----
-
-
-Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
-
-
-@final
-class GatheredParameters:
-    """A context in which parameters are whole, in their own Parameter objects. Collective.
-
-    Every rank enters and leaves it, with the same parameters. `param.data` is then the whole value,
-    in memory of its own; modules run as usual. Those that `Init` sharded may be gathered before
-    their model is sharded; but inside `Init`, which gathers what is touched, they are left as they
-    are. So are other parameters of no sharded model, and those that rest whole, but for what a
-    codec has left of them (`Wire(params=...)`).
-
-    - Without `modifier_rank` the values are for reading. A write that autograd counts (any in-place
-      function on the parameter), or a new `param.data`, raises LostEditError on every rank at the
-      end; a write through `param.data` is looked for where `sanity_checks` asks, and dropped.
-    - With `modifier_rank`, what that rank has written is every rank's at the end; what the others
-      wrote is dropped. Where parameters rest whole (stages 0 to 2), it is sent to all ranks too.
-
-    An exception inside drops all changes of sharded parameters; the other ranks, at the end of
-    theirs, learn of it by a StateError. Inside, `optimizer.step()`, `load_state_dict()` and
-    `release_buffers()` raise.
-
-    Args:
-        params: A Parameter, a module, or any iterable of Parameters, in any order; each counts
-            once.
-        modifier_rank: Whose changes are kept, a rank of the group; None keeps nobody's.
-        fwd_module: Uses the parameters in its forward: see `register_external_parameter`.
-        enabled: Do nothing at all when False.
-        sanity_checks: Compare checksums over all bytes, to find what was written through
-            `param.data`.
-
-    Raises:
-        TypeError: `params` holds something else than Parameters.
-        OverlapError: A parameter is gathered already, by an enclosing context.
-        LostEditError: On leaving: a rank changed a parameter without being the modifier.
-        StateError: `modifier_rank` is no rank of the group; a parameter to be modified is in use by
-            a forward or a backward; on leaving: the modifier left another shape or dtype, or a
-            peer left with an exception.
-        zero_comm.CommError: A rank did not take part in time.
-    """
-
-    def __init__(
-        self,
-        params: Params,
-        modifier_rank: int | None = None,
-        fwd_module: nn.Module | None = None,
-        enabled: bool = True,
-        *,
-        sanity_checks: bool = False,
-    ) -> None:
-        self._gathers: list[Gather | EarlyGather] = []
-        if not enabled:
-            return
-        chosen = _as_list(params)
-        places = [place for param in chosen if (place := find_place(param)) is not None]
-        for sharded in {id(place.sharded): place.sharded for place in places}.values():
-            mine = sort_places(place for place in places if place.sharded is sharded)
-            if not sharded.is_exact or modifier_rank is not None:
-                self._gathers.append(
-                    Gather(sharded, mine, "GatheredParameters", modifier_rank, sanity_checks)
-                )
-        for early in _group_early(chosen):
-            self._gathers.append(
-                EarlyGather(early, "GatheredParameters", modifier_rank, sanity_checks)
-            )
-        for param in chosen:
-            if fwd_module is not None and find_place(param) is not None:
-                register_external_parameter(fwd_module, param)
-
-    def __enter__(self) -> GatheredParameters:
-        opened: list[Gather | EarlyGather] = []
-        try:
-            for gather in self._gathers:
-                gather.check()
-                gather.open()
-                opened.append(gather)
-        except BaseException:
-            for gather in reversed(opened):
-                gather.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            for gather in self._gathers:
-                gather.report(has_raised=error is not None)
-            if error is None:
-                for gather in self._gathers:
-                    gather.settle()
-        finally:
-            for gather in reversed(self._gathers):
-                gather.close()
-
-
-def _group_early(params: Iterable[nn.Parameter]) -> list[list[EarlyShard]]:
-    """Of parameters that Init sharded, each once, in one order on every rank; by group.
-
-    None inside Init, which gathers whatever is touched.
-    """
-    found = {} if CURRENT.get() is not None else {id(e): e for p in params if (e := find_early(p))}
-    by_group: dict[int, list[EarlyShard]] = {}
-    for early in sorted(found.values(), key=lambda early: early.serial):
-        by_group.setdefault(id(early.group), []).append(early)
-    return list(by_group.values())
-
-
-def _as_list(params: Any) -> list[Any]:
-    if isinstance(params, nn.Module):
-        return list(params.parameters())
-    chosen = [params] if isinstance(params, Tensor) else list(params)
-    for param in chosen:
-        if not isinstance(param, Tensor):
-            raise TypeError(
-                "GatheredParameters: expected a Parameter, a module or an iterable of Parameters, "
-                f"got a {type(param).__name__} among them"
-            )
-    return chosen
-
-
 # ---- A model each rank can run alone though its parameters rest outside the device ----
 
 
@@ -538,14 +573,7 @@ def streamed(
 ) -> Iterator[None]:
     """A context in which units that hold these parameters are read whole. Collective to enter.
 
-    Args:
-        sharded: The model.
-        places: Of the parameters.
-        home: Where its shards rest; room for whole copies is taken there.
-        what: Users call it.
-
-    Raises:
-        Exception: There is no room for them; what the home raises.
+    Room for the copies is taken where shards rest, which may raise what that raises.
     """
     units = [
         unit
@@ -627,7 +655,8 @@ def unsharded(model: Model, modules: Iterable[str] | None = None) -> Iterator[Mo
             "was not; call zero_engine.shard() first, and pass the very module it returned"
         )
     places, home = _places_within(sharded, modules), sharded.residence.home
-    gather = Gather(sharded, places, "unsharded()")
+    watch = _Watch(sharded.whole, "unsharded()", None, compares_bytes=False)
+    gather = Gather(sharded, places, watch)
     gather.check()
     if home is not None:
         with streamed(sharded, places, home, "unsharded()"):

@@ -56,10 +56,10 @@ from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.run.step import hand_over_state
 from zero_partition.run.unit import Unit
 from zero_partition.stand_in import StateDictKind
-from zero_partition.values.access import check_content, check_not_wrapped
 from zero_partition.values.optimizer_state_dict import install_state_dict_hooks_of
 from zero_partition.values.state_dict import install_state_dict_hooks
 
+from .checks import check_content, check_not_wrapped
 from .model_plan import as_they_hold, check_masters, plan_model_units, resting_of
 
 _BATCH_BYTES: Final = 2**20  # small parameters travel together

@@ -43,7 +43,7 @@ from .step import bring_in, step_elsewhere
 from .unit import ShardState, Unit, publish
 
 if TYPE_CHECKING:
-    from zero_partition.plan.layout import Piece
+    from zero_partition.plan.layout import ParameterPlan, Piece
 
 
 @define(eq=False)
@@ -142,6 +142,16 @@ class Place:
         return self.unit.buffers[self.buffer_index]
 
     @property
+    def plan(self) -> ParameterPlan:
+        """The parameter as it was planned."""
+        return self.buffer.plan.params[self.position]
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter itself."""
+        return self.buffer.params[self.position]
+
+    @property
     def group(self) -> Group:
         """The ranks it is sharded over."""
         return self.sharded.group
@@ -180,22 +190,24 @@ class Place:
         self.sharded.outside.refuse_write(self, what)
 
 
-def record_places(sharded: ShardedModel) -> None:
-    """Make the parameters of a model known."""
+def record_places(sharded: ShardedModel) -> tuple[Place, ...]:
+    """Make the parameters of a model known; where they are, in the order of units."""
     owner = ref(sharded)
-    for unit in sharded.units:
-        for buffer_index, buffer in enumerate(unit.buffers):
-            for position, param in enumerate(buffer.params):
-                name = buffer.plan.params[position].name
-                record_owner(param, Place(owner, name, unit.index, buffer_index, position))
+    places = tuple(
+        Place(owner, param.name, unit.index, buffer_index, position)
+        for unit in sharded.units
+        for buffer_index, buffer in enumerate(unit.buffers)
+        for position, param in enumerate(buffer.plan.params)
+    )
+    for place in places:
+        record_owner(place.param, place)
+    return places
 
 
 def forget_places(sharded: ShardedModel) -> None:
     """The parameters of a model are ordinary ones again."""
-    for unit in sharded.units:
-        for buffer in unit.buffers:
-            for param in buffer.params:
-                forget_owner(param)
+    for place in sharded.places:
+        forget_owner(place.param)
 
 
 def find_place(param: Tensor) -> Place | None:
@@ -275,7 +287,6 @@ def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tens
         shape, memory of its own.
     """
     buffer, group = place.buffer, place.group
-    plan = buffer.plan.params[place.position]
     span = buffer.plan.layout.spans[place.position]
     if part is None and place.unit.copies is not None:
         return _launch_copy(place, place.unit.copies)
@@ -283,7 +294,7 @@ def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tens
     part = part_of(place) if part is None else part
     shards = buffer.plan.layout.shards
     overlaps = [span.overlap(shard) for shard in shards]
-    whole = torch.empty(plan.shape.numel(), dtype=part.dtype, device=group.device)
+    whole = torch.empty(span.numel, dtype=part.dtype, device=group.device)
     handle: Handle[Tensor] | None = None
     if exposure is not None:
         exposure.gather(
@@ -312,7 +323,7 @@ def launch_whole(place: Place, part: Tensor | None = None) -> Callable[..., Tens
                 raise CommError(
                     f"gathering parameter {place.name!r} (rank {group.rank}): {error}"
                 ) from error
-        return whole.view(plan.shape)
+        return whole.view(place.plan.shape)
 
     return wait
 
@@ -557,6 +568,8 @@ class ShardedModel:
     input_dtype: torch.dtype | None = None  # of what the model is called with; as it is when None
     output_dtype: torch.dtype | None = None  # of what the model returns; likewise
     exports_stand_ins: bool = field(default=False, init=False)  # full_state_dict is collecting
+    buffers: tuple[FlatBuffer, ...] = field(init=False)  # of all units, in order
+    places: tuple[Place, ...] = field(init=False)  # of all parameters, likewise
     outside: OutsideUses = field(init=False)  # parameters used outside their unit's forward
     forwards: int = field(default=0, init=False)  # of the model that are running
     gathers: list[str] = field(factory=list, init=False)  # open contexts, by what users call them
@@ -579,9 +592,9 @@ class ShardedModel:
     def __attrs_post_init__(self) -> None:
         self.outside = OutsideUses(self)
         self._tree = ModuleTree.of(self.model)
-        buffers = [buffer for unit in self.units for buffer in unit.buffers]
-        self._rounded = [buffer for buffer in buffers if buffer.codec is not None]
-        record_places(self)
+        self.buffers = tuple(buffer for unit in self.units for buffer in unit.buffers)
+        self.places = record_places(self)
+        self._rounded = [buffer for buffer in self.buffers if buffer.codec is not None]
 
     @property
     def group(self) -> Group:
@@ -592,6 +605,11 @@ class ShardedModel:
     def whole(self) -> Group:
         """All ranks that train it."""
         return self.routes.whole
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether the optimizer has shards of parameters, and each rank the state of its own."""
+        return self.placements.optim is Placement.SHARDED
 
     @property
     def is_backward_open(self) -> bool:
@@ -783,7 +801,7 @@ class ShardedModel:
                 buffer.reclaim()
                 buffer.follow_update()
         self.end_write()
-        if self.placements.optim is Placement.SHARDED:
+        if self.shards_state:
             publish(self.units)
         if self.residence.home is not None:
             self.residence.home.settle()
@@ -793,7 +811,7 @@ class ShardedModel:
 
         Collective. Some optimizers step aside, look at the gradient there, and step back.
         """
-        if self.placements.optim is Placement.REPLICATED:
+        if not self.shards_state:
             return False
         return self.reducer.is_true_anywhere(self._shard_versions() != self._published)
 
@@ -903,7 +921,7 @@ class ShardedModel:
             )
 
     def _check_params(self) -> None:
-        if self.optimizer is None or self.placements.optim is Placement.REPLICATED:
+        if self.optimizer is None or not self.shards_state:
             return
         known = {id(p) for unit in self.units for b in unit.buffers for p in b.shard_params}
         for index, param_group in enumerate(self.optimizer.param_groups):

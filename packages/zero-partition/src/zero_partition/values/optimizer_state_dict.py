@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain, count, repeat
+from itertools import chain, count, groupby, repeat
 from typing import Any, Final, final
 
 import torch
@@ -15,17 +15,22 @@ from zero_partition.chained import ChainedOptimizer, members_of
 from zero_partition.errors import LoadError, StateError
 from zero_partition.memory.seams import MASTER, AbstractRangeReader
 from zero_partition.nested import describe, map_tensors, rebuild, tensors_said
-from zero_partition.optimizer.entries import launch_entry
 from zero_partition.optimizer.shards import leave_state, watch_state
 from zero_partition.plan.layout import Span
-from zero_partition.plan.stages import Placement
 from zero_partition.run.hooks import require_sharded
-from zero_partition.run.sharded_model import ShardedModel, launch_buffer
+from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.stand_in import Bound, StateKind
 from zero_partition.torch_private import checkpoint_call
 
 from .load import EntryPart, StateLoad, StateSource, names_by_owner, param_groups_of, plan_load
-from .parts import plan_entries, states_of
+from .runs import (
+    ask_states,
+    launch_entry,
+    launch_trained_buffer,
+    owner_of,
+    plan_state,
+    states_of,
+)
 from .state_dict import WITHOUT_FULL
 
 _TIMEOUT_S: Final = 60.0
@@ -127,27 +132,29 @@ def _gather(
     numbers = {id(param): number for number, param in enumerate(mine)}
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
-    buffers = [b for unit in sharded.units for b in unit.buffers]
-    is_sharded = sharded.placements.optim is Placement.SHARDED
+    is_sharded = sharded.shards_state
     if not is_sharded and is_kept:
         state = {numbers[id(p)]: map_tensors(dict(of), _on_host) for p, of in member.state.items()}
+    places = [p for p in sharded.places if is_sharded and id(owner_of(p)) in numbers]
+    for buffer in dict.fromkeys(place.buffer for place in places):
+        buffer.follow_writes()
+    said = []
     if is_sharded:
-        buffers = [b for b in buffers if any(id(p) in numbers for p in b.shard_params)]
-        for buffer in buffers:
-            buffer.follow_writes()
-        entries_of = plan_entries(sharded, buffers, states_of(sharded, buffers), _TIMEOUT_S)
-        for buffer, planned in zip(buffers, entries_of, strict=True):
-            values = states_of(sharded, [buffer], is_read=True)[0]
-            for shard, of_param, entries in zip(buffer.shard_params, values, planned, strict=True):
-                for key, entry in entries.items() if id(shard) in numbers else ():
-                    tag = sharded.access_tag
-                    whole = launch_entry(entry, of_param, key, group=sharded.group, tag=tag)()
-                    if is_kept:
-                        state.setdefault(numbers[id(shard)], {})[key] = map_tensors(whole, _on_host)
-            if buffer.training.dtype != buffer.plan.dtype:
-                whole = launch_buffer(buffer, buffer.trained.to(sharded.group.device))()
-                named = zip(buffer.shard_params, whole if is_kept else (), strict=False)
-                masters |= {numbers[id(p)]: _on_host(v) for p, v in named if id(p) in numbers}
+        own = states_of(sharded, places)
+        said = ask_states(own, group=sharded.group, timeout_s=_TIMEOUT_S)
+    planned = {place: plan_state(place, of) for place, of in zip(places, said, strict=True)}
+    for buffer, chosen in groupby(places, key=lambda place: place.buffer):
+        mine = list(chosen)
+        for place, values in zip(mine, states_of(sharded, mine, is_read=True), strict=True):
+            number, tag = numbers[id(owner_of(place))], sharded.access_tag
+            for key, entry in planned[place].items():
+                whole = launch_entry(entry, values, key, group=sharded.group, tag=tag)()
+                if is_kept:
+                    state.setdefault(number, {})[key] = map_tensors(whole, _on_host)
+        if buffer.training.dtype != buffer.plan.dtype:
+            all_values = launch_trained_buffer(buffer)()
+            for place in mine if is_kept else ():
+                masters[numbers[id(owner_of(place))]] = _on_host(all_values[place.position])
     groups = [
         {
             **{k: map_tensors(v, _on_host) for k, v in group.items() if k != "params"},
@@ -223,11 +230,9 @@ def _load(
     for target in planned.states:
         parts = [part for part in target.entries.values() if isinstance(part, EntryPart)]
         needed |= {id(part.reader): part.span for part in parts}
-    for buffer, readers in planned.readers:
-        for position, reader in readers.items():
-            piece = buffer.piece_of(position)
-            own = Span(0, 0) if piece is None else piece.in_tensor
-            needed[id(reader)] = own if buffer.whole is None else Span(0, reader.shape.numel())
+    for target in planned.values:
+        if target.found:  # a master
+            needed[id(target.reader)] = next(iter(target.spans(sharded.group)), Span(0, 0))
     source = planned.source
     entries = chain.from_iterable(state.values() for state in (source.states or {}).values())
     for reader in {id(r): r for r in (*entries, *source.params.values())}.values():
