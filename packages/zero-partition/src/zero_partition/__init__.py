@@ -5,13 +5,6 @@
 
 from zero_partition.__about__ import __version__
 from zero_partition.chained import ChainedOptimizer
-from zero_partition.enter.average import ShardedAverage
-from zero_partition.enter.gathered import (
-    GatheredParameters,
-    register_external_parameter,
-    unregister_external_parameter,
-    unsharded,
-)
 from zero_partition.enter.partition import partition
 from zero_partition.errors import (
     AtRestError,
@@ -63,6 +56,13 @@ from zero_partition.values.access import (
     set_local_optimizer_state,
     set_local_param,
     update_full_grads,
+)
+from zero_partition.values.average import ShardedAverage
+from zero_partition.values.gathered import (
+    GatheredParameters,
+    register_external_parameter,
+    unregister_external_parameter,
+    unsharded,
 )
 from zero_partition.values.optimizer_state_dict import (
     full_optimizer_state_dict,

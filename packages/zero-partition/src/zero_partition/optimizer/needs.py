@@ -97,22 +97,6 @@ def find_dependence(
     return None
 
 
-def entries_after_step(
-    optimizer: torch.optim.Optimizer,
-    dims: Sequence[Sequence[int]],
-    options: Sequence[Mapping[str, Any]],
-) -> list[dict[int, frozenset[str]]]:
-    """Which entries of state one step leaves, by number of dims; none where it fails. Local.
-
-    As `states_after_step`, with parameters of these numbers of dims in each param group.
-    """
-    params = [[nn.Parameter(torch.ones((2,) * num_dims)) for num_dims in of] for of in dims]
-    states = states_after_step(optimizer, params, options)
-    if states is None:
-        return [{} for _ in dims]
-    return [{param.dim(): frozenset(states.get(param, ())) for param in group} for group in params]
-
-
 def states_after_step(
     optimizer: torch.optim.Optimizer,
     params: Sequence[list[nn.Parameter]],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any, Final, NoReturn
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from attrs import define, field, frozen
@@ -572,6 +572,8 @@ class ShardedModel:
     places: tuple[Place, ...] = field(init=False)  # of all parameters, likewise
     outside: OutsideUses = field(init=False)  # parameters used outside their unit's forward
     forwards: int = field(default=0, init=False)  # of the model that are running
+    # Of modules, what launches gathers before their forward; see `register_external_parameter`.
+    ahead: WeakKeyDictionary[nn.Module, Any] = field(factory=WeakKeyDictionary, init=False)
     gathers: list[str] = field(factory=list, init=False)  # open contexts, by what users call them
     gathered: set[tuple[int, int, int]] = field(factory=set, init=False)  # places, by their keys
     unread: list[Handle[Tensor]] = field(factory=list, init=False)  # sent as an exception passed
@@ -781,25 +783,20 @@ class ShardedModel:
             return
         self.refuse_while_gathered("finish_update()")
         self.refuse_parked("finish_update()", StateKind.PARAMS)
-        if any(unit.depth for unit in self.units):
-            raise StateError(
-                "finish_update() was called while a forward is running; call it between steps"
-            )
+        self.refuse_in_forward("finish_update()")
         self.begin_write()
         self._follow_writes()
         bring_in(self.residence, self.reducer.gradients)
         self._publish()
 
     def _follow_writes(self) -> None:
-        for unit in self.units:
-            for buffer in unit.buffers:
-                buffer.follow_writes()
+        for buffer in self.buffers:
+            buffer.follow_writes()
 
     def _publish(self) -> None:
-        for unit in self.units:
-            for buffer in unit.buffers:
-                buffer.reclaim()
-                buffer.follow_update()
+        for buffer in self.buffers:
+            buffer.reclaim()
+            buffer.follow_update()
         self.end_write()
         if self.shards_state:
             publish(self.units)
@@ -816,7 +813,7 @@ class ShardedModel:
         return self.reducer.is_true_anywhere(self._shard_versions() != self._published)
 
     def _shard_versions(self) -> list[tuple[int, int]]:
-        params = (p for unit in self.units for b in unit.buffers for p in b.shard_params)
+        params = (p for buffer in self.buffers for p in buffer.shard_params)
         return [(param.data_ptr(), param._version) for param in params]
 
     def begin_write(self) -> None:
@@ -850,6 +847,11 @@ class ShardedModel:
                 f"{what} after a backward that an exception ended: its gradients are incomplete. "
                 "Call optimizer.zero_grad() and run forward and backward again."
             )
+
+    def refuse_in_forward(self, what: str) -> None:
+        """Raise StateError inside a forward of a unit."""
+        if any(unit.depth for unit in self.units):
+            raise StateError(f"{what} was called while a forward is running; call it between steps")
 
     def refuse_while_gathered(self, what: str) -> None:
         """Raise StateError inside a context that keeps parameters whole."""
@@ -923,7 +925,7 @@ class ShardedModel:
     def _check_params(self) -> None:
         if self.optimizer is None or not self.shards_state:
             return
-        known = {id(p) for unit in self.units for b in unit.buffers for p in b.shard_params}
+        known = {id(p) for buffer in self.buffers for p in buffer.shard_params}
         for index, param_group in enumerate(self.optimizer.param_groups):
             for param in param_group["params"]:
                 if id(param) not in known:

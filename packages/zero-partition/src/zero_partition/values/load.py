@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zero_comm import Group, check_agreement, collective
 
 from zero_partition.chained import members_of, options_of
-from zero_partition.errors import LoadError, PartitionError, StateError
+from zero_partition.errors import LoadError, PartitionError
 from zero_partition.init.context import guard_module
 from zero_partition.init.early_shard import find_early, plan_early
 from zero_partition.init.materialize import allocate_blank, allocate_blank_buffer, plain_on_meta
@@ -22,7 +22,7 @@ from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, AbstractRangeReader, AbstractUpdater
 from zero_partition.nested import map_tensors, rebuild
 from zero_partition.optimizer.entries import keys_for_whole, part_in_entry, part_of_entry
-from zero_partition.optimizer.needs import entries_after_step
+from zero_partition.optimizer.needs import states_after_step
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.layout import Span
 from zero_partition.run.hooks import find_sharded
@@ -69,11 +69,6 @@ class Target:
     found: dict[str, AbstractRangeReader] = field(factory=dict)  # to be read; of one, the first
 
     @property
-    def is_meta(self) -> bool:
-        """It has no memory yet."""
-        return self.tensor.is_meta
-
-    @property
     def reader(self) -> AbstractRangeReader:
         """What it is read from."""
         return next(iter(self.found.values()))
@@ -104,7 +99,7 @@ class Target:
 
     def spans(self, group: Group) -> list[Span]:
         """The elements that this rank keeps, or is going to."""
-        if self.is_meta:
+        if self.tensor.is_meta:
             layout = plan_early(self.tensor.numel(), group)
             return [piece.in_tensor for piece in layout.pieces(group.rank)]
         if self.place is not None and self.place.buffer.whole is not None:
@@ -113,14 +108,6 @@ class Target:
             piece = self.place.piece
             return [] if piece is None else [piece.in_tensor]
         return [span for span, _ in self.parts]
-
-    def allocate(self, group: Group) -> None:
-        """Give it memory, as `Init` would have left it."""
-        if isinstance(self.tensor, nn.Parameter):
-            allocate_blank(self.tensor, self.names[0], group=group)
-        else:
-            allocate_blank_buffer(self.tensor, group=group)
-        self.find_parts(None)
 
     def fill(self) -> None:
         """Read this rank's part, where it is in no place."""
@@ -151,10 +138,15 @@ def targets_of(model: nn.Module) -> Iterator[Target]:
 
 
 def allocate_missing(model: nn.Module, targets: Iterable[Target], group: Group) -> None:
-    """Give what is on the meta device memory."""
+    """Give what is on the meta device memory, as `Init` would have left it."""
     for target in targets:
-        if target.is_meta:
-            target.allocate(group)
+        if not target.tensor.is_meta:
+            continue
+        if isinstance(target.tensor, nn.Parameter):
+            allocate_blank(target.tensor, target.names[0], group=group)
+        else:
+            allocate_blank_buffer(target.tensor, group=group)
+        target.find_parts(None)
     for module in model.modules():
         if any(p is not None and find_early(p) is not None for p in module._parameters.values()):
             guard_module(module)
@@ -323,9 +315,8 @@ def load_ranges(
     """
     readers = dict(readers)
     sharded = find_sharded(model)
-    if sharded is not None and any(unit.depth for unit in sharded.units):
-        raise StateError("load_ranges() was called while a forward is running")
     if sharded is not None:
+        sharded.refuse_in_forward("load_ranges()")
         sharded.refuse_parked("load_ranges()", StateKind.PARAMS, StateKind.MASTERS)
     targets = list(targets_of(model))
     problems = [problem for target in targets for problem in target.match(readers, {})]
@@ -340,7 +331,9 @@ def load_ranges(
     if strict:
         problems += _describe_names(report.missing, report.unexpected)
     else:
-        blank = [target.names[0] for target in targets if target.is_meta and not target.found]
+        blank = [
+            target.names[0] for target in targets if target.tensor.is_meta and not target.found
+        ]
         problems += [f"{name!r} is on the meta device and has no weights" for name in blank]
     problems += _find_lost(model, targets)
     problems += _find_different_ties(targets, group)
@@ -383,11 +376,6 @@ class EntryPart:
         """Every element of it."""
         return cls(reader, Span(0, reader.shape.numel()), tuple(reader.shape))
 
-    @property
-    def num_bytes(self) -> int:
-        """Of its elements."""
-        return self.span.numel * self.reader.dtype.itemsize
-
     def fill(self, memory: Tensor) -> Tensor:
         """Read it into a tensor of its shape."""
         read_into(memory.view(-1), self.reader, self.span)
@@ -402,18 +390,12 @@ class StateTarget:
     entries: dict[str, Any] = field(factory=dict)  # EntryPart, or a value; what is kept here
     num_entries: int = 0  # whole ones, that some rank keeps
 
-    @property
-    def name(self) -> str:
-        """Of the parameter."""
-        return self.place.name
-
     def plan(self, state: Mapping[str, Any], for_whole: Collection[str]) -> None:
         """Take this rank's part of the whole entries; see `keys_for_whole`.
 
         Raises:
             PartitionError: A shape that the parameter's cut does not explain.
         """
-        self.num_entries = len(state)
         param, piece = self.place.plan, self.place.piece
         is_sharded = self.place.sharded.shards_state
         numel = param.shape.numel()
@@ -429,10 +411,6 @@ class StateTarget:
                 self.entries[key] = EntryPart(value, part, shape)
             else:
                 self.entries[key] = EntryPart.all_of(value)
-
-    def add_own(self, entries: Mapping[str, Any]) -> None:
-        """Take what this rank had of entries without a whole: nests, with readers for tensors."""
-        self.entries |= map_tensors(dict(entries), EntryPart.all_of, AbstractRangeReader)
 
 
 def write_states(sharded: ShardedModel, targets: Sequence[StateTarget]) -> None:
@@ -506,7 +484,7 @@ def _on_host(part: EntryPart) -> Tensor:
 
 def _bytes_of_entry(item: tuple[StateTarget, str | None]) -> int:
     part = None if item[1] is None else item[0].entries[item[1]]
-    return part.num_bytes if isinstance(part, EntryPart) else 0
+    return part.span.numel * part.reader.dtype.itemsize if isinstance(part, EntryPart) else 0
 
 
 # ---- Values and state into a partitioned model ----
@@ -573,8 +551,7 @@ def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) ->
     Raises:
         StateError: A forward is running, or parameters are gathered.
     """
-    if any(unit.depth for unit in sharded.units):
-        raise StateError("load() was called while a forward is running; call it between steps")
+    sharded.refuse_in_forward("load()")
     sharded.refuse_while_gathered("load()")
     problems: list[str] = []
     begins_anew: list[str] = []
@@ -691,7 +668,7 @@ def _plan_states(
     for place in sharded.places:
         if place.name not in trained:
             continue
-        target, name = StateTarget(place), place.name
+        name = place.name
         state = dict(state_by_name.get(name, {}))
         own = own_said.get(name, {"entries": {}})
         if own["entries"] and not (is_sharded and keeps_said(place) == list(own["keeps"])):
@@ -700,14 +677,14 @@ def _plan_states(
                 "it has no whole, and was saved by ranks that keep other parts of the parameter"
             )
             state, own = {}, {"entries": {}}
-        num_entries = len(state)
+        target = StateTarget(place, num_entries=len(state))
         if state and name in params_by_name and keeps_own_masters(sharded, place.buffer):
             state.setdefault(MASTER, params_by_name[name])  # as a file has them
         try:
             target.plan(state, for_whole)
-            target.num_entries = num_entries
             if own["entries"]:
-                target.add_own(own_entries[name])
+                of_rank = own_entries[name]  # what has no whole: nests, with readers for tensors
+                target.entries |= map_tensors(of_rank, EntryPart.all_of, AbstractRangeReader)
         except PartitionError as error:
             problems.append(str(error))
         known = state.keys() | own["entries"].keys()
@@ -754,11 +731,12 @@ def _expected_entries(sharded: ShardedModel, source: StateSource) -> dict[str, f
     expected: dict[str, frozenset[str]] = {}
     for member in members_of(sharded.optimizer):
         in_group = [[names[id(param)] for param in g["params"]] for g in member.param_groups]
-        dims = [sorted({num_dims[name] for name in of_group}) for of_group in in_group]
         options = [_restored(next(given, {})) for _ in member.param_groups]
-        found = entries_after_step(member, dims, options)
-        for of_group, entries in zip(in_group, found, strict=True):
-            expected |= {
-                name: entries[num_dims[name]] for name in of_group if num_dims[name] in entries
-            }
+        dims = [sorted({num_dims[name] for name in of_group}) for of_group in in_group]
+        tiny = [{n: nn.Parameter(torch.ones((2,) * n)) for n in of_group} for of_group in dims]
+        states = states_after_step(member, [list(of.values()) for of in tiny], options)
+        if states is None:
+            continue
+        for of_group, tried in zip(in_group, tiny, strict=True):
+            expected |= {n: frozenset(states.get(tried[num_dims[n]], ())) for n in of_group}
     return expected

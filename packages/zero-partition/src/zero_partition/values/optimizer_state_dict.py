@@ -118,8 +118,7 @@ def _usable(sharded: ShardedModel, what: str) -> torch.optim.Optimizer:
         raise StateError(
             f"{what}: the model was sharded without an optimizer (rank {sharded.whole.rank})"
         )
-    if any(unit.depth for unit in sharded.units):
-        raise StateError(f"{what} was called while a forward is running; call it between steps")
+    sharded.refuse_in_forward(what)
     sharded.refuse_parked(what, StateKind.OPTIM, StateKind.MASTERS)
     return sharded.optimizer
 
@@ -295,7 +294,9 @@ def _plan(
         where=what,
     )
     planned = plan_load(sharded, source, is_strict=True)
-    return evolve(planned, states=[target for target in planned.states if target.name in loaded])
+    return evolve(
+        planned, states=[target for target in planned.states if target.place.name in loaded]
+    )
 
 
 # ---- The optimizer's own state_dict() and load_state_dict() ----

@@ -92,14 +92,6 @@ class StateParts:
     ties: Mapping[str, str]  # further names of tied parameters, to the first
 
 
-@frozen(eq=False)
-class _Item:
-    """A part, and where it is read."""
-
-    part: Part
-    place: Place
-
-
 def plan_parts(
     sharded: ShardedModel, *, has_state: bool, has_frozen: bool = True, timeout_s: float = 60.0
 ) -> StateParts:
@@ -127,7 +119,7 @@ def plan_parts(
     own_tensors: list[Tensor] = []
     tensors: list[WholeTensor] = []
     values: dict[str, dict[str, Any]] = {}
-    items: list[_Item] = []
+    places_of: dict[Part, Place] = {}
     computes_in: dict[str, torch.dtype] = {}
     for place, state, planned in zip(places, states, entries, strict=True):
         name, shape, own_dtype = place.name, place.plan.shape, place.buffer.plan.dtype
@@ -150,23 +142,19 @@ def plan_parts(
                 tensor = WholeTensor(name, key, entry.shape, entry.dtype)
                 spans[tensor] = entry.given_by(sharded.group.rank)
         tensors += spans
-        items += [_Item(Part(tensor, span), place) for tensor, span in spans.items() if span.numel]
+        places_of |= {Part(tensor, span): place for tensor, span in spans.items() if span.numel}
+    batches = []
+    for is_frozen in (True, False):
+        mine = [item for item in places_of.items() if item[1].is_trainable is not is_frozen]
+        for batch in map(dict, in_batches(mine, lambda item: item[0].num_bytes)):
+            is_resident = all(_lies_in_memory(part, place) for part, place in batch.items())
+            is_resident = is_resident and sharded.residence.updater is None
+            read = partial(_read, sharded, batch)
+            batches.append(PartBatch(tuple(batch), is_frozen, read, is_resident))
     return StateParts(
         tuple(tensors),
         values,
-        tuple(
-            PartBatch(
-                tuple(item.part for item in batch),
-                is_frozen,
-                partial(_read, sharded, batch),
-                sharded.residence.updater is None and all(map(_lies_in_memory, batch)),
-            )
-            for is_frozen in (True, False)
-            for batch in in_batches(
-                (item for item in items if item.place.is_trainable is not is_frozen),
-                lambda item: item.part.num_bytes,
-            )
-        ),
+        tuple(batches),
         own_said=own_said,
         own=own_tensors,
         frozen=frozenset(place.name for place in places if not place.is_trainable),
@@ -203,40 +191,41 @@ def in_batches(items: Iterable[T], bytes_of: Callable[[T], int]) -> Iterator[lis
         yield batch
 
 
-def _lies_in_memory(item: _Item) -> bool:
-    return item.part.tensor.entry is not None or item.place.buffer.training.memory is not None
+def _lies_in_memory(part: Part, place: Place) -> bool:
+    return part.tensor.entry is not None or place.buffer.training.memory is not None
 
 
-def _rests_elsewhere(item: _Item) -> bool:
-    is_other = item.part.tensor.dtype != item.place.buffer.training.dtype
-    return item.part.tensor.entry is not None or not _lies_in_memory(item) or is_other
+def _rests_elsewhere(part: Part, place: Place) -> bool:
+    is_other = part.tensor.dtype != place.buffer.training.dtype
+    return part.tensor.entry is not None or not _lies_in_memory(part, place) or is_other
 
 
-def _read(sharded: ShardedModel, batch: Sequence[_Item]) -> list[Tensor]:
+def _read(sharded: ShardedModel, batch: Mapping[Part, Place]) -> list[Tensor]:
     updater = sharded.residence.updater
     found: dict[nn.Parameter, dict[str, Any]] = {}
     resting: dict[FlatBuffer, Tensor] = {}
-    elsewhere = {item: target_of(item.place) for item in batch if _rests_elsewhere(item)}
+    elsewhere = {
+        part: target_of(place) for part, place in batch.items() if _rests_elsewhere(part, place)
+    }
     targets = {target: None for target in elsewhere.values() if target is not None}
     if updater is not None and targets:
-        found = updater.read(targets, {item.part.tensor.entry or MASTER for item in batch})
+        found = updater.read(targets, {part.tensor.entry or MASTER for part in batch})
 
-    def read(item: _Item) -> Tensor:
-        key, place, dtype = item.part.tensor.entry, item.place, item.part.tensor.dtype
-        state = found.get(elsewhere.get(item), {})  # type: ignore[arg-type]
+    def read(part: Part, place: Place) -> Tensor:
+        key = part.tensor.entry
+        state = found.get(elsewhere.get(part), {})  # type: ignore[arg-type]
         if (key or MASTER) in state:
             return state[key or MASTER].reshape(-1)
         if key is not None:
             assert sharded.optimizer is not None, "whose state it is"
             values = sharded.optimizer.state[owner_of(place)][key].detach().reshape(-1)
-            return values if sharded.shards_state else values[item.part.span.as_slice()]
-        master = own_master(place) if item in elsewhere else None
-        if master is not None:
+            return values if sharded.shards_state else values[part.span.as_slice()]
+        if part in elsewhere and (master := own_master(place)) is not None:
             return master
         if (memory := place.buffer.training.memory) is not None:
             return part_of(place, memory)
         if place.buffer not in resting:  # not stepped yet: the master is what the shard is
             resting[place.buffer] = place.buffer.resting.read()
-        return part_of(place, resting[place.buffer]).to(dtype)
+        return part_of(place, resting[place.buffer]).to(part.tensor.dtype)
 
-    return [read(item) for item in batch]
+    return [read(part, place) for part, place in batch.items()]

@@ -26,12 +26,18 @@ from zero_partition.plan.layout import Span
 from zero_partition.run.sharded_model import (
     Place,
     ShardedModel,
+    find_place,
     launch_buffer,
     launch_whole,
     part_of,
 )
 
 # ---- Values of parameters ----
+
+
+def places_in(buffer: FlatBuffer) -> list[Place]:
+    """Those of its parameters, in order."""
+    return [place for param in buffer.params if (place := find_place(param)) is not None]
 
 
 def launch_trained(place: Place) -> Callable[..., Tensor]:
@@ -64,8 +70,8 @@ def trained_of(sharded: ShardedModel, buffer: FlatBuffer) -> Tensor:
     if not keeps_own_masters(sharded, buffer):
         return buffer.trained
     values = buffer.trained.to(torch.float32)
-    for place in sharded.places:
-        if place.buffer is buffer and (master := own_master(place)) is not None:
+    for place in places_in(buffer):
+        if (master := own_master(place)) is not None:
             part_of(place, values).copy_(master)
     return values
 

@@ -48,8 +48,7 @@ def gather_state_dict(
     sharded: ShardedModel, shards: Mapping[FlatBuffer, Tensor] | None = None
 ) -> dict[str, Any]:
     """As `full_state_dict`, with `shards` of some buffers in place of what rests. Collective."""
-    if any(unit.depth for unit in sharded.units):
-        raise StateError("full_state_dict() was called while a forward is running")
+    sharded.refuse_in_forward("full_state_dict()")
     sharded.refuse_parked("full_state_dict()", StateKind.PARAMS)
     sharded.finish_update()  # so that weights and optimizer state are of one step
     is_first = sharded.whole.rank == 0

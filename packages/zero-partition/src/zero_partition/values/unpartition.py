@@ -18,7 +18,7 @@ from zero_partition.run.step import bring_back_state
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
 
-from .runs import ask_states, launch_entry, launch_trained_buffer, owner_of, plan_state
+from .runs import ask_states, launch_entry, launch_trained_buffer, owner_of, places_in, plan_state
 
 _TIMEOUT_S = 60.0
 
@@ -49,7 +49,7 @@ def unpartition(model: nn.Module) -> None:
         # Memory of their own, as before: tensors of one storage look tied to who saves them.
         buffer.install([value.clone() for value in launch_trained_buffer(buffer)()])
         if sharded.shards_state:
-            planned = {place: of for place, of in entries.items() if place.buffer is buffer}
+            planned = {place: entries[place] for place in places_in(buffer)}
             for member in members_of(sharded.optimizer):
                 _return_state(planned, member)
     for remove in sharded.removers:

@@ -8,7 +8,7 @@ from enum import IntEnum
 from itertools import groupby
 from types import TracebackType
 from typing import Any, Final, NoReturn, TypeVar, final
-from weakref import WeakKeyDictionary, finalize
+from weakref import finalize
 
 import torch
 from attrs import define, field, frozen
@@ -59,24 +59,6 @@ class _Whole:
     version: int
     checksum: int
 
-    @classmethod
-    def of(cls, name: str, param: nn.Parameter, home: Tensor, *, has_sum: bool) -> _Whole:
-        """From here on writes count."""
-        return cls(name, param, home, param._version, _checksum(home) if has_sum else 0)
-
-    def judge(self, *, may_edit: bool, has_sum: bool) -> _Verdict:
-        """What has become of it."""
-        data, home = self.param.data, self.home
-        if (data.shape, data.dtype, data.device) != (home.shape, home.dtype, home.device):
-            return _Verdict.MISSHAPEN
-        if may_edit:
-            return _Verdict.FINE
-        is_same = data.data_ptr() == home.data_ptr() and data.is_contiguous()
-        is_same = is_same and self.param._version == self.version
-        if is_same and has_sum:
-            is_same = _checksum(data) == self.checksum
-        return _Verdict.FINE if is_same else _Verdict.EDITED
-
 
 def _checksum(data: Tensor) -> int:
     """Over the bits, so that NaN is a value like others."""
@@ -119,13 +101,13 @@ class _Watch:
         """Names, parameters and the memory that is theirs: from here on writes count."""
         with plainly():
             for name, param, home in found:
-                self.wholes.append(_Whole.of(name, param, home, has_sum=self.compares_bytes))
+                checksum = _checksum(home) if self.compares_bytes else 0
+                self.wholes.append(_Whole(name, param, home, param._version, checksum))
 
     def judge(self) -> list[_Verdict]:
         """What this rank has done to each of them. Local."""
-        may_edit = self.modifier_rank is not None
         with plainly():
-            return [w.judge(may_edit=may_edit, has_sum=self.compares_bytes) for w in self.wholes]
+            return [self._judge(whole) for whole in self.wholes]
 
     def report(self, *, has_raised: bool, tag: int = 0) -> Handle[Tensor] | None:
         """Tell the others how this rank leaves, once. Launches only: they may be gone."""
@@ -170,6 +152,18 @@ class _Watch:
         """Nothing is kept whole any more."""
         self.wholes.clear()
         self._report = None
+
+    def _judge(self, whole: _Whole) -> _Verdict:
+        data, home = whole.param.data, whole.home
+        if (data.shape, data.dtype, data.device) != (home.shape, home.dtype, home.device):
+            return _Verdict.MISSHAPEN
+        if self.modifier_rank is not None:
+            return _Verdict.FINE
+        is_same = data.data_ptr() == home.data_ptr() and data.is_contiguous()
+        is_same = is_same and whole.param._version == whole.version
+        if is_same and self.compares_bytes:
+            is_same = _checksum(data) == whole.checksum
+        return _Verdict.FINE if is_same else _Verdict.EDITED
 
     def _raise_on(self, verdict: _Verdict, whole: _Whole, rank: int) -> None:
         mine = f"(seen on rank {self.group.rank})"
@@ -506,10 +500,9 @@ def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
     """
     place = place_of(param, what="register_external_parameter()")
     sharded = place.sharded
-    of_models = _AHEAD.setdefault(module, WeakKeyDictionary())
-    ahead = of_models.get(sharded)
+    ahead = sharded.ahead.get(module)
     if ahead is None:
-        ahead = of_models[sharded] = _LaunchAhead()
+        ahead = sharded.ahead[module] = _LaunchAhead()
         if place.unit.placement is Placement.SHARDED:
             ahead.handle = module.register_forward_pre_hook(ahead, prepend=True)
             sharded.removers.append(ahead.handle.remove)
@@ -526,8 +519,7 @@ def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> Non
         StateError: `param` belongs to no sharded model, or was not registered for the module.
     """
     place = place_of(param, what="unregister_external_parameter()")
-    of_models = _AHEAD.get(module, {})
-    ahead = of_models.get(place.sharded)
+    ahead = place.sharded.ahead.get(module)
     if ahead is None or place not in ahead.places:
         raise StateError(
             f"unregister_external_parameter(): parameter {place.name!r} is not registered for this "
@@ -535,7 +527,7 @@ def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> Non
         )
     ahead.places.remove(place)
     if not ahead.places:
-        del of_models[place.sharded]
+        del place.sharded.ahead[module]
         if ahead.handle is not None:
             ahead.handle.remove()
 
@@ -550,12 +542,6 @@ class _LaunchAhead(Bound):
     def __call__(self, module: nn.Module, args: Any) -> None:
         for place in self.places:
             place.sharded.outside.launch(place)
-
-
-# A model that is sharded again is another ShardedModel, and nothing of the first one is found.
-_AHEAD: Final[WeakKeyDictionary[nn.Module, WeakKeyDictionary[ShardedModel, _LaunchAhead]]] = (
-    WeakKeyDictionary()
-)
 
 
 # ---- A model each rank can run alone though its parameters rest outside the device ----

@@ -19,10 +19,11 @@ from zero_partition.run.sharded_model import ShardedModel, part_of
 from zero_partition.run.unit import publish
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
-from zero_partition.values.load import find_misfits, read_into
-from zero_partition.values.parts import Part, PartBatch, WholeTensor
-from zero_partition.values.runs import trained_of
-from zero_partition.values.state_dict import gather_state_dict
+
+from .load import find_misfits, read_into
+from .parts import Part, PartBatch, WholeTensor
+from .runs import places_in, trained_of
+from .state_dict import gather_state_dict
 
 _SWAP: Final = "ShardedAverage.swap()"
 
@@ -140,7 +141,7 @@ class ShardedAverage:
         self._usable("ShardedAverage.batches()")
         batches = []
         for buffer, average in self._averages.items():
-            mine = [(p, p.piece) for p in self._places if p.buffer is buffer]
+            mine = [(p, p.piece) for p in places_in(buffer)]
             parts = tuple(
                 Part(WholeTensor(p.name, None, p.plan.shape, average.dtype), piece.in_tensor)
                 for p, piece in mine
