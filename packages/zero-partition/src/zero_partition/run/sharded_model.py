@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import is_
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -16,6 +16,7 @@ from zero_comm import CommError, Exposure, Group, Handle, all_gather_flat
 from zero_partition.errors import AtRestError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import AbstractShardHome
+from zero_partition.plan.layout import ParameterPlan, Piece, Span
 from zero_partition.plan.stages import Placement, Placements
 from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import (
@@ -41,9 +42,6 @@ from .residence import Residence
 from .schedule import Call, Schedule
 from .step import bring_in, step_elsewhere
 from .unit import ShardState, Unit, publish
-
-if TYPE_CHECKING:
-    from zero_partition.plan.layout import ParameterPlan, Piece
 
 
 @define(eq=False)
@@ -165,6 +163,11 @@ class Place:
     def piece(self) -> Piece | None:
         """The part of it that this rank keeps, None if there is none."""
         return self.buffer.piece_of(self.position)
+
+    @property
+    def kept(self) -> Span:
+        """The elements of it that this rank keeps; maybe none."""
+        return Span(0, 0) if self.piece is None else self.piece.in_tensor
 
     @property
     def is_trainable(self) -> bool:

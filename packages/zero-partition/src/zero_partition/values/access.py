@@ -284,11 +284,9 @@ def parameter_status(param: nn.Parameter) -> ParameterStatus:
         StateError: `param` belongs to no sharded model.
     """
     place = place_of(param, what="parameter_status()")
-    plan, piece = place.plan, place.piece
+    plan, part = place.plan, place.kept
     if place.unit.placement is Placement.REPLICATED:
         part = Span(0, plan.shape.numel())
-    else:
-        part = Span(0, 0) if piece is None else piece.in_tensor
     is_whole = place.unit.state is ShardState.UNSHARDED or place.is_gathered
     return ParameterStatus(
         plan.names, place.unit.plan.name, plan.shape, plan.dtype, plan.trainable, is_whole, part

@@ -141,13 +141,12 @@ class ShardedAverage:
         self._usable("ShardedAverage.batches()")
         batches = []
         for buffer, average in self._averages.items():
-            mine = [(p, p.piece) for p in places_in(buffer)]
+            mine = [place for place in places_in(buffer) if place.kept.numel]
             parts = tuple(
-                Part(WholeTensor(p.name, None, p.plan.shape, average.dtype), piece.in_tensor)
-                for p, piece in mine
-                if piece is not None
+                Part(WholeTensor(place.name, None, place.plan.shape, average.dtype), place.kept)
+                for place in mine
             )
-            values = [part_of(p, average) for p, piece in mine if piece is not None]
+            values = [part_of(place, average) for place in mine]
             batches.append(PartBatch(parts, False, partial(list, values), False))
         return batches
 
@@ -166,9 +165,9 @@ class ShardedAverage:
     def load(self, readers: Mapping[str, AbstractRangeReader], num_updates: int) -> None:
         """Read this rank's parts of an average in which there are no problems. Local."""
         for place in self._places:
-            if (piece := place.piece) is not None:
+            if place.kept.numel:
                 part = part_of(place, self._averages[place.buffer])
-                read_into(part, readers[place.name], piece.in_tensor)
+                read_into(part, readers[place.name], place.kept)
         self.num_updates = num_updates
 
     def _usable(self, what: str) -> ShardedModel:

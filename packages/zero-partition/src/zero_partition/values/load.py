@@ -24,7 +24,7 @@ from zero_partition.nested import map_tensors, rebuild
 from zero_partition.optimizer.entries import keys_for_whole, part_in_entry, part_of_entry
 from zero_partition.optimizer.needs import states_after_step
 from zero_partition.plan.cuts import Cut
-from zero_partition.plan.layout import Span
+from zero_partition.plan.layout import FlatLayout, Span
 from zero_partition.run.hooks import find_sharded
 from zero_partition.run.sharded_model import Place, ShardedModel, find_place
 from zero_partition.stand_in import StateKind
@@ -64,8 +64,9 @@ class Target:
 
     names: tuple[str, ...]  # all it has in `state_dict`
     tensor: Tensor
-    parts: list[tuple[Span, Tensor]] = field(factory=list)  # elements, and 1-D memory for them
-    place: Place | None = None  # in a model that is sharded: then it has no parts
+    place: Place | None = None  # in a model that is sharded
+    memory: Tensor | None = None  # else: where this rank keeps its part; a buffer's own shape
+    kept: Span = field(factory=lambda: Span(0, 0))  # elements that are there
     found: dict[str, AbstractRangeReader] = field(factory=dict)  # to be read; of one, the first
 
     @property
@@ -80,47 +81,46 @@ class Target:
         shape, dtype = self.tensor.shape, self.tensor.dtype
         return [p for name, r in self.found.items() for p in find_misfits(name, shape, dtype, r)]
 
-    def find_parts(self, sharded: ShardedModel | None) -> None:
+    def find_memory(self, sharded: ShardedModel | None) -> None:
         """Find what this rank keeps, in a model that is `sharded`, or not. Nothing if on meta."""
-        if self.place is not None:
-            return
-        tensor, early, place = self.tensor, find_early(self.tensor), find_place(self.tensor)
+        tensor, early = self.tensor, find_early(self.tensor)
+        place = self.place or find_place(tensor)
         if place is not None and sharded is not None and place.sharded is sharded:
-            self.place = place
+            is_whole = place.buffer.whole is not None
+            self.place, self.kept = place, Span(0, tensor.numel()) if is_whole else place.kept
         elif early is not None:
             assert isinstance(tensor, nn.Parameter), "only parameters are sharded"
             early.check_untouched(tensor, self.names[0])
-            self.parts = [(p.in_tensor, early.shard[p.in_shard.as_slice()]) for p in early.pieces]
-        elif isinstance(tensor, nn.Parameter) and not tensor.is_meta:
-            check_parameter(tensor, self.names[0])
-            self.parts = [(Span(0, tensor.numel()), tensor.detach().view(-1))]
+            self.memory = early.payload
+            self.kept = _kept_early(early.layout, early.group)
         elif not tensor.is_meta:
-            self.parts = [(Span(0, tensor.numel()), tensor)]  # a buffer may have any strides
+            self.kept, self.memory = Span(0, tensor.numel()), tensor
+            if isinstance(tensor, nn.Parameter):
+                check_parameter(tensor, self.names[0])
+                self.memory = tensor.detach()
 
-    def spans(self, group: Group) -> list[Span]:
+    def kept_by(self, group: Group) -> Span:
         """The elements that this rank keeps, or is going to."""
-        if self.tensor.is_meta:
-            layout = plan_early(self.tensor.numel(), group)
-            return [piece.in_tensor for piece in layout.pieces(group.rank)]
-        if self.place is not None and self.place.buffer.whole is not None:
-            return [Span(0, self.tensor.numel())]
-        if self.place is not None:
-            piece = self.place.piece
-            return [] if piece is None else [piece.in_tensor]
-        return [span for span, _ in self.parts]
+        is_meta = self.tensor.is_meta
+        return _kept_early(plan_early(self.tensor.numel(), group), group) if is_meta else self.kept
 
     def fill(self) -> None:
         """Read this rank's part, where it is in no place."""
-        for span, memory in self.parts:
-            if memory.is_contiguous():
-                read_into(memory.view(-1), self.reader, span)
-            else:
-                memory.copy_(self.reader.read(span.start, span.stop).view(memory.shape))
+        memory, kept = self.memory, self.kept
+        assert memory is not None, "it was found"
+        if memory.is_contiguous():
+            read_into(memory.view(-1), self.reader, kept)
+        else:
+            memory.copy_(self.reader.read(kept.start, kept.stop).view(memory.shape))
         early = find_early(self.tensor)
         if early is not None:
             if early.is_blank:
                 early.shard[early.payload.numel() :].zero_()
             early.is_blank = False
+
+
+def _kept_early(layout: FlatLayout, group: Group) -> Span:
+    return next((piece.in_tensor for piece in layout.pieces(group.rank)), Span(0, 0))
 
 
 def targets_of(model: nn.Module) -> Iterator[Target]:
@@ -146,7 +146,7 @@ def allocate_missing(model: nn.Module, targets: Iterable[Target], group: Group) 
             allocate_blank(target.tensor, target.names[0], group=group)
         else:
             allocate_blank_buffer(target.tensor, group=group)
-        target.find_parts(None)
+        target.find_memory(None)
     for module in model.modules():
         if any(p is not None and find_early(p) is not None for p in module._parameters.values()):
             guard_module(module)
@@ -260,8 +260,7 @@ def _find_different_ties(targets: Iterable[Target], group: Group) -> list[str]:
         if reader.shape == target.reader.shape
         and not all(
             is_same(target.reader, reader, part)
-            for span in target.spans(group)
-            for part in in_chunks(span, target.reader.dtype)
+            for part in in_chunks(target.kept_by(group), target.reader.dtype)
         )
     ]
 
@@ -322,7 +321,7 @@ def load_ranges(
     problems = [problem for target in targets for problem in target.match(readers, {})]
     for target in targets:
         if target.found:
-            target.find_parts(sharded)
+            target.find_memory(sharded)
     known = {name for target in targets for name in target.names}
     report = LoadReport(
         missing=tuple(target.names[0] for target in targets if not target.found),
@@ -396,11 +395,9 @@ class StateTarget:
         Raises:
             PartitionError: A shape that the parameter's cut does not explain.
         """
-        param, piece = self.place.plan, self.place.piece
-        is_sharded = self.place.sharded.shards_state
-        numel = param.shape.numel()
-        span = Span(0, 0) if piece is None else piece.in_tensor
-        if is_sharded and param.cut != Cut.FLAT and piece is None and numel:
+        param, span = self.place.plan, self.place.kept
+        is_sharded, numel = self.place.sharded.shards_state, param.shape.numel()
+        if is_sharded and param.cut != Cut.FLAT and numel and not span.numel:
             return  # another rank has all of it
         for key, value in state.items():
             if not isinstance(value, AbstractRangeReader):
@@ -589,7 +586,7 @@ def _plan_values(sharded: ShardedModel, source: StateSource, problems: list[str]
     params = [Target(p.plan.names, p.param, place=p) for p in sharded.places]
     buffers = [t for t in targets_of(sharded.model) if not isinstance(t.tensor, nn.Parameter)]
     for target in (*params, *buffers):
-        target.find_parts(sharded)
+        target.find_memory(sharded)
         readers = source.buffers if target.place is None else source.params
         problems += target.match(readers, source.ties)
         if len(target.found) > 1 and target.place is not None:

@@ -231,7 +231,7 @@ def _load(
         needed |= {id(part.reader): part.span for part in parts}
     for target in planned.values:
         if target.found:  # a master
-            needed[id(target.reader)] = next(iter(target.spans(sharded.group)), Span(0, 0))
+            needed[id(target.reader)] = target.kept
     source = planned.source
     entries = chain.from_iterable(state.values() for state in (source.states or {}).values())
     for reader in {id(r): r for r in (*entries, *source.params.values())}.values():

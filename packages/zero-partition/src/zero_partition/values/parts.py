@@ -127,10 +127,7 @@ def plan_parts(
         dtype = master.dtype if isinstance(master, TensorEntry) else place.buffer.training.dtype
         if dtype != own_dtype:
             computes_in[name] = own_dtype
-        piece = place.piece
-        spans = {
-            WholeTensor(name, None, shape, dtype): Span(0, 0) if piece is None else piece.in_tensor
-        }
+        spans = {WholeTensor(name, None, shape, dtype): place.kept}
         for key, entry in planned.items():
             if isinstance(entry, PlainEntry):
                 values.setdefault(name, {})[key] = state.get(key, entry.value)

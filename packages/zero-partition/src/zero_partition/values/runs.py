@@ -86,14 +86,14 @@ def keeps_own_masters(sharded: ShardedModel, buffer: FlatBuffer) -> bool:
 
 def own_master(place: Place) -> Tensor | None:
     """This rank's part of what the optimizer keeps beside its moments; None if it has none."""
-    sharded, piece = place.sharded, place.piece
-    if sharded.optimizer is None or piece is None or not keeps_own_masters(sharded, place.buffer):
+    sharded = place.sharded
+    if sharded.optimizer is None or not keeps_own_masters(sharded, place.buffer):
         return None
     state, owner = sharded.optimizer.state, owner_of(place)
     if owner not in state or MASTER not in state[owner]:
         return None
     master = state[owner][MASTER].detach().reshape(-1)
-    return master if sharded.shards_state else master[piece.in_tensor.as_slice()]
+    return master if sharded.shards_state else master[place.kept.as_slice()]
 
 
 # ---- The optimizer's state of parameters ----
