@@ -5,13 +5,6 @@
 
 from zero_partition.__about__ import __version__
 from zero_partition.chained import ChainedOptimizer
-from zero_partition.enter.average import ShardedAverage
-from zero_partition.enter.gathered import (
-    GatheredParameters,
-    register_external_parameter,
-    unregister_external_parameter,
-    unsharded,
-)
 from zero_partition.enter.partition import partition
 from zero_partition.errors import (
     AtRestError,
@@ -31,24 +24,22 @@ from zero_partition.plan.stages import AS_IT_IS, Precision
 from zero_partition.plan.wire import Wire
 from zero_partition.public import (
     backward_without_batch,
-    clip_grad_norm_,
-    clip_grad_value_,
     coalesce_reduction,
     finish_update,
-    full_optimizer_state_dict,
-    full_state_dict,
-    load_full_optimizer_state_dict,
-    memory_report,
     no_sync,
     record_codec_errors,
     release_buffers,
-    schedule_report,
-    traffic_report,
-    unpartition,
-    unscale_and_clip_,
 )
 from zero_partition.redundancy import ZeroRedundancyOptimizer
-from zero_partition.report import MemoryReport, ScheduleReport, ScheduleRow
+from zero_partition.report import (
+    MemoryReport,
+    ScheduleReport,
+    ScheduleRow,
+    memory_report,
+    schedule_report,
+    traffic_report,
+)
+from zero_partition.run.norm import clip_grad_norm_, clip_grad_value_, unscale_and_clip_
 from zero_partition.stand_in import StateKind
 from zero_partition.values.access import (
     full_grad,
@@ -66,6 +57,19 @@ from zero_partition.values.access import (
     set_local_param,
     update_full_grads,
 )
+from zero_partition.values.average import ShardedAverage
+from zero_partition.values.gathered import (
+    GatheredParameters,
+    register_external_parameter,
+    unregister_external_parameter,
+    unsharded,
+)
+from zero_partition.values.optimizer_state_dict import (
+    full_optimizer_state_dict,
+    load_full_optimizer_state_dict,
+)
+from zero_partition.values.state_dict import full_state_dict
+from zero_partition.values.unpartition import unpartition
 
 __all__ = [
     "AS_IT_IS",

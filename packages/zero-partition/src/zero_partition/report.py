@@ -8,13 +8,14 @@ from typing import Final
 
 import torch
 from attrs import frozen
-from torch import Tensor
-from zero_comm import AbstractCodec, LocoErrors
+from torch import Tensor, nn
+from zero_comm import AbstractCodec, LocoErrors, Traffic
 
 from zero_partition.enter.model_plan import trained_bytes_per_rank
 from zero_partition.memory.store import Encoded
 from zero_partition.plan.layout import BufferPlan
 from zero_partition.plan.trace import Gather, Use
+from zero_partition.run.hooks import require_sharded
 from zero_partition.run.sharded_model import ShardedModel
 
 
@@ -66,8 +67,13 @@ class MemoryReport:
         )
 
 
-def memory_report(sharded: ShardedModel) -> MemoryReport:
-    """Count this rank's bytes. Local."""
+def memory_report(model: nn.Module) -> MemoryReport:
+    """Count this rank's bytes of model state and buffers, each kind apart. Local.
+
+    Raises:
+        StateError: Not sharded.
+    """
+    sharded = require_sharded(model)
     rank, parked = sharded.group.rank, sharded.parked
     gone = frozenset[int]() if parked is None else parked.gone
 
@@ -76,24 +82,23 @@ def memory_report(sharded: ShardedModel) -> MemoryReport:
 
     params = padding = gradients = 0
     scalars = sharded.reducer.flags_bytes + (0 if parked is None else parked.stand_in_bytes)
-    for unit in sharded.units:
-        for buffer in unit.buffers:
-            layout, itemsize = buffer.plan.layout, buffer.plan.dtype.itemsize
-            scalars += len(buffer.params) * itemsize
-            rest, memory = buffer.resting, buffer.resting.memory
-            if isinstance(rest, Encoded):
-                numels = (layout.splits[rank], layout.payload_splits[rank])
-                used, unused = encoded_bytes(rest.codec, *numels)
-                scalars += itemsize  # what stands in for the values in `shard_params`
-                params += used
-                padding += unused
-                continue
-            if memory is not None and not is_gone(memory) and not buffer.is_view:
-                params += layout.payload_splits[rank] * itemsize
-                padding += (layout.splits[rank] - layout.payload_splits[rank]) * itemsize
-            if buffer.whole is not None and not is_gone(buffer.whole):
-                params += layout.payload_numel * itemsize
-                padding += (layout.numel - layout.payload_numel) * itemsize
+    for buffer in sharded.buffers:
+        layout, itemsize = buffer.plan.layout, buffer.plan.dtype.itemsize
+        scalars += len(buffer.params) * itemsize
+        rest, memory = buffer.resting, buffer.resting.memory
+        if isinstance(rest, Encoded):
+            numels = (layout.splits[rank], layout.payload_splits[rank])
+            used, unused = encoded_bytes(rest.codec, *numels)
+            scalars += itemsize  # what stands in for the values in `shard_params`
+            params += used
+            padding += unused
+            continue
+        if memory is not None and not is_gone(memory) and not buffer.is_view:
+            params += layout.payload_splits[rank] * itemsize
+            padding += (layout.splits[rank] - layout.payload_splits[rank]) * itemsize
+        if buffer.whole is not None and not is_gone(buffer.whole):
+            params += layout.payload_numel * itemsize
+            padding += (layout.numel - layout.payload_numel) * itemsize
     reduction = sharded.reducer.reduction_bytes
     state, state_scalars = _optimizer_bytes(sharded, is_gone)
     for g in sharded.reducer.gradients:
@@ -168,12 +173,7 @@ def _optimizer_bytes(sharded: ShardedModel, is_gone: Callable[[Tensor], bool]) -
 
 
 def _gathered_bytes(sharded: ShardedModel) -> int:
-    held = [
-        value.untyped_storage()
-        for unit in sharded.units
-        for buffer in unit.buffers
-        for value in buffer.held.values()
-    ]
+    held = [value.untyped_storage() for buffer in sharded.buffers for value in buffer.held.values()]
     memory = {storage.data_ptr(): storage.nbytes() for storage in held}
     return sum(memory.values()) + sharded.outside.num_bytes
 
@@ -205,8 +205,19 @@ class ScheduleReport:
     slots_bytes: int  # memory of all slots
 
 
-def schedule_report(sharded: ShardedModel) -> ScheduleReport:
-    """What the public `schedule_report` documents."""
+def schedule_report(model: nn.Module) -> ScheduleReport:
+    """When each unit of a model sharded at stage 3 is whole, and in which memory. Local.
+
+    Of the last training step, or the last evaluation where nothing was trained yet. A rank whose
+    order changes from step to step launches what the step before it would have needed.
+
+    Returns:
+        No rows where parameters rest whole, and before the second forward.
+
+    Raises:
+        StateError: Not sharded.
+    """
+    sharded = require_sharded(model)
     schedule = sharded.schedule
     order = schedule.training if schedule.training.recorded else schedule.evaluation
     names = [unit.name for unit in sharded.units]
@@ -235,6 +246,21 @@ def schedule_report(sharded: ShardedModel) -> ScheduleReport:
         for position in range(len(order.recorded))
     ]
     return ScheduleReport(tuple(rows), max(live, default=0), schedule.pool.num_bytes)
+
+
+def traffic_report(model: nn.Module) -> Traffic:
+    """What this rank sent for a model in its last step, from one `optimizer.step()` to the next.
+
+    Local. A gather that was launched ahead counts in the step that it was launched for.
+
+    Returns:
+        Per operation, and by subject per unit; what was sent so far where none is complete.
+
+    Raises:
+        StateError: Not sharded.
+    """
+    log = require_sharded(model).routes.log
+    return log.now if log.last is None else log.last
 
 
 def _is_live(gather: Gather, position: int) -> bool:

@@ -3,8 +3,6 @@
 Building blocks for zero-engine and for packages like it. They may change between minor versions.
 """
 
-from zero_partition.enter.hooks import find_sharded
-from zero_partition.enter.load_weights import LoadReport, load_ranges
 from zero_partition.memory.seams import (
     AbstractRangeReader,
     DelayedOffload,
@@ -19,13 +17,21 @@ from zero_partition.memory.seams import (
 from zero_partition.memory.store import RestPlan
 from zero_partition.public import offload_states, reload_states
 from zero_partition.report import loco_facts, loco_state, restore_loco
+from zero_partition.run.hooks import find_sharded
 from zero_partition.run.norm import GradientReport
 from zero_partition.run.residence import Homes, RoomPlan, plan_room
 from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.run.unit import CodecErrors
 from zero_partition.stand_in import Backup
 from zero_partition.values.access import ParameterStatus
-from zero_partition.values.load import StateLoad, StateSource, param_groups_of, plan_load
+from zero_partition.values.load import (
+    LoadReport,
+    StateLoad,
+    StateSource,
+    load_ranges,
+    param_groups_of,
+    plan_load,
+)
 from zero_partition.values.parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
 
 __all__ = [

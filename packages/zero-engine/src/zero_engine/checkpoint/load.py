@@ -221,13 +221,7 @@ def _plan(
 ) -> StateLoad:
     may_lack: frozenset[str] = frozenset()
     if checkpoint.excludes_frozen:
-        may_lack = frozenset(
-            plan.name
-            for unit in sharded.units
-            for buffer in unit.buffers
-            if not buffer.plan.trainable
-            for plan in buffer.plan.params
-        )
+        may_lack = frozenset(place.name for place in sharded.places if not place.is_trainable)
     source = StateSource(
         params=checkpoint.params,
         buffers=checkpoint.buffers,

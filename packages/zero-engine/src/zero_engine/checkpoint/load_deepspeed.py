@@ -166,12 +166,10 @@ def _find_lacking_states(
     """Trained parameters would begin anew if nothing was said."""
     stepped = {name for options in groups for name in options["params"]}
     lacking = [
-        param.name
-        for unit in sharded.units
-        for buffer in unit.buffers
-        for param in buffer.plan.params
-        if param.trainable
-        and param.name in stepped
-        and not any(found.states.get(name) for name in param.names)
+        place.name
+        for place in sharded.places
+        if place.is_trainable
+        and place.name in stepped
+        and not any(found.states.get(name) for name in place.plan.names)
     ]
     return [f"no optimizer state of {', '.join(map(repr, lacking))}"] if lacking else []

@@ -32,16 +32,22 @@ from zero_partition.plan.layout import BufferPlan, UnitPlan
 from zero_partition.plan.stages import Placement, Placements
 from zero_partition.plan.trace import Limits
 from zero_partition.plan.wire import Routes, Wire
+from zero_partition.run.hooks import (
+    find_sharded,
+    install_module_hooks,
+    install_norm_hooks,
+    install_optimizer_hooks,
+)
 from zero_partition.run.reducer import GradientReducer
 from zero_partition.run.residence import Homes, Residence
 from zero_partition.run.schedule import Schedule
 from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.run.step import hand_over_state
 from zero_partition.run.unit import Unit
-from zero_partition.values.access import check_content, check_not_wrapped
+from zero_partition.values.optimizer_state_dict import install_state_dict_hooks_of
 from zero_partition.values.state_dict import install_state_dict_hooks
 
-from .hooks import find_sharded, install_module_hooks, install_norm_hooks, install_optimizer_hooks
+from .checks import check_content, check_not_wrapped
 from .model_plan import as_it_holds, group_of_names, plan_model_units, resting_of
 
 _BATCH_BYTES: Final = 2**20  # small parameters travel together
@@ -447,6 +453,8 @@ def partition(
     install_state_dict_hooks(sharded)
     if optimizer is not None:
         install_optimizer_hooks(optimizer, sharded)
+        if sharded.reducer.shards_state:
+            install_state_dict_hooks_of(optimizer, sharded)
     return sharded
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
-from attrs import asdict, field, frozen
+from attrs import field, frozen
 from torch import Tensor
-from zero_comm import Group, all_gather_flat, all_gather_json
 
 from zero_partition.errors import PartitionError, StateError
-from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.nested import describe, tensors_in
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.layout import ParameterPlan, Span
@@ -163,11 +161,7 @@ def plan_entry(
 
 
 def keys_for_whole(states: Iterable[tuple[torch.Size, Mapping[str, Any]]]) -> frozenset[str]:
-    """Entries with one element beside a parameter with more; see NOTE(entries).
-
-    Args:
-        states: Shapes of parameters, and their whole state: what has a shape there is a tensor.
-    """
+    """Entries with one element beside a parameter with more, by shapes; see NOTE(entries)."""
     return frozenset(
         key
         for of_param, state in states
@@ -214,15 +208,7 @@ def part_in_entry(
 ) -> tuple[Span, tuple[int, ...]]:
     """Which elements of a whole entry go with `span` of the parameter, and in what shape.
 
-    Args:
-        param: The parameter whose state it is.
-        key: The entry.
-        shape: Of the whole entry, a tensor.
-        span: The elements of the parameter that a rank keeps.
-        for_whole: See `keys_for_whole`.
-
-    Raises:
-        PartitionError: A shape that the parameter's cut does not explain.
+    As for `part_of_entry`, of a tensor of this shape.
     """
     shape, cut, numel = tuple(shape), param.cut, math.prod(shape)
     if _is_for_whole(key, shape, param.shape) or (key in for_whole and numel == 1):
@@ -309,108 +295,3 @@ def _refusal(
         f"{str(param.cut)!r}: {have}; {reason}. cut='tensor' keeps state of any shape; "
         "local_optimizer_state(param, key) reads this rank's"
     )
-
-
-# ---- The whole of a parameter's optimizer state, put together from what the ranks have of it ----
-
-
-SaidOfState: TypeAlias = dict[str, Said]  # by entry
-
-
-def ask_states(
-    states: Sequence[Mapping[str, Any]],
-    *,
-    group: Group,
-    tag: int = 0,
-    timeout_s: float | None = None,
-) -> list[list[SaidOfState]]:
-    """Which entries each rank has, by rank and by parameter. Collective.
-
-    Args:
-        states: This rank's, one per parameter, in the same order on every rank.
-        group: The ranks to ask.
-        tag: As for `all_gather_flat`.
-        timeout_s: As for `all_gather_json`.
-    """
-    mine = [{key: asdict(Said.of(value)) for key, value in state.items()} for state in states]
-    theirs = all_gather_json(mine, group=group, tag=tag, timeout_s=timeout_s)
-    return [[{k: Said(**what) for k, what in state.items()} for state in of] for of in theirs]
-
-
-def spans_said(keeps: Sequence[Span | None]) -> list[list[int] | None]:
-    """As JSON can say it."""
-    return [None if span is None else [span.start, span.stop] for span in keeps]
-
-
-def keeps_of(buffer: FlatBuffer, position: int) -> tuple[Span | None, ...]:
-    """By rank, the elements of a parameter that it keeps; None if there are none. Local."""
-    layout = buffer.plan.layout
-    span = layout.spans[position]
-    overlaps = (span.overlap(shard) for shard in layout.shards)
-    return tuple(None if part is None else part.shifted(-span.start) for part in overlaps)
-
-
-def plan_state(
-    buffer: FlatBuffer, position: int, said: Sequence[SaidOfState], *, has_own: bool = False
-) -> dict[str, Entry]:
-    """How each entry of a parameter's state lies over the ranks. Local.
-
-    Args:
-        buffer: Where the parameter lies.
-        position: Among the buffer's parameters.
-        said: Of this parameter, by rank.
-        has_own: Whether an entry without a whole is each rank's own, and no error.
-
-    Raises:
-        StateError: As for `plan_entry`.
-    """
-    param, keeps = buffer.plan.params[position], keeps_of(buffer, position)
-    keys = dict.fromkeys(key for of_rank in said for key in of_rank)
-    entries: dict[str, Entry] = {}
-    for key in keys:
-        of_entry = [of.get(key) for of in said]
-        try:
-            entries[key] = plan_entry(param, key, keeps, of_entry)
-        except StateError:
-            if not has_own or any(s is not None and s.described is None for s in of_entry):
-                raise
-            entries[key] = OwnEntry(tuple(of_entry))
-    return entries
-
-
-def launch_entry(
-    entry: Entry, state: Mapping[str, Any], key: str, *, group: Group, tag: int = 0
-) -> Callable[[], Any]:
-    """Launch the gather of a whole entry. Collective.
-
-    Args:
-        entry: How it lies over the ranks.
-        state: This rank's state of the parameter.
-        key: The entry's name in it.
-        group: The ranks it lies on.
-        tag: As for `all_gather_flat`.
-
-    Returns:
-        Call it once to wait; gives the whole, memory of its own, where the optimizer has it (host
-        or device).
-    """
-    assert not isinstance(entry, OwnEntry), "there is no whole"
-    if isinstance(entry, PlainEntry):
-        return lambda: state.get(key, entry.value)
-    whole = torch.empty(entry.shape, dtype=entry.dtype, device=group.device)
-    numel = entry.splits[group.rank]
-    part: Tensor = state[key] if numel else whole.new_empty(0)
-    splits = [count * entry.dtype.itemsize for count in entry.splits]
-    handle = all_gather_flat(  # as bytes: not every backend knows every dtype of state
-        whole.view(-1).view(torch.uint8),
-        splits=splits,
-        group=group,
-        shard=part.detach().to(group.device).contiguous().view(-1).view(torch.uint8),
-        tag=tag,
-    )
-
-    def wait() -> Tensor:
-        handle.wait()
-        return whole.cpu() if entry.is_on_host else whole
-
-    return wait

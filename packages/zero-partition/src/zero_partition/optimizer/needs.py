@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -96,25 +97,6 @@ def find_dependence(
     return None
 
 
-def entries_after_step(
-    optimizer: torch.optim.Optimizer,
-    dims: Sequence[Sequence[int]],
-    options: Sequence[Mapping[str, Any]],
-) -> list[dict[int, frozenset[str]]]:
-    """Which entries of state one step leaves for tiny parameters; none where it fails. Local.
-
-    Args:
-        optimizer: Is not changed.
-        dims: Per param group, how many dims its parameters have.
-        options: Per param group, in place of its own.
-    """
-    params = [[nn.Parameter(torch.ones((2,) * num_dims)) for num_dims in of] for of in dims]
-    states = states_after_step(optimizer, params, options)
-    if states is None:
-        return [{} for _ in dims]
-    return [{param.dim(): frozenset(states.get(param, ())) for param in group} for group in params]
-
-
 def states_after_step(
     optimizer: torch.optim.Optimizer,
     params: Sequence[list[nn.Parameter]],
@@ -122,25 +104,14 @@ def states_after_step(
 ) -> Mapping[Any, Mapping[str, Any]] | None:
     """What state one step of a copy leaves for tiny parameters; None where it fails. Local.
 
-    Args:
-        optimizer: Is not changed.
-        params: Per param group; they are stepped.
-        options: Per param group, in place of its own; its own when None.
+    Parameters, which are stepped, and options, in place of its own, are by param group.
     """
-    options = [{} for _ in params] if options is None else options
+    grads = [[[torch.ones_like(param) for param in group] for group in params]]
     with _undisturbed(optimizer):
-        for make in (_copy, _construct):
-            try:
-                twin = make(optimizer, params)
-                for group, given in zip(twin.param_groups, options, strict=True):
-                    group.update(_copied(dict(given)))
-                for param in (param for group in params for param in group):
-                    param.grad = torch.ones_like(param)
-                twin.step(lambda: 0.0) if _needs_closure(twin) else twin.step()
-            except Exception:  # it needs a warmed-up model, say
-                continue
-            return twin.state
-    return None
+        try:
+            return _stepped(optimizer, params, grads, options).state
+        except Exception:  # it needs a warmed-up model, say
+            return None
 
 
 def _choose(samples: Sequence[Sample]) -> list[Sample]:
@@ -201,36 +172,47 @@ def _updates(
     grads: Sequence[Sequence[Sequence[Tensor | None]]],
 ) -> Tensors:
     """What a copy of the optimizer adds to these parameters in all steps."""
-    try:
-        return _updates_of(_copy, optimizer, values, grads)
-    except Exception as error:
-        try:  # it may keep state from its constructor on, which a copy of its attributes lacks
-            return _updates_of(_construct, optimizer, values, grads)
-        except Exception:
-            raise error from None
-
-
-def _updates_of(
-    make: Callable[[torch.optim.Optimizer, list[list[nn.Parameter]]], torch.optim.Optimizer],
-    optimizer: torch.optim.Optimizer,
-    values: Tensors,
-    grads: Sequence[Sequence[Sequence[Tensor | None]]],
-) -> Tensors:
     params = [[nn.Parameter(value.clone()) for value in group] for group in values]
     torch.manual_seed(0)
-    twin = make(optimizer, params)
-    for step in grads:
-        for group, group_grads in zip(params, step, strict=True):
-            for param, grad in zip(group, group_grads, strict=True):
-                param.grad = None if grad is None else grad.clone()
-        if _needs_closure(twin):
-            twin.step(lambda: 0.0)
-        else:
-            twin.step()
+    _stepped(optimizer, params, grads)
     return [
         [param.detach() - value for param, value in zip(group, before, strict=True)]
         for group, before in zip(params, values, strict=True)
     ]
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[list[nn.Parameter]],
+    grads: Sequence[Sequence[Sequence[Tensor | None]]],
+    options: Sequence[Mapping[str, Any]] | None = None,
+) -> torch.optim.Optimizer:
+    """A copy of the optimizer that has stepped these parameters with these gradients."""
+    before = [[param.detach().clone() for param in group] for group in params]
+    try:
+        return _step(_copy(optimizer, params), params, grads, options)
+    except Exception as error:
+        for param, value in zip(chain(*params), chain(*before), strict=True):
+            param.data.copy_(value)
+        try:  # it may keep state from its constructor on, which a copy of its attributes lacks
+            return _step(_construct(optimizer, params), params, grads, options)
+        except Exception:
+            raise error from None
+
+
+def _step(
+    twin: torch.optim.Optimizer,
+    params: Sequence[list[nn.Parameter]],
+    grads: Sequence[Sequence[Sequence[Tensor | None]]],
+    options: Sequence[Mapping[str, Any]] | None,
+) -> torch.optim.Optimizer:
+    for group, given in zip(twin.param_groups, options or (), strict=options is not None):
+        group.update(_copied(dict(given)))
+    for step in grads:
+        for param, grad in zip(chain(*params), chain(*step), strict=True):
+            param.grad = None if grad is None else grad.clone()
+        twin.step(lambda: 0.0) if _needs_closure(twin) else twin.step()
+    return twin
 
 
 def _groups(optimizer: torch.optim.Optimizer, params: Sequence[list]) -> list[dict[str, Any]]:

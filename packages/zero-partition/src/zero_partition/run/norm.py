@@ -8,28 +8,19 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor, nn
-from zero_comm import Group
+from zero_comm import Group, collective
 
 from zero_partition.errors import StateError
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import foreach_mul_, foreach_norm, plain_access
 
+from .hooks import require_sharded
 from .reducer import GradientReducer
 from .sharded_model import ShardedModel
 
 # NOTE(in_step): torch's fused optimizers divide gradients by their attribute `grad_scale` and leave
 # everything as it is where `found_inf` is not 0, both read on the device; GradScaler uses the same.
 # Their first step creates state, SGD's momentum uninitialised: that one must not be skipped so.
-
-
-def take_back(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
-    """What was left to the next step is done, or dropped with its gradients. Local.
-
-    What somebody else has left, as GradScaler does, is theirs to take back.
-    """
-    left, sharded.left_to_step = sharded.left_to_step, None
-    if left is not None and getattr(optimizer, "found_inf", None) is left:
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
 # ---- Global gradient norm, unscaling and clipping over shards ----
@@ -49,15 +40,43 @@ class GradientReport:
         return bool(self.finite)
 
 
+@collective
 def clip_grad_norm_(
-    sharded: ShardedModel,
+    model_or_optimizer: nn.Module | torch.optim.Optimizer,
     max_norm: float,
-    norm_type: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
     *,
-    error_if_nonfinite: bool,
-    across: Group | None,
+    across: Group | None = None,
 ) -> Tensor:
-    """What the public `clip_grad_norm_` documents, arithmetic included."""
+    """Scale all gradients so that their norm, over all parameters and ranks, is `max_norm` at most.
+
+    Collective at stages 1 to 3; after backward, before the step. The arithmetic, so that one
+    process can repeat it: the norm of each rank's part of each parameter, in the gradient's dtype
+    or, if that has 16 bits, in float32, in the order of units; their squares added in float64;
+    those sums added in rank order; the square root; then every gradient times
+    min(1, max_norm / (norm + 1e-6)), as torch does.
+
+    Args:
+        model_or_optimizer: Either of the two that were sharded together.
+        max_norm: The largest norm allowed.
+        norm_type: 2 or infinity.
+        error_if_nonfinite: A norm that is infinite or NaN is torch's RuntimeError, on every rank
+            and before any gradient is changed; else gradients are scaled by it, as torch does.
+        foreach: Accepted as torch has it, and without effect: there is one way here.
+        across: The model-parallel group over which the model is split besides, whose ranks' norms
+            are combined too. A parameter that is marked as Megatron's are (`tensor_model_parallel`
+            or `model_parallel` is true) counts on each of its ranks, any other on the first.
+
+    Returns:
+        The norm before clipping: a float32 scalar on the group's device, equal on all ranks.
+
+    Raises:
+        StateError: Not sharded, or `norm_type` is neither 2 nor infinity.
+        RuntimeError: See `error_if_nonfinite`.
+    """
+    sharded = require_sharded(model_or_optimizer)
     norm_type = float(norm_type)
     if norm_type not in (2.0, float("inf")):
         raise StateError(f"expected norm_type 2 or inf, got {norm_type}")
@@ -69,21 +88,59 @@ def clip_grad_norm_(
     return norm.to(torch.float32)
 
 
-def clip_grad_value_(sharded: ShardedModel, clip_value: float) -> None:
-    """What the public `clip_grad_value_` documents."""
+@collective
+def clip_grad_value_(
+    model_or_optimizer: nn.Module | torch.optim.Optimizer,
+    clip_value: float,
+    foreach: bool | None = None,
+) -> None:
+    """Clamp every element of all gradients to [-clip_value, clip_value], as torch's does.
+
+    After backward, before the step. Local, but that it reduces what `no_sync` has left.
+
+    Args:
+        model_or_optimizer: Either of the two that were sharded together.
+        clip_value: The largest size of an element.
+        foreach: Accepted as torch has it, and without effect.
+
+    Raises:
+        StateError: Not sharded, or an exception ended the backward.
+    """
+    sharded = require_sharded(model_or_optimizer)
     for grad in _gradients(sharded, "clip_grad_value_()", None):
-        grad.tensor.clamp_(-clip_value, clip_value)
+        grad.tensor.clamp_(-float(clip_value), float(clip_value))
 
 
+@collective
 def unscale_and_clip_(
-    sharded: ShardedModel,
+    model_or_optimizer: nn.Module | torch.optim.Optimizer,
     *,
     scale: float = 1.0,
     max_norm: float | None = None,
     across: Group | None = None,
     in_step: bool = False,
 ) -> GradientReport:
-    """What the public `unscale_and_clip_` documents."""
+    """Divide all gradients by the loss scale and clip their norm, in one pass, if they are finite.
+
+    Collective at stages 1 to 3; after backward, before the step. Where any element on any rank is
+    inf or nan, gradients are left as they are, on every rank: skip the step and drop them. The
+    norm is that of `clip_grad_norm_`, of gradients divided by `scale`; the one factor is
+    min(1, max_norm / (norm + 1e-6)) / scale.
+
+    Args:
+        model_or_optimizer: Either of the two that were sharded together.
+        scale: What the loss was multiplied by.
+        max_norm: The largest norm allowed; no clipping when None.
+        across: As for `clip_grad_norm_`.
+        in_step: Leave it to the optimizer's next step, if that is one of torch's fused ones
+            (`fused=True`) and has stepped before: its kernels unscale and clip on the way, and
+            change nothing where gradients are not finite. `report.is_in_step` says whether it is:
+            then call `optimizer.step()` in any case, and no host waits for the device.
+
+    Raises:
+        StateError: Not sharded, `scale` is not above 0, or an exception ended the backward.
+    """
+    sharded = require_sharded(model_or_optimizer)
     if not 0 < scale < float("inf"):
         raise StateError(f"unscale_and_clip_(): expected a finite scale above 0, got {scale}")
     grads = _gradients(sharded, "unscale_and_clip_()", across)

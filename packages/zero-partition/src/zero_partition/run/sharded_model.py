@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import is_
 from typing import Any, Final, NoReturn
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from attrs import define, field, frozen
@@ -17,7 +17,7 @@ from zero_partition.errors import AtRestError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import TensorHome
 from zero_partition.plan.config import StateDictKind
-from zero_partition.plan.layout import Piece, Span
+from zero_partition.plan.layout import ParameterPlan, Piece, Span
 from zero_partition.plan.stages import Placement, Placements
 from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import (
@@ -139,6 +139,16 @@ class ParamRef:
         return self.unit.buffers[self.buffer_index]
 
     @property
+    def plan(self) -> ParameterPlan:
+        """The parameter as it was planned."""
+        return self.buffer.plan.params[self.position]
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter itself."""
+        return self.buffer.params[self.position]
+
+    @property
     def group(self) -> Group:
         """The ranks it is sharded over."""
         return self.sharded.group
@@ -152,6 +162,11 @@ class ParamRef:
     def piece(self) -> Piece | None:
         """The part of it that this rank keeps, None if there is none."""
         return self.buffer.piece_of(self.position)
+
+    @property
+    def kept(self) -> Span:
+        """The elements of it that this rank keeps; maybe none."""
+        return Span(0, 0) if self.piece is None else self.piece.in_tensor
 
     @property
     def is_trainable(self) -> bool:
@@ -169,22 +184,24 @@ class ParamRef:
         return self.buffer.is_at_rest
 
 
-def record_places(sharded: ShardedModel) -> None:
-    """Make the parameters of a model known."""
+def record_places(sharded: ShardedModel) -> tuple[ParamRef, ...]:
+    """Make the parameters of a model known; where they are, in the order of units."""
     owner = ref(sharded)
-    for unit in sharded.units:
-        for index, buffer in enumerate(unit.buffers):
-            for position, (param, plan) in enumerate(
-                zip(buffer.params, buffer.plan.params, strict=True)
-            ):
-                record_owner(param, ParamRef(owner, plan.name, unit.index, index, position))
+    places = tuple(
+        ParamRef(owner, param.name, unit.index, buffer_index, position)
+        for unit in sharded.units
+        for buffer_index, buffer in enumerate(unit.buffers)
+        for position, param in enumerate(buffer.plan.params)
+    )
+    for place in places:
+        record_owner(place.param, place)
+    return places
 
 
 def forget_places(sharded: ShardedModel) -> None:
     """The parameters of a model are ordinary ones again."""
-    for buffer in sharded.buffers:
-        for param in buffer.params:
-            forget_owner(param)
+    for place in sharded.places:
+        forget_owner(place.param)
 
 
 def find_place(param: Tensor) -> ParamRef | None:
@@ -264,14 +281,14 @@ def launch_whole(place: ParamRef, part: Tensor | None = None) -> Callable[..., T
         shape, memory of its own.
     """
     buffer, group, unit = place.buffer, place.group, place.unit
-    plan, layout = buffer.plan.params[place.position], buffer.plan.layout
     if part is None and unit.copies is not None:
         return _launch_copy(place, unit.copies)
+    layout = buffer.plan.layout
     span = layout.spans[place.position]
     overlaps = [span.overlap(shard) or Span(shard.start, shard.start) for shard in layout.shards]
     splits = [overlap.numel for overlap in overlaps]
     dtype = buffer.resting.dtype if part is None else part.dtype
-    whole = torch.empty(plan.shape.numel(), dtype=dtype, device=group.device)
+    whole = torch.empty(span.numel, dtype=dtype, device=group.device)
     handle: Handle[Tensor] | None = None
     if part is None and unit.exposure is not None:
         pairs = zip(overlaps, layout.shards, strict=True)
@@ -291,7 +308,7 @@ def launch_whole(place: ParamRef, part: Tensor | None = None) -> Callable[..., T
                 raise CommError(
                     f"gathering parameter {place.name!r} (rank {group.rank}): {error}"
                 ) from error
-        return whole.view(plan.shape)
+        return whole.view(place.plan.shape)
 
     return wait
 
@@ -529,10 +546,13 @@ class ShardedModel:
     state_dict: StateDictKind  # what it does of what is sharded
     input_dtype: torch.dtype | None = None  # of what the model is called with; as it is when None
     output_dtype: torch.dtype | None = None  # of what the model returns; likewise
-    buffers: tuple[FlatBuffer, ...] = field(init=False)  # of all units
     exports_stand_ins: bool = field(default=False, init=False)  # full_state_dict is collecting
+    buffers: tuple[FlatBuffer, ...] = field(init=False)  # of all units, in order
+    places: tuple[ParamRef, ...] = field(init=False)  # of all parameters, likewise
     outside: OutsideUses = field(init=False)  # parameters used outside their unit's forward
     forwards: int = field(default=0, init=False)  # of the model that are running
+    # Of modules, what launches gathers before their forward; see `register_external_parameter`.
+    ahead: WeakKeyDictionary[nn.Module, Any] = field(factory=WeakKeyDictionary, init=False)
     gathers: list[str] = field(factory=list, init=False)  # open contexts, by what users call them
     gathered: set[tuple[int, int, int]] = field(factory=set, init=False)  # places, by their keys
     unread: list[Handle[Tensor]] = field(factory=list, init=False)  # sent as an exception passed
@@ -554,7 +574,7 @@ class ShardedModel:
         self.buffers = tuple(buffer for unit in self.units for buffer in unit.buffers)
         self.outside = OutsideUses(self)
         self._tree = ModuleTree(self.model)
-        record_places(self)
+        self.places = record_places(self)
 
     @property
     def group(self) -> Group:
@@ -565,6 +585,11 @@ class ShardedModel:
     def whole(self) -> Group:
         """All ranks that train it."""
         return self.routes.whole
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether the optimizer has shards of parameters, and each rank the state of its own."""
+        return self.placements.optim is Placement.SHARDED
 
     @property
     def gathers_state_dict(self) -> bool:
@@ -732,10 +757,7 @@ class ShardedModel:
             return
         self.refuse_while_gathered("finish_update()")
         self.refuse_parked("finish_update()", StateKind.PARAMS)
-        if self.schedule.is_running:
-            raise StateError(
-                "finish_update() was called while a forward is running; call it between steps"
-            )
+        self.refuse_in_forward("finish_update()")
         self.begin_write()
         self._follow_writes()
         bring_in(self.residence, self.reducer.gradients)
@@ -751,7 +773,7 @@ class ShardedModel:
             buffer.reclaim()
             buffer.follow_update()
         self.end_write()
-        if self.placements.optim is Placement.SHARDED:
+        if self.shards_state:
             publish(self.units)
         if self.residence.home is not None:
             self.residence.home.settle()
@@ -761,7 +783,7 @@ class ShardedModel:
 
         Collective. Some optimizers step aside, look at the gradient there, and step back.
         """
-        if self.placements.optim is Placement.REPLICATED:
+        if not self.shards_state:
             return False
         return self.reducer.is_true_anywhere(self._shard_versions() != self._published)
 
@@ -800,6 +822,11 @@ class ShardedModel:
                 f"{what} after a backward that an exception ended: its gradients are incomplete. "
                 "Call optimizer.zero_grad() and run forward and backward again."
             )
+
+    def refuse_in_forward(self, what: str) -> None:
+        """Raise StateError inside a forward of a unit."""
+        if self.schedule.is_running:
+            raise StateError(f"{what} was called while a forward is running; call it between steps")
 
     def refuse_while_gathered(self, what: str) -> None:
         """Raise StateError inside a context that keeps parameters whole."""
@@ -867,7 +894,7 @@ class ShardedModel:
             )
 
     def _check_params(self) -> None:
-        if self.optimizer is None or self.placements.optim is Placement.REPLICATED:
+        if self.optimizer is None or not self.shards_state:
             return
         known = {id(param) for buffer in self.buffers for param in buffer.shard_params}
         for index, param_group in enumerate(self.optimizer.param_groups):

@@ -1,33 +1,22 @@
-"""What must not be in a model when it is sharded: wrappers, memory that is shared or lacks."""
+"""Whole values by parameter, and this rank's part: of parameters, gradients, optimizer state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from enum import IntEnum
-from typing import Any, Final, Protocol
+from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import frozen
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from zero_comm import all_gather_json, broadcast_flat, collective
 
-from zero_partition.errors import LostEditError, PartitionError, StateError
-from zero_partition.optimizer.entries import (
-    Entry,
-    PlainEntry,
-    Said,
-    TensorEntry,
-    ask_states,
-    launch_entry,
-    plan_state,
-)
+from zero_partition.errors import StateError
+from zero_partition.optimizer.entries import Entry, PlainEntry, TensorEntry
 from zero_partition.plan.layout import Span
 from zero_partition.plan.stages import Placement
 from zero_partition.run.gradients import BufferGradients
 from zero_partition.run.sharded_model import (
     ParamRef,
-    find_place,
     launch_whole,
     part_of,
     place_of,
@@ -38,199 +27,7 @@ from zero_partition.run.unit import ShardState
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
 
-_WITHOUT: Final = "pass the model as it is before that: shard() does what it is for"
-_WRAPPERS: Final = {
-    "DistributedDataParallel": "pass the model inside it, ddp.module: shard() averages gradients",
-    "DataParallel": "pass the model inside it, its .module, on one rank per device",
-    "FullyShardedDataParallel": _WITHOUT,
-    "FSDPModule": f"{_WITHOUT}, and fully_shard() has changed this one",
-}
-
-
-def check_not_wrapped(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise PartitionError for what others have wrapped to train on several ranks. Local.
-
-    By the names of classes: nothing is imported for it.
-    """
-    for name, module in model.named_modules():
-        where = f"module {name!r} of the model" if name else "the model"
-        for kind in type(module).__mro__:
-            if kind.__module__.startswith("torch.") and kind.__name__ in _WRAPPERS:
-                raise PartitionError(
-                    f"{where} is wrapped by torch's {kind.__name__}; {_WRAPPERS[kind.__name__]}"
-                )
-        own = vars(module)
-        if "_is_accelerate_prepared" in own or {"_original_forward", "forward"} <= own.keys():
-            raise PartitionError(
-                f"{where} comes from Accelerator.prepare(); shard() the model and the optimizer in "
-                "place of preparing them, and prepare only what else there is"
-            )
-    for name, param in model.named_parameters():
-        if type(param).__name__ == "DTensor":
-            raise PartitionError(
-                f"parameter {name!r} is a DTensor, which fully_shard() or parallelize_module() has "
-                "made: pass the model as it is before that; for tensor parallelism, shard() takes "
-                "the group of data-parallel ranks and plain tensors"
-            )
-    if type(optimizer).__module__.startswith("accelerate."):
-        raise PartitionError(
-            f"the optimizer is wrapped by Accelerator.prepare() in an {type(optimizer).__name__}; "
-            "pass the one inside, optimizer.optimizer, and the model as it is before prepare()"
-        )
-
-
-def check_content(model: nn.Module) -> None:
-    """Raise PartitionError where parameters have no memory yet, or share it with others. Local."""
-    owners: dict[int, str] = {}
-    for name, param in model.named_parameters():
-        if is_lazy(param):
-            raise PartitionError(
-                f"parameter {name!r} of a lazy module has no shape yet; run one forward of the "
-                "model before building the optimizer and calling shard()"
-            )
-        _check_place(name, param)
-        if param.layout is torch.strided and param.numel() and not param.is_meta:
-            owners[param.untyped_storage().data_ptr()] = name
-    for name, buffer in model.named_buffers():
-        if buffer.layout is not torch.strided or not buffer.numel() or buffer.is_meta:
-            continue
-        owner = owners.get(buffer.untyped_storage().data_ptr())
-        if owner is not None:
-            raise PartitionError(
-                f"buffer {name!r} is a view of parameter {owner!r}, whose values move into a flat "
-                "buffer: it would keep those of today for ever. Compute it in forward, or give it "
-                "memory of its own with .clone()"
-            )
-
-
-def _check_place(name: str, param: nn.Parameter) -> None:
-    place = find_place(param)
-    if place is None:
-        return
-    try:
-        owner = type(place.sharded.model).__name__
-    except StateError:
-        return  # that model is gone
-    raise PartitionError(
-        f"parameter {name!r} belongs to a sharded {owner} already, as {place.name!r}, and can have "
-        "one optimizer and one place; shard the models that share it as one nn.Module"
-    )
-
-
-# ---- What was done to parameters while a context kept them whole ----
-
-
-class Shaped(Protocol):
-    """What a parameter must be like again."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of all of it."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its elements."""
-        ...
-
-
-class Verdict(IntEnum):
-    """How a rank leaves a parameter, or the context; it can travel as a byte."""
-
-    FINE = 0
-    EDITED = 1  # though nobody was to
-    MISSHAPEN = 2
-    RAISED = 3  # an exception passes through the context
-
-
-@define(eq=False)
-class Watch:
-    """Remembers what parameters were like when a context was entered."""
-
-    compares_bytes: bool  # costs a pass over them, and finds writes that autograd does not count
-    _versions: dict[tuple[int, int, int], int] = field(factory=dict, init=False)
-    _sums: dict[tuple[int, int, int], int] = field(factory=dict, init=False)
-
-    def start(self, places: Iterable[ParamRef]) -> None:
-        """From here on writes count."""
-        for place in places:
-            self._versions[place.key] = _version_of(place)
-            if self.compares_bytes:
-                self._sums[place.key] = sum_of(data_of(place))
-
-    def judge(self, place: ParamRef, *, may_edit: bool) -> Verdict:
-        """What has become of a parameter."""
-        data, value = data_of(place), home_of(place)
-        if data.shape != value.shape or data.dtype != value.dtype or data.device != value.device:
-            return Verdict.MISSHAPEN
-        if may_edit:
-            return Verdict.FINE
-        is_same = data.data_ptr() == value.data_ptr() and data.is_contiguous()
-        is_same = is_same and _version_of(place) == self._versions[place.key]
-        if is_same and self.compares_bytes:
-            is_same = sum_of(data) == self._sums[place.key]
-        return Verdict.FINE if is_same else Verdict.EDITED
-
-
-def raise_on(
-    verdict: Verdict,
-    name: str,
-    expected: Shaped,
-    *,
-    seen_on: int,
-    rank: int,
-    modifier: int | None,
-    what: str,
-) -> None:
-    """Raise what a verdict of `rank` means for everyone, if anything."""
-    mine = f"(seen on rank {seen_on})"
-    if verdict is Verdict.RAISED:
-        raise StateError(
-            f"{what}: rank {rank} left the context with an exception {mine}, so all changes are "
-            "dropped; its own message says why"
-        )
-    if verdict is Verdict.EDITED:
-        raise LostEditError(
-            f"{what}: rank {rank} changed parameter {name!r} {mine}; without modifier_rank "
-            "changes are dropped. Pass modifier_rank=... to keep those of one rank, or change a "
-            "copy"
-        )
-    if verdict is Verdict.MISSHAPEN and modifier in (None, rank):
-        raise StateError(
-            f"{what}: rank {rank} left parameter {name!r} with another shape, dtype or "
-            f"device {mine}; expected shape {tuple(expected.shape)}, {expected.dtype}. A sharded "
-            "model keeps its shapes: change them before shard()"
-        )
-
-
-def home_of(place: ParamRef) -> Tensor:
-    """The memory in which a parameter that is gathered, or rests whole, belongs."""
-    buffer = place.buffer
-    if place.position in buffer.held:
-        return buffer.held[place.position]
-    assert buffer.whole is not None, "neither gathered nor replicated"
-    return buffer.views_of(buffer.whole)[place.position]
-
-
-def data_of(place: ParamRef) -> Tensor:
-    """The memory that a parameter views now, whatever was done to it."""
-    with plain_access():
-        return place.buffer.params[place.position].data
-
-
-def _version_of(place: ParamRef) -> int:
-    with plain_access():
-        return place.buffer.params[place.position]._version
-
-
-def sum_of(data: Tensor) -> int:
-    """Over the bits, so that NaN is a value like others."""
-    data = torch.view_as_real(data) if data.is_complex() else data
-    return int(data.contiguous().view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64))
-
-
-_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
+from .runs import ask_states, entry_on_each, launch_entry, launch_trained, owner_of, plan_state
 
 # ---- What users give to be written, checked ----
 
@@ -257,15 +54,7 @@ def given_value(
     from_rank: int | None,
     what: str,
 ) -> Tensor:
-    """The whole value that every rank is to write, checked on all. Collective with `from_rank`.
-
-    Args:
-        place: Of which parameter it is.
-        value: What the user passed on this rank.
-        expected: The shape that it must have, and the dtype to give it.
-        from_rank: Whose value counts; each rank's own when None.
-        what: What the user called.
-    """
+    """The whole value that every rank is to write, checked on all. Collective with `from_rank`."""
     (shape, dtype), group = expected, place.whole
     check_rank(place, from_rank, what)
     got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
@@ -335,15 +124,15 @@ def set_full_grad(
     """
     what = "set_full_grad()"
     place = place_of(param, what=what)
-    plan = place.buffer.plan.params[place.position]
+    plan = place.plan
     whole = given_value(place, value, (plan.shape, plan.dtype), from_rank, what)
-    gradients = _gradients_of(place)
-    if gradients is None:
+    if not place.is_trainable:
         raise StateError(
             f"{what}: parameter {place.name!r} was frozen when it was sharded, and has no memory "
             "for a gradient; unfreeze parameters before shard()"
         )
-    _check_grads(place, what)
+    gradients = _gradients_of(place, what)
+    assert gradients is not None, "it trains"
     with plain_access():
         place.sharded.reducer.set_whole(gradients, place.position, whole)
 
@@ -412,13 +201,12 @@ def update_full_grads(
         finish(*pair)
 
 
-def _gradients_of(place: ParamRef) -> BufferGradients | None:
-    gradients = place.sharded.reducer.gradients
-    return next((g for g in gradients if g.buffer is place.buffer), None)
+def _gradients_of(place: ParamRef, what: str) -> BufferGradients | None:
+    """Those of its buffer, once what no_sync left is reduced; None of a frozen one. Collective.
 
-
-def _check_grads(place: ParamRef, what: str) -> None:
-    """Reduce what no_sync left; raise where there can be no gradients."""
+    Raises:
+        StateError: There can be no gradients now.
+    """
     sharded, reducer = place.sharded, place.sharded.reducer
     sharded.refuse_parked(what, StateKind.GRADS)
     if sharded.is_backward_open:
@@ -436,15 +224,15 @@ def _check_grads(place: ParamRef, what: str) -> None:
             f"{place.whole.rank}); they are there from the end of loss.backward() until "
             "zero_grad()"
         )
+    return next((g for g in reducer.gradients if g.buffer is place.buffer), None)
 
 
 def _launch_grad(place: ParamRef, what: str) -> Callable[..., Tensor] | None:
-    _check_grads(place, what)
-    g, position, reducer = _gradients_of(place), place.position, place.sharded.reducer
+    g, position = _gradients_of(place, what), place.position
     if g is None:
         return None
     with plain_access():
-        if not reducer.sync:
+        if not place.sharded.reducer.sync:
             return g.views[position].clone if position in g.filled else None
         grad = g.targets[position].grad
         if grad is None:
@@ -456,13 +244,12 @@ def _launch_grad(place: ParamRef, what: str) -> Callable[..., Tensor] | None:
 
 
 def _local_grad(place: ParamRef, what: str) -> Tensor | None:
-    reducer, g = place.sharded.reducer, _gradients_of(place)
-    if any(other.has_local for other in reducer.gradients):
+    if any(g.has_local for g in place.sharded.reducer.gradients):
         raise StateError(
             f"{what}: parameter {place.name!r}: inside no_sync, and until the gradients it left "
             f"are reduced, no rank has its part (rank {place.whole.rank}); call full_grad(param)"
         )
-    _check_grads(place, what)
+    g = _gradients_of(place, what)
     with plain_access():
         grad = None if g is None else g.targets[place.position].grad
     return None if grad is None else grad.as_subclass(Tensor).view(-1)
@@ -497,12 +284,10 @@ def parameter_status(param: nn.Parameter) -> ParameterStatus:
         StateError: `param` belongs to no sharded model.
     """
     place = place_of(param, what="parameter_status()")
-    plan, piece = place.buffer.plan.params[place.position], place.piece
+    plan, part = place.plan, place.kept
     if place.unit.placement is Placement.REPLICATED:
         part = Span(0, plan.shape.numel())
-    else:
-        part = Span(0, 0) if piece is None else piece.in_tensor
-    is_whole = place.unit.state is ShardState.UNSHARDED or place.position in place.buffer.held
+    is_whole = place.unit.state is ShardState.UNSHARDED or place.is_gathered
     return ParameterStatus(
         plan.names, place.unit.plan.name, plan.shape, plan.dtype, plan.trainable, is_whole, part
     )
@@ -524,14 +309,7 @@ def full_param(param: nn.Parameter, *, to_rank: int | None = None) -> Tensor | N
     """
     place = place_of(param, what="full_param()")
     refuse_parked_values(place, "full_param()")
-    if place.buffer.has_masters:
-        part = part_of(place, place.buffer.trained)
-        return for_rank(place, launch_whole(place, part.to(place.group.device))(), to_rank)
-    if place.unit.placement is Placement.SHARDED or place.buffer.codec is not None:
-        return for_rank(place, launch_whole(place)(), to_rank)
-    assert place.buffer.whole is not None, "replicated parameters have a whole buffer"
-    value = place.buffer.views_of(place.buffer.whole)[place.position]
-    return for_rank(place, value.detach().clone(), to_rank)
+    return for_rank(place, launch_trained(place)(), to_rank)
 
 
 @collective
@@ -551,10 +329,8 @@ def set_full_param(
             or one of no sharded model.
     """
     place = place_of(param, what="set_full_param()")
-    plan = place.buffer.plan.params[place.position]
-    whole = given_value(
-        place, value, (plan.shape, place.buffer.training.dtype), from_rank, "set_full_param()"
-    )
+    expected = (place.plan.shape, place.buffer.training.dtype)
+    whole = given_value(place, value, expected, from_rank, "set_full_param()")
     _check_free(place, "set_full_param()")
     write_whole(place, whole)
 
@@ -606,7 +382,7 @@ def _check_free(place: ParamRef, what: str) -> None:
 
 
 def _part_or_whole(place: ParamRef) -> Tensor:
-    if place.sharded.placements.optim is Placement.SHARDED:
+    if place.sharded.shards_state:
         return part_of(place, place.buffer.trained)
     assert place.buffer.whole is not None, "replicated parameters have a whole buffer"
     return place.buffer.views_of(place.buffer.whole)[place.position]
@@ -636,7 +412,7 @@ def full_optimizer_state(param: nn.Parameter, key: str, *, to_rank: int | None =
     what = "full_optimizer_state()"
     place = place_of(param, what=what)
     state, entry = _agree(place, key, what)
-    if place.sharded.placements.optim is Placement.REPLICATED:
+    if not place.sharded.shards_state:
         return for_rank(place, _copy_of(state[key]), to_rank)
     tag = place.sharded.access_tag
     whole = launch_entry(entry, state, key, group=place.group, tag=tag)()
@@ -675,7 +451,8 @@ def set_full_optimizer_state(
     if isinstance(value, int | float) and not entry.shape:
         value = torch.tensor(value, dtype=entry.dtype)
     whole = given_value(place, value, (entry.shape, entry.dtype), from_rank, what)
-    span = entry.spans[place.group.rank]
+    is_sharded = place.sharded.shards_state
+    span = entry.spans[place.group.rank] if is_sharded else Span(0, whole.numel())
     if span.numel:
         part = whole.reshape(-1)[span.as_slice()].view(state[key].shape)
         _keep(place, state, key, state[key].copy_(part))
@@ -721,26 +498,22 @@ def _keep(place: ParamRef, state: dict[str, Any], key: str, value: Any) -> None:
     """Make it the entry: in the optimizer's own dict, or where the state rests elsewhere."""
     state[key] = value
     if place.sharded.residence.offload is not None and place.sharded.optimizer is not None:
-        place.sharded.optimizer.state[place.buffer.shard_params[place.position]] = {key: value}
+        place.sharded.optimizer.state[owner_of(place)] = {key: value}
 
 
 def _state_of(place: ParamRef, what: str) -> dict[str, Any]:
     """This rank's state of the parameter, empty where it has none. Local."""
     place.sharded.refuse_parked(what, StateKind.OPTIM)
-    optimizer = place.sharded.optimizer
-    if optimizer is None:
+    if place.sharded.optimizer is None:
         raise StateError(
             f"{what}: the model was sharded without an optimizer (rank {place.whole.rank})"
         )
-    is_sharded = place.sharded.placements.optim is Placement.SHARDED
-    targets = place.buffer.shard_params if is_sharded else place.buffer.params
-    return optimizer.state.get(targets[place.position], {})
+    return place.sharded.optimizer.state.get(owner_of(place), {})
 
 
 def _own_state(place: ParamRef, key: str, what: str) -> dict[str, Any]:
     state = _state_of(place, what)
-    is_sharded = place.sharded.placements.optim is Placement.SHARDED
-    if not state and is_sharded and place.piece is None:
+    if not state and place.sharded.shards_state and place.piece is None:
         raise StateError(
             f"{what}: rank {place.whole.rank} keeps no part of parameter {place.name!r}, and its "
             "optimizer no state of it; local_param(param) is empty there, and "
@@ -752,27 +525,17 @@ def _own_state(place: ParamRef, key: str, what: str) -> dict[str, Any]:
 
 def _agree(place: ParamRef, key: str, what: str) -> tuple[dict[str, Any], Entry]:
     """This rank's state of the parameter, and how the entry lies over all ranks. Collective."""
-    state, group = _state_of(place, what), place.group
-    if place.sharded.placements.optim is Placement.REPLICATED:
+    state = _state_of(place, what)
+    if not place.sharded.shards_state:
         _check_known(place, key, state, what)
-        return state, _on_every_rank(state[key], group.world_size)
-    answers = ask_states([state], group=group, tag=place.sharded.access_tag)
-    said = [of_rank[0] for of_rank in answers]
-    known = {name: None for of_rank in said for name in of_rank}
-    _check_known(place, key, known, what)
-    chosen = [{name: one for name, one in of.items() if name == key} for of in said]
+        return state, entry_on_each(state[key], place.group.world_size)
+    (said,) = ask_states([state], group=place.group, tag=place.sharded.access_tag)
+    _check_known(place, key, {name: None for of_rank in said for name in of_rank}, what)
+    chosen = [{key: of[key]} if key in of else {} for of in said]
     try:
-        return state, plan_state(place.buffer, place.position, chosen)[key]
+        return state, plan_state(place, chosen)[key]
     except StateError as error:
-        raise StateError(f"{what}: {error} (seen on rank {group.rank})") from error
-
-
-def _on_every_rank(value: Any, world_size: int) -> Entry:
-    said = Said.of(value)
-    if not isinstance(value, Tensor):
-        return PlainEntry(said.number)
-    spans = (Span(0, value.numel()),) * world_size
-    return TensorEntry(value.shape, value.dtype, said.is_on_host, spans)
+        raise StateError(f"{what}: {error} (seen on rank {place.group.rank})") from error
 
 
 def _check_known(place: ParamRef, key: str, known: Mapping[str, Any], what: str) -> None:

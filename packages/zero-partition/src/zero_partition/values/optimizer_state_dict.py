@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain, count, repeat
+from itertools import chain, count, groupby, repeat
 from typing import Any, Final, final
 
 import torch
 from attrs import define, evolve, field
-from torch import Tensor
-from zero_comm import Group, all_gather_json, broadcast_flat
+from torch import Tensor, nn
+from zero_comm import Group, all_gather_json, broadcast_flat, collective
 
 from zero_partition.chained import ChainedOptimizer, members_of
 from zero_partition.errors import LoadError, StateError
 from zero_partition.memory.seams import MASTER, AbstractRangeReader
 from zero_partition.nested import describe, map_tensors, rebuild, tensors_said
-from zero_partition.optimizer.entries import launch_entry
 from zero_partition.optimizer.shards import leave_state, watch_state
 from zero_partition.plan.layout import Span
-from zero_partition.plan.stages import Placement
-from zero_partition.run.sharded_model import ShardedModel, launch_buffer
+from zero_partition.run.hooks import require_sharded
+from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.stand_in import Bound, StateKind
 from zero_partition.torch_private import checkpoint_call
 
 from .load import EntryPart, StateLoad, StateSource, names_by_owner, param_groups_of, plan_load
-from .parts import plan_entries, states_of
+from .runs import (
+    ask_states,
+    launch_entry,
+    launch_trained_buffer,
+    owner_of,
+    plan_state,
+    states_of,
+)
 from .state_dict import WITHOUT_FULL
 
 _TIMEOUT_S: Final = 60.0
@@ -34,8 +40,25 @@ _TIMEOUT_S: Final = 60.0
 # torch's `load_state_dict()` does not look: a parameter may have a master, and no state.
 
 
-def full_optimizer_state_dict(sharded: ShardedModel) -> dict[str, Any]:
-    """What the public `full_optimizer_state_dict` documents."""
+@collective
+def full_optimizer_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The optimizer's whole `state_dict`, on rank 0, in host memory. Collective; between steps.
+
+    In torch's format, numbered in the order of param groups: the plain optimizer over the plain
+    model loads it. Where parameters have masters (`Precision(params=...)`), these are beside it
+    under "masters", by the same numbers. A delayed update comes in first, as in `full_state_dict`.
+    One entry of one parameter is whole at a time on the other ranks, and one unit's shard of state
+    in memory that rests elsewhere.
+
+    Returns:
+        The state dict on rank 0, an empty dict elsewhere. Of a `ChainedOptimizer`, what that gives.
+
+    Raises:
+        StateError: Not sharded, or without an optimizer; a forward is running; or an entry is laid
+            out so that no whole of it is known.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    sharded = require_sharded(model)
     optimizer = _usable(sharded, "full_optimizer_state_dict()")
     sharded.finish_update()  # so that weights and optimizer state are of one step
     is_first = sharded.whole.rank == 0
@@ -45,13 +68,32 @@ def full_optimizer_state_dict(sharded: ShardedModel) -> dict[str, Any]:
     return {"optimizers": states} if isinstance(optimizer, ChainedOptimizer) else states[0]
 
 
-def load_full_optimizer_state_dict(sharded: ShardedModel, given: Mapping[str, Any]) -> None:
-    """What the public `load_full_optimizer_state_dict` documents."""
+@collective
+def load_full_optimizer_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Make a whole optimizer's `state_dict` that of a sharded optimizer. Collective; between steps.
+
+    At any stage, residence, cut and world size, also from a plain optimizer over the plain model.
+    Masters, where there are any in it, become the values of their parameters: load weights before.
+    How a step is computed (`fused`, `foreach`, ...) stays. Each rank keeps a copy of its part, in
+    host memory, until all of it is there.
+
+    Args:
+        model: The very module that was sharded.
+        state_dict: What `full_optimizer_state_dict`, or torch's `state_dict()`, gave. Rank 0's
+            counts; the others may pass {}.
+
+    Raises:
+        LoadError: On every rank: names what is missing, unexpected or does not fit; nothing was
+            written.
+        StateError: As for `full_optimizer_state_dict`.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    sharded = require_sharded(model)
     what, group = "load_full_optimizer_state_dict()", sharded.whole
     optimizer = _usable(sharded, what)
     problem, said, tensors = "", None, list[Tensor]()
     try:
-        said = describe(dict(given), tensors) if group.rank == 0 else None
+        said = describe(dict(state_dict), tensors) if group.rank == 0 else None
     except (StateError, TypeError, ValueError) as error:
         problem = str(error)
     problem, said = all_gather_json([problem, said], group=group, timeout_s=_TIMEOUT_S)[0]
@@ -76,8 +118,7 @@ def _usable(sharded: ShardedModel, what: str) -> torch.optim.Optimizer:
         raise StateError(
             f"{what}: the model was sharded without an optimizer (rank {sharded.whole.rank})"
         )
-    if any(unit.depth for unit in sharded.units):
-        raise StateError(f"{what} was called while a forward is running; call it between steps")
+    sharded.refuse_in_forward(what)
     sharded.refuse_parked(what, StateKind.OPTIM, StateKind.MASTERS)
     return sharded.optimizer
 
@@ -90,27 +131,29 @@ def _gather(
     numbers = {id(param): number for number, param in enumerate(mine)}
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
-    buffers = [b for unit in sharded.units for b in unit.buffers]
-    is_sharded = sharded.placements.optim is Placement.SHARDED
+    is_sharded = sharded.shards_state
     if not is_sharded and is_kept:
         state = {numbers[id(p)]: map_tensors(dict(of), _on_host) for p, of in member.state.items()}
+    places = [p for p in sharded.places if is_sharded and id(owner_of(p)) in numbers]
+    for buffer in dict.fromkeys(place.buffer for place in places):
+        buffer.follow_writes()
+    said = []
     if is_sharded:
-        buffers = [b for b in buffers if any(id(p) in numbers for p in b.shard_params)]
-        for buffer in buffers:
-            buffer.follow_writes()
-        entries_of = plan_entries(sharded, buffers, states_of(sharded, buffers), _TIMEOUT_S)
-        for buffer, planned in zip(buffers, entries_of, strict=True):
-            values = states_of(sharded, [buffer], is_read=True)[0]
-            for shard, of_param, entries in zip(buffer.shard_params, values, planned, strict=True):
-                for key, entry in entries.items() if id(shard) in numbers else ():
-                    tag = sharded.access_tag
-                    whole = launch_entry(entry, of_param, key, group=sharded.group, tag=tag)()
-                    if is_kept:
-                        state.setdefault(numbers[id(shard)], {})[key] = map_tensors(whole, _on_host)
-            if buffer.training.dtype != buffer.plan.dtype:
-                whole = launch_buffer(buffer, buffer.trained.to(sharded.group.device))()
-                named = zip(buffer.shard_params, whole if is_kept else (), strict=False)
-                masters |= {numbers[id(p)]: _on_host(v) for p, v in named if id(p) in numbers}
+        own = states_of(sharded, places)
+        said = ask_states(own, group=sharded.group, timeout_s=_TIMEOUT_S)
+    planned = {place: plan_state(place, of) for place, of in zip(places, said, strict=True)}
+    for buffer, chosen in groupby(places, key=lambda place: place.buffer):
+        mine = list(chosen)
+        for place, values in zip(mine, states_of(sharded, mine, is_read=True), strict=True):
+            number, tag = numbers[id(owner_of(place))], sharded.access_tag
+            for key, entry in planned[place].items():
+                whole = launch_entry(entry, values, key, group=sharded.group, tag=tag)()
+                if is_kept:
+                    state.setdefault(number, {})[key] = map_tensors(whole, _on_host)
+        if buffer.training.dtype != buffer.plan.dtype:
+            all_values = launch_trained_buffer(buffer)()
+            for place in mine if is_kept else ():
+                masters[numbers[id(owner_of(place))]] = _on_host(all_values[place.position])
     groups = [
         {
             **{k: map_tensors(v, _on_host) for k, v in group.items() if k != "params"},
@@ -186,11 +229,9 @@ def _load(
     for target in planned.states:
         parts = [part for part in target.entries.values() if isinstance(part, EntryPart)]
         needed |= {id(part.reader): part.span for part in parts}
-    for buffer, readers in planned.readers:
-        for position, reader in readers.items():
-            piece = buffer.piece_of(position)
-            own = Span(0, 0) if piece is None else piece.in_tensor
-            needed[id(reader)] = own if buffer.whole is None else Span(0, reader.shape.numel())
+    for target in planned.values:
+        if target.found:  # a master
+            needed[id(target.reader)] = target.kept
     source = planned.source
     entries = chain.from_iterable(state.values() for state in (source.states or {}).values())
     for reader in {id(r): r for r in (*entries, *source.params.values())}.values():
@@ -253,7 +294,9 @@ def _plan(
         where=what,
     )
     planned = plan_load(sharded, source, is_strict=True)
-    return evolve(planned, states=[target for target in planned.states if target.name in loaded])
+    return evolve(
+        planned, states=[target for target in planned.states if target.place.name in loaded]
+    )
 
 
 # ---- The optimizer's own state_dict() and load_state_dict() ----

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeVar
 
 import torch
 from attrs import frozen
@@ -18,16 +17,23 @@ from zero_partition.optimizer.entries import (
     Entry,
     OwnEntry,
     PlainEntry,
-    Said,
     TensorEntry,
-    ask_states,
-    keeps_of,
-    plan_state,
-    spans_said,
 )
 from zero_partition.plan.layout import Span
-from zero_partition.plan.stages import Placement
-from zero_partition.run.sharded_model import ShardedModel
+from zero_partition.run.sharded_model import ParamRef, ShardedModel, part_of
+
+from .runs import (
+    ask_states,
+    entry_on_each,
+    keeps_said,
+    own_master,
+    owner_of,
+    plan_state,
+    states_of,
+    target_of,
+)
+
+T = TypeVar("T")
 
 BATCH_BYTES: Final = 16 * 2**20  # read together where state rests elsewhere
 
@@ -86,18 +92,6 @@ class StateParts:
     ties: Mapping[str, str]  # further names of tied parameters, to the first
 
 
-@frozen(eq=False)
-class _Item:
-    """A part, and where it is read."""
-
-    part: Part
-    buffer: FlatBuffer
-    position: int
-
-
-Entries: TypeAlias = list[list[dict[str, Entry]]]  # by buffer and position
-
-
 def plan_parts(
     sharded: ShardedModel, *, has_state: bool, has_frozen: bool = True, timeout_s: float = 60.0
 ) -> StateParts:
@@ -113,268 +107,122 @@ def plan_parts(
         StateError: An entry without a whole holds what would have to be pickled.
         zero_comm.CommError: A rank did not take part in time.
     """
-    buffers = [
-        buffer
-        for unit in sharded.units
-        for buffer in unit.buffers
-        if has_frozen or buffer.plan.trainable
-    ]
-    for buffer in buffers:
+    places = [place for place in sharded.places if has_frozen or place.is_trainable]
+    for buffer in dict.fromkeys(place.buffer for place in places):
         buffer.follow_writes()
-    states = states_of(sharded, buffers) if has_state else []
-    entries = plan_entries(sharded, buffers, states, timeout_s, has_own=True) if has_state else None
+    states: Sequence[Mapping[str, Any]] = [{} for _ in places]
+    entries: list[dict[str, Entry]] = [{} for _ in places]
+    if has_state:
+        states = states_of(sharded, places)
+        entries = _plan_entries(sharded, places, states, timeout_s)
     own_said: dict[str, dict[str, Any]] = {}
     own_tensors: list[Tensor] = []
     tensors: list[WholeTensor] = []
     values: dict[str, dict[str, Any]] = {}
-    items: list[_Item] = []
+    places_of: dict[Part, ParamRef] = {}
     computes_in: dict[str, torch.dtype] = {}
-    for index, buffer in enumerate(buffers):
-        for position, param in enumerate(buffer.plan.params):
-            planned = dict(entries[index][position]) if entries is not None else {}
-            master = planned.pop(MASTER, None)  # that is kept without our asking
-            dtype = master.dtype if isinstance(master, TensorEntry) else buffer.training.dtype
-            if dtype != buffer.plan.dtype:
-                computes_in[param.name] = buffer.plan.dtype
-            own = WholeTensor(param.name, None, param.shape, dtype)
-            piece = buffer.piece_of(position)
-            spans = {own: Span(0, 0) if piece is None else piece.in_tensor}
-            for key, entry in planned.items():
-                if isinstance(entry, PlainEntry):
-                    mine = states[index][position].get(key, entry.value)
-                    values.setdefault(param.name, {})[key] = mine
-                    continue
-                if isinstance(entry, OwnEntry):
-                    keeps = spans_said(keeps_of(buffer, position))
-                    of_param = own_said.setdefault(param.name, {"keeps": keeps, "entries": {}})
-                    of_param["entries"][key] = [said and said.described for said in entry.said]
-                    state = states_of(sharded, [buffer], is_read=True)[0][position]
-                    describe(state.get(key), own_tensors)
-                    continue
-                tensor = WholeTensor(param.name, key, entry.shape, entry.dtype)
+    for place, state, planned in zip(places, states, entries, strict=True):
+        name, shape, own_dtype = place.name, place.plan.shape, place.buffer.plan.dtype
+        master = planned.pop(MASTER, None)  # that is kept without our asking
+        dtype = master.dtype if isinstance(master, TensorEntry) else place.buffer.training.dtype
+        if dtype != own_dtype:
+            computes_in[name] = own_dtype
+        spans = {WholeTensor(name, None, shape, dtype): place.kept}
+        for key, entry in planned.items():
+            if isinstance(entry, PlainEntry):
+                values.setdefault(name, {})[key] = state.get(key, entry.value)
+            elif isinstance(entry, OwnEntry):
+                of_param = own_said.setdefault(name, {"keeps": keeps_said(place), "entries": {}})
+                of_param["entries"][key] = [said and said.described for said in entry.said]
+                describe(states_of(sharded, [place], is_read=True)[0].get(key), own_tensors)
+            else:
+                tensor = WholeTensor(name, key, entry.shape, entry.dtype)
                 spans[tensor] = entry.given_by(sharded.group.rank)
-            tensors += spans
-            items += [
-                _Item(Part(tensor, span), buffer, position)
-                for tensor, span in spans.items()
-                if span.numel
-            ]
-    plans = [param for buffer in buffers for param in buffer.plan.params]
+        tensors += spans
+        places_of |= {Part(tensor, span): place for tensor, span in spans.items() if span.numel}
+    batches = []
+    for is_frozen in (True, False):
+        mine = [item for item in places_of.items() if item[1].is_trainable is not is_frozen]
+        for batch in map(dict, in_batches(mine, lambda item: item[0].num_bytes)):
+            is_resident = all(_lies_in_memory(part, place) for part, place in batch.items())
+            is_resident = is_resident and sharded.residence.offload is None
+            read = partial(_read, sharded, batch)
+            batches.append(PartBatch(tuple(batch), is_frozen, read, is_resident))
     return StateParts(
         tuple(tensors),
         values,
-        tuple(
-            PartBatch(
-                tuple(item.part for item in batch),
-                is_frozen,
-                partial(_read, sharded, batch),
-                sharded.residence.offload is None and all(map(_lies_in_memory, batch)),
-            )
-            for is_frozen in (True, False)
-            for batch in _batches(i for i in items if i.buffer.plan.trainable is not is_frozen)
-        ),
+        tuple(batches),
         own_said=own_said,
         own=own_tensors,
-        frozen=frozenset(param.name for param in plans if not param.trainable),
+        frozen=frozenset(place.name for place in places if not place.is_trainable),
         computes_in=computes_in,
-        ties={alias: param.name for param in plans for alias in param.names[1:]},
+        ties={alias: place.name for place in places for alias in place.plan.names[1:]},
     )
 
 
-def states_of(
-    sharded: ShardedModel, buffers: Iterable[FlatBuffer], *, is_read: bool = False
-) -> list[list[Mapping[str, Any]]]:
-    """This rank's state of each parameter, by buffer. Local. Empty where there is none.
-
-    Args:
-        sharded: The model.
-        buffers: Of which parameters.
-        is_read: Whether what rests elsewhere is read, into host memory; else it has shapes only.
-    """
-    offload = sharded.residence.offload
-    if offload is not None:
-        targets = [target for buffer in buffers for target in buffer.targets]
-        if is_read:
-            found = offload.read(targets)
-        else:
-            started = set(offload.started(besides=(MASTER,)))
-            found = offload.describe(target for target in targets if target in started)
-        return [
-            [_visible(buffer, found.get(target, {})) for target in buffer.targets]
-            if buffer.targets
-            else [{} for _ in buffer.params]
-            for buffer in buffers
-        ]
-    state = {} if sharded.optimizer is None else sharded.optimizer.state
-    is_sharded = sharded.placements.optim is Placement.SHARDED
-    return [
-        [state.get(p, {}) for p in (buffer.shard_params if is_sharded else buffer.params)]
-        for buffer in buffers
-    ]
-
-
-def plan_entries(
+def _plan_entries(
     sharded: ShardedModel,
-    buffers: Sequence[FlatBuffer],
-    states: Sequence[Sequence[Mapping[str, Any]]],
+    places: Sequence[ParamRef],
+    states: Sequence[Mapping[str, Any]],
     timeout_s: float,
-    *,
-    has_own: bool = False,
-) -> Entries:
-    """How all optimizer state lies over the ranks, by buffer, position and entry. Collective.
-
-    Args:
-        sharded: The model.
-        buffers: Of it.
-        states: Of them, as `states_of` gives it.
-        timeout_s: How long to wait for other ranks.
-        has_own: See `plan_state`.
-    """
+) -> list[dict[str, Entry]]:
+    """How all optimizer state lies over the ranks. Collective where it is sharded."""
     group = sharded.group
-    if sharded.placements.optim is Placement.REPLICATED:
-        return [
-            [{k: _shared_out(v, group.world_size) for k, v in one.items()} for one in of]
-            for of in states
-        ]
-    flat = [state for of_buffer in states for state in of_buffer]
-    by_param = iter(zip(*ask_states(flat, group=group, timeout_s=timeout_s), strict=True))
-    return [
-        [
-            plan_state(buffer, position, next(by_param), has_own=has_own)
-            for position in range(len(buffer.params))
-        ]
-        for buffer in buffers
-    ]
+    if not sharded.shards_state:
+        return [{k: entry_on_each(v, group.world_size) for k, v in of.items()} for of in states]
+    said = ask_states(states, group=group, timeout_s=timeout_s)
+    return [plan_state(place, of, has_own=True) for place, of in zip(places, said, strict=True)]
 
 
-def _shared_out(value: Any, world_size: int) -> Entry:
-    """An entry that every rank has: each gives an equal run of its elements."""
-    said = Said.of(value)
-    if not isinstance(value, Tensor):
-        return PlainEntry(value)
-    ends = [value.numel() * rank // world_size for rank in range(world_size + 1)]
-    spans = tuple(Span(start, stop) for start, stop in pairwise(ends))
-    return TensorEntry(value.shape, value.dtype, said.is_on_host, spans)
-
-
-def _batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:
+def in_batches(items: Iterable[T], bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
     """See NOTE(batches)."""
-    batch: list[_Item] = []
+    batch: list[T] = []
     num_bytes = 0
     for item in items:
-        if batch and num_bytes + item.part.num_bytes > BATCH_BYTES:
+        if batch and num_bytes + bytes_of(item) > BATCH_BYTES:
             yield batch
             batch, num_bytes = [], 0
         batch.append(item)
-        num_bytes += item.part.num_bytes
+        num_bytes += bytes_of(item)
     if batch:
         yield batch
 
 
-def _read(sharded: ShardedModel, batch: Sequence[_Item]) -> list[Tensor]:
-    elsewhere: dict[nn.Parameter, dict[str, Any]] = {}
+def _lies_in_memory(part: Part, place: ParamRef) -> bool:
+    return part.tensor.entry is not None or place.buffer.training.memory is not None
+
+
+def _rests_elsewhere(part: Part, place: ParamRef) -> bool:
+    is_other = part.tensor.dtype != place.buffer.training.dtype
+    return part.tensor.entry is not None or not _lies_in_memory(part, place) or is_other
+
+
+def _read(sharded: ShardedModel, batch: Mapping[Part, ParamRef]) -> list[Tensor]:
     offload = sharded.residence.offload
-    if offload is not None:
-        names = {item.part.tensor.entry or MASTER for item in batch}
-        targets = {
-            item.buffer.targets[item.position]: None
-            for item in batch
-            if item.buffer.targets and _rests_elsewhere(item)
-        }
-        elsewhere = offload.read(targets, names) if targets else {}
-    state = {} if sharded.optimizer is None else sharded.optimizer.state
-    resting: dict[int, Tensor] = {}
-    found = []
-    for item in batch:
-        is_param = item.part.tensor.entry is None
-        own = None
-        if is_param and _rests_elsewhere(item):
-            own = _own_master(sharded, item.buffer, item.position, item.part.span)
-        found.append(_find(item, state, elsewhere, resting) if own is None else own)
-    return found
+    found: dict[nn.Parameter, dict[str, Any]] = {}
+    resting: dict[FlatBuffer, Tensor] = {}
+    elsewhere = {
+        part: target_of(place) for part, place in batch.items() if _rests_elsewhere(part, place)
+    }
+    targets = {target: None for target in elsewhere.values() if target is not None}
+    if offload is not None and targets:
+        found = offload.read(targets, {part.tensor.entry or MASTER for part in batch})
 
+    def read(part: Part, place: ParamRef) -> Tensor:
+        key = part.tensor.entry
+        state = found.get(elsewhere.get(part), {})  # type: ignore[arg-type]
+        if (key or MASTER) in state:
+            return state[key or MASTER].reshape(-1)
+        if key is not None:
+            assert sharded.optimizer is not None, "whose state it is"
+            values = sharded.optimizer.state[owner_of(place)][key].detach().reshape(-1)
+            return values if sharded.shards_state else values[part.span.as_slice()]
+        if part in elsewhere and (master := own_master(place)) is not None:
+            return master
+        if (memory := place.buffer.training.memory) is not None:
+            return part_of(place, memory)
+        if place.buffer not in resting:  # not stepped yet: the master is what the shard is
+            resting[place.buffer] = place.buffer.resting.read()
+        return part_of(place, resting[place.buffer]).to(part.tensor.dtype)
 
-def _lies_in_memory(item: _Item) -> bool:
-    return item.part.tensor.entry is not None or item.buffer.training.memory is not None
-
-
-def _rests_elsewhere(item: _Item) -> bool:
-    tensor, training = item.part.tensor, item.buffer.training
-    return tensor.entry is not None or training.memory is None or tensor.dtype != training.dtype
-
-
-def _find(
-    item: _Item,
-    state: Mapping[Any, Mapping[str, Any]],
-    elsewhere: Mapping[nn.Parameter, Mapping[str, Any]],
-    resting: dict[int, Tensor],
-) -> Tensor:
-    buffer, key = item.buffer, item.part.tensor.entry
-    found = elsewhere.get(buffer.targets[item.position], {}) if buffer.targets else {}
-    if (key or MASTER) in found and _rests_elsewhere(item):
-        return found[key or MASTER].reshape(-1)
-    if key is None:
-        piece = buffer.piece_of(item.position)
-        assert piece is not None, "a rank that keeps nothing gives nothing"
-        values = buffer.training.memory
-        if values is None:  # not stepped yet: the master is what the shard is
-            if buffer.index not in resting:
-                resting[buffer.index] = buffer.resting.read()
-            values = resting[buffer.index].to(item.part.tensor.dtype)
-        return values[piece.in_shard.as_slice()]
-    shard, span = buffer.shard_params[item.position], item.part.span
-    if shard in state:
-        return state[shard][key].detach().reshape(-1)
-    return state[buffer.params[item.position]][key].detach().reshape(-1)[span.as_slice()]
-
-
-def own_masters_of(sharded: ShardedModel, buffer: FlatBuffer) -> bool:
-    """Whether the optimizer keeps masters of these parameters of its own accord, and says so."""
-    dtype, optimizer = buffer.training.dtype, sharded.optimizer
-    is_narrow = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
-    is_asked = sharded.residence.offload is None and buffer.plan.trainable
-    return is_narrow and is_asked and bool(getattr(optimizer, "keeps_masters", False))
-
-
-def _own_master(
-    sharded: ShardedModel, buffer: FlatBuffer, position: int, span: Span
-) -> Tensor | None:
-    """That the optimizer keeps beside its moments; None if it has none yet."""
-    if sharded.optimizer is None or not own_masters_of(sharded, buffer):
-        return None
-    is_whole = sharded.placements.optim is Placement.REPLICATED
-    holder = (buffer.params if is_whole else buffer.shard_params)[position]
-    state = sharded.optimizer.state
-    if holder not in state or MASTER not in state[holder]:
-        return None
-    master = state[holder][MASTER].detach().reshape(-1)
-    return master[span.as_slice()] if is_whole else master
-
-
-def trained_of(sharded: ShardedModel, buffer: FlatBuffer) -> Tensor:
-    """This rank's values as they are updated, to look at, 1-D: masters where there are some. Local.
-
-    Also those that the optimizer keeps of its own accord.
-    """
-    buffer.follow_writes()
-    if not own_masters_of(sharded, buffer):
-        return buffer.trained
-    values = buffer.trained.to(torch.float32)
-    for piece in buffer.pieces:
-        master = _own_master(sharded, buffer, piece.index, piece.in_tensor)
-        if master is not None:
-            values[piece.in_shard.as_slice()].copy_(master)
-    return values
-
-
-def _visible(buffer: FlatBuffer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Masters of the partition's are values of parameters, and no entries.
-
-    One that the optimizer keeps of its own accord, of a 16-bit parameter, is of another dtype.
-    """
-    training = buffer.training
-
-    def is_own(value: Any) -> bool:
-        return training.memory is not None or value.dtype != training.dtype
-
-    return {name: value for name, value in state.items() if name != MASTER or is_own(value)}
+    return [read(part, place) for part, place in batch.items()]

@@ -6,13 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
-from attrs import define
+from attrs import define, field
 from torch import Tensor, nn
+from zero_comm import collective
 
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.plan.stages import Placement
-from zero_partition.run.sharded_model import ShardedModel, launch_buffer
+from zero_partition.run.hooks import require_sharded
+from zero_partition.run.sharded_model import ParamRef, ShardedModel, launch_buffer, place_of
 from zero_partition.run.unit import ShardState, Unit
 from zero_partition.stand_in import Bound, StateKind, end_empty_export, export_empty
 from zero_partition.torch_private import checkpoint_call, plain_access
@@ -23,21 +25,30 @@ WITHOUT_FULL: Final = (
     "StateDictOptions(full_state_dict=True)"
 )
 
-Places = dict[str, tuple[Unit, int, int]]  # attribute of a module: its unit, buffer and position
+
+@collective
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The whole model's `state_dict`, on rank 0, in host memory. Collective.
+
+    At most one unit is whole at a time on the other ranks. Keys, buffers and extra state are what
+    the model's own `state_dict` gives; tied parameters share one tensor. A delayed update comes in
+    first, as by `finish_update`, so that weights and optimizer state are of one step.
+
+    Returns:
+        The state dict on rank 0, an empty dict elsewhere.
+
+    Raises:
+        StateError: Not sharded, a forward is running, or at stage 3 a state_dict hook of the model
+            adds a tensor that is no parameter or buffer.
+    """
+    return gather_state_dict(require_sharded(model))
 
 
-def full_state_dict(
+def gather_state_dict(
     sharded: ShardedModel, shards: Mapping[FlatBuffer, Tensor] | None = None
 ) -> dict[str, Any]:
-    """What the public `full_state_dict` documents.
-
-    Args:
-        sharded: The model.
-        shards: Of some flat buffers, what is gathered in place of the values that rest; the same
-            buffers on every rank.
-    """
-    if any(unit.depth for unit in sharded.units):
-        raise StateError("full_state_dict() was called while a forward is running")
+    """As `full_state_dict`, with `shards` of some buffers in place of what rests. Collective."""
+    sharded.refuse_in_forward("full_state_dict()")
     sharded.refuse_parked("full_state_dict()", StateKind.PARAMS)
     sharded.finish_update()  # so that weights and optimizer state are of one step
     is_first = sharded.whole.rank == 0
@@ -118,132 +129,96 @@ def install_state_dict_hooks(sharded: ShardedModel) -> None:
     Also where they rest whole, but as a codec leaves them. Where they have masters, what is loaded
     goes to both.
     """
-    owned: dict[nn.Module, Places] = {}
+    owned: dict[nn.Module, _ModuleHooks] = {}
     for unit in sharded.units:
-        for module, attribute, buffer, position in unit.owners:
-            if not _has_exact(unit) or unit.buffers[buffer].has_masters:
-                owned.setdefault(module, {})[attribute] = (unit, buffer, position)
-    for module, places in owned.items():
-        loaded: set[str] = set()
+        for module, attribute, index, position in unit.owners:
+            place = place_of(unit.buffers[index].params[position], what="state_dict()")
+            if not _has_exact(place) or place.buffer.has_masters:
+                owned.setdefault(module, _ModuleHooks(sharded)).places[attribute] = place
+    for module, hooks in owned.items():
         handles = [
-            module.register_load_state_dict_pre_hook(_BeforeLoad(sharded, places, loaded)),
-            module.register_load_state_dict_post_hook(_AfterLoad(loaded)),
+            module.register_load_state_dict_pre_hook(hooks.before_load),
+            module.register_load_state_dict_post_hook(hooks.after_load),
         ]
-        if not all(_has_exact(unit) for unit, _, _ in places.values()):
-            exact: dict[str, Tensor] = {}
+        if not all(map(_has_exact, hooks.places.values())):
             handles += [
-                module.register_state_dict_pre_hook(_BeforeExport(sharded, places, exact)),
-                module.register_state_dict_post_hook(_AfterExport(sharded, places, exact)),
+                module.register_state_dict_pre_hook(hooks.before_export),
+                module.register_state_dict_post_hook(hooks),
             ]
         sharded.removers += [handle.remove for handle in handles]
 
 
-def _has_exact(unit: Unit) -> bool:
-    """Whether its parameters rest whole, and as they are updated."""
-    return unit.placement is Placement.REPLICATED and unit.codec is None
+def _has_exact(place: ParamRef) -> bool:
+    """Whether its unit's parameters rest whole, and as they are updated."""
+    return place.unit.placement is Placement.REPLICATED and place.unit.codec is None
 
 
-def _is_whole(place: tuple[Unit, int, int]) -> bool:
-    unit, buffer_index, position = place
-    is_exact = unit.state is ShardState.UNSHARDED and unit.codec is None
-    return is_exact or position in unit.buffers[buffer_index].held
-
-
-def _has_placeholders(sharded: ShardedModel, call: dict[str, Any] | None) -> bool:
-    """Whether names are enough: torch.distributed.checkpoint asks for values."""
-    return sharded.state_dict == "placeholders" and call is None
-
-
-def _not_whole(places: Places) -> list[str]:
-    """Attributes of what rests sharded, and what no context has gathered."""
-    return [
-        attribute
-        for attribute, (unit, buffer_index, position) in places.items()
-        if not _has_exact(unit) and position not in unit.buffers[buffer_index].held
-    ]
+def _is_whole(place: ParamRef) -> bool:
+    is_exact = place.unit.state is ShardState.UNSHARDED and place.unit.codec is None
+    return is_exact or place.is_gathered
 
 
 @define(eq=False, slots=False)  # torch sets an attribute of its own on hooks of state_dict
-class _BeforeExport(Bound):
-    """Unshard what the module owns, or say what to call instead."""
+class _ModuleHooks(Bound):
+    """Of a module that owns some parameters."""
 
     sharded: ShardedModel
-    places: Places
-    exact: dict[str, Tensor]  # by attribute: of units whose slots have what a codec leaves
+    places: dict[str, ParamRef] = field(factory=dict, init=False)  # of those, by attribute
+    _exact: dict[str, Tensor] = field(factory=dict, init=False)  # where slots have what is rounded
+    _loaded: set[str] = field(factory=set, init=False)
 
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        units = {id(unit): unit for unit, _, _ in self.places.values()}.values()
-        if self.sharded.exports_stand_ins:
+    def before_export(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Unshard what the module owns, or say what to call instead."""
+        sharded, call = self.sharded, checkpoint_call()
+        if sharded.exports_stand_ins:
             return
-        call = checkpoint_call()
-        if _has_placeholders(self.sharded, call):
-            export_empty(module, () if keep_vars else _not_whole(self.places))
+        if sharded.state_dict == "placeholders" and call is None:
+            export_empty(module, () if keep_vars else self._left_out(call))
             return
         if all(map(_is_whole, self.places.values())):
             return
-        if not self.sharded.gathers_state_dict and (
-            call is None or not call["info"].full_state_dict
-        ):
+        if not sharded.gathers_state_dict and (call is None or not call["info"].full_state_dict):
             name = prefix + next(iter(self.places))
             what = "state_dict()" if call is None else WITHOUT_FULL
             raise StateError(
                 f"{what}: parameter {name!r}, as it is updated, is sharded over "
-                f"{self.sharded.group.world_size} ranks, and gathering it needs all of them. Call "
+                f"{sharded.group.world_size} ranks, and gathering it needs all of them. Call "
                 "zero_engine.full_state_dict(model) on every rank (rank 0 receives the weights; "
                 "save_pretrained() takes them as state_dict=...), or set "
                 "ZeroConfig(state_dict='gather') if every rank calls state_dict()."
             )
-        self.sharded.refuse_parked("state_dict()", StateKind.PARAMS)
-        if not self.sharded.gathers:
-            self.sharded.finish_update()  # so that weights and optimizer state are of one step
+        sharded.refuse_parked("state_dict()", StateKind.PARAMS)
+        if not sharded.gathers:
+            sharded.finish_update()  # so that weights and optimizer state are of one step
+        units = dict.fromkeys(place.unit for place in self.places.values())
         for unit in units:
-            unit.unshard(self.sharded.schedule.pool)
-        encoded = {id(unit): unit for unit in units if unit.codec is not None}
-        values = {
-            key: [launch_buffer(buffer)() for buffer in unit.buffers]
-            for key, unit in encoded.items()
-        }
-        for attribute, (unit, buffer_index, position) in self.places.items():
-            if id(unit) in encoded:
-                self.exact[attribute] = values[id(unit)][buffer_index][position]
-
-
-@define(eq=False, slots=False)
-class _AfterExport(Bound):
-    """Give the state dict memory of its own, and reshard."""
-
-    sharded: ShardedModel
-    places: Places
-    exact: dict[str, Tensor]
+            unit.unshard(sharded.schedule.pool)
+        rounded = [buffer for unit in units if unit.codec is not None for buffer in unit.buffers]
+        values = {buffer: launch_buffer(buffer)() for buffer in rounded}
+        for attribute, place in self.places.items():
+            if place.buffer in values:
+                self._exact[attribute] = values[place.buffer][place.position]
 
     def __call__(self, module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+        """Give the state dict memory of its own, and reshard."""
         end_empty_export(module)
         if self.sharded.exports_stand_ins:
             return
         call = checkpoint_call()
         goes_to_host = call is not None and call["info"].cpu_offload
-        empty = _not_whole(self.places) if _has_placeholders(self.sharded, call) else ()
-        for attribute, (unit, _, _) in self.places.items():
-            if attribute in empty:
+        left_out = self._left_out(call)
+        for attribute, place in self.places.items():
+            if attribute in left_out:
                 continue
-            value = self.exact.pop(attribute, None)
-            if prefix + attribute in state:
-                value = state[prefix + attribute].detach() if value is None else value
-                device = "cpu" if goes_to_host else value.device
-                state[prefix + attribute] = value.to(device, copy=True)
-            if not self.sharded.schedule.is_in_use(unit):
-                unit.reshard()
+            name = prefix + attribute
+            exact = self._exact.pop(attribute, None)
+            if name in state:
+                value = state[name].detach() if exact is None else exact
+                state[name] = value.to("cpu" if goes_to_host else value.device, copy=True)
+            if not self.sharded.schedule.is_in_use(place.unit):
+                place.unit.reshard()
 
-
-@define(eq=False)
-class _BeforeLoad(Bound):
-    """Write this rank's part of each value given, and leave torch nothing to copy."""
-
-    sharded: ShardedModel
-    places: Places
-    loaded: set[str]
-
-    def __call__(  # noqa: PLR0917 (torch passes them by position)
+    def before_load(  # noqa: PLR0917 (torch passes them by position)
         self,
         module: nn.Module,
         state: dict,
@@ -254,38 +229,36 @@ class _BeforeLoad(Bound):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
+        """Write this rank's part of each value given, and leave torch nothing to copy."""
         self.sharded.refuse_while_gathered("load_state_dict()")
         self.sharded.begin_write()
-        for attribute, (unit, buffer_index, position) in self.places.items():
-            value = state.pop(prefix + attribute, None)
+        for attribute, place in self.places.items():
+            name, expected = prefix + attribute, place.plan.shape
+            value = state.pop(name, None)
             if value is None:
                 continue
-            buffer = unit.buffers[buffer_index]
-            expected = buffer.plan.params[position].shape
             if not isinstance(value, Tensor) or value.shape != expected:
                 got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                errors.append(
-                    f"parameter {prefix + attribute!r}: expected shape {tuple(expected)}, got {got}"
-                )
+                errors.append(f"parameter {name!r}: expected shape {tuple(expected)}, got {got}")
             elif value.is_meta or value.layout is not torch.strided:
                 got = "meta tensor" if value.is_meta else f"layout {value.layout}"
                 errors.append(
-                    f"parameter {prefix + attribute!r}: expected a dense tensor with values, got "
-                    f"{got}; convert or load it first"
+                    f"parameter {name!r}: expected a dense tensor with values, got {got}; convert "
+                    "or load it first"
                 )
             else:
-                buffer.fill(position, value)
-            self.loaded.add(prefix + attribute)
+                place.buffer.fill(place.position, value)
+            self._loaded.add(name)
         self.sharded.end_write()
 
-
-@define(eq=False)
-class _AfterLoad(Bound):
-    """What was written to shards is not missing."""
-
-    loaded: set[str]
-
-    def __call__(self, module: nn.Module, incompatible: Any) -> None:
+    def after_load(self, module: nn.Module, incompatible: Any) -> None:
+        """What was written to shards is not missing."""
         missing = incompatible.missing_keys
-        missing[:] = [key for key in missing if key not in self.loaded]
-        self.loaded.clear()
+        missing[:] = [key for key in missing if key not in self._loaded]
+        self._loaded.clear()
+
+    def _left_out(self, call: dict[str, Any] | None) -> set[str]:
+        """Names of which placeholders are enough; torch.distributed.checkpoint asks for values."""
+        if self.sharded.state_dict != "placeholders" or call is not None:
+            return set()
+        return {n for n, p in self.places.items() if not _has_exact(p) and not p.is_gathered}

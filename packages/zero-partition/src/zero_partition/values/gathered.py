@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
+from itertools import groupby
 from types import TracebackType
-from typing import Any, Final, TypeVar, final
-from weakref import WeakKeyDictionary, finalize
+from typing import Any, Final, NoReturn, TypeVar, final
+from weakref import finalize
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from zero_comm import CommError, Handle, all_gather_flat, broadcast_flat, collective
+from zero_comm import CommError, Group, Handle, all_gather_flat, broadcast_flat, collective
 
 from zero_partition.errors import LostEditError, OverlapError, StateError
 from zero_partition.init.context import CURRENT
 from zero_partition.init.early_shard import EarlyShard, find_early
 from zero_partition.memory.seams import TensorHome
 from zero_partition.plan.stages import Placement
+from zero_partition.run.hooks import find_sharded
 from zero_partition.run.sharded_model import (
     ParamRef,
     ShardedModel,
@@ -31,11 +34,156 @@ from zero_partition.run.sharded_model import (
     write_whole,
 )
 from zero_partition.run.unit import ShardState, Unit
-from zero_partition.stand_in import StateKind
+from zero_partition.stand_in import Bound, StateKind
 from zero_partition.torch_private import plainly
-from zero_partition.values.access import Verdict, Watch, data_of, home_of, raise_on, sum_of
 
-from .hooks import Bound, find_sharded
+# ---- Parameters whole in a context, and what was done to them meanwhile ----
+
+
+class _Verdict(IntEnum):
+    """How a rank leaves a parameter, or the context; it can travel as a byte."""
+
+    FINE = 0
+    EDITED = 1  # though nobody was to
+    MISSHAPEN = 2
+    RAISED = 3  # an exception passes through the context
+
+
+@frozen(eq=False)
+class _Whole:
+    """A parameter that a context keeps whole, as it was when that was entered."""
+
+    name: str
+    param: nn.Parameter
+    home: Tensor  # the memory in which its values belong
+    version: int
+    checksum: int
+
+
+def _checksum(data: Tensor) -> int:
+    """Over the bits, so that NaN is a value like others."""
+    data = torch.view_as_real(data) if data.is_complex() else data
+    return int(data.contiguous().view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64))
+
+
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@define(eq=False)
+class _Watch:
+    """What ranks do to parameters while a context keeps them whole."""
+
+    group: Group
+    what: str  # users call it
+    modifier_rank: int | None
+    compares_bytes: bool  # costs a pass over them, and finds writes that autograd does not count
+    wholes: list[_Whole] = field(factory=list, init=False)
+    _report: Handle[Tensor] | None = field(default=None, init=False)
+
+    def check_modifier(self) -> None:
+        """Raise StateError unless it is a rank of the group, or None."""
+        modifier, group = self.modifier_rank, self.group
+        if modifier is not None and not 0 <= modifier < group.world_size:
+            raise StateError(
+                f"{self.what}: expected modifier_rank in 0..{group.world_size - 1}, a rank of the "
+                f"group, got {modifier} (rank {group.rank})"
+            )
+
+    def refuse_overlap(self, name: str) -> NoReturn:
+        """Another context has it."""
+        raise OverlapError(
+            f"{self.what}: parameter {name!r} is gathered already by an enclosing context (rank "
+            f"{self.group.rank}), and two could not both have the last word; use the values that "
+            "are there, or leave that context first"
+        )
+
+    def start(self, found: Iterable[tuple[str, nn.Parameter, Tensor]]) -> None:
+        """Names, parameters and the memory that is theirs: from here on writes count."""
+        with plainly():
+            for name, param, home in found:
+                checksum = _checksum(home) if self.compares_bytes else 0
+                self.wholes.append(_Whole(name, param, home, param._version, checksum))
+
+    def judge(self) -> list[_Verdict]:
+        """What this rank has done to each of them. Local."""
+        with plainly():
+            return [self._judge(whole) for whole in self.wholes]
+
+    def report(self, *, has_raised: bool, tag: int = 0) -> Handle[Tensor] | None:
+        """Tell the others how this rank leaves, once. Launches only: they may be gone."""
+        if self._report is not None or not self.wholes:
+            return None
+        said = [_Verdict.RAISED for _ in self.wholes] if has_raised else self.judge()
+        mine = torch.tensor(said, dtype=torch.uint8, device=self.group.device)
+        self._report = all_gather_flat(
+            mine.new_empty(self.group.world_size * len(said)),
+            splits=[len(said)] * self.group.world_size,
+            group=self.group,
+            shard=mine,
+            tag=tag,
+            control=True,
+        )
+        return self._report
+
+    def settle(self) -> None:
+        """Agree on what was changed, and raise what that means for everyone. Collective."""
+        assert self._report is not None, "report() comes first"
+        reports = self._report.wait().view(self.group.world_size, -1).tolist()
+        for rank, said in enumerate(reports):
+            for whole, verdict in zip(self.wholes, said, strict=True):
+                self._raise_on(_Verdict(verdict), whole, rank)
+
+    def send_changes(self) -> None:
+        """Let the values be those of the modifier, in the memory that is theirs. Collective."""
+        handles, modifier = [], self.modifier_rank
+        assert modifier is not None, "asked before"
+        with plainly():
+            for whole in self.wholes:
+                data, home = whole.param.data, whole.home
+                is_moved = data.data_ptr() != home.data_ptr() or not data.is_contiguous()
+                if self.group.rank == modifier and is_moved:
+                    home.copy_(data)
+                if home.numel():
+                    handles.append(broadcast_flat(home.view(-1), src=modifier, group=self.group))
+            for handle in handles:
+                handle.wait()
+
+    def end(self) -> None:
+        """Nothing is kept whole any more."""
+        self.wholes.clear()
+        self._report = None
+
+    def _judge(self, whole: _Whole) -> _Verdict:
+        data, home = whole.param.data, whole.home
+        if (data.shape, data.dtype, data.device) != (home.shape, home.dtype, home.device):
+            return _Verdict.MISSHAPEN
+        if self.modifier_rank is not None:
+            return _Verdict.FINE
+        is_same = data.data_ptr() == home.data_ptr() and data.is_contiguous()
+        is_same = is_same and whole.param._version == whole.version
+        if is_same and self.compares_bytes:
+            is_same = _checksum(data) == whole.checksum
+        return _Verdict.FINE if is_same else _Verdict.EDITED
+
+    def _raise_on(self, verdict: _Verdict, whole: _Whole, rank: int) -> None:
+        mine = f"(seen on rank {self.group.rank})"
+        if verdict is _Verdict.RAISED:
+            raise StateError(
+                f"{self.what}: rank {rank} left the context with an exception {mine}, so all "
+                "changes are dropped; its own message says why"
+            )
+        if verdict is _Verdict.EDITED:
+            raise LostEditError(
+                f"{self.what}: rank {rank} changed parameter {whole.name!r} {mine}; without "
+                "modifier_rank changes are dropped. Pass modifier_rank=... to keep those of one "
+                "rank, or change a copy"
+            )
+        if verdict is _Verdict.MISSHAPEN and self.modifier_rank in (None, rank):
+            raise StateError(
+                f"{self.what}: rank {rank} left parameter {whole.name!r} with another shape, dtype "
+                f"or device {mine}; expected shape {tuple(whole.home.shape)}, {whole.home.dtype}. "
+                "A sharded model keeps its shapes: change them before shard()"
+            )
 
 
 @define(eq=False)
@@ -43,189 +191,43 @@ class EarlyGather:
     """What `Gather` is to a sharded model, for parameters that are on their way into one."""
 
     shards: Sequence[EarlyShard]  # of one group, sorted
-    what: str  # users call it
-    modifier_rank: int | None = None
-    compares_bytes: bool = False
-    _params: list[nn.Parameter] = field(factory=list, init=False)
-    _homes: list[Tensor] = field(factory=list, init=False)  # what they view while whole
-    _versions: list[int] = field(factory=list, init=False)
-    _sums: list[int] = field(factory=list, init=False)
-    _report: Handle[Tensor] | None = field(default=None, init=False)
+    watch: _Watch
 
     def check(self) -> None:
         """Raise, before anything is sent, what `GatheredParameters` documents. Local."""
-        group, modifier = self.shards[0].group, self.modifier_rank
-        if modifier is not None and not 0 <= modifier < group.world_size:
-            raise StateError(
-                f"{self.what}: expected modifier_rank in 0..{group.world_size - 1}, a rank of the "
-                f"group, got {modifier} (rank {group.rank})"
-            )
+        self.watch.check_modifier()
         for early in self.shards:
             if early.is_gathered:
-                raise OverlapError(
-                    f"{self.what}: parameter {early.label!r} is gathered already by an enclosing "
-                    f"context (rank {group.rank}), and two could not both have the last word; use "
-                    "the values that are there, or leave that context first"
-                )
+                self.watch.refuse_overlap(early.label)
             early.check_untouched(early.parameter, early.label)
 
     def open(self) -> None:
         """Make the parameters whole. Collective."""
-        for early in self.shards:
-            param, home = early.parameter, early.whole()
-            self._params.append(param)
-            self._homes.append(home)
-            self._versions.append(param._version)
-            self._sums.append(sum_of(home) if self.compares_bytes else 0)
-        for early, param, home in zip(self.shards, self._params, self._homes, strict=True):
+        self.watch.start([(early.label, early.parameter, early.whole()) for early in self.shards])
+        for early, whole in zip(self.shards, self.watch.wholes, strict=True):
             early.is_gathered = True
-            param.data = home
+            whole.param.data = whole.home
 
     def report(self, *, has_raised: bool) -> None:
-        """Tell the others how this rank leaves. Launches only: they may be far behind, or gone."""
-        if self._report is not None or not self._params:
-            return
-        group = self.shards[0].group
-        with plainly():
-            said = [
-                Verdict.RAISED if has_raised else self._judge(index)
-                for index in range(len(self._params))
-            ]
-            mine = torch.tensor(said, dtype=torch.uint8, device=group.device)
-            self._report = all_gather_flat(
-                mine.new_empty(group.world_size * len(said)),
-                splits=[len(said)] * group.world_size,
-                group=group,
-                shard=mine,
-                control=True,
-            )
+        """See `_Watch.report`."""
+        self.watch.report(has_raised=has_raised)
 
     def settle(self) -> None:
         """Agree on what was changed, and keep or refuse it. Collective."""
-        group = self.shards[0].group
-        assert self._report is not None, "report() comes first"
-        reports = self._report.wait().view(group.world_size, -1).tolist()
-        for rank, said in enumerate(reports):
-            for early, verdict in zip(self.shards, said, strict=True):
-                raise_on(
-                    Verdict(verdict),
-                    early.label,
-                    early.stand_in,
-                    seen_on=group.rank,
-                    rank=rank,
-                    modifier=self.modifier_rank,
-                    what=self.what,
-                )
-        if self.modifier_rank is not None:
+        self.watch.settle()
+        if self.watch.modifier_rank is not None:
+            self.watch.send_changes()
             with plainly():
-                self._keep_changes(self.modifier_rank)
+                for early, whole in zip(self.shards, self.watch.wholes, strict=True):
+                    early.keep_part_of(whole.home)
 
     def close(self) -> None:
         """Keep this rank's part only, whatever happened. Local."""
-        for early, param in zip(self.shards, self._params, strict=False):
-            if early.is_gathered:
-                early.is_gathered = False
-                param.data = early.stand_in
-                early.version = param._version
-        self._params.clear()
-        self._homes.clear()
-
-    def _judge(self, index: int) -> Verdict:
-        param, home = self._params[index], self._homes[index]
-        data = param.data
-        if data.shape != home.shape or data.dtype != home.dtype or data.device != home.device:
-            return Verdict.MISSHAPEN
-        if self.modifier_rank is not None:
-            return Verdict.FINE
-        is_same = data.data_ptr() == home.data_ptr() and param._version == self._versions[index]
-        if is_same and self.compares_bytes:
-            is_same = sum_of(data) == self._sums[index]
-        return Verdict.FINE if is_same else Verdict.EDITED
-
-    def _keep_changes(self, modifier: int) -> None:
-        for early, param, home in zip(self.shards, self._params, self._homes, strict=True):
-            data = param.data
-            if early.group.rank == modifier and data.data_ptr() != home.data_ptr():
-                home.copy_(data)
-            if home.numel():
-                broadcast_flat(home.view(-1), src=modifier, group=early.group).wait()
-            early.keep_part_of(home)
-
-
-# ---- Parameters that a module is known to use though it does not own them ----
-
-
-def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
-    """Say that `module`'s forward uses `param`, which another module owns. The same on every rank.
-
-    It also works unsaid: a sharded parameter that is used outside its unit is gathered where it is
-    used. Said, the gather is launched before the module's forward and travels meanwhile. Where
-    parameters rest whole there is nothing to do, and nothing is done.
-
-    Once more is as good as once.
-
-    Args:
-        module: A module that runs in the model's forward, or a loss that is called on its output.
-        param: The model's own Parameter object.
-
-    Raises:
-        StateError: `param` belongs to no sharded model.
-    """
-    place = place_of(param, what="register_external_parameter()")
-    sharded = place.sharded
-    of_models = _AHEAD.setdefault(module, WeakKeyDictionary())
-    ahead = of_models.get(sharded)
-    if ahead is None:
-        ahead = of_models[sharded] = _LaunchAhead()
-        if place.unit.placement is Placement.SHARDED:
-            ahead.handle = module.register_forward_pre_hook(ahead, prepend=True)
-            sharded.removers.append(ahead.handle.remove)
-            # The module may serve another model when this one was deleted.
-            finalize(sharded, ahead.handle.remove).atexit = False  # type: ignore[attr-defined]
-    if place not in ahead.places:
-        ahead.places.append(place)
-
-
-def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
-    """Undo `register_external_parameter`. The same on every rank.
-
-    Raises:
-        StateError: `param` belongs to no sharded model, or was not registered for the module.
-    """
-    place = place_of(param, what="unregister_external_parameter()")
-    of_models = _AHEAD.get(module, {})
-    ahead = of_models.get(place.sharded)
-    if ahead is None or place not in ahead.places:
-        raise StateError(
-            f"unregister_external_parameter(): parameter {place.name!r} is not registered for this "
-            f"{type(module).__name__}"
-        )
-    ahead.places.remove(place)
-    if not ahead.places:
-        del of_models[place.sharded]
-        if ahead.handle is not None:
-            ahead.handle.remove()
-
-
-@define(eq=False)
-class _LaunchAhead(Bound):
-    """Before the module's forward: its parameters from one sharded model set out."""
-
-    places: list[ParamRef] = field(factory=list)
-    handle: RemovableHandle | None = None
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        for place in self.places:
-            place.sharded.outside.launch(place)
-
-
-# A model that is sharded again is another ShardedModel, and nothing of the first one is found.
-_AHEAD: Final[WeakKeyDictionary[nn.Module, WeakKeyDictionary[ShardedModel, _LaunchAhead]]] = (
-    WeakKeyDictionary()
-)
-
-
-# ---- Parameters made whole on demand, apart from their units, and what was done to them mea ----
+        for early, whole in zip(self.shards, self.watch.wholes, strict=False):
+            early.is_gathered = False
+            whole.param.data = early.stand_in
+            early.version = whole.param._version
+        self.watch.end()
 
 
 @define(eq=False)
@@ -234,48 +236,31 @@ class Gather:
 
     sharded: ShardedModel
     places: Sequence[ParamRef]  # sorted
-    what: str  # users call it
-    modifier_rank: int | None = None
-    compares_bytes: bool = False
-    _values: dict[tuple[int, int, int], Tensor] = field(factory=dict, init=False)
-    _watch: Watch = field(init=False)
+    watch: _Watch
     _fully_held: list[Unit] = field(factory=list, init=False)
-    _report: Handle[Tensor] | None = field(default=None, init=False)
     _is_open: bool = field(default=False, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._watch = Watch(self.compares_bytes)
 
     def check(self) -> None:
         """Raise, before anything is sent, what `GatheredParameters` documents. Local."""
-        group = self.sharded.whole
-        modifier = self.modifier_rank
-        self.sharded.refuse_parked(self.what, StateKind.PARAMS)
-        if modifier is not None:
-            self.sharded.refuse_parked(self.what, StateKind.MASTERS)
-        if modifier is not None and not 0 <= modifier < group.world_size:
-            raise StateError(
-                f"{self.what}: expected modifier_rank in 0..{group.world_size - 1}, a rank of the "
-                f"group, got {modifier} (rank {group.rank})"
-            )
+        what, is_for_reading = self.watch.what, self.watch.modifier_rank is None
+        self.sharded.refuse_parked(what, StateKind.PARAMS)
+        if not is_for_reading:
+            self.sharded.refuse_parked(what, StateKind.MASTERS)
+        self.watch.check_modifier()
         for place in self.places:
             if place.key in self.sharded.gathered:
-                raise OverlapError(
-                    f"{self.what}: parameter {place.name!r} is gathered already by an enclosing "
-                    f"context (rank {group.rank}), and two could not both have the last word; use "
-                    "the values that are there, or leave that context first"
-                )
-            if modifier is not None and self.sharded.schedule.is_in_use(place.unit):
+                self.watch.refuse_overlap(place.name)
+            if not is_for_reading and self.sharded.schedule.is_in_use(place.unit):
                 raise StateError(
-                    f"{self.what}: parameter {place.name!r} cannot be modified while its unit "
-                    f"{place.unit.name!r} runs forward or backward (rank {group.rank}); leave out "
-                    "modifier_rank, or modify it between steps"
+                    f"{what}: parameter {place.name!r} cannot be modified while its unit "
+                    f"{place.unit.name!r} runs forward or backward (rank {place.whole.rank}); "
+                    "leave out modifier_rank, or modify it between steps"
                 )
 
     def open(self) -> None:
         """Make the parameters whole. Collective."""
         self._is_open = True
-        self.sharded.gathers.append(self.what)
+        self.sharded.gathers.append(self.watch.what)
         self.sharded.gathered.update(place.key for place in self.places)
         try:
             if not self.sharded.is_exact:
@@ -283,122 +268,94 @@ class Gather:
         except BaseException:
             self.close()
             raise
-        self._watch.start(self.places)
+        self.watch.start((place.name, place.param, _home_of(place)) for place in self.places)
 
     def report(self, *, has_raised: bool) -> None:
-        """Tell the others how this rank leaves. Launches only: they may be far behind, or gone."""
-        group = self.sharded.whole
-        if self._report is not None or not self._is_open:
-            return
-        said = [Verdict.RAISED if has_raised else self._judge(place) for place in self.places]
-        mine = torch.tensor(said, dtype=torch.uint8, device=group.device)
-        while self.sharded.unread:  # of an earlier context, which every rank has left by now
-            self.sharded.unread.pop().wait()
-        self._report = all_gather_flat(
-            mine.new_empty(group.world_size * len(said)),
-            splits=[len(said)] * group.world_size,
-            group=group,
-            shard=mine,
-            tag=self.sharded.access_tag,
-            control=True,
-        )
-        self.sharded.unread.append(self._report)  # until settle() has read it
+        """See `_Watch.report`."""
+        unread = self.sharded.unread
+        while self._is_open and unread:  # of an earlier context, which every rank has left by now
+            unread.pop().wait()
+        report = self.watch.report(has_raised=has_raised, tag=self.sharded.access_tag)
+        if report is not None:
+            unread.append(report)  # until settle() has read it
 
     def settle(self) -> None:
         """Agree on what was changed, and keep or refuse it. Collective."""
-        group = self.sharded.whole
-        assert self._report is not None, "report() comes first"
-        self.sharded.unread.remove(self._report)
-        reports = self._report.wait().view(group.world_size, -1).tolist()
-        for rank, said in enumerate(reports):
-            for place, verdict in zip(self.places, said, strict=True):
-                raise_on(
-                    Verdict(verdict),
-                    place.name,
-                    place.buffer.plan.params[place.position],
-                    seen_on=group.rank,
-                    rank=rank,
-                    modifier=self.modifier_rank,
-                    what=self.what,
-                )
-        if self.modifier_rank is not None:
-            self._keep_changes(self.modifier_rank)
+        self.sharded.unread.clear()
+        self.watch.settle()
+        if self.watch.modifier_rank is None:
+            return
+        self.sharded.schedule.settle()  # nobody reads the shards that we write
+        self.watch.send_changes()
+        for place, whole in zip(self.places, self.watch.wholes, strict=True):
+            if self.sharded.is_exact:
+                place.param.data = whole.home
+            write_whole(place, whole.home)
 
     def close(self) -> None:
         """Shard the parameters again, whatever happened. Local."""
         if not self._is_open:
             return
-        self._is_open, self._report = False, None
-        self.sharded.gathers.remove(self.what)
+        self._is_open = False
+        self.sharded.gathers.remove(self.watch.what)
         self.sharded.gathered.difference_update(place.key for place in self.places)
         for unit in self._fully_held:
             unit.is_held = False
             if unit.state is ShardState.UNSHARDED:
                 unit.reshard()  # it is whole in our memory only
-        for place in self.places:
-            if place.position in place.buffer.held:
-                place.buffer.let_go([p.position for p in self.places if p.buffer is place.buffer])
-        self._values.clear()
+        for buffer in {place.buffer: None for place in self.places if place.is_gathered}:
+            buffer.let_go([place.position for place in self.places if place.buffer is buffer])
         self._fully_held.clear()
+        self.watch.end()
 
     def edited(self) -> list[str]:
         """Names of the parameters that this rank was seen to change in vain. Local."""
         if self.sharded.is_exact:
             return []
-        return [place.name for place in self.places if self._judge(place) != Verdict.FINE]
+        verdicts = zip(self.places, self.watch.judge(), strict=True)
+        return [place.name for place, verdict in verdicts if verdict is not _Verdict.FINE]
 
     def _gather(self) -> None:
         """Whole buffers in one message each, single parameters in one each."""
         waits: list[tuple[list[ParamRef], Callable[[], Tensor | tuple[Tensor, ...]]]] = []
-        for buffer in {id(place.buffer): place.buffer for place in self.places}.values():
-            mine = [place for place in self.places if place.buffer is buffer]
+        for buffer, chosen in groupby(self.places, key=lambda place: place.buffer):
+            mine = list(chosen)
             if len(mine) == len(buffer.params):
                 waits.append((mine, launch_buffer(buffer)))
             else:
                 waits += [([place], launch_whole(place)) for place in mine]
+        values: list[tuple[list[ParamRef], Sequence[Tensor]]] = []
         for mine, wait in waits:
             try:
                 result = wait()
             except CommError as error:
-                raise CommError(f"{self.what}, unit {mine[0].unit.name!r}: {error}") from error
-            values = (result,) if isinstance(result, Tensor) else result
-            self._values.update({p.key: v for p, v in zip(mine, values, strict=True)})
-        for mine, _ in waits:
-            mine[0].buffer.hold({place.position: self._values[place.key] for place in mine})
-        for unit in {place.unit_index: place.unit for place in self.places}.values():
+                what, unit = self.watch.what, mine[0].unit.name
+                raise CommError(f"{what}, unit {unit!r}: {error}") from error
+            values.append((mine, (result,) if isinstance(result, Tensor) else result))
+        for mine, found in values:
+            positions = [place.position for place in mine]
+            mine[0].buffer.hold(dict(zip(positions, found, strict=True)))
+        for unit in {place.unit: None for place in self.places}:
             is_whole = all(len(buffer.held) == len(buffer.params) for buffer in unit.buffers)
             if is_whole and unit.state is not ShardState.UNSHARDED:
                 unit.reshard()  # a gather that was launched ahead is not needed
                 unit.is_held = True
                 self._fully_held.append(unit)
 
-    def _judge(self, place: ParamRef) -> Verdict:
-        return self._watch.judge(place, may_edit=self.modifier_rank is not None)
 
-    def _keep_changes(self, modifier: int) -> None:
-        group = self.sharded.whole
-        self.sharded.schedule.settle()  # nobody reads the shards that we write
-        handles = []
-        for place in self.places:
-            home = home_of(place)
-            if group.rank == modifier:
-                data = data_of(place)
-                if data.data_ptr() != home.data_ptr() or not data.is_contiguous():
-                    home.copy_(data)
-            if home.numel():
-                handles.append(broadcast_flat(home.view(-1), src=modifier, group=group))
-        for handle in handles:
-            handle.wait()
-        for place in self.places:
-            home = home_of(place)
-            if self.sharded.is_exact:
-                place.buffer.params[place.position].data = home
-            write_whole(place, home)
+def _home_of(place: ParamRef) -> Tensor:
+    """The memory in which a parameter that is gathered, or rests whole, belongs."""
+    buffer = place.buffer
+    if place.is_gathered:
+        return buffer.held[place.position]
+    assert buffer.whole is not None, "neither gathered nor replicated"
+    return buffer.views_of(buffer.whole)[place.position]
 
 
 # ---- GatheredParameters: parameters whole in a context, and changed there by one rank ----
 
 
+_WHAT: Final = "GatheredParameters"
 Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 
 
@@ -458,13 +415,11 @@ class GatheredParameters:
         for sharded in {id(place.sharded): place.sharded for place in places}.values():
             mine = sort_places(place for place in places if place.sharded is sharded)
             if not sharded.is_exact or modifier_rank is not None:
-                self._gathers.append(
-                    Gather(sharded, mine, "GatheredParameters", modifier_rank, sanity_checks)
-                )
-        for early in _group_early(chosen):
-            self._gathers.append(
-                EarlyGather(early, "GatheredParameters", modifier_rank, sanity_checks)
-            )
+                watch = _Watch(sharded.whole, _WHAT, modifier_rank, sanity_checks)
+                self._gathers.append(Gather(sharded, mine, watch))
+        for shards in _group_early(chosen):
+            watch = _Watch(shards[0].group, _WHAT, modifier_rank, sanity_checks)
+            self._gathers.append(EarlyGather(shards, watch))
         for param in chosen:
             if fwd_module is not None and find_place(param) is not None:
                 register_external_parameter(fwd_module, param)
@@ -524,6 +479,71 @@ def _as_list(params: Any) -> list[Any]:
     return chosen
 
 
+# ---- Parameters that a module is known to use though it does not own them ----
+
+
+def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
+    """Say that `module`'s forward uses `param`, which another module owns. The same on every rank.
+
+    It also works unsaid: a sharded parameter that is used outside its unit is gathered where it is
+    used. Said, the gather is launched before the module's forward and travels meanwhile. Where
+    parameters rest whole there is nothing to do, and nothing is done.
+
+    Once more is as good as once.
+
+    Args:
+        module: A module that runs in the model's forward, or a loss that is called on its output.
+        param: The model's own Parameter object.
+
+    Raises:
+        StateError: `param` belongs to no sharded model.
+    """
+    place = place_of(param, what="register_external_parameter()")
+    sharded = place.sharded
+    ahead = sharded.ahead.get(module)
+    if ahead is None:
+        ahead = sharded.ahead[module] = _LaunchAhead()
+        if place.unit.placement is Placement.SHARDED:
+            ahead.handle = module.register_forward_pre_hook(ahead, prepend=True)
+            sharded.removers.append(ahead.handle.remove)
+            # The module may serve another model when this one was deleted.
+            finalize(sharded, ahead.handle.remove).atexit = False  # type: ignore[attr-defined]
+    if place not in ahead.places:
+        ahead.places.append(place)
+
+
+def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
+    """Undo `register_external_parameter`. The same on every rank.
+
+    Raises:
+        StateError: `param` belongs to no sharded model, or was not registered for the module.
+    """
+    place = place_of(param, what="unregister_external_parameter()")
+    ahead = place.sharded.ahead.get(module)
+    if ahead is None or place not in ahead.places:
+        raise StateError(
+            f"unregister_external_parameter(): parameter {place.name!r} is not registered for this "
+            f"{type(module).__name__}"
+        )
+    ahead.places.remove(place)
+    if not ahead.places:
+        del place.sharded.ahead[module]
+        if ahead.handle is not None:
+            ahead.handle.remove()
+
+
+@define(eq=False)
+class _LaunchAhead(Bound):
+    """Before the module's forward: its parameters from one sharded model set out."""
+
+    places: list[ParamRef] = field(factory=list)
+    handle: RemovableHandle | None = None
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for place in self.places:
+            place.sharded.outside.launch(place)
+
+
 # ---- A model each rank can run alone though its parameters rest outside the device ----
 
 
@@ -539,14 +559,7 @@ def streamed(
 ) -> Iterator[None]:
     """A context in which units that hold these parameters are read whole. Collective to enter.
 
-    Args:
-        sharded: The model.
-        places: Of the parameters.
-        home: Where its shards rest; room for whole copies is taken there.
-        what: Users call it.
-
-    Raises:
-        Exception: There is no room for them; what the home raises.
+    Room for the copies is taken where shards rest, which may raise what that raises.
     """
     units = [
         unit
@@ -630,7 +643,8 @@ def unsharded(model: Model, modules: Iterable[str] | None = None) -> Iterator[Mo
             "was not; call zero_engine.shard() first, and pass the very module it returned"
         )
     places, home = _places_within(sharded, modules), sharded.residence.home
-    gather = Gather(sharded, places, "unsharded()")
+    watch = _Watch(sharded.whole, "unsharded()", None, compares_bytes=False)
+    gather = Gather(sharded, places, watch)
     gather.check()
     if home is not None:
         with streamed(sharded, places, home, "unsharded()"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, final
@@ -12,16 +12,18 @@ from torch import Tensor, nn
 from zero_comm import collective
 
 from zero_partition.errors import PartitionError, StateError
+from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import AbstractRangeReader
-from zero_partition.run.sharded_model import ShardedModel
+from zero_partition.run.hooks import find_sharded
+from zero_partition.run.sharded_model import ShardedModel, part_of
 from zero_partition.run.unit import publish
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
-from zero_partition.values.load import find_misfits, read_into
-from zero_partition.values.parts import Part, PartBatch, WholeTensor, trained_of
-from zero_partition.values.state_dict import full_state_dict
 
-from .hooks import find_sharded
+from .load import find_misfits, read_into
+from .parts import Part, PartBatch, WholeTensor
+from .runs import places_in, trained_of
+from .state_dict import gather_state_dict
 
 _SWAP: Final = "ShardedAverage.swap()"
 
@@ -63,14 +65,15 @@ class ShardedAverage:
             )
         self.decay, self.num_updates = decay, 0
         self._model, self._sharded = model, sharded
-        buffers = [buffer for unit in sharded.units for buffer in unit.buffers]
-        self._buffers = [buffer for buffer in buffers if buffer.plan.trainable]
+        self._places = [place for place in sharded.places if place.is_trainable]
         is_elsewhere = sharded.residence.offload is not None
         self._device = torch.device("cpu") if is_elsewhere else sharded.group.device
         self._usable("ShardedAverage()")
-        self._averages = [
-            trained_of(sharded, buffer).to(self._device, copy=True) for buffer in self._buffers
-        ]
+        self._averages = {
+            buffer: trained_of(sharded, buffer).to(self._device, copy=True)
+            for buffer in sharded.buffers
+            if buffer.plan.trainable
+        }
 
     @torch.no_grad()
     def update(self) -> None:
@@ -83,7 +86,7 @@ class ShardedAverage:
                 `swap`.
         """
         sharded = self._usable("ShardedAverage.update()")
-        for buffer, average in zip(self._buffers, self._averages, strict=True):
+        for buffer, average in self._averages.items():
             values = trained_of(sharded, buffer).to(self._device)
             average.lerp_(values, 1 - self.decay) if self.num_updates else average.copy_(values)
         self.num_updates += 1
@@ -101,8 +104,7 @@ class ShardedAverage:
             StateError: As for `update`, or a forward is running.
         """
         sharded = self._usable("ShardedAverage.full_state_dict()")
-        averages = dict(zip(self._buffers, self._averages, strict=True))
-        return full_state_dict(sharded, averages)
+        return gather_state_dict(sharded, self._averages)
 
     @contextmanager
     @collective
@@ -123,9 +125,9 @@ class ShardedAverage:
             raise StateError(f"{_SWAP} was called while a forward is running; leave that first")
         sharded.refuse_while_gathered(_SWAP)
         sharded.finish_update()
-        for buffer in self._buffers:
+        for buffer in self._averages:
             buffer.follow_writes()
-        trained = [buffer.trained.to(self._device, copy=True) for buffer in self._buffers]
+        trained = {b: b.trained.to(self._device, copy=True) for b in self._averages}
         sharded.gathers.append(_SWAP)
         try:
             self._write(self._averages)
@@ -138,35 +140,34 @@ class ShardedAverage:
         """This rank's parts of the average, for a checkpoint. Local."""
         self._usable("ShardedAverage.batches()")
         batches = []
-        for buffer, average in zip(self._buffers, self._averages, strict=True):
-            parts, values = [], []
-            for piece in buffer.pieces:
-                param = buffer.plan.params[piece.index]
-                whole = WholeTensor(param.name, None, param.shape, average.dtype)
-                parts.append(Part(whole, piece.in_tensor))
-                values.append(average[piece.in_shard.as_slice()])
-            batches.append(PartBatch(tuple(parts), False, partial(list, values), False))
+        for buffer, average in self._averages.items():
+            mine = [place for place in places_in(buffer) if place.kept.numel]
+            parts = tuple(
+                Part(WholeTensor(place.name, None, place.plan.shape, average.dtype), place.kept)
+                for place in mine
+            )
+            values = [part_of(place, average) for place in mine]
+            batches.append(PartBatch(parts, False, partial(list, values), False))
         return batches
 
     def find_problems(self, readers: Mapping[str, AbstractRangeReader]) -> list[str]:
         """What speaks against loading an average, by names of parameters. Local."""
         self._usable("ShardedAverage.load()")
         problems = []
-        for buffer, average in zip(self._buffers, self._averages, strict=True):
-            for param in buffer.plan.params:
-                if param.name in readers:
-                    reader = readers[param.name]
-                    problems += find_misfits(param.name, param.shape, average.dtype, reader)
-                elif param.shape.numel():
-                    problems.append(f"the average lacks {param.name!r}")
+        for place in self._places:
+            if place.name in readers:
+                shape, dtype = place.plan.shape, self._averages[place.buffer].dtype
+                problems += find_misfits(place.name, shape, dtype, readers[place.name])
+            elif place.plan.shape.numel():
+                problems.append(f"the average lacks {place.name!r}")
         return problems
 
     def load(self, readers: Mapping[str, AbstractRangeReader], num_updates: int) -> None:
         """Read this rank's parts of an average in which there are no problems. Local."""
-        for buffer, average in zip(self._buffers, self._averages, strict=True):
-            for piece in buffer.pieces:
-                reader = readers[buffer.plan.params[piece.index].name]
-                read_into(average[piece.in_shard.as_slice()], reader, piece.in_tensor)
+        for place in self._places:
+            if place.kept.numel:
+                part = part_of(place, self._averages[place.buffer])
+                read_into(part, readers[place.name], place.kept)
         self.num_updates = num_updates
 
     def _usable(self, what: str) -> ShardedModel:
@@ -182,12 +183,12 @@ class ShardedAverage:
         return sharded
 
     @torch.no_grad()
-    def _write(self, values: Sequence[Tensor]) -> None:
+    def _write(self, values: Mapping[FlatBuffer, Tensor]) -> None:
         """Make these the values that train, and that the model computes with. Collective."""
         sharded = self._sharded
         sharded.begin_write()
         with plain_access():
-            for buffer, value in zip(self._buffers, values, strict=True):
+            for buffer, value in values.items():
                 for rest in dict.fromkeys((buffer.training, buffer.resting)):
                     rest.write(value)
                 buffer.follow_update()

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import ReferenceType, ref
 
 import torch
@@ -16,11 +16,6 @@ from torch import Tensor, nn
 from zero_partition.errors import AtRestError, StateError
 from zero_partition.nested import converted, converted_output, tensors_in
 from zero_partition.plan.stages import Placement
-from zero_partition.run.gradients import SMALL_BYTES, BufferGradients
-from zero_partition.run.norm import take_back
-from zero_partition.run.schedule import Call
-from zero_partition.run.sharded_model import find_place, keep_views, place_of
-from zero_partition.run.unit import ShardState, Unit
 from zero_partition.stand_in import AtRest, Bound, GradientGuard, StateKind
 from zero_partition.torch_private import (
     call_of,
@@ -33,10 +28,11 @@ from zero_partition.torch_private import (
     unseen_by_dispatch_modes,
     untraced,
 )
-from zero_partition.values.optimizer_state_dict import install_state_dict_hooks_of
 
-if TYPE_CHECKING:
-    from zero_partition.run.sharded_model import ShardedModel
+from .gradients import SMALL_BYTES, BufferGradients
+from .schedule import Call
+from .sharded_model import ShardedModel, find_place, keep_views, place_of
+from .unit import ShardState, Unit
 
 Result = TypeVar("Result")
 
@@ -264,6 +260,16 @@ def arrival_hook(
     return arrive
 
 
+def take_back(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
+    """What was left to the next step, see NOTE(in_step), is done or dropped. Local.
+
+    What somebody else has left, as GradScaler does, is theirs to take back.
+    """
+    left, sharded.left_to_step = sharded.left_to_step, None
+    if left is not None and getattr(optimizer, "found_inf", None) is left:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
 @define(eq=False)
 class BeforeStep(Bound):
     """Before the optimizer's step; also how the sharded model is found from its optimizer."""
@@ -424,8 +430,6 @@ def install_optimizer_hooks(optimizer: torch.optim.Optimizer, sharded: ShardedMo
         optimizer.register_step_pre_hook(BeforeStep(sharded)),
         optimizer.register_step_post_hook(AfterStep(sharded)),
     ]
-    if sharded.reducer.shards_state:
-        install_state_dict_hooks_of(optimizer, sharded)
     plain_zero_grad = optimizer.zero_grad
     is_patched = "zero_grad" in vars(optimizer)
 
@@ -454,9 +458,21 @@ def find_sharded(model: nn.Module) -> ShardedModel | None:
     return None
 
 
-def find_sharded_by_optimizer(optimizer: torch.optim.Optimizer) -> ShardedModel | None:
-    """What `partition` made of the model whose parameters this optimizer updates, if it did."""
-    for hook in optimizer._optimizer_step_pre_hooks.values():
-        if isinstance(hook, BeforeStep):
-            return hook.sharded
-    return None
+def require_sharded(model_or_optimizer: nn.Module | torch.optim.Optimizer) -> ShardedModel:
+    """What `partition` made of this model, or of the one that this optimizer updates.
+
+    Raises:
+        StateError: It was not partitioned.
+    """
+    if isinstance(model_or_optimizer, nn.Module):
+        sharded = find_sharded(model_or_optimizer)
+    else:
+        hooks = model_or_optimizer._optimizer_step_pre_hooks.values()
+        sharded = next((hook.sharded for hook in hooks if isinstance(hook, BeforeStep)), None)
+    if sharded is None:
+        raise StateError(
+            f"expected a model or optimizer that was sharded, got a "
+            f"{type(model_or_optimizer).__name__} that was not; call zero_engine.shard() first, "
+            "and pass the very module it returned"
+        )
+    return sharded

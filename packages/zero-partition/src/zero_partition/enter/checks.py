@@ -1,0 +1,90 @@
+"""What must not be in a model when it is sharded: wrappers, memory that is shared or lacks."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from zero_partition.errors import PartitionError, StateError
+from zero_partition.run.sharded_model import find_place
+
+_WITHOUT: Final = "pass the model as it is before that: shard() does what it is for"
+_WRAPPERS: Final = {
+    "DistributedDataParallel": "pass the model inside it, ddp.module: shard() averages gradients",
+    "DataParallel": "pass the model inside it, its .module, on one rank per device",
+    "FullyShardedDataParallel": _WITHOUT,
+    "FSDPModule": f"{_WITHOUT}, and fully_shard() has changed this one",
+}
+
+
+def check_not_wrapped(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise PartitionError for what others have wrapped to train on several ranks. Local.
+
+    By the names of classes: nothing is imported for it.
+    """
+    for name, module in model.named_modules():
+        where = f"module {name!r} of the model" if name else "the model"
+        for kind in type(module).__mro__:
+            if kind.__module__.startswith("torch.") and kind.__name__ in _WRAPPERS:
+                raise PartitionError(
+                    f"{where} is wrapped by torch's {kind.__name__}; {_WRAPPERS[kind.__name__]}"
+                )
+        own = vars(module)
+        if "_is_accelerate_prepared" in own or {"_original_forward", "forward"} <= own.keys():
+            raise PartitionError(
+                f"{where} comes from Accelerator.prepare(); shard() the model and the optimizer in "
+                "place of preparing them, and prepare only what else there is"
+            )
+    for name, param in model.named_parameters():
+        if type(param).__name__ == "DTensor":
+            raise PartitionError(
+                f"parameter {name!r} is a DTensor, which fully_shard() or parallelize_module() has "
+                "made: pass the model as it is before that; for tensor parallelism, shard() takes "
+                "the group of data-parallel ranks and plain tensors"
+            )
+    if type(optimizer).__module__.startswith("accelerate."):
+        raise PartitionError(
+            f"the optimizer is wrapped by Accelerator.prepare() in an {type(optimizer).__name__}; "
+            "pass the one inside, optimizer.optimizer, and the model as it is before prepare()"
+        )
+
+
+def check_content(model: nn.Module) -> None:
+    """Raise PartitionError where parameters have no memory yet, or share it with others. Local."""
+    owners: dict[int, str] = {}
+    for name, param in model.named_parameters():
+        if is_lazy(param):
+            raise PartitionError(
+                f"parameter {name!r} of a lazy module has no shape yet; run one forward of the "
+                "model before building the optimizer and calling shard()"
+            )
+        _check_place(name, param)
+        if param.layout is torch.strided and param.numel() and not param.is_meta:
+            owners[param.untyped_storage().data_ptr()] = name
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided or not buffer.numel() or buffer.is_meta:
+            continue
+        owner = owners.get(buffer.untyped_storage().data_ptr())
+        if owner is not None:
+            raise PartitionError(
+                f"buffer {name!r} is a view of parameter {owner!r}, whose values move into a flat "
+                "buffer: it would keep those of today for ever. Compute it in forward, or give it "
+                "memory of its own with .clone()"
+            )
+
+
+def _check_place(name: str, param: nn.Parameter) -> None:
+    place = find_place(param)
+    if place is None:
+        return
+    try:
+        owner = type(place.sharded.model).__name__
+    except StateError:
+        return  # that model is gone
+    raise PartitionError(
+        f"parameter {name!r} belongs to a sharded {owner} already, as {place.name!r}, and can have "
+        "one optimizer and one place; shard the models that share it as one nn.Module"
+    )
