@@ -99,16 +99,31 @@ PROGRAM: Final = """
 import os, sys, torch
 for package in sys.argv[1:]:
     if not os.fork():
-        __import__(package)
-        print(package, *(name for name in sys.modules if "." not in name), flush=True)
+        found = __import__(package)
+        print(package, *sys.modules, flush=True)
+        for name in found.__all__:  # most are loaded on first use
+            getattr(found, name)
+        print(package, *sys.modules, flush=True)
         os._exit(0)
     _, status = os.wait()
     assert not status, package
+if not os.fork():
+    import zero_engine
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero_engine.shard(model, optimizer, zero_engine.ZeroConfig(stage=3))
+    print("shard", *sys.modules, flush=True)
+    os._exit(0)
+assert not os.wait()[1]
 """
+WINGS: Final = {
+    *("zero_engine.checkpoint", "zero_engine.deepspeed", "zero_engine.planning"),
+    *("zero_engine.compat", "zero_engine.integrations", "zero_engine.cli", "tabulate"),
+}
 
 
-def test_importing_a_package_loads_only_what_it_may() -> None:
-    """The source may be clean and an entry point or a late import not."""
+def test_packages_load_only_what_they_may_and_only_when_it_is_used() -> None:
+    """The source may be clean and a late import not; who shards pays for no checkpoints."""
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, *ALLOWED],
         capture_output=True,
@@ -117,8 +132,12 @@ def test_importing_a_package_loads_only_what_it_may() -> None:
         timeout=60,
     )
 
-    loaded = {line.split()[0]: set(line.split()[1:]) for line in ran.stdout.splitlines()}
-    assert loaded.keys() == ALLOWED.keys()
-    for package, names in loaded.items():
+    lines = [(line.split()[0], set(line.split()[1:])) for line in ran.stdout.splitlines()]
+    of_package, (_, with_shard) = lines[:-1], lines[-1]
+    assert {package for package, _ in of_package} == ALLOWED.keys()
+    for package, names in of_package:
         assert package in names
         assert names & ALLOWED.keys() <= ALLOWED[package] | {package}
+    at_import = dict(reversed(of_package))
+    assert not WINGS & with_shard
+    assert not {name for name in at_import["zero_engine"] if name.startswith("zero_partition")}

@@ -59,9 +59,6 @@ def _like(value: Any, items: list[Any]) -> Any:
     return tuple.__new__(type(value), items)
 
 
-# ---- Calls ----
-
-
 _NO_DISPATCH: Final = Tensor.__torch_dispatch__
 
 

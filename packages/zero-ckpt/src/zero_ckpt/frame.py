@@ -247,9 +247,6 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# ---- The edges of a checkpoint, at which a device may be waited for ----
-
-
 @final
 class Synchronized(AbstractCompanion):
     """Waits for the current accelerator before and after both runs; for nothing on the CPU."""

@@ -89,9 +89,6 @@ def _inside(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-# ---- Buffers that forward writes to, such as batch norm's statistics: written once ----
-
-
 # Kernels write some buffers behind the version's back (batch norm's statistics), and those are
 # small. A larger one is put back only where its version says that forward wrote to it.
 _SMALL_BYTES: Final = 1 << 16

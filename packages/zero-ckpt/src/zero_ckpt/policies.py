@@ -45,9 +45,6 @@ OperatorPolicy = Callable[[OperatorCall], bool]
 ModulePolicy = Callable[[Mapping[str, nn.Module]], Iterable[str]]
 
 
-# ---- Over operators: whose outputs are kept ----
-
-
 @frozen
 class _ByOperator:
     """Keeps the outputs of these: "aten::mm", or "aten::mm.default" for one overload."""
@@ -199,9 +196,6 @@ def _packet_of(text: str) -> OpOverloadPacket:
         f"by_operator({text!r}): there is no such operator (close: {', '.join(close) or 'none'}); "
         'expected "mm", "aten.mm" or "mylib::name", without the overload'
     )
-
-
-# ---- Over modules: which are chosen ----
 
 
 @frozen

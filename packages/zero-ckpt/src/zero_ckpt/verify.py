@@ -152,9 +152,6 @@ def _where() -> str:
     return f"It is saved {', '.join(found)}. " if found else ""
 
 
-# ---- Sums over bits ----
-
-
 @final
 @define(eq=False)
 class Checksums:

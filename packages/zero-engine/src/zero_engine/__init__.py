@@ -10,62 +10,62 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from zero_comm import Loco
-from zero_partition import (
-    ChainedOptimizer,
-    Cut,
-    GatheredParameters,
-    Precision,
-    ShardedAverage,
-    Wire,
-    backward_without_batch,
-    clip_grad_norm_,
-    clip_grad_value_,
-    coalesce_reduction,
-    finish_update,
-    full_grad,
-    full_optimizer_state,
-    full_optimizer_state_dict,
-    full_param,
-    full_state_dict,
-    load_full_optimizer_state_dict,
-    local_grad,
-    local_optimizer_state,
-    local_param,
-    memory_report,
-    no_sync,
-    release_buffers,
-    set_full_grad,
-    set_full_optimizer_state,
-    set_full_param,
-    set_leaf_modules,
-    set_local_grad,
-    set_local_optimizer_state,
-    set_local_param,
-    unscale_and_clip_,
-    unsharded,
-    update_full_grads,
-)
-
 from zero_engine.__about__ import __version__
-from zero_engine.config import ZeroConfig
-from zero_engine.errors import ConfigError, FileError, LossScaleError, NotBuiltError
-from zero_engine.init import Init, materialise
-from zero_engine.offload import Offload
-from zero_engine.sharding import shard, unshard
 
 if TYPE_CHECKING:
+    from zero_comm import Loco
+    from zero_partition import (
+        ChainedOptimizer,
+        Cut,
+        GatheredParameters,
+        Precision,
+        ShardedAverage,
+        Wire,
+        backward_without_batch,
+        clip_grad_norm_,
+        clip_grad_value_,
+        coalesce_reduction,
+        finish_update,
+        full_grad,
+        full_optimizer_state,
+        full_optimizer_state_dict,
+        full_param,
+        full_state_dict,
+        load_full_optimizer_state_dict,
+        local_grad,
+        local_optimizer_state,
+        local_param,
+        memory_report,
+        no_sync,
+        release_buffers,
+        set_full_grad,
+        set_full_optimizer_state,
+        set_full_param,
+        set_leaf_modules,
+        set_local_grad,
+        set_local_optimizer_state,
+        set_local_param,
+        unscale_and_clip_,
+        unsharded,
+        update_full_grads,
+    )
+
     from zero_engine.checkpoint.background import Saver
     from zero_engine.checkpoint.export import export
     from zero_engine.checkpoint.load import load
     from zero_engine.checkpoint.load_deepspeed import load_deepspeed
     from zero_engine.checkpoint.pretrained import load_pretrained
     from zero_engine.checkpoint.save import save
+    from zero_engine.config import ZeroConfig
     from zero_engine.deepspeed.engine import Engine
     from zero_engine.deepspeed.initialize import initialize
     from zero_engine.deepspeed.loss_scale import DynamicLossScale, LossScaler
+    from zero_engine.errors import ConfigError, FileError, LossScaleError, NotBuiltError
+    from zero_engine.init import Init, materialise
+    from zero_engine.offload import Offload
     from zero_engine.planning.plan import plan
     from zero_engine.reports import report, schedule_table
+    from zero_engine.sharding import shard, unshard
     from zero_engine.state_offload import offload_states, reload_states
 
 __all__ = [
@@ -131,24 +131,38 @@ __all__ = [
     "update_full_grads",
 ]
 
-# Loaded on first use: who shards a model pays for no checkpoints, plans or files of DeepSpeed.
-_LAZY: Final = {
-    "DynamicLossScale": "zero_engine.deepspeed.loss_scale",
-    "Engine": "zero_engine.deepspeed.engine",
-    "LossScaler": "zero_engine.deepspeed.loss_scale",
-    "Saver": "zero_engine.checkpoint.background",
-    "export": "zero_engine.checkpoint.export",
-    "initialize": "zero_engine.deepspeed.initialize",
-    "load": "zero_engine.checkpoint.load",
-    "load_deepspeed": "zero_engine.checkpoint.load_deepspeed",
-    "load_pretrained": "zero_engine.checkpoint.pretrained",
-    "offload_states": "zero_engine.state_offload",
-    "plan": "zero_engine.planning.plan",
-    "reload_states": "zero_engine.state_offload",
-    "report": "zero_engine.reports",
-    "save": "zero_engine.checkpoint.save",
-    "schedule_table": "zero_engine.reports",
+# Where a name is; loaded on first use.
+_NAMES: Final = {
+    "zero_comm": "Loco",
+    "zero_engine.checkpoint.background": "Saver",
+    "zero_engine.checkpoint.export": "export",
+    "zero_engine.checkpoint.load": "load",
+    "zero_engine.checkpoint.load_deepspeed": "load_deepspeed",
+    "zero_engine.checkpoint.pretrained": "load_pretrained",
+    "zero_engine.checkpoint.save": "save",
+    "zero_engine.config": "ZeroConfig",
+    "zero_engine.deepspeed.engine": "Engine",
+    "zero_engine.deepspeed.initialize": "initialize",
+    "zero_engine.deepspeed.loss_scale": "DynamicLossScale LossScaler",
+    "zero_engine.errors": "ConfigError FileError LossScaleError NotBuiltError",
+    "zero_engine.init": "Init materialise",
+    "zero_engine.offload": "Offload",
+    "zero_engine.planning.plan": "plan",
+    "zero_engine.reports": "report schedule_table",
+    "zero_engine.sharding": "shard unshard",
+    "zero_engine.state_offload": "offload_states reload_states",
+    "zero_partition": (
+        "ChainedOptimizer Cut GatheredParameters Precision ShardedAverage Wire "
+        "backward_without_batch clip_grad_norm_ clip_grad_value_ coalesce_reduction "
+        "finish_update full_grad full_optimizer_state full_optimizer_state_dict full_param "
+        "full_state_dict load_full_optimizer_state_dict local_grad local_optimizer_state "
+        "local_param memory_report no_sync release_buffers set_full_grad "
+        "set_full_optimizer_state set_full_param set_leaf_modules set_local_grad "
+        "set_local_optimizer_state set_local_param unscale_and_clip_ unsharded "
+        "update_full_grads"
+    ),
 }
+_MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MOVED: Final = {  # since 0.1
     "EngineConfig": "zero_engine.deepspeed",
     "Room": "zero_engine.planning",
@@ -160,6 +174,7 @@ _MOVED: Final = {  # since 0.1
 
 
 def __getattr__(name: str) -> Any:
+    """Load what a name needs when it is first asked for (PEP 562)."""
     if name in {"checkpoint", "deepspeed", "planning"}:
         return import_module(f"zero_engine.{name}")
     if name in _MOVED:
@@ -168,9 +183,9 @@ def __getattr__(name: str) -> Any:
             DeprecationWarning,
             stacklevel=2,
         )
-    elif name not in _LAZY:
-        raise AttributeError(f"module 'zero_engine' has no attribute {name!r}")
-    found = getattr(import_module(_LAZY.get(name) or _MOVED[name]), name)
+    elif name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(_MODULES.get(name) or _MOVED[name]), name)
     globals()[name] = found
     return found
 

@@ -96,9 +96,6 @@ def nearest(name: Any, known: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
-# ---- What every rank does at once: if it fails on one, all know ----
-
-
 def together(
     act: Callable[[], Any], *, what: str, group: Group, timeout_s: float | None = None
 ) -> list[Any]:
@@ -131,9 +128,6 @@ def together(
         if theirs:
             raise FileError(f"{what}: rank {rank} failed (seen on rank {group.rank}): {theirs}")
     return [result for _, result in said]
-
-
-# ---- The ranks that are meant when the user names none ----
 
 
 def default_group(model: nn.Module | None = None, *, timeout_s: float | None = None) -> Group:

@@ -73,9 +73,6 @@ def num_bytes_of(text: str) -> int:
     return size
 
 
-# ---- `zero plan`: what training will take, from the shell ----
-
-
 _PLACES: Final = ("device", "host", "disk")
 _SAID: Final = ("name", "fits", "device_bytes", "host_bytes", "disk_bytes")  # of options, as JSON
 
@@ -248,9 +245,6 @@ def _number(text: str) -> int:
     return int(value)
 
 
-# ---- `zero probe`: how fast this machine is, from the shell ----
-
-
 _PRINTED: Final = {  # in words, in which unit, and how many of those one is
     "matmul_flops": ("matrix products", "GFLOP/s", 1e-9),
     "device_bytes": ("memory of the device, read and written", "GB/s", 1e-9),
@@ -298,9 +292,6 @@ def _cli_probe_run(options: argparse.Namespace) -> None:
         if name in found
     ]
     print(tabulate(rows, floatfmt=".2f", tablefmt="plain"))
-
-
-# ---- The `zero` command ----
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,73 +3,80 @@
 # Floors, lowest first: errors, torch_private, nested, chained, plan, stand_in, memory, init, run,
 # optimizer, values, enter, report, dry_run, redundancy, public, planning, seams.
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
 from zero_partition.__about__ import __version__
-from zero_partition.chained import ChainedOptimizer
-from zero_partition.enter.partition import partition
-from zero_partition.errors import (
-    AtRestError,
-    LayoutError,
-    LoadError,
-    LostEditError,
-    OverlapError,
-    PartitionError,
-    StateError,
-)
-from zero_partition.init.context import Init
-from zero_partition.init.materialize import materialise
-from zero_partition.init.units import get_leaf_modules, set_leaf_modules, unset_leaf_modules
-from zero_partition.memory.seams import MASTER
-from zero_partition.plan.cuts import Cut
-from zero_partition.plan.stages import AS_IT_IS, Precision
-from zero_partition.plan.wire import Wire
-from zero_partition.public import (
-    backward_without_batch,
-    coalesce_reduction,
-    finish_update,
-    no_sync,
-    record_codec_errors,
-    release_buffers,
-)
-from zero_partition.redundancy import ZeroRedundancyOptimizer
-from zero_partition.report import (
-    MemoryReport,
-    ScheduleReport,
-    ScheduleRow,
-    memory_report,
-    schedule_report,
-    traffic_report,
-)
-from zero_partition.run.norm import clip_grad_norm_, clip_grad_value_, unscale_and_clip_
-from zero_partition.stand_in import StateKind
-from zero_partition.values.access import (
-    full_grad,
-    full_optimizer_state,
-    full_param,
-    local_grad,
-    local_optimizer_state,
-    local_param,
-    parameter_status,
-    set_full_grad,
-    set_full_optimizer_state,
-    set_full_param,
-    set_local_grad,
-    set_local_optimizer_state,
-    set_local_param,
-    update_full_grads,
-)
-from zero_partition.values.average import ShardedAverage
-from zero_partition.values.gathered import (
-    GatheredParameters,
-    register_external_parameter,
-    unregister_external_parameter,
-    unsharded,
-)
-from zero_partition.values.optimizer_state_dict import (
-    full_optimizer_state_dict,
-    load_full_optimizer_state_dict,
-)
-from zero_partition.values.state_dict import full_state_dict
-from zero_partition.values.unpartition import unpartition
+
+if TYPE_CHECKING:
+    from zero_partition.chained import ChainedOptimizer
+    from zero_partition.enter.partition import partition
+    from zero_partition.errors import (
+        AtRestError,
+        LayoutError,
+        LoadError,
+        LostEditError,
+        OverlapError,
+        PartitionError,
+        StateError,
+    )
+    from zero_partition.init.context import Init
+    from zero_partition.init.materialize import materialise
+    from zero_partition.init.units import get_leaf_modules, set_leaf_modules, unset_leaf_modules
+    from zero_partition.memory.seams import MASTER
+    from zero_partition.plan.cuts import Cut
+    from zero_partition.plan.stages import AS_IT_IS, Precision
+    from zero_partition.plan.wire import Wire
+    from zero_partition.public import (
+        backward_without_batch,
+        coalesce_reduction,
+        finish_update,
+        no_sync,
+        record_codec_errors,
+        release_buffers,
+    )
+    from zero_partition.redundancy import ZeroRedundancyOptimizer
+    from zero_partition.report import (
+        MemoryReport,
+        ScheduleReport,
+        ScheduleRow,
+        memory_report,
+        schedule_report,
+        traffic_report,
+    )
+    from zero_partition.run.norm import clip_grad_norm_, clip_grad_value_, unscale_and_clip_
+    from zero_partition.stand_in import StateKind
+    from zero_partition.values.access import (
+        full_grad,
+        full_optimizer_state,
+        full_param,
+        local_grad,
+        local_optimizer_state,
+        local_param,
+        parameter_status,
+        set_full_grad,
+        set_full_optimizer_state,
+        set_full_param,
+        set_local_grad,
+        set_local_optimizer_state,
+        set_local_param,
+        update_full_grads,
+    )
+    from zero_partition.values.average import ShardedAverage
+    from zero_partition.values.gathered import (
+        GatheredParameters,
+        register_external_parameter,
+        unregister_external_parameter,
+        unsharded,
+    )
+    from zero_partition.values.optimizer_state_dict import (
+        full_optimizer_state_dict,
+        load_full_optimizer_state_dict,
+    )
+    from zero_partition.values.state_dict import full_state_dict
+    from zero_partition.values.unpartition import unpartition
 
 __all__ = [
     "AS_IT_IS",
@@ -133,3 +140,57 @@ __all__ = [
     "unsharded",
     "update_full_grads",
 ]
+
+# Where a name is, without the package's own; loaded on first use.
+_NAMES: Final = {
+    "zero_partition.chained": "ChainedOptimizer",
+    "zero_partition.enter.partition": "partition",
+    "zero_partition.errors": (
+        "AtRestError LayoutError LoadError LostEditError OverlapError PartitionError StateError"
+    ),
+    "zero_partition.init.context": "Init",
+    "zero_partition.init.materialize": "materialise",
+    "zero_partition.init.units": "get_leaf_modules set_leaf_modules unset_leaf_modules",
+    "zero_partition.memory.seams": "MASTER",
+    "zero_partition.plan.cuts": "Cut",
+    "zero_partition.plan.stages": "AS_IT_IS Precision",
+    "zero_partition.plan.wire": "Wire",
+    "zero_partition.public": (
+        "backward_without_batch coalesce_reduction finish_update no_sync record_codec_errors "
+        "release_buffers"
+    ),
+    "zero_partition.redundancy": "ZeroRedundancyOptimizer",
+    "zero_partition.report": (
+        "MemoryReport ScheduleReport ScheduleRow memory_report schedule_report traffic_report"
+    ),
+    "zero_partition.run.norm": "clip_grad_norm_ clip_grad_value_ unscale_and_clip_",
+    "zero_partition.stand_in": "StateKind",
+    "zero_partition.values.access": (
+        "full_grad full_optimizer_state full_param local_grad local_optimizer_state "
+        "local_param parameter_status set_full_grad set_full_optimizer_state set_full_param "
+        "set_local_grad set_local_optimizer_state set_local_param update_full_grads"
+    ),
+    "zero_partition.values.average": "ShardedAverage",
+    "zero_partition.values.gathered": (
+        "GatheredParameters register_external_parameter unregister_external_parameter unsharded"
+    ),
+    "zero_partition.values.optimizer_state_dict": (
+        "full_optimizer_state_dict load_full_optimizer_state_dict"
+    ),
+    "zero_partition.values.state_dict": "full_state_dict",
+    "zero_partition.values.unpartition": "unpartition",
+}
+_MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what a name needs when it is first asked for (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

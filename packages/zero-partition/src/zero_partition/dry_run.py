@@ -85,9 +85,6 @@ def state_bytes(
     return (0, 0) if group is None else plan.state.bytes_of((group, len(shape), dtype), shape)
 
 
-# ---- What `record_traffic` will count in one training step, from layouts alone. Planning on ----
-
-
 @frozen
 class PlannedOperation:
     """One kind of operation on one unit's buffers in one step, as this rank sends it."""
@@ -222,9 +219,6 @@ class _Ranks:
         both = (self.send(dtype, 1, sends_own=way, codec=codec) for way in (True, False))
         (inside, across), (more_inside, more_across) = both
         return inside + more_inside, across + more_across
-
-
-# ---- What `memory_report` will say of a model on one rank, from layouts alone. Planning only ----
 
 
 @frozen(kw_only=True)
@@ -493,9 +487,6 @@ def _laying(plan: ModelPlan, index: int, buffer: BufferPlan, rank: int) -> tuple
     kept = shard * buffer.dtype.itemsize if codec is None else codec.wire_bytes(shard)
     resting = 0 if plan.rests.params else kept
     return whole + shard * source, resting + masters + scalars
-
-
-# ---- How many bytes of parameters and optimizer state each rank gives to a checkpoint. Plan ----
 
 
 @frozen(kw_only=True)

@@ -81,9 +81,6 @@ def map_tensors(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -
     return value
 
 
-# ---- Every tensor in what a module returned, whatever it is wrapped in ----
-
-
 # Objects of classes that say nothing about their content are looked into, but not without end: one
 # of them may lead to a whole program.
 _MAX_NESTED_OBJECTS: Final = 3

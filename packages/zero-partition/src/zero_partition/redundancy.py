@@ -47,9 +47,6 @@ _STATE_BUCKET_BYTES: Final = 2**20
 _IN_FLIGHT: Final = 2  # buckets at a time
 
 
-# ---- Tensors that travel together, each from the one rank that has it to the others ----
-
-
 Owned: TypeAlias = tuple[Tensor, int]  # and the rank that has its values
 
 
@@ -148,9 +145,6 @@ def _view_at(memory: Tensor, start: int, like: Tensor) -> Tensor:
     return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
-# ---- How parameters that one rank each has updated reach all ranks ----
-
-
 def facts_of(param: Tensor) -> tuple[bool, torch.Size, tuple[int, ...], torch.dtype, torch.device]:
     """What a publication rests on; equal on all ranks. First: whether its owner may change it."""
     travels = param.requires_grad or param.grad is not None
@@ -222,9 +216,6 @@ class Publication:
                 waits.popleft()()
         for wait in waits:
             wait()
-
-
-# ---- Whether a state dict fits an optimizer, seen before anything is written ----
 
 
 Expected = dict[str, tuple[int, ...] | None]  # by entry: a tensor's shape, or that it is none
@@ -314,9 +305,6 @@ def _compare(name: str, state: Any, expected: Expected | None) -> list[str]:
     return problems
 
 
-# ---- Whether an optimizer treats parameters one by one, so that ranks may divide them ----
-
-
 def check_params(optimizer: torch.optim.Optimizer) -> None:
     """Raise PartitionError unless every parameter is dense and has values."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -373,9 +361,6 @@ def copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, An
     """Make the options of param groups those of others, which have the same order."""
     for mine, theirs in zip(source, target, strict=True):
         theirs.update(options_of(mine))
-
-
-# ---- The optimizer ----
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):

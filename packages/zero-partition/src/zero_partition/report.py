@@ -178,9 +178,6 @@ def _gathered_bytes(sharded: ShardedModel) -> int:
     return sum(memory.values()) + sharded.outside.num_bytes
 
 
-# ---- When each unit is whole, as the recorded order and the slots have it ----
-
-
 @frozen
 class ScheduleRow:
     """One time that a unit becomes whole. Moments are in words."""
@@ -271,9 +268,6 @@ def _in_words(position: int, uses: Sequence[Use], names: Sequence[str]) -> str:
     if position < 0:
         return "before the forward"
     return f"{uses[position].phase} of {names[uses[position].unit]}"
-
-
-# ---- What encoding gradients has lost on a rank, for a checkpoint ----
 
 
 _NUM_REDUCTIONS: Final = "num_reductions"  # of each buffer, in their order: one tensor for all

@@ -246,9 +246,6 @@ def _group_of(args: tuple) -> Group | None:
     return next((getattr(shard, "_group", None) for shard in _shards_in(args)), None)
 
 
-# ---- What a parameter is while it rests sharded ----
-
-
 # NOTE(class): a parameter at rest keeps its identity and becomes an instance of a subclass of its
 # own class, which it leaves when it is unsharded. So `module.weight is param`, isinstance() and
 # memory stay as they are, a whole parameter is exactly what the user made, and while it rests torch
@@ -425,9 +422,6 @@ def _replace(value: Any, substitute: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-# ---- What hangs on the user's module belongs to it, and to this rank ----
-
-
 class Bound:
     """A hook belongs to one model on one rank: copying or pickling it would share our buffers."""
 
@@ -436,9 +430,6 @@ class Bound:
 
     def __reduce__(self) -> NoReturn:
         refuse_pickle()
-
-
-# ---- Tensors whose memory was given back ----
 
 
 # NOTE(stand-ins): a storage of no bytes under tensors that have some would do as well, and every
@@ -504,9 +495,6 @@ class View:
         tensor.__class__ = self.whole_type
         blank = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         tensor.data = blank.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
-
-
-# ---- What of a model's training state is parked, and where its bytes are meanwhile ----
 
 
 class StateKind(Enum):

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from zero_comm import Group
 
 
-# ---- Copies between a device and pinned host memory, beside the computation ----
-
-
 # NOTE(copies): a copy runs on a stream of its own, and reads or writes memory of the device that
 # was allocated on the stream of the computation. That memory is held until the latter stream has
 # been told to wait for the copy: from then on whoever is given it next comes after the copy.
@@ -100,9 +97,6 @@ class PinnedHost:
             target.copy_(source, non_blocking=True)
         done = side.record_event()
         return Copy(target, source, lambda: stream.wait_event(done), stream)
-
-
-# ---- The saver ----
 
 
 @define(eq=False)

@@ -147,9 +147,6 @@ class HostSnapshot:
         return GivenBatch(batch.runs, lambda: values, is_frozen=batch.is_frozen)
 
 
-# ---- Saver: checkpoints that are written while training goes on ----
-
-
 _POLL_S: Final = 0.02
 _AT_EXIT_S: Final = 20.0
 _SAID: Final = ".written-"  # a rank's word that its files are on disk, in the partial folder
@@ -406,9 +403,6 @@ def _collect(path: Path, group: Group, timeout_s: float, is_over: Event) -> list
         if is_over.wait(_POLL_S):
             raise FileError(f"{path}: another rank failed to write its files")
     return [found[rank] for rank in range(group.world_size)]
-
-
-# ---- StopSignals: a job that is told to end saves first, at the same step on every rank ----
 
 
 _USUAL: Final = (signal.SIGTERM, signal.SIGUSR1)  # of schedulers: Slurm, Kubernetes, spot machines

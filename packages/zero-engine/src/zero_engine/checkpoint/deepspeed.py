@@ -136,9 +136,6 @@ def _part(path: Path, key: str) -> Mapping[str, Any]:
     return content[key]
 
 
-# ---- Where the elements of a parameter lie in DeepSpeed's flat partitions. Arithmetic only ----
-
-
 # NOTE(partitions): a checkpoint has flat groups of parameters, in order, and every rank has a
 # partition of each group.
 # Stages 1 and 2: a group is its parameters end to end, with gaps that align them, cut into one
@@ -209,9 +206,6 @@ def _cut(segments: Sequence[tuple[int, int, int]], start: int, stop: int) -> Ite
         if first < last:
             yield Run(rank, group, first - begin, last - begin)
         begin += length
-
-
-# ---- A checkpoint that DeepSpeed's ZeRO saved, as parameters by name, to be read range by r ----
 
 
 _OF_ENGINE: Final = ("lr_scheduler", "skipped_steps", "global_steps", "global_samples")

@@ -115,9 +115,6 @@ def _tensor_from_json(said: Mapping[str, Any]) -> Tensor:
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape).clone()
 
 
-# ---- The manifest of a checkpoint: what it holds, where that lies, and what makes sure of it ----
-
-
 FORMAT: Final = "zero-checkpoint"
 VERSION: Final = 1
 MANIFEST: Final = "manifest.json"

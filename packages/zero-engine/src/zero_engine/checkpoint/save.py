@@ -61,9 +61,6 @@ def _differing_buffers(buffers: dict[str, Tensor], group: Group) -> dict[str, Te
     return {name: buffers[name] for name in buffers if mine[name] != first.get(name)}
 
 
-# ---- Every random number generator of a rank, as tensors of bytes by the name of its stream ----
-
-
 _CPU: Final = "torch.cpu"
 _DEVICE: Final = "torch.device"
 _PYTHON: Final = "python"
@@ -116,9 +113,6 @@ def _said(value: Any) -> Tensor:
 
 def _value_of(state: Tensor) -> Any:
     return from_json(json.loads(state.numpy().tobytes()))
-
-
-# ---- A checkpoint on its way to disk: what every rank writes, and what rank 0 makes of it ----
 
 
 _TIMEOUT_S: Final = 60.0
@@ -394,9 +388,6 @@ def _group_of(group: dict[str, Any]) -> dict[str, Any]:
         except ConfigError:
             continue
     return said
-
-
-# ---- save(): every rank writes its parts, and rank 0 makes a checkpoint of them ----
 
 
 @collective

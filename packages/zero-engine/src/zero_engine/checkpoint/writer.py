@@ -137,9 +137,6 @@ def _huge_pages(num_bytes: int) -> mmap.mmap:
     return memory
 
 
-# ---- A rank's pieces on their way to files: batch by batch, checksummed as they are written ----
-
-
 FILE_BYTES: Final = 2**30
 _CHUNK_BYTES: Final = 4 * 2**20  # leave a device at a time
 _TENSOR_ALIGN_BYTES: Final = 64  # mapped tensors then begin where any dtype, and vector units, may

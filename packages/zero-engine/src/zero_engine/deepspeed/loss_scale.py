@@ -187,9 +187,6 @@ class LossScaler:
         self._hysteresis = min(hysteresis, value.hysteresis)
 
 
-# ---- Whether a step was skipped, where the device knows before the host does ----
-
-
 # NOTE(verdict): on CUDA a fused optimizer skips its step on the device, and the host goes on as if
 # it had not. It learns at the end of the next micro-batch, when the answer has long arrived, and
 # only then takes back what it did: the scheduler's step. Losses in between are scaled by a number

@@ -86,9 +86,6 @@ class Lion(torch.optim.Optimizer):
         torch._foreach_add_(averages, grads, alpha=1 - beta2)
 
 
-# ---- Optimizers by the names that DeepSpeed's files give them, made of torch's ----
-
-
 # Known to DeepSpeed, and what to do about them here.
 _NOT_BUILT: Final = {
     **dict.fromkeys(

@@ -365,9 +365,6 @@ class WarmupCosineLR(_Warmup):
         return [lr * (low + (1 - low) * part) for lr in self.base_lrs]
 
 
-# ---- By name ----
-
-
 SCHEDULERS: Final[dict[str, type[Schedule]]] = {
     kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }

@@ -150,9 +150,6 @@ _SPELLED: Final[dict[Any, torch.dtype]] = {
 DTYPE: Final = _one_of("'fp32', 'fp16', 'bf16'", _SPELLED)
 
 
-# ---- FileKey ----
-
-
 @final
 @frozen
 class Gate:

@@ -51,9 +51,6 @@ _BETA: Final = number(0, below=1)
 _RATES: Final = either(_AT_LEAST_0, several(_AT_LEAST_0))  # of all param groups, or of each
 
 
-# ---- Batch sizes, accumulation, clipping, and the sections `optimizer` and `scheduler` ----
-
-
 def _as_steps(value: Any) -> int | None:
     if value == math.inf:  # for never, as accelerate writes it
         return None
@@ -137,9 +134,6 @@ _TRAINING: Final = (
 )
 
 
-# ---- Dtypes, and the loss scale ----
-
-
 # The loss is scaled, and gradients unscaled, in fp32: beyond these its numbers end.
 SMALLEST_SCALE: Final = 2.0**-126
 LARGEST_SCALE: Final = 2.0**127
@@ -215,9 +209,6 @@ _DTYPES: Final = (
 )
 
 
-# ---- The section `zero_optimization`: the stage, and the schedule of stage 3 ----
-
-
 _PER_UNIT: Final = "a unit's gradients travel together, small ones waiting for each other"
 _BY_BACKEND: Final = "collectives are composed of what the group's backend does well"
 
@@ -288,9 +279,6 @@ _SCHEDULE: Final = (
     idle("parameter_alignment", False, "parameters are always aligned"),
     idle("enable_sanity_checks", False, "the checks are always on"),
 )
-
-
-# ---- Offload in `zero_optimization`, and the section `aio` ----
 
 
 _DEVICE: Final = choice("none", "cpu", "nvme")
@@ -412,9 +400,6 @@ _AIO: Final = section(
 )
 
 
-# ---- ZeRO++ and MiCS in `zero_optimization` ----
-
-
 def _loco(said: Mapping[str, Any]) -> Loco:
     known = {"err_beta", "reset_T"}
     if set(said) - known:
@@ -449,9 +434,6 @@ _WIRE: Final = (
         gate=f"{_ZERO}.mics_shard_size",
     ),
 )
-
-
-# ---- All other sections: monitors, checkpoints, and features outside of ZeRO ----
 
 
 _OUTSIDE: Final = "it is outside of ZeRO"
@@ -546,9 +528,6 @@ _OTHERS: Final = (
     idle("disable_allgather", False, "DeepSpeed does not read it either"),
     not_built("disable_python_gc", False, "call gc.disable() in the training loop"),
 )
-
-
-# ---- Every documented key of DeepSpeed's file, by path, and the nearest to a wrong one ----
 
 
 _ALL: Final = (

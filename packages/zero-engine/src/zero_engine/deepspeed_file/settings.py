@@ -100,9 +100,6 @@ def _hidden_size(config: Any) -> int | None:
     return None
 
 
-# ---- From a file or dict to single keys with their paths ----
-
-
 Source = Mapping[str, Any] | str | os.PathLike[str]
 
 _TWICE: Final = object()  # the value of a name that an object of the file has more than once
@@ -174,9 +171,6 @@ def _leaves(raw: Mapping[Any, Any], *, prefix: str = "") -> Iterator[tuple[str, 
                 f"{next(other for other in WRITTEN if other.startswith(path + '.'))}, "
                 f"got {shown(value)}"
             )
-
-
-# ---- Settings ----
 
 
 STAGE: Final = "zero_optimization.stage"

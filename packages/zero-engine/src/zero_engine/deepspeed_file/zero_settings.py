@@ -111,9 +111,6 @@ def _check_modes(settings: Settings) -> None:
         )
 
 
-# ---- What a configuration says of ZeRO: arguments of ZeroConfig ----
-
-
 def _wire_of(
     *,
     secondary: int = 1,

@@ -99,9 +99,6 @@ def _passing_bytes(sizes: list[int], planned: ModelPlan, offload: Offload) -> in
     )
 
 
-# ---- plan(): what training will take, before anything is allocated ----
-
-
 @final
 @frozen(kw_only=True)
 class UnitRow:

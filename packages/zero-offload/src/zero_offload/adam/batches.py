@@ -13,8 +13,6 @@ from torch import Tensor
 
 from zero_offload.errors import UnsupportedTensorError
 
-# ---- What one step does to one element ----
-
 
 class Formula(Enum):
     """Which kernel; the value is part of its name in the library."""
@@ -49,9 +47,6 @@ class Rule:
     unbias: float = 1.0
     eps: float = 0.0
     seed: int | None = None
-
-
-# ---- Runs of elements ----
 
 
 @frozen
@@ -106,9 +101,6 @@ class Batch:
     def moments(self) -> Iterator[tuple[str, list[Tensor]]]:
         """The lists of the moments, by name."""
         return zip(self.names, (self.firsts, self.seconds, self.largests), strict=False)
-
-
-# ---- The optimizer's state of one parameter ----
 
 
 SUPPORTED: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -211,9 +203,6 @@ class StatePolicy:
                 f"{where}: stochastic rounding is for bfloat16, got a float16 tensor of shape "
                 f"{tuple(param.shape)}"
             )
-
-
-# ---- Which tensors one call steps, gathered into batches; nothing is stepped here ----
 
 
 @final

@@ -81,9 +81,6 @@ def _table(batch: Batch) -> np.ndarray:
     return table
 
 
-# ---- One step made of ranges, and the last step, to be taken back ----
-
-
 @final
 @define(eq=False)
 class Round:

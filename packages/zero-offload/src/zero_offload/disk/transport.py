@@ -190,9 +190,6 @@ class ThreadTransport(AbstractTransport):
         return done
 
 
-# ---- Whether a file system takes O_DIRECT, and in which units: tried, not believed ----
-
-
 _UNITS: Final = (4096, 16384, 65536)  # nothing smaller is worth its own requests
 
 
@@ -238,9 +235,6 @@ def probe_direct(folder: Path, system: System) -> Direct:
     finally:
         system.close(fd)
         system.unlink(path)
-
-
-# ---- Moving bytes through io_uring ----
 
 
 _ABI: Final = 1

@@ -137,9 +137,6 @@ def _take(params: Sequence[nn.Parameter], group: Group) -> Iterator[Tensor]:
         yield value
 
 
-# ---- Parameters move from the user's memory into flat buffers ----
-
-
 def distribute(
     model: nn.Module,
     plans: Sequence[UnitPlan],
@@ -305,9 +302,6 @@ def _flatten(
     return shard, whole
 
 
-# ---- What the collectives of a sharded model are for, in words for errors between ranks ----
-
-
 _SAME_UNITS: Final = (
     "where messages carry the values, every rank must use the same units in the same order: call "
     "set_leaf_modules() on the module that chooses among these, before shard()"
@@ -338,9 +332,6 @@ def purposes_of(units: Sequence[Unit], *, control_tag: int, access_tag: int) -> 
         for buffer in unit.buffers:
             found |= {buffer.gather_tag: gather, buffer.reduce_tag: reduction}
     return found
-
-
-# ---- partition(): plan, agree, distribute, hook ----
 
 
 _NO_HOMES: Final = Homes()

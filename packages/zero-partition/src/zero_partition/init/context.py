@@ -49,9 +49,6 @@ def module_under_construction() -> nn.Module | None:
     return None
 
 
-# ---- Modules whose parameters are early sharded refuse what would read stand-ins ----
-
-
 def refuse_forward(module: nn.Module, args: Any) -> None:
     """Forward pre-hook: before shard() there is a forward inside Init only."""
     name = next(iter(_stand_ins_of(module)), None)
@@ -104,9 +101,6 @@ def unguard_module(module: nn.Module) -> None:
     ):
         for key in [key for key, hook in hooks.items() if hook is ours]:
             del hooks[key]
-
-
-# ---- Every torch function that is called on a thread, noticed before it runs ----
 
 
 class Interception(TorchFunctionMode):
@@ -166,9 +160,6 @@ def tensors_among(value: object) -> Iterator[Tensor]:
 
 def _may_hold_tensors(values: list[Any]) -> bool:
     return bool(values) and isinstance(values[0], Tensor | list | tuple | Mapping)
-
-
-# ---- Parameters that are whole while a model is built, until they are no longer in use ----
 
 
 @define(eq=False)
@@ -257,9 +248,6 @@ def _whole_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _bytes_of(param: nn.Parameter) -> int:
     return 0 if param.is_meta or is_lazy(param) else param.nbytes
-
-
-# ---- Init: a model is built while each rank keeps its part of it only ----
 
 
 # NOTE(touch): nothing is patched. torch tells us of every parameter and module that is registered

@@ -49,9 +49,6 @@ def _has_nan(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
-# ---- This rank's part of a parameter that was sharded before its unit is known ----
-
-
 # NOTE(early): a unit's flat buffers are planned from the whole model, and while it is built nobody
 # knows the whole. So each parameter gets a layout of its own first, and partition() lays the shards
 # out anew, unit by unit. The shard hangs on the Parameter as its `__deepcopy__`: one attribute that

@@ -107,9 +107,6 @@ def _fits(name: str, module: nn.Module, wanted: type[nn.Module] | str) -> bool:
     return name == wanted or is_end or type(module).__name__ == wanted
 
 
-# ---- Which parameters form a unit, and how a unit lies in flat buffers: planning only ----
-
-
 _SMALL = "(small parameters)"  # no module's name
 
 

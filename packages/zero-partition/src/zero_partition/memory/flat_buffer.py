@@ -289,9 +289,6 @@ class FlatBuffer:
         self.versions = tuple(versions)
 
 
-# ---- Secondary shards ----
-
-
 # NOTE(keeping): a unit's copy is taken when its slot goes to another unit, and not before: until
 # then the slot has its values, and nobody gathers them. So units that share no slot have none, and
 # what evaluation or a further micro-batch gathers again is local too.

@@ -19,9 +19,6 @@ Groups = Sequence[dict[str, Any]]
 Opening = Callable[[Sequence[Param]], None]
 
 
-# ---- The optimizer's state, and the step ----
-
-
 class Footprint(Protocol):
     """Bytes that are held, by place; small things, such as step counts, are not counted."""
 
@@ -122,9 +119,6 @@ OpenState = Callable[
 ]
 
 
-# ---- Shards of parameters ----
-
-
 class Pending(Protocol):
     """What was begun."""
 
@@ -183,9 +177,6 @@ class TensorHome(Protocol):
         """Release everything. Again: nothing happens."""
 
 
-# ---- Reduced gradients ----
-
-
 class GradientHome(Protocol):
     """Host memory for this rank's shards of gradients, which leave the device as they come. Local.
 
@@ -207,9 +198,6 @@ class GradientHome(Protocol):
 
     def settle(self) -> None:
         """Block until all that was delivered is there."""
-
-
-# ---- What weights are read from ----
 
 
 class AbstractRangeReader(ABC):

@@ -208,9 +208,6 @@ class WithState(AbstractStore):
         self.offload.write(parts, replaces=False)
 
 
-# ---- What rests elsewhere than on the device, as far as dtypes and places depend on it ----
-
-
 @frozen(kw_only=True)
 class RestPlan:
     """Which kinds rest outside the device, and whether that is another memory."""

@@ -309,9 +309,6 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-# ---- Which cut each parameter gets ----
-
-
 # NOTE(needs): who knows what an optimizer needs is, in this order: its attribute `needs_cut` (a
 # cut, or a method from a param group to a cut), this table for torch's own classes, and a trial of
 # a copy of it. Subclasses of torch's are tried: nobody knows what they override.
@@ -424,9 +421,6 @@ def _parse(value: Any, where: str) -> Cut:
         return Cut.parse(value)
     except LayoutError as error:
         raise PartitionError(f"{where}: {error}") from error
-
-
-# ---- Which state an optimizer keeps for each parameter, as a step of a tiny one shows ----
 
 
 _SIDES: Final = (11, 13, 7, 5, 3, 2, 2, 2)  # of the parameters that are tried; told apart up to 2

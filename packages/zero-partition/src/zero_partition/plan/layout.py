@@ -50,9 +50,6 @@ class Span:
         return slice(self.start, self.stop)
 
 
-# ---- Where tensors sit in one flat buffer, and which rank keeps what: arithmetic only ----
-
-
 @frozen
 class Piece:
     """The part of one tensor that lies in one rank's shard."""
@@ -254,9 +251,6 @@ def _align_up(value: int, align: int) -> int:
     return -(-value // align) * align
 
 
-# ---- Which rank keeps what cannot be cut: arithmetic only ----
-
-
 @define
 class Balance:
     """Bytes that each rank keeps so far, while a model is planned."""
@@ -285,9 +279,6 @@ class Balance:
         """Add what each rank got of something that was cut."""
         for rank, size in enumerate(sizes):
             self.bytes_per_rank[rank] += size
-
-
-# ---- How the parameters of units lie in flat buffers: planning only ----
 
 
 ALIGN_BYTES = 64  # vector units and compiled kernels assume it; else their inputs are copied

@@ -123,9 +123,6 @@ class SlotPool(Generic[Owner]):
         self.extra.clear()
 
 
-# ---- How many bytes of slots a backward collects gradients in ----
-
-
 REDUCTION_SLOTS: Final = 2  # one fills while the other travels
 
 

@@ -48,9 +48,6 @@ STAGES: Final = {
 }
 
 
-# ---- In which dtypes parameters, masters and gradients are, and how gradients are averaged ----
-
-
 def _is_floating(_: Precision, attribute: Attribute, value: Any) -> None:
     if value is None:
         return

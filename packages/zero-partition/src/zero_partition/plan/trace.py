@@ -80,9 +80,6 @@ class ExecutionOrder:
         return self.position
 
 
-# ---- How much of a sharded model may be whole at a time ----
-
-
 ENCODED_IN_FLIGHT: Final = 2  # units, of those that rest whole, whose updates travel at a time
 
 
@@ -133,9 +130,6 @@ class Limits:
         asking early.
         """
         return evolve(self, prefetch_numel=0)
-
-
-# ---- Which units share a slot, and when their gathers are launched ----
 
 
 # NOTE(colouring): a unit is whole while it is in use, before that while it is prefetched, and after

@@ -276,9 +276,6 @@ class Routes:
 AS_ONE: Final = Wire()
 
 
-# ---- How many ranks exchange what, as `Routes` will have them: arithmetic only ----
-
-
 @frozen(kw_only=True)
 class PlannedRoutes:
     """Sizes of a model's groups."""

@@ -508,9 +508,6 @@ class BufferGradients:
         return grad is not None and grad.data_ptr() == self.views[position].data_ptr()
 
 
-# ---- Shards at a home, in memory for as long as they are stepped ----
-
-
 @define(eq=False)
 class OpenShards:
     """Opens them as their targets come, and closes those whose targets come no more.

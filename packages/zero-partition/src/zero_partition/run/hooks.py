@@ -220,9 +220,6 @@ def wrap_call(
     return remove
 
 
-# ---- Where we hang on to the user's module and optimizer; the only file that registers hooks ----
-
-
 # NOTE(hook cost): one call around that of a unit's module and a tensor hook per unit output. Not
 # `register_full_backward_hook`, which wraps inputs and outputs in autograd nodes of their own and
 # doubled the time of 500 tiny layers (docs/decisions/0003-hooks-per-unit.md).

@@ -23,9 +23,6 @@ from .sharded_model import ShardedModel
 # Their first step creates state, SGD's momentum uninitialised: that one must not be skipped so.
 
 
-# ---- Global gradient norm, unscaling and clipping over shards ----
-
-
 @frozen
 class GradientReport:
     """What is known of all gradients together, before the optimizer steps."""

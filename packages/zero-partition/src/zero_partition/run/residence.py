@@ -80,9 +80,6 @@ def plan_room(
     return room
 
 
-# ---- Who keeps what outside the device ----
-
-
 def _nothing() -> None:
     return
 

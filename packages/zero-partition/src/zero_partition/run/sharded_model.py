@@ -92,9 +92,6 @@ class ModuleTree:
         return list(chain.from_iterable(map(dict.values, self._contents)))
 
 
-# ---- Where a parameter lies, found from the Parameter itself; nothing is set on the user's  ----
-
-
 @frozen
 class ParamRef:
     """A position in a flat buffer of a unit of a sharded model.
@@ -233,9 +230,6 @@ def sort_places(places: Iterable[ParamRef]) -> list[ParamRef]:
     return sorted(unique.values(), key=lambda place: (place.buffer.index, place.position))
 
 
-# ---- Parameters whole: put together from the ranks' parts, or taken apart into them ----
-
-
 def part_of(place: ParamRef, shard: Tensor | None = None) -> Tensor:
     """This rank's part of a parameter, as a 1-D view, maybe empty.
 
@@ -355,9 +349,6 @@ def write_whole(place: ParamRef, value: Tensor) -> None:
     place.sharded.begin_write()
     place.buffer.fill(place.position, value)
     place.sharded.end_write(place.unit)
-
-
-# ---- Parameters that are used outside their unit's forward ----
 
 
 # NOTE(outside): what is used outside its unit does not go into the unit's slot, which the unit's
@@ -508,9 +499,6 @@ def keep_views(unit: Unit, outputs: Iterable[Tensor]) -> None:
             continue
         if memory.data_ptr() == address:
             tensor.data = tensor.data.clone()
-
-
-# ---- One partitioned model: its units, their schedule, its gradients and its optimizer ----
 
 
 @define(eq=False)

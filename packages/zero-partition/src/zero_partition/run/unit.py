@@ -62,9 +62,6 @@ class CodecErrors:
     gradients: LossByUnit = field(factory=LossByUnit)  # of its own ones, in their first hop
 
 
-# ---- What a unit's parameters cost this rank right now, and the legal moves ----
-
-
 class ShardState(Enum):
     """A unit whose parameters are replicated is always UNSHARDED."""
 
@@ -80,9 +77,6 @@ NEXT: Final = {
     ShardState.GATHERING: {ShardState.UNSHARDED, ShardState.SHARDED},
     ShardState.UNSHARDED: {ShardState.SHARDED},
 }
-
-
-# ---- A unit at run time: whole or sharded, and how it gets from one to the other ----
 
 
 @define(eq=False)
@@ -376,9 +370,6 @@ class Unit:
                 f"unit {self.name!r}: cannot go from {self.state.name} to {state.name}"
             )
         self.state = state
-
-
-# ---- Parameters that rest whole: every rank sends the shard that its optimizer has updated ----
 
 
 def publish(units: Sequence[Unit]) -> None:

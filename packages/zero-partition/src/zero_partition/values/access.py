@@ -29,8 +29,6 @@ from zero_partition.torch_private import plain_access
 
 from .runs import ask_states, entry_on_each, launch_entry, launch_trained, owner_of, plan_state
 
-# ---- What users give to be written, checked ----
-
 
 def for_rank(place: ParamRef, value: Any, to_rank: int | None) -> Any:
     """The value on the rank that wants it, on all when None; None elsewhere."""
@@ -86,9 +84,6 @@ def copy_given(place: ParamRef, part: Tensor, value: Any, what: str) -> None:
         )
     with torch.no_grad():
         part.copy_(value.detach().view(part.shape))
-
-
-# ---- Whole gradients by parameter, and this rank's parts of them ----
 
 
 @collective
@@ -255,9 +250,6 @@ def _local_grad(place: ParamRef, what: str) -> Tensor | None:
     return None if grad is None else grad.as_subclass(Tensor).view(-1)
 
 
-# ---- Whole values by parameter, this rank's parts of them, and where they lie ----
-
-
 # NOTE(arguments): every function here, in `_grad_access` and in `_state_access` takes the model's
 # own Parameter object, tied and frozen ones included, at every stage. What it returns is a copy,
 # the caller's to keep; shapes are the parameter's, and local parts are 1-D and may be empty. At
@@ -386,9 +378,6 @@ def _part_or_whole(place: ParamRef) -> Tensor:
         return part_of(place, place.buffer.trained)
     assert place.buffer.whole is not None, "replicated parameters have a whole buffer"
     return place.buffer.views_of(place.buffer.whole)[place.position]
-
-
-# ---- Whole optimizer state by parameter, and this rank's part of it ----
 
 
 @collective

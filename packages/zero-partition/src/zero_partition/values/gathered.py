@@ -37,8 +37,6 @@ from zero_partition.run.unit import ShardState, Unit
 from zero_partition.stand_in import Bound, StateKind
 from zero_partition.torch_private import plainly
 
-# ---- Parameters whole in a context, and what was done to them meanwhile ----
-
 
 class _Verdict(IntEnum):
     """How a rank leaves a parameter, or the context; it can travel as a byte."""
@@ -352,9 +350,6 @@ def _home_of(place: ParamRef) -> Tensor:
     return buffer.views_of(buffer.whole)[place.position]
 
 
-# ---- GatheredParameters: parameters whole in a context, and changed there by one rank ----
-
-
 _WHAT: Final = "GatheredParameters"
 Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 
@@ -479,9 +474,6 @@ def _as_list(params: Any) -> list[Any]:
     return chosen
 
 
-# ---- Parameters that a module is known to use though it does not own them ----
-
-
 def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
     """Say that `module`'s forward uses `param`, which another module owns. The same on every rank.
 
@@ -544,9 +536,6 @@ class _LaunchAhead(Bound):
             place.sharded.outside.launch(place)
 
 
-# ---- A model each rank can run alone though its parameters rest outside the device ----
-
-
 # NOTE(copies): what does not fit on the device sharded does not fit whole. So each rank keeps whole
 # copies of units where its shards rest, and a unit is read from there into its slot when it is
 # used, ahead of it as shards are: the memory of the device is that of training, and no rank waits
@@ -603,9 +592,6 @@ def _fill(sharded: ShardedModel, units: Sequence[Unit], copies: TensorHome) -> N
         unit.keep_copies(copies)
         unit.reshard()
     copies.settle()
-
-
-# ---- A model whole for a while ----
 
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -55,9 +55,6 @@ def in_chunks(span: Span, dtype: torch.dtype) -> Iterator[Span]:
         yield Span(start, min(start + step, span.stop))
 
 
-# ---- Where a rank keeps what is read: whole, a part, or nothing yet ----
-
-
 @define(eq=False)
 class Target:
     """One parameter or persistent buffer, and where this rank keeps which part of it."""
@@ -216,9 +213,6 @@ def _describe_names(missing: Sequence[str], unexpected: Sequence[str]) -> list[s
     return [f"{kind}: {', '.join(map(repr, names))}" for kind, names in kinds if names]
 
 
-# ---- What speaks against loading, found before anything is written ----
-
-
 def find_misfits(
     name: str, shape: torch.Size, dtype: torch.dtype, reader: AbstractRangeReader
 ) -> list[str]:
@@ -263,9 +257,6 @@ def _find_different_ties(targets: Iterable[Target], group: Group) -> list[str]:
             for part in in_chunks(target.kept_by(group), target.reader.dtype)
         )
     ]
-
-
-# ---- Weights alone, also into a model that is not partitioned yet ----
 
 
 @frozen
@@ -357,9 +348,6 @@ def load_ranges(
             sharded.residence.home.settle()
         sharded.end_write()
     return report
-
-
-# ---- Optimizer state ----
 
 
 @frozen(eq=False)
@@ -484,9 +472,6 @@ def _on_host(part: EntryPart) -> Tensor:
 def _bytes_of_entry(item: tuple[StateTarget, str | None]) -> int:
     part = None if item[1] is None else item[0].entries[item[1]]
     return part.span.numel * part.reader.dtype.itemsize if isinstance(part, EntryPart) else 0
-
-
-# ---- Values and state into a partitioned model ----
 
 
 @frozen(kw_only=True, eq=False)

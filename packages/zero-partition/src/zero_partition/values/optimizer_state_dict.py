@@ -169,9 +169,6 @@ def _on_host(value: Tensor) -> Tensor:
     return value.detach().to("cpu", copy=True)
 
 
-# ---- Loading ----
-
-
 @final
 @define(eq=False)
 class _Received(AbstractRangeReader):
@@ -297,9 +294,6 @@ def _plan(
     return evolve(
         planned, states=[target for target in planned.states if target.place.name in loaded]
     )
-
-
-# ---- The optimizer's own state_dict() and load_state_dict() ----
 
 
 def install_state_dict_hooks_of(optimizer: torch.optim.Optimizer, sharded: ShardedModel) -> None:

@@ -32,8 +32,6 @@ from zero_partition.run.sharded_model import (
     part_of,
 )
 
-# ---- Values of parameters ----
-
 
 def places_in(buffer: FlatBuffer) -> list[ParamRef]:
     """Those of its parameters, in order."""
@@ -94,9 +92,6 @@ def own_master(place: ParamRef) -> Tensor | None:
         return None
     master = state[owner][MASTER].detach().reshape(-1)
     return master if sharded.shards_state else master[place.kept.as_slice()]
-
-
-# ---- The optimizer's state of parameters ----
 
 
 SaidOfState: TypeAlias = dict[str, Said]  # by entry

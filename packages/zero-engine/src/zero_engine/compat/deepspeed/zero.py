@@ -179,9 +179,6 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-# ---- Arguments of `Init` that the configuration says as well ----
-
-
 # NOTE(said twice): DeepSpeed's parameters keep what `Init` was told, or else its configuration.
 # Here a model that is built in parts knows nothing of the wire, which `initialize` makes of its
 # configuration: so that is where it must be said, and the argument may say it too.

@@ -30,7 +30,6 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[rank %d] %s", get_rank(), message)
 
 
-# ---- Whole values: every rank calls these, between backward and step ----
 #
 # What is asked of a frozen parameter is None, here and for a rank's part, as in DeepSpeed.
 
@@ -65,9 +64,6 @@ def safe_update_full_grad_vectorized(
     zero_engine.update_full_grads(param_list, lambda param, grad: update_func(grad, param))
 
 
-# ---- This rank's part ----
-
-
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """This rank's part of the value, 1-D, in fp32."""
     return zero_engine.local_param(param).float() if param.requires_grad else None
@@ -95,9 +91,6 @@ safe_set_full_fp32_param = zero_engine.set_full_param
 safe_set_full_grad = zero_engine.set_full_grad
 safe_set_local_fp32_param = zero_engine.set_local_param
 safe_set_local_grad = zero_engine.set_local_grad
-
-
-# ---- Leaf modules: set before `initialize`, on every rank ----
 
 
 def set_z3_leaf_modules(
