@@ -50,7 +50,7 @@ MODEL_PARALLEL_RNG = "model-parallel-rng"
 _restored: Final[ContextVar[tuple[RngTracker, ...]]] = ContextVar("restored", default=())
 
 
-class Lent(NamedTuple):
+class ForkedRng(NamedTuple):
     """The rng that `fork` has put in place of a device's default one."""
 
     name: str
@@ -73,7 +73,7 @@ class RngTracker:
         self._device = None if device is None else torch.device(device)
         self._states: dict[str, Tensor] = {}
         self._seeds: dict[str, int] = {}
-        self._lent: Lent | None = None
+        self._lent: ForkedRng | None = None
 
     @property
     def device(self) -> torch.device:
@@ -138,7 +138,7 @@ class RngTracker:
                 "checkpointer this one, as in Checkpointer(tracker=get_cuda_rng_tracker()), or "
                 "fork default_checkpointer().tracker where checkpoint() is called"
             )
-        outer, lent = self._lent, Lent(name, self.device)
+        outer, lent = self._lent, ForkedRng(name, self.device)
         before = get_state(lent.device)
         if outer is not None:
             self._states[outer.name] = get_state(outer.device)
@@ -218,11 +218,11 @@ class RngTracker:
         self._check_not_lent("reset")
         self._states, self._seeds = {}, {}
 
-    def capture(self) -> tuple[dict[str, Tensor], Lent | None]:
+    def capture(self) -> tuple[dict[str, Tensor], ForkedRng | None]:
         """All that `restore` puts back, inside a `fork` as well. Local."""
         return self.get_states(), self._lent
 
-    def restore(self, states: Mapping[str, Tensor], lent: Lent | None) -> None:
+    def restore(self, states: Mapping[str, Tensor], lent: ForkedRng | None) -> None:
         """Put back what `capture` gave, and the default generator too if it was lent out then."""
         self._states, self._lent = dict(states), lent
         if lent is not None:
@@ -329,7 +329,7 @@ class RngSnapshot:
     tracker: RngTracker
     _devices: Mapping[torch.device, Tensor]
     _tracked: Mapping[str, Tensor]
-    _lent: Lent | None  # which of them stood in for the default one, if one did
+    _lent: ForkedRng | None  # which of them stood in for the default one, if one did
 
     @classmethod
     def take(cls, devices: Iterable[torch.device], tracker: RngTracker) -> RngSnapshot:

@@ -20,7 +20,7 @@ from attrs import frozen
 from zero_comm import process_memory
 
 from .handle import Message
-from .peer_memory import PeerMemory, Whereabouts
+from .peer_memory import JournalAddress, PeerMemory
 from .process_memory import SWITCH
 from .watch import Watch
 
@@ -116,7 +116,7 @@ def _find_out(table: _Table) -> SharedHost:
     verdicts = table.tell_all([verdict])  # from here on everyone has allowed everyone
     if all(row == [_Verdict.OK] for row in verdicts):
         try:
-            peers.meet([Whereabouts(*row[3:]) for row in hello])
+            peers.meet([JournalAddress(*row[3:]) for row in hello])
         except OSError:
             verdict = _Verdict.NOT_PERMITTED
         verdicts = table.tell_all([verdict])

@@ -43,7 +43,7 @@ _CAPACITY: Final = 1024  # entries that peers may lag behind
 
 
 @frozen
-class Whereabouts:
+class JournalAddress:
     """Where a rank's journal lies. Exchanged once, by other means."""
 
     pid: int
@@ -70,9 +70,9 @@ class Journal:
         finalize(self, _close, self._words).atexit = False  # type: ignore[attr-defined]
 
     @property
-    def whereabouts(self) -> Whereabouts:
+    def whereabouts(self) -> JournalAddress:
         """What peers need to know to read it."""
-        return Whereabouts(os.getpid(), ctypes.addressof(self._words), self.token)
+        return JournalAddress(os.getpid(), ctypes.addressof(self._words), self.token)
 
     @property
     def head(self) -> int:
@@ -130,18 +130,18 @@ def read_word(pid: int, address: int) -> int:
     return word.value
 
 
-def read_header(where: Whereabouts) -> tuple[int, int, bool]:
+def read_header(where: JournalAddress) -> tuple[int, int, bool]:
     """A peer's token, its head, and whether it is leaving. Raises OSError."""
     header = _read(where, 0, _CONSUMED)
     return header[_TOKEN], header[_HEAD], bool(header[_LEAVING])
 
 
-def read_num_read(by: int, where: Whereabouts) -> int:
+def read_num_read(by: int, where: JournalAddress) -> int:
     """How many entries of rank `by`'s journal the owner of this one has read. Raises OSError."""
     return _read(where, _CONSUMED + by, 1)[0]
 
 
-def read_entries(seen: int, head: int, world_size: int, where: Whereabouts) -> list[Entry]:
+def read_entries(seen: int, head: int, world_size: int, where: JournalAddress) -> list[Entry]:
     """A peer's entries from `seen` on, to `head` or to the end of the ring. Raises OSError."""
     first = seen % _CAPACITY
     count = min(head - seen, _CAPACITY - first)
@@ -151,7 +151,7 @@ def read_entries(seen: int, head: int, world_size: int, where: Whereabouts) -> l
     return list(zip(ring, ring, ring, ring, strict=True))  # _ENTRY_WORDS each
 
 
-def _read(where: Whereabouts, word: int, num_words: int) -> ctypes.Array[ctypes.c_int64]:
+def _read(where: JournalAddress, word: int, num_words: int) -> ctypes.Array[ctypes.c_int64]:
     words = (ctypes.c_int64 * num_words)()
     read(
         where.pid,
@@ -230,7 +230,7 @@ class PeerMemory:
     world_size: int
     timeout_s: float
     watch: Watch | None = field(default=None, kw_only=True)
-    _peers: dict[int, Whereabouts] = field(factory=dict, init=False)
+    _peers: dict[int, JournalAddress] = field(factory=dict, init=False)
     _gone: set[int] = field(factory=set, init=False)  # their processes have ended
     _journal: Journal = field(init=False)
     _seen: dict[int, int] = field(factory=dict, init=False)  # entries read of each peer's journal
@@ -246,11 +246,11 @@ class PeerMemory:
         _ALL.add(self)
 
     @property
-    def whereabouts(self) -> Whereabouts:
+    def whereabouts(self) -> JournalAddress:
         """What peers need to know to read this rank's journal."""
         return self._journal.whereabouts
 
-    def meet(self, peers: Sequence[Whereabouts]) -> None:
+    def meet(self, peers: Sequence[JournalAddress]) -> None:
         """Try to read every peer's journal. Local, once every rank has made its own.
 
         Raises:
@@ -438,7 +438,7 @@ class PeerMemory:
         if is_leaving:  # it will write no more, and has read what it wants
             self._gone.add(rank)
 
-    def _look_at(self, rank: int, question: Callable[[Whereabouts], T]) -> T | None:
+    def _look_at(self, rank: int, question: Callable[[JournalAddress], T]) -> T | None:
         """Read something of a peer's journal; None if it has ended, which is noted."""
         where = self._peers[rank]
         try:

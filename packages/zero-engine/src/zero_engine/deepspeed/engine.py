@@ -26,8 +26,8 @@ from zero_engine.checkpoint.save import save_with, warn_of_gradients
 from zero_engine.checks import check_flag, check_folder, together
 from zero_engine.deepspeed.loss_scale import (
     LossScaler,
+    PendingOverflow,
     StaticLossScale,
-    Verdict,
     can_undo,
     remember,
 )
@@ -112,7 +112,7 @@ class Engine(nn.Module):
         self._micro_batch_size = config.micro_batch_size
         self._norm: Tensor | None = None
         self._was_applied = False
-        self._verdict: Verdict | None = None  # of the last step; None if it is known
+        self._verdict: PendingOverflow | None = None  # of the last step; None if it is known
         self._was_scaled = self._is_destroyed = False
         self._scaled_backward = -1  # the last one to pass through a loss that was scaled
         self._num_backwards = 0  # since the last boundary, where those are the user's
@@ -259,7 +259,7 @@ class Engine(nn.Module):
         optimizer.zero_grad()
         if is_late:
             undo = remember(self._lr_scheduler, optimizer)
-            self._verdict = Verdict.of(report.finite, self._loss_scaler, undo)
+            self._verdict = PendingOverflow.of(report.finite, self._loss_scaler, undo)
         if may_apply and self._lr_scheduler is not None:
             self._lr_scheduler.step(**lr_kwargs)
         if not is_late:

@@ -194,7 +194,7 @@ class LossScaler:
 
 
 @frozen
-class Verdict:
+class PendingOverflow:
     """Of the last step, on its way to the host."""
 
     finite: Tensor  # bool scalar: whether the step was applied; in pinned memory of the host
@@ -203,7 +203,9 @@ class Verdict:
     _undo: Callable[[], None]
 
     @classmethod
-    def of(cls, finite: Tensor, scaler: LossScaler | None, undo: Callable[[], None]) -> Verdict:
+    def of(
+        cls, finite: Tensor, scaler: LossScaler | None, undo: Callable[[], None]
+    ) -> PendingOverflow:
         """Send it off; `undo` takes back what an applied step has changed on the host. Local."""
         scale = None if scaler is None else _choose(finite, scaler)
         if finite.device.type == "cpu":

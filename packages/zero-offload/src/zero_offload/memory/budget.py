@@ -17,33 +17,33 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
 
 
 @frozen
-class Available:
+class AvailableMemory:
     """Bytes that may be taken, and who sets that limit."""
 
     nbytes: int
     source: str
 
 
-def available_memory(root: Path = Path("/")) -> Available:
+def available_memory(root: Path = Path("/")) -> AvailableMemory:
     """The least that the machine and any control group above this process leave.
 
     Memory that the kernel can drop at once (the page cache) counts as available. Linux; where
     nothing can be read, everything is taken to be available.
     """
     found = [*_of_machine(root), *_of_groups(root)]
-    return min(found, key=lambda each: each.nbytes, default=Available(_UNLIMITED, "unknown"))
+    return min(found, key=lambda each: each.nbytes, default=AvailableMemory(_UNLIMITED, "unknown"))
 
 
-def _of_machine(root: Path) -> list[Available]:
+def _of_machine(root: Path) -> list[AvailableMemory]:
     path = root / "proc/meminfo"
     return [
-        Available(int(line.split()[1]) * 1024, "MemAvailable")
+        AvailableMemory(int(line.split()[1]) * 1024, "MemAvailable")
         for line in _lines(path)
         if line.startswith("MemAvailable:")
     ]
 
 
-def _of_groups(root: Path) -> list[Available]:
+def _of_groups(root: Path) -> list[AvailableMemory]:
     found = []
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
@@ -57,7 +57,9 @@ def _of_groups(root: Path) -> list[Available]:
     return found
 
 
-def _upwards(mount: Path, group: str, limit: str, usage: str, droppable: str) -> list[Available]:
+def _upwards(
+    mount: Path, group: str, limit: str, usage: str, droppable: str
+) -> list[AvailableMemory]:
     """Of a group and those around it; within a container the mount is the group itself."""
     found = []
     folder = mount / group.strip("/")
@@ -65,7 +67,7 @@ def _upwards(mount: Path, group: str, limit: str, usage: str, droppable: str) ->
         most, taken = _number(folder / limit), _number(folder / usage)
         if most is not None and taken is not None and most < _UNLIMITED:
             rest = max(0, most - taken + _statistic(folder / "memory.stat", droppable))
-            found.append(Available(rest, f"control group limit {folder / limit}"))
+            found.append(AvailableMemory(rest, f"control group limit {folder / limit}"))
         if folder == mount:
             return found
         folder = folder.parent
@@ -103,7 +105,7 @@ class HostBudget:
     """
 
     limit_bytes: int | None = None
-    available: Callable[[], Available] = available_memory
+    available: Callable[[], AvailableMemory] = available_memory
     _held: Counter[str] = field(factory=Counter, init=False)
     _untouched_bytes: int = field(default=0, init=False)  # taken, and still free to the kernel
     _lock: threading.RLock = field(factory=threading.RLock, init=False)  # finalizers may nest

@@ -21,7 +21,7 @@ from .subgroups import align_up
 
 
 @final
-class DepartedGradient(Tensor):
+class OffloadedGradient(Tensor):
     """A guard: it has the gradient's shape, dtype and device, and no values.
 
     So torch's `clip_grad_norm_(model.parameters())` stops with a message where it would otherwise
@@ -29,7 +29,7 @@ class DepartedGradient(Tensor):
     """
 
     @classmethod
-    def of(cls, param: Tensor) -> DepartedGradient:
+    def of(cls, param: Tensor) -> OffloadedGradient:
         """For a parameter; costs one element."""
         element = torch.zeros((), dtype=param.dtype, device=param.device)
         return as_subclass_sharing_memory(cls, element.expand(param.shape))
@@ -116,13 +116,13 @@ class GradientStream:
 
     def grad_of(self, param: Tensor) -> Tensor | None:
         """What the next step uses: what has left and is here, else `param.grad`."""
-        return self._grads[param] if isinstance(param.grad, DepartedGradient) else param.grad
+        return self._grads[param] if isinstance(param.grad, OffloadedGradient) else param.grad
 
     def clear(self) -> None:
         """Drop what has arrived."""
         self.finish()
         for param in self._grads:
-            if isinstance(param.grad, DepartedGradient):
+            if isinstance(param.grad, OffloadedGradient):
                 param.grad = None
 
     def finish(self) -> None:
@@ -142,7 +142,7 @@ class GradientStream:
         del grad
         param = reference()
         assert param is not None, "its gradient has just been computed"
-        if isinstance(param.grad, DepartedGradient):
+        if isinstance(param.grad, OffloadedGradient):
             param.grad = None
             self._adding.add(param)
         else:
@@ -163,7 +163,7 @@ class GradientStream:
             event = copy_beside(grad.detach(), copy, self._streams)
         self._under_way.append(_Arrival(event, grad, copy, host if adds else None))
         self._adding.discard(param)
-        param.grad = DepartedGradient.of(param)
+        param.grad = OffloadedGradient.of(param)
 
     def _staged(self, like: Tensor) -> Tensor:
         """One of two buffers, free again."""

@@ -9,7 +9,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from zero_offload.memory.budget import Available, HostBudget, available_memory
+from zero_offload.memory.budget import AvailableMemory, HostBudget, available_memory
 from zero_offload.memory.numa import interleave, nodes_of_process, spread
 from zero_offload.state import block as _subgroup_state
 from zero_offload.state import offloaded_state as _offloaded_state
@@ -25,7 +25,7 @@ def budget(
     source: str = "a large machine",
 ) -> HostBudget:
     """For `HostArena(budget=)`: of a machine that has so much, as `source` says."""
-    return HostBudget(limit_bytes, available=lambda: Available(available_bytes, source))
+    return HostBudget(limit_bytes, available=lambda: AvailableMemory(available_bytes, source))
 
 
 def budget_of(root: Path) -> HostBudget:

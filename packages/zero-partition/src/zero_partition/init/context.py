@@ -163,7 +163,7 @@ def _may_hold_tensors(values: list[Any]) -> bool:
 
 
 @define(eq=False)
-class WholeSoFar:
+class PendingShards:
     """What is to be sharded soon, and whether it can be by now."""
 
     num_bytes: int = field(default=0, init=False)  # at most, of what could be sharded
@@ -304,7 +304,7 @@ class Init:
     timeout_s: float = field(default=60.0, kw_only=True)
     state_dict: StateDictKind = field(default="raise", kw_only=True)
     _outer: Init | None = field(default=None, init=False)
-    _whole: WholeSoFar = field(factory=WholeSoFar, init=False)
+    _whole: PendingShards = field(factory=PendingShards, init=False)
     _sharded: list[ReferenceType[nn.Parameter]] = field(factory=list, init=False)
     _num_rounds: int = field(default=0, init=False)
     _undo: ExitStack | None = field(default=None, init=False)

@@ -702,7 +702,7 @@ class ShardedModel:
 
         def evaluate() -> Any:
             if self._has_written():
-                self._publish()
+                self._all_gather_params()
                 self._published = self._shard_versions()
             result = closure()
             self.begin_write()
@@ -735,7 +735,7 @@ class ShardedModel:
         for g in self.reducer.gradients:
             g.take_back()
         self.has_stepped = True
-        self._publish()
+        self._all_gather_params()
         self.routes.log.turn()  # gathers that are launched from here on are the next step's
         self.schedule.step()
 
@@ -749,14 +749,14 @@ class ShardedModel:
         self.begin_write()
         self._follow_writes()
         bring_in(self.residence, self.reducer.gradients)
-        self._publish()
+        self._all_gather_params()
 
     def _follow_writes(self) -> None:
         for buffer in self.buffers:
             if buffer.whole is not None:
                 buffer.follow_writes()
 
-    def _publish(self) -> None:
+    def _all_gather_params(self) -> None:
         for buffer in self.buffers:
             buffer.reclaim()
             buffer.follow_update()
