@@ -113,7 +113,7 @@ def _forget_what_was_read_ahead(model: nn.Module) -> None:
     """So that the next update needs the disk for its first sub-group."""
     sharded = find_sharded(model)
     assert sharded is not None
-    sharded.residence.offload.inner._visits._pipeline.forget_reads()
+    sharded.residence.offload.inner._window.forget()
 
 
 @contextmanager
