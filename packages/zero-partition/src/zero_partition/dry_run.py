@@ -255,7 +255,7 @@ def plan_memory(
         home_disk_bytes: Likewise on disk.
     """
     mine = plan.routes.shard_rank(rank)
-    counts = _Counts(plan, mine, has_updater=offload is not None)
+    counts = _Counts(plan, mine, has_offload=offload is not None)
     for index, unit in enumerate(plan.units):
         for buffer in unit.buffers:
             counts.add(index, buffer)
@@ -361,7 +361,7 @@ class _Counts:
 
     plan: ModelPlan
     rank: int
-    has_updater: bool
+    has_offload: bool
     params: int = 0
     padding: int = 0
     state: int = 0
@@ -396,7 +396,7 @@ class _Counts:
         self.num_flags += len(buffer.params)
         master = plan.rests.master_of(plan.precision, buffer, placement)
         dtype = master or buffer.dtype
-        if master is not None and not self.has_updater:
+        if master is not None and not self.has_offload:
             self.state += payload * dtype.itemsize
             self.padding += (numel - payload) * dtype.itemsize
         elif plan.codec_of_updates(index, buffer) is not None:  # a shard beside the whole
@@ -404,7 +404,7 @@ class _Counts:
             self.padding += (numel - payload) * itemsize
         self._add_gradients(buffer, dtype)
         self.loco += loco_bytes(plan, buffer, self.rank)
-        if not self.has_updater:
+        if not self.has_offload:
             for param, shape in stepped_params(plan, buffer, self.rank):
                 state, scalars = state_bytes(plan, param, shape, dtype)
                 self.state += state

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from zero_offload import _native
 from zero_offload._native import Kernels
 from zero_offload._native._abi import DTYPES, ISAS, NO_DTYPE, TENSOR, NativeRule
-from zero_offload.adam import reference as _reference
+from zero_offload.adam import reference
 from zero_offload.errors import RollbackError, StepOrderError, UnsupportedTensorError
 
 from .batches import MASTER, Batch, Plan, Rule, StatePolicy
@@ -303,7 +303,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
             rule = self._rule(self.param_groups[batch.group], batch.step)
             rule = evolve(rule, factor=factor, seed=self._policy.seed_of(batch.step))
             if kernels is None:
-                _reference.step_batch(batch, rule)
+                reference.step_batch(batch, rule)
             else:
                 step_batch(batch, rule, kernels=kernels, team=self._team)
         for param, copy in plan.copies:

@@ -9,11 +9,10 @@ from unittest import mock
 
 from zero_offload import _native
 from zero_offload._native import Kernels, NativeStatus, load
-from zero_offload.adam import cpu_optimizer as _native_step
-from zero_offload.adam import reference as _reference
+from zero_offload.adam import cpu_optimizer, reference
 from zero_offload.adam.batches import Batch, Dtypes, Formula, Rule
 from zero_offload.adam.parallel import Team
-from zero_offload.disk import file as _checksum
+from zero_offload.disk import file as disk_file
 from zero_offload.errors import NativeUnavailableError
 
 __all__ = [
@@ -66,9 +65,9 @@ def step(batch: Batch, rule: Rule, isa: str | None) -> None:
         NativeUnavailableError: This processor or build has none of that name.
     """
     if isa is None:
-        _reference.step_batch(batch, rule)
+        reference.step_batch(batch, rule)
     else:
-        _native_step.step_batch(batch, rule, kernels=_of(isa), team=_TEAM)
+        cpu_optimizer.step_batch(batch, rule, kernels=_of(isa), team=_TEAM)
 
 
 def share(numel: int, work: Callable[[int, int], None]) -> None:
@@ -79,7 +78,7 @@ def share(numel: int, work: Callable[[int, int], None]) -> None:
 @contextmanager
 def checksums_in_pieces(piece_bytes: int) -> Iterator[None]:
     """Inside, values are read in so many bytes at a time, as very large ones are. Local."""
-    with mock.patch.object(_checksum, "_BLOCK_BYTES", piece_bytes):
+    with mock.patch.object(disk_file, "_BLOCK_BYTES", piece_bytes):
         yield
 
 

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from zero_offload.memory.budget import AvailableMemory, HostBudget, available_memory
 from zero_offload.memory.numa import interleave, nodes_of_process, spread
-from zero_offload.state import block as _subgroup_state
-from zero_offload.state import offloaded_state as _offloaded_state
-from zero_offload.state import transit as _transit
+from zero_offload.state import block, offloaded_state, transit
 
 __all__ = ["budget", "budget_of", "elsewhere", "interleave", "nodes_of_process", "spread"]
 
@@ -42,6 +40,6 @@ def elsewhere(tensors: Iterable[Tensor]) -> Iterator[None]:
         return not any(start <= tensor.data_ptr() < stop for start, stop in spans)
 
     with ExitStack() as stack:
-        for module in (_offloaded_state, _subgroup_state, _transit):
+        for module in (offloaded_state, block, transit):
             stack.enter_context(mock.patch.object(module, "is_here", is_here))
         yield

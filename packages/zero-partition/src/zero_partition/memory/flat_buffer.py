@@ -36,7 +36,7 @@ class FlatBuffer:
     resting: AbstractStore
     whole: Tensor | None  # replicated parameters only
     training: AbstractStore
-    targets: tuple[nn.Parameter, ...]  # what an updater steps; none without one
+    targets: tuple[nn.Parameter, ...]  # what optimizer offload steps; none without it
     wire_dtype: torch.dtype  # of gradients as they travel
     stepped_device: torch.device  # of shard_params and their gradients
     codec: AbstractCodec | None = None  # of gathers into `whole`; see `Wire.codec_of_updates`
@@ -67,7 +67,7 @@ class FlatBuffer:
         self.versions = tuple(param._version for param in self.params)
         self.pieces = self.plan.layout.pieces(self.group.rank)
         stepped, size = self.training.memory, torch.Size([self.shard_numel])
-        if stepped is None:  # an updater keeps masters elsewhere
+        if stepped is None:  # optimizer offload keeps masters elsewhere
             stepped = placeholder(size, self.training.dtype, self.stepped_device)
         self.shard_params = tuple(
             nn.Parameter(part, requires_grad=self.plan.trainable) for part in self.parts_of(stepped)

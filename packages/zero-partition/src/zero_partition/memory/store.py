@@ -260,8 +260,8 @@ class RestPlan:
             )
         if self.grads and not self.state:
             raise PartitionError(
-                "gradients were to wait outside the device for an optimizer that steps on it; they "
-                "go where an updater keeps all of its state"
+                "gradients were to wait outside the device for an optimizer that steps on it; let "
+                "all of the optimizer's state rest outside the device too"
             )
         if not self.state:
             return
