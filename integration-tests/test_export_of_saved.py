@@ -78,11 +78,11 @@ def test_a_part_of_a_model_is_not_exported_as_one(ranks, tmp_path: Path) -> None
 _EXPORT_AND_MEASURE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import zero_engine
 from high_water import HighWater
+from zero_engine import export
 
 mark = HighWater()
-report = zero_engine.export(*sys.argv[2:], max_shard_bytes=10**8)
+report = export(*sys.argv[2:], max_shard_bytes=10**8)
 print(report.num_bytes, mark.rise_bytes())
 """
 
