@@ -69,7 +69,7 @@ __all__ = [
     "tune",
 ]
 
-# Where a name is, without the package's own; loaded on first use.
+# Where a name is; loaded on first use.
 _NAMES: Final = {
     "zero_offload._native": "NativeStatus native_status",
     "zero_offload.adam.cpu_optimizers": "CPUAdagrad CPUAdam CPULion",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
@@ -141,7 +142,7 @@ __all__ = [
     "update_full_grads",
 ]
 
-# Where a name is, without the package's own; loaded on first use.
+# Where a name is; loaded on first use.
 _NAMES: Final = {
     "zero_partition.chained": "ChainedOptimizer",
     "zero_partition.enter.partition": "partition",
@@ -181,13 +182,20 @@ _NAMES: Final = {
     "zero_partition.values.unpartition": "unpartition",
 }
 _MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MOVED: Final = {"STAGES": "zero_partition.plan", "Stage": "zero_partition.plan"}  # since 0.1
 
 
 def __getattr__(name: str) -> Any:
     """Load what a name needs when it is first asked for (PEP 562)."""
-    if name not in _MODULES:
+    if name in _MOVED:
+        warnings.warn(
+            f"zero_partition.{name} is {_MOVED[name]}.{name} now; zero 0.3 forgets the old name",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+    elif name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(_MODULES[name]), name)
+    found = getattr(import_module(_MODULES.get(name) or _MOVED[name]), name)
     globals()[name] = found
     return found
 
