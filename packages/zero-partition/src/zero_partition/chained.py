@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -114,3 +114,11 @@ def members_of(optimizer: torch.optim.Optimizer | None) -> Sequence[torch.optim.
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a param group says about its parameters."""
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+
+
+def attribute_with_params(optimizer: torch.optim.Optimizer, ids: Container[int]) -> str | None:
+    """Where it keeps some of these parameters, by their ids, outside its param groups."""
+    for name, value in vars(optimizer).items():
+        if isinstance(value, list | tuple) and any(id(item) in ids for item in value):
+            return name
+    return None

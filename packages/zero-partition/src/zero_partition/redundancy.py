@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any, Final, TypeAlias
 
 import torch
-from attrs import define, field, frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 from zero_comm import (
     AgreementError,
@@ -23,9 +23,9 @@ from zero_comm import (
 
 from zero_partition.optimizer.needs import Sample, find_dependence, need_of, states_after_step
 from zero_partition.plan.cuts import Cut
-from zero_partition.plan.layout import ALIGN_BYTES, Balance, FlatLayout, Span
+from zero_partition.plan.layout import ALIGN_BYTES, Balance, FlatLayout, Span, in_batches
 
-from .chained import options_of
+from .chained import attribute_with_params, options_of
 from .errors import LoadError, PartitionError, StateError
 from .nested import describe, map_tensors, rebuild, tensors_said
 
@@ -56,6 +56,8 @@ class Bucket:
 
     owned: tuple[Owned, ...]
     layout: FlatLayout  # in bytes
+    memory: Tensor | None = None  # on the group's device; without it they are packed
+    views: tuple[Tensor, ...] = ()  # of that, one for each
 
     @classmethod
     def plan(cls, owned: Iterable[Owned], world_size: int) -> Bucket:
@@ -65,28 +67,49 @@ class Bucket:
         align = ALIGN_BYTES if len(owned) > 1 else 1
         return cls(owned, FlatLayout.plan_whole(sizes, owners, world_size=world_size, align=align))
 
-    def places(self) -> Iterator[tuple[Owned, Span]]:
-        """Each tensor, its owner, and the bytes that it has in the bucket."""
-        return zip(self.owned, self.layout.spans, strict=True)
+    def placed_on(self, device: torch.device) -> Bucket:
+        """The same with memory in which all of them can be, in their own order of dims."""
+        # Zeros: padding travels too, and uninitialised bytes of a process are nobody's business.
+        memory = torch.zeros(self.layout.numel, dtype=torch.uint8, device=device)
+        views = []
+        for (tensor, _), span in zip(self.owned, self.layout.spans, strict=True):
+            dense = torch.empty_like(tensor, device="meta")
+            view = memory[span.as_slice()].view(tensor.dtype)
+            views.append(view.as_strided(tensor.shape, dense.stride()))
+        return evolve(self, memory=memory, views=tuple(views))
 
     @torch.no_grad()
-    def launch(
-        self, group: Group, *, to: int | None = None, memory: Tensor | None = None
-    ) -> Callable[[], None]:
+    def install(self) -> None:
+        """Make tensors views of the memory, where they are not. Local; values stay."""
+        for (tensor, _), view in zip(self.owned, self.views, strict=False):
+            if tensor.data_ptr() != view.data_ptr():
+                view.copy_(tensor)
+                tensor.data = view
+
+    @torch.no_grad()
+    def remove(self) -> None:
+        """Give tensors memory of their own again, where they are views of this. Local."""
+        for (tensor, _), view in zip(self.owned, self.views, strict=False):
+            if tensor.data_ptr() == view.data_ptr():
+                tensor.data = view.clone()
+
+    @torch.no_grad()
+    def launch(self, group: Group, *, to: int | None = None) -> Callable[[], None]:
         """Send what this rank has. Collective; the result waits, and fills the tensors of others.
 
-        All receive, or only the rank `to`. Tensors may be views of `memory`, one after the other.
+        All receive, or only the rank `to`.
         """
-        rank, splits, own = group.rank, self.layout.splits, self.layout.shards[group.rank]
-        start, stop = (0, self.layout.numel) if to is None else (own.start, own.stop)
-        memory = self._memory_on(group.device) if memory is None else memory
+        self.install()  # a user may have given a parameter other memory
+        memory = self._memory_on(group.device)
+        mine = self.layout.shards[group.rank] if to is not None else Span(0, self.layout.numel)
         if memory is not None:
-            wire = memory[start:stop]
+            wire = memory[mine.as_slice()]
         else:
-            wire = torch.empty(stop - start, dtype=torch.uint8, device=group.device)
-            for (tensor, owner), span in self.places():
-                if owner == rank:
-                    _view_at(wire, span.start - start, tensor).copy_(tensor)
+            wire = torch.empty(mine.numel, dtype=torch.uint8, device=group.device)
+            for (tensor, owner), span in zip(self.owned, self.layout.spans, strict=True):
+                if owner == group.rank:
+                    _view_at(wire, span.start - mine.start, tensor).copy_(tensor)
+        splits = self.layout.splits
         if to is None:
             handle = all_gather_flat(wire, splits=splits, group=group, tag=TAG)
         else:
@@ -97,47 +120,52 @@ class Bucket:
             received = handle.wait()
             if received is None or memory is not None:
                 return
-            for (tensor, owner), span in self.places():
-                if owner != rank:
+            for (tensor, owner), span in zip(self.owned, self.layout.spans, strict=True):
+                if owner != group.rank:
                     tensor.copy_(_view_at(received, span.start, tensor))
 
         return wait
 
     def _memory_on(self, device: torch.device) -> Tensor | None:
-        """Bytes of the only tensor, where it can travel from its own memory into its own memory.
+        """Its bytes, where tensors travel from their own memory into their own memory.
 
-        Parameters are copied, so that autograd sees that they are written.
+        One that is alone can. Parameters are copied, so that autograd sees that they are written.
         """
         tensor = self.owned[0][0]
-        is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         is_alone = len(self.owned) == 1 and tensor.device == device and not tensor.requires_grad
-        if not (is_alone and is_plain):
-            return None
+        is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        if self.memory is not None or not (is_alone and is_plain):
+            return self.memory
         return tensor.detach().view(-1).view(torch.uint8)
 
 
-def plan_buckets(owned: Sequence[Owned], *, world_size: int, max_bytes: int) -> tuple[Bucket, ...]:
+def plan_buckets(owned: Sequence[Owned], *, world_size: int, max_bytes: int) -> list[Bucket]:
     """Deal tensors into buckets, in each of which every rank has about as much to send.
 
     No bucket of several tensors is larger than `max_bytes`.
     """
-    totals, sent = Counter[int](), Counter[int]()
+    totals, sent, progress = Counter[int](), Counter[int](), list[float]()
     for tensor, owner in owned:
         totals[owner] += tensor.nbytes
-    progress = []
     for tensor, owner in owned:
         progress.append(sent[owner] / max(totals[owner], 1))
         sent[owner] += tensor.nbytes
-    dealt: list[list[Owned]] = []
-    room = -1
-    for position in sorted(range(len(owned)), key=progress.__getitem__):
-        size = owned[position][0].nbytes
-        if size > room:
-            dealt.append([])
-            room = max_bytes
-        dealt[-1].append(owned[position])
-        room -= size
-    return tuple(Bucket.plan(each, world_size) for each in dealt)
+    dealt = [owned[position] for position in sorted(range(len(owned)), key=progress.__getitem__)]
+    batches = in_batches(dealt, lambda each: each[0].nbytes, max_bytes=max_bytes)
+    return [Bucket.plan(batch, world_size) for batch in batches]
+
+
+def exchange(
+    buckets: Iterable[Bucket], group: Group, *, to: int | None = None, in_flight: int
+) -> None:
+    """Send them all, so many at a time. Collective; waits."""
+    waits: deque[Callable[[], None]] = deque()
+    for bucket in buckets:
+        waits.append(bucket.launch(group, to=to))
+        if len(waits) > in_flight:
+            waits.popleft()()
+    for wait in waits:
+        wait()
 
 
 def _view_at(memory: Tensor, start: int, like: Tensor) -> Tensor:
@@ -146,76 +174,23 @@ def _view_at(memory: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def facts_of(param: Tensor) -> tuple[bool, torch.Size, tuple[int, ...], torch.dtype, torch.device]:
-    """What a publication rests on; equal on all ranks. First: whether its owner may change it."""
+    """What buckets rest on; equal on all ranks. First: whether its owner may change it."""
     travels = param.requires_grad or param.grad is not None
     return travels, param.shape, param.stride(), param.dtype, param.device
 
 
-@define(eq=False)
-class Publication:
-    """Parameters, as they are now, and the memory through which they travel."""
+def named_params(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, int, Tensor]]:
+    """What to call each parameter in messages, the index of its param group, and itself.
 
-    group: Group
-    owners: Mapping[Tensor, int]  # of all parameters, in an order that ranks share
-    in_place: bool  # those that travel become views of one buffer, on the group's device
-    facts: list[tuple] = field(init=False)
-    _placed: Bucket = field(init=False)
-    _buffer: Tensor = field(init=False)
-    _views: dict[Tensor, Tensor] = field(factory=dict, init=False)  # of the buffer
-    _packed: tuple[Bucket, ...] = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        packed, placed = list[Tensor](), list[Tensor]()
-        for param in self.owners:
-            if facts_of(param)[0]:
-                is_placed = self.in_place and param.device == self.group.device and param.nbytes
-                (placed if is_placed else packed).append(param)
-        self._packed = self.plan_buckets(packed)
-        self._placed = Bucket.plan([(p, self.owners[p]) for p in placed], self.group.world_size)
-        # Zeros: padding travels too, and uninitialised bytes of a process are nobody's business.
-        numel = self._placed.layout.numel
-        self._buffer = torch.zeros(numel, dtype=torch.uint8, device=self.group.device)
-        for (param, _), span in self._placed.places():
-            dense = torch.empty_like(param, device="meta")  # in the same order of dims
-            view = self._buffer[span.as_slice()].view(param.dtype)
-            self._views[param] = view.as_strided(param.shape, dense.stride())
-        self.install()
-        self.facts = list(map(facts_of, self.owners))  # views are dense
-
-    def plan_buckets(self, params: Iterable[Tensor]) -> tuple[Bucket, ...]:
-        """How these travel when they are packed. Local."""
-        owned = [(param, self.owners[param]) for param in params]
-        return plan_buckets(owned, world_size=self.group.world_size, max_bytes=_PARAM_BUCKET_BYTES)
-
-    @torch.no_grad()
-    def install(self) -> None:
-        """Make parameters views of the buffer, where they are not. Local; values stay."""
-        for param, place in self._views.items():
-            if param.data_ptr() != place.data_ptr():
-                place.copy_(param)
-                param.data = place
-
-    @torch.no_grad()
-    def release(self) -> None:
-        """Give parameters memory of their own again, where they are views of the buffer. Local."""
-        for param, place in self._views.items():
-            if param.data_ptr() == place.data_ptr():
-                param.data = place.clone()
-
-    def publish(self) -> None:
-        """Give every rank the values of each parameter that its owner has. Collective; blocks."""
-        if self.group.world_size == 1:
-            return
-        self.install()  # a user may have given a parameter other memory
-        waits: deque[Callable[[], None]] = deque()
-        if self._views:
-            waits.append(self._placed.launch(self.group, memory=self._buffer))
-        for bucket in self._packed:
-            waits.append(bucket.launch(self.group))
-            if len(waits) > _IN_FLIGHT:
-                waits.popleft()()
-        for wait in waits:
-            wait()
+    It has its own name where the optimizer was given names.
+    """
+    number = 0
+    for index, group in enumerate(optimizer.param_groups):
+        known = group.get("param_names")
+        for position, param in enumerate(group["params"]):
+            where = f"parameter {number} (param group {index}, position {position})"
+            yield (where if known is None else f"parameter {known[position]!r}"), index, param
+            number += 1
 
 
 Expected = dict[str, tuple[int, ...] | None]  # by entry: a tensor's shape, or that it is none
@@ -243,36 +218,29 @@ def check_state(
         raise LoadError(
             f"expected param groups of {sizes} parameters, as this {kind} has, got {given_sizes}"
         )
-    names, left = iter(names_of(optimizer)), dict(given["state"])
+    left = dict(given["state"])
     options = [options_of(group) for group in given["param_groups"]]
     known: dict[Any, Expected | None] = {}
     problems: list[str] = []
-    for index, (group, given_group) in enumerate(
-        zip(optimizer.param_groups, given["param_groups"], strict=True)
+    for (name, index, param), number in zip(
+        named_params(optimizer), _numbers_in(given), strict=True
     ):
-        for param, number in zip(group["params"], given_group["params"], strict=True):
-            name, state = next(names), left.pop(number, None)
-            if not state:
-                continue  # no step has had a gradient for it: it begins anew, as in plain torch
-            key = (index, param.shape, param.dtype, param.device)
-            if key not in known:
-                known[key] = _try(own, index, param, options)
-            problems += _compare(name, state, known[key])
+        state = left.pop(number, None)
+        if not state:
+            continue  # no step has had a gradient for it: it begins anew, as in plain torch
+        key = (index, param.shape, param.dtype, param.device)
+        if key not in known:
+            known[key] = _try(own, index, param, options)
+        problems += _compare(name, state, known[key])
     if left:
         problems.append(f"state of parameters {list(left)}, which are in no param group")
     if problems:
         raise LoadError(f"cannot load, and nothing was written: {'; '.join(problems)}")
 
 
-def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What to call each parameter in messages: its name, where the optimizer was given names."""
-    names = []
-    for index, group in enumerate(optimizer.param_groups):
-        known = group.get("param_names")
-        for position in range(len(group["params"])):
-            where = f"parameter {len(names)} (param group {index}, position {position})"
-            names.append(where if known is None else f"parameter {known[position]!r}")
-    return names
+def _numbers_in(state_dict: Mapping[str, Any]) -> list[Any]:
+    """What it calls each parameter."""
+    return [number for group in state_dict["param_groups"] for number in group["params"]]
 
 
 def _try(
@@ -305,33 +273,24 @@ def _compare(name: str, state: Any, expected: Expected | None) -> list[str]:
     return problems
 
 
-def check_params(optimizer: torch.optim.Optimizer) -> None:
-    """Raise PartitionError unless every parameter is dense and has values."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for name, param in zip(names_of(optimizer), params, strict=True):
-        if param.layout is not torch.strided or param.is_meta:
-            got = "on the meta device" if param.is_meta else f"of layout {param.layout}"
-            raise PartitionError(f"{name}: expected a dense tensor with values, got one {got}")
-
-
 def check_independence(own: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
     """Raise PartitionError if `own`, which has a part of the parameters, updates them together."""
-    kind = type(own).__name__
-    known = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for name, value in vars(own).items():
-        if isinstance(value, list | tuple) and any(id(item) in known for item in value):
-            raise PartitionError(
-                f"a {kind} keeps parameters in its attribute {name!r}, outside param_groups: it "
-                "updates all of them together (one search for the length of the step, say), and "
-                "each rank would have only some; use it unsharded, or an optimizer that treats "
-                "parameters one by one"
-            )
-    names = iter(names_of(optimizer))
-    samples: list[list[Sample]] = []
-    for group in optimizer.param_groups:
-        of_group = [Sample(next(names), p.shape, p.device, Cut.TENSOR) for p in group["params"]]
-        samples.append(of_group if need_of(own, group) is None else [])
-    reason = find_dependence(own, samples, must_be_tried=False) if any(samples) else None
+    kind, params = type(own).__name__, list(named_params(optimizer))
+    attribute = attribute_with_params(own, {id(param) for *_, param in params})
+    if attribute is not None:
+        raise PartitionError(
+            f"a {kind} keeps parameters in its attribute {attribute!r}, outside param_groups: it "
+            "updates all of them together (one search for the length of the step, say), and "
+            "each rank would have only some; use it unsharded, or an optimizer that treats "
+            "parameters one by one"
+        )
+    is_said = [need_of(own, group) is not None for group in optimizer.param_groups]
+    samples = [
+        Sample(name, param.shape, param.device, Cut.TENSOR, index)
+        for name, index, param in params
+        if not is_said[index]
+    ]
+    reason = find_dependence(own, samples, must_be_tried=False) if samples else None
     if reason is not None:
         raise PartitionError(
             f"a {kind} does not treat parameters one by one: {reason}. Use it unsharded; or, if "
@@ -426,25 +385,30 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             raise TypeError("expected group or process_group, which are one, got both")
         group = process_group if group is None else group
         self.group = group if isinstance(group, Group) else Group.from_process_group(group)
-        self._optimizer_class, self._options = optimizer_class, defaults
         self._kind = getattr(optimizer_class, "__name__", repr(optimizer_class))
         self._in_place = parameters_as_bucket_view
         self._owners: dict[Tensor, int] = {}
-        self._balance = Balance.of(self.group.world_size)
         self._whole: dict[Tensor, dict[str, Any]] | None = None  # of one moment
         self._shared: list[Tensor] = []  # whose state there is the optimizer's own memory
         self._is_made = self._steps_in_backward = False
         self._reducing: deque[tuple[Any, torch.futures.Future]] = deque()  # DDP's buckets
         self._sending: deque[Callable[[], None]] = deque()
-        self._buckets: dict[tuple[int, ...], tuple[Bucket, ...]] = {}  # of DDP's, by parameters
+        self._buckets: list[Bucket] = []  # of all that travels after a step
+        self._ddp_buckets: dict[tuple[int, ...], list[Bucket]] = {}  # by parameters of DDP's
         self.group.explain(PURPOSES)
         super().__init__(params, dict(defaults))
         self._deal(self._all_params())
-        self._together(self._make)
+
+        def make() -> None:
+            groups: Any = [self._part_of(group, self.group.rank) for group in self.param_groups]
+            self.optim = optimizer_class(groups, **defaults)
+            check_independence(self.optim, self)
+
+        self._together(make)
         copy_options(self.optim.param_groups, self.param_groups)
         self.defaults = dict(self.optim.defaults)
         self.state = self.optim.state
-        self._publication = Publication(self.group, self._owners, self._in_place)
+        self._plan()
         self._is_made = True
 
     # ---- Parameters ----
@@ -452,7 +416,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     @property
     def bytes_per_rank(self) -> tuple[int, ...]:
         """Bytes of the parameters that each rank updates, in rank order: how even they are."""
-        return tuple(self._balance.bytes_per_rank)
+        sizes = [0] * self.group.world_size
+        for param, rank in self._owners.items():
+            sizes[rank] += param.nbytes
+        return tuple(sizes)
 
     def owner_of(self, param: Tensor) -> int:
         """The rank that updates a parameter and has its state. Local.
@@ -483,15 +450,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         self._deal(group["params"])
         try:
-            self._together(lambda: self.optim.add_param_group(self._own_part(group)))
+            own = self._part_of(group, self.group.rank)
+            self._together(lambda: self.optim.add_param_group(own))
         except BaseException:
             for param in group["params"]:
-                self._balance.bytes_per_rank[self._owners.pop(param)] -= param.nbytes
+                del self._owners[param]
             del self.param_groups[-1]
             del self.optim.param_groups[len(self.param_groups) :]  # where it took them
             raise
         copy_options(self.optim.param_groups, self.param_groups)
-        self._plan_again()
+        self._plan()
 
     # ---- The step ----
 
@@ -513,10 +481,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 return None if closure is None else closure()
         loss = self._update(closure, **options)
-        if self._publication.facts != list(map(facts_of, self._owners)):
+        if self._facts != list(map(facts_of, self._owners)):
             self._agree()
-            self._plan_again()
-        self._publication.publish()
+            self._plan()
+        if self.group.world_size > 1:
+            exchange(self._buckets, self.group, in_flight=_IN_FLIGHT)
         return loss
 
     def overlap_with_ddp(
@@ -588,9 +557,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if self.group.world_size == 1:
             return
         key = tuple(map(id, grads))
-        if key not in self._buckets:
-            self._buckets[key] = self._publication.plan_buckets(grads)
-        self._sending += (each.launch(self.group) for each in self._buckets[key])
+        if key not in self._ddp_buckets:
+            self._ddp_buckets[key] = self._pack(grads)
+        self._sending += (each.launch(self.group) for each in self._ddp_buckets[key])
 
     def _update(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step this rank's optimizer. Local, but for a closure."""
@@ -649,10 +618,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 tensors = [torch.empty(shape, dtype=d, device=device) for d, shape in theirs]
             owned += [(tensor, rank) for tensor in tensors]
         travels = [(tensor, owner) for tensor, owner in owned if owner != to and tensor.nbytes]
-        for bucket in plan_buckets(
-            travels, world_size=group.world_size, max_bytes=_STATE_BUCKET_BYTES
-        ):
-            bucket.launch(group, to=to)()
+        buckets = plan_buckets(travels, world_size=group.world_size, max_bytes=_STATE_BUCKET_BYTES)
+        exchange(buckets, group, to=to, in_flight=0)
         if receives:
             values = (tensor.cpu() for tensor, _ in owned)
             whole = {
@@ -693,9 +660,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             raise StateError(f"expected a rank below {self.group.world_size}, got {rank}")
         numbers, state, groups = count(), {}, []
         for group in self.param_groups:
-            own = {next(numbers): param for param in self._own(group, rank)}
+            part = self._part_of(group, rank)
+            own = {next(numbers): param for param in part["params"]}
             state |= {number: whole[param] for number, param in own.items() if param in whole}
-            groups.append({**options_of(group), "params": list(own)})
+            groups.append({**part, "params": list(own)})
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -711,14 +679,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """
         check_state(state_dict, self, self.optim)
         groups = [dict(group) for group in state_dict["param_groups"]]
-        numbers = (number for group in groups for number in group["params"])
         state = {
             number: map_tensors(state_dict["state"][number], torch.clone)
-            for number, param in zip(numbers, self._all_params(), strict=True)
+            for number, param in zip(_numbers_in(state_dict), self._all_params(), strict=True)
             if self._owners[param] == self.group.rank and state_dict["state"].get(number)
         }
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
-        own = [param for group in self.optim.param_groups for param in group["params"]]
+        own = (param for *_, param in named_params(self.optim))
         state = {n: self.state[param] for n, param in enumerate(own) if param in self.state}
         self.optim.load_state_dict({**self.local_state_dict(), "state": state})
         self.state = self.optim.state
@@ -730,29 +697,27 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def _deal(self, params: Sequence[Tensor]) -> None:
         """Give each an owner, the largest first; those that train before, to be even alone."""
+        balance = Balance(list(self.bytes_per_rank))
         for trains in (True, False):
             chosen = [param for param in params if param.requires_grad is trains]
-            ranks = self._balance.give_whole([param.nbytes for param in chosen])
+            ranks = balance.give_whole([param.nbytes for param in chosen])
             self._owners.update(zip(chosen, ranks, strict=True))
 
-    def _own(self, group: Mapping[str, Any], rank: int) -> list[Tensor]:
-        return [param for param in group["params"] if self._owners[param] == rank]
-
-    def _own_part(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """A param group, with this rank's parameters only."""
-        return {**options_of(group), "params": self._own(group, self.group.rank)}
-
-    def _make(self) -> None:
-        """Make this rank's optimizer. Local."""
-        groups = list(map(self._own_part, self.param_groups))
-        self.optim = self._optimizer_class(groups, **self._options)  # type: ignore[arg-type]
-        check_independence(self.optim, self)
+    def _part_of(self, group: Mapping[str, Any], rank: int) -> dict[str, Any]:
+        """A param group, with the parameters of one rank only."""
+        own = [param for param in group["params"] if self._owners[param] == rank]
+        return {**options_of(group), "params": own}
 
     def _together(self, attempt: Callable[[], None]) -> None:
         """Do what may fail on some ranks alone; if it does, all raise. Collective."""
         problem: Exception | None = None
         try:
-            check_params(self)
+            for name, _, param in named_params(self):
+                if param.layout is not torch.strided or param.is_meta:
+                    got = "on the meta device" if param.is_meta else f"of layout {param.layout}"
+                    raise PartitionError(
+                        f"{name}: expected a dense tensor with values, got one {got}"
+                    )
             attempt()
         except Exception as error:
             problem = error
@@ -771,24 +736,40 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             "optimizer": self._kind,
             "parameters in param groups": str([len(g["params"]) for g in self.param_groups]),
         }
-        for name, param in zip(names_of(self), self._all_params(), strict=True):
+        for name, _, param in named_params(self):
             travels, shape, stride, dtype, _ = facts_of(param)
             how = "trains" if travels else "is frozen"
             facts[name] = f"{how}, {tuple(shape)} with strides {stride}, {dtype}"
         check_agreement(facts, group=self.group, tag=AGREE_TAG, timeout_s=_TIMEOUT_S)
 
-    def _plan_again(self) -> None:
-        before = self._publication
-        self._publication = Publication(self.group, self._owners, self._in_place)
-        before.release()
-        self._buckets.clear()
+    def _plan(self) -> None:
+        """Decide how parameters travel, as they are now. Local."""
+        packed, placed = list[Tensor](), list[Owned]()
+        for param, owner in self._owners.items():
+            travels, *_, device = facts_of(param)
+            if travels and self._in_place and device == self.group.device and param.nbytes:
+                placed.append((param, owner))
+            elif travels:
+                packed.append(param)
+        before, self._buckets = self._buckets, self._pack(packed)
+        if placed:
+            bucket = Bucket.plan(placed, self.group.world_size).placed_on(self.group.device)
+            bucket.install()
+            self._buckets.insert(0, bucket)
+        for bucket in before:
+            bucket.remove()
+        self._facts = list(map(facts_of, self._owners))  # views are dense
+        self._ddp_buckets.clear()
+
+    def _pack(self, params: Iterable[Tensor]) -> list[Bucket]:
+        owned = [(param, self._owners[param]) for param in params]
+        return plan_buckets(owned, world_size=self.group.world_size, max_bytes=_PARAM_BUCKET_BYTES)
 
     def _consolidated(self) -> dict[Tensor, dict[str, Any]]:
         if self._whole is None:
-            rank = self.group.rank
             raise StateError(
                 "Optimizer state has not been consolidated on this rank. Call "
-                f"`consolidate_state_dict(to={rank})` on all ranks beforehand, or "
+                f"`consolidate_state_dict(to={self.group.rank})` on all ranks beforehand, or "
                 "`local_state_dict()` for what this rank has"
             )
         return self._whole

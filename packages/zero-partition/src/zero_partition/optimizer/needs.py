@@ -5,17 +5,17 @@ from __future__ import annotations
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any, Final
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 
-from zero_partition.chained import members_of
+from zero_partition.chained import members_of, options_of
 from zero_partition.errors import LayoutError, PartitionError
 from zero_partition.plan.cuts import Cut, CutChoice
 
@@ -32,7 +32,7 @@ _LEAST_LR: Final = 1e-2  # a warm-up that starts at zero would show nothing
 _TOLERANCE: Final = 1e-3  # of the largest update; rounding is far below, another norm far above
 _OF_THE_COPY: Final = {"param_groups", "state"}  # what it must not share with the optimizer
 
-Tensors = list[list[Tensor]]  # by param group and parameter
+Grads = Sequence[Sequence[Tensor | None]]  # by step and parameter
 
 
 @frozen
@@ -43,57 +43,47 @@ class Sample:
     shape: torch.Size
     device: torch.device
     cut: Cut
+    param_group: int
 
 
 def find_dependence(
-    optimizer: torch.optim.Optimizer,
-    samples: Sequence[Sequence[Sample]],
-    *,
-    must_be_tried: bool = True,
+    optimizer: torch.optim.Optimizer, samples: Sequence[Sample], *, must_be_tried: bool = True
 ) -> str | None:
     """Why the optimizer would train differently on shards, None if it would not. Local.
 
     Args:
         optimizer: Is not changed, nor are its parameters.
-        samples: Per param group, its parameters with the cuts they would get.
+        samples: Its parameters with the cuts they would get, group by group.
         must_be_tried: Whether one that cannot step on whole tensors is taken for dependent.
     """
-    chosen = [_choose(group) for group in samples]
-    values = [[_values(s, i, step=-1) for i, s in enumerate(group)] for group in chosen]
+    chosen = _choose(samples)
+    values = [_values(sample, index, step=-1) for index, sample in enumerate(chosen)]
     grads = [
-        [[_values(s, i, step=step) for i, s in enumerate(group)] for group in chosen]
+        [_values(sample, index, step=step) for index, sample in enumerate(chosen)]
         for step in range(_NUM_STEPS)
     ]
-
-    def pairs(tensors: Tensors) -> Iterator[tuple[list[Sample], list[Tensor]]]:
-        return zip(chosen, tensors, strict=True)
-
     with _undisturbed(optimizer):
         try:
-            whole = _updates(optimizer, values, grads)
+            whole = _updates(optimizer, chosen, values, grads)
         except Exception as error:
             if not must_be_tried:
                 return None
             return f"a trial step on small tensors failed with {type(error).__name__}: {error}"
-        if must_be_tried and not any(update.any() for group in whole for update in group):
+        if must_be_tried and not any(update.any() for update in whole):
             return "a trial step on small tensors changed nothing, so nothing can be said of it"
         for rank in range(2):
-            mine = [_parts(group, whole_values, rank) for group, whole_values in pairs(values)]
-            mine_grads = [
-                [_grads(group, whole_grads, rank) for group, whole_grads in pairs(step)]
-                for step in grads
-            ]
+            mine = _parts(chosen, values, rank)
+            mine_grads = [_grads(chosen, step, rank) for step in grads]
             try:
-                updates = _updates(optimizer, mine, mine_grads)
+                updates = _updates(optimizer, chosen, mine, mine_grads)
             except Exception as error:
                 return (
                     f"a trial step on shards failed with {type(error).__name__}: {error}, while "
                     "one on whole tensors went well"
                 )
-            for group, ours, theirs in zip(chosen, updates, whole, strict=True):
-                reason = _first_difference(group, ours, _parts(group, theirs, rank))
-                if reason is not None:
-                    return reason
+            reason = _first_difference(chosen, updates, _parts(chosen, whole, rank))
+            if reason is not None:
+                return reason
     return None
 
 
@@ -106,7 +96,7 @@ def states_after_step(
 
     Parameters, which are stepped, and options, in place of its own, are by param group.
     """
-    grads = [[[torch.ones_like(param) for param in group] for group in params]]
+    grads = [[torch.ones_like(param) for param in chain(*params)]]
     with _undisturbed(optimizer):
         try:
             return _stepped(optimizer, params, grads, options).state
@@ -114,11 +104,11 @@ def states_after_step(
             return None
 
 
-def _choose(samples: Sequence[Sample]) -> list[Sample]:
+def _choose(samples: Iterable[Sample]) -> list[Sample]:
     """Two small ones for each cut and number of dims: two, since one may depend on another."""
-    largest: dict[tuple[str, int], Sample] = {}
+    largest: dict[tuple[int, str, int], Sample] = {}
     for sample in samples:
-        key = (str(sample.cut), len(sample.shape))
+        key = (sample.param_group, str(sample.cut), len(sample.shape))
         if key not in largest or sample.shape.numel() > largest[key].shape.numel():
             largest[key] = sample
     return [_shrunk(sample) for sample in largest.values() for _ in range(2)]
@@ -130,7 +120,7 @@ def _shrunk(sample: Sample) -> Sample:
     while math.prod(shape) > limit and max(shape) > _LEAST_DIM:
         largest = max(range(len(shape)), key=shape.__getitem__)
         shape[largest] = max(-(-shape[largest] // 2), _LEAST_DIM)
-    return Sample(sample.name, torch.Size(shape), sample.device, sample.cut)
+    return evolve(sample, shape=torch.Size(shape))
 
 
 def _values(sample: Sample, index: int, *, step: int) -> Tensor:
@@ -142,10 +132,10 @@ def _values(sample: Sample, index: int, *, step: int) -> Tensor:
     return (uneven / (1 + 4 * (index % 2))).view(sample.shape).to(sample.device)
 
 
-def _parts(group: Sequence[Sample], whole: Sequence[Tensor], rank: int) -> list[Tensor]:
+def _parts(samples: Sequence[Sample], whole: Sequence[Tensor], rank: int) -> list[Tensor]:
     """What one of two ranks keeps of each, in the shape it has there."""
     parts = []
-    for index, (sample, tensor) in enumerate(zip(group, whole, strict=True)):
+    for index, (sample, tensor) in enumerate(zip(samples, whole, strict=True)):
         numel, grain = sample.shape.numel(), sample.cut.grain(sample.shape)
         count = numel // 2 // grain
         count = count | 1 if (count | 1) * grain < numel else count  # odd: no power of 2 divides it
@@ -157,9 +147,9 @@ def _parts(group: Sequence[Sample], whole: Sequence[Tensor], rank: int) -> list[
     return parts
 
 
-def _grads(group: Sequence[Sample], whole: Sequence[Tensor], rank: int) -> list[Tensor | None]:
+def _grads(samples: Sequence[Sample], whole: Sequence[Tensor], rank: int) -> list[Tensor | None]:
     """As `_parts`, but None for what the rank keeps nothing of, as in a step."""
-    parts = zip(group, _parts(group, whole, rank), strict=True)
+    parts = zip(samples, _parts(samples, whole, rank), strict=True)
     return [
         part if part.numel() or sample.cut == Cut.FLAT or not sample.shape.numel() else None
         for sample, part in parts
@@ -168,65 +158,64 @@ def _grads(group: Sequence[Sample], whole: Sequence[Tensor], rank: int) -> list[
 
 def _updates(
     optimizer: torch.optim.Optimizer,
-    values: Tensors,
-    grads: Sequence[Sequence[Sequence[Tensor | None]]],
-) -> Tensors:
+    samples: Sequence[Sample],
+    values: Sequence[Tensor],
+    grads: Grads,
+) -> list[Tensor]:
     """What a copy of the optimizer adds to these parameters in all steps."""
-    params = [[nn.Parameter(value.clone()) for value in group] for group in values]
+    by_group: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+    for sample, value in zip(samples, values, strict=True):
+        by_group[sample.param_group].append(nn.Parameter(value.clone()))
     torch.manual_seed(0)
-    _stepped(optimizer, params, grads)
-    return [
-        [param.detach() - value for param, value in zip(group, before, strict=True)]
-        for group, before in zip(params, values, strict=True)
-    ]
+    _stepped(optimizer, by_group, grads)
+    pairs = zip(chain(*by_group), values, strict=True)
+    return [param.detach() - value for param, value in pairs]
 
 
 def _stepped(
     optimizer: torch.optim.Optimizer,
     params: Sequence[list[nn.Parameter]],
-    grads: Sequence[Sequence[Sequence[Tensor | None]]],
+    grads: Grads,
     options: Sequence[Mapping[str, Any]] | None = None,
 ) -> torch.optim.Optimizer:
     """A copy of the optimizer that has stepped these parameters with these gradients."""
-    before = [[param.detach().clone() for param in group] for group in params]
-    try:
-        return _step(_copy(optimizer, params), params, grads, options)
-    except Exception as error:
-        for param, value in zip(chain(*params), chain(*before), strict=True):
-            param.data.copy_(value)
-        try:  # it may keep state from its constructor on, which a copy of its attributes lacks
-            return _step(_construct(optimizer, params), params, grads, options)
-        except Exception:
-            raise error from None
+    before = [param.detach().clone() for param in chain(*params)]
+    problem: Exception | None = None
+    for make in (_copy, _construct):
+        try:
+            twin = make(optimizer, _groups(optimizer, params, options))
+            for step in grads:
+                for param, grad in zip(chain(*params), step, strict=True):
+                    param.grad = None if grad is None else grad.clone()
+                twin.step(lambda: 0.0) if _needs_closure(twin) else twin.step()
+            return twin
+        except Exception as error:  # it may keep state from its constructor on, which a copy of
+            problem = problem or error  # its attributes lacks
+            for param, value in zip(chain(*params), before, strict=True):
+                param.data.copy_(value)
+    assert problem is not None, "neither way was one"
+    raise problem
 
 
-def _step(
-    twin: torch.optim.Optimizer,
+def _groups(
+    optimizer: torch.optim.Optimizer,
     params: Sequence[list[nn.Parameter]],
-    grads: Sequence[Sequence[Sequence[Tensor | None]]],
     options: Sequence[Mapping[str, Any]] | None,
-) -> torch.optim.Optimizer:
-    for group, given in zip(twin.param_groups, options or (), strict=options is not None):
-        group.update(_copied(dict(given)))
-    for step in grads:
-        for param, grad in zip(chain(*params), chain(*step), strict=True):
-            param.grad = None if grad is None else grad.clone()
-        twin.step(lambda: 0.0) if _needs_closure(twin) else twin.step()
-    return twin
-
-
-def _groups(optimizer: torch.optim.Optimizer, params: Sequence[list]) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:
+    """Its param groups around these parameters, with these options in place of its own."""
     groups = []
-    for group, small in zip(optimizer.param_groups, params, strict=True):
-        mine = {k: _copied(v) for k, v in group.items() if k not in {"params", "param_names"}}
+    for group, small, given in zip(
+        optimizer.param_groups, params, options or [{}] * len(params), strict=True
+    ):
+        mine = _copied(options_of(group))
         if "lr" in mine:
             lr = mine["lr"]
             mine["lr"] = lr.clamp(min=_LEAST_LR) if isinstance(lr, Tensor) else max(lr, _LEAST_LR)
-        groups.append({"params": small, **mine})
+        groups.append({"params": small, **mine, **_copied(dict(given))})
     return groups
 
 
-def _copy(optimizer: torch.optim.Optimizer, params: Sequence[list]) -> torch.optim.Optimizer:
+def _copy(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """An optimizer with the same attributes, without calling its constructor."""
     kind = type(optimizer)
     attributes = vars(optimizer)
@@ -238,16 +227,17 @@ def _copy(optimizer: torch.optim.Optimizer, params: Sequence[list]) -> torch.opt
             continue  # a method replaced on the object, as schedulers do, acts on the original
         is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
         twin.__dict__[name] = OrderedDict() if is_hooks else _copied(value)
-    twin.__dict__["state"] = defaultdict(dict)
-    twin.__dict__["param_groups"] = _groups(optimizer, params)
+    twin.__dict__ |= {"state": defaultdict(dict), "param_groups": groups}
     return twin
 
 
-def _construct(optimizer: torch.optim.Optimizer, params: Sequence[list]) -> torch.optim.Optimizer:
+def _construct(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
     kind = type(optimizer)
     known = inspect.signature(kind).parameters
     options = {k: _copied(v) for k, v in optimizer.defaults.items() if k in known}
-    return kind(_groups(optimizer, params), **options)
+    return kind(groups, **options)
 
 
 def _copied(value: Any) -> Any:
@@ -263,9 +253,9 @@ def _copied(value: Any) -> Any:
 
 
 def _first_difference(
-    group: Sequence[Sample], ours: Sequence[Tensor], theirs: Sequence[Tensor]
+    samples: Sequence[Sample], ours: Sequence[Tensor], theirs: Sequence[Tensor]
 ) -> str | None:
-    for sample, mine, expected in zip(group, ours, theirs, strict=True):
+    for sample, mine, expected in zip(samples, ours, theirs, strict=True):
         if not mine.numel():
             continue
         largest = expected.abs().max().item()
@@ -314,19 +304,8 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 # a copy of it. Subclasses of torch's are tried: nobody knows what they override.
 
 _NEEDS_OF_TORCH: Final = {
-    "ASGD": Cut.FLAT,
-    "Adadelta": Cut.FLAT,
-    "Adafactor": Cut.TENSOR,
-    "Adagrad": Cut.FLAT,
-    "Adam": Cut.FLAT,
-    "AdamW": Cut.FLAT,
-    "Adamax": Cut.FLAT,
-    "Muon": Cut.TENSOR,
-    "NAdam": Cut.FLAT,
-    "RAdam": Cut.FLAT,
-    "RMSprop": Cut.FLAT,
-    "Rprop": Cut.FLAT,
-    "SGD": Cut.FLAT,
+    Cut.FLAT: "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
+    Cut.TENSOR: "Adafactor Muon",
 }
 
 
@@ -354,25 +333,24 @@ def _choose_for(
 ) -> None:
     """Add the cuts of its parameters to what the user said, and check those."""
     kind = type(optimizer).__name__
-    samples: list[list[Sample]] = []
+    samples: list[Sample] = []
     for index, group in enumerate(optimizer.param_groups):
         where = f"'cut' in param group {index} of the {kind}"
         said = _parse(group["cut"], where) if group.get("cut") is not None else None
         need = need_of(optimizer, group)
-        samples.append([])
         for param in group["params"]:
-            cut = cuts.setdefault(id(param), said or need or Cut.FLAT)
+            cut, name = cuts.setdefault(id(param), said or need or Cut.FLAT), names[id(param)]
             if need is None:
                 device = torch.device("cpu") if param.is_meta else param.device  # it has values
-                samples[index].append(Sample(names[id(param)], param.shape, device, cut))
+                samples.append(Sample(name, param.shape, device, cut, index))
             elif not cut.keeps(need, param.shape):
                 raise PartitionError(
-                    f"parameter {names[id(param)]!r} of shape {tuple(param.shape)}: a {kind} needs "
+                    f"parameter {name!r} of shape {tuple(param.shape)}: a {kind} needs "
                     f"the cut {str(need)!r}, and would train differently on shards cut "
                     f"{str(cut)!r}, as was asked for; leave the cut to the optimizer, or ask for "
                     f"{str(need)!r} or 'tensor'"
                 )
-    reason = find_dependence(optimizer, samples) if any(samples) else None
+    reason = find_dependence(optimizer, samples) if samples else None
     if reason is not None:
         raise PartitionError(
             f"a {kind} cannot work on shards like these: {reason}. Keep tensors whole with "
@@ -385,8 +363,6 @@ def _choose_for(
 def _said_by_user(model: nn.Module, choice: CutChoice) -> dict[int, Cut]:
     params = list(model.named_parameters(remove_duplicate=False))
     cuts: dict[int, Cut] = {}
-    if choice is None:
-        return cuts
     if isinstance(choice, Mapping):
         for pattern, value in choice.items():
             matched = [param for name, param in params if fnmatchcase(name, pattern)]
@@ -412,8 +388,10 @@ def need_of(optimizer: Any, group: dict[str, Any]) -> Cut | None:
         need = need(group)
     if need is not None:
         return _parse(need, f"{kind.__name__}.needs_cut")
-    is_of_torch = kind is getattr(torch.optim, kind.__name__, None)
-    return _NEEDS_OF_TORCH.get(kind.__name__) if is_of_torch else None
+    if kind is not getattr(torch.optim, kind.__name__, None):
+        return None
+    cuts = (cut for cut, names in _NEEDS_OF_TORCH.items() if kind.__name__ in names.split())
+    return next(cuts, None)
 
 
 def _parse(value: Any, where: str) -> Cut:

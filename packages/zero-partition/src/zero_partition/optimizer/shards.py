@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_partition.chained import members_of
+from zero_partition.chained import attribute_with_params, members_of
 from zero_partition.errors import PartitionError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.plan.cuts import Cut
@@ -80,14 +80,14 @@ def check_optimizer(
             "as later is not followed, or shard(model) without an optimizer for inference"
         )
     for member in members_of(optimizer) if shards_state else ():
-        for name, value in vars(member).items():
-            if isinstance(value, list | tuple) and any(id(item) in known for item in value):
-                raise PartitionError(
-                    f"a {type(member).__name__} keeps parameters in its attribute {name!r}, "
-                    "outside param_groups, and would go on updating the unsharded ones; use an "
-                    "elementwise optimizer (SGD, Adam, AdamW, Adagrad, Lion, ...), or one that "
-                    "needs whole tensors and finds them in param_groups (Muon, Adafactor, ...)"
-                )
+        attribute = attribute_with_params(member, known)
+        if attribute is not None:
+            raise PartitionError(
+                f"a {type(member).__name__} keeps parameters in its attribute {attribute!r}, "
+                "outside param_groups, and would go on updating the unsharded ones; use an "
+                "elementwise optimizer (SGD, Adam, AdamW, Adagrad, Lion, ...), or one that "
+                "needs whole tensors and finds them in param_groups (Muon, Adafactor, ...)"
+            )
 
 
 def param_group_of(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import torch
 from attrs import define, field, frozen
@@ -17,6 +18,8 @@ from zero_partition.errors import LayoutError
 
 from .cuts import Cut
 from .trace import Extent
+
+T = TypeVar("T")
 
 
 @frozen(order=True)
@@ -251,16 +254,28 @@ def _align_up(value: int, align: int) -> int:
     return -(-value // align) * align
 
 
+def in_batches(
+    items: Iterable[T], bytes_of: Callable[[T], int], *, max_bytes: int
+) -> Iterator[list[T]]:
+    """Cut a list where a batch would grow beyond `max_bytes`; what is larger goes alone."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        num_bytes = bytes_of(item)
+        if batch and total + num_bytes > max_bytes:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += num_bytes
+    if batch:
+        yield batch
+
+
 @define
 class Balance:
     """Bytes that each rank keeps so far, while a model is planned."""
 
     bytes_per_rank: list[int]
-
-    @classmethod
-    def of(cls, world_size: int) -> Balance:
-        """Nobody has anything."""
-        return cls([0] * world_size)
 
     def give_whole(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Give each size to one rank: the largest first, to whom has least. Returns the ranks.
@@ -338,7 +353,7 @@ def plan_buffers(
     """The buffers of every unit, planned together; see NOTE(whole)."""
     kinds = [_kinds_of(params, cuts, group_of, dtypes) for params in units]
     owners: dict[int, int] = {}
-    balances = {trainable: Balance.of(world_size) for trainable in (True, False)}
+    balances = {trainable: Balance([0] * world_size) for trainable in (True, False)}
     for trainable, balance in balances.items():
         whole = [
             param
