@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from zero_comm import Group
 
 from zero_partition.errors import PartitionError, StateError
+from zero_partition.init.context import CURRENT
+from zero_partition.init.early_shard import find_early
+from zero_partition.run.hooks import find_sharded
 from zero_partition.run.sharded_model import find_place
 
 _WITHOUT: Final = "pass the model as it is before that: shard() does what it is for"
@@ -20,51 +24,32 @@ _WRAPPERS: Final = {
 }
 
 
-def check_not_wrapped(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise PartitionError for what others have wrapped to train on several ranks. Local.
-
-    By the names of classes: nothing is imported for it.
-    """
+def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Group) -> None:
+    """Raise PartitionError for what can be seen of a model without other ranks. Local."""
     for name, module in model.named_modules():
-        where = f"module {name!r} of the model" if name else "the model"
-        for kind in type(module).__mro__:
-            if kind.__module__.startswith("torch.") and kind.__name__ in _WRAPPERS:
-                raise PartitionError(
-                    f"{where} is wrapped by torch's {kind.__name__}; {_WRAPPERS[kind.__name__]}"
-                )
-        own = vars(module)
-        if "_is_accelerate_prepared" in own or {"_original_forward", "forward"} <= own.keys():
-            raise PartitionError(
-                f"{where} comes from Accelerator.prepare(); shard() the model and the optimizer in "
-                "place of preparing them, and prepare only what else there is"
-            )
-    for name, param in model.named_parameters():
-        if type(param).__name__ == "DTensor":
-            raise PartitionError(
-                f"parameter {name!r} is a DTensor, which fully_shard() or parallelize_module() has "
-                "made: pass the model as it is before that; for tensor parallelism, shard() takes "
-                "the group of data-parallel ranks and plain tensors"
-            )
+        _check_not_wrapped(f"module {name!r} of the model" if name else "the model", module)
     if type(optimizer).__module__.startswith("accelerate."):
         raise PartitionError(
             f"the optimizer is wrapped by Accelerator.prepare() in an {type(optimizer).__name__}; "
             "pass the one inside, optimizer.optimizer, and the model as it is before prepare()"
         )
-
-
-def check_content(model: nn.Module) -> None:
-    """Raise PartitionError where parameters have no memory yet, or share it with others. Local."""
+    if any(find_sharded(module) is not None for module in model.modules()):
+        raise PartitionError(
+            f"this {type(model).__name__}, or a module inside it, is sharded already; shard() a "
+            "model once, before wrapping or copying it"
+        )
+    if CURRENT.get() is not None:
+        raise PartitionError(
+            "shard() was called inside `with Init(...):`, which still watches every parameter; "
+            "call it after the block"
+        )
     owners: dict[int, str] = {}
     for name, param in model.named_parameters():
-        if is_lazy(param):
-            raise PartitionError(
-                f"parameter {name!r} of a lazy module has no shape yet; run one forward of the "
-                "model before building the optimizer and calling shard()"
-            )
-        _check_place(name, param)
+        _check_param(name, param, group)
         if param.layout is torch.strided and param.numel() and not param.is_meta:
             owners[param.untyped_storage().data_ptr()] = name
     for name, buffer in model.named_buffers():
+        _check_device(name, buffer, group)
         if buffer.layout is not torch.strided or not buffer.numel() or buffer.is_meta:
             continue
         owner = owners.get(buffer.untyped_storage().data_ptr())
@@ -76,7 +61,47 @@ def check_content(model: nn.Module) -> None:
             )
 
 
-def _check_place(name: str, param: nn.Parameter) -> None:
+def _check_not_wrapped(where: str, module: nn.Module) -> None:
+    """Not by what trains on several ranks. By the names of classes: nothing is imported for it."""
+    for kind in type(module).__mro__:
+        if kind.__module__.startswith("torch.") and kind.__name__ in _WRAPPERS:
+            raise PartitionError(
+                f"{where} is wrapped by torch's {kind.__name__}; {_WRAPPERS[kind.__name__]}"
+            )
+    own = vars(module)
+    if "_is_accelerate_prepared" in own or {"_original_forward", "forward"} <= own.keys():
+        raise PartitionError(
+            f"{where} comes from Accelerator.prepare(); shard() the model and the optimizer in "
+            "place of preparing them, and prepare only what else there is"
+        )
+
+
+def _check_param(name: str, param: nn.Parameter, group: Group) -> None:
+    if type(param).__name__ == "DTensor":
+        raise PartitionError(
+            f"parameter {name!r} is a DTensor, which fully_shard() or parallelize_module() has "
+            "made: pass the model as it is before that; for tensor parallelism, shard() takes "
+            "the group of data-parallel ranks and plain tensors"
+        )
+    if not param.is_meta:  # else the plan of units says what to do
+        _check_device(name, param, group)
+    early = find_early(param)
+    if early is not None and early.is_blank:
+        raise PartitionError(
+            f"parameter {name!r} was never initialised (rank {group.rank}); call "
+            "zero_engine.materialise() or load its weights first"
+        )
+    if early is not None and early.group.process_group is not group.process_group:
+        raise PartitionError(
+            f"parameter {name!r} was sharded by Init over {early.group.world_size} ranks of "
+            f"another group than the one of {group.world_size} ranks given to shard() (rank "
+            f"{group.rank}); pass the same group to both"
+        )
+    if is_lazy(param):
+        raise PartitionError(
+            f"parameter {name!r} of a lazy module has no shape yet; run one forward of the "
+            "model before building the optimizer and calling shard()"
+        )
     place = find_place(param)
     if place is None:
         return
@@ -88,3 +113,12 @@ def _check_place(name: str, param: nn.Parameter) -> None:
         f"parameter {name!r} belongs to a sharded {owner} already, as {place.name!r}, and can have "
         "one optimizer and one place; shard the models that share it as one nn.Module"
     )
+
+
+def _check_device(name: str, tensor: Tensor, group: Group) -> None:
+    if tensor.device != group.device:
+        raise PartitionError(
+            f"{name!r} is on {tensor.device}, but the group communicates on {group.device} "
+            f"(rank {group.rank}); move the model with model.to({str(group.device)!r}) before "
+            "building the optimizer"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any, Final
 
 import torch
@@ -21,19 +22,16 @@ from zero_comm import (
     expose,
 )
 
-from zero_partition.errors import PartitionError
-from zero_partition.init.context import CURRENT, unguard_module
+from zero_partition.init.context import unguard_module
 from zero_partition.init.early_shard import find_early, forget_early, in_batches
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
 from zero_partition.memory.store import AbstractStore, AtHome, Encoded, InMemory, Rounded, WithState
 from zero_partition.optimizer.shards import describe_optimizer, shard_optimizer
 from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.layout import BufferPlan, UnitPlan
-from zero_partition.plan.stages import Placement, Placements
-from zero_partition.plan.trace import Limits
+from zero_partition.plan.stages import Placement
 from zero_partition.plan.wire import Routes, Wire
 from zero_partition.run.hooks import (
-    find_sharded,
     install_module_hooks,
     install_norm_hooks,
     install_optimizer_hooks,
@@ -47,43 +45,10 @@ from zero_partition.run.unit import Unit
 from zero_partition.values.optimizer_state_dict import install_state_dict_hooks_of
 from zero_partition.values.state_dict import install_state_dict_hooks
 
-from .checks import check_content, check_not_wrapped
-from .model_plan import as_it_holds, group_of_names, plan_model_units, resting_of
+from .checks import check_model
+from .model_plan import as_it_holds, group_of_names, plan_model_units
 
 _BATCH_BYTES: Final = 2**20  # small parameters travel together
-
-
-def check_adoptable(model: nn.Module, group: Group) -> None:
-    """Raise PartitionError inside Init, or where it sharded over other ranks."""
-    if CURRENT.get() is not None:
-        raise PartitionError(
-            "shard() was called inside `with Init(...):`, which still watches every parameter; "
-            "call it after the block"
-        )
-    for name, param in model.named_parameters():
-        early = find_early(param)
-        if early is None:
-            continue
-        if early.is_blank:
-            raise PartitionError(
-                f"parameter {name!r} was never initialised (rank {group.rank}); call "
-                "zero_engine.materialise() or load its weights first"
-            )
-        if early.group.process_group is not group.process_group:
-            raise PartitionError(
-                f"parameter {name!r} was sharded by Init over {early.group.world_size} ranks of "
-                f"another group than the one of {group.world_size} ranks given to shard() (rank "
-                f"{group.rank}); pass the same group to both"
-            )
-
-
-def describe_early(model: nn.Module) -> dict[str, str]:
-    """What ranks must agree on: which parameters arrive sharded."""
-    names = [name for name, param in model.named_parameters() if find_early(param) is not None]
-    if not names:
-        return {"parameters sharded by Init": "none"}
-    found = zlib.crc32(" ".join(names).encode())
-    return {"parameters sharded by Init": f"{len(names)} from {names[0]!r} on ({found:08x})"}
 
 
 def adopt(
@@ -138,18 +103,10 @@ def _take(params: Sequence[nn.Parameter], group: Group) -> Iterator[Tensor]:
 
 
 def distribute(
-    model: nn.Module,
-    plans: Sequence[UnitPlan],
-    routes: Routes,
-    placements: Sequence[Placement],
-    residence: Residence,
-    *,
-    wire: Wire,
+    model: nn.Module, plans: Sequence[UnitPlan], config: PartitionConfig, residence: Residence
 ) -> tuple[Unit, ...]:
-    """Move the parameters into flat buffers, unit by unit, with the values of rank 0. Collective.
-
-    Placements are of the parameters of each unit.
-    """
+    """Move parameters into flat buffers, unit by unit, with the values of rank 0. Collective."""
+    routes, wire = residence.routes, config.wire
     params = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules())
     buffers = [buffer for _, buffer in model.named_buffers()]
@@ -159,37 +116,44 @@ def distribute(
         if value is not buffer:
             buffer.copy_(value)
 
-    units, next_index = [], first_index(plans)
+    units, indices = [], count(first_index(plans))
     for unit_index, plan in enumerate(plans):
-        flat_buffers, placement = [], placements[unit_index]
-        for buffer_plan in plan.buffers:
-            owned = tuple(params[param.name] for param in buffer_plan.params)
-            flat_buffers.append(
-                _lay_down(
-                    buffer_plan,
-                    owned,
-                    next_index,
-                    routes,
-                    placement=placement,
-                    residence=residence,
-                    wire=wire,
-                    is_small=plan.rests_whole,
-                )
+        placement = plan.resting(config.placements.params)
+        flat_buffers = tuple(
+            _lay_down(
+                buffer_plan,
+                tuple(params[param.name] for param in buffer_plan.params),
+                next(indices),
+                placement,
+                wire=wire,
+                residence=residence,
+                is_small=plan.rests_whole,
             )
-            next_index += 1
+            for buffer_plan in plan.buffers
+        )
         owners = tuple(
             (modules[name.rpartition(".")[0]], name.rpartition(".")[2], buffer_index, position)
             for buffer_index, buffer_plan in enumerate(plan.buffers)
             for position, param in enumerate(buffer_plan.params)
             for name in param.names
         )
-        is_whole = placement is Placement.REPLICATED
-        is_exact = is_whole and all(buffer.codec is None for buffer in flat_buffers)
-        codec = None if is_exact else wire.params
-        unit = Unit(plan, unit_index, routes.shards, placement, tuple(flat_buffers), owners, codec)
-        if routes.node is not None and placement is Placement.SHARDED:
-            unit.secondary = SecondaryShards(routes.node, unit.buffers)
-        units.append(unit)
+        is_sharded = placement is Placement.SHARDED
+        is_encoded = is_sharded or any(buffer.codec is not None for buffer in flat_buffers)
+        secondary = None
+        if routes.node is not None and is_sharded:
+            secondary = SecondaryShards(routes.node, flat_buffers)
+        units.append(
+            Unit(
+                plan,
+                unit_index,
+                routes.shards,
+                placement,
+                flat_buffers,
+                owners,
+                codec=wire.params if is_encoded else None,
+                secondary=secondary,
+            )
+        )
     return tuple(units)
 
 
@@ -221,20 +185,19 @@ def _lay_down(
     plan: BufferPlan,
     params: tuple[nn.Parameter, ...],
     index: int,
-    routes: Routes,
-    *,
     placement: Placement,
-    residence: Residence,
+    *,
     wire: Wire,
+    residence: Residence,
     is_small: bool,
 ) -> FlatBuffer:
     """Move parameters into a flat buffer; masters keep the values from before the rounding."""
+    room, home, offload = residence.room, residence.home, residence.offload
+    group = residence.routes.shards
     master_dtype = residence.rests.master_of(residence.precision, plan, placement)
     source = plan if master_dtype is None else evolve(plan, dtype=master_dtype)
-    group = routes.shards
-    values, whole = _flatten(source, params, routes, placement)
+    values, whole = _flatten(source, params, residence.routes, placement)
     whole = None if whole is None else whole.to(plan.dtype)
-    home, offload = residence.home, residence.offload
     masters = None
     if master_dtype is not None and offload is None:
         masters = values if whole is None else values.clone()
@@ -245,8 +208,8 @@ def _lay_down(
         resting = Rounded(masters, plan.dtype)
     elif codec is not None:
         resting = InMemory(values.to(plan.dtype, copy=True))
-    elif home is not None and index in residence.room.shards:
-        resting = AtHome(home, index, residence.room.shards[index], group.device)
+    elif home is not None and index in room.shards:
+        resting = AtHome(home, index, room.shards[index], group.device)
         resting.write(values)
     elif wire.rests_encoded(plan, placement):
         assert wire.frozen is not None, "what it says"
@@ -255,7 +218,7 @@ def _lay_down(
         resting = InMemory(whole[plan.layout.shard(group.rank).as_slice()])
     else:
         resting = InMemory(values.to(plan.dtype))
-    targets, training = residence.room.targets.get(index, ()), resting
+    targets, training = room.targets.get(index, ()), resting
     if masters is not None:
         training = InMemory(masters)
     elif master_dtype is not None and offload is not None:
@@ -265,11 +228,8 @@ def _lay_down(
             if residence.is_stepped(targets[piece.index])
         ]
         training = WithState(offload, targets, pieces, resting, master_dtype)
-        if (
-            master_dtype != plan.dtype or residence.homes.is_delayed
-        ):  # else they are what the shard is
+        if master_dtype != plan.dtype or residence.homes.is_delayed:  # else the shard has them
             training.write(values)
-    wire_dtype = residence.precision.wire_of(plan.dtype)
     return FlatBuffer(
         plan,
         index,
@@ -279,9 +239,9 @@ def _lay_down(
         whole,
         training,
         targets,
-        wire_dtype,
-        torch.device("cpu") if residence.homes.gradients is not None else group.device,
-        codec,
+        wire_dtype=residence.precision.wire_of(plan.dtype),
+        stepped_device=group.device if residence.homes.gradients is None else torch.device("cpu"),
+        codec=codec,
     )
 
 
@@ -311,18 +271,18 @@ _CALL: Final = "calls backward_without_batch(model) in place of forward and back
 _RUN: Final = "runs one of any kind with its loss times zero, because gathers need it"
 
 
-def purposes_of(units: Sequence[Unit], *, control_tag: int, access_tag: int) -> dict[int, Purpose]:
-    """By tag, for the group on which these units are gathered and reduced."""
-    is_sharded = any(unit.placement is Placement.SHARDED for unit in units)
-    gathers_together = is_sharded and all(unit.exposure is None for unit in units)
+def purposes_of(sharded: ShardedModel) -> dict[int, Purpose]:
+    """By tag, for the groups on which its units are gathered and reduced."""
+    is_sharded = any(unit.placement is Placement.SHARDED for unit in sharded.units)
+    gathers_together = is_sharded and sharded.exposure is None
     same_steps = _SAME_STEPS + (_RUN if gathers_together else _CALL)
     found = {
-        control_tag: Purpose("agreeing on gradients or their norm", same_steps),
-        access_tag: Purpose(
+        sharded.reducer.control_tag: Purpose("agreeing on gradients or their norm", same_steps),
+        sharded.access_tag: Purpose(
             "access to whole parameters", "every rank must make the same calls for access"
         ),
     }
-    for unit in units:
+    for unit in sharded.units:
         gather = Purpose(
             f"{'gathering' if is_sharded else 'publishing'} unit {unit.name!r}",
             _SAME_UNITS if is_sharded else same_steps,
@@ -374,68 +334,59 @@ def partition(
             wire needs them.
         zero_comm.CommError: A rank did not take part in time.
     """
-    check_not_wrapped(model, optimizer)
+    check_model(model, optimizer, group)
     config = evolve(config, **options)
-    wire, limits, timeout_s = config.wire, config.limits, config.timeout_s
     has_home = homes.params is not None
-    wire.check(config.placements, has_home=has_home)
-    routes = wire.routes(group, timeout_s=timeout_s)
+    config.wire.check(config.placements, has_home=has_home)
+    routes = config.wire.routes(group, timeout_s=config.timeout_s)
     group = routes.shards
     config = as_it_holds(config, optimizer, world_size=group.world_size, has_home=has_home)
     placements, precision = config.placements, config.precision
-    _check(model, routes.whole)
     residence = Residence(routes, homes, precision)
     plans = plan_model_units(
         model, optimizer, config, world_size=group.world_size, rests=residence.rests
     )
-    facts = _describe(plans, placements, limits) | describe_optimizer(optimizer)
-    facts |= _describe_buffers(model) | {"state_dict()": config.state_dict}
-    facts["precision"] = str(precision)
-    facts["shards of parameters are kept"] = homes.place
-    when = "deferred" if homes.is_delayed else "right away"
-    facts["the optimizer's steps taken elsewhere"] = "no" if homes.open_state is None else when
-    facts |= describe_early(model) | wire.facts(routes)
-    check_agreement(facts, group=routes.whole, timeout_s=timeout_s)
+    facts = _describe(model, plans, config, residence) | describe_optimizer(optimizer)
+    check_agreement(facts, group=routes.whole, timeout_s=config.timeout_s)
 
-    resting = resting_of(plans, placements.params)
     residence.prepare(
         plans,
-        resting,
+        [plan.resting(placements.params) for plan in plans],
         first_index(plans),
         optimizer=optimizer,
         group_of=group_of_names(model, optimizer),
-        timeout_s=timeout_s,
+        timeout_s=config.timeout_s,
     )
-    runtime = distribute(model, plans, routes, resting, residence, wire=wire)
+    units = distribute(model, plans, config, residence)
     if optimizer is not None and placements.optim is Placement.SHARDED:
-        shard_optimizer(optimizer, runtime)
+        shard_optimizer(optimizer, units)
         if residence.offload is not None:
-            hand_over_state(optimizer, residence.offload, runtime)
+            hand_over_state(optimizer, residence.offload, units)
     sharded = ShardedModel(
         model=model,
         routes=routes,
         placements=placements,
-        units=runtime,
-        schedule=Schedule(runtime, limits=limits, device=group.device, home=homes.params),
+        units=units,
+        schedule=Schedule(units, limits=config.limits, device=group.device, home=homes.params),
         reducer=GradientReducer(
-            runtime,
+            units,
             routes=routes,
             placement=placements.grads,
             shards_state=placements.optim is Placement.SHARDED,
             precision=precision,
             home=homes.gradients,
-            wire=wire,
+            wire=config.wire,
         ),
         residence=residence,
         optimizer=optimizer,
-        exposure=expose_shards(runtime, group),
+        exposure=expose_shards(units, group),
         state_dict=config.state_dict,
         input_dtype=precision.params if precision.cast_inputs else None,
         output_dtype=precision.outputs,
     )
-    tags = {"control_tag": sharded.reducer.control_tag, "access_tag": sharded.access_tag}
+    purposes = purposes_of(sharded)
     for each in routes.groups:
-        each.explain(purposes_of(runtime, **tags))
+        each.explain(purposes)
     for module in model.modules():
         unguard_module(module)  # what waited for shard()
     install_module_hooks(model, sharded)
@@ -444,53 +395,41 @@ def partition(
     install_state_dict_hooks(sharded)
     if optimizer is not None:
         install_optimizer_hooks(optimizer, sharded)
-        if sharded.reducer.shards_state:
+        if sharded.shards_state:
             install_state_dict_hooks_of(optimizer, sharded)
     return sharded
 
 
-def _check(model: nn.Module, group: Group) -> None:
-    """Raise PartitionError for what can be seen without other ranks."""
-    if any(find_sharded(module) is not None for module in model.modules()):
-        raise PartitionError(
-            f"this {type(model).__name__}, or a module inside it, is sharded already; shard() a "
-            "model once, before wrapping or copying it"
-        )
-    _check_devices(model, group)
-    check_adoptable(model, group)
-    check_content(model)
-
-
-def _check_devices(model: nn.Module, group: Group) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        is_meta_param = tensor.is_meta and isinstance(tensor, nn.Parameter)  # plan_units says
-        if tensor.device != group.device and not is_meta_param:
-            raise PartitionError(
-                f"{name!r} is on {tensor.device}, but the group communicates on {group.device} "
-                f"(rank {group.rank}); move the model with model.to({str(group.device)!r}) before "
-                "building the optimizer"
-            )
-
-
-def _describe_buffers(model: nn.Module) -> dict[str, str]:
+def _describe(
+    model: nn.Module, plans: Sequence[UnitPlan], config: PartitionConfig, residence: Residence
+) -> dict[str, str]:
+    """What ranks must agree on, but for the optimizer."""
+    placements, homes = config.placements, residence.homes
+    when = "deferred" if homes.is_delayed else "right away"
+    early = [name for name, param in model.named_parameters() if find_early(param) is not None]
+    found = zlib.crc32(" ".join(early).encode())
     return {
-        f"buffer {name!r}": f"shape {tuple(buffer.shape)}, {buffer.dtype}"
-        for name, buffer in model.named_buffers()
-    }
-
-
-def _describe(plans: Sequence[UnitPlan], placements: Placements, limits: Limits) -> dict[str, str]:
-    facts = {
         "placement of parameters": placements.params.value,
         "placement of gradients": placements.grads.value,
         "placement of optimizer state": placements.optim.value,
-    } | {name: str(value) for name, value in asdict(limits).items()}
-    for unit in plans:
-        for buffer in unit.buffers:
-            for param in buffer.params:
-                facts[f"parameter {param.name!r}"] = (
-                    f"shape {tuple(param.shape)}, {param.dtype}, "
-                    f"{'trainable' if param.trainable else 'frozen'}, unit {unit.name!r}, "
-                    f"cut {param.cut}"
-                )
-    return facts
+        **{name: str(value) for name, value in asdict(config.limits).items()},
+        **{
+            f"parameter {param.name!r}": f"shape {tuple(param.shape)}, {param.dtype}, "
+            f"{'trainable' if param.trainable else 'frozen'}, unit {unit.name!r}, cut {param.cut}"
+            for unit in plans
+            for buffer in unit.buffers
+            for param in buffer.params
+        },
+        **{
+            f"buffer {name!r}": f"shape {tuple(buffer.shape)}, {buffer.dtype}"
+            for name, buffer in model.named_buffers()
+        },
+        "state_dict()": config.state_dict,
+        "precision": str(config.precision),
+        "shards of parameters are kept": homes.place,
+        "the optimizer's steps taken elsewhere": "no" if homes.open_state is None else when,
+        "parameters sharded by Init": f"{len(early)} from {early[0]!r} on ({found:08x})"
+        if early
+        else "none",
+        **config.wire.facts(residence.routes),
+    }

@@ -17,6 +17,7 @@ from torch import nn
 from zero_partition.errors import LayoutError
 
 from .cuts import Cut
+from .stages import Placement
 from .trace import Extent
 
 T = TypeVar("T")
@@ -447,6 +448,10 @@ class UnitPlan:
     buffers: tuple[BufferPlan, ...]
     is_outer: bool  # other units run inside this one's forward
     rests_whole: bool = False  # on every rank, at every stage; used by any module
+
+    def resting(self, placement: Placement) -> Placement:
+        """How its parameters rest where those of the model rest so: small ones may rest whole."""
+        return Placement.REPLICATED if self.rests_whole else placement
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
