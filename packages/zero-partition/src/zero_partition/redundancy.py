@@ -23,7 +23,7 @@ from zero_comm import (
 
 from zero_partition.optimizer.needs import Sample, find_dependence, need_of, states_after_step
 from zero_partition.plan.cuts import Cut
-from zero_partition.plan.layout import ALIGN_BYTES, Balance, FlatLayout, Span, in_batches
+from zero_partition.plan.layout import ALIGN_BYTES, FlatLayout, Span, give_whole, in_batches
 
 from .chained import attribute_with_params, options_of
 from .errors import LoadError, PartitionError, StateError
@@ -697,10 +697,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def _deal(self, params: Sequence[Tensor]) -> None:
         """Give each an owner, the largest first; those that train before, to be even alone."""
-        balance = Balance(list(self.bytes_per_rank))
+        loads = list(self.bytes_per_rank)
         for trains in (True, False):
             chosen = [param for param in params if param.requires_grad is trains]
-            ranks = balance.give_whole([param.nbytes for param in chosen])
+            ranks = give_whole([param.nbytes for param in chosen], loads)
             self._owners.update(zip(chosen, ranks, strict=True))
 
     def _part_of(self, group: Mapping[str, Any], rank: int) -> dict[str, Any]:

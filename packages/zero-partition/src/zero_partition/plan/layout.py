@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import torch
-from attrs import define, field, frozen
+from attrs import field, frozen
 from attrs.validators import ge
 from torch import nn
 
@@ -87,7 +87,9 @@ class FlatLayout:
         """
         spans, cursor = _lay_out(tuple(numels), world_size, align)
         cursor = _align_up(cursor, world_size * align)
-        return cls._of(spans, [cursor // world_size * rank for rank in range(world_size)], cursor)
+        return _layout_of(
+            spans, tuple(cursor // world_size * rank for rank in range(world_size)), cursor
+        )
 
     @classmethod
     def plan_cut(
@@ -122,7 +124,7 @@ class FlatLayout:
             legal = _legal_cuts(ideal, spans, grains, cursor)
             nearest = min(legal, key=lambda place: abs(place - ideal))
             starts.append(max(starts[-1], nearest))
-        return cls._of(spans, starts, cursor)
+        return _layout_of(spans, tuple(starts), cursor)
 
     @classmethod
     def plan_whole(
@@ -151,11 +153,7 @@ class FlatLayout:
             next((s.start for s, owner in zip(spans, owners, strict=True) if owner >= rank), cursor)
             for rank in range(1, world_size)
         ]
-        return cls._of(spans, [0, *starts], cursor)
-
-    @classmethod
-    def _of(cls, spans: Sequence[Span], starts: Sequence[int], numel: int) -> FlatLayout:
-        return _layout_of(tuple(spans), tuple(starts), numel)
+        return _layout_of(spans, (0, *starts), cursor)
 
     @cached_property
     def splits(self) -> tuple[int, ...]:
@@ -213,7 +211,7 @@ def _layout_of(spans: tuple[Span, ...], starts: tuple[int, ...], numel: int) -> 
     return FlatLayout(spans, shards, numel)
 
 
-def _lay_out(numels: Sequence[int], world_size: int, align: int) -> tuple[list[Span], int]:
+def _lay_out(numels: Sequence[int], world_size: int, align: int) -> tuple[tuple[Span, ...], int]:
     if world_size < 1 or align < 1 or any(numel < 0 for numel in numels):
         raise LayoutError(
             f"expected world_size >= 1, align >= 1 and numels >= 0, got {world_size}, {align} "
@@ -223,7 +221,7 @@ def _lay_out(numels: Sequence[int], world_size: int, align: int) -> tuple[list[S
     for numel in numels:
         spans.append(Span(cursor, cursor + numel))
         cursor = _align_up(cursor + numel, align)
-    return spans, cursor
+    return tuple(spans), cursor
 
 
 def _fair_shares(numel: int, loads: Sequence[float]) -> list[float]:
@@ -272,29 +270,22 @@ def in_batches(
         yield batch
 
 
-@define
-class Balance:
-    """Bytes that each rank keeps so far, while a model is planned."""
+def give_whole(sizes: Sequence[int], loads: list[int]) -> tuple[int, ...]:
+    """Give each size to one rank: the largest first, to whom has least. Returns the ranks.
 
-    bytes_per_rank: list[int]
+    No rank ends with more than the least loaded one has, plus one size; equal sizes go to ranks in
+    turn, so that the parameters of one unit spread.
 
-    def give_whole(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Give each size to one rank: the largest first, to whom has least. Returns the ranks.
-
-        No rank ends with more than the least loaded one has, plus one size; equal sizes go to
-        ranks in turn, so that the parameters of one unit spread.
-        """
-        ranks = [0] * len(sizes)
-        for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # stable
-            rank = min(range(len(self.bytes_per_rank)), key=self.bytes_per_rank.__getitem__)
-            self.bytes_per_rank[rank] += sizes[index]
-            ranks[index] = rank
-        return tuple(ranks)
-
-    def give_parts(self, sizes: Sequence[int]) -> None:
-        """Add what each rank got of something that was cut."""
-        for rank, size in enumerate(sizes):
-            self.bytes_per_rank[rank] += size
+    Args:
+        sizes: In bytes.
+        loads: Bytes that each rank has so far; what it is given is added.
+    """
+    ranks = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # stable
+        rank = min(range(len(loads)), key=loads.__getitem__)
+        loads[rank] += sizes[index]
+        ranks[index] = rank
+    return tuple(ranks)
 
 
 ALIGN_BYTES = 64  # vector units and compiled kernels assume it; else their inputs are copied
@@ -354,8 +345,8 @@ def plan_buffers(
     """The buffers of every unit, planned together; see NOTE(whole)."""
     kinds = [_kinds_of(params, cuts, group_of, dtypes) for params in units]
     owners: dict[int, int] = {}
-    balances = {trainable: Balance([0] * world_size) for trainable in (True, False)}
-    for trainable, balance in balances.items():
+    loads = {trainable: [0] * world_size for trainable in (True, False)}  # bytes of each rank
+    for trainable, of_ranks in loads.items():
         whole = [
             param
             for kind in kinds
@@ -363,7 +354,7 @@ def plan_buffers(
             if is_whole and of_trainable is trainable
             for param in params
         ]
-        ranks = balance.give_whole([param.numel() * param.element_size() for param in whole])
+        ranks = give_whole([param.numel() * param.element_size() for param in whole], of_ranks)
         owners.update(zip(map(id, whole), ranks, strict=True))
 
     def plan(kind: tuple[torch.dtype, bool, bool], params: list[nn.Parameter]) -> BufferPlan:
@@ -375,7 +366,7 @@ def plan_buffers(
             for p in params
         )
         ranks = [owners[id(param)] for param in params] if is_whole else None
-        layout = _lay_out_buffer(plans, dtype, world_size, ranks, balances[trainable])
+        layout = _lay_out_buffer(plans, dtype, ranks, loads[trainable])
         return BufferPlan(plans, layout, dtype, trainable)
 
     return [tuple(plan(kind, params) for kind, params in unit.items()) for unit in kinds]
@@ -407,11 +398,10 @@ def _kinds_of(
 def _lay_out_buffer(
     plans: Sequence[ParameterPlan],
     dtype: torch.dtype,
-    world_size: int,
     owners: Sequence[int] | None,
-    balance: Balance,
+    loads: list[int],
 ) -> FlatLayout:
-    numels = [plan.shape.numel() for plan in plans]
+    numels, world_size = [plan.shape.numel() for plan in plans], len(loads)
     align = max(1, ALIGN_BYTES // dtype.itemsize)
     if owners is not None:
         return FlatLayout.plan_whole(numels, owners, world_size=world_size, align=align)
@@ -422,9 +412,9 @@ def _lay_out_buffer(
         [_grain_of(plan, align, world_size) for plan in plans],
         world_size=world_size,
         align=align,
-        loads=[num_bytes / dtype.itemsize for num_bytes in balance.bytes_per_rank],
+        loads=[num_bytes / dtype.itemsize for num_bytes in loads],
     )
-    balance.give_parts([numel * dtype.itemsize for numel in layout.splits])
+    loads[:] = [n + split * dtype.itemsize for n, split in zip(loads, layout.splits, strict=True)]
     return layout
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from enum import Enum, IntEnum
 from typing import Any, Final, final
 
@@ -48,29 +50,27 @@ STAGES: Final = {
 }
 
 
-def _is_floating(_: Precision, attribute: Attribute, value: Any) -> None:
-    if value is None:
-        return
-    if not isinstance(value, torch.dtype) or not value.is_floating_point:
-        raise PartitionError(
-            f"Precision.{attribute.name}: expected a floating-point torch.dtype, got {value!r}"
-        )
+def _expects(what: str, is_fine: Callable[[Any], bool]) -> Callable[..., None]:
+    def check(_: Precision, attribute: Attribute, value: Any) -> None:
+        if not is_fine(value):
+            raise PartitionError(f"Precision.{attribute.name}: expected {what}, got {value!r}")
+
+    return check
 
 
-def _is_factor(_: Precision, attribute: Attribute, value: Any) -> None:
-    if value is None:
-        return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < float("inf"):
-        raise PartitionError(
-            f"Precision.{attribute.name}: expected a finite number above 0, or None for the number "
-            f"of ranks, got {value!r}"
-        )
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _is_bool(_: Precision, attribute: Attribute, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise PartitionError(f"Precision.{attribute.name}: expected a bool, got {value!r}")
+_FLOATING: Final = _expects(
+    "a floating-point torch.dtype",
+    lambda value: value is None or (isinstance(value, torch.dtype) and value.is_floating_point),
+)
+_FACTOR: Final = _expects(
+    "a finite number above 0, or None for the number of ranks",
+    lambda value: value is None or _is_factor(value),
+)
+_BOOL: Final = _expects("a bool", lambda value: isinstance(value, bool))
 
 
 @final
@@ -113,13 +113,13 @@ class Precision:
         PartitionError: Names the field, what was expected and what came.
     """
 
-    params: torch.dtype | None = field(default=None, validator=_is_floating)
-    masters: torch.dtype | None = field(default=torch.float32, validator=_is_floating)
-    reduce: torch.dtype | None = field(default=None, validator=_is_floating)
-    outputs: torch.dtype | None = field(default=None, validator=_is_floating)
-    cast_inputs: bool = field(default=True, validator=_is_bool)
-    predivide_factor: float | None = field(default=1.0, validator=_is_factor)
-    reduces_mean: bool = field(default=True, validator=_is_bool)
+    params: torch.dtype | None = field(default=None, validator=_FLOATING)
+    masters: torch.dtype | None = field(default=torch.float32, validator=_FLOATING)
+    reduce: torch.dtype | None = field(default=None, validator=_FLOATING)
+    outputs: torch.dtype | None = field(default=None, validator=_FLOATING)
+    cast_inputs: bool = field(default=True, validator=_BOOL)
+    predivide_factor: float | None = field(default=1.0, validator=_FACTOR)
+    reduces_mean: bool = field(default=True, validator=_BOOL)
 
     def dtypes_of(self, model: nn.Module) -> dict[int, torch.dtype]:
         """In which the model computes with each of its parameters, by their ids."""
