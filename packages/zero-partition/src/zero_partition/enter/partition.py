@@ -23,12 +23,12 @@ from zero_comm import (
 )
 
 from zero_partition.init.context import unguard_module
-from zero_partition.init.early_shard import find_early, forget_early, in_batches
+from zero_partition.init.early_shard import find_early, forget_early
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
 from zero_partition.memory.store import AbstractStore, AtHome, Encoded, InMemory, Rounded, WithState
 from zero_partition.optimizer.shards import describe_optimizer, shard_optimizer
 from zero_partition.plan.config import PartitionConfig
-from zero_partition.plan.layout import BufferPlan, UnitPlan
+from zero_partition.plan.layout import BufferPlan, Span, UnitPlan, in_batches
 from zero_partition.plan.stages import Placement
 from zero_partition.plan.wire import Routes, Wire
 from zero_partition.run.hooks import (
@@ -49,57 +49,6 @@ from .checks import check_model
 from .model_plan import as_it_holds, group_of_names, plan_model_units
 
 _BATCH_BYTES: Final = 2**20  # small parameters travel together
-
-
-def adopt(
-    plan: BufferPlan, params: Sequence[nn.Parameter], *, routes: Routes, placement: Placement
-) -> tuple[Tensor, Tensor | None]:
-    """Fill a flat buffer from parameters of which some are early sharded. Collective.
-
-    One parameter is whole at a time, or 1 MiB of small ones, and early shards are given up as their
-    values arrive, so that the peak is what rests, one unit's shard and its largest parameter.
-
-    Returns:
-        This rank's shard, and the whole buffer where parameters rest replicated.
-    """
-    layout, is_sharded, rank = plan.layout, placement is Placement.SHARDED, routes.shards.rank
-    numel = layout.splits[rank] if is_sharded else layout.numel
-    resting = torch.zeros(numel, dtype=plan.dtype, device=routes.whole.device)
-    pieces = {piece.index: piece for piece in layout.pieces(rank)}
-    index = 0
-    named = zip((param.name for param in plan.params), params, strict=True)
-    for batch in in_batches(named, max_bytes=_BATCH_BYTES):
-        for value in _take([param for _, param in batch], routes.whole):
-            if not is_sharded:
-                resting[layout.spans[index].as_slice()].copy_(value)
-            elif (piece := pieces.get(index)) is not None:
-                resting[piece.in_shard.as_slice()].copy_(value[piece.in_tensor.as_slice()])
-            index += 1
-            del value
-    if is_sharded:
-        return resting, None
-    return resting[layout.shard(rank).as_slice()], resting
-
-
-def _take(params: Sequence[nn.Parameter], group: Group) -> Iterator[Tensor]:
-    """The parameters' values, 1-D, in turn; small ones have travelled as one."""
-    shards = [early.shard for param in params if (early := find_early(param)) is not None]
-    gathered: Iterator[Tensor] | None = None
-    if len(shards) > 1:
-        gathered = iter(all_gather_coalesced(shards, group=group).wait())
-    del shards
-    for param in params:
-        early = find_early(param)
-        if early is None:
-            value = param.detach().view(-1)
-            if value.numel():
-                broadcast_flat(value.view(torch.uint8), src=0, group=group).wait()
-            yield value
-            continue
-        value = early.whole().view(-1) if gathered is None else next(gathered)[: param.numel()]
-        forget_early(param)
-        del early
-        yield value
 
 
 def distribute(
@@ -246,20 +195,58 @@ def _lay_down(
 
 
 def _flatten(
-    plan: BufferPlan, params: tuple[nn.Parameter, ...], routes: Routes, placement: Placement
+    plan: BufferPlan, params: Sequence[nn.Parameter], routes: Routes, placement: Placement
 ) -> tuple[Tensor, Tensor | None]:
-    """This rank's shard, and the whole buffer where parameters rest replicated."""
-    if any(find_early(param) is not None for param in params):
-        return adopt(plan, params, routes=routes, placement=placement)
-    whole = torch.zeros(plan.layout.numel, dtype=plan.dtype, device=routes.whole.device)
-    with torch.no_grad():
-        for span, param in zip(plan.layout.spans, params, strict=True):
-            whole[span.as_slice()].copy_(param.detach().reshape(-1))
-    broadcast_flat(whole, src=0, group=routes.whole).wait()
-    shard = whole[plan.layout.shard(routes.shards.rank).as_slice()]
-    if placement is Placement.SHARDED:
-        return shard.clone(), None
-    return shard, whole
+    """This rank's shard, and the whole buffer where parameters rest replicated. Collective.
+
+    Where some are early shards, one parameter is whole at a time, or 1 MiB of small ones, and early
+    shards are given up as their values arrive, so that the peak is what rests, one unit's shard and
+    its largest parameter.
+    """
+    layout, is_sharded = plan.layout, placement is Placement.SHARDED
+    own, kept = layout.shard(routes.shards.rank), Span(0, layout.numel)
+    values = (param.detach().reshape(-1) for param in params)
+    has_early = any(find_early(param) is not None for param in params)
+    if has_early:
+        values, kept = _take(params, routes.whole), own if is_sharded else kept
+    memory = torch.zeros(kept.numel, dtype=plan.dtype, device=routes.whole.device)
+    spans = iter(layout.spans)
+    for value in values:  # not by zip(), which would hold on to it
+        span = next(spans)
+        part = span.overlap(kept)
+        if part is not None:
+            source = value[part.shifted(-span.start).as_slice()]
+            memory[part.shifted(-kept.start).as_slice()].copy_(source)
+            del source
+        del value
+    if not has_early:
+        broadcast_flat(memory, src=0, group=routes.whole).wait()
+    if not is_sharded:
+        return memory[own.as_slice()], memory
+    return memory if has_early else memory[own.as_slice()].clone(), None
+
+
+def _take(params: Sequence[nn.Parameter], group: Group) -> Iterator[Tensor]:
+    """Values of parameters of which some are early shards, 1-D, in turn. Collective."""
+    for batch in in_batches(params, lambda param: param.nbytes, max_bytes=_BATCH_BYTES):
+        shards = [early.shard for param in batch if (early := find_early(param)) is not None]
+        gathered: Iterator[Tensor] | None = None
+        if len(shards) > 1:  # they travel as one
+            gathered = iter(all_gather_coalesced(shards, group=group).wait())
+        del shards
+        for param in batch:
+            early = find_early(param)
+            if early is None:
+                value = param.detach().view(-1)
+                if value.numel():
+                    broadcast_flat(value.view(torch.uint8), src=0, group=group).wait()
+            else:
+                value = early.whole().view(-1) if gathered is None else next(gathered)
+                value = value[: param.numel()]
+                forget_early(param)
+                del early
+            yield value
+            del value
 
 
 _SAME_UNITS: Final = (
