@@ -22,10 +22,11 @@ from zero_comm import CommError, Group, check_agreement
 
 from zero_partition.errors import PartitionError, StateError
 from zero_partition.plan.config import StateDictKind
+from zero_partition.plan.layout import in_batches
 from zero_partition.stand_in import end_empty_export, export_empty
 from zero_partition.torch_private import is_viewed, plainly
 
-from .early_shard import EarlyShard, find_aliased, find_early, forget_early, in_batches, shard_early
+from .early_shard import EarlyShard, find_aliased, find_early, forget_early, shard_early
 from .units import check_parameter
 
 CURRENT: Final[ContextVar[Any]] = ContextVar("the innermost Init of this thread", default=None)
@@ -317,7 +318,9 @@ class Init:
                     for name, param in self.module.named_parameters()
                     if can_be_sharded(param)
                 ]
-                for batch in in_batches(whole, max_bytes=self.batch_bytes):
+                for batch in in_batches(
+                    whole, lambda item: item[1].nbytes, max_bytes=self.batch_bytes
+                ):
                     self._shard(batch)
                 for child in self.module.modules():
                     guard_module(child)

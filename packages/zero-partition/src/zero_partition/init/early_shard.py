@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any, Final, NoReturn
 from weakref import ReferenceType, WeakValueDictionary, ref
@@ -169,22 +169,6 @@ def find_early(tensor: Tensor) -> EarlyShard | None:
         return None
     early = tensor.__dict__.get("__deepcopy__")
     return early if isinstance(early, EarlyShard) else None
-
-
-def in_batches(
-    params: Iterable[tuple[str, nn.Parameter]], *, max_bytes: int
-) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Cut a list where a batch would grow beyond `max_bytes`; what is larger goes alone."""
-    batch: list[tuple[str, nn.Parameter]] = []
-    total = 0
-    for label, param in params:
-        if batch and total + param.nbytes > max_bytes:
-            yield batch
-            batch, total = [], 0
-        batch.append((label, param))
-        total += param.nbytes
-    if batch:
-        yield batch
 
 
 def find_aliased(param: nn.Parameter) -> EarlyShard | None:
