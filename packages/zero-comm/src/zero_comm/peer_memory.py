@@ -169,7 +169,7 @@ class Journal:
         Args:
             read_by_all: How many of so many entries every peer has read; asked when there is none.
         """
-        head = self.head
+        head = self._words[_HEAD]
         while self._outbox:
             if head - self._read_by_all >= _CAPACITY:
                 self._read_by_all = read_by_all(head)

@@ -27,10 +27,11 @@ from zero_comm import (
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import GradientHome
+from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.slots import REDUCTION_SLOTS, Slot, SlotPool
-from zero_partition.plan.stages import AS_IT_IS, Placement, Precision, Scaling
-from zero_partition.plan.wire import AS_ONE, Routes, Wire
+from zero_partition.plan.stages import Placement, Scaling
+from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import GradientShard
 from zero_partition.torch_private import foreach_add_, foreach_copy_, foreach_norm
 
@@ -95,10 +96,9 @@ class BufferGradients:
     buffer: FlatBuffer
     unit: Unit
     routes: Routes
-    precision: Precision
-    shards_state: bool  # whether the optimizer works on shards (every stage but zero)
-    wire: Wire
+    config: PartitionConfig
     home: GradientHome | None  # where the reduced shard rests; here when None
+    shards_state: bool = field(init=False)  # the optimizer works on shards (not at stage 0)
     codec: AbstractCodec | None = field(init=False)  # in which they travel; see `Wire.gradients`
     loco_errors: LocoErrors | None = field(init=False)  # what that lost, to be made up for
     targets: tuple[nn.Parameter, ...] = field(init=False)  # whose gradient the optimizer reads
@@ -127,12 +127,13 @@ class BufferGradients:
     _lends: bool = field(default=False, init=False)  # the optimizer steps, and runs backwards
 
     def __attrs_post_init__(self) -> None:
-        buffer = self.buffer
-        self.codec, loco = self.wire.codec_of_gradients(buffer.wire_dtype), self.wire.loco
+        buffer, loco = self.buffer, self.config.wire.loco
+        self.codec = self.config.wire.codec_of_gradients(buffer.wire_dtype)
         self.loco_errors = None if self.codec is None or loco is None else LocoErrors(loco)
+        self.shards_state = self.config.placements.optim is Placement.SHARDED
         self.targets = buffer.shard_params if self.shards_state else buffer.params
         self.wire_bytes = buffer.plan.layout.numel * buffer.wire_dtype.itemsize
-        self._scaling = self.precision.scaling_of(self.routes.whole.world_size)
+        self._scaling = self.config.precision.scaling_of(self.routes.whole.world_size)
         plans = enumerate(buffer.plan.params)
         self._structured = tuple(i for i, plan in plans if plan.cut != Cut.FLAT)
         self.room = self._most_waiting = min(len(self.targets), MAX_WAITING)
@@ -450,7 +451,7 @@ class BufferGradients:
 
     def refuse_to_sum_again(self) -> None:
         """Raise StateError where a reduction would sum what one has summed; see NOTE(carrying)."""
-        if self.precision.reduces_mean or self.buffer.group.world_size == 1:
+        if self.config.precision.reduces_mean or self.buffer.group.world_size == 1:
             return
         again = [position for position in self.carried if self._accumulates_in_place(position)]
         if again:
@@ -508,11 +509,10 @@ class GradientReducer:
 
     units: Sequence[Unit]  # whose trainable buffers have gradients
     routes: Routes
-    placement: Placement  # of gradients while they accumulate
-    shards_state: bool  # whether the optimizer works on shards (every stage but zero)
-    precision: Precision = AS_IT_IS
+    config: PartitionConfig
     home: GradientHome | None = None  # where reduced gradients wait; see NOTE(leaving)
-    wire: Wire = AS_ONE
+    placement: Placement = field(init=False)  # of gradients while they accumulate
+    shards_state: bool = field(init=False)  # the optimizer works on shards (not at stage 0)
     sync: bool = field(default=True, init=False)  # False inside no_sync
     gradients: tuple[BufferGradients, ...] = field(init=False)
     pool: SlotPool[BufferGradients] = field(init=False)
@@ -528,10 +528,14 @@ class GradientReducer:
     _has_earlier: bool = field(default=False, init=False)  # of a backward before this one
 
     def __attrs_post_init__(self) -> None:
+        placements = self.config.placements
+        self.placement = placements.grads
+        self.shards_state = placements.optim is Placement.SHARDED
         buffers = [(buffer, unit) for unit in self.units for buffer in unit.buffers]
-        how = (self.routes, self.precision, self.shards_state, self.wire, self.home)
         self.gradients = tuple(
-            BufferGradients(*each, *how) for each in buffers if each[0].plan.trainable
+            BufferGradients(buffer, unit, self.routes, self.config, self.home)
+            for buffer, unit in buffers
+            if buffer.plan.trainable
         )
         ring = [g.wire_bytes for g in self.gradients if not g.unit.plan.is_outer]
         self.pool = SlotPool.plan(
