@@ -15,16 +15,20 @@ from zero_comm import Group, check_agreement, collective
 from zero_partition.chained import members_of, options_of
 from zero_partition.errors import LoadError, PartitionError
 from zero_partition.init.context import guard_module
-from zero_partition.init.early_shard import find_early, plan_early
+from zero_partition.init.early_shard import find_early
 from zero_partition.init.materialize import allocate_blank, allocate_blank_buffer, plain_on_meta
 from zero_partition.init.units import check_parameter
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, AbstractRangeReader, OptimizerOffload
 from zero_partition.nested import map_tensors, rebuild
-from zero_partition.optimizer.entries import keys_for_whole, part_in_entry, part_of_entry
 from zero_partition.optimizer.needs import states_after_step
-from zero_partition.plan.cuts import Cut
-from zero_partition.plan.layout import FlatLayout, Span
+from zero_partition.optimizer.shards import (
+    has_state_of,
+    keys_for_whole,
+    part_in_entry,
+    part_of_entry,
+)
+from zero_partition.plan.layout import Span
 from zero_partition.run.hooks import find_sharded
 from zero_partition.run.sharded_model import ParamRef, ShardedModel, find_place
 from zero_partition.stand_in import StateKind
@@ -80,17 +84,13 @@ class Target:
             assert isinstance(tensor, nn.Parameter), "only parameters are sharded"
             early.check_untouched(tensor, self.names[0])
             self.memory = early.payload
-            self.kept = _kept_early(early.layout, early.group)
+            pieces = early.layout.pieces(early.group.rank)
+            self.kept = pieces[0].in_tensor if pieces else Span(0, 0)
         elif not tensor.is_meta:
             self.kept, self.memory = Span(0, tensor.numel()), tensor
             if isinstance(tensor, nn.Parameter):
                 check_parameter(tensor, self.names[0])
                 self.memory = tensor.detach()
-
-    def kept_by(self, group: Group) -> Span:
-        """The elements that this rank keeps, or is going to."""
-        is_meta = self.tensor.is_meta
-        return _kept_early(plan_early(self.tensor.numel(), group), group) if is_meta else self.kept
 
     def fill(self) -> None:
         """Read this rank's part, where it is in no place."""
@@ -105,10 +105,6 @@ class Target:
             if early.is_blank:
                 early.shard[early.payload.numel() :].zero_()
             early.is_blank = False
-
-
-def _kept_early(layout: FlatLayout, group: Group) -> Span:
-    return next((piece.in_tensor for piece in layout.pieces(group.rank)), Span(0, 0))
 
 
 def targets_of(model: nn.Module) -> Iterator[Target]:
@@ -181,15 +177,16 @@ def _fill_own_masters(
             offload.write({target: {MASTER: part.read().float()}}, replaces=False)
 
 
-def _fill(sharded: ShardedModel | None, targets: Iterable[Target]) -> None:
+def _fill(targets: Iterable[Target]) -> None:
     """Read all for which there is something. Local."""
     placed: dict[FlatBuffer, dict[int, AbstractRangeReader]] = {}
+    offload: OptimizerOffload | None = None
     for target in targets:
         if target.found and target.place is not None:
             placed.setdefault(target.place.buffer, {})[target.place.position] = target.reader
+            offload = target.place.sharded.residence.offload
         elif target.found:
             target.fill()
-    offload = None if sharded is None else sharded.residence.offload
     for buffer, readers in placed.items():
         fill_buffer(buffer, readers)
         if offload is not None:
@@ -231,133 +228,43 @@ def _find_lost(model: nn.Module, targets: Sequence[Target]) -> list[str]:
 def _find_different_ties(targets: Iterable[Target], group: Group) -> list[str]:
     """Names of one tensor that come with different values, as far as this rank reads them."""
 
-    def is_same(mine: AbstractRangeReader, theirs: AbstractRangeReader, part: Span) -> bool:
-        values = [reader.read(part.start, part.stop) for reader in (mine, theirs)]
-        return values[0].dtype == values[1].dtype and torch.equal(*values)
+    def are_same(mine: AbstractRangeReader, theirs: AbstractRangeReader) -> bool:
+        numel = mine.shape.numel()
+        ends = [numel * rank // group.world_size for rank in (group.rank, group.rank + 1)]
+        return all(
+            torch.equal(mine.read(part.start, part.stop), theirs.read(part.start, part.stop))
+            for part in in_chunks(Span(*ends), mine.dtype)
+        )
 
     return [
         f"{next(iter(target.found))!r} and {name!r} are one tensor, and differ"
         for target in targets
         for name, reader in list(target.found.items())[1:]
         if reader.shape == target.reader.shape
-        and not all(
-            is_same(target.reader, reader, part)
-            for part in in_chunks(target.kept_by(group), target.reader.dtype)
-        )
+        and not (reader.dtype == target.reader.dtype and are_same(target.reader, reader))
     ]
-
-
-@frozen
-class LoadReport:
-    """What did not match, where that was allowed."""
-
-    missing: tuple[str, ...]  # in the model only
-    unexpected: tuple[str, ...]  # in the source only
-
-
-@collective
-def load_ranges(
-    model: nn.Module,
-    readers: Mapping[str, AbstractRangeReader] | Iterable[tuple[str, AbstractRangeReader]],
-    *,
-    group: Group,
-    strict: bool = True,
-    timeout_s: float = 60.0,
-) -> LoadReport:
-    """Read weights into a model, each rank only what it keeps. Collective; moves no weights.
-
-    The model may be built by `Init`, on the meta device (it is then as `Init` would leave it),
-    partitioned at any stage, or plain. Names are those of `model.state_dict()`: parameters and
-    persistent buffers. A tied parameter may come under any of its names, or under several that
-    hold the same values. Beyond the shards a rank needs 8 MiB, or the largest buffer.
-
-    Values of a float dtype are rounded to the float dtype of the model, to nearest even; masters
-    take them as they are. All other dtypes must be the model's.
-
-    Args:
-        model: What to fill.
-        readers: Names and where to read them.
-        group: The ranks that the model is, or will be, distributed over.
-        strict: Whether missing and unexpected names are errors.
-        timeout_s: How long to wait for ranks that do not call this, in seconds.
-
-    Returns:
-        The names that did not match; none if strict.
-
-    Raises:
-        LoadError: Names all that is missing, unexpected, of another shape or dtype, tied but
-            different, or left on the meta device. Nothing was written.
-        StateError: A forward is running.
-        zero_comm.AgreementError: Ranks have different models or sources.
-        zero_comm.CommError: A rank did not take part in time.
-    """
-    readers = dict(readers)
-    sharded = find_sharded(model)
-    if sharded is not None:
-        sharded.refuse_in_forward("load_ranges()")
-        sharded.refuse_parked("load_ranges()", StateKind.PARAMS, StateKind.MASTERS)
-    targets = list(targets_of(model))
-    problems = [problem for target in targets for problem in target.match(readers, {})]
-    for target in targets:
-        if target.found:
-            target.find_memory(sharded)
-    known = {name for target in targets for name in target.names}
-    report = LoadReport(
-        missing=tuple(target.names[0] for target in targets if not target.found),
-        unexpected=tuple(name for name in readers if name not in known),
-    )
-    if strict:
-        problems += _describe_names(report.missing, report.unexpected)
-    else:
-        blank = [
-            target.names[0] for target in targets if target.tensor.is_meta and not target.found
-        ]
-        problems += [f"{name!r} is on the meta device and has no weights" for name in blank]
-    problems += _find_lost(model, targets)
-    problems += _find_different_ties(targets, group)
-    content = [(name, tuple(r.shape), str(r.dtype)) for name, r in readers.items()]
-    facts = {
-        "weights to load": f"{len(readers)} tensors ({zlib.crc32(repr(content).encode()):08x})",
-        "what does not fit": "; ".join(problems),
-        "model to load into": f"{zlib.crc32(repr([t.names for t in targets]).encode()):08x}",
-    }
-    check_agreement(facts, group=group, timeout_s=timeout_s)
-    if problems:
-        raise LoadError(f"cannot load, and nothing was written: {'; '.join(problems)}")
-
-    if sharded is not None:
-        sharded.finish_update()
-        sharded.begin_write()
-    allocate_missing(model, targets, group)
-    with torch.no_grad():
-        _fill(sharded, targets)
-    if sharded is not None:
-        if sharded.residence.home is not None:
-            sharded.residence.home.settle()
-        sharded.end_write()
-    return report
 
 
 @frozen(kw_only=True, eq=False)
 class StateSource:
     """What is loaded, by names of `model.state_dict()`."""
 
-    params: Mapping[str, AbstractRangeReader]
-    buffers: Mapping[str, AbstractRangeReader]
-    ties: Mapping[str, str]  # from further names to those in `params`
-    may_lack: frozenset[str] | None  # parameters that were left out; None: all, and buffers
-    states: Mapping[str, Mapping[str, Any]] | None  # readers and values; None: not loaded
-    param_groups: Sequence[Mapping[str, Any]]  # "params": names, and options
+    params: NamedReaders
+    buffers: NamedReaders
     where: str  # that it comes from, for errors
+    ties: Mapping[str, str] = field(factory=dict)  # from further names to those in `params`
+    may_lack: frozenset[str] | None = frozenset()  # that were left out; None: all, and buffers
+    states: Mapping[str, Mapping[str, Any]] | None = None  # readers and values; None: not loaded
+    param_groups: Sequence[Mapping[str, Any]] = ()  # "params": names, and options
     own_said: Mapping[str, Any] = field(factory=dict)  # as `StateParts.own_said`
-    own: Mapping[int, Mapping[str, AbstractRangeReader]] = field(factory=dict)  # by rank and number
+    own: Mapping[int, NamedReaders] = field(factory=dict)  # by rank and number
 
 
 @define(eq=False)
 class StateLoad:
     """A load that has been planned: nothing is written yet."""
 
-    sharded: ShardedModel
+    sharded: ShardedModel | None  # None: of values alone
     source: StateSource
     values: Sequence[Target]  # all parameters and persistent buffers
     states: dict[ParamRef, dict[str, Any]] = field(factory=dict)  # `EntryPart`s and values
@@ -381,38 +288,44 @@ class StateLoad:
 
     def apply(self) -> None:
         """Write all of it. Local, but every rank calls it."""
-        sharded = self.sharded
-        sharded.begin_write()
+        sharded, source = self.sharded, self.source
+        if sharded is not None:
+            sharded.begin_write()
         with torch.no_grad():
-            if self.source.states is not None:
+            if sharded is not None and source.states is not None:
                 LocalState(sharded).write(self.states)  # first: it mends state that is torn
-            _fill(sharded, self.values)
-        if self.source.states is not None:
-            _restore_options(sharded, self.source.param_groups)
-            sharded.has_stepped = sharded.has_stepped or any(self.states.values())
-        if sharded.residence.home is not None:
-            sharded.residence.home.settle()
-        sharded.end_write()
+            _fill(self.values)
+        if sharded is not None:
+            if source.states is not None:
+                _restore_options(sharded, source.param_groups)
+                sharded.has_stepped = sharded.has_stepped or any(self.states.values())
+            if sharded.residence.home is not None:
+                sharded.residence.home.settle()
+            sharded.end_write()
 
     def match_values(self) -> None:
-        """Find what is read to parameters and buffers."""
+        """Find what is read to parameters and buffers, and where these are on this rank."""
         source = self.source
         for target in self.values:
-            target.find_memory(self.sharded)
-            readers = source.buffers if target.place is None else source.params
-            self.problems += target.match(readers, source.ties)
-            if len(target.found) > 1 and target.place is not None:
+            is_param = target.place is not None
+            self.problems += target.match(
+                source.params if is_param else source.buffers, source.ties
+            )
+            if len(target.found) > 1 and is_param:
                 names = " and ".join(map(repr, target.found))
                 self.problems.append(f"{names} are one tensor here, and {len(target.found)} there")
+            if target.found:
+                target.find_memory(self.sharded)
         lacking = [target.names[0] for target in self.values if not target.found]
         may_lack = lacking if source.may_lack is None else source.may_lack
         self.missing = tuple(name for name in lacking if name not in may_lack)
         used = {name for target in self.values for name in target.found}
-        self.unexpected = tuple(n for n in (*source.params, *source.buffers) if n not in used)
+        given = dict.fromkeys((*source.params, *source.buffers))
+        self.unexpected = tuple(name for name in given if name not in used)
 
-    def match_states(self, *, is_strict: bool) -> None:
+    def match_states(self, sharded: ShardedModel, *, is_strict: bool) -> None:
         """Find what this rank keeps of each parameter's state."""
-        sharded, source = self.sharded, self.source
+        source = self.source
         if sharded.optimizer is None:
             raise LoadError(
                 f"{source.where}: the model was sharded without an optimizer to load into"
@@ -466,6 +379,83 @@ class StateLoad:
                 self.problems.append(f"{name!r}: optimizer state lacks {', '.join(lacking)}")
 
 
+@frozen
+class LoadReport:
+    """What did not match, where that was allowed."""
+
+    missing: tuple[str, ...]  # in the model only
+    unexpected: tuple[str, ...]  # in the source only
+
+
+@collective
+def load_ranges(
+    model: nn.Module,
+    readers: Mapping[str, AbstractRangeReader] | Iterable[tuple[str, AbstractRangeReader]],
+    *,
+    group: Group,
+    strict: bool = True,
+    timeout_s: float = 60.0,
+) -> LoadReport:
+    """Read weights into a model, each rank only what it keeps. Collective; moves no weights.
+
+    The model may be built by `Init`, on the meta device (it is then as `Init` would leave it),
+    partitioned at any stage, or plain. Names are those of `model.state_dict()`: parameters and
+    persistent buffers. A tied parameter may come under any of its names, or under several that
+    hold the same values. Beyond the shards a rank needs 8 MiB, or the largest buffer.
+
+    Values of a float dtype are rounded to the float dtype of the model, to nearest even; masters
+    take them as they are. All other dtypes must be the model's.
+
+    Args:
+        model: What to fill.
+        readers: Names and where to read them.
+        group: The ranks that the model is, or will be, distributed over.
+        strict: Whether missing and unexpected names are errors.
+        timeout_s: How long to wait for ranks that do not call this, in seconds.
+
+    Returns:
+        The names that did not match; none if strict.
+
+    Raises:
+        LoadError: Names all that is missing, unexpected, of another shape or dtype, tied but
+            different, or left on the meta device. Nothing was written.
+        StateError: A forward is running.
+        zero_comm.AgreementError: Ranks have different models or sources.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    readers = dict(readers)
+    sharded = find_sharded(model)
+    if sharded is not None:
+        sharded.refuse_in_forward("load_ranges()")
+        sharded.refuse_parked("load_ranges()", StateKind.PARAMS, StateKind.MASTERS)
+    source = StateSource(params=readers, buffers=readers, where="load_ranges()")
+    load = StateLoad(sharded, source, list(targets_of(model)))
+    load.match_values()
+    problems = load.problems
+    if strict:
+        problems += _describe_names(load.missing, load.unexpected)
+    else:
+        blank = [t.names[0] for t in load.values if t.tensor.is_meta and not t.found]
+        problems += [f"{name!r} is on the meta device and has no weights" for name in blank]
+    problems += _find_lost(model, load.values)
+    problems += _find_different_ties(load.values, group)
+    content = [(name, tuple(r.shape), str(r.dtype)) for name, r in readers.items()]
+    names = [target.names for target in load.values]
+    facts = {
+        "weights to load": f"{len(readers)} tensors ({zlib.crc32(repr(content).encode()):08x})",
+        "what does not fit": "; ".join(problems),
+        "model to load into": f"{zlib.crc32(repr(names).encode()):08x}",
+    }
+    check_agreement(facts, group=group, timeout_s=timeout_s)
+    if problems:
+        raise LoadError(f"cannot load, and nothing was written: {'; '.join(problems)}")
+    if sharded is not None:
+        sharded.finish_update()
+    allocate_missing(model, load.values, group)
+    load.apply()
+    return LoadReport(load.missing, load.unexpected)
+
+
 def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) -> StateLoad:
     """Find what is read to where, and all that speaks against it. Local.
 
@@ -484,7 +474,7 @@ def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) ->
     load = StateLoad(sharded, source, [*params, *buffers])
     load.match_values()
     if source.states is not None:
-        load.match_states(is_strict=is_strict)
+        load.match_states(sharded, is_strict=is_strict)
     if is_strict:
         load.problems += _describe_names(load.missing, load.unexpected)
     return load
@@ -499,9 +489,9 @@ def _part_of_state(
         PartitionError: A shape that the parameter's cut does not explain.
     """
     param, span, is_sharded = place.plan, place.kept, place.sharded.shards_state
+    if is_sharded and not has_state_of(param, span):
+        return {}
     has_all = not is_sharded or span.numel == param.shape.numel()
-    if not has_all and param.cut != Cut.FLAT and not span.numel:
-        return {}  # another rank has all of it
     parts: dict[str, Any] = {}
     for key, value in state.items():
         if not isinstance(value, AbstractRangeReader):

@@ -17,7 +17,7 @@ from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, AbstractRangeReader, OptimizerOffload
 from zero_partition.nested import describe, map_tensors
-from zero_partition.optimizer.entries import (
+from zero_partition.optimizer.shards import (
     Entry,
     OwnEntry,
     PlainEntry,

@@ -503,13 +503,7 @@ def _plan(
             states.setdefault(names.get(number, f"parameter {number}"), {})[MASTER] = master
     masters = {name: state.pop(MASTER) for name, state in states.items() if MASTER in state}
     source = StateSource(
-        params=masters,
-        buffers={},
-        ties={},
-        may_lack=None,
-        states=states,
-        param_groups=groups,
-        where=what,
+        params=masters, buffers={}, may_lack=None, states=states, param_groups=groups, where=what
     )
     planned = plan_load(sharded, source, is_strict=True)
     planned.states = {p: state for p, state in planned.states.items() if p.name in loaded}
