@@ -139,14 +139,17 @@ class EntryPart:
         """Every element of it."""
         return cls(reader, Span(0, reader.shape.numel()), tuple(reader.shape))
 
-    def fill(self, memory: Tensor) -> Tensor:
-        """Read it into a tensor of its shape."""
-        read_into(memory.view(-1), self.reader, self.span)
-        return memory
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements, where they are."""
+        return self.span.numel * self.reader.dtype.itemsize
 
-    def read(self) -> Tensor:
-        """Read it into host memory."""
-        return self.fill(torch.empty(self.shape, dtype=self.reader.dtype))
+    def read(self, there: Any = None, device: torch.device | None = None) -> Tensor:
+        """Read it into what is there, if it fits, else into a new tensor: on the host when None."""
+        if not (isinstance(there, Tensor) and there.shape == self.shape and there.is_contiguous()):
+            there = torch.empty(self.shape, dtype=self.reader.dtype, device=device or "cpu")
+        read_into(there.detach().view(-1), self.reader, self.span)
+        return there.detach()
 
 
 def owner_of(place: ParamRef) -> nn.Parameter:
@@ -216,11 +219,12 @@ class LocalState:
             if owner not in group_of:
                 continue
             member, group = group_of[owner]
-            live = member.state.get(owner, {})
-            state = {
-                key: map_tensors(value, partial(_in_memory, key, owner, group, live), EntryPart)
-                for key, value in entries.items()
-            }
+            counts_there = any(group.get(option) for option in _ON_DEVICE_STEP)
+            live, state = member.state.get(owner, {}), {}
+            for key, value in entries.items():  # where torch's optimizers place what they load
+                device = owner.device if key != "step" or counts_there else None
+                read = partial(EntryPart.read, there=live.get(key), device=device)
+                state[key] = map_tensors(value, read, EntryPart)
             if state:
                 member.state[owner] = state
             else:
@@ -238,7 +242,7 @@ class LocalState:
             for key in of_param or ("",)  # none: a state that is going to be empty
         ]
         begun: set[nn.Parameter] = set()
-        for batch in in_batches(entries, lambda entry: _num_bytes(entry[2])):
+        for batch in in_batches(entries, lambda e: getattr(e[2], "num_bytes", 0)):  # none: small
             found: dict[nn.Parameter, dict[str, Any]] = {}
             for target, key, value in batch:
                 state = found.setdefault(target, {})
@@ -256,26 +260,6 @@ class LocalState:
 def _target_of(place: ParamRef) -> nn.Parameter | None:
     """What an optimizer offload steps of it; None where none does."""
     return place.buffer.targets[place.position] if place.buffer.targets else None
-
-
-def _num_bytes(value: Any) -> int:
-    return value.span.numel * value.reader.dtype.itemsize if isinstance(value, EntryPart) else 0
-
-
-def _in_memory(
-    key: str,
-    owner: nn.Parameter,
-    group: Mapping[str, Any],
-    live: Mapping[str, Any],
-    part: EntryPart,
-) -> Tensor:
-    """As torch's optimizers place what they load; in the memory that is there, if it fits."""
-    there = live.get(key)
-    if isinstance(there, Tensor) and there.shape == part.shape and there.is_contiguous():
-        return part.fill(there.detach())
-    is_on_device = key != "step" or any(group.get(option) for option in _ON_DEVICE_STEP)
-    device = owner.device if is_on_device else torch.device("cpu")
-    return part.fill(torch.empty(part.shape, dtype=part.reader.dtype, device=device))
 
 
 def ask_states(
