@@ -228,20 +228,21 @@ def _find_lost(model: nn.Module, targets: Sequence[Target]) -> list[str]:
 def _find_different_ties(targets: Iterable[Target], group: Group) -> list[str]:
     """Names of one tensor that come with different values, as far as this rank reads them."""
 
-    def are_same(mine: AbstractRangeReader, theirs: AbstractRangeReader) -> bool:
-        numel = mine.shape.numel()
-        ends = [numel * rank // group.world_size for rank in (group.rank, group.rank + 1)]
-        return all(
-            torch.equal(mine.read(part.start, part.stop), theirs.read(part.start, part.stop))
-            for part in in_chunks(Span(*ends), mine.dtype)
+    def are_same(target: Target, other: AbstractRangeReader) -> bool:
+        first, span, numel = target.reader, target.kept, target.tensor.numel()
+        if target.tensor.is_meta:  # nobody keeps any of it yet
+            ends = (numel * rank // group.world_size for rank in (group.rank, group.rank + 1))
+            span = Span(*ends)
+        return first.dtype == other.dtype and all(
+            torch.equal(first.read(part.start, part.stop), other.read(part.start, part.stop))
+            for part in in_chunks(span, first.dtype)
         )
 
     return [
         f"{next(iter(target.found))!r} and {name!r} are one tensor, and differ"
         for target in targets
         for name, reader in list(target.found.items())[1:]
-        if reader.shape == target.reader.shape
-        and not (reader.dtype == target.reader.dtype and are_same(target.reader, reader))
+        if reader.shape == target.reader.shape and not are_same(target, reader)
     ]
 
 

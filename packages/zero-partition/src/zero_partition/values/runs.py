@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
-from attrs import asdict, frozen
+from attrs import asdict, define, field, frozen
 from torch import Tensor, nn
 from zero_comm import Group, all_gather_flat, all_gather_json
 
@@ -400,18 +400,18 @@ class PartBatch:
     is_resident: bool  # what is read is the memory that is trained itself; see `before_write`
 
 
-@frozen(eq=False)
+@define(eq=False)
 class StateParts:
     """All tensors of a partitioned model and its optimizer, and this rank's parts of them."""
 
-    tensors: Sequence[WholeTensor]  # in the same order on every rank
-    values: Mapping[str, Mapping[str, Any]]  # by parameter: entries that are no tensors
-    batches: Sequence[PartBatch]
-    own_said: Mapping[str, Any]  # of entries without a whole, as JSON; see NOTE(own)
-    own: Sequence[Tensor]  # this rank's tensors of those, in order, to look at as those of batches
     frozen: frozenset[str]  # names of parameters that do not train
-    computes_in: Mapping[str, torch.dtype]  # of parameters whose trained values are of another
     ties: Mapping[str, str]  # further names of tied parameters, to the first
+    tensors: list[WholeTensor] = field(factory=list)  # in the same order on every rank
+    values: dict[str, dict[str, Any]] = field(factory=dict)  # by parameter: what is no tensor
+    batches: list[PartBatch] = field(factory=list)
+    own_said: dict[str, Any] = field(factory=dict)  # of entries without a whole; see NOTE(own)
+    own: list[Tensor] = field(factory=list)  # this rank's of those, to look at as those of batches
+    computes_in: dict[str, torch.dtype] = field(factory=dict)  # where values are of another
 
 
 def plan_parts(
@@ -438,32 +438,31 @@ def plan_parts(
     if has_state:
         states = local.describe(places)
         entries = plan_states(sharded, places, states, has_own=True, timeout_s=timeout_s)
-    own_said: dict[str, dict[str, Any]] = {}
-    own_tensors: list[Tensor] = []
-    tensors: list[WholeTensor] = []
-    values: dict[str, dict[str, Any]] = {}
+    parts = StateParts(
+        frozen=frozenset(place.name for place in places if not place.is_trainable),
+        ties={alias: place.name for place in places for alias in place.plan.names[1:]},
+    )
     places_of: dict[Part, ParamRef] = {}
-    computes_in: dict[str, torch.dtype] = {}
     for place, state, planned in zip(places, states, entries, strict=True):
         name, shape, own_dtype = place.name, place.plan.shape, place.buffer.plan.dtype
         master = planned.pop(MASTER, None)  # that is kept without our asking
         dtype = master.dtype if isinstance(master, TensorEntry) else place.buffer.training.dtype
         if dtype != own_dtype:
-            computes_in[name] = own_dtype
+            parts.computes_in[name] = own_dtype
         spans = {WholeTensor(name, None, shape, dtype): place.kept}
         for key, entry in planned.items():
             if isinstance(entry, PlainEntry):
-                values.setdefault(name, {})[key] = state.get(key, entry.value)
+                parts.values.setdefault(name, {})[key] = state.get(key, entry.value)
             elif isinstance(entry, OwnEntry):
-                of_param = own_said.setdefault(name, {"keeps": keeps_said(place), "entries": {}})
+                own = {"keeps": keeps_said(place), "entries": {}}
+                of_param = parts.own_said.setdefault(name, own)
                 of_param["entries"][key] = [said and said.described for said in entry.said]
-                describe(local.read([place])[0].get(key), own_tensors)
+                describe(local.read([place])[0].get(key), parts.own)
             else:
                 tensor = WholeTensor(name, key, entry.shape, entry.dtype)
                 spans[tensor] = entry.given_by(sharded.group.rank)
-        tensors += spans
+        parts.tensors.extend(spans)
         places_of |= {Part(tensor, span): place for tensor, span in spans.items() if span.numel}
-    batches = []
     for is_frozen in (True, False):
         mine = [item for item in places_of.items() if item[1].is_trainable is not is_frozen]
         for batch in map(dict, in_batches(mine, lambda item: item[0].num_bytes)):
@@ -472,17 +471,8 @@ def plan_parts(
                 for part, place in batch.items()
             )
             read = partial(_read, local, batch)
-            batches.append(PartBatch(tuple(batch), is_frozen, read, is_resident))
-    return StateParts(
-        tuple(tensors),
-        values,
-        tuple(batches),
-        own_said=own_said,
-        own=own_tensors,
-        frozen=frozenset(place.name for place in places if not place.is_trainable),
-        computes_in=computes_in,
-        ties={alias: place.name for place in places for alias in place.plan.names[1:]},
-    )
+            parts.batches.append(PartBatch(tuple(batch), is_frozen, read, is_resident))
+    return parts
 
 
 def _read(local: LocalState, batch: Mapping[Part, ParamRef]) -> list[Tensor]:
