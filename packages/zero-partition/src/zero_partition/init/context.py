@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import TracebackType
@@ -22,7 +22,7 @@ from zero_comm import CommError, Group, check_agreement
 
 from zero_partition.errors import PartitionError, StateError
 from zero_partition.plan.config import StateDictKind
-from zero_partition.stand_in import end_empty_export, export_empty
+from zero_partition.stand_in import VALUES, end_empty_export, export_empty, names_of, tensors_among
 from zero_partition.torch_private import is_viewed, plainly
 
 from .early_shard import EarlyShard, find_aliased, find_early, forget_early, in_batches, shard_early
@@ -117,49 +117,21 @@ class Interception(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
         if not _asks_no_values(func):
             self._before_call((args, kwargs))
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
-_GIVES_VALUES: Final = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes
 _ASKS_NO_VALUES: Final = {
-    Tensor.dim,
-    Tensor.size,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.requires_grad_,
-    Tensor.register_hook,
-    Tensor.register_post_accumulate_grad_hook,
-    Tensor.__len__,
-    Tensor.__hash__,
-    Tensor.__repr__,  # one rank may print
+    *("dim", "size", "numel", "nelement", "element_size", "is_floating_point", "is_complex"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+    *("__len__", "__hash__", "__repr__"),  # one rank may print
 }
 
 
 def _asks_no_values(func: Callable[..., Any]) -> bool:
-    if getattr(func, "__name__", "") in ("__get__", "__set__"):
-        return getattr(getattr(func, "__self__", None), "__name__", "") not in _GIVES_VALUES
-    return func in _ASKS_NO_VALUES
-
-
-def tensors_among(value: object) -> Iterator[Tensor]:
-    """Tensors among arguments; long lists of numbers are not read through."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_among(tuple(value.values()))
-    elif isinstance(value, tuple) or (isinstance(value, list) and _may_hold_tensors(value)):
-        for item in value:
-            yield from tensors_among(item)
-
-
-def _may_hold_tensors(values: list[Any]) -> bool:
-    return bool(values) and isinstance(values[0], Tensor | list | tuple | Mapping)
+    name, attribute = names_of(func)
+    return attribute not in VALUES if attribute else name in _ASKS_NO_VALUES
 
 
 @define(eq=False)
@@ -173,11 +145,11 @@ class PendingShards:
 
     def expect_own(self, module: nn.Module) -> None:
         """All that a module owns, unless it is known already."""
-        whole = [] if id(module) in self._modules else list(_whole_of(module).values())
+        whole = [] if id(module) in self._modules else _whole_of(module).values()
         if whole:
             self.expect(module, whole)
 
-    def expect(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+    def expect(self, module: nn.Module, params: Iterable[nn.Parameter]) -> None:
         """These, which a module owns."""
         self._modules[id(module)] = module
         self.num_bytes += sum(_bytes_of(param) for param in params)
@@ -196,37 +168,29 @@ class PendingShards:
         """
         ready: dict[int, tuple[str, nn.Parameter]] = {}
         building = None if at_end else module_under_construction()
-        modules, self._modules = self._modules, {}
-        touched, self._touched = self._touched, []
-        self.num_bytes = 0
-        for module in modules.values():
-            left = []
+        modules, touched = self._modules.values(), self._touched
+        self.clear()
+
+        def is_ready(param: nn.Parameter) -> bool:
+            return can_be_sharded(param) and (at_end or _is_unused(param, keep))
+
+        for module in modules:
             for name, param in _whole_of(module).items():
-                if (
-                    module is not building
-                    and (at_end or _is_unused(param, keep))
-                    and can_be_sharded(param)
-                ):
+                if module is not building and is_ready(param):
                     ready.setdefault(id(param), (f"{type(module).__name__}.{name}", param))
                     guard_module(module)
                 else:
-                    left.append(param)
-            if left:
-                self.expect(module, left)
+                    self.expect(module, [param])
         for label, param in touched:
-            if not can_be_sharded(param):
-                continue
-            if at_end or _is_unused(param, keep):
+            if is_ready(param):
                 ready.setdefault(id(param), (label, param))
-            else:
+            elif can_be_sharded(param):
                 self.touch(label, param)
         return list(ready.values())
 
     def clear(self) -> None:
         """Forget them; they stay as they are."""
-        self._modules.clear()
-        self._touched.clear()
-        self.num_bytes = 0
+        self._modules, self._touched, self.num_bytes = {}, [], 0
 
 
 def can_be_sharded(param: nn.Parameter) -> bool:
@@ -379,7 +343,7 @@ class Init:
         if CURRENT.get() is None:  # see `suspended`
             return
         with plainly():
-            tensors = list(tensors_among(args))
+            tensors = tensors_among(args)
             self._settle(keep=tensors)
             for tensor in tensors:
                 early = find_early(tensor)
@@ -407,8 +371,7 @@ class Init:
         """Shard what is whole and no longer in use, if it is worth a round."""
         if not at_end and (self._whole.num_bytes < self.batch_bytes or not self._whole.num_bytes):
             return
-        ready = self._whole.take_ready(keep=keep, at_end=at_end)
-        if ready:
+        if ready := self._whole.take_ready(keep=keep, at_end=at_end):
             self._shard(ready)
 
     def _shard(self, params: Sequence[tuple[str, nn.Parameter]]) -> None:

@@ -15,8 +15,8 @@ from zero_comm import Group, check_agreement, collective
 from zero_partition.chained import members_of, options_of
 from zero_partition.errors import LoadError, PartitionError
 from zero_partition.init.context import guard_module
-from zero_partition.init.early_shard import find_early, plan_early
-from zero_partition.init.materialize import allocate_blank, allocate_blank_buffer, plain_on_meta
+from zero_partition.init.early_shard import find_early
+from zero_partition.init.materialize import allocate_blank, plain_on_meta
 from zero_partition.init.units import check_parameter
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, AbstractRangeReader, OptimizerOffload
@@ -88,8 +88,7 @@ class Target:
         elif early is not None:
             assert isinstance(tensor, nn.Parameter), "only parameters are sharded"
             early.check_untouched(tensor, self.names[0])
-            self.memory = early.payload
-            self.kept = _kept_early(early.layout, early.group)
+            self.memory, self.kept = early.payload, early.kept
         elif not tensor.is_meta:
             self.kept, self.memory = Span(0, tensor.numel()), tensor
             if isinstance(tensor, nn.Parameter):
@@ -98,8 +97,10 @@ class Target:
 
     def kept_by(self, group: Group) -> Span:
         """The elements that this rank keeps, or is going to."""
-        is_meta = self.tensor.is_meta
-        return _kept_early(plan_early(self.tensor.numel(), group), group) if is_meta else self.kept
+        if not self.tensor.is_meta:
+            return self.kept
+        layout = FlatLayout.plan([self.tensor.numel()], world_size=group.world_size, align=1)
+        return next((piece.in_tensor for piece in layout.pieces(group.rank)), Span(0, 0))
 
     def fill(self) -> None:
         """Read this rank's part, where it is in no place."""
@@ -111,13 +112,7 @@ class Target:
             memory.copy_(self.reader.read(kept.start, kept.stop).view(memory.shape))
         early = find_early(self.tensor)
         if early is not None:
-            if early.is_blank:
-                early.shard[early.payload.numel() :].zero_()
             early.is_blank = False
-
-
-def _kept_early(layout: FlatLayout, group: Group) -> Span:
-    return next((piece.in_tensor for piece in layout.pieces(group.rank)), Span(0, 0))
 
 
 def targets_of(model: nn.Module) -> Iterator[Target]:
@@ -139,10 +134,7 @@ def allocate_missing(model: nn.Module, targets: Iterable[Target], group: Group) 
     for target in targets:
         if not target.tensor.is_meta:
             continue
-        if isinstance(target.tensor, nn.Parameter):
-            allocate_blank(target.tensor, target.names[0], group=group)
-        else:
-            allocate_blank_buffer(target.tensor, group=group)
+        allocate_blank(target.tensor, target.names[0], group=group)
         target.find_memory(None)
     for module in model.modules():
         if any(p is not None and find_early(p) is not None for p in module._parameters.values()):
