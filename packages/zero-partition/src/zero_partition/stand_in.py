@@ -49,8 +49,8 @@ def export_empty(module: nn.Module, names: Iterable[str]) -> None:
         vars(param)["detach"] = empty.detach
 
 
-def end_empty_export(module: nn.Module) -> None:
-    """Undo `export_empty`, if it was done."""
+def end_empty_export(module: nn.Module, *_: Any) -> None:
+    """Undo `export_empty`, if it was done. May be a post-hook itself."""
     for param in module._parameters.values():
         if param is not None:
             vars(param).pop("detach", None)
@@ -466,28 +466,13 @@ class View:
 
     tensor: Tensor
     whole_type: type[Tensor]
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
+    place: tuple[int, torch.Size, tuple[int, ...]]  # offset, size, stride
 
     @classmethod
     def of(cls, tensor: Tensor) -> View:
         """As it is now."""
         place = int(tensor.storage_offset()), tensor.size(), tensor.stride()
-        return cls(tensor, type(tensor), *place)
-
-    def take_away(self) -> None:
-        """Let go of the memory. The object, its shape and its place in `grad` or state stay."""
-        tensor = self.tensor
-        tensor.data = placeholder(self.size, tensor.dtype, tensor.device)
-        with contextlib.suppress(TypeError):  # where Python cannot, NaN is all that says it
-            tensor.__class__ = stand_in_type(ParkedTensor, self.whole_type)  # type: ignore[assignment]
-
-    def put_back(self, storage: torch.UntypedStorage) -> None:
-        """See this storage as the one before."""
-        tensor = self.tensor
-        tensor.__class__ = self.whole_type
-        tensor.data = _view(storage, tensor.dtype, self.offset, self.size, self.stride)
+        return cls(tensor, type(tensor), place)
 
 
 class StateKind(Enum):
@@ -542,9 +527,11 @@ class ParkedStorage:
         return self.storage is not None and not has_views(self.storage)
 
     def take_away(self) -> None:
-        """Let our tensors go."""
-        for view in self.views:
-            view.take_away()
+        """Let our tensors let go of it. The objects, their shapes and their places stay."""
+        for tensor in (view.tensor for view in self.views):
+            tensor.data = placeholder(tensor.shape, tensor.dtype, tensor.device)
+            with contextlib.suppress(TypeError):  # where Python cannot, NaN is all that says it
+                tensor.__class__ = stand_in_type(ParkedTensor, type(tensor))  # type: ignore[assignment]
 
     def give_up(self, backup: Backup, *, non_blocking: bool) -> None:
         """Write the bytes there, and give the memory back."""
@@ -559,7 +546,8 @@ class ParkedStorage:
             backup.read(self.key, memory, non_blocking=non_blocking)
             self.storage = memory.untyped_storage()
         for view in self.views:
-            view.put_back(self.storage)
+            view.tensor.__class__ = view.whole_type
+            view.tensor.data = _view(self.storage, view.tensor.dtype, *view.place)
 
 
 @define(eq=False)

@@ -73,11 +73,6 @@ def before_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     export_empty(module, () if keep_vars else empty)
 
 
-def after_export(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
-    """state_dict post-hook: parameters are as before."""
-    end_empty_export(module)
-
-
 def _stand_ins_of(module: nn.Module) -> dict[str, EarlyShard]:
     """Of parameters of its own that Init sharded, and that are not whole now."""
     own = {name: find_early(p) for name, p in module._parameters.items() if p is not None}
@@ -89,7 +84,7 @@ def guard_module(module: nn.Module) -> None:
     if refuse_forward not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(refuse_forward, prepend=True)
         module.register_state_dict_pre_hook(before_export)
-        module.register_state_dict_post_hook(after_export)
+        module.register_state_dict_post_hook(end_empty_export)
 
 
 def unguard_module(module: nn.Module) -> None:
@@ -97,7 +92,7 @@ def unguard_module(module: nn.Module) -> None:
     for hooks, ours in (
         (module._forward_pre_hooks, refuse_forward),
         (module._state_dict_pre_hooks, before_export),
-        (module._state_dict_hooks, after_export),
+        (module._state_dict_hooks, end_empty_export),
     ):
         for key in [key for key, hook in hooks.items() if hook is ours]:
             del hooks[key]
@@ -111,11 +106,7 @@ class Interception(TorchFunctionMode):
         self._before_call = before_call
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not _asks_no_values(func):
             self._before_call((args, kwargs))
@@ -134,72 +125,15 @@ def _asks_no_values(func: Callable[..., Any]) -> bool:
     return attribute not in VALUES if attribute else name in _ASKS_NO_VALUES
 
 
-@define(eq=False)
-class PendingShards:
-    """What is to be sharded soon, and whether it can be by now."""
-
-    num_bytes: int = field(default=0, init=False)  # at most, of what could be sharded
-    # Held alive until they are sharded: when garbage goes must not decide what ranks agree on.
-    _modules: dict[int, nn.Module] = field(factory=dict, init=False)
-    _touched: list[tuple[str, nn.Parameter]] = field(factory=list, init=False)  # whole again
-
-    def expect_own(self, module: nn.Module) -> None:
-        """All that a module owns, unless it is known already."""
-        whole = [] if id(module) in self._modules else _whole_of(module).values()
-        if whole:
-            self.expect(module, whole)
-
-    def expect(self, module: nn.Module, params: Iterable[nn.Parameter]) -> None:
-        """These, which a module owns."""
-        self._modules[id(module)] = module
-        self.num_bytes += sum(_bytes_of(param) for param in params)
-
-    def touch(self, label: str, param: nn.Parameter) -> None:
-        """One that was sharded, and was made whole to be used."""
-        self._touched.append((label, param))
-        self.num_bytes += _bytes_of(param)
-
-    def take_ready(self, *, keep: Sequence[Tensor], at_end: bool) -> list[tuple[str, nn.Parameter]]:
-        """Labels and parameters that can be sharded now; the others stay.
-
-        Args:
-            keep: What is about to be used.
-            at_end: Nothing is in use any more.
-        """
-        ready: dict[int, tuple[str, nn.Parameter]] = {}
-        building = None if at_end else module_under_construction()
-        modules, touched = self._modules.values(), self._touched
-        self.clear()
-
-        def is_ready(param: nn.Parameter) -> bool:
-            return can_be_sharded(param) and (at_end or _is_unused(param, keep))
-
-        for module in modules:
-            for name, param in _whole_of(module).items():
-                if module is not building and is_ready(param):
-                    ready.setdefault(id(param), (f"{type(module).__name__}.{name}", param))
-                    guard_module(module)
-                else:
-                    self.expect(module, [param])
-        for label, param in touched:
-            if is_ready(param):
-                ready.setdefault(id(param), (label, param))
-            elif can_be_sharded(param):
-                self.touch(label, param)
-        return list(ready.values())
-
-    def clear(self) -> None:
-        """Forget them; they stay as they are."""
-        self._modules, self._touched, self.num_bytes = {}, [], 0
-
-
 def can_be_sharded(param: nn.Parameter) -> bool:
     """On the meta device, and in lazy modules, there is nothing yet."""
     return not param.is_meta and not is_lazy(param) and find_early(param) is None
 
 
-def _is_unused(param: nn.Parameter, keep: Sequence[Tensor]) -> bool:
-    return not any(param is kept for kept in keep) and not is_viewed(param)
+def _is_ready(param: nn.Parameter, keep: Sequence[Tensor] | None) -> bool:
+    if not can_be_sharded(param):
+        return False
+    return keep is None or not (is_viewed(param) or any(param is kept for kept in keep))
 
 
 def _whole_of(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -268,7 +202,11 @@ class Init:
     timeout_s: float = field(default=60.0, kw_only=True)
     state_dict: StateDictKind = field(default="raise", kw_only=True)
     _outer: Init | None = field(default=None, init=False)
-    _whole: PendingShards = field(factory=PendingShards, init=False)
+    # What is to be sharded as soon as it can be: all that these modules own, and what was touched.
+    # Modules are held alive: when garbage goes must not decide what ranks agree on.
+    _modules: dict[int, nn.Module] = field(factory=dict, init=False)
+    _touched: list[tuple[str, nn.Parameter]] = field(factory=list, init=False)  # was sharded
+    _whole_bytes: int = field(default=0, init=False)  # of both, at most
     _sharded: list[ReferenceType[nn.Parameter]] = field(factory=list, init=False)
     _num_rounds: int = field(default=0, init=False)
     _undo: ExitStack | None = field(default=None, init=False)
@@ -276,11 +214,8 @@ class Init:
     def __attrs_post_init__(self) -> None:
         if self.module is not None:
             with plainly():
-                whole = [
-                    (name, param)
-                    for name, param in self.module.named_parameters()
-                    if can_be_sharded(param)
-                ]
+                named = self.module.named_parameters()
+                whole = [(name, param) for name, param in named if can_be_sharded(param)]
                 for batch in in_batches(whole, max_bytes=self.batch_bytes):
                     self._shard(batch)
                 for child in self.module.modules():
@@ -309,7 +244,7 @@ class Init:
             if kind is None:  # else peers may not be here
                 self._finish()
         finally:
-            self._whole.clear()
+            self._forget_whole()
             self._sharded.clear()
             undo, self._undo, self._outer = self._undo, None, None
             undo.close()
@@ -336,7 +271,7 @@ class Init:
         """Shard all that is whole. Collective."""
         with plainly():
             self._find_replaced()
-            self._settle(keep=(), at_end=True)
+            self._settle(None)
 
     def _before_call(self, args: object) -> None:
         """A torch function is about to run with these arguments: make sharded parameters whole."""
@@ -344,7 +279,7 @@ class Init:
             return
         with plainly():
             tensors = tensors_among(args)
-            self._settle(keep=tensors)
+            self._settle(tensors)
             for tensor in tensors:
                 early = find_early(tensor)
                 if early is not None:
@@ -358,21 +293,53 @@ class Init:
             if aliased is not None:
                 aliased.install_copy(param)
             elif find_early(param) is None:
-                self._whole.expect(module, [param])
+                self._expect(module, [param])
             else:
                 guard_module(module)
 
     def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         if CURRENT.get() is self and child is not None:
             for found in child.modules():  # copies, and what was built elsewhere
-                self._whole.expect_own(found)
+                if id(found) not in self._modules and (whole := _whole_of(found)):
+                    self._expect(found, whole.values())
 
-    def _settle(self, *, keep: Sequence[Tensor], at_end: bool = False) -> None:
-        """Shard what is whole and no longer in use, if it is worth a round."""
-        if not at_end and (self._whole.num_bytes < self.batch_bytes or not self._whole.num_bytes):
+    def _expect(self, module: nn.Module, params: Iterable[nn.Parameter]) -> None:
+        self._modules[id(module)] = module
+        self._whole_bytes += sum(map(_bytes_of, params))
+
+    def _touch(self, label: str, param: nn.Parameter) -> None:
+        self._touched.append((label, param))
+        self._whole_bytes += _bytes_of(param)
+
+    def _forget_whole(self) -> None:
+        self._modules, self._touched, self._whole_bytes = {}, [], 0
+
+    def _settle(self, keep: Sequence[Tensor] | None) -> None:
+        """Shard what is whole and no longer in use, if it is worth a round.
+
+        Args:
+            keep: What is about to be used. None: nothing is in use any more.
+        """
+        if keep is not None and self._whole_bytes < max(self.batch_bytes, 1):
             return
-        if ready := self._whole.take_ready(keep=keep, at_end=at_end):
-            self._shard(ready)
+        ready: dict[int, tuple[str, nn.Parameter]] = {}
+        building = None if keep is None else module_under_construction()
+        modules, touched = self._modules.values(), self._touched
+        self._forget_whole()
+        for module in modules:
+            for name, param in _whole_of(module).items():
+                if module is not building and _is_ready(param, keep):
+                    ready.setdefault(id(param), (f"{type(module).__name__}.{name}", param))
+                    guard_module(module)
+                else:
+                    self._expect(module, [param])
+        for label, param in touched:
+            if _is_ready(param, keep):
+                ready.setdefault(id(param), (label, param))
+            elif can_be_sharded(param):
+                self._touch(label, param)
+        if ready:
+            self._shard(list(ready.values()))
 
     def _shard(self, params: Sequence[tuple[str, nn.Parameter]]) -> None:
         for label, param in params:
@@ -390,31 +357,24 @@ class Init:
 
     def _unshard(self, param: Tensor, early: EarlyShard) -> None:
         assert isinstance(param, nn.Parameter), "only parameters are sharded"
-        if early.is_replaced(param):
-            self._take_back(param, early)
-            return
-        early.check_untouched(param, early.label)
-        self._agree("gather", [(early.label, param)])
-        try:
-            whole = early.whole(timeout_s=self.timeout_s)
-        except CommError as error:
-            raise CommError(f"gathering {early.label} inside Init: {error}") from error
-        param.data = whole
-        self._take_back(param, early)
-
-    def _take_back(self, param: nn.Parameter, early: EarlyShard) -> None:
+        if not early.is_replaced(param):
+            early.check_untouched(param, early.label)
+            self._agree("gather", [(early.label, param)])
+            try:
+                param.data = early.whole(timeout_s=self.timeout_s)
+            except CommError as error:
+                raise CommError(f"gathering {early.label} inside Init: {error}") from error
         forget_early(param)
-        self._whole.touch(early.label, param)
+        self._touch(early.label, param)
 
     def _find_replaced(self) -> None:
         """Few functions, such as `Tensor.set_`, are hidden from modes; their effect is not."""
         for known in self._sharded:
             param = known()
-            early = None if param is None else find_early(param)
-            if param is None or early is None:
+            if param is None or (early := find_early(param)) is None:
                 continue
             if early.is_replaced(param):
-                self._take_back(param, early)
+                self._unshard(param, early)
             else:
                 early.check_untouched(param, early.label)
 
