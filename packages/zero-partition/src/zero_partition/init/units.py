@@ -197,23 +197,20 @@ def plan_units(
                 f"unit {name!r}: a {type(modules[name]).__name__} has no forward of its own, so "
                 "nothing says when it is used; name the modules inside it"
             )
-    members: dict[str, list[nn.Parameter]] = {name: [] for name in ("", *unit_names)}
-    of_small: list[nn.Parameter] = []
+    # Small ones first: what is reduced last, unless the model's own order says otherwise.
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in (_SMALL, "", *unit_names)}
     names = _names_of(model)
-    by_id = {id(param): param for param in model.parameters()}
-    for key, param_names in names.items():
-        if not (may_be_meta and by_id[key].is_meta):
-            check_parameter(by_id[key], param_names[0])
-        home = of_small if key in small else members[_innermost(param_names, members)]
-        home.append(by_id[key])
-    _check_storages(by_id, names)
-    if of_small:  # first: what is reduced last, unless the model's own order says otherwise
-        members = {_SMALL: of_small, **members}
+    for param, param_names in names.items():
+        if not (may_be_meta and param.is_meta):
+            check_parameter(param, param_names[0])
+        home = _SMALL if id(param) in small else _innermost(param_names, members)
+        members[home].append(param)
+    _check_storages(names)
     used = [name for name, params in members.items() if params]
     outer = {enclosing for name in used for enclosing in _enclosing(name)}
     buffers = plan_buffers(
         [members[name] for name in used],
-        names,
+        {id(param): param_names for param, param_names in names.items()},
         world_size,
         cuts or {},
         group_of or {},
@@ -252,19 +249,18 @@ def check_parameter(param: nn.Parameter, name: str) -> None:
         )
 
 
-def _names_of(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    names: dict[int, tuple[str, ...]] = {}
+def _names_of(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+    names: dict[nn.Parameter, tuple[str, ...]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names[id(param)] = (*names.get(id(param), ()), name)
+        names[param] = (*names.get(param, ()), name)
     return names
 
 
-def _check_storages(by_id: dict[int, nn.Parameter], names: dict[int, tuple[str, ...]]) -> None:
+def _check_storages(names: Mapping[nn.Parameter, tuple[str, ...]]) -> None:
     seen: dict[int, str] = {}
-    for key, param in by_id.items():
+    for param, (name, *_) in names.items():
         if not param.numel() or param.is_meta:
             continue
-        name = names[key][0]
         other = seen.setdefault(param.untyped_storage().data_ptr(), name)
         if other is not name:
             raise PartitionError(
