@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
+from functools import cache, partial
 from typing import Any, Final, NoReturn, Protocol
 
 import torch
@@ -49,8 +49,8 @@ def export_empty(module: nn.Module, names: Iterable[str]) -> None:
         vars(param)["detach"] = empty.detach
 
 
-def end_empty_export(module: nn.Module) -> None:
-    """Undo `export_empty`, if it was done."""
+def end_empty_export(module: nn.Module, *_: Any) -> None:
+    """Undo `export_empty`, if it was done. May be a post-hook itself."""
     for param in module._parameters.values():
         if param is not None:
             vars(param).pop("detach", None)
@@ -72,7 +72,7 @@ def refuse_pickle() -> NoReturn:
 
 
 # Attributes that give the elements away.
-_VALUES: Final = {"data", "T", "mT", "H", "mH", "real", "imag"}
+VALUES: Final = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _SHAPE: Final = {"dim", "size", "numel", "is_contiguous", "stride", "__len__"}
 # Functions that look at no element. Whatever is not here is taken to read.
 _METADATA: Final = {
@@ -92,24 +92,24 @@ _FACTORIES: Final = (
 _ACCESSES: Final = {"__get__", "__set__", "__delete__"}
 
 
-def _names_of(func: Callable) -> tuple[str, str]:
+def names_of(func: Callable) -> tuple[str, str]:
     """What a torch function is called, and the attribute it reads or sets, "" if it does not."""
-    name = getattr(func, "__name__", str(func))
+    name = getattr(func, "__name__", None) or str(func)
     return name, getattr(func.__self__, "__name__", "") if name in _ACCESSES else ""  # type: ignore[attr-defined]
 
 
 def _looks_at_no_element(func: Callable) -> bool:
     """Whether a torch function asks for shape, dtype and the like only."""
-    name, attribute = _names_of(func)
+    name, attribute = names_of(func)
     if name in _METADATA or name.startswith(_FACTORIES):
         return True
-    return bool(attribute) and (name != "__get__" or attribute not in _VALUES)
+    return bool(attribute) and (name != "__get__" or attribute not in VALUES)
 
 
 def _gives_nothing_away(func: Callable) -> bool:
     """Whether it neither reads nor writes elements, nor gives away a way to."""
     name = getattr(func, "__name__", "")
-    return name in _SHAPE or (name == "__get__" and _names_of(func)[1] not in _VALUES)
+    return name in _SHAPE or (name == "__get__" and names_of(func)[1] not in VALUES)
 
 
 class StandIn:
@@ -125,7 +125,7 @@ class StandIn:
         """Answer questions about shape; leave what would read or write values to the class."""
         if cls._answers(func):
             return plain_call(func, args, kwargs or {})
-        return cls._on_use(func, *_names_of(func), args, kwargs or {})
+        return cls._on_use(func, *names_of(func), args, kwargs or {})
 
     @classmethod
     def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
@@ -133,7 +133,7 @@ class StandIn:
         raise NotImplementedError
 
 
-@functools.cache
+@cache
 def stand_in_type(kind: type[StandIn], cls: type[Tensor]) -> type[Any]:
     """What a tensor of this class is meanwhile. Named like it: messages and `repr` show it."""
     names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
@@ -194,7 +194,7 @@ class GradientShard(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Pass through, except for norms and the overflow check of GradScaler."""
-        if func in _NORMS and (group := _group_of(args)) is not None and group.world_size > 1:
+        if func in _NORMS and (group := _divided_over(args)) is not None:
             raise StateError(
                 f"{func.__name__} was called on a gradient shard: it would be the norm of this "
                 f"rank's elements only (rank {group.rank} of {group.world_size}). To clip, call "
@@ -209,8 +209,8 @@ class GradientShard(Tensor):
         if func is unscale_and_find_inf_:
             for shard in _shards_in(args[:1]):
                 shard.is_unscaled = True
-            group, found_inf = _group_of(args), args[1]
-            if group is not None and group.world_size > 1:
+            found_inf = args[1]
+            if (group := _divided_over(args)) is not None:
                 total = found_inf.detach().reshape(1).to(group.device)
                 all_reduce_flat(total, group=group, op=Reduction.SUM).wait()
                 found_inf.fill_(float(total.item() > 0))
@@ -234,16 +234,14 @@ _NORMS = {
 
 
 def _shards_in(args: tuple) -> list[GradientShard]:
-    found = []
-    for arg in args:
-        for candidate in arg if isinstance(arg, list | tuple) else (arg,):
-            if isinstance(candidate, GradientShard):
-                found.append(candidate)
-    return found
+    lists = [arg if isinstance(arg, list | tuple) else (arg,) for arg in args]
+    return [tensor for tensors in lists for tensor in tensors if isinstance(tensor, GradientShard)]
 
 
-def _group_of(args: tuple) -> Group | None:
-    return next((getattr(shard, "_group", None) for shard in _shards_in(args)), None)
+def _divided_over(args: tuple) -> Group | None:
+    """The ranks that hold the rest of these gradients; None where there are no others."""
+    group = next((getattr(shard, "_group", None) for shard in _shards_in(args)), None)
+    return None if group is None or group.world_size == 1 else group
 
 
 # NOTE(class): a parameter at rest keeps its identity and becomes an instance of a subclass of its
@@ -299,12 +297,12 @@ class AtRest(StandIn):
     def _on_use(cls, func: Any, name: str, attribute: str, args: tuple, kwargs: dict) -> Any:
         """Put whole values where values are used."""
         if attribute == "data":
-            data: Any = plain_call(func, args, kwargs)
-            return _guard_data(args[0], data)
+            return _guard_data(args[0], plain_call(func, args, kwargs))
         if name in _AUTOGRAD or name in _PRINTS:
             return _as_plain(func, args, kwargs)
         if name in _LIKE and not isinstance(args[0], AtRest):
-            return func(*_replace(args, _plain), **_replace(kwargs, _plain))
+            plain = partial(as_subclass_sharing_memory, Tensor)
+            return func(*_replace(args, plain), **_replace(kwargs, plain))
         if name in _CONVERSIONS:
             converted = plain_call(func, args, kwargs)
             if converted is args[0] or not isinstance(converted, Tensor):  # type() is a string
@@ -312,12 +310,12 @@ class AtRest(StandIn):
         return _use(func, attribute or name, args, kwargs)
 
     def __deepcopy__(self, memo: dict) -> Any:
-        if not _is_gathered(self):  # type: ignore[arg-type]
+        if not _owner_of(self).is_gathered:  # type: ignore[arg-type]
             refuse_deepcopy()
         return _as_plain(copy.deepcopy, (self, memo), {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not _is_gathered(self):  # type: ignore[arg-type]
+        if not _owner_of(self).is_gathered:  # type: ignore[arg-type]
             refuse_pickle()
         return _as_plain(type(self).__mro__[3].__reduce_ex__, (self, protocol), {})
 
@@ -328,34 +326,32 @@ class AtRestData(AtRest, Tensor):  # type: ignore[misc]
 
 def rest_type_of(param: nn.Parameter) -> type[nn.Parameter]:
     """What it is at rest; its own class where Python cannot change it, and uses go unnoticed."""
-    own = type(param)
-    try:
-        param.__class__ = stand_in_type(AtRest, own)
-    except TypeError:
-        return own
-    param.__class__ = own
-    return stand_in_type(AtRest, own)
+    own, at_rest = type(param), stand_in_type(AtRest, type(param))
+    with contextlib.suppress(TypeError):
+        param.__class__ = at_rest
+        param.__class__ = own
+        return at_rest
+    return own
 
 
 def _use(func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
     """Call what reads values, or writes them, with whole ones."""
     is_write = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
     written = (args[:1] if args else kwargs) if is_write else kwargs.get("out")
-    for tensor in _tensors_in(written):
-        if isinstance(tensor, AtRest) and not _is_gathered(tensor):
-            owner = _owner_of(tensor)
+    for tensor in tensors_among(written):
+        if isinstance(tensor, AtRest) and not (owner := _owner_of(tensor)).is_gathered:
             owner.sharded.outside.refuse_write(owner, name)
-    found = _tensors_in((args, kwargs))
+    found = tensors_among((args, kwargs))
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in found)
 
     def substitute(tensor: Tensor) -> Tensor:
-        if _is_gathered(tensor) and (is_write or not needs_grad):
-            return tensor  # its memory is whole: nothing to put in its place
         owner = _owner_of(tensor)
+        if owner.is_gathered and (is_write or not needs_grad):
+            return tensor  # its memory is whole: nothing to put in its place
         return owner.sharded.outside.value(owner, tensor, name, needs_grad=needs_grad)
 
     args, kwargs = _replace(args, substitute), _replace(kwargs, substitute)
-    if any(isinstance(tensor, AtRest) for tensor in _tensors_in((args, kwargs))):
+    if any(isinstance(tensor, AtRest) for tensor in tensors_among((args, kwargs))):
         return plain_call(func, args, kwargs)
     return func(*args, **kwargs)
 
@@ -366,19 +362,12 @@ def _owner_of(tensor: Tensor) -> Any:
     return owner
 
 
-def _is_gathered(tensor: Tensor) -> bool:
-    return _owner_of(tensor).is_gathered
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return as_subclass_sharing_memory(Tensor, tensor)
-
-
-def _guard_data(param: Tensor, data: Tensor) -> Tensor:
-    if _is_gathered(param):
+def _guard_data(param: Tensor, data: Any) -> Tensor:
+    owner = _owner_of(param)
+    if owner.is_gathered:
         return data
     guarded = as_subclass_sharing_memory(AtRestData, data)
-    record_owner(guarded, _owner_of(param))
+    record_owner(guarded, owner)
     return guarded
 
 
@@ -387,7 +376,7 @@ def _as_plain(func: Callable, args: tuple, kwargs: dict) -> Any:
 
     Disabling the class for the call, as elsewhere, would disable it for that code too.
     """
-    found = [tensor for tensor in _tensors_in((args, kwargs)) if isinstance(tensor, AtRest)]
+    found = [tensor for tensor in tensors_among((args, kwargs)) if isinstance(tensor, AtRest)]
     types = [type(tensor) for tensor in found]
     for tensor, at_rest in zip(found, types, strict=True):
         tensor.__class__ = at_rest.__mro__[3]  # what comes after the three of ours
@@ -399,14 +388,19 @@ def _as_plain(func: Callable, args: tuple, kwargs: dict) -> Any:
                 tensor.__class__ = at_rest
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
+def tensors_among(value: Any) -> list[Tensor]:
+    """Tensors among the arguments of a torch function; long lists of numbers cost little."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors_in(item)]
+        items = (item for item in value if type(item) not in _NUMBERS)
+        return [tensor for item in items for tensor in tensors_among(item)]
     return []
+
+
+_NUMBERS: Final = {int, float, bool}
 
 
 def _replace(value: Any, substitute: Callable[[Tensor], Tensor]) -> Any:
@@ -415,7 +409,7 @@ def _replace(value: Any, substitute: Callable[[Tensor], Tensor]) -> Any:
         return substitute(value)  # type: ignore[arg-type]
     if isinstance(value, dict):
         return {key: _replace(item, substitute) for key, item in value.items()}
-    if isinstance(value, list | tuple) and any(isinstance(t, AtRest) for t in _tensors_in(value)):
+    if isinstance(value, list | tuple) and any(isinstance(t, AtRest) for t in tensors_among(value)):
         items = [_replace(item, substitute) for item in value]
         make = getattr(value, "_make", type(value))  # tuples with names take no iterable
         return make(items)
@@ -472,29 +466,13 @@ class View:
 
     tensor: Tensor
     whole_type: type[Tensor]
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    place: tuple[int, torch.Size, tuple[int, ...]]  # offset, size, stride
 
     @classmethod
     def of(cls, tensor: Tensor) -> View:
         """As it is now."""
-        size, stride = tensor.size(), tensor.stride()
-        return cls(tensor, type(tensor), size, stride, int(tensor.storage_offset()))
-
-    def take_away(self) -> None:
-        """Let go of the memory. The object, its shape and its place in `grad` or state stay."""
-        tensor = self.tensor
-        tensor.data = placeholder(self.size, tensor.dtype, tensor.device)
-        with contextlib.suppress(TypeError):  # where Python cannot, NaN is all that says it
-            tensor.__class__ = stand_in_type(ParkedTensor, self.whole_type)  # type: ignore[assignment]
-
-    def put_back(self, storage: torch.UntypedStorage) -> None:
-        """See this storage as the one before."""
-        tensor = self.tensor
-        tensor.__class__ = self.whole_type
-        blank = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        tensor.data = blank.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        place = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        return cls(tensor, type(tensor), place)
 
 
 class StateKind(Enum):
@@ -549,14 +527,16 @@ class ParkedStorage:
         return self.storage is not None and not has_views(self.storage)
 
     def take_away(self) -> None:
-        """Let our tensors go."""
-        for view in self.views:
-            view.take_away()
+        """Let our tensors let go of it. The objects, their shapes and their places stay."""
+        for tensor in (view.tensor for view in self.views):
+            tensor.data = placeholder(tensor.shape, tensor.dtype, tensor.device)
+            with contextlib.suppress(TypeError):  # where Python cannot, NaN is all that says it
+                tensor.__class__ = stand_in_type(ParkedTensor, type(tensor))  # type: ignore[assignment]
 
     def give_up(self, backup: Backup, *, non_blocking: bool) -> None:
         """Write the bytes there, and give the memory back."""
         assert self.storage is not None, "storages are given up once"
-        backup.write(self.key, _bytes_of(self.storage), non_blocking=non_blocking)
+        backup.write(self.key, _view(self.storage, torch.uint8), non_blocking=non_blocking)
         self.storage = None
 
     def put_back(self, backup: Backup, *, non_blocking: bool) -> None:
@@ -566,7 +546,8 @@ class ParkedStorage:
             backup.read(self.key, memory, non_blocking=non_blocking)
             self.storage = memory.untyped_storage()
         for view in self.views:
-            view.put_back(self.storage)
+            view.tensor.__class__ = view.whole_type
+            view.tensor.data = _view(self.storage, view.tensor.dtype, *view.place)
 
 
 @define(eq=False)
@@ -604,6 +585,7 @@ class Parked:
             )
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    blank = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return blank.set_(storage)  # type: ignore[call-overload,no-any-return]
+def _view(storage: torch.UntypedStorage, dtype: torch.dtype, *place: Any) -> Tensor:
+    """All of it, or what is seen from an offset with a size and strides."""
+    blank = torch.empty(0, dtype=dtype, device=storage.device)
+    return blank.set_(storage, *place)  # type: ignore[call-overload,no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import TracebackType
@@ -23,7 +23,7 @@ from zero_comm import CommError, Group, check_agreement
 from zero_partition.errors import PartitionError, StateError
 from zero_partition.plan.config import StateDictKind
 from zero_partition.plan.layout import in_batches
-from zero_partition.stand_in import end_empty_export, export_empty
+from zero_partition.stand_in import VALUES, end_empty_export, export_empty, names_of, tensors_among
 from zero_partition.torch_private import is_viewed, plainly
 
 from .early_shard import EarlyShard, find_aliased, find_early, forget_early, shard_early
@@ -74,11 +74,6 @@ def before_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     export_empty(module, () if keep_vars else empty)
 
 
-def after_export(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
-    """state_dict post-hook: parameters are as before."""
-    end_empty_export(module)
-
-
 def _stand_ins_of(module: nn.Module) -> dict[str, EarlyShard]:
     """Of parameters of its own that Init sharded, and that are not whole now."""
     own = {name: find_early(p) for name, p in module._parameters.items() if p is not None}
@@ -90,7 +85,7 @@ def guard_module(module: nn.Module) -> None:
     if refuse_forward not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(refuse_forward, prepend=True)
         module.register_state_dict_pre_hook(before_export)
-        module.register_state_dict_post_hook(after_export)
+        module.register_state_dict_post_hook(end_empty_export)
 
 
 def unguard_module(module: nn.Module) -> None:
@@ -98,7 +93,7 @@ def unguard_module(module: nn.Module) -> None:
     for hooks, ours in (
         (module._forward_pre_hooks, refuse_forward),
         (module._state_dict_pre_hooks, before_export),
-        (module._state_dict_hooks, after_export),
+        (module._state_dict_hooks, end_empty_export),
     ):
         for key in [key for key, hook in hooks.items() if hook is ours]:
             del hooks[key]
@@ -112,122 +107,23 @@ class Interception(TorchFunctionMode):
         self._before_call = before_call
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if not _asks_no_values(func):
             self._before_call((args, kwargs))
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
-_GIVES_VALUES: Final = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes
 _ASKS_NO_VALUES: Final = {
-    Tensor.dim,
-    Tensor.size,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.requires_grad_,
-    Tensor.register_hook,
-    Tensor.register_post_accumulate_grad_hook,
-    Tensor.__len__,
-    Tensor.__hash__,
-    Tensor.__repr__,  # one rank may print
+    *("dim", "size", "numel", "nelement", "element_size", "is_floating_point", "is_complex"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+    *("__len__", "__hash__", "__repr__"),  # one rank may print
 }
 
 
 def _asks_no_values(func: Callable[..., Any]) -> bool:
-    if getattr(func, "__name__", "") in ("__get__", "__set__"):
-        return getattr(getattr(func, "__self__", None), "__name__", "") not in _GIVES_VALUES
-    return func in _ASKS_NO_VALUES
-
-
-def tensors_among(value: object) -> Iterator[Tensor]:
-    """Tensors among arguments; long lists of numbers are not read through."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_among(tuple(value.values()))
-    elif isinstance(value, tuple) or (isinstance(value, list) and _may_hold_tensors(value)):
-        for item in value:
-            yield from tensors_among(item)
-
-
-def _may_hold_tensors(values: list[Any]) -> bool:
-    return bool(values) and isinstance(values[0], Tensor | list | tuple | Mapping)
-
-
-@define(eq=False)
-class PendingShards:
-    """What is to be sharded soon, and whether it can be by now."""
-
-    num_bytes: int = field(default=0, init=False)  # at most, of what could be sharded
-    # Held alive until they are sharded: when garbage goes must not decide what ranks agree on.
-    _modules: dict[int, nn.Module] = field(factory=dict, init=False)
-    _touched: list[tuple[str, nn.Parameter]] = field(factory=list, init=False)  # whole again
-
-    def expect_own(self, module: nn.Module) -> None:
-        """All that a module owns, unless it is known already."""
-        whole = [] if id(module) in self._modules else list(_whole_of(module).values())
-        if whole:
-            self.expect(module, whole)
-
-    def expect(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
-        """These, which a module owns."""
-        self._modules[id(module)] = module
-        self.num_bytes += sum(_bytes_of(param) for param in params)
-
-    def touch(self, label: str, param: nn.Parameter) -> None:
-        """One that was sharded, and was made whole to be used."""
-        self._touched.append((label, param))
-        self.num_bytes += _bytes_of(param)
-
-    def take_ready(self, *, keep: Sequence[Tensor], at_end: bool) -> list[tuple[str, nn.Parameter]]:
-        """Labels and parameters that can be sharded now; the others stay.
-
-        Args:
-            keep: What is about to be used.
-            at_end: Nothing is in use any more.
-        """
-        ready: dict[int, tuple[str, nn.Parameter]] = {}
-        building = None if at_end else module_under_construction()
-        modules, self._modules = self._modules, {}
-        touched, self._touched = self._touched, []
-        self.num_bytes = 0
-        for module in modules.values():
-            left = []
-            for name, param in _whole_of(module).items():
-                if (
-                    module is not building
-                    and (at_end or _is_unused(param, keep))
-                    and can_be_sharded(param)
-                ):
-                    ready.setdefault(id(param), (f"{type(module).__name__}.{name}", param))
-                    guard_module(module)
-                else:
-                    left.append(param)
-            if left:
-                self.expect(module, left)
-        for label, param in touched:
-            if not can_be_sharded(param):
-                continue
-            if at_end or _is_unused(param, keep):
-                ready.setdefault(id(param), (label, param))
-            else:
-                self.touch(label, param)
-        return list(ready.values())
-
-    def clear(self) -> None:
-        """Forget them; they stay as they are."""
-        self._modules.clear()
-        self._touched.clear()
-        self.num_bytes = 0
+    name, attribute = names_of(func)
+    return attribute not in VALUES if attribute else name in _ASKS_NO_VALUES
 
 
 def can_be_sharded(param: nn.Parameter) -> bool:
@@ -235,8 +131,10 @@ def can_be_sharded(param: nn.Parameter) -> bool:
     return not param.is_meta and not is_lazy(param) and find_early(param) is None
 
 
-def _is_unused(param: nn.Parameter, keep: Sequence[Tensor]) -> bool:
-    return not any(param is kept for kept in keep) and not is_viewed(param)
+def _is_ready(param: nn.Parameter, keep: Sequence[Tensor] | None) -> bool:
+    if not can_be_sharded(param):
+        return False
+    return keep is None or not (is_viewed(param) or any(param is kept for kept in keep))
 
 
 def _whole_of(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -305,7 +203,11 @@ class Init:
     timeout_s: float = field(default=60.0, kw_only=True)
     state_dict: StateDictKind = field(default="raise", kw_only=True)
     _outer: Init | None = field(default=None, init=False)
-    _whole: PendingShards = field(factory=PendingShards, init=False)
+    # What is to be sharded as soon as it can be: all that these modules own, and what was touched.
+    # Modules are held alive: when garbage goes must not decide what ranks agree on.
+    _modules: dict[int, nn.Module] = field(factory=dict, init=False)
+    _touched: list[tuple[str, nn.Parameter]] = field(factory=list, init=False)  # was sharded
+    _whole_bytes: int = field(default=0, init=False)  # of both, at most
     _sharded: list[ReferenceType[nn.Parameter]] = field(factory=list, init=False)
     _num_rounds: int = field(default=0, init=False)
     _undo: ExitStack | None = field(default=None, init=False)
@@ -313,14 +215,10 @@ class Init:
     def __attrs_post_init__(self) -> None:
         if self.module is not None:
             with plainly():
-                whole = [
-                    (name, param)
-                    for name, param in self.module.named_parameters()
-                    if can_be_sharded(param)
-                ]
-                for batch in in_batches(
-                    whole, lambda item: item[1].nbytes, max_bytes=self.batch_bytes
-                ):
+                named = self.module.named_parameters()
+                whole = [(name, param) for name, param in named if can_be_sharded(param)]
+                batches = in_batches(whole, lambda item: item[1].nbytes, max_bytes=self.batch_bytes)
+                for batch in batches:
                     self._shard(batch)
                 for child in self.module.modules():
                     guard_module(child)
@@ -348,7 +246,7 @@ class Init:
             if kind is None:  # else peers may not be here
                 self._finish()
         finally:
-            self._whole.clear()
+            self._forget_whole()
             self._sharded.clear()
             undo, self._undo, self._outer = self._undo, None, None
             undo.close()
@@ -375,15 +273,15 @@ class Init:
         """Shard all that is whole. Collective."""
         with plainly():
             self._find_replaced()
-            self._settle(keep=(), at_end=True)
+            self._settle(None)
 
     def _before_call(self, args: object) -> None:
         """A torch function is about to run with these arguments: make sharded parameters whole."""
         if CURRENT.get() is None:  # see `suspended`
             return
         with plainly():
-            tensors = list(tensors_among(args))
-            self._settle(keep=tensors)
+            tensors = tensors_among(args)
+            self._settle(tensors)
             for tensor in tensors:
                 early = find_early(tensor)
                 if early is not None:
@@ -397,22 +295,53 @@ class Init:
             if aliased is not None:
                 aliased.install_copy(param)
             elif find_early(param) is None:
-                self._whole.expect(module, [param])
+                self._expect(module, [param])
             else:
                 guard_module(module)
 
     def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         if CURRENT.get() is self and child is not None:
             for found in child.modules():  # copies, and what was built elsewhere
-                self._whole.expect_own(found)
+                if id(found) not in self._modules and (whole := _whole_of(found)):
+                    self._expect(found, whole.values())
 
-    def _settle(self, *, keep: Sequence[Tensor], at_end: bool = False) -> None:
-        """Shard what is whole and no longer in use, if it is worth a round."""
-        if not at_end and (self._whole.num_bytes < self.batch_bytes or not self._whole.num_bytes):
+    def _expect(self, module: nn.Module, params: Iterable[nn.Parameter]) -> None:
+        self._modules[id(module)] = module
+        self._whole_bytes += sum(map(_bytes_of, params))
+
+    def _touch(self, label: str, param: nn.Parameter) -> None:
+        self._touched.append((label, param))
+        self._whole_bytes += _bytes_of(param)
+
+    def _forget_whole(self) -> None:
+        self._modules, self._touched, self._whole_bytes = {}, [], 0
+
+    def _settle(self, keep: Sequence[Tensor] | None) -> None:
+        """Shard what is whole and no longer in use, if it is worth a round.
+
+        Args:
+            keep: What is about to be used. None: nothing is in use any more.
+        """
+        if keep is not None and self._whole_bytes < max(self.batch_bytes, 1):
             return
-        ready = self._whole.take_ready(keep=keep, at_end=at_end)
+        ready: dict[int, tuple[str, nn.Parameter]] = {}
+        building = None if keep is None else module_under_construction()
+        modules, touched = self._modules.values(), self._touched
+        self._forget_whole()
+        for module in modules:
+            for name, param in _whole_of(module).items():
+                if module is not building and _is_ready(param, keep):
+                    ready.setdefault(id(param), (f"{type(module).__name__}.{name}", param))
+                    guard_module(module)
+                else:
+                    self._expect(module, [param])
+        for label, param in touched:
+            if _is_ready(param, keep):
+                ready.setdefault(id(param), (label, param))
+            elif can_be_sharded(param):
+                self._touch(label, param)
         if ready:
-            self._shard(ready)
+            self._shard(list(ready.values()))
 
     def _shard(self, params: Sequence[tuple[str, nn.Parameter]]) -> None:
         for label, param in params:
@@ -430,31 +359,24 @@ class Init:
 
     def _unshard(self, param: Tensor, early: EarlyShard) -> None:
         assert isinstance(param, nn.Parameter), "only parameters are sharded"
-        if early.is_replaced(param):
-            self._take_back(param, early)
-            return
-        early.check_untouched(param, early.label)
-        self._agree("gather", [(early.label, param)])
-        try:
-            whole = early.whole(timeout_s=self.timeout_s)
-        except CommError as error:
-            raise CommError(f"gathering {early.label} inside Init: {error}") from error
-        param.data = whole
-        self._take_back(param, early)
-
-    def _take_back(self, param: nn.Parameter, early: EarlyShard) -> None:
+        if not early.is_replaced(param):
+            early.check_untouched(param, early.label)
+            self._agree("gather", [(early.label, param)])
+            try:
+                param.data = early.whole(timeout_s=self.timeout_s)
+            except CommError as error:
+                raise CommError(f"gathering {early.label} inside Init: {error}") from error
         forget_early(param)
-        self._whole.touch(early.label, param)
+        self._touch(early.label, param)
 
     def _find_replaced(self) -> None:
         """Few functions, such as `Tensor.set_`, are hidden from modes; their effect is not."""
         for known in self._sharded:
             param = known()
-            early = None if param is None else find_early(param)
-            if param is None or early is None:
+            if param is None or (early := find_early(param)) is None:
                 continue
             if early.is_replaced(param):
-                self._take_back(param, early)
+                self._unshard(param, early)
             else:
                 early.check_untouched(param, early.label)
 

@@ -8,13 +8,13 @@ from typing import Any, Final, NoReturn
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from zero_comm import Group, all_gather_flat, broadcast_coalesced, broadcast_flat
 
 from zero_partition.errors import PartitionError, StateError
-from zero_partition.plan.layout import FlatLayout, Piece
+from zero_partition.plan.layout import FlatLayout, Span
 from zero_partition.stand_in import placeholder
 from zero_partition.torch_private import plainly
 
@@ -70,35 +70,47 @@ _BY_ADDRESS: Final[WeakValueDictionary[int, EarlyShard]] = WeakValueDictionary()
 class EarlyShard:
     """A parameter's layout, and the part of it that rests on this rank."""
 
-    param: ReferenceType[nn.Parameter]
     label: str  # for messages and agreement: its module's class and its name there
     group: Group
     layout: FlatLayout  # of one tensor
     shard: Tensor  # 1-D, padding included
-    stand_in: Tensor  # what the parameter views
-    version: int  # in-place writes autograd has seen
-    is_blank: bool  # allocated and never written
-    exports_empty: bool  # in a state dict, instead of an error
+    exports_empty: bool = False  # in a state dict, instead of an error
+    is_blank: bool = False  # allocated and never written
     is_gathered: bool = field(default=False, init=False)  # whole for now, by GatheredParameters
     serial: int = field(factory=count().__next__, init=False)  # rises alike on every rank
+    stand_in: Tensor = field(init=False)  # what the parameter views
+    version: int = field(init=False)  # in-place writes autograd has seen
+    _param: ReferenceType[nn.Parameter] = field(init=False)
+
+    def install(self, param: nn.Parameter) -> None:
+        """Let a parameter view a stand-in, and hang its shard on it. Local."""
+        param.data = placeholder(param.shape, param.dtype, self.group.device)
+        self.stand_in, self.version, self._param = param.data, param._version, ref(param)
+        param.__deepcopy__ = self  # type: ignore[attr-defined]
+        if param.numel():
+            _BY_ADDRESS[param.data_ptr()] = self
+
+    def install_copy(self, param: nn.Parameter) -> None:
+        """Let another parameter of the same shape and dtype have the same values. Local."""
+        evolve(self, shard=self.shard.clone()).install(param)
 
     @property
     def parameter(self) -> nn.Parameter:
         """Whose part it is."""
-        param = self.param()
+        param = self._param()
         assert param is not None, "its shard hangs on it"
         return param
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """What this rank keeps: one piece, or none."""
-        return self.layout.pieces(self.group.rank)
+    def kept(self) -> Span:
+        """The elements of the parameter that are here."""
+        own = self.layout.pieces(self.group.rank)
+        return own[0].in_tensor if own else Span(0, 0)
 
     @property
     def payload(self) -> Tensor:
         """The shard without its padding."""
-        numel = sum(piece.in_shard.numel for piece in self.pieces)
-        return self.shard[:numel]
+        return self.shard[: self.kept.numel]
 
     def whole(self, *, timeout_s: float | None = None) -> Tensor:
         """A new tensor of the parameter's shape with its values. Collective, unless blank."""
@@ -117,9 +129,7 @@ class EarlyShard:
 
     def keep_part_of(self, whole: Tensor) -> None:
         """Let the values be those of a whole tensor, the same on every rank. Local."""
-        for piece in self.pieces:
-            part = whole.reshape(-1)[piece.in_tensor.as_slice()]
-            self.shard[piece.in_shard.as_slice()].copy_(part)
+        self.payload.copy_(whole.reshape(-1)[self.kept.as_slice()])
         self.is_blank = False
 
     def is_replaced(self, param: nn.Parameter) -> bool:
@@ -143,18 +153,6 @@ class EarlyShard:
             copied = type(original)(original.data, original.requires_grad)
             self.install_copy(copied)
         return copied
-
-    def install_copy(self, param: nn.Parameter) -> None:
-        """Let another parameter of the same shape and dtype have the same values. Local."""
-        install_early(
-            param,
-            self.shard.clone(),
-            label=self.label,
-            group=self.group,
-            layout=self.layout,
-            is_blank=self.is_blank,
-            exports_empty=self.exports_empty,
-        )
 
     def __reduce__(self) -> NoReturn:
         raise StateError(
@@ -184,38 +182,13 @@ def forget_early(param: nn.Parameter) -> None:
     del param.__dict__["__deepcopy__"]
 
 
-def plan_early(numel: int, group: Group) -> FlatLayout:
-    """One tensor, cut evenly."""
-    return FlatLayout.plan([numel], world_size=group.world_size, align=1)
-
-
-def install_early(
-    param: nn.Parameter,
-    shard: Tensor,
-    *,
-    label: str,
-    group: Group,
-    layout: FlatLayout,
-    is_blank: bool = False,
-    exports_empty: bool = False,
+def early_shard_of(
+    tensor: Tensor, label: str, *, group: Group, exports_empty: bool = False
 ) -> EarlyShard:
-    """Let the parameter view a stand-in, and hang its shard on it. Local."""
-    param.data = placeholder(param.shape, param.dtype, shard.device)
-    early = EarlyShard(
-        ref(param),
-        label,
-        group,
-        layout,
-        shard,
-        param.data,
-        param._version,
-        is_blank=is_blank,
-        exports_empty=exports_empty,
-    )
-    param.__deepcopy__ = early  # type: ignore[attr-defined]
-    if param.numel():
-        _BY_ADDRESS[param.data_ptr()] = early
-    return early
+    """This rank's part of such a tensor, cut evenly, as zeros. Local."""
+    layout = FlatLayout.plan([tensor.numel()], world_size=group.world_size, align=1)
+    shard = torch.zeros(layout.splits[group.rank], dtype=tensor.dtype, device=group.device)
+    return EarlyShard(label, group, layout, shard, exports_empty)
 
 
 def shard_early(
@@ -231,11 +204,9 @@ def shard_early(
     small = [param.detach() for _, param in params if 0 < param.nbytes <= _SMALL_BYTES]
     broadcast_coalesced([_bytes_of(whole) for whole in small], group=group).wait()
     for label, param in params:
-        layout, whole = plan_early(param.numel(), group), param.detach()
-        shard = torch.zeros(layout.splits[group.rank], dtype=param.dtype, device=group.device)
-        early = install_early(
-            param, shard, label=label, group=group, layout=layout, exports_empty=exports_empty
-        )
+        whole = param.detach()
+        early = early_shard_of(whole, label, group=group, exports_empty=exports_empty)
+        early.install(param)
         if param.nbytes > _SMALL_BYTES:
             if group.rank:  # see NOTE(files)
                 del whole

@@ -12,7 +12,7 @@ from zero_partition.errors import PartitionError
 from zero_partition.torch_private import plainly, swap_memory
 
 from .context import Init, guard_module
-from .early_shard import fill_blank, find_early, has_blank, install_early, plan_early
+from .early_shard import early_shard_of, fill_blank, find_early, has_blank
 
 
 @collective
@@ -50,12 +50,9 @@ def materialise(
         _check_resettable(model)
     facts = {f"{name!r} on the meta device": _describe(tensor) for name, tensor in empty}
     check_agreement(facts, group=group, timeout_s=timeout_s)
-    owners = {id(module) for module in model.modules() if _own_on_meta(module)}
+    owners = {id(module) for module in model.modules() if _on_meta(module, recurse=False)}
     for name, tensor in empty:
-        if isinstance(tensor, nn.Parameter):
-            allocate_blank(tensor, name, group=group)
-        else:
-            allocate_blank_buffer(tensor, group=group)
+        allocate_blank(tensor, name, group=group)
     for module in model.modules():
         guard_module(module)
     with Init(group=group, timeout_s=timeout_s):
@@ -70,21 +67,22 @@ def materialise(
             broadcast_flat(tensor.view(-1).view(torch.uint8), src=0, group=group).wait()
 
 
-def allocate_blank(param: nn.Parameter, name: str, *, group: Group) -> None:
-    """Give a parameter on the meta device an early shard that is marked as unwritten. Local."""
-    layout = plan_early(param.numel(), group)
-    shard = torch.empty(layout.splits[group.rank], dtype=param.dtype, device=group.device)
-    fill_blank(shard)
-    first = torch.empty((), dtype=param.dtype, device=group.device).expand(param.shape)
-    swap_memory(param, nn.Parameter(first, requires_grad=param.requires_grad))
-    install_early(param, shard, label=name, group=group, layout=layout, is_blank=True)
+def allocate_blank(tensor: Tensor, name: str, *, group: Group) -> None:
+    """Give what is on the meta device memory that is marked as unwritten. Local.
 
-
-def allocate_blank_buffer(buffer: Tensor, *, group: Group) -> None:
-    """Give a buffer on the meta device memory that is marked as unwritten. Local."""
-    memory = torch.empty(buffer.shape, dtype=buffer.dtype, device=group.device)
-    fill_blank(memory)
-    swap_memory(buffer, memory)
+    All of a buffer; of a parameter the part that rests on this rank.
+    """
+    if not isinstance(tensor, nn.Parameter):
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=group.device)
+        fill_blank(memory)
+        swap_memory(tensor, memory)
+        return
+    early = early_shard_of(tensor, name, group=group)
+    fill_blank(early.payload)
+    early.is_blank = True
+    first = torch.empty((), dtype=tensor.dtype, device=group.device).expand(tensor.shape)
+    swap_memory(tensor, nn.Parameter(first, requires_grad=tensor.requires_grad))
+    early.install(tensor)
 
 
 def plain_on_meta(model: nn.Module) -> list[str]:
@@ -103,10 +101,9 @@ def check_filled(model: nn.Module, tensors: Sequence[tuple[str, Tensor]], *, gro
     with plainly():
         for index, (_, tensor) in enumerate(tensors):
             early = find_early(tensor)
-            if early is not None:
-                flags[index] = early.is_blank or has_blank(early.payload)
-            else:
-                flags[index] = tensor.is_meta or has_blank(tensor)
+            here = tensor if early is None else early.payload
+            is_blank = early is not None and early.is_blank
+            flags[index] = is_blank or here.is_meta or has_blank(here)
     found = flags
     if group.world_size > 1 and len(tensors):
         every = flags.new_empty(group.world_size * flags.numel())
@@ -124,18 +121,11 @@ def check_filled(model: nn.Module, tensors: Sequence[tuple[str, Tensor]], *, gro
         )
 
 
-def _on_meta(model: nn.Module) -> list[tuple[str, Tensor]]:
+def _on_meta(module: nn.Module, *, recurse: bool = True) -> list[tuple[str, Tensor]]:
     """Parameters and buffers without memory, each once, by their first name."""
-    return [
-        (name, tensor)
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if tensor.is_meta
-    ]
-
-
-def _own_on_meta(module: nn.Module) -> list[str]:
-    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    return [name for name, tensor in own if tensor.is_meta]
+    params = module.named_parameters(recurse=recurse)
+    buffers = module.named_buffers(recurse=recurse)
+    return [(name, tensor) for name, tensor in (*params, *buffers) if tensor.is_meta]
 
 
 def _check_resettable(model: nn.Module) -> None:
@@ -143,7 +133,7 @@ def _check_resettable(model: nn.Module) -> None:
         f"{name}.{own}" if name else own
         for name, module in model.named_modules()
         if not callable(getattr(module, "reset_parameters", None))
-        for own in _own_on_meta(module)
+        for own, _ in _on_meta(module, recurse=False)
     ]
     if helpless:
         raise PartitionError(

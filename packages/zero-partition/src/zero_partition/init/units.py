@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -16,12 +16,11 @@ from zero_partition.plan.stages import AS_IT_IS, Precision
 
 from .early_shard import find_early
 
+Which: TypeAlias = type[nn.Module] | str | Sequence[type[nn.Module] | str]
 _LEAVES: Final[WeakSet[nn.Module]] = WeakSet()  # no attribute: names belong to the model's author
 
 
-def set_leaf_modules(
-    model: nn.Module, which: type[nn.Module] | str | Sequence[type[nn.Module] | str]
-) -> list[nn.Module]:
+def set_leaf_modules(model: nn.Module, which: Which) -> list[nn.Module]:
     """Make modules into units as they are, for branches inside that depend on data. Local.
 
     A mixture of experts is whole before the router decides, so that ranks may choose different
@@ -46,9 +45,7 @@ def set_leaf_modules(
     return found
 
 
-def unset_leaf_modules(
-    model: nn.Module, which: type[nn.Module] | str | Sequence[type[nn.Module] | str]
-) -> list[nn.Module]:
+def unset_leaf_modules(model: nn.Module, which: Which) -> list[nn.Module]:
     """Undo `set_leaf_modules` for these modules, before the model is sharded. Local.
 
     Returns:
@@ -58,8 +55,7 @@ def unset_leaf_modules(
         PartitionError: One of `which` fits no module.
     """
     found = [module for module in _find(model, which) if module in _LEAVES]
-    for module in found:
-        _LEAVES.discard(module)
+    _LEAVES.difference_update(found)
     return found
 
 
@@ -68,23 +64,7 @@ def get_leaf_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if module in _LEAVES]
 
 
-def is_leaf(module: nn.Module) -> bool:
-    """Whether this very module was set."""
-    return module in _LEAVES
-
-
-def outermost_leaves(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules of the leaves inside `module` that lie in no other leaf."""
-    for name, child in module.named_children():
-        if child in _LEAVES:
-            yield prefix + name, child
-        else:
-            yield from outermost_leaves(child, f"{prefix}{name}.")
-
-
-def _find(
-    model: nn.Module, which: type[nn.Module] | str | Sequence[type[nn.Module] | str]
-) -> list[nn.Module]:
+def _find(model: nn.Module, which: Which) -> list[nn.Module]:
     wanted = [which] if isinstance(which, type | str) else list(which)
     modules = dict(model.named_modules())
     chosen: dict[nn.Module, None] = {}
@@ -132,25 +112,34 @@ def choose_units(
             path = f"{name}.{child_name}" if name else child_name
             if not any(True for _ in child.parameters()):
                 continue
-            if is_leaf(child):
+            if child in _LEAVES:
                 if _has_forward(child):  # else it stays, whole, with what encloses it
                     chosen.append(path)
             elif has_blocks and _has_forward(child):
                 if may_keep_blocks and _bytes_of(child) < min_unit_bytes:
-                    leaves = outermost_leaves(child)
-                    chosen.extend(f"{path}.{inner}" for inner, leaf in leaves if _has_forward(leaf))
+                    chosen.extend(_leaf_units_in(child, path))
                     continue
                 chosen.append(path)
                 if _bytes_of(child) > max_unit_bytes:
                     visit(child, path)
             else:
-                if _has_forward(child) and _own_bytes_of(child) > max_unit_bytes:
+                if _has_forward(child) and _bytes_of(child, recurse=False) > max_unit_bytes:
                     chosen.append(path)
                 visit(child, path)
 
-    if not is_leaf(model):
+    if model not in _LEAVES:
         visit(model, "")
     return tuple(chosen)
+
+
+def _leaf_units_in(module: nn.Module, name: str) -> Iterator[str]:
+    """Names of the leaves inside that lie in no other leaf, where they have a forward."""
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}"
+        if child not in _LEAVES:
+            yield from _leaf_units_in(child, path)
+        elif _has_forward(child):
+            yield path
 
 
 def choose_small(
@@ -208,23 +197,20 @@ def plan_units(
                 f"unit {name!r}: a {type(modules[name]).__name__} has no forward of its own, so "
                 "nothing says when it is used; name the modules inside it"
             )
-    members: dict[str, list[nn.Parameter]] = {name: [] for name in ("", *unit_names)}
-    of_small: list[nn.Parameter] = []
+    # Small ones first: what is reduced last, unless the model's own order says otherwise.
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in (_SMALL, "", *unit_names)}
     names = _names_of(model)
-    by_id = {id(param): param for param in model.parameters()}
-    for key, param_names in names.items():
-        if not (may_be_meta and by_id[key].is_meta):
-            check_parameter(by_id[key], param_names[0])
-        home = of_small if key in small else members[_innermost(param_names, members)]
-        home.append(by_id[key])
-    _check_storages(by_id, names)
-    if of_small:  # first: what is reduced last, unless the model's own order says otherwise
-        members = {_SMALL: of_small, **members}
+    for param, param_names in names.items():
+        if not (may_be_meta and param.is_meta):
+            check_parameter(param, param_names[0])
+        home = _SMALL if id(param) in small else _innermost(param_names, members)
+        members[home].append(param)
+    _check_storages(names)
     used = [name for name, params in members.items() if params]
     outer = {enclosing for name in used for enclosing in _enclosing(name)}
     buffers = plan_buffers(
         [members[name] for name in used],
-        names,
+        {id(param): param_names for param, param_names in names.items()},
         world_size,
         cuts or {},
         group_of or {},
@@ -263,26 +249,25 @@ def check_parameter(param: nn.Parameter, name: str) -> None:
         )
 
 
-def _names_of(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    names: dict[int, tuple[str, ...]] = {}
+def _names_of(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+    names: dict[nn.Parameter, tuple[str, ...]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names[id(param)] = (*names.get(id(param), ()), name)
+        names[param] = (*names.get(param, ()), name)
     return names
 
 
-def _check_storages(by_id: dict[int, nn.Parameter], names: dict[int, tuple[str, ...]]) -> None:
+def _check_storages(names: Mapping[nn.Parameter, tuple[str, ...]]) -> None:
     seen: dict[int, str] = {}
-    for key, param in by_id.items():
+    for param, (name, *_) in names.items():
         if not param.numel() or param.is_meta:
             continue
-        address = param.untyped_storage().data_ptr()
-        if address in seen:
+        other = seen.setdefault(param.untyped_storage().data_ptr(), name)
+        if other is not name:
             raise PartitionError(
-                f"parameters {seen[address]!r} and {names[key][0]!r} are different Parameter "
-                "objects over one storage; tie them by assigning the same Parameter to both "
-                "modules, or give each its own memory with param.data = param.data.clone()"
+                f"parameters {other!r} and {name!r} are different Parameter objects over one "
+                "storage; tie them by assigning the same Parameter to both modules, or give each "
+                "its own memory with param.data = param.data.clone()"
             )
-        seen[address] = names[key][0]
 
 
 def _innermost(param_names: Sequence[str], units: Container[str]) -> str:
@@ -309,10 +294,6 @@ def _has_forward(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
-def _bytes_of(module: nn.Module) -> int:
-    return sum(param.numel() * param.element_size() for param in module.parameters())
-
-
-def _own_bytes_of(module: nn.Module) -> int:
-    own = module.parameters(recurse=False)
-    return sum(param.numel() * param.element_size() for param in own)
+def _bytes_of(module: nn.Module, *, recurse: bool = True) -> int:
+    params = module.parameters(recurse=recurse)
+    return sum(param.numel() * param.element_size() for param in params)

@@ -16,7 +16,7 @@ from zero_partition.chained import members_of, options_of
 from zero_partition.errors import LoadError, PartitionError
 from zero_partition.init.context import guard_module
 from zero_partition.init.early_shard import find_early
-from zero_partition.init.materialize import allocate_blank, allocate_blank_buffer, plain_on_meta
+from zero_partition.init.materialize import allocate_blank, plain_on_meta
 from zero_partition.init.units import check_parameter
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, AbstractRangeReader, OptimizerOffload
@@ -83,9 +83,7 @@ class Target:
         elif early is not None:
             assert isinstance(tensor, nn.Parameter), "only parameters are sharded"
             early.check_untouched(tensor, self.names[0])
-            self.memory = early.payload
-            pieces = early.layout.pieces(early.group.rank)
-            self.kept = pieces[0].in_tensor if pieces else Span(0, 0)
+            self.memory, self.kept = early.payload, early.kept
         elif not tensor.is_meta:
             self.kept, self.memory = Span(0, tensor.numel()), tensor
             if isinstance(tensor, nn.Parameter):
@@ -102,8 +100,6 @@ class Target:
             memory.copy_(self.reader.read(kept.start, kept.stop).view(memory.shape))
         early = find_early(self.tensor)
         if early is not None:
-            if early.is_blank:
-                early.shard[early.payload.numel() :].zero_()
             early.is_blank = False
 
 
@@ -126,10 +122,7 @@ def allocate_missing(model: nn.Module, targets: Iterable[Target], group: Group) 
     for target in targets:
         if not target.tensor.is_meta:
             continue
-        if isinstance(target.tensor, nn.Parameter):
-            allocate_blank(target.tensor, target.names[0], group=group)
-        else:
-            allocate_blank_buffer(target.tensor, group=group)
+        allocate_blank(target.tensor, target.names[0], group=group)
         target.find_memory(None)
     for module in model.modules():
         if any(p is not None and find_early(p) is not None for p in module._parameters.values()):
