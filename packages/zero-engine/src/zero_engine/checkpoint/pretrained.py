@@ -15,9 +15,7 @@ from zero_engine.checks import default_group
 from zero_engine.config import ZeroConfig
 from zero_engine.errors import FileError
 
-from .ranges import FileRun, Range
-from .tensor_file import TensorFile
-from .torch_file import open_torch_file
+from .ranges import open_safetensors, open_torch_file
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
@@ -161,8 +159,4 @@ def _merge(paths: Iterable[Path]) -> dict[str, AbstractRangeReader]:
 def _read_file(path: Path) -> Mapping[str, AbstractRangeReader]:
     if path.suffix in _TORCH_SUFFIXES:
         return open_torch_file(path)
-    file = TensorFile(path)
-    return {
-        key: Range(shape, dtype, (FileRun(file, key, dtype, shape.numel()),))
-        for key, (dtype, shape, _) in file.tensors().items()
-    }
+    return open_safetensors(path)

@@ -71,5 +71,5 @@ def get_fp32_state_dict_from_zero_checkpoint(
     values: dict[str, Any] = {name: LazyTensor(reader) for name, reader in readers.items()}
     if not lazy_mode:
         values = {name: value.contiguous() for name, value in values.items()}
-    ties = {name: first for name, first in found.ties.items() if first in values}
+    ties = {name: first for name, first in found.source.ties.items() if first in values}
     return values | {name: values[first] for name, first in ties.items()}
