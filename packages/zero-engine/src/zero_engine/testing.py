@@ -26,8 +26,8 @@ from zero_engine import sharding as _shard
 from zero_engine.checkpoint.background import Copying
 from zero_engine.checkpoint.file_system import FileSystem
 from zero_engine.checkpoint.manifest import MANIFEST, read_manifest, seal
-from zero_engine.checkpoint.save import SaveRequest, save_as
-from zero_engine.checkpoint.writer import SaveReport
+from zero_engine.checkpoint.save import save_as
+from zero_engine.checkpoint.writer import SaveReport, SaveRequest
 from zero_engine.planning import plan as _plan
 from zero_engine.residence import homes_of
 

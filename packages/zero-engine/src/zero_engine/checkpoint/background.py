@@ -6,7 +6,7 @@ import json
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,8 @@ from zero_engine.checks import together
 from zero_engine.errors import ConfigError, FileError
 
 from .file_system import FILE_SYSTEM, FileSystem, naming
-from .save import SaveRequest, begin, sharded_of
-from .writer import CheckpointWriter, Given, GivenBatch, SaveReport
+from .save import begin, sharded_of
+from .writer import CheckpointWriter, GivenBatch, SaveReport, SaveRequest
 
 _ALIGN_BYTES: Final = 64  # of each copy in their memory
 
@@ -102,7 +102,7 @@ class HostSnapshot:
     """
 
     _arena: HostArena = field(factory=lambda: HostArena("copies of a checkpoint"), init=False)
-    _memory: dict[Given, Tensor] = field(factory=dict, init=False)
+    _memory: Tensor | None = field(default=None, init=False)  # one mapping, not thousands
 
     def take(self, writer: CheckpointWriter, copying: Copying | None) -> int:
         """Let it be written from copies; returns their bytes.
@@ -111,41 +111,34 @@ class HostSnapshot:
             writer: Whose batches become copies.
             copying: Is given what may be copied later; without one, all is copied now.
         """
-        runs = dict.fromkeys(run for batch in writer.batches for run in batch.runs)
-        if self._memory.keys() != runs.keys():
-            self._memory = {}  # before there is more
-            self._memory = self._room_for(list(runs))
-        writer.batches = [self._copied(batch, copying) for batch in writer.batches]
+        sizes = [run.num_bytes for batch in writer.batches for run in batch.runs]
+        aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]
+        if self._memory is None or self._memory.numel() != sum(aligned):
+            self._memory = None  # before there is more
+            self._memory = self._arena.allocate(sum(aligned))
+        rooms = iter(self._memory.split(aligned))
+        writer.batches = [_copied(batch, rooms, copying) for batch in writer.batches]
         device = writer.group.device
         if device.type == "cuda" and copying is not None:
             copying.follow(device)
         elif device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        return sum(copy.nbytes for copy in self._memory.values())
+        return sum(sizes)
 
-    def _room_for(self, runs: Sequence[Given]) -> dict[Given, Tensor]:
-        """At once: a mapping for each of thousands would be one too many for the kernel."""
-        sizes = [run.num_bytes for run in runs]
-        aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]
-        parts = self._arena.allocate(sum(aligned)).split(aligned)
-        return {
-            run: part[:size].view(run.dtype)
-            for run, part, size in zip(runs, parts, sizes, strict=True)
-        }
 
-    def _copied(self, batch: GivenBatch, copying: Copying | None) -> GivenBatch:
-        values = []
-        for run, value in zip(batch.runs, batch.read(), strict=True):
-            copy, flat = self._memory[run], value.detach().view(-1)
-            if (flat.dtype, flat.numel()) != (copy.dtype, copy.numel()):
-                values.append(flat)  # for the writer to refuse
-                continue
-            if copying is not None and batch.is_resident:
-                copying.add(run.key, copy, flat)
-            else:
-                copy.copy_(flat, non_blocking=True)
-            values.append(copy)
-        return GivenBatch(batch.runs, lambda: values, is_frozen=batch.is_frozen)
+def _copied(batch: GivenBatch, rooms: Iterator[Tensor], copying: Copying | None) -> GivenBatch:
+    values = []
+    for run, value in zip(batch.runs, batch.read(), strict=True):
+        copy, flat = next(rooms)[: run.num_bytes].view(run.dtype), value.detach().view(-1)
+        if (flat.dtype, flat.numel()) != (copy.dtype, copy.numel()):
+            values.append(flat)  # for the writer to refuse
+            continue
+        if copying is not None and batch.is_resident:
+            copying.add(run.key, copy, flat)
+        else:
+            copy.copy_(flat, non_blocking=True)
+        values.append(copy)
+    return GivenBatch(batch.runs, lambda: values, is_frozen=batch.is_frozen)
 
 
 _POLL_S: Final = 0.02
@@ -354,7 +347,7 @@ class _Background:
 
     def _write(self) -> None:
         """And tell rank 0, of a failure too."""
-        system, at, problem = self.writer.system, self._said_by(self.writer.group.rank), ""
+        system, at, problem = self.writer.asked.system, self._said_by(self.writer.group.rank), ""
         try:
             if self.copying is not None:
                 self.copying.run()
@@ -403,7 +396,7 @@ class _Background:
             if self.is_over.wait(_POLL_S):
                 raise FileError(f"{path}: another rank failed to write its files")
         for rank in found:
-            self.writer.system.unlink(self._said_by(rank))
+            self.writer.asked.system.unlink(self._said_by(rank))
         return [found[rank] for rank in sorted(found)]
 
 

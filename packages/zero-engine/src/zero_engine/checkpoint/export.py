@@ -81,14 +81,13 @@ def export(
             that safetensors has no word for, or the folder cannot be written or is not empty.
     """
     _check_choices(dtype, max_shard_bytes)
-    found, readers = open_weights_of(Path(checkpoint), tag)
+    out = Path(out)
+    _check_absent(out)
+    readers = open_weights_of(Path(checkpoint), tag)[1]
     tensors = [_chosen(name, reader, dtype) for name, reader in readers.items()]
     parts = list(in_files(tensors, max_shard_bytes)) or [[]]
     names = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
     files = dict(zip(names if len(parts) > 1 else [SINGLE], parts, strict=True))
-    out = Path(out)
-    _check_absent(out)
-    verify_weights(found, readers)
     final, num_bytes = out.absolute(), 0
     # Not "partial": a save to the same folder meanwhile would take it for its own leftovers.
     aside = f".{final.name}.exporting-{secrets.token_hex(4)}"
@@ -117,6 +116,8 @@ def open_weights_of(
 ) -> tuple[Checkpoint | DeepSpeedFolder, dict[str, Range]]:
     """A checkpoint, ours or DeepSpeed's, and readers of its weights and buffers by name. Local.
 
+    Files that have anything of these are verified.
+
     Raises:
         FileError: As for `export`.
     """
@@ -127,15 +128,12 @@ def open_weights_of(
             "model only; load it into the model, save that whole, and export what was saved"
         )
     left_out = frozenset() if has_frozen else found.frozen
-    readers: dict[str, Any] = {**found.source.params, **found.source.buffers}
-    return found, {name: reader for name, reader in readers.items() if name not in left_out}
-
-
-def verify_weights(found: Checkpoint | DeepSpeedFolder, readers: Mapping[str, Range]) -> None:
-    """Raise FileError unless files with anything of these are as they were saved. Local."""
+    weights: dict[str, Any] = {**found.source.params, **found.source.buffers}
+    readers = {name: reader for name, reader in weights.items() if name not in left_out}
     if isinstance(found, Checkpoint):
-        runs = (run for reader in readers.values() for run in reader.runs)
+        runs = [run for reader in readers.values() for run in reader.runs]
         found.verify({run.file.path.name: None for run in runs if isinstance(run, FileRun)})
+    return found, readers
 
 
 def _check_choices(dtype: Any, max_shard_bytes: Any) -> None:

@@ -130,10 +130,7 @@ class FileFacts:
 
 def seal(content: Mapping[str, Any]) -> bytes:
     """The bytes of a manifest: JSON, with a checksum over all else that it says."""
-    return _sealed({"format": FORMAT, "version": VERSION, **content})
-
-
-def _sealed(content: Mapping[str, Any]) -> bytes:
+    content = {"format": FORMAT, "version": VERSION, **content}
     return json.dumps({**content, "crc32": _crc32_of(content)}, indent=1).encode()
 
 
@@ -153,7 +150,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise FileError(f"{path}: expected a manifest in JSON, got a {type(said).__name__}")
     crc32 = said.pop("crc32", None)
-    if crc32 != _crc32_of(said) or content != _sealed(said):  # white space, too
+    if crc32 != _crc32_of(said) or content != seal(said):  # white space, too
         raise FileError(
             f"{path}: expected content of crc32 {crc32}, got {_crc32_of(said)}: it is damaged"
         )

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import torch
 import zero_ckpt
-from attrs import frozen
 from torch import Tensor, nn
 from zero_comm import Group, all_gather_json, check_agreement, collective
 from zero_partition import ShardedAverage, StateError
@@ -36,34 +35,14 @@ from zero_partition.seams import (
 from zero_engine.checks import together
 from zero_engine.errors import ConfigError, FileError
 
-from .file_system import FILE_SYSTEM, FileSystem
 from .folder import LATEST
 from .manifest import from_json, name_of, to_json
-from .writer import CheckpointWriter, Given, GivenBatch, SaveReport, tensor_at
+from .writer import CheckpointWriter, Given, GivenBatch, SaveReport, SaveRequest, tensor_at
 
 _TIMEOUT_S: Final = 60.0
 _SECTIONS: Final = (  # of the manifest, whose tensors lie in files
     *("params", "buffers", "rank_buffers", "optimizer", "own_state", "rngs", "loco", "average"),
 )
-
-
-@frozen(kw_only=True, eq=False)
-class SaveRequest:
-    """What is to be saved, and where: arguments of `save`, and what besides users have no name."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None
-    folder: Any
-    step: Any
-    extra: Any = None
-    scheduler: Any = None
-    tag: Any = None
-    keep: Any = None
-    exclude_frozen: bool = False
-    is_latest: bool = True
-    average: ShardedAverage | None = None
-    engine: Any = None  # what an engine keeps, which warns of gradients itself
-    system: FileSystem = FILE_SYSTEM
 
 
 @collective
@@ -152,16 +131,22 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
     if asked.engine is None and any(g.has_local for g in sharded.reducer.gradients):
         warn_of_gradients(stacklevel=4)
     group = sharded.whole
-    _check_folder(asked.folder, group)
     _check_number("step", asked.step, 0)
     if asked.keep is not None:
         _check_number("keep", asked.keep, 1)
     content = _content(asked, sharded)
+    is_named = isinstance(asked.folder, str | os.PathLike) and bool(str(asked.folder))
     facts: dict[str, Any] = {"tag": content["tag"], "step": asked.step, "keep": asked.keep}
     facts |= {"has_frozen": not asked.exclude_frozen, "is_latest": asked.is_latest}
     facts |= {"optimizer": asked.optimizer is not None, "average": asked.average is not None}
+    facts["folder"] = Path(asked.folder) if is_named else repr(asked.folder)
     said = {name: str(value) for name, value in facts.items()}
     check_agreement(said, group=group, timeout_s=_TIMEOUT_S)
+    if not is_named:  # on no rank: the name that rank 0 has would do, but is not theirs
+        raise ConfigError(
+            f"save(): expected the path of a folder that every rank sees, got {asked.folder!r} "
+            f"(rank {group.rank}); pass the same one on all ranks"
+        )
     parts = plan_parts(
         sharded,
         has_state=asked.optimizer is not None,
@@ -170,16 +155,12 @@ def begin(asked: SaveRequest) -> CheckpointWriter:
     )
     _describe_parts(content, parts)
     buffers = _persistent_buffers(asked.model)
-    batches = list(_batches(asked, sharded, parts, buffers))
     writer = CheckpointWriter(
+        asked=asked,
         group=group,
-        folder=Path(asked.folder),
         content=content,
-        batches=batches,
+        batches=list(_batches(asked, sharded, parts, buffers)),
         num_tensors=len(parts.tensors) + len(buffers),
-        keep=asked.keep,
-        is_latest=asked.is_latest,
-        system=asked.system,
     )
     writer.path = writer.folder / together(writer.make_folder, what="save()", group=group)[0]
     return writer
@@ -318,18 +299,6 @@ def sharded_of(
             f"{type(optimizer).__name__}; pass what shard() returned"
         )
     return sharded
-
-
-def _check_folder(folder: Any, group: Group) -> None:
-    """On all ranks alike, that there is a name: rank 0 alone may have one. Collective."""
-    is_named = isinstance(folder, str | os.PathLike) and bool(str(folder))
-    said = str(Path(folder)) if is_named else repr(folder)
-    check_agreement({"folder": said}, group=group, timeout_s=_TIMEOUT_S)
-    if not is_named:
-        raise ConfigError(
-            f"save(): expected the path of a folder that every rank sees, got {folder!r} "
-            f"(rank {group.rank}); pass the same one on all ranks"
-        )
 
 
 def _check_number(name: str, value: Any, minimum: int) -> None:

@@ -13,12 +13,13 @@ from typing import Any, Final, final
 
 import torch
 from attrs import define, field, frozen
-from torch import Tensor
+from torch import Tensor, nn
 from zero_comm import Group
+from zero_partition import ShardedAverage
 
 from zero_engine.errors import FileError
 
-from .file_system import FileSystem, NewFile, naming
+from .file_system import FILE_SYSTEM, FileSystem, NewFile, naming
 from .folder import LATEST, REPLACED, find_complete, holds_parts, read_manifests, serials_of
 from .manifest import MANIFEST, FileFacts, facts_of_files, name_of, seal
 from .tensor_file import CODES, file_bytes, in_files
@@ -77,6 +78,25 @@ class GivenBatch:
         return sum(run.num_bytes for run in self.runs)
 
 
+@frozen(kw_only=True, eq=False)
+class SaveRequest:
+    """What is to be saved, and where: arguments of `save`, and what besides users have no name."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    folder: Any
+    step: Any
+    extra: Any = None
+    scheduler: Any = None
+    tag: Any = None
+    keep: Any = None
+    exclude_frozen: bool = False
+    is_latest: bool = True
+    average: ShardedAverage | None = None
+    engine: Any = None  # what an engine keeps, which warns of gradients itself
+    system: FileSystem = FILE_SYSTEM
+
+
 @final
 @frozen(kw_only=True)
 class SaveReport:
@@ -95,16 +115,18 @@ class CheckpointWriter:
     Whoever makes one ends with `abandon`, whatever happens.
     """
 
+    asked: SaveRequest
     group: Group  # of the model
-    folder: Path  # of all checkpoints
     content: dict[str, Any]  # of the manifest; where tensors lie, and files, come at the end
     batches: list[GivenBatch]  # what this rank writes
     num_tensors: int  # whole ones
-    keep: int | None
-    is_latest: bool
-    system: FileSystem
     path: Path = field(init=False)  # of the folder that is written to
     _lock: int | None = field(default=None, init=False)  # on rank 0: see NOTE(order) of `folder`
+
+    @property
+    def folder(self) -> Path:
+        """Of all checkpoints."""
+        return Path(self.asked.folder)
 
     @property
     def final(self) -> Path:
@@ -119,7 +141,7 @@ class CheckpointWriter:
         """
         if self.group.rank:
             return None
-        final, system = self.final, self.system
+        final, system = self.final, self.asked.system
         self.path = self.folder / f".{final.name}{_PARTIAL}{secrets.token_hex(4)}"
         try:
             with naming(self.folder):
@@ -131,7 +153,7 @@ class CheckpointWriter:
                         f"{final}: expected nothing, or a checkpoint to replace, and this is none; "
                         "choose another tag, or remove it"
                     )
-                if self.is_latest:
+                if self.asked.is_latest:
                     serials = serials_of(find_complete(self.folder)).values()
                     self.content["serial"] = 1 + max(serials, default=0)
                 system.mkdir(self.path)
@@ -184,7 +206,7 @@ class CheckpointWriter:
         """
         if self.group.rank:
             return
-        content, final, system = self.content, self.final, self.system
+        content, final, system = self.content, self.final, self.asked.system
         for one in (one for of_rank in written for one in of_rank["pieces"]):
             tensor = tensor_at(content, one["path"], one["dtype"], one["shape"])
             if one["piece"]["stop"] > one["piece"]["start"]:
@@ -198,18 +220,18 @@ class CheckpointWriter:
             with suppress(OSError):  # it does no harm there
                 system.unlink(final / _LOCK)
             self._release()
-            if self.is_latest:
+            if self.asked.is_latest:
                 aside = f".{LATEST}{_PARTIAL}{secrets.token_hex(4)}"
                 with system.published(self.folder / LATEST, aside) as path:
                     system.write_file(path, final.name.encode())
             _remove_leftovers(self.folder, system)
-            if self.keep is not None:
-                _prune(self.folder, final.name, self.keep, system)
+            if self.asked.keep is not None:
+                _prune(final, self.asked.keep, system)
 
     def abandon(self) -> None:
         """Remove what there is, as far as that can be. Again, or after `publish`: nothing."""
         if self.group.rank == 0 and self.path.exists():
-            _remove(self.path, self.system)
+            _remove(self.path, self.asked.system)
         self._release()
 
     def report(self, written: Sequence[dict[str, Any]]) -> SaveReport:
@@ -237,7 +259,7 @@ class CheckpointWriter:
         return found[newest], facts_of_files(manifests[newest]["files"])
 
     def _write_file(self, path: Path, batches: Sequence[GivenBatch]) -> FileFacts:
-        with naming(path), NewFile(path, self.system) as file:
+        with naming(path), NewFile(path, self.asked.system) as file:
             for view in _bytes_of(batches):
                 file.put(view)
         return FileFacts(file.num_bytes, file.crc32)
@@ -249,7 +271,7 @@ class CheckpointWriter:
                 is_same = all(file.read(len(view)) == view for view in _bytes_of(batches))
                 is_same = is_same and not file.read(1)
             if is_same:
-                self.system.link(before / path.name, path)
+                self.asked.system.link(before / path.name, path)
             return is_same
         return False
 
@@ -257,19 +279,19 @@ class CheckpointWriter:
         aside = self.folder / f".{self.final.name}{REPLACED}{secrets.token_hex(4)}"
         is_replaced = _is_replaceable(self.final)
         if is_replaced:
-            self.system.rename(self.final, aside)
+            self.asked.system.rename(self.final, aside)
         try:
-            self.system.rename(self.path, self.final)  # also over an empty folder
+            self.asked.system.rename(self.path, self.final)  # also over an empty folder
         except OSError:
             if is_replaced:
-                self.system.rename(aside, self.final)
+                self.asked.system.rename(aside, self.final)
             raise
 
     def _release(self) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
             with suppress(OSError):
-                self.system.close(lock)
+                self.asked.system.close(lock)
 
 
 def tensor_at(
@@ -358,13 +380,13 @@ def _remove(path: Path, system: FileSystem) -> None:
         system.remove(path, last=_LOCK)
 
 
-def _prune(folder: Path, tag: str, keep: int, system: FileSystem) -> None:
+def _prune(newest: Path, keep: int, system: FileSystem) -> None:
     """Keep the newest; the one that was saved just now is one of them."""
-    found = find_complete(folder)
-    serials = serials_of(found)
-    ranked = sorted((n for n in serials if serials[n] and n != tag), key=serials.__getitem__)
+    found = find_complete(newest.parent)
+    serials = {tag: n for tag, n in serials_of(found).items() if n and tag != newest.name}
+    ranked = sorted(serials, key=serials.__getitem__)
     for name in ranked[: max(0, len(ranked) - (keep - 1))]:
-        aside = folder / f".{name}{_PRUNED}{secrets.token_hex(4)}"
+        aside = newest.with_name(f".{name}{_PRUNED}{secrets.token_hex(4)}")
         system.rename(found[name], aside)
-        system.sync_folder(folder)
+        system.sync_folder(aside.parent)
         _remove(aside, system)
