@@ -58,11 +58,7 @@ class Copying:
         self._is_ready.record(torch.cuda.current_stream(device))
 
     def run(self) -> None:
-        """On the thread.
-
-        Raises:
-            FileError: Somebody has written to a value meanwhile.
-        """
+        """On the thread. An error if somebody has written to a value meanwhile."""
         try:
             self._copy()
             for name, tensor, version in self._watched:
@@ -105,12 +101,7 @@ class HostSnapshot:
     _memory: Tensor | None = field(default=None, init=False)  # one mapping, not thousands
 
     def take(self, writer: CheckpointWriter, copying: Copying | None) -> int:
-        """Let it be written from copies; returns their bytes.
-
-        Args:
-            writer: Whose batches become copies.
-            copying: Is given what may be copied later; without one, all is copied now.
-        """
+        """Let it be written from copies, later ones by `copying` if given; returns their bytes."""
         sizes = [run.num_bytes for batch in writer.batches for run in batch.runs]
         aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]
         if self._memory is None or self._memory.numel() != sum(aligned):
@@ -369,35 +360,28 @@ class _Background:
 
     def _collect(self) -> list[dict[str, Any]]:
         """What every rank has written, when all have. On rank 0's thread."""
-        path, timeout_s = self.writer.path, self.timeout_s
+        found, writer, timeout_s = [], self.writer, self.timeout_s
         deadline = time.monotonic() + timeout_s
-        missing = dict.fromkeys(range(self.writer.group.world_size))
-        found: dict[int, dict[str, Any]] = {}
-        while missing:
-            come = [rank for rank in missing if self._said_by(rank).exists()]
-            for rank in come:
-                said = json.loads(self._said_by(rank).read_bytes())
-                if said["problem"]:
+        for rank in range(writer.group.world_size):
+            at = self._said_by(rank)
+            while not at.exists():
+                if not main_thread().is_alive() and timeout_s > _AT_EXIT_S:
+                    timeout_s = _AT_EXIT_S  # the job is ending, and another rank may have ended
+                    deadline = time.monotonic() + timeout_s
+                if time.monotonic() > deadline:
                     raise FileError(
-                        f"a save in the background: rank {rank} failed: {said['problem']}"
+                        f"{writer.path}: rank {rank} has not written its files within "
+                        f"{timeout_s:g} s; is it alive, and does it see the same folder?"
                     )
-                found[rank] = said["written"]
-                del missing[rank]
-            if come:
-                continue
-            if not main_thread().is_alive() and timeout_s > _AT_EXIT_S:
-                timeout_s = _AT_EXIT_S  # the job is ending, and another rank may have ended
-                deadline = time.monotonic() + timeout_s
-            if time.monotonic() > deadline:
-                raise FileError(
-                    f"{path}: rank {min(missing)} has not written its files within {timeout_s:g} "
-                    "s; is it alive, and does it see the same folder?"
-                )
-            if self.is_over.wait(_POLL_S):
-                raise FileError(f"{path}: another rank failed to write its files")
-        for rank in found:
-            self.writer.asked.system.unlink(self._said_by(rank))
-        return [found[rank] for rank in sorted(found)]
+                if self.is_over.wait(_POLL_S):
+                    raise FileError(f"{writer.path}: another rank failed to write its files")
+            said = json.loads(at.read_bytes())
+            if said["problem"]:
+                raise FileError(f"a save in the background: rank {rank} failed: {said['problem']}")
+            found.append(said["written"])
+        for rank in range(writer.group.world_size):
+            writer.asked.system.unlink(self._said_by(rank))
+        return found
 
 
 _USUAL: Final = (signal.SIGTERM, signal.SIGUSR1)  # of schedulers: Slurm, Kubernetes, spot machines

@@ -160,12 +160,7 @@ class DeepSpeedFolder:
 
     @classmethod
     def open(cls, folder: str | Path, tag: str | None = None) -> DeepSpeedFolder:
-        """A tag of a folder, what its `latest` names, or the folder itself. Local.
-
-        Raises:
-            FileError: A file is missing, damaged, of something else than data parallelism, holds
-                other than what its layout says, or asks for a name that is not allowed.
-        """
+        """A tag of a folder, what its `latest` names, or the folder itself. Local."""
         path = _folder_of(Path(folder), tag)
         try:
             return _Reading(path, *_read_files(path)).folder()

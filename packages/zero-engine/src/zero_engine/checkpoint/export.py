@@ -116,10 +116,7 @@ def open_weights_of(
 ) -> tuple[Checkpoint | DeepSpeedFolder, dict[str, Range]]:
     """A checkpoint, ours or DeepSpeed's, and readers of its weights and buffers by name. Local.
 
-    Files that have anything of these are verified.
-
-    Raises:
-        FileError: As for `export`.
+    Files that have anything of these are verified first.
     """
     found = _open(path, tag)
     if isinstance(found, Checkpoint) and found.excludes_frozen and has_frozen:
@@ -218,8 +215,7 @@ def _values(part: list[_Tensor], progress: Callable[[int], object] | None) -> It
 def write_weights(state: Mapping[str, Any], path: Path) -> None:
     """Write a state dict to one file: of safetensors or of torch, as its name ends. Local.
 
-    Raises:
-        FileError: It cannot be written; what was there is as it was.
+    What was there is as it was if that cannot be.
     """
     with naming(path):
         FILE_SYSTEM.make_folders(path.parent)

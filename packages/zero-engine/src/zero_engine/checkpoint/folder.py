@@ -142,12 +142,7 @@ class Checkpoint:
     def open(cls, folder: str | Path, tag: str | None = None) -> Checkpoint | None:
         """The newest complete checkpoint of a folder, or that of a tag. Local; reads no tensors.
 
-        Returns:
-            None if the folder holds no complete checkpoint, or does not exist.
-
-        Raises:
-            FileError: There is no checkpoint of that tag, or what should be read is damaged; names
-                the tags that can be loaded.
+        None if the folder holds no complete checkpoint, or does not exist.
         """
         folder = Path(folder)
         found, hint = find_complete(folder), read_latest(folder)
@@ -213,12 +208,7 @@ class Checkpoint:
         return {name: reader.whole() for name, reader in own.items()}
 
     def verify(self, files: Iterable[str]) -> None:
-        """See that some of its files are what they were when they were saved. Local.
-
-        Raises:
-            FileError: Names the first file that is not, what was expected and what came, and the
-                tags that can be loaded.
-        """
+        """See that some of its files are what they were when they were saved. Local."""
         for name in files:
             damage = _find_damage(self.path / name, self.files[name])
             if damage is not None:

@@ -94,11 +94,7 @@ class Range(AbstractRangeReader):
 
 
 def open_safetensors(path: Path) -> dict[str, Range]:
-    """The tensors of a file, by name. Local; reads its header only.
-
-    Raises:
-        FileError: The file is missing, not of this format, or cut short.
-    """
+    """The tensors of a file, by name. Local; reads its header only."""
     file = TensorFile(path)
     return {
         key: Range(shape, dtype, (FileRun(file, key, dtype, shape.numel()),))
@@ -112,11 +108,7 @@ def open_safetensors(path: Path) -> dict[str, Range]:
 
 
 def open_torch_file(path: Path) -> dict[str, Range]:
-    """The tensors of a state dict that torch.save wrote, by name. Local; reads no values.
-
-    Raises:
-        FileError: The file is missing, damaged, no state dict, or asks for more than tensors.
-    """
+    """The tensors of a state dict that torch.save wrote, by name. Local; reads no values."""
     content = read_torch_file(path)
     if not isinstance(content, Mapping):
         raise FileError(
@@ -137,13 +129,7 @@ def open_torch_file(path: Path) -> dict[str, Range]:
 def read_torch_file(path: Path, *, stand_ins: Mapping[str, type] | None = None) -> Any:
     """What torch.save wrote; tensors are mapped, so that only what is read of them is. Local.
 
-    Args:
-        path: Of the file.
-        stand_ins: By full name of a class: what to make in its place. See NOTE(weights_only).
-
-    Raises:
-        FileError: The file is missing or damaged, or asks for a name that is not allowed; nothing
-            of it was run.
+    `stand_ins` are by full name of a class what to make in its place. See NOTE(weights_only).
     """
     if not path.is_file():
         raise FileError(f"{path}: no such file")

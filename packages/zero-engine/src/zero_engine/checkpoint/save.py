@@ -282,11 +282,7 @@ def warn_of_gradients(*, stacklevel: int) -> None:
 def sharded_of(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, what: str
 ) -> ShardedModel:
-    """What `shard` made of the two.
-
-    Raises:
-        StateError: Nothing, or of others.
-    """
+    """What `shard` made of the two; an error if it made nothing, or of others."""
     sharded = find_sharded(model)
     if sharded is None:
         raise StateError(
@@ -348,11 +344,7 @@ def capture_rngs(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_rngs(streams: Mapping[str, Tensor], device: torch.device) -> None:
-    """Go on where `capture_rngs` was called; what was not there then, or is not now, is left.
-
-    Raises:
-        FileError: A state is not one of its generator.
-    """
+    """Go on where `capture_rngs` was called; what was not there then, or is not now, is left."""
     for name, state in streams.items():
         try:
             if name == _CPU:

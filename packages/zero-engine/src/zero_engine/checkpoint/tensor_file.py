@@ -51,7 +51,7 @@ def file_bytes(
     align: int,
     metadata: Mapping[str, str] | None = None,
 ) -> Iterator[memoryview]:
-    """All bytes of a file, in their order; each to be taken before the next. Local.
+    """All bytes of a file, in their order; each view is to be taken before the next. Local.
 
     Args:
         tensors: Key, code of the dtype, shape, bytes.

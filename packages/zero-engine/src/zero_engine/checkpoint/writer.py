@@ -110,10 +110,7 @@ class SaveReport:
 
 @define(eq=False, kw_only=True)
 class CheckpointWriter:
-    """A checkpoint that is being written; local, in the order of its methods.
-
-    Whoever makes one ends with `abandon`, whatever happens.
-    """
+    """A checkpoint that is being written, in the order of its methods; `abandon` ends it. Local."""
 
     asked: SaveRequest
     group: Group  # of the model
@@ -134,11 +131,7 @@ class CheckpointWriter:
         return self.folder / self.content["tag"]
 
     def make_folder(self) -> str | None:
-        """On rank 0, after what dead jobs have left is removed; returns its name for all others.
-
-        Raises:
-            FileError: It cannot be made, or something else has the name of the tag.
-        """
+        """On rank 0, after what dead jobs have left is removed; returns its name for the others."""
         if self.group.rank:
             return None
         final, system = self.final, self.asked.system
@@ -166,15 +159,9 @@ class CheckpointWriter:
         return self.path.name
 
     def write(self) -> dict[str, Any]:
-        """Write what this rank gives, on disk when it returns.
+        """Write what this rank gives, on disk when it returns: what `publish` has to be told.
 
         Batches are read one at a time, or again where they are compared.
-
-        Returns:
-            What `publish` wants of every rank, as JSON can say it.
-
-        Raises:
-            FileError: A file could not be written.
         """
         pieces: list[dict[str, Any]] = []
         files: dict[str, FileFacts] = {}
@@ -198,11 +185,8 @@ class CheckpointWriter:
     def publish(self, written: Sequence[dict[str, Any]]) -> None:
         """On rank 0, make a complete checkpoint of what all ranks have written.
 
-        What it replaces, and what is not kept, is removed.
-
-        Raises:
-            FileError: Something could not be written. The checkpoint is complete all the same if
-                there is a folder of its tag, or else not there.
+        What it replaces, and what is not kept, is removed. After an error the checkpoint is
+        complete all the same if there is a folder of its tag, or else not there.
         """
         if self.group.rank:
             return
