@@ -78,7 +78,7 @@ def read_manifests(
 
 def serials_of(found: Mapping[str, Path]) -> dict[str, int]:
     """By tag; 0 of those that are loaded by it only. Damaged ones have none: nobody loads them."""
-    return {tag: said.get("serial") or 0 for tag, said in read_manifests(found)[0].items()}
+    return {tag: int(said.get("serial") or 0) for tag, said in read_manifests(found)[0].items()}
 
 
 def other_tags(folder: Path, tag: str) -> str:

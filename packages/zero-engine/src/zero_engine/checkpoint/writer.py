@@ -20,8 +20,8 @@ from zero_partition import ShardedAverage
 from zero_engine.errors import FileError
 
 from .file_system import FILE_SYSTEM, FileSystem, NewFile, naming
-from .folder import LATEST, REPLACED, find_complete, holds_parts, read_manifests, serials_of
-from .manifest import MANIFEST, FileFacts, facts_of_files, name_of, seal
+from .folder import LATEST, REPLACED, find_complete, holds_parts, serials_of
+from .manifest import MANIFEST, FileFacts, facts_of_files, name_of, read_manifest, seal
 from .tensor_file import CODES, file_bytes, in_files
 
 FILE_BYTES: Final = 2**30
@@ -118,7 +118,7 @@ class CheckpointWriter:
     batches: list[GivenBatch]  # what this rank writes
     num_tensors: int  # whole ones
     path: Path = field(init=False)  # of the folder that is written to
-    _lock: int | None = field(default=None, init=False)  # on rank 0: see NOTE(order) of `folder`
+    _lock: int | None = field(default=None, init=False)  # on rank 0: see NOTE(order)
 
     @property
     def folder(self) -> Path:
@@ -151,7 +151,7 @@ class CheckpointWriter:
                     self.content["serial"] = 1 + max(serials, default=0)
                 system.mkdir(self.path)
                 self._lock = system.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-                with suppress(OSError):  # the file system may have no locks: see `folder`
+                with suppress(OSError):  # the file system may have no locks: see `_is_left_over`
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileError:
             self.abandon()
@@ -234,13 +234,12 @@ class CheckpointWriter:
 
     def _before(self) -> tuple[Path, dict[str, FileFacts]] | None:
         """The newest checkpoint that is not damaged, and its files."""
-        found = find_complete(self.folder)
-        manifests = read_manifests(found)[0]
-        serials = {tag: said["serial"] for tag, said in manifests.items() if said.get("serial")}
-        if not serials:
-            return None
-        newest = max(serials, key=serials.__getitem__)
-        return found[newest], facts_of_files(manifests[newest]["files"])
+        with suppress(OSError, LookupError, TypeError, ValueError):  # there is none
+            found = find_complete(self.folder)
+            serials = {tag: serial for tag, serial in serials_of(found).items() if serial}
+            newest = found[max(serials, key=serials.__getitem__)]
+            return newest, facts_of_files(read_manifest(newest / MANIFEST)["files"])
+        return None
 
     def _write_file(self, path: Path, batches: Sequence[GivenBatch]) -> FileFacts:
         with naming(path), NewFile(path, self.asked.system) as file:
