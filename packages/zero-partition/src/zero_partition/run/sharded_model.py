@@ -37,7 +37,7 @@ from zero_partition.torch_private import (
     will_accumulate,
 )
 
-from .reducer import GradientReducer
+from .gradients import GradientReducer
 from .residence import Residence
 from .schedule import Call, Schedule
 from .step import bring_in, step_elsewhere
@@ -253,7 +253,7 @@ def as_computed(place: ParamRef) -> Tensor | None:
 
     Encoded and decoded with the whole shard, so that it is the same as in a gather of the unit.
     """
-    buffer, codec = place.buffer, place.unit.codec_of(place.buffer)
+    buffer, codec = place.buffer, place.buffer.gather_codec
     if codec is None or place.unit.copies is not None:
         return None
     shard = buffer.shard
@@ -324,7 +324,8 @@ def _launch_copy(place: ParamRef, copies: TensorHome) -> Callable[..., Tensor]:
 def launch_flat(buffer: FlatBuffer, shard: Tensor | None = None) -> Callable[[], Tensor]:
     """As `launch_buffer`; gives the whole flat buffer, 1-D."""
     shard = buffer.shard if shard is None else shard
-    handle = buffer.all_gather(shard.new_empty(buffer.plan.layout.numel), shard=shard)
+    full = shard.new_empty(buffer.plan.layout.numel)
+    handle = buffer.all_gather(full, shard=shard, is_exact=True)
     return handle.wait
 
 

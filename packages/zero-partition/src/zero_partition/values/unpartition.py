@@ -68,7 +68,8 @@ def _check_idle(sharded: ShardedModel) -> None:
             "it between steps"
         )
     if sharded.reducer.shards_state and any(
-        g.has_local or g.is_in_flight or g.holds_gradients for g in sharded.reducer.gradients
+        g.has_local or g.reduction is not None or g.holds_gradients
+        for g in sharded.reducer.gradients
     ):
         raise StateError(
             "unpartition() was called while sharded gradients wait for the optimizer; call "
