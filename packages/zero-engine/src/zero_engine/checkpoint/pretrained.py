@@ -38,7 +38,7 @@ def load_pretrained(
 
     Files are of safetensors, or state dicts that torch.save wrote (.pt, .pth, .bin), which are read
     with `weights_only=True`, so that nothing of them is run, and mapped. The model may be built
-    inside `Init`, on the meta device, or be sharded already. Beyond the shards a rank needs 8 MiB,
+    inside `Init`, on the meta device, or be sharded already. Beyond the shards a rank needs 2 MiB,
     or the largest buffer; what it reads of torch's files stays in the system's cache. Float values
     are rounded to the model's float dtype; all other dtypes must be the model's.
 
