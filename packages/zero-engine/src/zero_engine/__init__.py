@@ -52,8 +52,7 @@ if TYPE_CHECKING:
 
     from zero_engine.checkpoint.background import Saver
     from zero_engine.checkpoint.export import export
-    from zero_engine.checkpoint.load import load
-    from zero_engine.checkpoint.load_deepspeed import load_deepspeed
+    from zero_engine.checkpoint.load import load, load_deepspeed
     from zero_engine.checkpoint.pretrained import load_pretrained
     from zero_engine.checkpoint.save import save
     from zero_engine.config import ZeroConfig
@@ -136,8 +135,7 @@ _NAMES: Final = {
     "zero_comm": "Loco",
     "zero_engine.checkpoint.background": "Saver",
     "zero_engine.checkpoint.export": "export",
-    "zero_engine.checkpoint.load": "load",
-    "zero_engine.checkpoint.load_deepspeed": "load_deepspeed",
+    "zero_engine.checkpoint.load": "load load_deepspeed",
     "zero_engine.checkpoint.pretrained": "load_pretrained",
     "zero_engine.checkpoint.save": "save",
     "zero_engine.config": "ZeroConfig",

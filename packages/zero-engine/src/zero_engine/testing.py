@@ -24,9 +24,10 @@ from zero_partition.seams import GradientHome, Homes, TensorHome
 
 from zero_engine import sharding as _shard
 from zero_engine.checkpoint.background import Copying
-from zero_engine.checkpoint.folder import FileSystem
+from zero_engine.checkpoint.file_system import FileSystem
 from zero_engine.checkpoint.manifest import MANIFEST, read_manifest, seal
-from zero_engine.checkpoint.save import SaveReport, save_with
+from zero_engine.checkpoint.save import save_as
+from zero_engine.checkpoint.writer import SaveReport, SaveRequest
 from zero_engine.planning import plan as _plan
 from zero_engine.residence import homes_of
 
@@ -63,9 +64,18 @@ def save(
 
     `zero_engine.Saver` takes `system` itself.
     """
-    asked: dict[str, Any] = {"folder": folder, "tag": tag, "step": step, "keep": keep}
-    asked |= {"extra": extra, "scheduler": None, "has_frozen": True, "is_latest": True}
-    return save_with(model, optimizer, system=system, **asked)
+    return save_as(
+        SaveRequest(
+            model=model,
+            optimizer=optimizer,
+            folder=folder,
+            step=step,
+            extra=extra,
+            tag=tag,
+            keep=keep,
+            system=system,
+        )
+    )
 
 
 def write_manifest(checkpoint: Path, content: dict[str, Any]) -> None:

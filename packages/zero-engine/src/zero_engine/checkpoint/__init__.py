@@ -2,10 +2,9 @@
 
 from zero_engine.checkpoint.background import Snapshot, StopSignals
 from zero_engine.checkpoint.export import ExportReport
-from zero_engine.checkpoint.load import LoadReport
-from zero_engine.checkpoint.load_deepspeed import DeepSpeedLoadReport
+from zero_engine.checkpoint.load import DeepSpeedLoadReport, LoadReport
 from zero_engine.checkpoint.pretrained import open_weights
-from zero_engine.checkpoint.save import SaveReport
+from zero_engine.checkpoint.writer import SaveReport
 
 __all__ = [
     "DeepSpeedLoadReport",

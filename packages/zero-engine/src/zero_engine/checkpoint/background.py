@@ -6,8 +6,9 @@ import json
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread, main_thread
 from types import FrameType
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
-from zero_comm import Group, all_gather_json, collective
+from zero_comm import all_gather_json, collective
 from zero_offload import HostArena
 from zero_partition import ShardedAverage, StateError
 from zero_partition.plan import Placement
@@ -25,9 +26,9 @@ from zero_partition.plan import Placement
 from zero_engine.checks import together
 from zero_engine.errors import ConfigError, FileError
 
-from .folder import FILE_SYSTEM, FileSystem, naming
-from .save import CheckpointWriter, SaveReport, sharded_of
-from .writer import Given, GivenBatch
+from .file_system import FILE_SYSTEM, FileSystem, naming
+from .save import begin, sharded_of
+from .writer import CheckpointWriter, GivenBatch, SaveReport, SaveRequest
 
 _ALIGN_BYTES: Final = 64  # of each copy in their memory
 
@@ -57,11 +58,7 @@ class Copying:
         self._is_ready.record(torch.cuda.current_stream(device))
 
     def run(self) -> None:
-        """On the thread.
-
-        Raises:
-            FileError: Somebody has written to a value meanwhile.
-        """
+        """On the thread. An error if somebody has written to a value meanwhile."""
         try:
             self._copy()
             for name, tensor, version in self._watched:
@@ -101,55 +98,42 @@ class HostSnapshot:
     """
 
     _arena: HostArena = field(factory=lambda: HostArena("copies of a checkpoint"), init=False)
-    _memory: dict[Given, Tensor] = field(factory=dict, init=False)
+    _memory: Tensor | None = field(default=None, init=False)  # one mapping, not thousands
 
     def take(self, writer: CheckpointWriter, copying: Copying | None) -> int:
-        """Let it be written from copies; returns their bytes.
-
-        Args:
-            writer: Whose batches become copies.
-            copying: Is given what may be copied later; without one, all is copied now.
-        """
-        runs = dict.fromkeys(run for batch in writer.batches for run in batch.runs)
-        if self._memory.keys() != runs.keys():
-            self._memory = {}  # before there is more
-            self._memory = self._room_for(list(runs))
-        writer.batches = [self._copied(batch, copying) for batch in writer.batches]
+        """Let it be written from copies, later ones by `copying` if given; returns their bytes."""
+        sizes = [run.num_bytes for batch in writer.batches for run in batch.runs]
+        aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]
+        if self._memory is None or self._memory.numel() != sum(aligned):
+            self._memory = None  # before there is more
+            self._memory = self._arena.allocate(sum(aligned))
+        rooms = iter(self._memory.split(aligned))
+        writer.batches = [_copied(batch, rooms, copying) for batch in writer.batches]
         device = writer.group.device
         if device.type == "cuda" and copying is not None:
             copying.follow(device)
         elif device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        return sum(copy.nbytes for copy in self._memory.values())
+        return sum(sizes)
 
-    def _room_for(self, runs: Sequence[Given]) -> dict[Given, Tensor]:
-        """At once: a mapping for each of thousands would be one too many for the kernel."""
-        sizes = [run.num_bytes for run in runs]
-        aligned = [-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in sizes]
-        parts = self._arena.allocate(sum(aligned)).split(aligned)
-        return {
-            run: part[:size].view(run.dtype)
-            for run, part, size in zip(runs, parts, sizes, strict=True)
-        }
 
-    def _copied(self, batch: GivenBatch, copying: Copying | None) -> GivenBatch:
-        values = []
-        for run, value in zip(batch.runs, batch.read(), strict=True):
-            copy, flat = self._memory[run], value.detach().view(-1)
-            if (flat.dtype, flat.numel()) != (copy.dtype, copy.numel()):
-                values.append(flat)  # for the writer to refuse
-                continue
-            if copying is not None and batch.is_resident:
-                copying.add(run.key, copy, flat)
-            else:
-                copy.copy_(flat, non_blocking=True)
-            values.append(copy)
-        return GivenBatch(batch.runs, lambda: values, is_frozen=batch.is_frozen)
+def _copied(batch: GivenBatch, rooms: Iterator[Tensor], copying: Copying | None) -> GivenBatch:
+    values = []
+    for run, value in zip(batch.runs, batch.read(), strict=True):
+        copy, flat = next(rooms)[: run.num_bytes].view(run.dtype), value.detach().view(-1)
+        if (flat.dtype, flat.numel()) != (copy.dtype, copy.numel()):
+            values.append(flat)  # for the writer to refuse
+            continue
+        if copying is not None and batch.is_resident:
+            copying.add(run.key, copy, flat)
+        else:
+            copy.copy_(flat, non_blocking=True)
+        values.append(copy)
+    return GivenBatch(batch.runs, lambda: values, is_frozen=batch.is_frozen)
 
 
 _POLL_S: Final = 0.02
 _AT_EXIT_S: Final = 20.0
-_SAID: Final = ".written-"  # a rank's word that its files are on disk, in the partial folder
 
 # NOTE(background): no thread but the main one takes part in collectives. Ranks tell rank 0 by small
 # files beside what they have written; rank 0's thread waits for those of all, and publishes. That
@@ -205,10 +189,17 @@ class Saver:
         timeout_s: float = 1800.0,
         system: FileSystem = FILE_SYSTEM,
     ) -> None:
-        self._model, self._optimizer, self._timeout_s = model, optimizer, timeout_s
-        self._asked: dict[str, Any] = {"folder": folder, "keep": keep, "system": system}
-        self._asked["has_frozen"] = not exclude_frozen
-        self._overlap = overlap
+        self._model, self._optimizer = model, optimizer
+        self._ask = partial(
+            SaveRequest,
+            model=model,
+            optimizer=optimizer,
+            folder=folder,
+            keep=keep,
+            exclude_frozen=exclude_frozen,
+            system=system,
+        )
+        self._overlap, self._timeout_s = overlap, timeout_s
         self._under_way: _Background | None = None
         self._host = HostSnapshot()
 
@@ -239,15 +230,8 @@ class Saver:
         """
         self.wait()
         begun = time.monotonic()
-        writer = CheckpointWriter.begin(
-            self._model,
-            self._optimizer,
-            step=step,
-            extra=extra,
-            scheduler=scheduler,
-            tag=tag,
-            average=average,
-            **self._asked,
+        writer = begin(
+            self._ask(step=step, extra=extra, scheduler=scheduler, tag=tag, average=average)
         )
         sharded = sharded_of(self._model, self._optimizer, "Saver.save()")
         copying = Copying() if self._overlap else None
@@ -265,7 +249,7 @@ class Saver:
         if copying is not None:
             sharded.before_write.append(copying.wait)
         return Snapshot(
-            path=writer.folder / writer.content["tag"],
+            path=writer.final,
             num_bytes=sizes[writer.group.rank],
             seconds=time.monotonic() - begun,
         )
@@ -344,10 +328,7 @@ class _Background:
         try:
             self._write()
             if writer.group.rank == 0:
-                said = _collect(writer.path, writer.group, self.timeout_s, self.is_over)
-                for rank in range(writer.group.world_size):
-                    writer.system.unlink(_said_at(writer.path, rank))
-                writer.publish(said)
+                writer.publish(self._collect())
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they would hold the copies
             self.error = error
@@ -357,12 +338,11 @@ class _Background:
 
     def _write(self) -> None:
         """And tell rank 0, of a failure too."""
-        writer = self.writer
-        at, problem = _said_at(writer.path, writer.group.rank), ""
+        system, at, problem = self.writer.asked.system, self._said_by(self.writer.group.rank), ""
         try:
             if self.copying is not None:
                 self.copying.run()
-            self.written = writer.write()
+            self.written = self.writer.write()
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             raise
@@ -370,39 +350,38 @@ class _Background:
             content = json.dumps({"problem": problem, "written": self.written}).encode()
             with (
                 suppress(OSError) if problem else naming(at),
-                writer.system.published(at, f"{at.name}.partial") as path,
+                system.published(at, f"{at.name}.partial") as path,
             ):
-                writer.system.write_file(path, content)
+                system.write_file(path, content)
 
+    def _said_by(self, rank: int) -> Path:
+        """A rank's word that its files are on disk."""
+        return self.writer.path / f".written-{rank:05}"
 
-def _said_at(path: Path, rank: int) -> Path:
-    return path / f"{_SAID}{rank:05}"
-
-
-def _collect(path: Path, group: Group, timeout_s: float, is_over: Event) -> list[dict[str, Any]]:
-    """What every rank has written, when all have. On rank 0's thread."""
-    deadline = time.monotonic() + timeout_s
-    found: dict[int, dict[str, Any]] = {}
-    while missing := [rank for rank in range(group.world_size) if rank not in found]:
-        come = [rank for rank in missing if _said_at(path, rank).exists()]
-        for rank in come:
-            said = json.loads(_said_at(path, rank).read_bytes())
+    def _collect(self) -> list[dict[str, Any]]:
+        """What every rank has written, when all have. On rank 0's thread."""
+        found, writer, timeout_s = [], self.writer, self.timeout_s
+        deadline = time.monotonic() + timeout_s
+        for rank in range(writer.group.world_size):
+            at = self._said_by(rank)
+            while not at.exists():
+                if not main_thread().is_alive() and timeout_s > _AT_EXIT_S:
+                    timeout_s = _AT_EXIT_S  # the job is ending, and another rank may have ended
+                    deadline = time.monotonic() + timeout_s
+                if time.monotonic() > deadline:
+                    raise FileError(
+                        f"{writer.path}: rank {rank} has not written its files within "
+                        f"{timeout_s:g} s; is it alive, and does it see the same folder?"
+                    )
+                if self.is_over.wait(_POLL_S):
+                    raise FileError(f"{writer.path}: another rank failed to write its files")
+            said = json.loads(at.read_bytes())
             if said["problem"]:
                 raise FileError(f"a save in the background: rank {rank} failed: {said['problem']}")
-            found[rank] = said["written"]
-        if come:
-            continue
-        if not main_thread().is_alive() and timeout_s > _AT_EXIT_S:
-            timeout_s = _AT_EXIT_S  # the job is ending, and another rank may have ended
-            deadline = time.monotonic() + timeout_s
-        if time.monotonic() > deadline:
-            raise FileError(
-                f"{path}: rank {missing[0]} has not written its files within {timeout_s:g} s; is "
-                "it alive, and does it see the same folder?"
-            )
-        if is_over.wait(_POLL_S):
-            raise FileError(f"{path}: another rank failed to write its files")
-    return [found[rank] for rank in range(group.world_size)]
+            found.append(said["written"])
+        for rank in range(writer.group.world_size):
+            writer.asked.system.unlink(self._said_by(rank))
+        return found
 
 
 _USUAL: Final = (signal.SIGTERM, signal.SIGUSR1)  # of schedulers: Slurm, Kubernetes, spot machines

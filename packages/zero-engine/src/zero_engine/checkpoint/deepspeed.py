@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, final
 
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
+from zero_partition.seams import StateSource
 
 from zero_engine.errors import FileError
 
-from .ranges import MemoryRun, Range
-from .torch_file import read_torch_file
+from .ranges import MemoryRun, Range, read_torch_file
 
 _LATEST: Final = "latest"
 _OPTIMIZER: Final = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -39,11 +39,17 @@ def _read_files(path: Path) -> tuple[dict[int, Mapping[str, Any]], list[Mapping[
     optimizer_paths = _numbered(path, _OPTIMIZER, lambda match: int(match[2]))
     model_paths = _numbered(path, _MODEL, lambda match: int(match[1] or 0))
     _refuse_others(path, {*optimizer_paths.values(), *model_paths.values()})
-    optimizer = {
-        rank: _part(found, "optimizer_state_dict")
-        for rank, found in sorted(optimizer_paths.items())
-    }
-    if 0 not in optimizer or 0 not in model_paths:
+    ranks, optimizer = sorted(optimizer_paths), []
+    for rank in ranks:
+        content = _mapping(optimizer_paths[rank])
+        state = content.get("optimizer_state_dict")
+        if not isinstance(state, Mapping):
+            raise FileError(
+                f"{optimizer_paths[rank]}: expected 'optimizer_state_dict' in it, got "
+                f"{sorted(map(str, content))}"
+            )
+        optimizer.append(state)
+    if 0 not in ranks or 0 not in model_paths:
         raise FileError(
             f"{path}: expected a checkpoint of DeepSpeed's ZeRO, with "
             "zero_pp_rank_0_mp_rank_00_optim_states.pt and a file of model states of rank 0; "
@@ -51,18 +57,24 @@ def _read_files(path: Path) -> tuple[dict[int, Mapping[str, Any]], list[Mapping[
         )
     counts = optimizer[0].get("partition_count")
     counts = set(counts) if isinstance(counts, list) else {counts}
-    if len(counts) != 1 or sorted(optimizer) != list(range(len(optimizer))):
+    if len(counts) != 1 or ranks != list(range(len(ranks))):
         raise FileError(
             f"{path}: expected one file of optimizer states from each rank, and as many "
-            f"partitions in every group; got ranks {sorted(optimizer)}, and {counts}"
+            f"partitions in every group; got ranks {ranks}, and {counts}"
         )
-    if counts != {len(optimizer)}:
+    if counts != {len(ranks)}:
         raise FileError(
             f"{path}: expected optimizer states of {min(counts)} ranks, got files of "
-            f"{len(optimizer)}; a rank did not save, or the copy is incomplete"
+            f"{len(ranks)}; a rank did not save, or the copy is incomplete"
         )
-    model = {rank: _mapping(found) for rank, found in sorted(model_paths.items())}
-    return model, list(optimizer.values())
+    return {rank: _mapping(found) for rank, found in sorted(model_paths.items())}, optimizer
+
+
+def _mapping(path: Path) -> Mapping[str, Any]:
+    content = read_torch_file(path, stand_ins=_STAND_INS)
+    if not isinstance(content, Mapping):
+        raise FileError(f"{path}: expected a dict, got a {type(content).__name__}")
+    return content
 
 
 def is_deepspeed(folder: Path, tag: str | None) -> bool:
@@ -122,92 +134,6 @@ def _refuse_others(folder: Path, known: set[Path]) -> None:
         )
 
 
-def _mapping(path: Path) -> Mapping[str, Any]:
-    content = read_torch_file(path, stand_ins=_STAND_INS)
-    if not isinstance(content, Mapping):
-        raise FileError(f"{path}: expected a dict, got a {type(content).__name__}")
-    return content
-
-
-def _part(path: Path, key: str) -> Mapping[str, Any]:
-    content = _mapping(path)
-    if not isinstance(content.get(key), Mapping):
-        raise FileError(f"{path}: expected {key!r} in it, got {sorted(map(str, content))}")
-    return content[key]
-
-
-# NOTE(partitions): a checkpoint has flat groups of parameters, in order, and every rank has a
-# partition of each group.
-# Stages 1 and 2: a group is its parameters end to end, with gaps that align them, cut into one
-# partition per rank; those of the last ranks are shorter by what would be padding.
-# Stage 3: each parameter is cut into equal parts, one per rank, the last ones padded; a rank's
-# partition is its parts end to end. Groups are runs of parameters, and a rank's partitions end to
-# end are one flat sequence, whose cuts into groups need not be known.
-
-
-@frozen
-class Run:
-    """Consecutive elements of a parameter, in one partition."""
-
-    rank: int
-    group: int
-    start: int  # in the partition
-    stop: int
-
-
-Runs: TypeAlias = dict[str, tuple[Run, ...]]  # by parameter, in the order of its elements
-Lengths: TypeAlias = Sequence[Sequence[int]]  # of partitions, by rank and group
-
-
-def _locate_whole_groups(
-    groups: Sequence[Mapping[str, int]], gaps: Sequence[Sequence[int]], lengths: Lengths
-) -> Runs:
-    """For stages 1 and 2; a parameter of which not everything is there has runs that end early.
-
-    Args:
-        groups: The elements of each group's parameters.
-        gaps: Elements that follow each parameter of each group, for alignment.
-        lengths: Of partitions.
-    """
-    runs: Runs = {}
-    for group, numels in enumerate(groups):
-        segments = [(rank, group, of_rank[group]) for rank, of_rank in enumerate(lengths)]
-        cursor = 0
-        for (name, numel), gap in zip(numels.items(), gaps[group], strict=True):
-            runs[name] = tuple(_cut(segments, cursor, cursor + numel))
-            cursor += numel + gap
-    return runs
-
-
-def _locate_cut_params(numels: Mapping[str, int], lengths: Lengths) -> Runs:
-    """For stage 3: of parameters in the order of all groups."""
-    segments = [
-        [(rank, group, length) for group, length in enumerate(of_rank)]
-        for rank, of_rank in enumerate(lengths)
-    ]
-    runs: Runs = {}
-    cursor = 0
-    for name, numel in numels.items():
-        part = -(-numel // len(lengths))
-        runs[name] = tuple(
-            run
-            for rank, of_rank in enumerate(segments)
-            for run in _cut(of_rank, cursor, cursor + min(part, max(0, numel - part * rank)))
-        )
-        cursor += part
-    return runs
-
-
-def _cut(segments: Sequence[tuple[int, int, int]], start: int, stop: int) -> Iterator[Run]:
-    """Elements [start, stop) of partitions (rank, group, length) that follow each other."""
-    begin = 0
-    for rank, group, length in segments:
-        first, last = max(start, begin), min(stop, begin + length)
-        if first < last:
-            yield Run(rank, group, first - begin, last - begin)
-        begin += length
-
-
 _OF_ENGINE: Final = ("lr_scheduler", "skipped_steps", "global_steps", "global_samples")
 _OF_DEEPSPEED: Final = {  # all that is not the user's; DeepSpeed puts both into one dict
     *_OF_ENGINE,
@@ -227,25 +153,17 @@ class DeepSpeedFolder:
     step: int
     stage: int
     world_size: int  # that saved it
-    params: Mapping[str, Range]  # fp32 where they train, frozen ones as they are
-    ties: Mapping[str, str]  # from further names of tied parameters to those in `params`
-    buffers: Mapping[str, Range]
-    states: Mapping[str, Mapping[str, Range]]  # of the optimizer, by parameter, entry
+    source: StateSource  # fp32 where they train, frozen ones as they are; without param groups
+    frozen: frozenset[str]  # names of parameters in it that do not train
     engine: Mapping[str, Any]  # what its engine kept besides, by DeepSpeed's names
     client_state: Mapping[str, Any]  # what `save_checkpoint` was given
 
     @classmethod
     def open(cls, folder: str | Path, tag: str | None = None) -> DeepSpeedFolder:
-        """A tag of a folder, what its `latest` names, or the folder itself. Local.
-
-        Raises:
-            FileError: A file is missing, damaged, of something else than data parallelism, holds
-                other than what its layout says, or asks for a name that is not allowed.
-        """
+        """A tag of a folder, what its `latest` names, or the folder itself. Local."""
         path = _folder_of(Path(folder), tag)
-        model, optimizer = _read_files(path)
         try:
-            return _Reading(path, model, optimizer).folder()
+            return _Reading(path, *_read_files(path)).folder()
         except FileError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -253,6 +171,32 @@ class DeepSpeedFolder:
                 f"{path}: expected the layout of DeepSpeed's ZeRO ({error!r}); convert it "
                 "with DeepSpeed's zero_to_fp32.py, and use load_pretrained()"
             ) from error
+
+
+# NOTE(partitions): a checkpoint has flat groups of parameters, in order, and every rank has a
+# partition of each group.
+# Stages 1 and 2: a group is its parameters end to end, with gaps that align them, cut into one
+# partition per rank; those of the last ranks are shorter by what would be padding.
+# Stage 3: each parameter is cut into equal parts, one per rank, the last ones padded; a rank's
+# partition is its parts end to end. Groups are runs of parameters, and a rank's partitions end to
+# end are one flat sequence, whose cuts into groups need not be known.
+
+
+def _cut(flats: Sequence[Tensor], start: int, stop: int) -> Iterator[MemoryRun]:
+    """Elements [start, stop) of tensors that follow each other, as far as there are any."""
+    begin = 0
+    for flat in flats:
+        first, last = max(start, begin), min(stop, begin + flat.numel())
+        if first < last:
+            yield MemoryRun(flat, first - begin, last - first)
+        begin += flat.numel()
+
+
+def _cut_parts(flats: Sequence[Sequence[Tensor]], cursor: int, numel: int) -> Iterator[MemoryRun]:
+    """A parameter of stage 3, whose parts begin so far into the partitions of each rank."""
+    part = -(-numel // len(flats))
+    for rank, of_rank in enumerate(flats):
+        yield from _cut(of_rank, cursor, cursor + min(part, max(0, numel - part * rank)))
 
 
 @define(eq=False)
@@ -263,32 +207,23 @@ class _Reading:
     models: Mapping[int, Mapping[str, Any]]  # as `_read_files` gives them
     optimizer: Sequence[Mapping[str, Any]]
     stage: int = field(init=False)
-    groups: list[dict[str, torch.Size]] = field(init=False)  # shapes, in order
-    shapes: dict[str, torch.Size] = field(init=False)  # the same, together
+    shapes: dict[str, torch.Size] = field(init=False)  # in order
     flats: list[list[Tensor]] = field(init=False)  # partitions of masters, by rank and group
-    runs: Runs = field(init=False)
+    runs: dict[str, list[MemoryRun]] = field(factory=dict, init=False)  # of parameters, in those
 
-    def __attrs_post_init__(self) -> None:
+    def folder(self) -> DeepSpeedFolder:
+        model = self.models[0]
         # With gradients accumulated in fp32, stage 1 in bf16 leaves its number out.
         self.stage = int(self.optimizer[0].get("zero_stage", 1))
         if self.stage not in (1, 2, 3):
             raise FileError(f"{self.path}: expected stage 1, 2 or 3, got {self.stage}")
-        self.groups = [
-            {str(name): torch.Size(shape) for name, shape in group.items()}
-            for group in self.models[0]["param_shapes"]
-        ]
-        self.shapes = {n: shape for group in self.groups for n, shape in group.items()}
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
         self.flats = [list(of_rank[key]) for of_rank in self.optimizer]
-        self.runs = self._locate()
-
-    def folder(self) -> DeepSpeedFolder:
-        model = self.models[0]
+        self._locate()
         ties = {str(a): str(n) for a, n in (model.get("shared_params") or {}).items()}
         buffers = [str(name) for name in model.get("buffer_names") or ()]
         params = {
-            name: self._join(name, shape, self.runs[name], self.flats)
-            for name, shape in self.shapes.items()
+            name: self._range(name, shape, self.runs[name]) for name, shape in self.shapes.items()
         }
         if self.stage == 3:
             params |= self._cut_frozen()
@@ -301,55 +236,63 @@ class _Reading:
             step=int(model["global_steps"]),
             stage=self.stage,
             world_size=len(self.optimizer),
-            params=params,
-            ties={alias: name for alias, name in ties.items() if name in params},
-            buffers={name: Range.of(model["module"][name]) for name in buffers},
-            states=self._states(),
+            source=StateSource(
+                params=params,
+                buffers={name: Range.of(model["module"][name]) for name in buffers},
+                ties={alias: name for alias, name in ties.items() if name in params},
+                may_lack=frozenset(),
+                states={name: state for name, state in self._states().items() if state},
+                param_groups=(),
+                where=str(self.path),
+            ),
+            frozen=frozenset(params.keys() - self.shapes.keys()),
             engine={key: model[key] for key in _OF_ENGINE if key in model},
             client_state={k: v for k, v in model.items() if k not in _OF_DEEPSPEED},
         )
 
-    def _locate(self) -> Runs:
-        """What is left over must be padding: else parameters lie elsewhere than we think."""
-        lengths = [[flat.numel() for flat in of_rank] for of_rank in self.flats]
+    def _locate(self) -> None:
+        """See NOTE(partitions). What is left over must be padding: else they lie elsewhere."""
+        groups = [
+            {str(name): torch.Size(shape) for name, shape in group.items()}
+            for group in self.models[0]["param_shapes"]
+        ]
+        self.shapes = {name: shape for group in groups for name, shape in group.items()}
         if self.stage == 3:
-            gaps = []
-            runs = _locate_cut_params({n: s.numel() for n, s in self.shapes.items()}, lengths)
-            padded = len(lengths) * len(runs)
+            gaps: Sequence[Sequence[int]] = []
+            padded, cursor = len(self.flats) * len(self.shapes), 0
+            for name, shape in self.shapes.items():
+                self.runs[name] = list(_cut_parts(self.flats, cursor, shape.numel()))
+                cursor += -(-shape.numel() // len(self.flats))
         else:
-            numels = [{n: shape.numel() for n, shape in group.items()} for group in self.groups]
-            gaps = self.optimizer[0].get("param_alignment_paddings") or [
-                [0] * len(group) for group in numels
-            ]
-            runs = _locate_whole_groups(numels, gaps, lengths)
-            padded = len(lengths) * 2 * len(self.groups)
+            none = [[0] * len(group) for group in groups]
+            gaps = self.optimizer[0].get("param_alignment_paddings") or none
+            padded = len(self.flats) * 2 * len(groups)
+            for index, group in enumerate(groups):
+                flats, cursor = [of_rank[index] for of_rank in self.flats], 0
+                for (name, shape), gap in zip(group.items(), gaps[index], strict=True):
+                    self.runs[name] = list(_cut(flats, cursor, cursor + shape.numel()))
+                    cursor += shape.numel() + gap
         for name, shape in self.shapes.items():
-            found = sum(run.stop - run.start for run in runs[name])
+            found = sum(run.numel for run in self.runs[name])
             if found != shape.numel():
                 raise FileError(
                     f"{self.path}: expected {shape.numel()} elements of {name!r} in the "
-                    f"partitions of {len(lengths)} ranks, got {found}; state that DeepSpeed "
+                    f"partitions of {len(self.flats)} ranks, got {found}; state that DeepSpeed "
                     "kept on NVMe, or shared out over fewer ranks, is not in these files"
                 )
         used = sum(shape.numel() for shape in self.shapes.values()) + sum(map(sum, gaps))
-        total = sum(map(sum, lengths))
+        total = sum(flat.numel() for of_rank in self.flats for flat in of_rank)
         if total - used > padded:
             raise FileError(
                 f"{self.path}: expected {used} elements in all partitions, and at most "
                 f"{padded} of padding, got {total}"
             )
-        return runs
 
-    def _join(
-        self, name: str, shape: torch.Size, runs: Iterable[Run], flats: Sequence[Sequence[Any]]
-    ) -> Range:
-        parts = tuple(
-            MemoryRun(flats[run.rank][run.group], run.start, run.stop - run.start) for run in runs
-        )
-        dtypes = {part.tensor.dtype for part in parts} or {torch.float32}
+    def _range(self, name: str, shape: torch.Size, runs: Sequence[MemoryRun]) -> Range:
+        dtypes = {run.tensor.dtype for run in runs} or {torch.float32}
         if len(dtypes) > 1:
             raise FileError(f"{self.path}: {name!r} has parts of {sorted(map(str, dtypes))}")
-        return Range(shape, dtypes.pop(), parts)
+        return Range(shape, dtypes.pop(), tuple(runs))
 
     def _cut_frozen(self) -> dict[str, Range]:
         ranges, world_size = {}, len(self.optimizer)
@@ -362,18 +305,20 @@ class _Reading:
                 )
             shape = torch.Size(said)
             flats = [[self.models[r]["frozen_param_fragments"][name]] for r in range(world_size)]
-            lengths = [[flat.numel() for flat in of_rank] for of_rank in flats]
-            runs = _locate_cut_params({name: shape.numel()}, lengths)[name]
-            ranges[name] = self._join(name, shape, runs, flats)
+            ranges[name] = self._range(name, shape, list(_cut_parts(flats, 0, shape.numel())))
         return ranges
 
     def _states(self) -> dict[str, dict[str, Range]]:
-        by_rank = [list(self._states_of(of_rank)) for of_rank in self.optimizer]
+        found = {  # by the id of a partition: which it is, and its state
+            id(flat): (rank, group, state)
+            for rank, (flats, said) in enumerate(zip(self.flats, self.optimizer, strict=True))
+            for group, (flat, state) in enumerate(zip(flats, self._states_of(said), strict=False))
+        }
         return {
             name: {
-                str(key): self._entry(name, key, value, by_rank)
+                str(key): self._entry(name, key, value, found)
                 for run in self.runs[name][:1]
-                for key, value in by_rank[run.rank][run.group].items()
+                for key, value in found[id(run.tensor)][2].items()
             }
             for name in self.shapes
         }
@@ -393,20 +338,21 @@ class _Reading:
                 yield {**shared, **state} if state else {}
 
     def _entry(
-        self, name: str, key: Any, value: Any, by_rank: Sequence[Sequence[Mapping[str, Any]]]
+        self, name: str, key: Any, value: Any, found: Mapping[int, tuple[int, int, Mapping]]
     ) -> Range:
         if isinstance(value, int | float):
             value = torch.tensor(float(value))  # as torch's optimizers count
         if not value.dim():
             return Range.of(value)
+        runs = []
         for run in self.runs[name]:
-            tensor = by_rank[run.rank][run.group][key]
-            length = self.flats[run.rank][run.group].numel()
+            rank, group, state = found[id(run.tensor)]
+            tensor, length = state[key], run.tensor.numel()
             if tensor.dim() != 1 or tensor.numel() < length:
                 raise FileError(
                     f"{self.path}: expected {key!r} of {name!r} to have one value per "
-                    f"element, {length} in partition {run.group} of rank {run.rank}; got shape "
+                    f"element, {length} in partition {group} of rank {rank}; got shape "
                     f"{tuple(tensor.shape)}"
                 )
-        flats = [[state.get(key) for state in of_rank] for of_rank in by_rank]
-        return self._join(name, self.shapes[name], self.runs[name], flats)
+            runs.append(MemoryRun(tensor, run.first, run.numel))
+        return self._range(name, self.shapes[name], runs)

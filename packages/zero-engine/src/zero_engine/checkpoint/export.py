@@ -5,23 +5,23 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from attrs import frozen
+from torch import Tensor
 
 from zero_engine.errors import ConfigError, FileError
 
 from .deepspeed import DeepSpeedFolder, is_deepspeed
-from .folder import FILE_SYSTEM
+from .file_system import FILE_SYSTEM, NewFile, naming
+from .folder import Checkpoint
 from .manifest import MANIFEST
-from .pieces import Checkpoint
 from .pretrained import INDEX, SINGLE
 from .ranges import FileRun, Range
-from .tensor_file import ALL_CODES, header_of
-from .writer import NewFile, in_files
+from .tensor_file import ALL_CODES, file_bytes, in_files
 
 _CHUNK_BYTES: Final = 2**20  # on their way from one file to the other
 
@@ -81,14 +81,13 @@ def export(
             that safetensors has no word for, or the folder cannot be written or is not empty.
     """
     _check_choices(dtype, max_shard_bytes)
-    found, readers = open_weights_of(Path(checkpoint), tag)
+    out = Path(out)
+    _check_absent(out)
+    readers = open_weights_of(Path(checkpoint), tag)[1]
     tensors = [_chosen(name, reader, dtype) for name, reader in readers.items()]
     parts = list(in_files(tensors, max_shard_bytes)) or [[]]
     names = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
     files = dict(zip(names if len(parts) > 1 else [SINGLE], parts, strict=True))
-    out = Path(out)
-    _check_absent(out)
-    verify_weights(found, readers)
     final, num_bytes = out.absolute(), 0
     # Not "partial": a save to the same folder meanwhile would take it for its own leftovers.
     aside = f".{final.name}.exporting-{secrets.token_hex(4)}"
@@ -117,28 +116,21 @@ def open_weights_of(
 ) -> tuple[Checkpoint | DeepSpeedFolder, dict[str, Range]]:
     """A checkpoint, ours or DeepSpeed's, and readers of its weights and buffers by name. Local.
 
-    Raises:
-        FileError: As for `export`.
+    Files that have anything of these are verified first.
     """
     found = _open(path, tag)
+    if isinstance(found, Checkpoint) and found.excludes_frozen and has_frozen:
+        raise FileError(
+            f"{found.path}: was saved with exclude_frozen=True, so that it has a part of the "
+            "model only; load it into the model, save that whole, and export what was saved"
+        )
+    left_out = frozenset() if has_frozen else found.frozen
+    weights: dict[str, Any] = {**found.source.params, **found.source.buffers}
+    readers = {name: reader for name, reader in weights.items() if name not in left_out}
     if isinstance(found, Checkpoint):
-        frozen = found.frozen
-        if has_frozen and found.excludes_frozen:
-            raise FileError(
-                f"{found.path}: was saved with exclude_frozen=True, so that it has a part of the "
-                "model only; load it into the model, save that whole, and export what was saved"
-            )
-    else:
-        frozen = found.params.keys() - found.states.keys()
-    params = {n: r for n, r in found.params.items() if has_frozen or n not in frozen}
-    return found, {**params, **found.buffers}
-
-
-def verify_weights(found: Checkpoint | DeepSpeedFolder, readers: Mapping[str, Range]) -> None:
-    """Raise FileError unless files with anything of these are as they were saved. Local."""
-    if isinstance(found, Checkpoint):
-        runs = (run for reader in readers.values() for run in reader.runs)
+        runs = [run for reader in readers.values() for run in reader.runs]
         found.verify({run.file.path.name: None for run in runs if isinstance(run, FileRun)})
+    return found, readers
 
 
 def _check_choices(dtype: Any, max_shard_bytes: Any) -> None:
@@ -202,15 +194,41 @@ def _write(path: Path, part: list[_Tensor], progress: Callable[[int], object] | 
     """As the safetensors library: the widest dtypes first, so that all are aligned, then names."""
     part = sorted(part, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     said = ((t.name, ALL_CODES[t.dtype], t.reader.shape, t.num_bytes) for t in part)
+    metadata = {"format": "pt"}  # transformers asks for this word
     with NewFile(path, FILE_SYSTEM) as file:
-        # transformers asks for this word
-        file.put(memoryview(header_of(said, align=8, metadata={"format": "pt"})))
-        for tensor in part:
-            numel = tensor.reader.shape.numel()
-            step = _CHUNK_BYTES // max(tensor.dtype.itemsize, tensor.reader.dtype.itemsize)
-            for start in range(0, numel, step):
-                values = tensor.reader.read(start, min(start + step, numel)).to(tensor.dtype)
-                file.put(values.contiguous().view(torch.uint8).numpy().data)
-                if progress is not None:
-                    progress(values.nbytes)
+        for view in file_bytes(said, _values(part, progress), align=8, metadata=metadata):
+            file.put(view)
     return file.num_bytes
+
+
+def _values(part: list[_Tensor], progress: Callable[[int], object] | None) -> Iterator[Tensor]:
+    for tensor in part:
+        numel = tensor.reader.shape.numel()
+        step = _CHUNK_BYTES // max(tensor.dtype.itemsize, tensor.reader.dtype.itemsize)
+        for start in range(0, numel, step):
+            values = tensor.reader.read(start, min(start + step, numel)).to(tensor.dtype)
+            yield values
+            if progress is not None:
+                progress(values.nbytes)
+
+
+def write_weights(state: Mapping[str, Any], path: Path) -> None:
+    """Write a state dict to one file: of safetensors or of torch, as its name ends. Local.
+
+    What was there is as it was if that cannot be.
+    """
+    with naming(path):
+        FILE_SYSTEM.make_folders(path.parent)
+        with FILE_SYSTEM.published(path, f".{path.name}.partial") as aside:
+            aside.unlink(missing_ok=True)  # of a process that was killed
+            if path.suffix == ".safetensors":
+                first: dict[int, str] = {}
+                for name, value in state.items():
+                    if isinstance(value, Tensor):
+                        first.setdefault(id(value), name)
+                tensors = [_chosen(name, Range.of(state[name]), None) for name in first.values()]
+                _write(aside, tensors, None)
+                return
+            torch.save(state, aside)
+            with aside.open("rb") as file:
+                os.fsync(file.fileno())

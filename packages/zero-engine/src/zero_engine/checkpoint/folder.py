@@ -1,303 +1,252 @@
-"""A folder of checkpoints, changed so that a crash at any moment leaves the last one whole."""
+"""A folder of checkpoints: which are complete, and one of them opened to be read range by range."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
-import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import zlib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
-from attrs import define, field, frozen
+import torch
+from attrs import field, frozen
+from torch import Tensor
+from zero_partition.seams import StateSource
 
-from zero_engine.errors import ConfigError, FileError
+from zero_engine.errors import FileError
 
-from .manifest import MANIFEST, read_manifest, seal
-from .pieces import LATEST, REPLACED, find_complete, holds_parts
+from .manifest import (
+    MANIFEST,
+    FileFacts,
+    dtype_of,
+    facts_of_files,
+    file_name,
+    from_json,
+    read_manifest,
+)
+from .ranges import FileRun, Range
+from .tensor_file import TensorFile
 
+LATEST: Final = "latest"
+REPLACED: Final = ".replaced-"  # in the name of a folder that gives way to one of the same tag
 
-@frozen
-class FileSystem:
-    """A test puts a failing call in place of one of these; nobody else needs another value."""
-
-    mkdir: Callable[[Path], None] = os.mkdir
-    open: Callable[[Path, int, int], int] = os.open
-    write: Callable[[int, Any], int] = os.write
-    fsync: Callable[[int], None] = os.fsync
-    close: Callable[[int], None] = os.close
-    rename: Callable[[Path, Path], None] = os.rename
-    link: Callable[[Path, Path], None] = os.link
-    unlink: Callable[[Path], None] = os.unlink
-    rmdir: Callable[[Path], None] = os.rmdir
-    listdir: Callable[[Path], list[str]] = os.listdir
-
-    def make_folders(self, path: Path) -> None:
-        """Of a path, those that are not there."""
-        if path.is_dir():
-            return
-        self.make_folders(path.parent)
-        try:
-            self.mkdir(path)
-        except FileExistsError:
-            if not path.is_dir():
-                raise
-
-    def sync_folder(self, path: Path) -> None:
-        """Have names in it on disk."""
-        folder = self.open(path, os.O_RDONLY | os.O_DIRECTORY, 0)
-        try:
-            self.fsync(folder)
-        finally:
-            self.close(folder)
-
-    def write_file(self, path: Path, content: bytes) -> None:
-        """A new file, on disk when this returns."""
-        file = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            view = memoryview(content)
-            while view:
-                view = view[self.write(file, view) :]
-            self.fsync(file)
-        finally:
-            self.close(file)
-
-    def remove(self, path: Path, *, last: str | None = None) -> None:
-        """A file, or a folder with all in it, one name after the others."""
-        if not path.is_dir() or path.is_symlink():
-            self.unlink(path)
-            return
-        for name in sorted(self.listdir(path), key=lambda name: name == last):
-            self.remove(path / name)
-        self.rmdir(path)
-
-    @contextmanager
-    def published(self, path: Path, aside: str) -> Iterator[Path]:
-        """What is written to the path that this gives is `path` at the end of the context.
-
-        Until then, and after an error, there is what was there before.
-        """
-        temporary = path.with_name(aside)
-        try:
-            yield temporary
-            self.rename(temporary, path)
-            self.sync_folder(path.parent)
-        except BaseException:
-            with suppress(OSError):
-                self.remove(temporary)
-            raise
+# NOTE(complete): a folder TAG is complete: it got its name when everything in it was on disk. While
+# it is replaced by another of the same tag there is a moment without TAG, when the one before is
+# `.TAG.replaced-XXXX`, and as good. All else that begins with a dot is ignored.
 
 
-FILE_SYSTEM: Final = FileSystem()
+def find_complete(folder: Path) -> dict[str, Path]:
+    """Folders of complete checkpoints by tag; see NOTE(complete). Local."""
+    if not folder.is_dir():
+        return {}
+    found, replaced = {}, {}
+    for path in sorted(folder.iterdir()):
+        if not path.is_dir() or not (path / MANIFEST).exists():
+            continue
+        if not path.name.startswith("."):
+            found[path.name] = path
+        elif REPLACED in path.name:
+            replaced[path.name[1:].rpartition(REPLACED)[0]] = path
+    return replaced | found
 
 
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Errors of the file system inside say what could not be written, why, and what to do."""
+def read_latest(folder: Path) -> str | None:
+    """The tag that was complete last, as far as `latest` tells."""
     try:
-        yield
-    except FileError:
-        raise
-    except OSError as error:
-        remedy = {
-            errno.ENOSPC: "free some space, or save to another disk",
-            errno.EDQUOT: "free some space, or save to another disk",
-            errno.EROFS: "save to a folder that this process may write to",
-            errno.EACCES: "save to a folder that this process may write to",
-            errno.ENOENT: "every rank must see the same folder",
-        }.get(error.errno or 0, "the checkpoint before is as it was")
-        why = error.strerror or error
-        raise FileError(f"{path}: cannot be written: {why}; {remedy}") from error
+        return (folder / LATEST).read_text("utf-8", errors="replace").strip() or None
+    except OSError:
+        return None
 
 
-_PARTIAL: Final = ".partial-"
-_PRUNED: Final = ".pruned-"
-_LOCK: Final = "lock"
-_NO_LOCK_S: Final = 60.0  # a folder without a lock is younger only where its job has just made it
-
-# NOTE(order): everything is written to `.TAG.partial-XXXX` and on disk before that is renamed to
-# TAG; whatever has a name without a dot is complete. What is to go is renamed first, and deleted
-# then. Rank 0's process holds a lock in the partial folder: where nobody does, it is left over. The
-# lock's file is the first in a folder and the last that goes, so that a kill leaves none without.
+def holds_parts(path: Path) -> bool:
+    """Whether a folder has files that ranks write for one checkpoint. Local."""
+    return any(path.glob("rank-*.safetensors"))
 
 
-def check_tag(tag: Any) -> str:
-    """A tag is the name of a folder.
+def read_manifests(
+    found: Mapping[str, Path],
+) -> tuple[dict[str, dict[str, Any]], dict[str, FileError]]:
+    """What the manifests of these checkpoints say, and what is wrong with the others. Local."""
+    manifests, damaged = {}, {}
+    for tag, path in found.items():
+        try:
+            manifests[tag] = read_manifest(path / MANIFEST)
+        except FileError as error:
+            damaged[tag] = error
+    return manifests, damaged
 
-    Raises:
-        ConfigError: It cannot be.
+
+def serials_of(found: Mapping[str, Path]) -> dict[str, int]:
+    """By tag; 0 of those that are loaded by it only. Damaged ones have none: nobody loads them."""
+    return {tag: int(said.get("serial") or 0) for tag, said in read_manifests(found)[0].items()}
+
+
+def other_tags(folder: Path, tag: str) -> str:
+    """What to load in place of a checkpoint that is damaged: the newest first."""
+    found, serials = find_complete(folder), {}
+    for name, said in read_manifests(found)[0].items():
+        with suppress(OSError, KeyError, TypeError, ValueError):  # damaged, too
+            facts = facts_of_files(said["files"]).items()
+            is_whole = all((found[name] / n).stat().st_size == f.num_bytes for n, f in facts)
+            if is_whole and name != tag:
+                serials[name] = said.get("serial") or 0
+    ranked = sorted(serials, key=serials.__getitem__, reverse=True)
+    if not ranked:
+        return "there is no other checkpoint here that could be loaded"
+    return f"load another checkpoint, with tag={' or '.join(map(repr, ranked))}"
+
+
+_VERIFIED_BYTES: Final = 4 * 2**20  # read at a time
+
+# What a manifest says, by what is made of it.
+_PLAIN: Final = (
+    *("tag", "step", "world_size", "serial", "excludes_frozen", "loco_facts", "num_updates"),
+)
+_VALUES: Final = ("scheduler", "engine", "extra")
+_OF_RANKS: Final = ("rank_buffers", "rngs", "loco")
+_SINCE: Final[dict[str, Any]] = {  # what the first ones do not say
+    **{name: {} for name in ("own_said", "own_state", "loco", "loco_facts", "average")},
+    "num_updates": None,
+}
+
+
+@final
+@frozen(kw_only=True)
+class Checkpoint:
+    """A complete checkpoint. Opening reads its manifest; tensors are read when they are asked for.
+
+    Readers are by the names of `model.state_dict()`. An entry of the optimizer's state that is no
+    tensor is its value.
     """
-    is_name = isinstance(tag, str) and tag and Path(tag).name == tag and tag != LATEST
-    if not is_name or tag.startswith(".") or any(c in tag for c in "\0\n"):
-        raise ConfigError(
-            f"tag: expected the name of a folder that does not begin with a dot, got {tag!r}"
-        )
-    return tag
 
-
-@define(eq=False)
-class PartialFolder:
-    """A checkpoint that is being written: rank 0's side of it.
-
-    Attributes:
-        folder: Of all checkpoints.
-        tag: Of this one.
-        serial: Larger than that of any other in the folder.
-    """
-
-    folder: Path
-    tag: str
-    system: FileSystem
-    path: Path = field(init=False)
-    serial: int = field(init=False)
-    _lock: int | None = field(default=None, init=False)
+    path: Path
+    tag: str = field(converter=str)
+    step: int = field(converter=int)
+    world_size: int = field(converter=int)  # that saved it
+    serial: int | None  # grows with every save to the folder; None: loaded by its tag only
+    source: StateSource  # values in the dtype in which they are trained: that of masters
+    frozen: frozenset[str]  # names of parameters in it that do not train
+    excludes_frozen: bool = field(converter=bool)  # parameters that did not train were left out
+    rank_buffers: Mapping[int, Mapping[str, Range]]  # of ranks where they differ from rank 0's
+    rngs: Mapping[int, Mapping[str, Range]]  # by rank and stream
+    loco: Mapping[int, Mapping[str, Range]]  # by rank: what encoding gradients has lost
+    loco_facts: Mapping[str, str]  # what these are of; empty where none were kept
+    average: Mapping[str, Range]  # of parameters that train
+    num_updates: int | None  # of the average; None: none was saved
+    scheduler: Any
+    engine: Any
+    extra: Any
+    files: Mapping[str, FileFacts]
 
     @classmethod
-    def begin(cls, folder: Path, tag: str, system: FileSystem) -> PartialFolder:
-        """Make the folder, after what dead jobs have left is removed.
+    def open(cls, folder: str | Path, tag: str | None = None) -> Checkpoint | None:
+        """The newest complete checkpoint of a folder, or that of a tag. Local; reads no tensors.
 
-        Raises:
-            FileError: It cannot be made, or something else has the name of the tag.
+        None if the folder holds no complete checkpoint, or does not exist.
         """
-        self = cls(folder, tag, system)
-        self.path = folder / f".{tag}{_PARTIAL}{secrets.token_hex(4)}"
-        final = folder / tag
+        folder = Path(folder)
+        found, hint = find_complete(folder), read_latest(folder)
+        if hint is not None and hint not in found and holds_parts(folder / hint):
+            found[hint] = folder / hint  # its manifest is gone
+        if tag is not None and tag not in found:
+            raise FileError(
+                f"{folder}: expected a checkpoint {tag!r}, got "
+                f"{', '.join(sorted(found)) or 'none at all'}"
+            )
+        manifests, damaged = read_manifests(found if tag is None else {tag: found[tag]})
+        if damaged and (tag is not None or hint is None or hint in damaged):
+            bad = hint if hint in damaged else next(iter(damaged))  # it may be the newest
+            raise FileError(f"{damaged[bad]}; {other_tags(folder, bad)}") from damaged[bad]
+        if tag is None:
+            ranked = [name for name, said in manifests.items() if said.get("serial") is not None]
+            tag = max(ranked, key=lambda name: manifests[name]["serial"], default=None)
+        return None if tag is None else cls._of(found[tag], manifests[tag])
+
+    @classmethod
+    def _of(cls, path: Path, said: Mapping[str, Any]) -> Checkpoint:
+        said = {**_SINCE, **said}
         try:
-            with naming(folder):
-                system.make_folders(folder)
-                _remove_leftovers(folder, system)
-                is_empty = final.is_dir() and not any(final.iterdir())
-                if final.exists() and not _is_replaceable(final) and not is_empty:
-                    raise FileError(
-                        f"{final}: expected nothing, or a checkpoint to replace, and this is none; "
-                        "choose another tag, or remove it"
-                    )
-                serials = [_serial_of(path) for path in find_complete(folder).values()]
-                self.serial = 1 + max(serials, default=0)
-                system.mkdir(self.path)
-                self._lock = system.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-                with suppress(OSError):  # the file system may have no locks: see _is_left_over
-                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except FileError:
-            self.abandon()
-            raise
-        return self
+            facts = facts_of_files(said["files"])
+            files = {name: TensorFile(path / name) for name in facts}
 
-    def publish(self, manifest: Mapping[str, Any], *, is_latest: bool, keep: int | None) -> None:
-        """Make it complete, and remove what it replaces and what is not kept.
+            def tensors(of: Mapping[str, Any]) -> dict[str, Any]:
+                return {name: _entry(name, entry, files) for name, entry in of.items()}
 
-        Raises:
-            FileError: Something could not be written. The checkpoint is complete all the same if
-                there is a folder of its tag, or else not there.
-        """
-        with naming(self.folder / self.tag):
-            self.system.write_file(self.path / MANIFEST, seal(manifest))
-            self.system.sync_folder(self.path)
-            self._rename()
-            self.system.sync_folder(self.folder)
-            with suppress(OSError):  # it does no harm there
-                self.system.unlink(self.folder / self.tag / _LOCK)
-            self._release()
-            if is_latest:
-                aside = f".{LATEST}{_PARTIAL}{secrets.token_hex(4)}"
-                with self.system.published(self.folder / LATEST, aside) as path:
-                    self.system.write_file(path, self.tag.encode())
-            _remove_leftovers(self.folder, self.system)
-            if keep is not None:
-                _prune(self.folder, self.tag, keep, self.system)
+            def by_rank(of: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+                return {int(rank): tensors(of_rank) for rank, of_rank in of.items()}
 
-    def abandon(self) -> None:
-        """Remove it, as far as that can be. Again, or after `publish`: nothing happens."""
-        if self.path.exists():
-            _remove(self.path, self.system)
-        self._release()
+            source = StateSource(
+                params=tensors(said["params"]),
+                buffers=tensors(said["buffers"]),
+                ties=said["ties"],
+                may_lack=frozenset(),
+                states={name: tensors(of) for name, of in said["optimizer"].items()},
+                param_groups=tuple(from_json(group) for group in said["param_groups"]),
+                where=str(path),
+                own_said=said["own_said"],
+                own=by_rank(said["own_state"]),
+            )
+            fields: dict[str, Any] = {name: said[name] for name in _PLAIN}
+            fields |= {name: from_json(said[name]) for name in _VALUES}
+            fields |= {name: by_rank(said[name]) for name in _OF_RANKS}
+            return cls(
+                path=path,
+                source=source,
+                frozen=frozenset(n for n, s in said["params"].items() if s.get("frozen")),
+                average=tensors(said["average"]),
+                files=facts,
+                **fields,
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, FileError) as error:
+            raise FileError(
+                f"{path / MANIFEST}: expected a manifest of a checkpoint ({error!r})"
+            ) from error
 
-    def _rename(self) -> None:
-        final = self.folder / self.tag
-        aside = self.folder / f".{self.tag}{REPLACED}{secrets.token_hex(4)}"
-        is_replaced = _is_replaceable(final)
-        if is_replaced:
-            self.system.rename(final, aside)
-        try:
-            self.system.rename(self.path, final)  # also over an empty folder
-        except OSError:
-            if is_replaced:
-                self.system.rename(aside, final)
-            raise
+    def read(self, section: str, rank: int) -> dict[str, Tensor]:
+        """A rank's own tensors; none where it saved none."""
+        own: Mapping[str, Range] = getattr(self, section).get(rank, {})
+        return {name: reader.whole() for name, reader in own.items()}
 
-    def _release(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            with suppress(OSError):
-                self.system.close(lock)
+    def verify(self, files: Iterable[str]) -> None:
+        """See that some of its files are what they were when they were saved. Local."""
+        for name in files:
+            damage = _find_damage(self.path / name, self.files[name])
+            if damage is not None:
+                raise FileError(f"{damage}; {other_tags(self.path.parent, self.tag)}")
 
 
-def _serial_of(path: Path) -> int:
+def _entry(name: str, said: Mapping[str, Any], files: Mapping[str, TensorFile]) -> Any:
+    """A value, or a tensor whose pieces, in any order, are all of its elements once."""
+    if "value" in said:
+        return from_json(said["value"])
+    dtype, shape = dtype_of(said["dtype"]), torch.Size(said["shape"])
+    runs, cursor = [], 0
+    for piece in sorted(said["pieces"], key=lambda piece: (piece["start"], piece["stop"])):
+        start, stop, file = int(piece["start"]), int(piece["stop"]), file_name(piece["file"])
+        if file not in files:
+            raise FileError(f"{name!r} lies in {file!r}, which is not among the files")
+        if start != cursor or stop <= start:
+            raise FileError(
+                f"expected a piece that starts at element {cursor}, got [{start}, {stop}) in {file}"
+            )
+        runs.append(FileRun(files[file], str(piece["key"]), dtype, stop - start))
+        cursor = stop
+    if cursor != shape.numel():
+        raise FileError(f"expected pieces of {shape.numel()} elements, got {cursor}")
+    return Range(shape, dtype, tuple(runs))
+
+
+def _find_damage(path: Path, facts: FileFacts) -> str | None:
     try:
-        return int(read_manifest(path / MANIFEST).get("serial") or 0)
-    except FileError:  # it is damaged, and nobody will load it for the newest
-        return 0
-
-
-def _is_replaceable(path: Path) -> bool:
-    """Whether it is a checkpoint, or what is left of one whose manifest is gone."""
-    return (path / MANIFEST).exists() or holds_parts(path)
-
-
-def _remove_leftovers(folder: Path, system: FileSystem) -> None:
-    """What dead jobs have left. One that replaced a checkpoint is finished, or undone."""
-    complete = find_complete(folder)
-    for path in [folder / name for name in system.listdir(folder) if name.startswith(".")]:
-        tag, was_replaced, _ = path.name[1:].rpartition(REPLACED)
-        if was_replaced and (path / MANIFEST).exists() and complete.get(tag) == path:
-            system.rename(path, folder / tag)
-        elif (
-            was_replaced or _PRUNED in path.name or (_PARTIAL in path.name and _is_left_over(path))
-        ):
-            _remove(path, system)
-        elif path.name.startswith(f".{LATEST}{_PARTIAL}"):
-            system.unlink(path)
-
-
-def _is_left_over(path: Path) -> bool:
-    """Whether the job that has made a partial folder is dead; where that cannot be told, no."""
-    if not path.is_dir():
-        return False
-    try:
-        lock = os.open(path / _LOCK, os.O_RDWR)
-    except FileNotFoundError:
-        try:
-            return time.time() - path.stat().st_mtime > _NO_LOCK_S
-        except OSError:
-            return False
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    else:
-        return True
-    finally:
-        os.close(lock)
-
-
-def _remove(path: Path, system: FileSystem) -> None:
-    """A folder that is no complete checkpoint by its name. What cannot go now goes another time."""
-    with suppress(OSError):
-        system.remove(path, last=_LOCK)
-
-
-def _prune(folder: Path, tag: str, keep: int, system: FileSystem) -> None:
-    """Keep the newest; the one that was saved just now is one of them."""
-    found = find_complete(folder)
-    others = {name: _serial_of(path) for name, path in found.items() if name != tag}
-    ranked = sorted((name for name in others if others[name]), key=lambda name: others[name])
-    for name in ranked[: max(0, len(ranked) - (keep - 1))]:
-        aside = folder / f".{name}{_PRUNED}{secrets.token_hex(4)}"
-        system.rename(found[name], aside)
-        system.sync_folder(folder)
-        _remove(aside, system)
+        num_bytes, crc32 = 0, 0
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(_VERIFIED_BYTES):
+                num_bytes, crc32 = num_bytes + len(chunk), zlib.crc32(chunk, crc32)
+    except OSError as error:
+        return f"{path}: expected {facts.num_bytes} bytes, and it cannot be read: {error.strerror}"
+    if (num_bytes, crc32) == (facts.num_bytes, facts.crc32):
+        return None
+    return (
+        f"{path}: expected {facts.num_bytes} bytes of crc32 {facts.crc32:08x}, got {num_bytes} of "
+        f"{crc32:08x}: it was damaged after it was saved"
+    )

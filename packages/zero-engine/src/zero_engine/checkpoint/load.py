@@ -1,35 +1,76 @@
-"""load(): all of a checkpoint, or nothing of it."""
+"""load() and load_deepspeed(): all of a checkpoint, or nothing of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import nn
 from zero_comm import Group, check_agreement, collective
 from zero_partition import LoadError, ShardedAverage
 from zero_partition.seams import (
     ShardedModel,
-    StateLoad,
     StateSource,
+    find_sharded,
+    load_ranges,
     loco_facts,
+    param_groups_of,
     plan_load,
     restore_loco,
 )
 
-from zero_engine.checks import check_folder, together
+from zero_engine.checks import check_folder, default_group, together
 from zero_engine.errors import FileError
 
-from .deepspeed import holds_deepspeed
-from .pieces import Checkpoint, find_complete, holds_parts
+from .deepspeed import DeepSpeedFolder, holds_deepspeed
+from .folder import Checkpoint, find_complete, holds_parts
 from .pretrained import holds_weights
 from .ranges import Range
 from .save import restore_rngs, sharded_of
 
 _TIMEOUT_S: Final = 60.0
+
+T = TypeVar("T")
+
+
+def _open_together(
+    open_it: Callable[[], T],
+    describe: Callable[[T], str],
+    *,
+    what: str,
+    group: Group,
+    **facts: object,
+) -> T:
+    """Open it on every rank, and see that all see and ask for the same. Collective."""
+    opened: list[T] = []
+
+    def act() -> str:
+        opened.append(open_it())
+        return describe(opened[0])
+
+    said = together(act, what=what, group=group, timeout_s=_TIMEOUT_S)
+    same = {"checkpoint": said[group.rank]} | {name: str(value) for name, value in facts.items()}
+    check_agreement(same, group=group, timeout_s=_TIMEOUT_S)
+    return opened[0]
+
+
+def _refuse(problems: Sequence[str], path: Path, *, what: str, group: Group) -> None:
+    """What does not fit on any rank stops all of them. Collective."""
+
+    def look() -> None:
+        if problems:
+            raise LoadError(
+                f"{path}: cannot be loaded, and nothing was written: {'; '.join(problems)}"
+            )
+
+    together(look, what=what, group=group)
+
+
+# ---- What `save` saved ----
 
 
 @final
@@ -112,22 +153,26 @@ def load(
     """
     check_folder("load()", folder)
     sharded = sharded_of(model, optimizer, "load()")
-    group = sharded.whole
-    opened: list[Checkpoint | None] = []
-
-    def open_it() -> str:
-        opened.append(_open(Path(folder), tag, missing_ok=missing_ok))
-        return "none" if opened[0] is None else f"{opened[0].tag} ({opened[0].serial})"
-
-    found = together(open_it, what="load()", group=group, timeout_s=_TIMEOUT_S)
-    checkpoint = opened[0]
-    facts = {"checkpoint": found[group.rank], "is_strict": str(is_strict)}
-    facts |= {"optimizer": str(optimizer is not None), "scheduler": str(scheduler is not None)}
-    facts["average"] = str(average is not None)
-    check_agreement(facts, group=group, timeout_s=_TIMEOUT_S)
+    group, has_state = sharded.whole, optimizer is not None
+    checkpoint = _open_together(
+        lambda: _open(Path(folder), tag, missing_ok=missing_ok),
+        lambda found: "none" if found is None else f"{found.tag} ({found.serial})",
+        what="load()",
+        group=group,
+        is_strict=is_strict,
+        optimizer=has_state,
+        scheduler=scheduler is not None,
+        average=average is not None,
+    )
     if checkpoint is None:
         return None
-    planned = _plan(checkpoint, sharded, is_state=optimizer is not None, is_strict=is_strict)
+    source = checkpoint.source
+    if checkpoint.excludes_frozen:
+        frozen = frozenset(place.name for place in sharded.places if not place.is_trainable)
+        source = evolve(source, may_lack=frozen)
+    if optimizer is None:
+        source = evolve(source, states=None, own_said={})
+    planned = plan_load(sharded, source, is_strict=is_strict)
     problems = list(planned.problems)
     if scheduler is not None and checkpoint.scheduler is None and is_strict:
         problems.append("it was saved without a scheduler")
@@ -135,11 +180,11 @@ def load(
         problems += average.find_problems(checkpoint.average)
     elif average is not None and is_strict:
         problems.append("it was saved without an average")
-    refuse(problems, checkpoint.path, what="load()", group=group)
+    _refuse(problems, checkpoint.path, what="load()", group=group)
     together(lambda: _verify(checkpoint, group), what="load()", group=group)
     if optimizer is not None:
         optimizer.zero_grad()
-    loco_problem = None if optimizer is None else _why_no_loco(checkpoint, sharded)
+    loco_problem = _why_no_loco(checkpoint, sharded) if has_state else None
     does_rngs = restores_rngs and checkpoint.world_size == group.world_size
 
     def apply() -> None:
@@ -150,12 +195,10 @@ def load(
                 scheduler.load_state_dict(checkpoint.scheduler)
             if average is not None and checkpoint.num_updates is not None:
                 average.load(checkpoint.average, checkpoint.num_updates)
-            if optimizer is not None:
-                own = {} if loco_problem else checkpoint.loco.get(group.rank, {})
-                restore_loco(sharded, {name: reader.whole() for name, reader in own.items()})
+            if has_state:
+                restore_loco(sharded, {} if loco_problem else checkpoint.read("loco", group.rank))
             if does_rngs:
-                streams = checkpoint.rngs.get(group.rank, {})
-                restore_rngs({k: r.whole() for k, r in streams.items()}, group.device)
+                restore_rngs(checkpoint.read("rngs", group.rank), group.device)
         except OSError as error:
             raise FileError(
                 f"{checkpoint.path}: {error}; it failed after some values were written: load again "
@@ -163,10 +206,9 @@ def load(
             ) from error
 
     together(apply, what="load()", group=group)
-    weights = {**checkpoint.params, **checkpoint.buffers}
-    restored: list[Any] = [r for name, r in weights.items() if name not in planned.unexpected]
-    states = checkpoint.optimizer.values() if optimizer is not None else ()
-    entries = [entry for of_param in states for entry in of_param.values()]
+    weights: dict[str, Any] = {**source.params, **source.buffers}
+    restored = [reader for name, reader in weights.items() if name not in planned.unexpected]
+    entries = [entry for state in (source.states or {}).values() for entry in state.values()]
     return LoadReport(
         path=checkpoint.path,
         step=checkpoint.step,
@@ -216,38 +258,6 @@ def _find_mistake(path: Path, tag: str | None) -> str | None:
     return None
 
 
-def _plan(
-    checkpoint: Checkpoint, sharded: ShardedModel, *, is_state: bool, is_strict: bool
-) -> StateLoad:
-    may_lack: frozenset[str] = frozenset()
-    if checkpoint.excludes_frozen:
-        may_lack = frozenset(place.name for place in sharded.places if not place.is_trainable)
-    source = StateSource(
-        params=checkpoint.params,
-        buffers=checkpoint.buffers,
-        ties=checkpoint.ties,
-        may_lack=may_lack,
-        states=checkpoint.optimizer if is_state else None,
-        param_groups=checkpoint.param_groups,
-        where=str(checkpoint.path),
-        own_said=checkpoint.own_said if is_state else {},
-        own=checkpoint.own_state,
-    )
-    return plan_load(sharded, source, is_strict=is_strict)
-
-
-def refuse(problems: Sequence[str], path: Path, *, what: str, group: Group) -> None:
-    """What does not fit on any rank stops all of them. Collective."""
-
-    def look() -> None:
-        if problems:
-            raise LoadError(
-                f"{path}: cannot be loaded, and nothing was written: {'; '.join(problems)}"
-            )
-
-    together(look, what=what, group=group)
-
-
 def _verify(checkpoint: Checkpoint, group: Group) -> None:
     """Every rank checks some of the files, of about as many bytes."""
     shares: list[list[str]] = [[] for _ in range(group.world_size)]
@@ -262,13 +272,11 @@ def _verify(checkpoint: Checkpoint, group: Group) -> None:
 
 def _fill_own_buffers(checkpoint: Checkpoint, sharded: ShardedModel) -> None:
     """Those of this rank that were not rank 0's, if as many ranks have saved them."""
-    if checkpoint.world_size != sharded.whole.world_size:
-        return
-    own = checkpoint.rank_buffers.get(sharded.whole.rank, {})
-    buffers = dict(sharded.model.named_buffers(remove_duplicate=False))
-    for name, reader in own.items():
-        if name in buffers:
-            buffers[name].copy_(reader.whole())
+    if checkpoint.world_size == sharded.whole.world_size:
+        buffers = dict(sharded.model.named_buffers(remove_duplicate=False))
+        for name, value in checkpoint.read("rank_buffers", sharded.whole.rank).items():
+            if name in buffers:
+                buffers[name].copy_(value)
 
 
 def _why_no_loco(checkpoint: Checkpoint, sharded: ShardedModel) -> str | None:
@@ -283,3 +291,139 @@ def _why_no_loco(checkpoint: Checkpoint, sharded: ShardedModel) -> str | None:
         if here.get(name) != saved.get(name):
             return f"{what}: {name} was {saved.get(name)} when they were saved, is {here.get(name)}"
     return None
+
+
+# ---- What DeepSpeed saved ----
+
+
+@final
+@frozen(kw_only=True)
+class DeepSpeedLoadReport:
+    """What was loaded."""
+
+    path: Path  # of the folder the files lie in
+    step: int  # DeepSpeed's global_steps
+    stage: int  # that saved it
+    world_size: int  # likewise
+    num_params: int  # in the files
+    num_states: int  # entries of optimizer state that were loaded, of whole parameters
+    missing: tuple[str, ...]  # parameters and buffers that stayed as they were
+    unexpected: tuple[str, ...]  # that the model does not have
+    engine: Mapping[str, Any]  # what its engine kept besides: counters, scheduler; not restored
+    client_state: Mapping[str, Any]  # what `save_checkpoint` was given
+
+    def __str__(self) -> str:
+        return (
+            f"loaded {self.num_params} parameters and {self.num_states} entries of optimizer state "
+            f"of step {self.step}, stage {self.stage}, {self.world_size} ranks, from {self.path}"
+        )
+
+
+@collective
+def load_deepspeed(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    tag: str | None = None,
+    is_strict: bool = True,
+    group: Group | None = None,
+) -> DeepSpeedLoadReport:
+    """Go on from a checkpoint that DeepSpeed's ZeRO saved at stage 1, 2 or 3. Collective.
+
+    Parameters and optimizer state go by name and element into what each rank keeps, at any world
+    size, stage and residence. Those that trained come from DeepSpeed's fp32 partitions: masters
+    take them as they are. Each rank maps the files and reads the elements it keeps. Options of
+    param groups, learning rates too, stay those of `optimizer`; loss scales and random numbers are
+    not read, and what the engine kept besides is in the report only.
+
+    Files are read as tensors and plain values (`weights_only=True`), and nothing of them is run.
+    DeepSpeed need not be installed.
+
+    Args:
+        folder: That `save_checkpoint` was given, or the one of a tag in it.
+        model: That was sharded; without `optimizer` also one inside `Init`, on the meta device, or
+            plain, as for `load_pretrained`.
+        optimizer: That was sharded with it; None leaves its state as it is.
+        tag: Which checkpoint; what the folder's file `latest` says when None.
+        is_strict: Whether missing and unexpected names, and trained parameters without state in the
+            files, are errors.
+        group: As for `load_pretrained`, where the model is not sharded yet.
+
+    Returns:
+        What was loaded; its `step` is where training goes on.
+
+    Raises:
+        FileError: A file is missing, damaged, of tensor, pipeline or expert parallelism, or asks
+            for more than tensors and plain values: it is named with what it asks for.
+        zero_partition.LoadError: Names all that is missing, unexpected or does not fit; nothing was
+            written.
+        zero_partition.StateError: `optimizer` was given and not sharded with the model; or a
+            forward is running.
+        zero_comm.AgreementError: Ranks see different files or pass different arguments.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    what, has_state = "load_deepspeed()", optimizer is not None
+    is_plain = not has_state and find_sharded(model) is None
+    sharded = None if is_plain else sharded_of(model, optimizer, what)
+    if sharded is not None:
+        group = sharded.whole
+    group = default_group(model) if group is None else group
+    found = _open_together(
+        lambda: DeepSpeedFolder.open(folder, tag),
+        _describe,
+        what=what,
+        group=group,
+        optimizer=has_state,
+        is_strict=is_strict,
+    )
+    source = found.source
+    if sharded is None:
+        also = {alias: source.params[name] for alias, name in source.ties.items()}
+        readers = {**source.params, **also, **source.buffers}
+        report: Any = load_ranges(model, readers, group=group, strict=is_strict)
+    else:
+        names = [{"params": group["params"]} for group in param_groups_of(sharded)]
+        source = evolve(source, param_groups=names)
+        if optimizer is None:
+            source = evolve(source, states=None)
+        planned = report = plan_load(sharded, source, is_strict=is_strict)
+        problems = list(planned.problems)
+        if has_state and is_strict:
+            problems += _find_lacking_states(source, sharded)
+        _refuse(problems, found.path, what=what, group=group)
+        if optimizer is not None:
+            optimizer.zero_grad()
+        together(planned.apply, what=what, group=group)
+    return DeepSpeedLoadReport(
+        path=found.path,
+        step=found.step,
+        stage=found.stage,
+        world_size=found.world_size,
+        num_params=len(source.params),
+        num_states=sum(map(len, (source.states or {}).values())) if has_state else 0,
+        missing=report.missing,
+        unexpected=report.unexpected,
+        engine=found.engine,
+        client_state=found.client_state,
+    )
+
+
+def _describe(found: DeepSpeedFolder) -> str:
+    params, states = found.source.params, found.source.states or {}
+    content = {n: {k: str(r.shape) for k, r in state.items()} for n, state in states.items()}
+    crc32 = zlib.crc32(repr((sorted(params), content)).encode())
+    return f"step {found.step}, {len(params)} parameters ({crc32:08x})"
+
+
+def _find_lacking_states(source: StateSource, sharded: ShardedModel) -> list[str]:
+    """Trained parameters would begin anew if nothing was said."""
+    stepped = {name for options in source.param_groups for name in options["params"]}
+    lacking = [
+        place.name
+        for place in sharded.places
+        if place.is_trainable
+        and place.name in stepped
+        and not any(name in (source.states or {}) for name in place.plan.names)
+    ]
+    return [f"no optimizer state of {', '.join(map(repr, lacking))}"] if lacking else []

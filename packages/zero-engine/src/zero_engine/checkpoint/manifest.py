@@ -19,15 +19,9 @@ _KIND: Final = "$"  # the key of what JSON has no word for
 
 
 def to_json(value: Any, where: str) -> Any:
-    """JSON that `from_json` turns into the value again, tuples and small tensors included.
+    """JSON that `from_json` turns into the value again; `where` says in errors what it is.
 
-    Args:
-        value: None, bools, numbers, strings; lists, tuples and dicts of these; dense tensors, whose
-            values go into the text.
-        where: What it is, for the error.
-
-    Raises:
-        ConfigError: It holds something else, which would have to be pickled.
+    Of None, bools, numbers and strings, lists, tuples and dicts of these, and small dense tensors.
     """
     if isinstance(value, Tensor):
         return _tensor_to_json(value, where)
@@ -54,11 +48,7 @@ def to_json(value: Any, where: str) -> Any:
 
 
 def from_json(said: Any) -> Any:
-    """The value of which `to_json` made this.
-
-    Raises:
-        FileError: It is of no kind that `to_json` makes.
-    """
+    """The value of which `to_json` made this."""
     if isinstance(said, list):
         return [from_json(item) for item in said]
     if not isinstance(said, dict):
@@ -79,11 +69,7 @@ def from_json(said: Any) -> Any:
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """The dtype that torch calls so, "float32" say.
-
-    Raises:
-        FileError: There is none.
-    """
+    """The dtype that torch calls so, "float32" say."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise FileError(f"expected the name of a torch.dtype, got {name!r}")
@@ -130,19 +116,12 @@ class FileFacts:
 
 def seal(content: Mapping[str, Any]) -> bytes:
     """The bytes of a manifest: JSON, with a checksum over all else that it says."""
-    return _sealed({"format": FORMAT, "version": VERSION, **content})
-
-
-def _sealed(content: Mapping[str, Any]) -> bytes:
+    content = {"format": FORMAT, "version": VERSION, **content}
     return json.dumps({**content, "crc32": _crc32_of(content)}, indent=1).encode()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What a manifest says. Local.
-
-    Raises:
-        FileError: It cannot be read, is damaged, or of another format or version.
-    """
+    """What a manifest says. Local; raises if it is damaged, or of another format or version."""
     try:
         content = path.read_bytes()
         said = json.loads(content)
@@ -153,7 +132,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise FileError(f"{path}: expected a manifest in JSON, got a {type(said).__name__}")
     crc32 = said.pop("crc32", None)
-    if crc32 != _crc32_of(said) or content != _sealed(said):  # white space, too
+    if crc32 != _crc32_of(said) or content != seal(said):  # white space, too
         raise FileError(
             f"{path}: expected content of crc32 {crc32}, got {_crc32_of(said)}: it is damaged"
         )

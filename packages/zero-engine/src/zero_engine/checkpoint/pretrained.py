@@ -15,9 +15,7 @@ from zero_engine.checks import default_group
 from zero_engine.config import ZeroConfig
 from zero_engine.errors import FileError
 
-from .ranges import FileRun, Range
-from .tensor_file import TensorFile
-from .torch_file import open_torch_file
+from .ranges import Range, open_safetensors, open_torch_file
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
@@ -40,7 +38,7 @@ def load_pretrained(
 
     Files are of safetensors, or state dicts that torch.save wrote (.pt, .pth, .bin), which are read
     with `weights_only=True`, so that nothing of them is run, and mapped. The model may be built
-    inside `Init`, on the meta device, or be sharded already. Beyond the shards a rank needs 8 MiB,
+    inside `Init`, on the meta device, or be sharded already. Beyond the shards a rank needs 2 MiB,
     or the largest buffer; what it reads of torch's files stays in the system's cache. Float values
     are rounded to the model's float dtype; all other dtypes must be the model's.
 
@@ -114,7 +112,15 @@ def holds_weights(folder: Path) -> bool:
 
 
 def _read_index(path: Path) -> dict[str, AbstractRangeReader]:
-    files = _weight_map(path)
+    if not path.is_file():
+        raise FileError(f"{path}: no such file")
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise FileError(f"{path}: expected JSON ({error}); download it again") from error
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise FileError(f"{path}: expected a 'weight_map' from names to files")
     headers = {}
     for file in dict.fromkeys(files.values()):
         if Path(file).name != file:
@@ -134,19 +140,6 @@ def _read_index(path: Path) -> dict[str, AbstractRangeReader]:
     return {name: headers[file][name] for name, file in files.items()}
 
 
-def _weight_map(path: Path) -> dict[str, str]:
-    if not path.is_file():
-        raise FileError(f"{path}: no such file")
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise FileError(f"{path}: expected JSON ({error}); download it again") from error
-    files = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise FileError(f"{path}: expected a 'weight_map' from names to files")
-    return files
-
-
 def _merge(paths: Iterable[Path]) -> dict[str, AbstractRangeReader]:
     merged: dict[str, AbstractRangeReader] = {}
     origin: dict[str, Path] = {}
@@ -158,11 +151,5 @@ def _merge(paths: Iterable[Path]) -> dict[str, AbstractRangeReader]:
     return merged
 
 
-def _read_file(path: Path) -> Mapping[str, AbstractRangeReader]:
-    if path.suffix in _TORCH_SUFFIXES:
-        return open_torch_file(path)
-    file = TensorFile(path)
-    return {
-        key: Range(shape, dtype, (FileRun(file, key, dtype, shape.numel()),))
-        for key, (dtype, shape, _) in file.tensors().items()
-    }
+def _read_file(path: Path) -> Mapping[str, Range]:
+    return open_torch_file(path) if path.suffix in _TORCH_SUFFIXES else open_safetensors(path)

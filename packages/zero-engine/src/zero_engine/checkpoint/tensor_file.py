@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,20 +39,23 @@ _DTYPES: Final = {code: dtype for dtype, code in ALL_CODES.items()} | {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
+_CHUNK_BYTES: Final = 4 * 2**20  # leave a device at a time
 _LENGTH_BYTES: Final = 8
 _LARGEST_HEADER_BYTES: Final = 10**8  # what the safetensors library accepts
 
 
-def header_of(
+def file_bytes(
     tensors: Iterable[tuple[str, str, Sequence[int], int]],
+    values: Iterable[Tensor],
     *,
     align: int,
     metadata: Mapping[str, str] | None = None,
-) -> bytes:
-    """What a file begins with.
+) -> Iterator[memoryview]:
+    """All bytes of a file, in their order; each view is to be taken before the next. Local.
 
     Args:
-        tensors: In the order of the file: key, code of the dtype, shape, bytes.
+        tensors: Key, code of the dtype, shape, bytes.
+        values: Theirs, end to end, in parts of any size; each is asked for when its turn comes.
         align: A divisor of where the first one begins.
         metadata: Of the file.
     """
@@ -64,7 +67,25 @@ def header_of(
         cursor += num_bytes
     text = json.dumps(said, separators=(",", ":")).encode()
     text += b" " * (-(_LENGTH_BYTES + len(text)) % align)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    yield memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+    for value in values:
+        flat = value.detach().contiguous().view(-1).view(torch.uint8)
+        for start in range(0, flat.numel(), _CHUNK_BYTES):
+            yield flat[start : start + _CHUNK_BYTES].cpu().numpy().data
+
+
+def in_files(items: Iterable[Any], max_bytes: int) -> Iterator[list[Any]]:
+    """In their order; no file is larger than it may be, but one with a single item."""
+    chosen: list[Any] = []
+    num_bytes = 0
+    for item in items:
+        if chosen and num_bytes + item.num_bytes > max_bytes:
+            yield chosen
+            chosen, num_bytes = [], 0
+        chosen.append(item)
+        num_bytes += item.num_bytes
+    if chosen:
+        yield chosen
 
 
 @define(eq=False)

@@ -1,145 +1,41 @@
-"""A rank's pieces on their way to files: batch by batch, checksummed as they are written."""
+"""A checkpoint on its way to disk: every rank writes its pieces, and rank 0 publishes them all."""
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import mmap
 import os
-import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from attrs import define, field, frozen
-from torch import Tensor
+from torch import Tensor, nn
+from zero_comm import Group
+from zero_partition import ShardedAverage
 
 from zero_engine.errors import FileError
 
-from .folder import FileSystem, naming
-from .manifest import FileFacts, name_of
-from .pieces import Checkpoint
-from .tensor_file import CODES, header_of
-
-_BLOCK_BYTES: Final = 4 * 2**20  # written at a time
-_NUM_BLOCKS: Final = 4  # in memory: one fills; a disk is not steady, and others may wait for it
-_ALIGN_BYTES: Final = 4096  # what O_DIRECT asks for, of any disk
-_DIRECT: Final = getattr(os, "O_DIRECT", 0)
-
-# NOTE(direct): through the page cache a checkpoint is copied once more, pushes out what others have
-# there, and is written when `fsync` asks. So bytes are gathered in aligned blocks, and each goes
-# past the cache while the next fills. What does not fill a page at the end, and all of it where the
-# file system has no O_DIRECT, goes the usual way.
-#
-# The blocks lie in huge pages where the kernel grants those: what goes to a disk at once is one
-# piece of memory then and not a thousand, and writing took half as long again without.
-
-
-@define(eq=False)
-class NewFile:
-    """A context in which a file is made; it is on disk at its end."""
-
-    path: Path
-    system: FileSystem
-    num_bytes: int = field(default=0, init=False)
-    crc32: int = field(default=0, init=False)
-    _file: int = field(init=False)
-    _is_direct: bool = field(default=bool(_DIRECT), init=False)
-    _blocks: deque[memoryview] = field(init=False)  # the first fills; the last were given away last
-    _filled: int = field(default=0, init=False)  # bytes of the first block
-    _writer: ThreadPoolExecutor = field(init=False)
-    _under_way: deque[Future[None]] = field(factory=deque, init=False)  # of the last blocks
-
-    def __enter__(self) -> NewFile:
-        self._file = self._open()
-        memory = memoryview(_huge_pages(_NUM_BLOCKS * _BLOCK_BYTES))
-        starts = range(0, len(memory), _BLOCK_BYTES)
-        self._blocks = deque(memory[start : start + _BLOCK_BYTES] for start in starts)
-        self._writer = ThreadPoolExecutor(1, "zero-checkpoint")
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        try:
-            if kind is None:
-                self._wait_for(0)
-                whole = self._filled - self._filled % _ALIGN_BYTES
-                self._write(self._blocks[0][:whole])
-                self._be_usual()
-                self._write(self._blocks[0][whole : self._filled])
-                self.system.fsync(self._file)
-        finally:
-            self._writer.shutdown(cancel_futures=True)
-            self._blocks.clear()
-            self.system.close(self._file)
-
-    def put(self, view: memoryview) -> None:
-        """Write these bytes after those before; they may change when it returns."""
-        view = view.cast("B")
-        self.num_bytes += len(view)
-        while view:
-            room = _BLOCK_BYTES - self._filled
-            part, view = view[:room], view[room:]
-            self._blocks[0][self._filled : self._filled + len(part)] = part
-            self.crc32 = zlib.crc32(part, self.crc32)  # while it is in the processor's cache
-            self._filled += len(part)
-            if self._filled == _BLOCK_BYTES:
-                self._under_way.append(self._writer.submit(self._write, self._blocks[0]))
-                self._wait_for(_NUM_BLOCKS - 1)
-                self._blocks.rotate(-1)
-                self._filled = 0
-
-    def _open(self) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        if self._is_direct:
-            try:
-                return self.system.open(self.path, flags | _DIRECT, 0o666)
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # that: the file system has none
-                    raise
-                self._is_direct = False
-                flags &= ~os.O_EXCL  # it may have been made all the same
-        return self.system.open(self.path, flags, 0o666)
-
-    def _wait_for(self, num_left: int) -> None:
-        """Until so many blocks, at most, are still to be written."""
-        while len(self._under_way) > num_left:
-            self._under_way.popleft().result()
-
-    def _write(self, view: memoryview) -> None:
-        while view:
-            try:
-                written = self.system.write(self._file, view)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self._is_direct:
-                    raise
-                self._be_usual()  # blocks of this disk are larger than a page
-                continue
-            view = view[written:]
-            if written % _ALIGN_BYTES:
-                self._be_usual()
-
-    def _be_usual(self) -> None:
-        if self._is_direct:
-            flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
-            fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~_DIRECT)
-            self._is_direct = False
-
-
-def _huge_pages(num_bytes: int) -> mmap.mmap:
-    """Anonymous memory, none of which is there before it is touched."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):  # a kernel without them, or another system
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
+from .file_system import FILE_SYSTEM, FileSystem, NewFile, naming
+from .folder import LATEST, REPLACED, find_complete, holds_parts, serials_of
+from .manifest import MANIFEST, FileFacts, facts_of_files, name_of, read_manifest, seal
+from .tensor_file import CODES, file_bytes, in_files
 
 FILE_BYTES: Final = 2**30
-_CHUNK_BYTES: Final = 4 * 2**20  # leave a device at a time
-_TENSOR_ALIGN_BYTES: Final = 64  # mapped tensors then begin where any dtype, and vector units, may
+_ALIGN_BYTES: Final = 64  # mapped tensors then begin where any dtype, and vector units, may
+
+_PARTIAL: Final = ".partial-"
+_PRUNED: Final = ".pruned-"
+_LOCK: Final = "lock"
+_NO_LOCK_S: Final = 60.0  # a folder without a lock is younger only where its job has just made it
+
+# NOTE(order): everything is written to `.TAG.partial-XXXX` and on disk before that is renamed to
+# TAG; whatever has a name without a dot is complete. What is to go is renamed first, and deleted
+# then. Rank 0's process holds a lock in the partial folder: where nobody does, it is left over. The
+# lock's file is the first in a folder and the last that goes, so that a kill leaves none without.
 
 # NOTE(linked): frozen parameters are compared with their file in the checkpoint before, byte by
 # byte, and if they are the same there is one file with two names. To read costs less than to write,
@@ -182,112 +78,298 @@ class GivenBatch:
         return sum(run.num_bytes for run in self.runs)
 
 
-class _DiffersError(Exception):
-    """A file is not what would be written."""
+@frozen(kw_only=True, eq=False)
+class SaveRequest:
+    """What is to be saved, and where: arguments of `save`, and what besides users have no name."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    folder: Any
+    step: Any
+    extra: Any = None
+    scheduler: Any = None
+    tag: Any = None
+    keep: Any = None
+    exclude_frozen: bool = False
+    is_latest: bool = True
+    average: ShardedAverage | None = None
+    engine: Any = None  # what an engine keeps, which warns of gradients itself
+    system: FileSystem = FILE_SYSTEM
 
 
-def write_files(
-    folder: Path,
-    rank: int,
-    batches: Sequence[GivenBatch],
-    *,
-    system: FileSystem,
-    before: Checkpoint | None,
+@final
+@frozen(kw_only=True)
+class SaveReport:
+    """What was saved."""
+
+    path: Path  # of the checkpoint's own folder
+    num_tensors: int  # whole ones
+    num_bytes: int  # of all ranks' files
+    linked_bytes: int  # of those, in files that the checkpoint before has too, on this rank
+
+
+@define(eq=False, kw_only=True)
+class CheckpointWriter:
+    """A checkpoint that is being written, in the order of its methods; `abandon` ends it. Local."""
+
+    asked: SaveRequest
+    group: Group  # of the model
+    content: dict[str, Any]  # of the manifest; where tensors lie, and files, come at the end
+    batches: list[GivenBatch]  # what this rank writes
+    num_tensors: int  # whole ones
+    path: Path = field(init=False)  # of the folder that is written to
+    _lock: int | None = field(default=None, init=False)  # on rank 0: see NOTE(order)
+
+    @property
+    def folder(self) -> Path:
+        """Of all checkpoints."""
+        return Path(self.asked.folder)
+
+    @property
+    def final(self) -> Path:
+        """What the folder is called when it is complete."""
+        return self.folder / self.content["tag"]
+
+    def make_folder(self) -> str | None:
+        """On rank 0, after what dead jobs have left is removed; returns its name for the others."""
+        if self.group.rank:
+            return None
+        final, system = self.final, self.asked.system
+        self.path = self.folder / f".{final.name}{_PARTIAL}{secrets.token_hex(4)}"
+        try:
+            with naming(self.folder):
+                system.make_folders(self.folder)
+                _remove_leftovers(self.folder, system)
+                is_empty = final.is_dir() and not any(final.iterdir())
+                if final.exists() and not _is_replaceable(final) and not is_empty:
+                    raise FileError(
+                        f"{final}: expected nothing, or a checkpoint to replace, and this is none; "
+                        "choose another tag, or remove it"
+                    )
+                if self.asked.is_latest:
+                    serials = serials_of(find_complete(self.folder)).values()
+                    self.content["serial"] = 1 + max(serials, default=0)
+                system.mkdir(self.path)
+                self._lock = system.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+                with suppress(OSError):  # the file system may have no locks: see `_is_left_over`
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileError:
+            self.abandon()
+            raise
+        return self.path.name
+
+    def write(self) -> dict[str, Any]:
+        """Write what this rank gives, on disk when it returns: what `publish` has to be told.
+
+        Batches are read one at a time, or again where they are compared.
+        """
+        pieces: list[dict[str, Any]] = []
+        files: dict[str, FileFacts] = {}
+        for prefix, is_frozen in (("frozen", True), ("rank", False)):
+            batches = [batch for batch in self.batches if batch.is_frozen is is_frozen]
+            before = self._before() if is_frozen and batches else None
+            for index, chosen in enumerate(in_files(batches, FILE_BYTES)):
+                path = self.path / f"{prefix}-{self.group.rank:05}-{index:02}.safetensors"
+                name = path.name
+                if before and name in before[1] and self._link(path, chosen, before[0]):
+                    files[name] = before[1][name]
+                else:
+                    files[name] = self._write_file(path, chosen)
+                for run in (run for batch in chosen for run in batch.runs):
+                    where = {"file": name, "key": run.key, "start": run.start, "stop": run.stop}
+                    said = {"path": run.path, "dtype": name_of(run.dtype), "shape": list(run.shape)}
+                    pieces.append(said | {"piece": where})
+        facts = {name: {"bytes": f.num_bytes, "crc32": f.crc32} for name, f in files.items()}
+        return {"pieces": pieces, "files": facts}
+
+    def publish(self, written: Sequence[dict[str, Any]]) -> None:
+        """On rank 0, make a complete checkpoint of what all ranks have written.
+
+        What it replaces, and what is not kept, is removed. After an error the checkpoint is
+        complete all the same if there is a folder of its tag, or else not there.
+        """
+        if self.group.rank:
+            return
+        content, final, system = self.content, self.final, self.asked.system
+        for one in (one for of_rank in written for one in of_rank["pieces"]):
+            tensor = tensor_at(content, one["path"], one["dtype"], one["shape"])
+            if one["piece"]["stop"] > one["piece"]["start"]:
+                tensor["pieces"].append(one["piece"])
+        content["files"] = {name: f for of_rank in written for name, f in of_rank["files"].items()}
+        with naming(final):
+            system.write_file(self.path / MANIFEST, seal(content))
+            system.sync_folder(self.path)
+            self._rename()
+            system.sync_folder(self.folder)
+            with suppress(OSError):  # it does no harm there
+                system.unlink(final / _LOCK)
+            self._release()
+            if self.asked.is_latest:
+                aside = f".{LATEST}{_PARTIAL}{secrets.token_hex(4)}"
+                with system.published(self.folder / LATEST, aside) as path:
+                    system.write_file(path, final.name.encode())
+            _remove_leftovers(self.folder, system)
+            if self.asked.keep is not None:
+                _prune(final, self.asked.keep, system)
+
+    def abandon(self) -> None:
+        """Remove what there is, as far as that can be. Again, or after `publish`: nothing."""
+        if self.group.rank == 0 and self.path.exists():
+            _remove(self.path, self.asked.system)
+        self._release()
+
+    def report(self, written: Sequence[dict[str, Any]]) -> SaveReport:
+        """Of a checkpoint that is complete."""
+        mine = written[self.group.rank]["files"]
+        try:
+            linked = [f["bytes"] for n, f in mine.items() if (self.final / n).stat().st_nlink > 1]
+        except OSError:  # pruned or replaced by now
+            linked = []
+        return SaveReport(
+            path=self.final,
+            num_tensors=self.num_tensors,
+            num_bytes=sum(f["bytes"] for of_rank in written for f in of_rank["files"].values()),
+            linked_bytes=sum(linked),
+        )
+
+    def _before(self) -> tuple[Path, dict[str, FileFacts]] | None:
+        """The newest checkpoint that is not damaged, and its files."""
+        with suppress(OSError, LookupError, TypeError, ValueError):  # there is none
+            found = find_complete(self.folder)
+            serials = {tag: serial for tag, serial in serials_of(found).items() if serial}
+            newest = found[max(serials, key=serials.__getitem__)]
+            return newest, facts_of_files(read_manifest(newest / MANIFEST)["files"])
+        return None
+
+    def _write_file(self, path: Path, batches: Sequence[GivenBatch]) -> FileFacts:
+        with naming(path), NewFile(path, self.asked.system) as file:
+            for view in _bytes_of(batches):
+                file.put(view)
+        return FileFacts(file.num_bytes, file.crc32)
+
+    def _link(self, path: Path, batches: Sequence[GivenBatch], before: Path) -> bool:
+        """Give a file of the checkpoint before a second name, if it is what would be written."""
+        with suppress(OSError):  # it is gone, or cannot have two names
+            with (before / path.name).open("rb", buffering=0) as file:
+                is_same = all(file.read(len(view)) == view for view in _bytes_of(batches))
+                is_same = is_same and not file.read(1)
+            if is_same:
+                self.asked.system.link(before / path.name, path)
+            return is_same
+        return False
+
+    def _rename(self) -> None:
+        aside = self.folder / f".{self.final.name}{REPLACED}{secrets.token_hex(4)}"
+        is_replaced = _is_replaceable(self.final)
+        if is_replaced:
+            self.asked.system.rename(self.final, aside)
+        try:
+            self.asked.system.rename(self.path, self.final)  # also over an empty folder
+        except OSError:
+            if is_replaced:
+                self.asked.system.rename(aside, self.final)
+            raise
+
+    def _release(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with suppress(OSError):
+                self.asked.system.close(lock)
+
+
+def tensor_at(
+    content: dict[str, Any], path: Sequence[str], dtype: str, shape: Sequence[int]
 ) -> dict[str, Any]:
-    """Write batches to new files of a folder, each on disk when this returns. Local.
-
-    Args:
-        folder: Where to.
-        rank: In the names of the files.
-        batches: What; read one at a time, or again where they are compared.
-        system: See `FileSystem`.
-        before: Whose files are linked where they are the same; see NOTE(linked).
-
-    Returns:
-        For the manifest: its pieces, and facts of files by name.
-
-    Raises:
-        FileError: A file could not be written.
-    """
-    pieces: list[dict[str, Any]] = []
-    files: dict[str, dict[str, int]] = {}
-    for prefix, is_frozen in (("frozen", True), ("rank", False)):
-        of_prefix = (batch for batch in batches if batch.is_frozen is is_frozen)
-        for index, chosen in enumerate(in_files(of_prefix, FILE_BYTES)):
-            name = f"{prefix}-{rank:05}-{index:02}.safetensors"
-            path = folder / name
-            with naming(path):
-                facts = _link(path, chosen, system, before) if is_frozen else None
-                if facts is None:
-                    with NewFile(path, system) as file:
-                        _put(file.put, chosen)
-                    facts = FileFacts(file.num_bytes, file.crc32)
-            files[name] = {"bytes": facts.num_bytes, "crc32": facts.crc32}
-            for run in (run for batch in chosen for run in batch.runs):
-                where = {"file": name, "key": run.key, "start": run.start, "stop": run.stop}
-                said = {"path": run.path, "dtype": name_of(run.dtype), "shape": list(run.shape)}
-                pieces.append(said | {"piece": where})
-    return {"pieces": pieces, "files": files}
+    """What a manifest says of a tensor; without pieces where it said nothing."""
+    at = content
+    for name in path[:-1]:
+        at = at.setdefault(name, {})
+    return at.setdefault(path[-1], {"dtype": dtype, "shape": list(shape), "pieces": []})
 
 
-def in_files(items: Iterable[Any], max_bytes: int) -> Iterator[list[Any]]:
-    """In their order; no file is larger than it may be, but one with a single item."""
-    chosen: list[Any] = []
-    num_bytes = 0
-    for item in items:
-        if chosen and num_bytes + item.num_bytes > max_bytes:
-            yield chosen
-            chosen, num_bytes = [], 0
-        chosen.append(item)
-        num_bytes += item.num_bytes
-    if chosen:
-        yield chosen
-
-
-def _put(put: Callable[[memoryview], object], batches: Sequence[GivenBatch]) -> None:
+def _bytes_of(batches: Sequence[GivenBatch]) -> Iterator[memoryview]:
     """All bytes of a file. The format has no holes: paddings are tensors as well."""
     tensors: list[tuple[str, str, list[int], int]] = []
     cursor = 0
     for index, run in enumerate(run for batch in batches for run in batch.runs):
-        if padding := -cursor % _TENSOR_ALIGN_BYTES:
+        if padding := -cursor % _ALIGN_BYTES:
             tensors.append((f"padding.{index}", "U8", [padding], padding))
         cursor += padding + run.num_bytes
         code = CODES.get(run.dtype)
         numel = run.num_bytes if code is None else run.stop - run.start
         tensors.append((run.key, code or "U8", [numel], run.num_bytes))
-    put(memoryview(header_of(tensors, align=_TENSOR_ALIGN_BYTES)))
+    return file_bytes(tensors, _values(batches), align=_ALIGN_BYTES)
+
+
+def _values(batches: Sequence[GivenBatch]) -> Iterator[Tensor]:
+    """With paddings, each as it is read."""
     cursor = 0
     for batch in batches:
         for run, value in zip(batch.runs, batch.read(), strict=True):
-            put(memoryview(bytes(-cursor % _TENSOR_ALIGN_BYTES)))
-            cursor += -cursor % _TENSOR_ALIGN_BYTES + run.num_bytes
             if value.dtype != run.dtype or value.numel() != run.stop - run.start:
                 raise FileError(
                     f"{run.key}: expected {run.stop - run.start} elements of {run.dtype}, got "
                     f"{value.numel()} of {value.dtype}: it has changed while it was saved"
                 )
-            flat = value.detach().contiguous().view(torch.uint8)
-            for start in range(0, flat.numel(), _CHUNK_BYTES):
-                put(flat[start : start + _CHUNK_BYTES].cpu().numpy().data)
+            padding = -cursor % _ALIGN_BYTES
+            yield torch.zeros(padding, dtype=torch.uint8)
+            yield value
+            cursor += padding + run.num_bytes
 
 
-def _link(
-    path: Path, batches: Sequence[GivenBatch], system: FileSystem, before: Checkpoint | None
-) -> FileFacts | None:
-    """Give the file of the checkpoint before a second name, if it is what would be written."""
-    facts = None if before is None else before.files.get(path.name)
-    if before is None or facts is None:
-        return None
-    with suppress(_DiffersError, OSError):
-        with (before.path / path.name).open("rb", buffering=0) as file:
+def _is_replaceable(path: Path) -> bool:
+    """Whether it is a checkpoint, or what is left of one whose manifest is gone."""
+    return (path / MANIFEST).exists() or holds_parts(path)
 
-            def compare(view: memoryview) -> None:
-                if file.read(len(view)) != view:
-                    raise _DiffersError
 
-            _put(compare, batches)
-            if file.read(1):
-                return None
-        system.link(before.path / path.name, path)
-        return facts
-    return None
+def _remove_leftovers(folder: Path, system: FileSystem) -> None:
+    """What dead jobs have left. One that replaced a checkpoint is finished, or undone."""
+    complete = find_complete(folder)
+    for path in [folder / name for name in system.listdir(folder) if name.startswith(".")]:
+        tag, was_replaced, _ = path.name[1:].rpartition(REPLACED)
+        if was_replaced and (path / MANIFEST).exists() and complete.get(tag) == path:
+            system.rename(path, folder / tag)
+        elif (
+            was_replaced or _PRUNED in path.name or (_PARTIAL in path.name and _is_left_over(path))
+        ):
+            _remove(path, system)
+        elif path.name.startswith(f".{LATEST}{_PARTIAL}"):
+            system.unlink(path)
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether the job that has made a partial folder is dead; where that cannot be told, no."""
+    try:
+        lock = os.open(path / _LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        with suppress(OSError):
+            return time.time() - path.stat().st_mtime > _NO_LOCK_S
+        return False
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(lock)
+
+
+def _remove(path: Path, system: FileSystem) -> None:
+    """One that is no complete checkpoint by its name. What cannot go now goes another time."""
+    with suppress(OSError):
+        system.remove(path, last=_LOCK)
+
+
+def _prune(newest: Path, keep: int, system: FileSystem) -> None:
+    """Keep the newest; the one that was saved just now is one of them."""
+    found = find_complete(newest.parent)
+    serials = {tag: n for tag, n in serials_of(found).items() if n and tag != newest.name}
+    ranked = sorted(serials, key=serials.__getitem__)
+    for name in ranked[: max(0, len(ranked) - (keep - 1))]:
+        aside = newest.with_name(f".{name}{_PRUNED}{secrets.token_hex(4)}")
+        system.rename(found[name], aside)
+        system.sync_folder(aside.parent)
+        _remove(aside, system)

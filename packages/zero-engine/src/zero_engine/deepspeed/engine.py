@@ -12,17 +12,16 @@ from typing import Any, ClassVar, Final, final
 import torch
 import zero_partition
 import zero_partition.seams
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from zero_comm import Group, collective
 from zero_partition import StateError
 
 from zero_engine.checkpoint.deepspeed import holds_deepspeed, is_deepspeed
-from zero_engine.checkpoint.folder import FILE_SYSTEM, naming
-from zero_engine.checkpoint.load import load
-from zero_engine.checkpoint.load_deepspeed import DeepSpeedLoadReport, load_deepspeed
-from zero_engine.checkpoint.pieces import find_complete
-from zero_engine.checkpoint.save import save_with, warn_of_gradients
+from zero_engine.checkpoint.export import write_weights
+from zero_engine.checkpoint.folder import find_complete
+from zero_engine.checkpoint.load import DeepSpeedLoadReport, load, load_deepspeed
+from zero_engine.checkpoint.save import save_as, warn_of_gradients
+from zero_engine.checkpoint.writer import SaveRequest
 from zero_engine.checks import check_flag, check_folder, together
 from zero_engine.deepspeed.loss_scale import (
     LossScaler,
@@ -536,22 +535,22 @@ class Engine(nn.Module):
         if self._num_pending:
             warn_of_gradients(stacklevel=2)
         scaler = self.loss_scaler
-        save_with(
-            self.module,
-            self.optimizer,
-            folder=save_dir,
-            tag=f"global_step{self.global_steps}" if tag is None else str(tag),
-            step=self.global_steps,
-            extra={} if client_state is None else client_state,
-            scheduler=self._lr_scheduler if _has_state(self._lr_scheduler) else None,
-            keep=None,
-            has_frozen=not check_flag("exclude_frozen_parameters", exclude_frozen_parameters),
-            is_latest=check_flag("save_latest", save_latest),
-            warns=False,
-            engine={
-                "counters": {name: getattr(self, name) for name in _COUNTERS},
-                "loss_scaler": None if scaler is None else scaler.state_dict(),
-            },
+        save_as(
+            SaveRequest(
+                model=self.module,
+                optimizer=self.optimizer,
+                folder=save_dir,
+                tag=f"global_step{self.global_steps}" if tag is None else str(tag),
+                step=self.global_steps,
+                extra={} if client_state is None else client_state,
+                scheduler=self._lr_scheduler if _has_state(self._lr_scheduler) else None,
+                exclude_frozen=check_flag("exclude_frozen_parameters", exclude_frozen_parameters),
+                is_latest=check_flag("save_latest", save_latest),
+                engine={
+                    "counters": {name: getattr(self, name) for name in _COUNTERS},
+                    "loss_scaler": None if scaler is None else scaler.state_dict(),
+                },
+            )
         )
         return True
 
@@ -697,7 +696,7 @@ class Engine(nn.Module):
 
         def write() -> None:
             if self.group.rank == 0:
-                _write_weights(chosen, path)
+                write_weights(chosen, path)
 
         together(write, what="save_16bit_model()", group=self.group)
         return True
@@ -904,20 +903,3 @@ def _is_theirs(folder: Path, tag: str | None) -> bool:
 
 def _has_state(scheduler: Any) -> bool:
     return hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")
-
-
-def _write_weights(state: dict[str, Any], path: Path) -> None:
-    with naming(path):
-        FILE_SYSTEM.make_folders(path.parent)
-        with FILE_SYSTEM.published(path, f".{path.name}.partial") as aside:
-            if path.suffix == ".safetensors":
-                first: dict[int, str] = {}
-                for name, value in state.items():
-                    if isinstance(value, Tensor):
-                        first.setdefault(id(value), name)
-                tensors = {name: state[name].contiguous() for name in first.values()}
-                save_file(tensors, aside, {"format": "pt"})
-            else:
-                torch.save(state, aside)
-            with aside.open("rb") as file:
-                os.fsync(file.fileno())

@@ -395,7 +395,7 @@ def load_ranges(
     The model may be built by `Init`, on the meta device (it is then as `Init` would leave it),
     partitioned at any stage, or plain. Names are those of `model.state_dict()`: parameters and
     persistent buffers. A tied parameter may come under any of its names, or under several that
-    hold the same values. Beyond the shards a rank needs 8 MiB, or the largest buffer.
+    hold the same values. Beyond the shards a rank needs 2 MiB, or the largest buffer.
 
     Values of a float dtype are rounded to the float dtype of the model, to nearest even; masters
     take them as they are. All other dtypes must be the model's.

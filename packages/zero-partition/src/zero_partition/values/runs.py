@@ -36,7 +36,7 @@ from zero_partition.run.sharded_model import (
 )
 
 BATCH_BYTES: Final = 16 * 2**20  # read or written together where state rests elsewhere
-CHUNK_BYTES: Final = 8 * 2**20  # what is in flight between a reader and what it fills
+CHUNK_BYTES: Final = 2 * 2**20  # what is in flight between a reader and what it fills
 _ON_DEVICE_STEP: Final = ("capturable", "fused")  # options with which torch counts on the device
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import Tensor
 from zero_partition.seams import AbstractRangeReader
 
-from zero_engine.checkpoint.export import open_weights_of, verify_weights
+from zero_engine.checkpoint.export import open_weights_of
 
 __all__ = ["get_fp32_state_dict_from_zero_checkpoint"]
 
@@ -67,9 +67,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     path, has_frozen = Path(checkpoint_dir), not exclude_frozen_parameters
     found, readers = open_weights_of(path, tag, has_frozen=has_frozen)
-    verify_weights(found, readers)
     values: dict[str, Any] = {name: LazyTensor(reader) for name, reader in readers.items()}
     if not lazy_mode:
         values = {name: value.contiguous() for name, value in values.items()}
-    ties = {name: first for name, first in found.ties.items() if first in values}
+    ties = {name: first for name, first in found.source.ties.items() if first in values}
     return values | {name: values[first] for name, first in ties.items()}
