@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zero_offload import _native
-from zero_offload._native._abi import DTYPES, ISAS
+from zero_offload._native.library import DTYPES, ISAS
 
 from .parallel import Team
 
@@ -52,12 +52,10 @@ def _sum_of_finite(grad: Tensor, team: Team) -> float | None:
 
     def measure(first: int, last: int) -> None:
         for k in range(first, last):
-            kernels.library.zero_take(
+            kernels.library.zero_sum_squares(
                 isa,
                 start + cuts[k] * grad.element_size(),
                 dtype,
-                None,
-                False,
                 min(CHUNK_NUMEL, grad.numel() - cuts[k]),
                 ctypes.byref(sums, k * 8),
                 ctypes.byref(bad, k * 8),

@@ -111,7 +111,7 @@ class DiskStore(AbstractStore):
         return self._folder.path
 
     def allocate(self, sizes: Mapping[str, int]) -> None:
-        """See `AbstractStore.allocate`."""
+        """As of any store."""
         rooms = {key: align_up(nbytes, self._direct.align_bytes) for key, nbytes in sizes.items()}
         with self._state:
             # A write that has just failed is known to its caller before it is out of the way.
@@ -147,24 +147,24 @@ class DiskStore(AbstractStore):
             self._files |= {file.key: file for file in made}
 
     def write(self, key: str, source: Tensor) -> Future[None]:
-        """See `AbstractStore.write`. `source` is on the CPU."""
+        """As of any store; `source` is on the CPU."""
         return self._submit(key, lambda: self._write(key, source))
 
     def read(self, key: str, into: Tensor) -> Future[Tensor]:
-        """See `AbstractStore.read`. `into` is on the CPU."""
+        """As of any store; `into` is on the CPU."""
         return self._submit(key, lambda: self._read(key, into))
 
     def delete(self, key: str) -> None:
-        """See `AbstractStore.delete`. Blocks."""
+        """As of any store. Blocks."""
         self._submit(key, lambda: self._delete(key)).result()
 
     def sizes(self) -> dict[str, int]:
-        """See `AbstractStore.sizes`."""
+        """As of any store."""
         with self._state:
             return {key: file.nbytes for key, file in self._files.items()}
 
     def close(self) -> None:
-        """See `AbstractStore.close`."""
+        """As of any store."""
         if os.getpid() != self._owner:
             return  # the files, and the threads, are those of the process that forked this one
         with self._state:
@@ -179,8 +179,6 @@ class DiskStore(AbstractStore):
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # it cannot be cancelled
         try:
-            if not key:
-                raise StoreError("a key must not be empty")
             with self._state:
                 self._check_open()
                 if key not in self._waiting:
@@ -222,9 +220,11 @@ class DiskStore(AbstractStore):
                 self._files[key] = file
         file.form, file.fault = None, "its last write failed"
         with file.opened("write", self._direct.flag) as fd:
-            moved = self._transport.move(fd, flat, writes=True)
+            try:
+                moved = self._transport.move(fd, flat, writes=True)
+            finally:
+                file.stamp(fd)  # what a failed write has left is ours, too
             assert moved == flat.nbytes, f"{file.path}: {moved} of {flat.nbytes} bytes written"
-            file.stamp(fd)
         file.checksum = self._checksummer.of(flat) if self._checksummer else None
         file.form = form_of(source)
 

@@ -82,8 +82,13 @@ class SwapFile:
         with self._reported("make"):
             fd = self.system.open(self.path, flags, 0o600)
             try:
-                if room:
-                    self._fill(fd, room)
+                try:
+                    if room:
+                        self.system.fallocate(fd, 0, room)
+                except OSError as error:
+                    if error.errno not in _NO_FALLOCATE:
+                        raise
+                    self.system.truncate(fd, room)  # such a file system can only fail later
                 self.stamp(fd)
             except BaseException:
                 self.system.unlink(self.path)
@@ -143,14 +148,6 @@ class SwapFile:
             path=self.path,
             nbytes=self.nbytes,
         )
-
-    def _fill(self, fd: int, room: int) -> None:
-        try:
-            self.system.fallocate(fd, 0, room)
-        except OSError as error:
-            if error.errno not in _NO_FALLOCATE:
-                raise
-            self.system.truncate(fd, room)  # such a file system can only fail later
 
     @contextlib.contextmanager
     def _reported(self, verb: str) -> Iterator[None]:

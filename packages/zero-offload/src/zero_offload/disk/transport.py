@@ -113,7 +113,7 @@ class ThreadTransport(AbstractTransport):
             self._bounces.put(aligned_memory(self.settings.block_bytes, self.align))
 
     def move(self, fd: int, memory: Tensor, *, writes: bool) -> int:
-        """See `AbstractTransport.move`."""
+        """As of any transport."""
         blocks = list(
             plan_blocks(
                 memory.data_ptr(),
@@ -133,7 +133,7 @@ class ThreadTransport(AbstractTransport):
         return sum(part.result() for part in parts)
 
     def close(self) -> None:
-        """See `AbstractTransport.close`."""
+        """As of any transport."""
         self._pool.shutdown()
 
     def _serve(self, fd: int, memory: memoryview, rest: Iterator[Block], writes: bool) -> int:
@@ -319,7 +319,7 @@ class RingTransport(AbstractTransport):
             self._rings.put((handle, aligned_memory(nbytes, self.align)))
 
     def move(self, fd: int, memory: Tensor, *, writes: bool) -> int:
-        """See `AbstractTransport.move`."""
+        """As of any transport."""
         ring, bounce = self._rings.get()
         try:
             request = _Transfer(
@@ -340,7 +340,7 @@ class RingTransport(AbstractTransport):
         return moved
 
     def close(self) -> None:
-        """See `AbstractTransport.close`."""
+        """As of any transport."""
         self._finalizer()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_offload.adam.batches import MASTER
-from zero_offload.adam.cpu_optimizer import AbstractCPUOptimizer
+from zero_offload.adam.cpu_optimizers import AbstractCPUOptimizer
 
 from .stepper import Stepper, set_numbers
 from .subgroups import Piece, Residence, SubGroup

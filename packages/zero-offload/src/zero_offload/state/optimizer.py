@@ -14,7 +14,7 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_offload.adam.cpu_optimizer import load_by_torch
+from zero_offload.adam.cpu_optimizers import load_by_torch
 from zero_offload.adam.norm import total_norm
 from zero_offload.adam.parallel import Team
 from zero_offload.disk.disk_store import DiskStore

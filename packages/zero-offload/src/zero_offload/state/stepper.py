@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_offload.adam.batches import MASTER
-from zero_offload.adam.cpu_optimizer import AbstractCPUOptimizer
-from zero_offload.adam.cpu_optimizers import CPUAdagrad, CPUAdam
+from zero_offload.adam.cpu_optimizers import AbstractCPUOptimizer, CPUAdagrad, CPUAdam
 from zero_offload.errors import UnsupportedOptimizerError
 
 from .subgroups import Entry

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from zero_offload.adam.fused import pieces_of
@@ -46,4 +47,5 @@ def fused_pieces(
         piece_numel: Of the largest piece.
     """
     param, grad, first, second = tensors
-    return pieces_of((param, grad, first, second, None, out, step), piece_numel)
+    pieces = pieces_of((param, grad, first, second, None, out, step), piece_numel)
+    return pieces.view(np.recarray)
