@@ -19,8 +19,6 @@
 #define ZERO_IO_FAULT(result, address, nbytes, writes) (result)
 #endif
 
-int zero_io_abi(void) { return ZERO_IO_ABI; }
-
 #ifdef ZERO_HAS_URING
 
 namespace {

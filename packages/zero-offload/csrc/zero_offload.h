@@ -66,8 +66,6 @@ ZERO_API void zero_sum_squares(int isa, const void *from, int32_t dtype, int64_t
 /* ---- Disk I/O through io_uring, by raw system calls. A ring is the only state, and serves one
    thread at a time; whoever opened it closes it. ---- */
 
-#define ZERO_IO_ABI 1 /* of what follows; Python compares */
-
 typedef struct zero_ring zero_ring;
 
 typedef struct {
@@ -81,8 +79,6 @@ typedef struct {
   void *bounce;       /* depth blocks, aligned: for memory that is not, and for odd ends */
   int32_t depth;      /* requests in flight, at most what the ring was opened with */
 } zero_transfer;
-
-ZERO_API int zero_io_abi(void);
 
 /* 0 and the ring, or -errno. */
 ZERO_API int zero_ring_open(int32_t depth, zero_ring **ring);

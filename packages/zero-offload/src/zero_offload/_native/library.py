@@ -74,6 +74,16 @@ class Rule(ctypes.Structure):
         )
 
 
+class Transfer(ctypes.Structure):
+    """`zero_transfer`."""
+
+    _fields_ = (
+        *(("fd", c_int32), ("writes", c_int32), ("memory", c_void_p)),
+        *((name, c_int64) for name in ("nbytes", "offset", "block_bytes", "align")),
+        *(("bounce", c_void_p), ("depth", c_int32)),
+    )
+
+
 class AbiError(Exception):
     """A library that this version of the package cannot call; the text says why."""
 
@@ -97,6 +107,18 @@ def open_library(path: Path) -> ctypes.CDLL:
     library.zero_sum_squares.argtypes = (c_int, c_void_p, c_int32, c_int64, c_void_p, c_void_p)
     for function in (library.zero_step, library.zero_count, library.zero_sum_squares):
         function.restype = None
+    return with_io(library)
+
+
+def with_io(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The same; its functions for disk I/O have their types."""
+    library.zero_ring_open.argtypes = (c_int32, POINTER(c_void_p))
+    library.zero_ring_close.argtypes = (c_void_p,)
+    library.zero_ring_close.restype = None
+    library.zero_ring_move.argtypes = (c_void_p, POINTER(Transfer))
+    library.zero_ring_move.restype = c_int64
+    library.zero_crc32c.argtypes = (c_uint32, c_void_p, c_int64)
+    library.zero_crc32c.restype = c_uint32
     return library
 
 

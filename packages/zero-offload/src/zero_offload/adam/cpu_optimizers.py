@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -18,25 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_offload import _native
-from zero_offload._native import Kernels
-from zero_offload._native.library import ISAS, Formula, Rule
-from zero_offload.adam import reference
+from zero_offload._native.library import Formula, Rule
 from zero_offload.errors import RollbackError, StepOrderError, UnsupportedTensorError
 
-from .batches import END, MASTER, Batch, Plan, StatePolicy, checked_grad
-from .parallel import Team
-
-
-def step_batch(batch: Batch, rule: Rule, *, kernels: Kernels | None, team: Team) -> None:
-    """Step every run of the batch in place. Local, blocking; kernels run without the GIL."""
-    if kernels is None:
-        reference.step_batch(batch, rule)
-        return
-    table = batch.table()
-    rule.param_dtype, rule.grad_dtype = batch.dtype_code("param"), batch.dtype_code("grad")
-    rule.state_dtype, rule.out_dtype = batch.dtype_code("first"), batch.dtype_code("out")
-    run = partial(kernels.library.zero_step, ISAS[kernels.isa], table.ctypes.data, len(table))
-    team.share(int(table["numel"].sum()), partial(run, ctypes.byref(rule)))
+from .batches import END, MASTER, Plan, StatePolicy, checked_grad
+from .parallel import Team, step_batch
 
 
 @final
@@ -112,6 +97,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
     """
 
     needs_cut = "flat"  # elementwise: a part of a parameter is stepped as in the whole
+    moments: tuple[str, ...]  # the state's tensors in the order of `zero_tensor`
     grad_scale: Tensor | float | None  # set by others, or missing
     found_inf: Tensor | float | None
 
@@ -135,10 +121,6 @@ class AbstractCPUOptimizer(Optimizer, ABC):
     def state_dtype(self) -> torch.dtype | None:
         """Of the state's tensors; each parameter's own when None."""
         return self._policy.state_dtype
-
-    @abstractmethod
-    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The state's tensors in the order of `zero_tensor`: first, second, largest."""
 
     @abstractmethod
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
@@ -268,7 +250,10 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         plan = Plan()
         index = 0
         for position, group in enumerate(self.param_groups):
-            names, first = self._names(group), group.get("initial_accumulator_value", 0.0)
+            names = self.moments
+            if group.get("amsgrad"):
+                names += ("max_exp_avg_sq",)
+            first = group.get("initial_accumulator_value", 0.0)
             for param in group["params"]:
                 numel = param.numel()
                 span = max(start - index, 0), min(stop - index, numel)
@@ -402,6 +387,8 @@ class CPUAdam(AbstractCPUOptimizer):
         ValueError: A number is out of range.
     """
 
+    moments = ("exp_avg", "exp_avg_sq")
+
     def __init__(  # noqa: PLR0917 - the order is torch's
         self,
         params: Any,
@@ -460,10 +447,6 @@ class CPUAdam(AbstractCPUOptimizer):
             **_as_deepspeed(fp32_optimizer_states),
         )
 
-    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        names = ("exp_avg", "exp_avg_sq")
-        return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
-
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
         is_corrected, is_decoupled = group["bias_correction"], group["decoupled_weight_decay"]
@@ -499,6 +482,8 @@ class CPUAdagrad(AbstractCPUOptimizer):
         UnsupportedTensorError: A parameter is not a dense CPU tensor of fp32, bf16 or fp16.
         ValueError: A number is out of range.
     """
+
+    moments = ("sum",)
 
     def __init__(  # noqa: PLR0917 - the order is torch's
         self,
@@ -549,10 +534,6 @@ class CPUAdagrad(AbstractCPUOptimizer):
             **_as_deepspeed(fp32_optimizer_states),
         )
 
-    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        del group
-        return ("sum",)
-
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         return Rule(
             Formula.ADAGRAD,
@@ -582,6 +563,8 @@ class CPULion(AbstractCPUOptimizer):
         UnsupportedTensorError: A parameter is not a dense CPU tensor of fp32, bf16 or fp16.
         ValueError: A number is out of range.
     """
+
+    moments = ("exp_avg",)
 
     def __init__(
         self,
@@ -615,10 +598,6 @@ class CPULion(AbstractCPUOptimizer):
             weight_decay,
             **_as_deepspeed(fp32_optimizer_states),
         )
-
-    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        del group
-        return ("exp_avg",)
 
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         del step

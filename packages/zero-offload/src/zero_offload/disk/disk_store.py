@@ -23,10 +23,8 @@ from .store import AbstractStore, check_form, flat_bytes, form_of
 from .transport import (
     AbstractTransport,
     Direct,
-    RingTransport,
     align_up,
     choose_transport,
-    io_library,
     probe_direct,
 )
 
@@ -88,7 +86,7 @@ class DiskStore(AbstractStore):
             self.settings, self._direct.align_bytes, self.system
         )
         if self.settings.has_checksums:
-            self._checksummer = choose_checksummer(io_library()[0])
+            self._checksummer = choose_checksummer()
         self._workers = ThreadPoolExecutor(
             self.settings.num_workers, thread_name_prefix="zero-offload-disk"
         )
@@ -97,7 +95,7 @@ class DiskStore(AbstractStore):
     def status(self) -> DiskStatus:
         """What is in use, and for each thing that is not, why."""
         return DiskStatus(
-            transport="io_uring" if isinstance(self._transport, RingTransport) else "threads",
+            transport="threads" if self._uring_reason else "io_uring",
             uring_reason=self._uring_reason,
             direct_bytes=self._direct.align_bytes,
             direct_reason=self._direct.reason,
@@ -112,7 +110,8 @@ class DiskStore(AbstractStore):
 
     def allocate(self, sizes: Mapping[str, int]) -> None:
         """As of any store."""
-        rooms = {key: align_up(nbytes, self._direct.align_bytes) for key, nbytes in sizes.items()}
+        needed = sum(align_up(nbytes, self._direct.align_bytes) for nbytes in sizes.values())
+        asked = f"{len(sizes)} values need {needed} bytes in {self.folder}"
         with self._state:
             # A write that has just failed is known to its caller before it is out of the way.
             self._state.wait_for(lambda: self._waiting.keys().isdisjoint(sizes))
@@ -121,11 +120,10 @@ class DiskStore(AbstractStore):
                 if key in self._files:
                     raise StoreError(f"{key!r} is allocated already", key=key)
             found = self.system.statvfs(str(self.folder))
-            needed, free = sum(rooms.values()), found.f_bavail * found.f_frsize
+            free = found.f_bavail * found.f_frsize
             if needed > free:
                 raise StoreError(
-                    f"{len(rooms)} values need {needed} bytes in {self.folder}, and {free} bytes "
-                    f"are free there; {REMEDIES[errno.ENOSPC]}",
+                    f"{asked}, and {free} bytes are free there; {REMEDIES[errno.ENOSPC]}",
                     path=str(self.folder),
                     nbytes=needed,
                     errno=errno.ENOSPC,
@@ -138,7 +136,7 @@ class DiskStore(AbstractStore):
                 for file in made:
                     self.system.unlink(file.path)
                 raise StoreError(
-                    f"{len(rooms)} values need {needed} bytes in {self.folder}: {error}",
+                    f"{asked}: {error}",
                     key=error.key,
                     path=error.path,
                     nbytes=needed,

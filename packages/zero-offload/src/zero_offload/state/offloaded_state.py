@@ -100,7 +100,7 @@ class OffloadedState:
             raise ValueError(
                 f"state={resting['state']!r}, store={store!r}: a store goes with state='disk'"
             )
-        stepper = Stepper.like(optimizer, own_masters=own_masters)
+        stepper = Stepper(optimizer, own_masters)
         return cls(stepper, shares, store, budget_bytes=budget_bytes, is_pinned=is_pinned)
 
     # ---- Planning ----
@@ -129,8 +129,8 @@ class OffloadedState:
             UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group.
             ValueError: An argument makes no sense.
         """
-        stepper = Stepper.like(optimizer, own_masters=own_masters)
-        return cls(stepper, Shares.of(**resting), None)._plan(positions, groups)[2]
+        state = cls(Stepper(optimizer, own_masters), Shares.of(**resting), None)
+        return state._plan(positions, groups)[2]
 
     def add(self, positions: Mapping[Param, int], groups: Sequence[dict[str, Any]]) -> None:
         """Plan further parameters and take their room; nothing is added if that fails.
@@ -330,7 +330,7 @@ class OffloadedState:
         self.check("describing state")
         wanted: dict[Param, dict[str, Any]] = {param: {} for param in params}
         for k in self.subgroups_of(wanted):
-            self._states[k].describe_into(wanted)
+            self._states[k].read_into(wanted, is_blank=True)
         return wanted
 
     def write(self, states: Mapping[Param, Mapping[str, Any]], *, replaces: bool = True) -> None:

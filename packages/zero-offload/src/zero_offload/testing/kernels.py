@@ -9,8 +9,8 @@ from unittest import mock
 
 from zero_offload import _native
 from zero_offload._native import Kernels, NativeStatus, load
-from zero_offload._native.library import Formula, Rule
-from zero_offload.adam import cpu_optimizers
+from zero_offload._native.library import Formula, Rule, with_io
+from zero_offload.adam import parallel
 from zero_offload.adam.batches import Batch
 from zero_offload.adam.parallel import Team
 from zero_offload.disk import file as disk_file
@@ -50,7 +50,7 @@ def native(
     """
     chosen = None
     if library is not None:
-        chosen = Kernels(library, isa or "scalar")
+        chosen = Kernels(with_io(library), isa or "scalar")
     elif isa is not None:
         chosen = _of(isa)
     found = chosen, NativeStatus(chosen.isa if chosen else "", reason if chosen is None else "")
@@ -64,7 +64,7 @@ def step(batch: Batch, rule: Rule, isa: str | None) -> None:
     Raises:
         NativeUnavailableError: This processor or build has none of that name.
     """
-    cpu_optimizers.step_batch(batch, rule, kernels=isa and _of(isa), team=_TEAM)
+    parallel.step_batch(batch, rule, kernels=isa and _of(isa), team=_TEAM)
 
 
 def share(numel: int, work: Callable[[int, int], None]) -> None:
