@@ -142,10 +142,11 @@ def open_cuda_library(path: Path) -> ctypes.CDLL:
             f"{path} is of another version; `python -m zero_offload.build` compiles it anew"
         )
 
-    def check(code: int, *_: object) -> None:
+    def check(code: Any, *_: Any) -> Any:
         if code:
             said = library.zero_cuda_error(code).decode()
             raise OffloadError(f"FusedAdam: the launch failed with CUDA error {code}: {said}")
+        return code
 
     library.zero_cuda_error.restype = ctypes.c_char_p
     library.zero_cuda_piece_numel.restype = c_int64

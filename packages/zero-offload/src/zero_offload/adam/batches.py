@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from operator import is_
 from typing import Any, Final, Literal, final
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from zero_offload._native.library import COLUMNS, DTYPES, NO_DTYPE, TENSOR
+from zero_offload._native.library import COLUMNS, DTYPES, TENSOR
 from zero_offload.errors import UnsupportedTensorError
 
 SUPPORTED: Final = tuple(DTYPES)
@@ -18,6 +19,7 @@ MASTER: Final = "master"
 MOMENTS: Final = ("first", "second", "largest")
 WRITTEN: Final = tuple(name for name in COLUMNS if name != "grad")
 END: Final = 2**63 - 1
+_NONE: Final = torch.tensor(0, dtype=torch.int32)  # no step count
 
 
 @define(eq=False)
@@ -51,11 +53,6 @@ class Batch:
         """The columns that a step writes."""
         return [self.tensors[name] for name in WRITTEN if self.tensors[name]]
 
-    def dtype_code(self, column: str) -> int:
-        """Of its tensors, as kernels take it."""
-        tensors = self.tensors[column]
-        return DTYPES[tensors[0].dtype] if tensors else NO_DTYPE
-
     def table(self) -> np.ndarray:
         """An array of `zero_tensor`; of a batch used again, gradients' addresses are renewed."""
         starts, columns = np.array(self.starts, np.uintp), ("grad",)
@@ -72,22 +69,19 @@ class Batch:
     def renew(self, state: Mapping[Tensor, dict[str, Any]]) -> bool:
         """Whether this batch of whole tensors serves for the next step, too; see `Plan.renew`."""
         params, entries, tensors, table = self.owners, self.entries, self.tensors, self._table
-        grads: list[Any] = [param.grad for param in params]
-        if table is None or not all("step" in entry for entry in entries):  # a state is taken away
+        if table is None or not all(map(is_, map(state.get, params), entries)):
             return False
-        steps = [entry["step"] for entry in entries]
+        grads: list[Any] = [param.grad for param in params]
+        for column, name in self.names.items():
+            if not all(map(is_, [entry.get(name) for entry in entries], tensors[column])):
+                return False
+        for column in WRITTEN:
+            some = tensors[column]
+            if some and not np.array_equal(_addresses(some), table[column]):
+                return False
+        steps: list[Any] = [entry.get("step", _NONE) for entry in entries]
         is_current = (
-            _ids(state[param] for param in params) == _ids(entries)
-            and all(
-                _ids(entry.get(name) for entry in entries) == _ids(tensors[column])
-                for column, name in self.names.items()
-            )
-            and all(
-                np.array_equal(_addresses(tensors[name]), table[name])
-                for name in WRITTEN
-                if tensors[name]
-            )
-            and _are_plain(params, (tensors["out"] or tensors["param"])[0].dtype, self.stops)
+            _are_plain(params, (tensors["out"] or tensors["param"])[0].dtype, self.stops)
             and _are_plain(grads, self.grad_dtype, self.stops)
             and {step.dtype for step in steps} == {torch.float32}
             and {step.item() for step in steps} == {self.step}

@@ -230,7 +230,8 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         else:
             addresses = np.array([step.data_ptr() for step in plan.steps], np.uintp)
             kernels.library.zero_count(addresses.ctypes.data, len(plan.steps))
-        advanced.update(plan.params)
+        stepped = plan.params
+        advanced.update(stepped)
         for batch in plan.batches.values():
             rule = self._rule(self.param_groups[batch.group], batch.step)
             rule.factor = factor
@@ -239,7 +240,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
             step_batch(batch, rule, kernels=kernels, team=self._team)
         for param, copy in plan.copies:
             param.copy_(copy)
-        torch.autograd.graph.increment_version(plan.params)  # kernels write behind autograd's back
+        torch.autograd.graph.increment_version(stepped)  # kernels write behind autograd's back
         if stop == END:
             for batch in plan.batches.values():
                 batch.keep()

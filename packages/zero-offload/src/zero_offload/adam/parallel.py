@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zero_offload import _native
 from zero_offload._native import Kernels
-from zero_offload._native.library import DTYPES, ISAS, Rule
+from zero_offload._native.library import DTYPES, ISAS, NO_DTYPE, Rule
 
 from . import reference
 from .batches import Batch
@@ -25,6 +25,12 @@ ALONE_NUMEL: Final = 2**16  # below, waking a thread costs more than it does
 PARTS_PER_THREAD: Final = 8
 CUT_NUMEL: Final = 64  # cuts fall on these, so that no two threads write one cache line
 
+_KINDS: Final = {  # dtypes of a rule, and the columns that have them
+    "param_dtype": "param",
+    "grad_dtype": "grad",
+    "state_dtype": "first",
+    "out_dtype": "out",
+}
 CHUNK_NUMEL: Final = 2**18  # sums are per chunk, so that they do not depend on threads
 
 
@@ -85,8 +91,9 @@ def step_batch(batch: Batch, rule: Rule, *, kernels: Kernels | None, team: Team)
         reference.step_batch(batch, rule)
         return
     table = batch.table()
-    rule.param_dtype, rule.grad_dtype = batch.dtype_code("param"), batch.dtype_code("grad")
-    rule.state_dtype, rule.out_dtype = batch.dtype_code("first"), batch.dtype_code("out")
+    for kind, column in _KINDS.items():
+        tensors = batch.tensors[column]
+        setattr(rule, kind, DTYPES[tensors[0].dtype] if tensors else NO_DTYPE)
     run = partial(kernels.library.zero_step, ISAS[kernels.isa], table.ctypes.data, len(table))
     team.share(int(table["numel"].sum()), partial(run, ctypes.byref(rule)))
 

@@ -64,7 +64,7 @@ def step(batch: Batch, rule: Rule, isa: str | None) -> None:
     Raises:
         NativeUnavailableError: This processor or build has none of that name.
     """
-    parallel.step_batch(batch, rule, kernels=isa and _of(isa), team=_TEAM)
+    parallel.step_batch(batch, rule, kernels=None if isa is None else _of(isa), team=_TEAM)
 
 
 def share(numel: int, work: Callable[[int, int], None]) -> None:

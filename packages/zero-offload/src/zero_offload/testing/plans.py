@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -37,7 +36,7 @@ __all__ = [
 
 def fused_pieces(
     tensors: Sequence[Tensor], *, out: Tensor, step: Tensor, piece_numel: int
-) -> Sequence[Any]:
+) -> np.recarray:
     """What each block of FusedAdam's kernel takes: addresses and numel, `piece_numel` at most.
 
     Args:
