@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import chain
-from typing import Any, Literal, TypedDict, Unpack, final
+from typing import Any, Final, Literal, TypedDict, Unpack, final
 
 import numpy as np
 import torch
@@ -88,6 +88,9 @@ class LastStep:
         self.is_kept = False
 
 
+_AT_LEAST_0: Final = {"lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value"}
+
+
 class AbstractCPUOptimizer(Optimizer, ABC):
     """An optimizer over CPU tensors whose step is one pass over memory.
 
@@ -104,6 +107,12 @@ class AbstractCPUOptimizer(Optimizer, ABC):
     def __init__(
         self, params: Any, defaults: dict[str, Any], *, keeps_last_step: bool = False, **policy: Any
     ) -> None:
+        for name in _AT_LEAST_0 & defaults.keys():
+            if not float(defaults[name]) >= 0:
+                raise ValueError(f"{name}={defaults[name]}: expected at least 0.0")
+        betas = defaults.get("betas", (0.0, 0.0))
+        if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
+            raise ValueError(f"betas={betas}: expected two numbers, each at least 0 and below 1")
         self._policy = StatePolicy(**policy)
         self._keeps_last_step = keeps_last_step
         self._reset()
@@ -342,19 +351,6 @@ def _as_deepspeed(fp32_optimizer_states: bool) -> Kept:
     return {"masters": False, "state_dtype": torch.float32 if fp32_optimizer_states else None}
 
 
-def check_at_least(low: float, **numbers: Any) -> None:
-    """Raise ValueError for a number below `low`, naming it."""
-    for name, number in numbers.items():
-        if not float(number) >= low:
-            raise ValueError(f"{name}={number}: expected at least {low}")
-
-
-def check_betas(betas: Any) -> None:
-    """Raise ValueError unless there are two, each in [0, 1)."""
-    if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
-        raise ValueError(f"betas={betas}: expected two numbers, each at least 0 and below 1")
-
-
 class CPUAdam(AbstractCPUOptimizer):
     """Adam or AdamW over CPU tensors, in one pass over memory by native threads.
 
@@ -404,8 +400,6 @@ class CPUAdam(AbstractCPUOptimizer):
         bias_correction: bool = True,
         **kept: Unpack[Kept],
     ) -> None:
-        check_at_least(0.0, lr=lr, eps=eps, weight_decay=weight_decay)
-        check_betas(betas)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -498,8 +492,6 @@ class CPUAdagrad(AbstractCPUOptimizer):
         maximize: bool = False,
         **kept: Unpack[Kept],
     ) -> None:
-        check_at_least(0.0, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
-        check_at_least(0.0, initial_accumulator_value=initial_accumulator_value)
         defaults = {
             "lr": lr,
             "lr_decay": lr_decay,
@@ -577,8 +569,6 @@ class CPULion(AbstractCPUOptimizer):
         maximize: bool = False,
         **kept: Unpack[Kept],
     ) -> None:
-        check_at_least(0.0, lr=lr, weight_decay=weight_decay)
-        check_betas(betas)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, **kept)
 

@@ -61,11 +61,12 @@ class AbstractTransport(ABC):
         """Wait for what is under way and let go of everything."""
 
 
-def plan_blocks(address: int, nbytes: int, *, block_bytes: int, align: int) -> Iterator[Block]:
+def plan_blocks(memory: Tensor, block_bytes: int, align: int) -> Iterator[Block]:
     """Whole blocks of aligned memory in place; an odd end, or any other memory, bounced.
 
     `zero_io.cpp` cuts by the same rule.
     """
+    address, nbytes = memory.data_ptr(), memory.nbytes
     start = 0
     while start < nbytes:
         size = min(block_bytes, nbytes - start)
@@ -115,14 +116,7 @@ class ThreadTransport(AbstractTransport):
 
     def move(self, fd: int, memory: Tensor, *, writes: bool) -> int:
         """As of any transport."""
-        blocks = list(
-            plan_blocks(
-                memory.data_ptr(),
-                memory.nbytes,
-                block_bytes=self.settings.block_bytes,
-                align=self.align,
-            )
-        )
+        blocks = list(plan_blocks(memory, self.settings.block_bytes, self.align))
         view = memoryview(cast("Any", memory.numpy()))
         rest = iter(blocks)  # gives out each block once
         # At most queue_depth threads serve one transfer, and take its blocks in turns.
