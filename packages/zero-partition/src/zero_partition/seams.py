@@ -32,7 +32,7 @@ from zero_partition.values.load import (
     param_groups_of,
     plan_load,
 )
-from zero_partition.values.parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
+from zero_partition.values.runs import Part, PartBatch, StateParts, WholeTensor, plan_parts
 
 __all__ = [
     "AbstractRangeReader",

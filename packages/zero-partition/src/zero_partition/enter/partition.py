@@ -44,8 +44,7 @@ from zero_partition.run.schedule import Schedule
 from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.run.step import hand_over_state
 from zero_partition.run.unit import Unit
-from zero_partition.values.optimizer_state_dict import install_state_dict_hooks_of
-from zero_partition.values.state_dict import install_state_dict_hooks
+from zero_partition.values.state_dict import install_state_dict_hooks, install_state_dict_hooks_of
 
 from .checks import check_content, check_not_wrapped
 from .model_plan import as_it_holds, group_of_names, plan_model_units, resting_of

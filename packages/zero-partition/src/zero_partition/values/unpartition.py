@@ -11,7 +11,7 @@ from zero_comm import collective
 
 from zero_partition.chained import members_of
 from zero_partition.errors import StateError
-from zero_partition.optimizer.entries import Entry
+from zero_partition.optimizer.shards import Entry
 from zero_partition.run.hooks import require_sharded
 from zero_partition.run.sharded_model import ParamRef, ShardedModel, forget_places
 from zero_partition.run.step import bring_back_state
