@@ -26,8 +26,8 @@ import torch
 from results import write_results
 from torch import Tensor, nn
 from zero_offload import CPUAdam, native_status
-from zero_offload._native._compile import find_compiler
 from zero_offload.adam.parallel import Team
+from zero_offload.build import find_compiler
 
 HERE: Final = Path(__file__).parent
 BYTES_PER_ELEMENT: Final = 28  # of either dtype: see stream.cpp

@@ -31,7 +31,7 @@ from attrs import frozen
 from results import write_results
 from torch import Tensor
 from zero_offload import DiskSettings, DiskStore, HostArena
-from zero_offload._native._compile import find_compiler
+from zero_offload.build import find_compiler
 
 HERE: Final = Path(__file__).parent
 MIB: Final = 2**20

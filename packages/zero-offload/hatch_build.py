@@ -11,7 +11,7 @@ from typing import Any, Final
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 RECIPE: Final = (
-    "src/zero_offload/_native/_compile.py"  # also what `python -m zero_offload.build` runs
+    "src/zero_offload/_native/recipe.py"  # also what `python -m zero_offload.build` runs
 )
 
 

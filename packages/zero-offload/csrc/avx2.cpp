@@ -3,7 +3,6 @@
 #include <immintrin.h>
 
 #include "kernels.h"
-#include "scalar.h"
 
 namespace {
 
@@ -51,15 +50,9 @@ struct Avx2 {
     _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
   }
   static inline void store_bf16_stochastic(uint16_t *to, F a, uint32_t index, uint32_t seed) {
-    const __m256i iota = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    __m256i x = _mm256_add_epi32(_mm256_set1_epi32((int)index), iota);
-    x = _mm256_add_epi32(_mm256_mullo_epi32(x, _mm256_set1_epi32((int)kSpread)),
-                         _mm256_set1_epi32((int)seed));
-    x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 16)),
-                           _mm256_set1_epi32((int)kMix));
-    x = _mm256_mullo_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 13)),
-                           _mm256_set1_epi32((int)kMixAgain));
-    const __m256i noise = _mm256_srli_epi32(_mm256_xor_si256(x, _mm256_srli_epi32(x, 16)), 16);
+    uint32_t random[width];
+    for (uint32_t j = 0; j < width; ++j) random[j] = scramble(index + j, seed);
+    const __m256i noise = _mm256_srli_epi32(_mm256_loadu_si256((const __m256i *)random), 16);
     const __m256i bits = _mm256_castps_si256(a);
     const __m256i finite =
         _mm256_castps_si256(_mm256_cmp_ps(sub(a, a), _mm256_setzero_ps(), _CMP_EQ_OQ));
@@ -83,4 +76,4 @@ struct Avx2 {
 
 }  // namespace
 
-ZERO_KERNELS(Avx2, Scalar, avx2)
+ZERO_KERNELS(Avx2, avx2)

@@ -3,7 +3,6 @@
 #include <immintrin.h>
 
 #include "kernels.h"
-#include "scalar.h"
 
 namespace {
 
@@ -48,15 +47,9 @@ struct Avx512 {
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
   }
   static inline void store_bf16_stochastic(uint16_t *to, F a, uint32_t index, uint32_t seed) {
-    const __m512i iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m512i x = _mm512_add_epi32(_mm512_set1_epi32((int)index), iota);
-    x = _mm512_add_epi32(_mm512_mullo_epi32(x, _mm512_set1_epi32((int)kSpread)),
-                         _mm512_set1_epi32((int)seed));
-    x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)),
-                           _mm512_set1_epi32((int)kMix));
-    x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 13)),
-                           _mm512_set1_epi32((int)kMixAgain));
-    const __m512i noise = _mm512_srli_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), 16);
+    uint32_t random[width];
+    for (uint32_t j = 0; j < width; ++j) random[j] = scramble(index + j, seed);
+    const __m512i noise = _mm512_srli_epi32(_mm512_loadu_si512(random), 16);
     const __m512i bits = _mm512_castps_si512(a);
     const __mmask16 finite = _mm512_cmp_ps_mask(sub(a, a), _mm512_setzero_ps(), _CMP_EQ_OQ);
     const __m512i quiet = _mm512_mask_or_epi32(bits, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), bits,
@@ -68,9 +61,8 @@ struct Avx512 {
     const __mmask16 mask = _mm512_cmp_ps_mask(sub(a, a), _mm512_setzero_ps(), _CMP_EQ_OQ);
     const F kept = _mm512_maskz_mov_ps(mask, a);
     for (int j = 0; j < 2; ++j) {
-      const __m512d part = _mm512_cvtps_pd(_mm512_extractf32x8_ps(kept, 0));
-      const __m512d other = _mm512_cvtps_pd(_mm512_extractf32x8_ps(kept, 1));
-      const __m512d row = j ? other : part;
+      const __m512d row = _mm512_cvtps_pd(j ? _mm512_extractf32x8_ps(kept, 1)
+                                            : _mm512_castps512_ps256(kept));
       double *to = sums + 8 * j;
       _mm512_storeu_pd(to, _mm512_add_pd(_mm512_loadu_pd(to), _mm512_mul_pd(row, row)));
     }
@@ -80,4 +72,4 @@ struct Avx512 {
 
 }  // namespace
 
-ZERO_KERNELS(Avx512, Scalar, avx512)
+ZERO_KERNELS(Avx512, avx512)

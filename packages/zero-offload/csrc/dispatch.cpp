@@ -4,33 +4,7 @@
 #include <immintrin.h>
 #endif
 
-#include "zero_offload.h"
-
-#define ZERO_DECLARE(suffix)                                                                      \
-  void adam_##suffix(const zero_tensor *, int64_t, const zero_rule *, int64_t, int64_t);          \
-  void adagrad_##suffix(const zero_tensor *, int64_t, const zero_rule *, int64_t, int64_t);       \
-  void lion_##suffix(const zero_tensor *, int64_t, const zero_rule *, int64_t, int64_t);          \
-  void take_##suffix(const void *, int32_t, float *, int32_t, int64_t, double *, int64_t *);
-
-ZERO_DECLARE(scalar)
-ZERO_DECLARE(vector)
-#ifdef __x86_64__
-ZERO_DECLARE(avx2)
-ZERO_DECLARE(avx512)
-#define ZERO_PICK_X86(name, ...)                         \
-  case ZERO_AVX512: return name##_avx512(__VA_ARGS__);   \
-  case ZERO_AVX2: return name##_avx2(__VA_ARGS__);
-#else
-#define ZERO_PICK_X86(name, ...)
-#endif
-
-#define ZERO_PICK(name, ...)                             \
-  const Rounding rounding;                               \
-  switch (isa) {                                         \
-    ZERO_PICK_X86(name, __VA_ARGS__)                     \
-    case ZERO_VECTOR: return name##_vector(__VA_ARGS__); \
-    default: return name##_scalar(__VA_ARGS__);          \
-  }
+#include "kernels.h"
 
 namespace {
 
@@ -45,6 +19,17 @@ struct Rounding {
   Rounding() {}
 #endif
 };
+
+const zero_kernels &kernels_of(int isa) {
+  switch (isa) {
+#ifdef __x86_64__
+    case ZERO_AVX512: return kernels_avx512;
+    case ZERO_AVX2: return kernels_avx2;
+#endif
+    case ZERO_VECTOR: return kernels_vector;
+    default: return kernels_scalar;
+  }
+}
 
 }  // namespace
 
@@ -64,28 +49,20 @@ int zero_has(int isa) {
   return 0;
 }
 
-void zero_adam(int isa, const zero_tensor *tensors, int64_t count, const zero_rule *rule,
+void zero_step(int isa, const zero_tensor *tensors, int64_t count, const zero_rule *rule,
                int64_t first, int64_t last) {
-  ZERO_PICK(adam, tensors, count, rule, first, last)
-}
-
-void zero_adagrad(int isa, const zero_tensor *tensors, int64_t count, const zero_rule *rule,
-                  int64_t first, int64_t last) {
-  ZERO_PICK(adagrad, tensors, count, rule, first, last)
-}
-
-void zero_lion(int isa, const zero_tensor *tensors, int64_t count, const zero_rule *rule,
-               int64_t first, int64_t last) {
-  ZERO_PICK(lion, tensors, count, rule, first, last)
+  const Rounding rounding;
+  kernels_of(isa).step(tensors, count, rule, first, last);
 }
 
 void zero_count(float *const *numbers, int64_t count) {
   for (int64_t k = 0; k < count; ++k) *numbers[k] += 1.0f;
 }
 
-void zero_take(int isa, const void *from, int32_t dtype, float *to, int32_t adds, int64_t numel,
-               double *sum, int64_t *num_not_finite) {
-  ZERO_PICK(take, from, dtype, to, adds, numel, sum, num_not_finite)
+void zero_sum_squares(int isa, const void *from, int32_t dtype, int64_t numel, double *sum,
+                      int64_t *num_not_finite) {
+  const Rounding rounding;
+  kernels_of(isa).sum_squares(from, dtype, numel, sum, num_not_finite);
 }
 
 }  /* extern "C" */

@@ -1,11 +1,12 @@
 /* What every instruction set computes, over a vector type V that says how.
 
    V has `width` and, over V::F (that many floats): set, add, sub, mul, div, root, max, load and
-   store of each dtype, and `take`, the sum of squares. The scalar one is the specification. */
+   store of each dtype, and `add_squares`. The scalar one is the specification. */
 
 #ifndef ZERO_KERNELS_H
 #define ZERO_KERNELS_H
 
+#include "scalar.h"
 #include "zero_offload.h"
 
 namespace {
@@ -39,21 +40,6 @@ inline void write_rounded(void *to, const zero_tensor &t, const zero_rule &r, in
     write<V>(to, i, dtype, value);
 }
 
-template <class V>
-inline void write_param(const zero_tensor &t, const zero_rule &r, int64_t i, typename V::F value) {
-  write_rounded<V>(t.param, t, r, i, r.param_dtype, value);
-  if (t.out) write_rounded<V>(t.out, t, r, i, r.out_dtype, value);
-}
-
-template <class V>
-inline typename V::F gradient(const zero_tensor &t, const zero_rule &r, int64_t i,
-                              typename V::F param) {
-  auto grad = V::mul(read<V>(t.grad, i, r.grad_dtype), V::set(r.maximize ? -r.factor : r.factor));
-  if (!r.decoupled && r.weight_decay != 0.0f)
-    grad = V::add(grad, V::mul(param, V::set(r.weight_decay)));
-  return grad;
-}
-
 /* from + (to - from) * weight, as torch's lerp: from the nearer end */
 template <class V>
 inline typename V::F lerp(typename V::F from, typename V::F to, float weight, float rest) {
@@ -63,58 +49,58 @@ inline typename V::F lerp(typename V::F from, typename V::F to, float weight, fl
 }
 
 struct Adam {
-  template <class V>
-  static inline void step(const zero_tensor &t, const zero_rule &r, int64_t i) {
-    auto param = read<V>(t.param, i, r.param_dtype);
-    const auto grad = gradient<V>(t, r, i, param);
-    if (r.decoupled) param = V::mul(param, V::set(r.shrink));
-    const auto mean =
-        lerp<V>(read<V>(t.first, i, r.state_dtype), grad, r.one_minus_beta1, r.beta1);
-    const auto square = V::add(V::mul(read<V>(t.second, i, r.state_dtype), V::set(r.beta2)),
-                               V::mul(V::mul(V::set(r.one_minus_beta2), grad), grad));
+  template <class V, class F>
+  static inline F step(const zero_tensor &t, const zero_rule &r, int64_t i, F param, F grad) {
+    const F mean = lerp<V>(read<V>(t.first, i, r.state_dtype), grad, r.one_minus_beta1, r.beta1);
+    const F square = V::add(V::mul(read<V>(t.second, i, r.state_dtype), V::set(r.beta2)),
+                            V::mul(V::mul(V::set(r.one_minus_beta2), grad), grad));
     write<V>(t.first, i, r.state_dtype, mean);
     write<V>(t.second, i, r.state_dtype, square);
-    auto spread = square;
+    F spread = square;
     if (t.largest) {
       spread = V::max(read<V>(t.largest, i, r.state_dtype), square);
       write<V>(t.largest, i, r.state_dtype, spread);
     }
-    const auto below = V::add(V::mul(V::root(spread), V::set(r.unbias)), V::set(r.eps));
-    param = V::add(param, V::div(V::mul(V::set(r.rate), mean), below));
-    write_param<V>(t, r, i, param);
+    const F below = V::add(V::mul(V::root(spread), V::set(r.unbias)), V::set(r.eps));
+    return V::add(param, V::div(V::mul(V::set(r.rate), mean), below));
   }
 };
 
 struct Adagrad {
-  template <class V>
-  static inline void step(const zero_tensor &t, const zero_rule &r, int64_t i) {
-    auto param = read<V>(t.param, i, r.param_dtype);
-    const auto grad = gradient<V>(t, r, i, param);
-    const auto sum = V::add(read<V>(t.first, i, r.state_dtype), V::mul(grad, grad));
+  template <class V, class F>
+  static inline F step(const zero_tensor &t, const zero_rule &r, int64_t i, F param, F grad) {
+    const F sum = V::add(read<V>(t.first, i, r.state_dtype), V::mul(grad, grad));
     write<V>(t.first, i, r.state_dtype, sum);
-    const auto below = V::add(V::root(sum), V::set(r.eps));
-    param = V::add(param, V::div(V::mul(V::set(r.rate), grad), below));
-    write_param<V>(t, r, i, param);
+    const F below = V::add(V::root(sum), V::set(r.eps));
+    return V::add(param, V::div(V::mul(V::set(r.rate), grad), below));
   }
 };
 
 struct Lion {
-  template <class V>
-  static inline void step(const zero_tensor &t, const zero_rule &r, int64_t i) {
-    auto param = read<V>(t.param, i, r.param_dtype);
-    const auto grad = gradient<V>(t, r, i, param);
-    if (r.decoupled) param = V::mul(param, V::set(r.shrink));
-    const auto mean = read<V>(t.first, i, r.state_dtype);
-    const auto way = lerp<V>(mean, grad, r.one_minus_beta1, r.beta1);
+  template <class V, class F>
+  static inline F step(const zero_tensor &t, const zero_rule &r, int64_t i, F param, F grad) {
+    const F mean = read<V>(t.first, i, r.state_dtype);
+    const F way = lerp<V>(mean, grad, r.one_minus_beta1, r.beta1);
     write<V>(t.first, i, r.state_dtype, lerp<V>(mean, grad, r.one_minus_beta2, r.beta2));
-    param = V::add(param, V::mul(V::sign(way), V::set(r.rate)));
-    write_param<V>(t, r, i, param);
+    return V::add(param, V::mul(V::sign(way), V::set(r.rate)));
   }
 };
 
+template <class Rule, class V>
+inline void step_at(const zero_tensor &t, const zero_rule &r, int64_t i) {
+  auto param = read<V>(t.param, i, r.param_dtype);
+  auto grad = V::mul(read<V>(t.grad, i, r.grad_dtype), V::set(r.maximize ? -r.factor : r.factor));
+  if (!r.decoupled && r.weight_decay != 0.0f)
+    grad = V::add(grad, V::mul(param, V::set(r.weight_decay)));
+  if (r.decoupled) param = V::mul(param, V::set(r.shrink));
+  param = Rule::template step<V>(t, r, i, param, grad);
+  write_rounded<V>(t.param, t, r, i, r.param_dtype, param);
+  if (t.out) write_rounded<V>(t.out, t, r, i, r.out_dtype, param);
+}
+
 /* Elements [first, last) of the list; whole vectors, then one by one, which rounds the same.
    Dtypes that are known when this is compiled cost no branch for each vector. */
-template <class Rule, class V, class One, int kParam, int kGrad, int kState, int kOut>
+template <class Rule, class V, int kParam, int kGrad, int kState, int kOut>
 void run_as(const zero_tensor *tensors, int64_t count, const zero_rule *rule, int64_t first,
             int64_t last) {
   int64_t before = 0;
@@ -128,46 +114,51 @@ void run_as(const zero_tensor *tensors, int64_t count, const zero_rule *rule, in
     if (kOut == ZERO_NONE) t.out = nullptr;
     const int64_t stop = last - before < t.numel ? last - before : t.numel;
     int64_t i = first > before ? first - before : 0;
-    for (; i + V::width <= stop; i += V::width) Rule::template step<V>(t, r, i);
-    for (; i < stop; ++i) Rule::template step<One>(t, r, i);
+    for (; i + V::width <= stop; i += V::width) step_at<Rule, V>(t, r, i);
+    for (; i < stop; ++i) step_at<Rule, Scalar>(t, r, i);
   }
 }
 
-template <class Rule, class V, class One>
+template <class Rule, class V>
 void run(const zero_tensor *tensors, int64_t count, const zero_rule *rule, int64_t first,
          int64_t last) {
   const int param = rule->param_dtype, grad = rule->grad_dtype, out = rule->out_dtype;
-  auto as = run_as<Rule, V, One, kAny, kAny, kAny, kAny>;
+  auto as = run_as<Rule, V, kAny, kAny, kAny, kAny>;
   if (rule->state_dtype == ZERO_F32) {
     if (param == ZERO_F32 && grad == ZERO_F32 && out == ZERO_NONE)
-      as = run_as<Rule, V, One, ZERO_F32, ZERO_F32, ZERO_F32, ZERO_NONE>;
+      as = run_as<Rule, V, ZERO_F32, ZERO_F32, ZERO_F32, ZERO_NONE>;
     if (param == ZERO_F32 && grad == ZERO_BF16 && out == ZERO_BF16)
-      as = run_as<Rule, V, One, ZERO_F32, ZERO_BF16, ZERO_F32, ZERO_BF16>;
+      as = run_as<Rule, V, ZERO_F32, ZERO_BF16, ZERO_F32, ZERO_BF16>;
     if (param == ZERO_F32 && grad == ZERO_F16 && out == ZERO_F16)
-      as = run_as<Rule, V, One, ZERO_F32, ZERO_F16, ZERO_F32, ZERO_F16>;
+      as = run_as<Rule, V, ZERO_F32, ZERO_F16, ZERO_F32, ZERO_F16>;
     if (param == ZERO_BF16 && grad == ZERO_BF16 && out == ZERO_NONE)
-      as = run_as<Rule, V, One, ZERO_BF16, ZERO_BF16, ZERO_F32, ZERO_NONE>;
+      as = run_as<Rule, V, ZERO_BF16, ZERO_BF16, ZERO_F32, ZERO_NONE>;
   }
   as(tensors, count, rule, first, last);
+}
+
+template <class V>
+void step(const zero_tensor *tensors, int64_t count, const zero_rule *rule, int64_t first,
+          int64_t last) {
+  switch (rule->formula) {
+    case ZERO_ADAM: return run<Adam, V>(tensors, count, rule, first, last);
+    case ZERO_ADAGRAD: return run<Adagrad, V>(tensors, count, rule, first, last);
+    default: return run<Lion, V>(tensors, count, rule, first, last);
+  }
 }
 
 /* Sixteen sums, whatever the width, so that the result does not depend on it. */
 constexpr int kSums = 16;
 
-template <class V, class One>
-void take(const void *from, int32_t dtype, float *to, int32_t adds, int64_t numel, double *sum,
-          int64_t *num_not_finite) {
-  double sums[kSums] = {};
+template <class V>
+void sum_squares(const void *from, int32_t dtype, int64_t numel, double *sum,
+                 int64_t *num_not_finite) {
+  double sums[kSums] = {}, total = 0;
   int64_t bad = 0, i = 0;
-  auto move = [&](auto kind, int64_t at) {
-    using W = decltype(kind);
-    auto value = read<W>(from, at, dtype);
-    if (to) W::store(to + at, adds ? W::add(W::load(to + at), value) : value);
-    bad += W::add_squares(sums, (int)(at % kSums), value);
-  };
-  for (; i + V::width <= numel; i += V::width) move(V(), i);
-  for (; i < numel; ++i) move(One(), i);
-  double total = 0;
+  for (; i + V::width <= numel; i += V::width)
+    bad += V::add_squares(sums, (int)(i % kSums), read<V>(from, i, dtype));
+  for (; i < numel; ++i)
+    bad += Scalar::add_squares(sums, (int)(i % kSums), read<Scalar>(from, i, dtype));
   for (double part : sums) total += part;
   *sum = total;
   *num_not_finite = bad;
@@ -175,20 +166,12 @@ void take(const void *from, int32_t dtype, float *to, int32_t adds, int64_t nume
 
 }  // namespace
 
-#define ZERO_KERNELS(V, One, suffix)                                                              \
-  void adam_##suffix(const zero_tensor *t, int64_t n, const zero_rule *r, int64_t a, int64_t b) { \
-    run<Adam, V, One>(t, n, r, a, b);                                                             \
-  }                                                                                               \
-  void adagrad_##suffix(const zero_tensor *t, int64_t n, const zero_rule *r, int64_t a,           \
-                        int64_t b) {                                                              \
-    run<Adagrad, V, One>(t, n, r, a, b);                                                          \
-  }                                                                                               \
-  void lion_##suffix(const zero_tensor *t, int64_t n, const zero_rule *r, int64_t a, int64_t b) { \
-    run<Lion, V, One>(t, n, r, a, b);                                                             \
-  }                                                                                               \
-  void take_##suffix(const void *from, int32_t dtype, float *to, int32_t adds, int64_t numel,     \
-                     double *sum, int64_t *bad) {                                                 \
-    take<V, One>(from, dtype, to, adds, numel, sum, bad);                                         \
-  }
+struct zero_kernels { /* of one instruction set */
+  void (*step)(const zero_tensor *, int64_t, const zero_rule *, int64_t, int64_t);
+  void (*sum_squares)(const void *, int32_t, int64_t, double *, int64_t *);
+};
+extern const zero_kernels kernels_scalar, kernels_vector, kernels_avx2, kernels_avx512;
+
+#define ZERO_KERNELS(V, suffix) const zero_kernels kernels_##suffix = {step<V>, sum_squares<V>};
 
 #endif

@@ -1,4 +1,3 @@
 #include "kernels.h"
-#include "scalar.h"
 
-ZERO_KERNELS(Scalar, Scalar, scalar)
+ZERO_KERNELS(Scalar, scalar)

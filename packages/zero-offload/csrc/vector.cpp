@@ -1,7 +1,6 @@
 /* Four floats in the compiler's own vectors: SSE2, NEON, or what the machine has. */
 
 #include "kernels.h"
-#include "scalar.h"
 
 namespace {
 
@@ -62,4 +61,4 @@ struct Vector {
 
 }  // namespace
 
-ZERO_KERNELS(Vector, Scalar, vector)
+ZERO_KERNELS(Vector, vector)

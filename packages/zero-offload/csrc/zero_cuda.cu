@@ -4,7 +4,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include "zero_cuda.h"
+#include "zero_offload.h"
 
 namespace {
 
@@ -72,10 +72,9 @@ struct Factors { /* the same for all elements of a step */
   float factor, shrink, decay, rate, correction;
 };
 
-__device__ Factors factors_of(const zero_cuda_rule &r, double step) {
-  const double lr = r.rate ? *r.rate : r.lr;
+__device__ Factors factors_of(const zero_rule &r, double lr, float divisor, double step) {
   Factors f;
-  f.factor = (r.maximize ? -1.0f : 1.0f) / (r.divisor ? *r.divisor : 1.0f);
+  f.factor = (r.maximize ? -1.0f : 1.0f) / divisor;
   f.shrink = r.decoupled ? (float)(1.0 - lr * (double)r.weight_decay) : 1.0f;
   f.decay = r.decoupled ? 0.0f : r.weight_decay;
   f.rate = (float)(-lr / (1.0 - pow((double)r.beta1, step)));
@@ -84,11 +83,13 @@ __device__ Factors factors_of(const zero_cuda_rule &r, double step) {
 }
 
 __global__ void __launch_bounds__(kThreads)
-    adam(const zero_cuda_piece *pieces, const zero_cuda_rule r) {
-  if (r.found_inf && *r.found_inf != 0.0f) return;
-  const zero_cuda_piece p = pieces[blockIdx.x];
+    adam(const zero_tensor *pieces, const zero_rule r, const float *lr, const float *divisor,
+         const float *found_inf) {
+  if (found_inf && *found_inf != 0.0f) return;
+  const zero_tensor p = pieces[blockIdx.x];
   __shared__ Factors shared;
-  if (threadIdx.x == 0) shared = factors_of(r, *p.step); /* double powers: once a block */
+  if (threadIdx.x == 0) /* double powers: once a block */
+    shared = factors_of(r, lr ? *lr : -r.rate, divisor ? *divisor : 1.0f, *p.step);
   __syncthreads();
   const Factors f = shared;
   const bool aligned = is_aligned(p.param, r.param_dtype) && is_aligned(p.grad, r.grad_dtype) &&
@@ -142,10 +143,11 @@ int zero_cuda_advance(float *const *steps, int64_t count, const float *found_inf
   return (int)cudaGetLastError();
 }
 
-int zero_cuda_adam(const zero_cuda_piece *pieces, int64_t count, const zero_cuda_rule *rule,
-                   void *stream) {
+int zero_cuda_adam(const zero_tensor *pieces, int64_t count, const zero_rule *rule,
+                   const float *lr, const float *divisor, const float *found_inf, void *stream) {
   if (count == 0) return 0;
-  adam<<<(unsigned)count, kThreads, 0, (cudaStream_t)stream>>>(pieces, *rule);
+  adam<<<(unsigned)count, kThreads, 0, (cudaStream_t)stream>>>(pieces, *rule, lr, divisor,
+                                                               found_inf);
   return (int)cudaGetLastError();
 }
 

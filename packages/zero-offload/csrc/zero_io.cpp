@@ -1,6 +1,6 @@
-/* See zero_io.h. Linux; elsewhere every ring is refused with ENOSYS. */
+/* Disk I/O. Linux; elsewhere every ring is refused with ENOSYS. */
 
-#include "zero_io.h"
+#include "zero_offload.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -18,8 +18,6 @@
 #ifndef ZERO_IO_FAULT /* tests put another result in place of a request's */
 #define ZERO_IO_FAULT(result, address, nbytes, writes) (result)
 #endif
-
-int zero_io_abi(void) { return ZERO_IO_ABI; }
 
 #ifdef ZERO_HAS_URING
 
@@ -45,7 +43,7 @@ void pause_ms() {
 
 }  // namespace
 
-struct zero_ring {
+struct zero_ring { /* its requests, and the indices of those that are idle, lie behind it */
   int fd;
   int32_t depth;
   void *rings;
@@ -54,7 +52,7 @@ struct zero_ring {
   uint32_t *sq_tail, *sq_mask, *sq_array, *cq_head, *cq_tail, *cq_mask;
   io_uring_cqe *cqes;
   Request *requests;
-  int32_t *idle; /* indices of requests not under way */
+  int32_t *idle;
 };
 
 int zero_ring_open(int32_t depth, zero_ring **out) {
@@ -67,27 +65,26 @@ int zero_ring_open(int32_t depth, zero_ring **out) {
     close(fd);
     return -ENOSYS;
   }
-  zero_ring *ring = (zero_ring *)calloc(1, sizeof(zero_ring));
+  zero_ring *ring =
+      (zero_ring *)calloc(1, sizeof(zero_ring) + depth * (sizeof(Request) + sizeof(int32_t)));
+  if (!ring) {
+    close(fd);
+    return -ENOMEM;
+  }
   const size_t sq = params.sq_off.array + params.sq_entries * sizeof(uint32_t);
   const size_t cq = params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe);
-  if (ring) {
-    ring->fd = fd;
-    ring->depth = depth;
-    ring->rings_bytes = sq > cq ? sq : cq;
-    ring->sqes_bytes = params.sq_entries * sizeof(io_uring_sqe);
-    ring->requests = (Request *)calloc(depth, sizeof(Request));
-    ring->idle = (int32_t *)calloc(depth, sizeof(int32_t));
-    ring->rings = mmap(nullptr, ring->rings_bytes, PROT_READ | PROT_WRITE,
-                       MAP_SHARED | MAP_POPULATE, fd, IORING_OFF_SQ_RING);
-    ring->sqes = (io_uring_sqe *)mmap(nullptr, ring->sqes_bytes, PROT_READ | PROT_WRITE,
-                                      MAP_SHARED | MAP_POPULATE, fd, IORING_OFF_SQES);
-  }
-  if (!ring || !ring->requests || !ring->idle || ring->rings == MAP_FAILED ||
-      ring->sqes == MAP_FAILED) {
-    if (ring)
-      zero_ring_close(ring);
-    else
-      close(fd);
+  const int protection = PROT_READ | PROT_WRITE, kind = MAP_SHARED | MAP_POPULATE;
+  ring->fd = fd;
+  ring->depth = depth;
+  ring->requests = (Request *)(ring + 1);
+  ring->idle = (int32_t *)(ring->requests + depth);
+  ring->rings_bytes = sq > cq ? sq : cq;
+  ring->sqes_bytes = params.sq_entries * sizeof(io_uring_sqe);
+  ring->rings = mmap(nullptr, ring->rings_bytes, protection, kind, fd, IORING_OFF_SQ_RING);
+  ring->sqes = (io_uring_sqe *)mmap(nullptr, ring->sqes_bytes, protection, kind, fd,
+                                    IORING_OFF_SQES);
+  if (ring->rings == MAP_FAILED || ring->sqes == MAP_FAILED) {
+    zero_ring_close(ring);
     return -ENOMEM;
   }
   char *base = (char *)ring->rings;
@@ -104,11 +101,9 @@ int zero_ring_open(int32_t depth, zero_ring **out) {
 
 void zero_ring_close(zero_ring *ring) {
   if (!ring) return;
-  if (ring->rings && ring->rings != MAP_FAILED) munmap(ring->rings, ring->rings_bytes);
-  if (ring->sqes && (void *)ring->sqes != MAP_FAILED) munmap(ring->sqes, ring->sqes_bytes);
+  if (ring->rings != MAP_FAILED) munmap(ring->rings, ring->rings_bytes);
+  if (ring->sqes != MAP_FAILED) munmap(ring->sqes, ring->sqes_bytes);
   close(ring->fd);
-  free(ring->requests);
-  free(ring->idle);
   free(ring);
 }
 

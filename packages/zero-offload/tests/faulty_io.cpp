@@ -15,7 +15,7 @@ static int32_t fault_number, fault_every = 1, fault_count, fault_most = 1 << 30;
 
 /* Every `every`th request ends with -number, and each of the others moves at most `most` bytes; with
    number 0, every `every`th moves at most `most`. */
-extern "C" ZERO_IO_API void zero_set_fault(int32_t number, int32_t every, int32_t most) {
+extern "C" ZERO_API void zero_set_fault(int32_t number, int32_t every, int32_t most) {
   fault_number = number;
   fault_every = every;
   fault_most = most;
@@ -23,7 +23,7 @@ extern "C" ZERO_IO_API void zero_set_fault(int32_t number, int32_t every, int32_
 }
 
 /* Requests that came to a result since then. */
-extern "C" ZERO_IO_API int32_t zero_num_results(void) { return fault_count; }
+extern "C" ZERO_API int32_t zero_num_results(void) { return fault_count; }
 
 static int32_t fault_of(int32_t result, char *address, int64_t nbytes, int32_t writes) {
   const bool faulty = ++fault_count % fault_every == 0;

@@ -62,6 +62,26 @@ def test_a_value_half_replaced_is_not_given_back(tmp_path: Path) -> None:
             store.read("x", torch.zeros(1024)).result()
 
 
+def test_a_failed_write_can_be_made_again(tmp_path: Path) -> None:
+    """What it has left in the file is ours: nobody else has written there."""
+    failing = iter([False, False, False, True])  # the probe's, the first write, half of the second
+
+    def pwritev(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if next(failing, False):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.pwritev(fd, buffers, offset)
+
+    settings = DiskSettings(block_bytes=4096, queue_depth=1, num_workers=1, uses_uring=False)
+    with DiskStore(tmp_path, settings, system=evolve(SYSTEM, pwritev=pwritev)) as store:
+        value = torch.ones(1024)
+        store.write("x", torch.zeros(1024)).result()
+        with pytest.raises(StoreError, match="cannot write"):
+            store.write("x", torch.zeros(2048)).result()
+        store.write("x", torch.cat([value, value])).result()
+
+        assert torch.equal(store.read("x", torch.zeros(2048)).result()[:1024], value)
+
+
 @pytest.mark.parametrize("uses_uring", [True, False])
 def test_what_fills_the_last_unit_is_zero(tmp_path: Path, uses_uring: bool) -> None:
     """The blocks that odd ends go through hold bytes of other values."""

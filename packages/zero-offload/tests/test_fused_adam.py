@@ -45,7 +45,7 @@ def test_pieces_cover_each_element_once(numel: int) -> None:
     for piece in pieces:
         places = [piece.param, piece.grad, piece.first, piece.second]
         assert places == [tensor.data_ptr() + 4 * start for tensor in tensors]
-        assert (piece.largest, piece.out) == (None, out.data_ptr() + 2 * start)
+        assert (piece.largest, piece.out) == (0, out.data_ptr() + 2 * start)
         assert piece.step == step.data_ptr()
         start += piece.numel
 

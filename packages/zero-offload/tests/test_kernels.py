@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from typing import Final
+from typing import Final, NamedTuple
 
 import pytest
 import torch
-from attrs import evolve
 from torch import Tensor
-from zero_offload.testing import Batch, Dtypes, Formula, Rule, native_isas, step
+from zero_offload.testing import Batch, Formula, Rule, native_isas, step
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -47,9 +46,20 @@ RULES: Final = {
         formula=Formula.LION, rate=-1e-3, decoupled=True, shrink=0.99, beta1=0.9, beta2=0.99
     ),
 }
-# param, grad, state, out: every mix that an optimizer can ask for
+
+
+class Mix(NamedTuple):
+    """Of dtypes."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    state: torch.dtype
+    out: torch.dtype | None
+
+
+# Every mix that an optimizer can ask for.
 MIXES: Final = [
-    Dtypes(param, grad, state, out)
+    Mix(param, grad, state, out)
     for param, grad, state, out in itertools.product(
         (F32, BF16, F16), (F32, BF16, F16), (F32, BF16, F16), (None, BF16, F16)
     )
@@ -57,9 +67,8 @@ MIXES: Final = [
 ]
 
 
-def _ident(mix: Dtypes) -> str:
-    dtypes = (mix.param, mix.grad, mix.state, mix.out)
-    return "-".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+def _ident(mix: Mix) -> str:
+    return "-".join(str(dtype).removeprefix("torch.") for dtype in mix)
 
 
 @pytest.mark.parametrize("isa", FAST)
@@ -90,7 +99,7 @@ def test_the_scalar_kernel_is_the_formula(rule: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_million_elements_in_threads_are_the_formula(rule: str, isa: str) -> None:
     """Threads take parts that begin anywhere in a list of tensors."""
-    mix = Dtypes(F32, BF16, F32, BF16)
+    mix = Mix(F32, BF16, F32, BF16)
     numels = (70_001, 1_000_003, 5)
     mine, theirs = (_batch(mix, rule, numels, 1, amsgrad=False) for _ in range(2))
     threads = torch.get_num_threads()
@@ -107,7 +116,7 @@ def test_a_million_elements_in_threads_are_the_formula(rule: str, isa: str) -> N
 @pytest.mark.parametrize("isa", ["scalar", *FAST])
 def test_only_the_span_asked_for_is_written(isa: str) -> None:
     """A range of a step touches its elements; its neighbours may be on their way from disk."""
-    mix = Dtypes(F32, BF16, F32, BF16)
+    mix = Mix(F32, BF16, F32, BF16)
     whole, part, before = (_batch(mix, "adamw", (1003,), 0, amsgrad=True) for _ in range(3))
     part.starts, part.stops = [13], [801]
     for batch in (whole, part):
@@ -124,12 +133,12 @@ def test_every_16_bit_number_is_read_as_torch_reads_it(isa: str) -> None:
     zero = Rule(formula=Formula.ADAGRAD, rate=0.0)
     for dtype in (BF16, F16):
         every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-        batch = Batch(Dtypes(F32, dtype, F32))
+        batch = Batch()
         _fill(batch, torch.zeros(2**16), every, torch.zeros(2**16))
         step(batch, zero, _here(isa))
 
         torch.testing.assert_close(
-            batch.firsts[0], every.float() * every.float(), rtol=0, atol=0, equal_nan=True
+            batch.tensors["first"][0], every.float() * every.float(), rtol=0, atol=0, equal_nan=True
         )
 
 
@@ -139,14 +148,14 @@ def test_hard_numbers_are_rounded_as_torch_rounds_them(isa: str) -> None:
     stay = Rule(formula=Formula.LION, rate=-0.0)  # -0.0 stays as well
     hard = _hard_numbers()
     for dtype in (BF16, F16):
-        batch = Batch(Dtypes(F32, F32, F32, dtype))
+        batch = Batch()
         _fill(batch, hard.clone(), torch.zeros_like(hard), torch.zeros_like(hard))
-        batch.outs.append(torch.zeros_like(hard, dtype=dtype))
+        batch.tensors["out"].append(torch.zeros_like(hard, dtype=dtype))
         step(batch, stay, _here(isa))
 
-        assert torch.equal(batch.outs[0].isnan(), hard.isnan())
+        assert torch.equal(batch.tensors["out"][0].isnan(), hard.isnan())
         finite = ~hard.isnan()
-        mine, torchs = batch.outs[0][finite], hard.to(dtype)[finite]
+        mine, torchs = batch.tensors["out"][0][finite], hard.to(dtype)[finite]
         assert torch.equal(mine.view(torch.int16), torchs.view(torch.int16))
 
 
@@ -159,13 +168,13 @@ def test_numbers_at_the_ends_step_as_the_formula_says(rule: str, isa: str) -> No
         torch.tensor(column) for column in zip(*itertools.product(ends, repeat=3), strict=True)
     )
     batches = []
-    if RULES[rule].formula is Formula.ADAGRAD:
+    if RULES[rule].formula == Formula.ADAGRAD:
         firsts = firsts.abs()
     for _ in range(2):
-        batch = Batch(Dtypes(F32, F32, F32))
+        batch = Batch()
         _fill(batch, params.clone(), grads.clone(), firsts.clone())
-        if RULES[rule].formula is Formula.ADAM:
-            batch.seconds.append(firsts.abs())
+        if RULES[rule].formula == Formula.ADAM:
+            batch.tensors["second"].append(firsts.abs())
         batches.append(batch)
     step(batches[0], RULES[rule], _here(isa))
     step(batches[1], RULES[rule], None)
@@ -178,22 +187,22 @@ def test_numbers_at_the_ends_step_as_the_formula_says(rule: str, isa: str) -> No
 def test_a_largest_moment_that_is_nan_stays_nan(isa: str) -> None:
     """Else amsgrad would hide a broken gradient that torch shows."""
     nan, inf = float("nan"), float("inf")
-    batch = _batch(Dtypes(F32, F32, F32), "adamw", (4 * 16,), 0, amsgrad=True)
-    batch.largests[0][:] = torch.tensor([nan, 1.0, inf, 0.0]).repeat(16)
-    batch.grads[0][:] = torch.tensor([1.0, nan, 1.0, -0.0]).repeat(16)
+    batch = _batch(Mix(F32, F32, F32, None), "adamw", (4 * 16,), 0, amsgrad=True)
+    batch.tensors["largest"][0][:] = torch.tensor([nan, 1.0, inf, 0.0]).repeat(16)
+    batch.tensors["grad"][0][:] = torch.tensor([1.0, nan, 1.0, -0.0]).repeat(16)
     step(batch, RULES["adamw"], _here(isa))
 
     expected = torch.tensor([True, True, False, False]).repeat(16)
-    assert torch.equal(batch.largests[0].isnan(), expected)
+    assert torch.equal(batch.tensors["largest"][0].isnan(), expected)
 
 
 @pytest.mark.parametrize("isa", ["scalar", *FAST])
 def test_the_callers_floating_point_settings_change_no_bit(isa: str) -> None:
     """Threads differ in whether they flush subnormals, and who steps what must not matter."""
-    mine, theirs = (_batch(Dtypes(F32, F32, F32), "adamw", (99,), 0, False) for _ in range(2))
+    mine, theirs = (_batch(Mix(F32, F32, F32, None), "adamw", (99,), 0, False) for _ in range(2))
     for batch in (mine, theirs):
-        batch.firsts[0].mul_(1e-39)
-        batch.grads[0].zero_()
+        batch.tensors["first"][0].mul_(1e-39)
+        batch.tensors["grad"][0].zero_()
     try:
         torch.set_flush_denormal(True)
         step(mine, RULES["adamw"], _here(isa))
@@ -201,7 +210,7 @@ def test_the_callers_floating_point_settings_change_no_bit(isa: str) -> None:
         torch.set_flush_denormal(False)
     step(theirs, RULES["adamw"], _here(isa))
 
-    assert mine.firsts[0].any()
+    assert mine.tensors["first"][0].any()
     _assert_same_bits(mine, theirs, isa)
 
 
@@ -211,7 +220,7 @@ def test_a_step_leaves_the_callers_floating_point_settings(isa: str) -> None:
     tiny = torch.tensor([1e-39])
     try:
         torch.set_flush_denormal(True)
-        batch = _batch(Dtypes(F32, F32, F32), "adamw", (99,), 0, amsgrad=False)
+        batch = _batch(Mix(F32, F32, F32, None), "adamw", (99,), 0, amsgrad=False)
         step(batch, RULES["adamw"], _here(isa))
         after = (tiny * 0.5).item()
     finally:
@@ -227,19 +236,19 @@ def test_stochastic_rounding_is_the_references_and_right_on_average(isa: str) ->
     numel = 2**16
     values = torch.tensor([1.0 + 2.0**-9, -3.0 - 3 * 2.0**-9, 1.0, float("inf")])
     values = values.repeat_interleave(numel // 4)
-    stay = evolve(Rule(formula=Formula.LION, rate=0.0), seed=77)
+    stay = Rule(Formula.LION, rate=0.0, stochastic=True, seed=77)
     batches = []
     for _ in range(2):
-        batch = Batch(Dtypes(F32, F32, F32, BF16))
+        batch = Batch()
         _fill(batch, values.clone(), torch.zeros(numel), torch.zeros(numel))
-        batch.outs.append(torch.zeros(numel, dtype=BF16))
+        batch.tensors["out"].append(torch.zeros(numel, dtype=BF16))
         batch.indices[0] = 2**32 - numel // 2  # where 32 bits wrap
         batches.append(batch)
     step(batches[0], stay, _here(isa))
     step(batches[1], stay, None)
 
     _assert_same_bits(*batches, isa)
-    rounded = batches[0].outs[0].double().view(4, -1)
+    rounded = batches[0].tensors["out"][0].double().view(4, -1)
     up = 2.0**-7  # the distance of bf16 neighbours above 1; 2^-6 above 2
     # three standard deviations of the mean of 16384 draws are 0.012 of that distance
     assert rounded[0].mean().item() == pytest.approx(1 + 2.0**-9, abs=0.012 * up)
@@ -255,15 +264,15 @@ def _here(isa: str) -> str:
 
 
 def _fill(batch: Batch, param: Tensor, grad: Tensor, first: Tensor) -> None:
-    batch.params.append(param)
-    batch.grads.append(grad)
-    batch.firsts.append(first)
+    batch.tensors["param"].append(param)
+    batch.tensors["grad"].append(grad)
+    batch.tensors["first"].append(first)
     batch.starts.append(0)
     batch.stops.append(param.numel())
     batch.indices.append(0)
 
 
-def _batch(mix: Dtypes, rule: str, numels: tuple[int, ...], offset: int, amsgrad: bool) -> Batch:
+def _batch(mix: Mix, rule: str, numels: tuple[int, ...], offset: int, amsgrad: bool) -> Batch:
     """The same numbers for the same arguments, `offset` elements into their storage."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr((mix, rule, numels)).encode()))
 
@@ -272,17 +281,17 @@ def _batch(mix: Dtypes, rule: str, numels: tuple[int, ...], offset: int, amsgrad
         storage[offset:] = torch.randn(numel, generator=generator) * 0.1
         return storage[offset:]
 
-    batch = Batch(mix)
+    batch = Batch()
     for numel in numels:
         _fill(batch, made(numel, mix.param), made(numel, mix.grad), made(numel, mix.state))
-        if RULES[rule].formula is Formula.ADAM:
-            batch.seconds.append(made(numel, mix.state).abs_())
+        if RULES[rule].formula == Formula.ADAM:
+            batch.tensors["second"].append(made(numel, mix.state).abs_())
             if amsgrad:
-                batch.largests.append(made(numel, mix.state).abs_())
-        if RULES[rule].formula is Formula.ADAGRAD:
-            batch.firsts[-1].abs_()
+                batch.tensors["largest"].append(made(numel, mix.state).abs_())
+        if RULES[rule].formula == Formula.ADAGRAD:
+            batch.tensors["first"][-1].abs_()
         if mix.out is not None:
-            batch.outs.append(made(numel, mix.out))
+            batch.tensors["out"].append(made(numel, mix.out))
     return batch
 
 

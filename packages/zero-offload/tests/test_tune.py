@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 
@@ -12,23 +11,19 @@ from zero_offload import DiskSettings, DiskStore, StoreError, host_memory, tune
 from zero_offload.testing import faults
 
 
-@pytest.mark.parametrize("has_tabulate", [True, False])
 def test_tune_prints_a_table_and_returns_its_first_row(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    has_tabulate: bool,
 ) -> None:
     """A user believes settings whose figures are beside those of the others."""
     # It takes a quarter of what is free, and 256 MiB at most.
     monkeypatch.setattr(os, "statvfs", faults.free_bytes(32 * 2**20).statvfs)
-    if not has_tabulate:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
     settings = tune(tmp_path, seconds=0)
 
     title, _, *rows = capsys.readouterr().out.splitlines()
-    transport, block_kib, depth, *speeds = rows[has_tabulate].split()
+    transport, block_kib, depth, *speeds = rows[0].split()
     assert title.startswith("one file of 8 MiB")
     assert transport == ("io_uring" if settings.uses_uring else "threads")
     assert int(block_kib) * 1024 == settings.block_bytes

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from ._native import HERE, native_status
-from ._native._abi import AbiError, open_library
-from ._native._compile import LIBRARY, CompileError, compile_all, compile_cuda, find_compiler
+from ._native.library import AbiError, open_library
+from ._native.recipe import LIBRARY, CompileError, compile_all, compile_cuda, find_compiler
 
 __all__ = [
     "LIBRARY",

@@ -13,8 +13,8 @@ from attrs import field, frozen
 
 from zero_offload.errors import NativeUnavailableError
 
-from ._abi import ISAS, AbiError, open_library
-from ._compile import CUDA_LIBRARY, LIBRARY
+from .library import ISAS, AbiError, open_cuda_library, open_library
+from .recipe import CUDA_LIBRARY, LIBRARY
 
 HERE: Final = Path(__file__).parent
 BUILD_HINT: Final = "`python -m zero_offload.build` compiles it"
@@ -46,8 +46,7 @@ class Kernels:
         return Kernels(self.library, isa)
 
 
-def missing_cuda() -> str:
-    """Why there is no library for CUDA; empty if there is."""
+def _missing_cuda() -> str:
     path = HERE / CUDA_LIBRARY
     return "" if path.exists() else f"{path} does not exist: no nvcc when this was built"
 
@@ -67,7 +66,7 @@ class NativeStatus:
     isa: str
     reason: str = ""
     others: Mapping[str, str] = field(factory=dict)
-    cuda_reason: str = field(factory=missing_cuda)
+    cuda_reason: str = field(factory=_missing_cuda)
 
     @property
     def loaded(self) -> bool:
@@ -80,8 +79,7 @@ class NativeStatus:
             lines.append(f"  because {self.reason}")
         lines += [f"  not {name}: {why}" for name, why in self.others.items()]
         lines.append(f"CUDA kernels: {'none' if self.cuda_reason else 'built'}")
-        if self.cuda_reason:
-            lines.append(f"  because {self.cuda_reason}")
+        lines += [f"  because {self.cuda_reason}"] if self.cuda_reason else []
         return "\n".join(lines)
 
 
@@ -101,6 +99,16 @@ def kernels() -> Kernels | None:
         NativeUnavailableError: ZERO_OFFLOAD_NATIVE=require, and there are none.
     """
     return _loaded()[0]
+
+
+@cache
+def cuda_kernels() -> ctypes.CDLL:
+    """The library for CUDA, loaded at the first call.
+
+    Raises:
+        NativeUnavailableError: It was not built, or is of another version.
+    """
+    return open_cuda_library(HERE / CUDA_LIBRARY)
 
 
 @cache
@@ -127,22 +135,18 @@ def load(path: Path, environment: Mapping[str, str]) -> tuple[Kernels | None, Na
         reason = f"{path} does not exist: it was not compiled when this was installed; {BUILD_HINT}"
     else:
         try:
-            return _choose(Kernels(open_library(path), "scalar"), isa)
+            found = Kernels(open_library(path), "scalar")
+            chosen = found.with_isa(isa or found.isas[-1])
+            slower = f"ZERO_OFFLOAD_ISA={isa}" if isa else f"{chosen.isa} is faster"
+            others = {
+                name: slower if name in found.isas else "this processor has it not"
+                for name in reversed(ISAS)
+                if name != chosen.isa
+            }
+            return chosen, NativeStatus(chosen.isa, others=others)
         except AbiError as error:
             reason = f"{error}; {BUILD_HINT} anew"
     if switch == "require" or isa:
         asked = "ZERO_OFFLOAD_NATIVE=require" if switch == "require" else f"ZERO_OFFLOAD_ISA={isa}"
         raise NativeUnavailableError(f"{asked}, but {reason}")
     return None, NativeStatus("", reason)
-
-
-def _choose(found: Kernels, isa: str) -> tuple[Kernels, NativeStatus]:
-    """The instruction set asked for, else the best."""
-    chosen = found.with_isa(isa or found.isas[-1])
-    slower = f"ZERO_OFFLOAD_ISA={isa}" if isa else f"{chosen.isa} is faster"
-    others = {
-        name: slower if name in found.isas else "this processor has it not"
-        for name in reversed(ISAS)
-        if name != chosen.isa
-    }
-    return chosen, NativeStatus(chosen.isa, others=others)

@@ -1,15 +1,340 @@
-"""Adam and AdamW over CPU tensors."""
+"""CPUAdam, CPUAdagrad and CPULion: optimizers over CPU tensors, stepped where they lie."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, TypedDict, Unpack, final
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from itertools import chain
+from typing import Any, Final, Literal, TypedDict, Unpack, final
 
+import numpy as np
 import torch
+from attrs import define, field
 from torch import Tensor
+from torch.optim import Optimizer
 
-from .batches import Formula, Rule
-from .cpu_optimizer import AbstractCPUOptimizer
+from zero_offload import _native
+from zero_offload._native.library import Formula, Rule
+from zero_offload.errors import RollbackError, StepOrderError, UnsupportedTensorError
+
+from .batches import END, MASTER, Plan, StatePolicy, checked_grad
+from .parallel import Team, step_batch
+
+
+@final
+@define(eq=False)
+class Round:
+    """From the first range of a step until every element has had its turn."""
+
+    numel: int  # of all parameters
+    advanced: set[Tensor] = field(factory=set, init=False)
+    spans: list[tuple[int, int]] = field(factory=list, init=False)  # that have had their turn
+
+    @property
+    def num_done(self) -> int:
+        """How many elements have had their turn."""
+        return sum(stop - start for start, stop in self.spans)
+
+    def check(self, start: int, stop: int) -> None:
+        """Raise if [start, stop) is not a span of what is left to do.
+
+        Raises:
+            StepOrderError: It leaves the parameters' elements, or one of its elements was stepped.
+        """
+        if not 0 <= start <= stop <= self.numel:
+            raise StepOrderError(
+                f"step_range({start}, {stop}): expected 0 <= start <= stop <= {self.numel}, the "
+                f"number of elements of all parameters"
+            )
+        for low, high in sorted(self.spans):
+            if low < stop and start < high:
+                raise StepOrderError(
+                    f"step_range({start}, {stop}): [{low}, {high}) was already stepped; each "
+                    f"element is stepped once before the next step begins "
+                    f"({self.num_done} of {self.numel} elements are done)"
+                )
+
+
+@final
+@define(eq=False)
+class LastStep:
+    """Copies of what one step overwrote. Their memory is used again by the next."""
+
+    is_kept: bool = field(default=False, init=False)
+    _copies: list[tuple[Tensor, Tensor]] = field(factory=list, init=False)  # of each tensor
+    _spare: list[Tensor] = field(factory=list, init=False)
+
+    def begin(self) -> None:
+        """Another step comes."""
+        self._spare = [copy for _, copy in reversed(self._copies)]
+        self._copies, self.is_kept = [], True
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Copy what is about to be overwritten. Local, blocking."""
+        for tensor in tensors:
+            spare = self._spare.pop() if self._spare else None
+            if spare is None or (spare.shape, spare.dtype) != (tensor.shape, tensor.dtype):
+                self._copies.append((tensor, tensor.clone()))
+            else:
+                self._copies.append((tensor, spare.copy_(tensor)))
+
+    def restore(self) -> None:
+        """Put everything back. Local, blocking."""
+        for tensor, copy in reversed(self._copies):
+            tensor.copy_(copy)
+        self.is_kept = False
+
+
+_AT_LEAST_0: Final = {"lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value"}
+
+
+class AbstractCPUOptimizer(Optimizer, ABC):
+    """An optimizer over CPU tensors whose step is one pass over memory.
+
+    Not thread-safe: one step at a time. `grad_scale` and `found_inf`, if set, are tensors or
+    numbers that the next step divides gradients by, and skips for if not 0, as in torch's fused
+    optimizers; `torch.amp.GradScaler` uses them.
+    """
+
+    needs_cut = "flat"  # elementwise: a part of a parameter is stepped as in the whole
+    moments: tuple[str, ...]  # the state's tensors in the order of `zero_tensor`
+    grad_scale: Tensor | float | None  # set by others, or missing
+    found_inf: Tensor | float | None
+
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], *, keeps_last_step: bool = False, **policy: Any
+    ) -> None:
+        for name in _AT_LEAST_0 & defaults.keys():
+            if not float(defaults[name]) >= 0:
+                raise ValueError(f"{name}={defaults[name]}: expected at least 0.0")
+        betas = defaults.get("betas", (0.0, 0.0))
+        if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
+            raise ValueError(f"betas={betas}: expected two numbers, each at least 0 and below 1")
+        self._policy = StatePolicy(**policy)
+        self._keeps_last_step = keeps_last_step
+        self._reset()
+        if _native.kernels() is None:
+            _warn_once(_native.native_status().reason)
+        super().__init__(params, defaults)
+        self._step_supports_amp_scaling = True
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether 16-bit parameters have fp32 masters in the state, as "master"."""
+        return self._policy.masters
+
+    @property
+    def state_dtype(self) -> torch.dtype | None:
+        """Of the state's tensors; each parameter's own when None."""
+        return self._policy.state_dtype
+
+    @abstractmethod
+    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+        """The numbers of a group's step; `factor` and `seed` are left out."""
+
+    # ---- Stepping ----
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient. Local, blocking.
+
+        Args:
+            closure: Computes the loss again, as for any optimizer of torch.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            StepOrderError: A step of ranges is under way.
+            UnsupportedTensorError: A gradient is sparse or not on the CPU.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._round is not None:
+            raise StepOrderError(
+                f"step() while a step of ranges is under way: {self._round.num_done} of "
+                f"{self._round.numel} elements are done. Finish it with step_range()"
+            )
+        self._last_step.begin()
+        self._step_span(0, END, set())
+        return loss
+
+    @torch.no_grad()
+    def step_range(self, start: int, stop: int) -> None:
+        """Step elements [start, stop) of all parameters, laid end to end. Local, blocking.
+
+        Ranges in any order make one step: it begins with the first, and ends when every element
+        has had its turn, with or without gradient. A parameter's step count advances once, with
+        the first range that touches it. The result is that of `step()`, to the bit.
+
+        Raises:
+            StepOrderError: The range leaves the parameters, or overlaps one of the same step.
+            UnsupportedTensorError: A gradient is sparse or not on the CPU.
+        """
+        numel = sum(p.numel() for group in self.param_groups for p in group["params"])
+        under_way = self._round or Round(numel)
+        under_way.check(start, stop)
+        if self._round is None:
+            self._last_step.begin()
+        if start < stop:
+            self._step_span(start, stop, under_way.advanced)
+            under_way.spans.append((start, stop))
+        self._round = None if under_way.num_done == numel else under_way
+
+    @torch.no_grad()
+    def rollback(self) -> None:
+        """Take back the last step, or what was done of one by ranges. Local, blocking.
+
+        Parameters, masters, moments and step counts become what they were, to the bit. Needs
+        `keeps_last_step=True`, which keeps a copy of them: the formula cannot be inverted without
+        losing bits.
+
+        Raises:
+            RollbackError: Steps are not kept, none was made, or the last is already taken back.
+        """
+        if not self._keeps_last_step:
+            raise RollbackError(
+                f"{type(self).__name__} keeps no copy of its last step; construct it with "
+                f"keeps_last_step=True"
+            )
+        if not self._last_step.is_kept:
+            raise RollbackError(
+                "there is no step to roll back: none was made since construction, loading or the "
+                "last rollback"
+            )
+        self._last_step.restore()
+        self._round = None
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Set masters from parameters that something else has written, such as loading. Local."""
+        for param, entries in self.state.items():
+            if MASTER in entries:
+                entries[MASTER].copy_(param)
+
+    def forget_plan(self) -> None:
+        """Let go of the tensors of the last step, which the next one would have looked at first."""
+        self._whole = None
+
+    def _step_span(self, start: int, stop: int, advanced: set[Tensor]) -> None:
+        """Step elements [start, stop); `advanced` are parameters whose count this step raised."""
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and float(found_inf) != 0:
+            return
+        factor = 1.0 if scale is None else 1.0 / float(scale)
+        plan, self._whole = self._whole if stop == END else None, None
+        if plan is None or not plan.renew(self.param_groups, self.state):
+            plan = self._plan(start, stop, advanced)
+        if self._keeps_last_step:
+            self._last_step.keep(plan.written())
+        kernels = _native.kernels()
+        if kernels is None:
+            for step in plan.steps:
+                step.add_(1)
+        else:
+            addresses = np.array([step.data_ptr() for step in plan.steps], np.uintp)
+            kernels.library.zero_count(addresses.ctypes.data, len(plan.steps))
+        stepped = plan.params
+        advanced.update(stepped)
+        for batch in plan.batches.values():
+            rule = self._rule(self.param_groups[batch.group], batch.step)
+            rule.factor = factor
+            if self._policy.rounding == "stochastic":
+                rule.stochastic, rule.seed = True, self._policy.seed_of(batch.step)
+            step_batch(batch, rule, kernels=kernels, team=self._team)
+        for param, copy in plan.copies:
+            param.copy_(copy)
+        torch.autograd.graph.increment_version(stepped)  # kernels write behind autograd's back
+        if stop == END:
+            for batch in plan.batches.values():
+                batch.keep()
+            self._whole = plan
+
+    def _plan(self, start: int, stop: int, advanced: set[Tensor]) -> Plan:
+        """Check and collect the tensors of a span; nothing is stepped yet."""
+        plan = Plan()
+        index = 0
+        for position, group in enumerate(self.param_groups):
+            names = self.moments
+            if group.get("amsgrad"):
+                names += ("max_exp_avg_sq",)
+            first = group.get("initial_accumulator_value", 0.0)
+            for param in group["params"]:
+                numel = param.numel()
+                span = max(start - index, 0), min(stop - index, numel)
+                is_touched = span[0] < span[1] or (numel == 0 and stop == END)
+                if is_touched and param.grad is not None:
+                    self._policy.check(param, where="step()")
+                    grad, entries = checked_grad(param), self.state[param]
+                    self._policy.prepare(entries, param, names, first)
+                    plan.add(
+                        param,
+                        grad,
+                        entries,
+                        span,
+                        index=index,
+                        group=position,
+                        names=names,
+                        advances=param not in advanced,
+                    )
+                index += numel
+        return plan
+
+    # ---- State ----
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; parameters must be dense CPU tensors of fp32, bf16 or fp16.
+
+        Those on meta can be planned with, and not stepped.
+
+        Raises:
+            UnsupportedTensorError: One is not; the group is not added.
+        """
+        super().add_param_group(param_group)
+        try:
+            for param in self.param_groups[-1]["params"]:
+                if not param.is_meta:
+                    self._policy.check(param, where=type(self).__name__)
+        except UnsupportedTensorError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what this or torch's optimizer of the same formula saved. Local.
+
+        Moments take the dtype this optimizer keeps them in. Masters that were not saved are made
+        from the parameters at the next step: load those first.
+        """
+        saved = load_by_torch(self, partial(super().load_state_dict, state_dict))
+        # torch has cast everything to the parameter's dtype: wrong for state of 16-bit ones.
+        for param, entries in saved.items():
+            for name, value in entries.items():
+                if name != "step" and torch.is_tensor(value) and param.is_cpu:
+                    self.state[param][name] = self._policy.shaped(name, value, param)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {"_policy": self._policy, "_keeps_last_step": self._keeps_last_step}
+        return super().__getstate__() | kept | {"_step_supports_amp_scaling": True}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget what no state dict and no copy carries."""
+        self._team = Team()
+        self._last_step = LastStep()
+        self._round: Round | None = None
+        self._whole: Plan | None = None  # of the last `step()`
 
 
 class Kept(TypedDict, total=False):
@@ -24,19 +349,6 @@ class Kept(TypedDict, total=False):
 
 def _as_deepspeed(fp32_optimizer_states: bool) -> Kept:
     return {"masters": False, "state_dtype": torch.float32 if fp32_optimizer_states else None}
-
-
-def check_at_least(low: float, **numbers: Any) -> None:
-    """Raise ValueError for a number below `low`, naming it."""
-    for name, number in numbers.items():
-        if not float(number) >= low:
-            raise ValueError(f"{name}={number}: expected at least {low}")
-
-
-def check_betas(betas: Any) -> None:
-    """Raise ValueError unless there are two, each in [0, 1)."""
-    if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
-        raise ValueError(f"betas={betas}: expected two numbers, each at least 0 and below 1")
 
 
 class CPUAdam(AbstractCPUOptimizer):
@@ -72,6 +384,8 @@ class CPUAdam(AbstractCPUOptimizer):
         ValueError: A number is out of range.
     """
 
+    moments = ("exp_avg", "exp_avg_sq")
+
     def __init__(  # noqa: PLR0917 - the order is torch's
         self,
         params: Any,
@@ -86,8 +400,6 @@ class CPUAdam(AbstractCPUOptimizer):
         bias_correction: bool = True,
         **kept: Unpack[Kept],
     ) -> None:
-        check_at_least(0.0, lr=lr, eps=eps, weight_decay=weight_decay)
-        check_betas(betas)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -130,15 +442,11 @@ class CPUAdam(AbstractCPUOptimizer):
             **_as_deepspeed(fp32_optimizer_states),
         )
 
-    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        names = ("exp_avg", "exp_avg_sq")
-        return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
-
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
         is_corrected, is_decoupled = group["bias_correction"], group["decoupled_weight_decay"]
         return Rule(
-            formula=Formula.ADAM,
+            Formula.ADAM,
             rate=-(lr / (1 - beta1**step) if is_corrected else lr),
             maximize=group["maximize"],
             decoupled=is_decoupled,
@@ -170,6 +478,8 @@ class CPUAdagrad(AbstractCPUOptimizer):
         ValueError: A number is out of range.
     """
 
+    moments = ("sum",)
+
     def __init__(  # noqa: PLR0917 - the order is torch's
         self,
         params: Any,
@@ -182,8 +492,6 @@ class CPUAdagrad(AbstractCPUOptimizer):
         maximize: bool = False,
         **kept: Unpack[Kept],
     ) -> None:
-        check_at_least(0.0, lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
-        check_at_least(0.0, initial_accumulator_value=initial_accumulator_value)
         defaults = {
             "lr": lr,
             "lr_decay": lr_decay,
@@ -219,16 +527,9 @@ class CPUAdagrad(AbstractCPUOptimizer):
             **_as_deepspeed(fp32_optimizer_states),
         )
 
-    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        del group
-        return ("sum",)
-
-    def _start(self, group: dict[str, Any]) -> float:
-        return group["initial_accumulator_value"]
-
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         return Rule(
-            formula=Formula.ADAGRAD,
+            Formula.ADAGRAD,
             rate=-float(group["lr"]) / (1 + (step - 1) * group["lr_decay"]),
             maximize=group["maximize"],
             weight_decay=group["weight_decay"],
@@ -256,6 +557,8 @@ class CPULion(AbstractCPUOptimizer):
         ValueError: A number is out of range.
     """
 
+    moments = ("exp_avg",)
+
     def __init__(
         self,
         params: Any,
@@ -266,8 +569,6 @@ class CPULion(AbstractCPUOptimizer):
         maximize: bool = False,
         **kept: Unpack[Kept],
     ) -> None:
-        check_at_least(0.0, lr=lr, weight_decay=weight_decay)
-        check_betas(betas)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, **kept)
 
@@ -289,15 +590,11 @@ class CPULion(AbstractCPUOptimizer):
             **_as_deepspeed(fp32_optimizer_states),
         )
 
-    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        del group
-        return ("exp_avg",)
-
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         del step
         lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
         return Rule(
-            formula=Formula.LION,
+            Formula.LION,
             rate=-lr,
             maximize=group["maximize"],
             decoupled=True,
@@ -305,3 +602,38 @@ class CPULion(AbstractCPUOptimizer):
             beta1=beta1,
             beta2=beta2,
         )
+
+
+def load_by_torch(
+    optimizer: Optimizer, load: Callable[[], None], *, with_state: bool = True
+) -> dict[Tensor, dict[str, Any]]:
+    """Have torch load a state dict; returns the saved state of each parameter, as it was.
+
+    Args:
+        optimizer: Whose hooks may replace the state dict before.
+        load: Calls torch's own method.
+        with_state: False has torch load param groups only.
+    """
+    seen: dict[str, Any] = {}
+
+    def see(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        seen.update(state_dict)
+        return state_dict if with_state else {**state_dict, "state": {}}
+
+    handle = optimizer.register_load_state_dict_pre_hook(see)  # the last one: sees what others made
+    try:
+        load()
+    finally:
+        handle.remove()
+    ids = chain.from_iterable(group["params"] for group in seen["param_groups"])
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return {p: seen["state"].get(saved_id, {}) for saved_id, p in zip(ids, params, strict=True)}
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        f"zero_offload steps with plain torch, about ten times slower than its kernels: {reason}",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Final, TypeAlias, final
+from typing import Any, TypeAlias, final
 
+import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from zero_offload._native._cuda import Piece, Rule, cuda_kernels
+from zero_offload._native import cuda_kernels
+from zero_offload._native.library import COLUMNS, DTYPES, NO_DTYPE, TENSOR, Formula, Rule
 from zero_offload.errors import OffloadError
 
-_CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_NONE: Final = 3
-# One parameter's, in the order of `zero_cuda_piece`: the master in its place, where there is one;
+# One parameter's, in the order of `zero_tensor`: the master in its place, where there is one;
 # gradient, first and second moment; largest or None; the parameter as what is rounded into, or
 # None; step.
 Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
@@ -62,7 +62,7 @@ class FusedAdam(torch.optim.Optimizer):
         maximize: bool = False,
         masters: bool = True,
     ) -> None:
-        self._kernels = cuda_kernels()
+        self._library = cuda_kernels()
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -94,8 +94,6 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf = getattr(self, "found_inf", None)
-        divisor = getattr(self, "grad_scale", None)
         for index, group in enumerate(self.param_groups):
             launches: dict[Any, list[Tensors]] = {}  # by what the tensors of one launch share
             for param in group["params"]:
@@ -103,12 +101,12 @@ class FusedAdam(torch.optim.Optimizer):
                     tensors = self._tensors_of(param, group)
                     launches.setdefault(_kind_of(tensors), []).append(tensors)
             for kind, tensors in launches.items():
-                addresses = [[0 if t is None else t.data_ptr() for t in each] for each in tensors]
+                addresses = [[_address_of(each) for each in some] for some in tensors]
                 table = self._tables.get((index, kind))
                 if table is None or table.addresses != addresses:
-                    table = _Table.of(tensors, addresses, self._kernels.piece_numel)
+                    table = _Table.of(tensors, addresses, self._library.zero_cuda_piece_numel())
                     self._tables[index, kind] = table
-                self._launch(table, group, kind, divisor, found_inf)
+                self._launch(table, group, kind)
         return loss
 
     def _tensors_of(self, param: Tensor, group: dict[str, Any]) -> Tensors:
@@ -124,7 +122,7 @@ class FusedAdam(torch.optim.Optimizer):
                 state["master"] = param.detach().to(torch.float32)
         grad = param.grad
         assert grad is not None, "asked for those that have one"
-        if grad.is_sparse or grad.dtype not in _CODES:
+        if grad.is_sparse or grad.dtype not in DTYPES:
             raise OffloadError(
                 f"FusedAdam.step(): expected a dense gradient of float32, bfloat16 or float16, got "
                 f"{grad.layout} {grad.dtype} for a parameter of shape {tuple(param.shape)}"
@@ -140,37 +138,33 @@ class FusedAdam(torch.optim.Optimizer):
             state["step"],
         )
 
-    def _launch(
-        self,
-        table: _Table,
-        group: dict[str, Any],
-        kind: tuple[Any, ...],
-        divisor: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        device, param_dtype, grad_dtype, state_dtype, out_dtype = kind
+    def _launch(self, table: _Table, group: dict[str, Any], kind: tuple[Any, ...]) -> None:
+        device, param, grad, state, out = kind
         lr = group["lr"]
-        on_device = isinstance(lr, Tensor) and lr.device.type == "cuda"
+        is_lr_on_device = isinstance(lr, Tensor) and lr.device.type == "cuda"
         rule = Rule(
-            param_dtype=_CODES[param_dtype],
-            grad_dtype=_CODES[grad_dtype],
-            state_dtype=_CODES[state_dtype],
-            out_dtype=_NONE if out_dtype is None else _CODES[out_dtype],
+            Formula.ADAM,
+            rate=0.0 if is_lr_on_device else -float(lr),
             maximize=group["maximize"],
             decoupled=group["decoupled"],
+            weight_decay=group["weight_decay"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            lr=0.0 if on_device else float(lr),
-            rate=lr.data_ptr() if on_device else None,
-            divisor=None if divisor is None else divisor.data_ptr(),
-            found_inf=None if found_inf is None else found_inf.data_ptr(),
+            param_dtype=param,
+            grad_dtype=grad,
+            state_dtype=state,
+            out_dtype=out,
         )
-        stream = torch.cuda.current_stream(device).cuda_stream
+        found_inf = _address_of(getattr(self, "found_inf", None))
+        divisor = _address_of(getattr(self, "grad_scale", None))
+        rate = _address_of(lr if is_lr_on_device else None)
+        stream, steps = torch.cuda.current_stream(device).cuda_stream, table.steps
         with torch.cuda.device(device):
-            self._kernels.advance(table.steps, rule.found_inf, stream)
-            self._kernels.adam(table.pieces, table.num_pieces, rule, stream)
+            self._library.zero_cuda_advance(steps.data_ptr(), len(steps), found_inf, stream)
+            self._library.zero_cuda_adam(
+                table.pieces.data_ptr(), table.num_pieces, rule, rate, divisor, found_inf, stream
+            )
 
 
 @frozen(eq=False)
@@ -185,39 +179,46 @@ class _Table:
     @classmethod
     def of(cls, works: list[Tensors], addresses: list[list[int]], piece_numel: int) -> _Table:
         """Made where the tensors are; copied there once."""
-        pieces = [piece for tensors in works for piece in pieces_of(tensors, piece_numel)]
-        array = bytearray((Piece * (len(pieces) + 1))(*pieces))  # one more: torch wants some memory
+        pieces = np.concatenate([pieces_of(tensors, piece_numel) for tensors in works])
+        array = np.zeros(len(pieces) + 1, TENSOR)  # one more: torch wants some memory
+        array[:-1] = pieces
         device = works[0][0].device
         return cls(
             addresses,
-            torch.frombuffer(array, dtype=torch.uint8).to(device),
+            torch.from_numpy(array.view(np.uint8)).to(device),
             len(pieces),
             torch.tensor([each[-1] for each in addresses], device=device),
         )
 
 
-def pieces_of(tensors: Tensors, piece_numel: int) -> list[Piece]:
+def pieces_of(tensors: Tensors, piece_numel: int) -> np.ndarray:
     """A parameter's elements, divided among blocks: `piece_numel` each, the last one fewer."""
     *divided, step = tensors
     numel = tensors[0].numel()
-    return [
-        Piece(
-            *(None if t is None else t.data_ptr() + start * t.itemsize for t in divided),
-            step.data_ptr(),
-            min(piece_numel, numel - start),
-        )
-        for start in range(0, numel, piece_numel)
-    ]
+    starts = np.arange(0, numel, piece_numel, dtype=np.uintp)
+    pieces = np.zeros(len(starts), TENSOR)
+    pieces["numel"] = np.minimum(piece_numel, numel - starts.astype(np.int64))
+    pieces["step"] = step.data_ptr()
+    for name, tensor in zip(COLUMNS, divided, strict=True):
+        if tensor is not None:
+            pieces[name] = tensor.data_ptr() + starts * np.uintp(tensor.itemsize)
+    return pieces
+
+
+def _address_of(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _kind_of(tensors: Tensors) -> tuple[Any, ...]:
+    """Device, and dtypes of parameter, gradient, state and out as kernels take them."""
     param, grad, first, _, _, out, _ = tensors
-    return param.device, param.dtype, grad.dtype, first.dtype, None if out is None else out.dtype
+    codes = (NO_DTYPE if t is None else DTYPES[t.dtype] for t in (param, grad, first, out))
+    return (param.device, *codes)
 
 
 def _check_param(param: Tensor, index: int) -> None:
     is_dense = param.layout is torch.strided and param.is_contiguous()
-    if param.device.type != "cuda" or param.dtype not in _CODES or not is_dense:
+    if param.device.type != "cuda" or param.dtype not in DTYPES or not is_dense:
         raise OffloadError(
             "FusedAdam: expected contiguous parameters of float32, bfloat16 or float16 on CUDA, "
             f"got {param.dtype} on {param.device}, strides {tuple(param.stride())}, for parameter "

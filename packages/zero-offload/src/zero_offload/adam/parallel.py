@@ -1,18 +1,37 @@
-"""Threads that share the elements of one native call."""
+"""Threads that share the elements of one native call, and what is called: steps and norms."""
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, final
 
 import torch
 from attrs import define, field
+from torch import Tensor
+
+from zero_offload import _native
+from zero_offload._native import Kernels
+from zero_offload._native.library import DTYPES, ISAS, NO_DTYPE, Rule
+
+from . import reference
+from .batches import Batch
 
 ALONE_NUMEL: Final = 2**16  # below, waking a thread costs more than it does
 PARTS_PER_THREAD: Final = 8
 CUT_NUMEL: Final = 64  # cuts fall on these, so that no two threads write one cache line
+
+_KINDS: Final = {  # dtypes of a rule, and the columns that have them
+    "param_dtype": "param",
+    "grad_dtype": "grad",
+    "state_dtype": "first",
+    "out_dtype": "out",
+}
+CHUNK_NUMEL: Final = 2**18  # sums are per chunk, so that they do not depend on threads
 
 
 @final
@@ -64,3 +83,63 @@ class Team:
             self._pool = ThreadPoolExecutor(key[1] - 1, thread_name_prefix="zero_offload")
             self._key = key
         return self._pool
+
+
+def step_batch(batch: Batch, rule: Rule, *, kernels: Kernels | None, team: Team) -> None:
+    """Step every run of the batch in place. Local, blocking; kernels run without the GIL."""
+    if kernels is None:
+        reference.step_batch(batch, rule)
+        return
+    table = batch.table()
+    for kind, column in _KINDS.items():
+        tensors = batch.tensors[column]
+        setattr(rule, kind, DTYPES[tensors[0].dtype] if tensors else NO_DTYPE)
+    run = partial(kernels.library.zero_step, ISAS[kernels.isa], table.ctypes.data, len(table))
+    team.share(int(table["numel"].sum()), partial(run, ctypes.byref(rule)))
+
+
+def total_norm(grads: Sequence[Tensor], norm_type: float, team: Team) -> float:
+    """The norm of all gradients as one vector; inf or nan where torch's is. Local, blocking."""
+    if norm_type == 2.0:
+        return math.sqrt(math.fsum(_sum_of_squares(grad, team) for grad in grads))
+    norms = [float(torch.linalg.vector_norm(grad.float(), norm_type)) for grad in grads]
+    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), norm_type))
+
+
+def _sum_of_squares(grad: Tensor, team: Team) -> float:
+    """Of kernels the same whoever shares the work; of plain torch maybe other in the last bits."""
+    if grad.is_cpu and grad.dtype in DTYPES and grad.is_contiguous():
+        found = _sum_of_finite(grad, team)
+        if found is not None:
+            return found
+    # On a device; or not finite, where torch's norm says which of inf and nan it is.
+    is_wide = grad.is_cpu or grad.dtype is torch.float64
+    wide = torch.float64 if is_wide else torch.float32
+    return float(torch.linalg.vector_norm(grad, dtype=wide)) ** 2
+
+
+def _sum_of_finite(grad: Tensor, team: Team) -> float | None:
+    """In double; None if inf or nan is among them."""
+    kernels = _native.kernels()
+    cuts = range(0, grad.numel(), CHUNK_NUMEL)
+    if kernels is None:
+        parts = [grad.view(-1)[at : at + CHUNK_NUMEL].float() for at in cuts]
+        if not all(part.isfinite().all() for part in parts):
+            return None
+        return math.fsum(part.double().square().sum().item() for part in parts)
+    sums, bad = (ctypes.c_double * len(cuts))(), (ctypes.c_int64 * len(cuts))()
+    isa, dtype, start = ISAS[kernels.isa], DTYPES[grad.dtype], grad.data_ptr()
+
+    def measure(first: int, last: int) -> None:
+        for k in range(first, last):
+            kernels.library.zero_sum_squares(
+                isa,
+                start + cuts[k] * grad.element_size(),
+                dtype,
+                min(CHUNK_NUMEL, grad.numel() - cuts[k]),
+                ctypes.byref(sums, k * 8),
+                ctypes.byref(bad, k * 8),
+            )
+
+    team.divide(len(cuts), len(cuts), measure)
+    return None if any(bad) else math.fsum(sums)

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .batches import Batch, Formula, Rule
+from zero_offload._native.library import Formula, Rule
+
+from .batches import Batch
 
 CHUNK_NUMEL: Final = 2**20  # bounds the temporaries
 MASK: Final = 0xFFFFFFFF
@@ -22,15 +24,13 @@ MASK: Final = 0xFFFFFFFF
 def step_batch(batch: Batch, rule: Rule) -> None:
     """Step every run of the batch in place. Local, blocking."""
     for k, (start, stop) in enumerate(zip(batch.starts, batch.stops, strict=True)):
-        lists = (batch.params, batch.grads, batch.firsts, batch.seconds, batch.largests)
-        tensors = [each[k].view(-1) if each else None for each in lists]
-        out = batch.outs[k].view(-1) if batch.outs else None
+        whole = [each[k].view(-1) if each else None for each in batch.tensors.values()]
         for low in range(start, stop, CHUNK_NUMEL):
             span = slice(low, min(low + CHUNK_NUMEL, stop))
-            spans: list[Any] = [t if t is None else t[span] for t in tensors]
-            param, grad, *state = spans
+            tensors: list[Any] = [None if t is None else t[span] for t in whole]
+            param, grad, *state, out = tensors
             value = _FORMULAS[rule.formula](param.float(), grad, state, rule)
-            for to in (param, None if out is None else out[span]):
+            for to in (param, out):
                 if to is not None:
                     to.copy_(_rounded(value, to.dtype, rule, batch.indices[k] + low))
 
@@ -40,8 +40,8 @@ def _adam(param: Tensor, grad: Tensor, state: list[Any], rule: Rule) -> Tensor:
     grad = _gradient(param, grad, rule)
     if rule.decoupled:
         param = param * rule.shrink
-    mean = _lerp(first.float(), grad, rule.beta1)
-    square = second.float() * rule.beta2 + grad * (1 - rule.beta2) * grad
+    mean = _lerp(first.float(), grad, rule.one_minus_beta1, rule.beta1)
+    square = second.float() * rule.beta2 + grad * rule.one_minus_beta2 * grad
     first.copy_(mean)
     second.copy_(square)
     if largest is not None:
@@ -65,8 +65,8 @@ def _lion(param: Tensor, grad: Tensor, state: list[Any], rule: Rule) -> Tensor:
     if rule.decoupled:
         param = param * rule.shrink
     mean = first.float()
-    way = _lerp(mean, grad, rule.beta1)
-    first.copy_(_lerp(mean, grad, rule.beta2))
+    way = _lerp(mean, grad, rule.one_minus_beta1, rule.beta1)
+    first.copy_(_lerp(mean, grad, rule.one_minus_beta2, rule.beta2))
     return param + way.sign() * rule.rate
 
 
@@ -80,11 +80,10 @@ def _gradient(param: Tensor, grad: Tensor, rule: Rule) -> Tensor:
     return grad
 
 
-def _lerp(start: Tensor, end: Tensor, beta: float) -> Tensor:
-    """From start to end by 1 - beta, as torch's lerp: from the nearer end."""
-    weight = 1 - beta
+def _lerp(start: Tensor, end: Tensor, weight: float, rest: float) -> Tensor:
+    """From start to end by weight, as torch's lerp: from the nearer end."""
     way = end - start
-    return start + way * weight if np.float32(weight) < 0.5 else end - way * beta
+    return start + way * weight if weight < 0.5 else end - way * rest
 
 
 def _root(square: Tensor) -> Tensor:
@@ -95,7 +94,7 @@ def _root(square: Tensor) -> Tensor:
 
 def _rounded(value: Tensor, dtype: torch.dtype, rule: Rule, index: int) -> Tensor:
     """To nearest even, or stochastically where the rule says so."""
-    if rule.seed is None or dtype != torch.bfloat16:
+    if not rule.stochastic or dtype != torch.bfloat16:
         return value.to(dtype)
     noise = torch.arange(index, index + value.numel()) & MASK
     noise = (noise * 0x9E3779B9 + rule.seed) & MASK

@@ -23,10 +23,8 @@ from .store import AbstractStore, check_form, flat_bytes, form_of
 from .transport import (
     AbstractTransport,
     Direct,
-    RingTransport,
     align_up,
     choose_transport,
-    io_library,
     probe_direct,
 )
 
@@ -88,7 +86,7 @@ class DiskStore(AbstractStore):
             self.settings, self._direct.align_bytes, self.system
         )
         if self.settings.has_checksums:
-            self._checksummer = choose_checksummer(io_library()[0])
+            self._checksummer = choose_checksummer()
         self._workers = ThreadPoolExecutor(
             self.settings.num_workers, thread_name_prefix="zero-offload-disk"
         )
@@ -97,7 +95,7 @@ class DiskStore(AbstractStore):
     def status(self) -> DiskStatus:
         """What is in use, and for each thing that is not, why."""
         return DiskStatus(
-            transport="io_uring" if isinstance(self._transport, RingTransport) else "threads",
+            transport="threads" if self._uring_reason else "io_uring",
             uring_reason=self._uring_reason,
             direct_bytes=self._direct.align_bytes,
             direct_reason=self._direct.reason,
@@ -111,8 +109,9 @@ class DiskStore(AbstractStore):
         return self._folder.path
 
     def allocate(self, sizes: Mapping[str, int]) -> None:
-        """See `AbstractStore.allocate`."""
-        rooms = {key: align_up(nbytes, self._direct.align_bytes) for key, nbytes in sizes.items()}
+        """As of any store."""
+        needed = sum(align_up(nbytes, self._direct.align_bytes) for nbytes in sizes.values())
+        asked = f"{len(sizes)} values need {needed} bytes in {self.folder}"
         with self._state:
             # A write that has just failed is known to its caller before it is out of the way.
             self._state.wait_for(lambda: self._waiting.keys().isdisjoint(sizes))
@@ -121,11 +120,10 @@ class DiskStore(AbstractStore):
                 if key in self._files:
                     raise StoreError(f"{key!r} is allocated already", key=key)
             found = self.system.statvfs(str(self.folder))
-            needed, free = sum(rooms.values()), found.f_bavail * found.f_frsize
+            free = found.f_bavail * found.f_frsize
             if needed > free:
                 raise StoreError(
-                    f"{len(rooms)} values need {needed} bytes in {self.folder}, and {free} bytes "
-                    f"are free there; {REMEDIES[errno.ENOSPC]}",
+                    f"{asked}, and {free} bytes are free there; {REMEDIES[errno.ENOSPC]}",
                     path=str(self.folder),
                     nbytes=needed,
                     errno=errno.ENOSPC,
@@ -138,7 +136,7 @@ class DiskStore(AbstractStore):
                 for file in made:
                     self.system.unlink(file.path)
                 raise StoreError(
-                    f"{len(rooms)} values need {needed} bytes in {self.folder}: {error}",
+                    f"{asked}: {error}",
                     key=error.key,
                     path=error.path,
                     nbytes=needed,
@@ -147,24 +145,24 @@ class DiskStore(AbstractStore):
             self._files |= {file.key: file for file in made}
 
     def write(self, key: str, source: Tensor) -> Future[None]:
-        """See `AbstractStore.write`. `source` is on the CPU."""
+        """As of any store; `source` is on the CPU."""
         return self._submit(key, lambda: self._write(key, source))
 
     def read(self, key: str, into: Tensor) -> Future[Tensor]:
-        """See `AbstractStore.read`. `into` is on the CPU."""
+        """As of any store; `into` is on the CPU."""
         return self._submit(key, lambda: self._read(key, into))
 
     def delete(self, key: str) -> None:
-        """See `AbstractStore.delete`. Blocks."""
+        """As of any store. Blocks."""
         self._submit(key, lambda: self._delete(key)).result()
 
     def sizes(self) -> dict[str, int]:
-        """See `AbstractStore.sizes`."""
+        """As of any store."""
         with self._state:
             return {key: file.nbytes for key, file in self._files.items()}
 
     def close(self) -> None:
-        """See `AbstractStore.close`."""
+        """As of any store."""
         if os.getpid() != self._owner:
             return  # the files, and the threads, are those of the process that forked this one
         with self._state:
@@ -179,8 +177,6 @@ class DiskStore(AbstractStore):
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # it cannot be cancelled
         try:
-            if not key:
-                raise StoreError("a key must not be empty")
             with self._state:
                 self._check_open()
                 if key not in self._waiting:
@@ -222,9 +218,11 @@ class DiskStore(AbstractStore):
                 self._files[key] = file
         file.form, file.fault = None, "its last write failed"
         with file.opened("write", self._direct.flag) as fd:
-            moved = self._transport.move(fd, flat, writes=True)
+            try:
+                moved = self._transport.move(fd, flat, writes=True)
+            finally:
+                file.stamp(fd)  # what a failed write has left is ours, too
             assert moved == flat.nbytes, f"{file.path}: {moved} of {flat.nbytes} bytes written"
-            file.stamp(fd)
         file.checksum = self._checksummer.of(flat) if self._checksummer else None
         file.form = form_of(source)
 

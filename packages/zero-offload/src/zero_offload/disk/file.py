@@ -13,6 +13,7 @@ from typing import Final
 from attrs import define, field, frozen
 from torch import Tensor
 
+from zero_offload._native import kernels
 from zero_offload.errors import StoreError
 
 from .folder import System
@@ -36,10 +37,11 @@ class Checksummer:
         return value
 
 
-def choose_checksummer(library: ctypes.CDLL | None) -> Checksummer:
+def choose_checksummer() -> Checksummer:
     """CRC-32C by the processor where the native library has it, else zlib's CRC-32."""
-    if library is not None and library.zero_has_crc32c():
-        return Checksummer("crc32c", library.zero_crc32c)
+    found = kernels()
+    if found is not None and found.library.zero_has_crc32c():
+        return Checksummer("crc32c", found.library.zero_crc32c)
     return Checksummer("crc32", _crc32)
 
 
@@ -82,8 +84,13 @@ class SwapFile:
         with self._reported("make"):
             fd = self.system.open(self.path, flags, 0o600)
             try:
-                if room:
-                    self._fill(fd, room)
+                try:
+                    if room:
+                        self.system.fallocate(fd, 0, room)
+                except OSError as error:
+                    if error.errno not in _NO_FALLOCATE:
+                        raise
+                    self.system.truncate(fd, room)  # such a file system can only fail later
                 self.stamp(fd)
             except BaseException:
                 self.system.unlink(self.path)
@@ -143,14 +150,6 @@ class SwapFile:
             path=self.path,
             nbytes=self.nbytes,
         )
-
-    def _fill(self, fd: int, room: int) -> None:
-        try:
-            self.system.fallocate(fd, 0, room)
-        except OSError as error:
-            if error.errno not in _NO_FALLOCATE:
-                raise
-            self.system.truncate(fd, room)  # such a file system can only fail later
 
     @contextlib.contextmanager
     def _reported(self, verb: str) -> Iterator[None]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import TypeVar, final
+from typing import Any, final
 
 from attrs import define, field
 from torch import Tensor
@@ -14,14 +14,6 @@ from zero_offload.errors import StoreError
 from zero_offload.memory.arena import HostArena
 
 from .store import AbstractStore, check_form, flat_bytes, form_of
-
-T = TypeVar("T")
-
-
-@define(eq=False)
-class _Value:
-    memory: Tensor
-    form: str | None = None  # None: allocated, not written
 
 
 @final
@@ -36,72 +28,77 @@ class HostStore(AbstractStore):
     """
 
     arena: HostArena = field(factory=HostArena)
-    _values: dict[str, _Value] = field(factory=dict, init=False)
+    _values: dict[str, Tensor] = field(factory=dict, init=False)
+    _forms: dict[str, str] = field(factory=dict, init=False)  # of what was written
     _is_closed: bool = field(default=False, init=False)
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
 
     def allocate(self, sizes: Mapping[str, int]) -> None:
-        """See `AbstractStore.allocate`."""
+        """As of any store."""
         with self._lock:
             self._check_open()
             for key in sizes:
                 if key in self._values:
                     raise StoreError(f"{key!r} is allocated already", key=key)
-            self._values |= {key: self._new(key, nbytes) for key, nbytes in sizes.items()}
+            self._values |= {key: self._room(key, nbytes) for key, nbytes in sizes.items()}
 
     def write(self, key: str, source: Tensor) -> Future[None]:
-        """See `AbstractStore.write`."""
-        return _done(self._write, key, source)
+        """As of any store."""
+        return self._copy(key, source, writes=True)
 
     def read(self, key: str, into: Tensor) -> Future[Tensor]:
-        """See `AbstractStore.read`."""
-        return _done(self._read, key, into)
+        """As of any store."""
+        return self._copy(key, into, writes=False)
 
     def delete(self, key: str) -> None:
-        """See `AbstractStore.delete`."""
+        """As of any store."""
         with self._lock:
             self._check_open()
-            if self._values.pop(key, None) is None:
+            if key not in self._values:
                 raise _unknown(key)
+            del self._values[key]
+            self._forms.pop(key, None)
 
     def sizes(self) -> dict[str, int]:
-        """See `AbstractStore.sizes`."""
+        """As of any store."""
         with self._lock:
-            return {key: value.memory.numel() for key, value in self._values.items()}
+            return {key: memory.nbytes for key, memory in self._values.items()}
 
     def close(self) -> None:
-        """See `AbstractStore.close`."""
+        """As of any store."""
         with self._lock:
             self._values.clear()
             self._is_closed = True
 
-    def _write(self, key: str, source: Tensor) -> None:
-        if not key:
-            raise StoreError("a key must not be empty")
-        flat = flat_bytes(key, source)
-        with self._lock:
-            self._check_open()
-            value = self._values.get(key)
-            if value is None or value.memory.numel() != flat.numel():
-                self._values.pop(key, None)
-                del value  # its memory goes before the new one comes
-                value = self._values[key] = self._new(key, flat.numel())
-            value.memory.copy_(flat)
-            value.form = form_of(source)
+    def _copy(self, key: str, tensor: Tensor, *, writes: bool) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            with self._lock:
+                self._check_open()
+                flat = flat_bytes(key, tensor)
+                if writes:
+                    self._write(key, flat)
+                    self._forms[key] = form_of(tensor)
+                elif key not in self._forms:
+                    raise _unknown(key)
+                else:
+                    check_form(key, self._forms[key], tensor)
+                    flat.copy_(self._values[key])
+            future.set_result(None if writes else tensor)
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
-    def _read(self, key: str, into: Tensor) -> Tensor:
-        flat = flat_bytes(key, into)
-        with self._lock:
-            self._check_open()
-            value = self._values.get(key)
-            if value is None or value.form is None:
-                raise _unknown(key)
-            check_form(key, value.form, into)
-            flat.copy_(value.memory)
-        return into
+    def _write(self, key: str, flat: Tensor) -> None:
+        if key in self._values and self._values[key].nbytes != flat.nbytes:
+            del self._values[key]  # its memory goes before the new one comes
+            self._forms.pop(key, None)
+        if key not in self._values:
+            self._values[key] = self._room(key, flat.nbytes)
+        self._values[key].copy_(flat)
 
-    def _new(self, key: str, nbytes: int) -> _Value:
-        return _Value(self.arena.allocate(nbytes, name=f"host store: {key}"))
+    def _room(self, key: str, nbytes: int) -> Tensor:
+        return self.arena.allocate(nbytes, name=f"host store: {key}")
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -110,12 +107,3 @@ class HostStore(AbstractStore):
 
 def _unknown(key: str) -> StoreError:
     return StoreError(f"{key!r} was never written to this HostStore", key=key)
-
-
-def _done(function: Callable[..., T], *arguments: object) -> Future[T]:
-    future: Future[T] = Future()
-    try:
-        future.set_result(function(*arguments))
-    except Exception as error:
-        future.set_exception(error)
-    return future

@@ -1,4 +1,4 @@
-"""Where tensors rest outside the device: the abstract class, and what its stores ask of tensors."""
+"""Where tensors rest outside the device, and what all such stores ask of tensors."""
 
 from __future__ import annotations
 
@@ -79,8 +79,10 @@ def flat_bytes(key: str, tensor: Tensor) -> Tensor:
     """The same memory, 1-D, as bytes.
 
     Raises:
-        StoreError: It is not contiguous, or has no plain memory.
+        StoreError: The key is empty; or it is not contiguous, or has no plain memory.
     """
+    if not key:
+        raise StoreError("a key must not be empty")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise StoreError(
             f"{key!r}: a store moves contiguous tensors, got shape {tuple(tensor.shape)} with "

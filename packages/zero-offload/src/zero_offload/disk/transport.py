@@ -21,6 +21,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from zero_offload._native import kernels, native_status
+from zero_offload._native.library import Transfer
 
 from .folder import SYSTEM, System
 from .settings import DiskSettings
@@ -60,11 +61,12 @@ class AbstractTransport(ABC):
         """Wait for what is under way and let go of everything."""
 
 
-def plan_blocks(address: int, nbytes: int, *, block_bytes: int, align: int) -> Iterator[Block]:
+def plan_blocks(memory: Tensor, block_bytes: int, align: int) -> Iterator[Block]:
     """Whole blocks of aligned memory in place; an odd end, or any other memory, bounced.
 
     `zero_io.cpp` cuts by the same rule.
     """
+    address, nbytes = memory.data_ptr(), memory.nbytes
     start = 0
     while start < nbytes:
         size = min(block_bytes, nbytes - start)
@@ -113,15 +115,8 @@ class ThreadTransport(AbstractTransport):
             self._bounces.put(aligned_memory(self.settings.block_bytes, self.align))
 
     def move(self, fd: int, memory: Tensor, *, writes: bool) -> int:
-        """See `AbstractTransport.move`."""
-        blocks = list(
-            plan_blocks(
-                memory.data_ptr(),
-                memory.nbytes,
-                block_bytes=self.settings.block_bytes,
-                align=self.align,
-            )
-        )
+        """As of any transport."""
+        blocks = list(plan_blocks(memory, self.settings.block_bytes, self.align))
         view = memoryview(cast("Any", memory.numpy()))
         rest = iter(blocks)  # gives out each block once
         # At most queue_depth threads serve one transfer, and take its blocks in turns.
@@ -133,7 +128,7 @@ class ThreadTransport(AbstractTransport):
         return sum(part.result() for part in parts)
 
     def close(self) -> None:
-        """See `AbstractTransport.close`."""
+        """As of any transport."""
         self._pool.shutdown()
 
     def _serve(self, fd: int, memory: memoryview, rest: Iterator[Block], writes: bool) -> int:
@@ -237,56 +232,16 @@ def probe_direct(folder: Path, system: System) -> Direct:
         system.unlink(path)
 
 
-_ABI: Final = 1
-
-
-class _Transfer(ctypes.Structure):
-    _fields_ = (
-        ("fd", ctypes.c_int32),
-        ("writes", ctypes.c_int32),
-        ("memory", ctypes.c_void_p),
-        ("nbytes", ctypes.c_int64),
-        ("offset", ctypes.c_int64),
-        ("block_bytes", ctypes.c_int64),
-        ("align", ctypes.c_int64),
-        ("bounce", ctypes.c_void_p),
-        ("depth", ctypes.c_int32),
-    )
-
-
-def io_library() -> tuple[ctypes.CDLL | None, str]:
-    """The native library with the signatures of `zero_io.h`, or None and why."""
-    found = kernels()
-    if found is None:
-        return None, native_status().reason
-    library = found.library
-    try:
-        abi = library.zero_io_abi()
-    except AttributeError:
-        return None, "the native library has no disk I/O"
-    if abi != _ABI:
-        return None, f"the native library's disk I/O has version {abi}, this package needs {_ABI}"
-    pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    library.zero_ring_open.argtypes = [int32, ctypes.POINTER(pointer)]
-    library.zero_ring_close.argtypes = [pointer]
-    library.zero_ring_close.restype = None
-    library.zero_ring_move.argtypes = [pointer, ctypes.POINTER(_Transfer)]
-    library.zero_ring_move.restype = int64
-    library.zero_crc32c.argtypes = [ctypes.c_uint32, pointer, int64]
-    library.zero_crc32c.restype = ctypes.c_uint32
-    return library, ""
-
-
 def choose_transport(
     settings: DiskSettings, align: int, system: System
 ) -> tuple[AbstractTransport, str]:
     """io_uring if it is asked for, compiled and allowed; else threads, and why."""
-    library, reason = io_library()
+    found, reason = kernels(), native_status().reason
     if not settings.uses_uring:
         reason = "uses_uring is False"
-    elif library is not None:
+    elif found is not None:
         try:
-            return RingTransport(settings, align, library), ""
+            return RingTransport(settings, align, found.library), ""
         except OSError as error:
             reason = f"io_uring_setup: {error.strerror}"
     return ThreadTransport(settings, align, system), reason
@@ -319,10 +274,10 @@ class RingTransport(AbstractTransport):
             self._rings.put((handle, aligned_memory(nbytes, self.align)))
 
     def move(self, fd: int, memory: Tensor, *, writes: bool) -> int:
-        """See `AbstractTransport.move`."""
+        """As of any transport."""
         ring, bounce = self._rings.get()
         try:
-            request = _Transfer(
+            request = Transfer(
                 fd=fd,
                 writes=writes,
                 memory=memory.data_ptr(),
@@ -340,7 +295,7 @@ class RingTransport(AbstractTransport):
         return moved
 
     def close(self) -> None:
-        """See `AbstractTransport.close`."""
+        """As of any transport."""
         self._finalizer()
 
 

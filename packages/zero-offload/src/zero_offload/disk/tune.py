@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import statistics
@@ -118,24 +117,14 @@ def _time(candidate: _Candidate, fd: int, memory: Tensor, direct: Direct, *, wri
 
 
 def _table(candidates: Sequence[_Candidate], nbytes: int, direct: Direct) -> str:
-    """The best first."""
-    header = ("transport", "block KiB", "queue depth", "write GB/s", "read GB/s")
-    rows = [
-        (
-            "io_uring" if each.settings.uses_uring else "threads",
-            str(each.settings.block_bytes // 1024),
-            str(each.settings.queue_depth),
-            f"{nbytes / statistics.median(each.write_s) / 1e9:.2f}",
-            f"{nbytes / statistics.median(each.read_s) / 1e9:.2f}",
-        )
-        for each in candidates
-    ]
     note = direct.reason or f"O_DIRECT in units of {direct.align_bytes} bytes"
-    title = f"one file of {nbytes // 2**20} MiB; {note}; the best first"
-    if importlib.util.find_spec("tabulate") is not None:
-        from tabulate import tabulate  # noqa: PLC0415 (optional)
-
-        return f"{title}\n{tabulate(rows, headers=header, disable_numparse=True)}"
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)) for row in (header, *rows))
-    return "\n".join([title, *lines])
+    lines = [f"one file of {nbytes // 2**20} MiB; {note}; the best first"]
+    row = "{:<11}{:<11}{:<13}{:<12}{}".format
+    lines.append(row("transport", "block KiB", "queue depth", "write GB/s", "read GB/s"))
+    for each in candidates:
+        how = each.settings
+        transport = "io_uring" if how.uses_uring else "threads"
+        speeds = (nbytes / statistics.median(some) / 1e9 for some in (each.write_s, each.read_s))
+        shown = (f"{speed:.2f}" for speed in speeds)
+        lines.append(row(transport, how.block_bytes // 1024, how.queue_depth, *shown))
+    return "\n".join(lines)

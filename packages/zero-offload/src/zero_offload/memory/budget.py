@@ -13,7 +13,7 @@ from attrs import define, field, frozen
 
 from zero_offload.errors import BudgetError
 
-_UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
+_UNLIMITED: Final = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
 
 
 @frozen
@@ -34,47 +34,45 @@ def available_memory(root: Path = Path("/")) -> AvailableMemory:
     return min(found, key=lambda each: each.nbytes, default=AvailableMemory(_UNLIMITED, "unknown"))
 
 
-def _of_machine(root: Path) -> list[AvailableMemory]:
-    path = root / "proc/meminfo"
-    return [
-        AvailableMemory(int(line.split()[1]) * 1024, "MemAvailable")
-        for line in _lines(path)
-        if line.startswith("MemAvailable:")
-    ]
+def _of_machine(root: Path) -> Iterator[AvailableMemory]:
+    kib = _statistic(root / "proc/meminfo", "MemAvailable:")
+    if kib is not None:
+        yield AvailableMemory(kib * 1024, "MemAvailable")
 
 
-def _of_groups(root: Path) -> list[AvailableMemory]:
-    found = []
+# Of a control group: its limit, what is used of it, and what of that the kernel can drop.
+_VERSION_1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2: Final = ("memory.max", "memory.current", "inactive_file")
+
+
+def _of_groups(root: Path) -> Iterator[AvailableMemory]:
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
         if controllers == "":
             for mount in ("sys/fs/cgroup", "sys/fs/cgroup/unified"):
-                names = ("memory.max", "memory.current", "inactive_file")
-                found += _upwards(root / mount, group, *names)
+                yield from _upwards(root / mount, group, *_VERSION_2)
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            found += _upwards(root / "sys/fs/cgroup/memory", group, *names)
-    return found
+            yield from _upwards(root / "sys/fs/cgroup/memory", group, *_VERSION_1)
 
 
 def _upwards(
     mount: Path, group: str, limit: str, usage: str, droppable: str
-) -> list[AvailableMemory]:
+) -> Iterator[AvailableMemory]:
     """Of a group and those around it; within a container the mount is the group itself."""
-    found = []
     folder = mount / group.strip("/")
-    while True:
-        most, taken = _number(folder / limit), _number(folder / usage)
+    for each in (folder, *folder.parents):
+        most, taken = _number(each / limit), _number(each / usage)
         if most is not None and taken is not None and most < _UNLIMITED:
-            rest = max(0, most - taken + _statistic(folder / "memory.stat", droppable))
-            found.append(AvailableMemory(rest, f"control group limit {folder / limit}"))
-        if folder == mount:
-            return found
-        folder = folder.parent
+            rest = max(0, most - taken + (_statistic(each / "memory.stat", droppable) or 0))
+            yield AvailableMemory(rest, f"control group limit {each / limit}")
+        if each == mount:
+            return
 
 
-def _statistic(path: Path, name: str) -> int:
-    return sum(int(line.split()[1]) for line in _lines(path) if line.startswith(f"{name} "))
+def _statistic(path: Path, name: str) -> int | None:
+    return next(
+        (int(line.split()[1]) for line in _lines(path) if line.startswith(f"{name} ")), None
+    )
 
 
 def _number(path: Path) -> int | None:

@@ -68,11 +68,7 @@ def _hold(values: dict[str, Tensor], last_copy: Any) -> None:
 @final
 @define(eq=False)
 class DiskBackup:
-    """Copies of bytes in a store of files, done when a call returns. Tensors are of any device.
-
-    Args:
-        store: Closed with this.
-    """
+    """The same in a store of files, which is closed with this; done when a call returns."""
 
     store: AbstractStore
 

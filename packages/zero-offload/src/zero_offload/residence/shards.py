@@ -30,10 +30,6 @@ class Pending:
     wait: Callable[[], object]
 
 
-def _nothing() -> None:
-    return
-
-
 @final
 @define(eq=False)
 class OffloadedShards:
@@ -108,7 +104,7 @@ class OffloadedShards:
         memory = self._host.get(index, self._unkept.get(index))
         if memory is not None:
             into.copy_(memory)
-            return Pending(_nothing)
+            return Pending(lambda: None)  # it is done
         if index not in self._ahead and into.is_cpu:
             return Pending(self._store.read(self._keys[index], into).result)
         self._read_ahead(index)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_offload.adam.batches import MASTER
-from zero_offload.adam.cpu_optimizer import AbstractCPUOptimizer
+from zero_offload.adam.cpu_optimizers import AbstractCPUOptimizer
 
 from .stepper import Stepper, set_numbers
 from .subgroups import Piece, Residence, SubGroup
@@ -209,14 +209,23 @@ class SubGroupState:
     # ---- State ----
 
     def read_into(
-        self, wanted: Mapping[Tensor, dict[str, Any]], names: Collection[str] | None = None
+        self,
+        wanted: Mapping[Tensor, dict[str, Any]],
+        names: Collection[str] | None = None,
+        *,
+        is_blank: bool = False,
     ) -> None:
-        """Add copies, on the CPU, to the entries of whole parameters; of these names only."""
+        """Add copies, on the CPU, to the entries of whole parameters; of these names only.
+
+        With `is_blank`, what moves with the sub-group comes without values or memory.
+        """
         for piece, whole in self._among(wanted):
             for name, value in self._entries(piece).items():
                 if names is not None and name not in names:
                     continue
-                if name in piece.views and not piece.is_whole:
+                if is_blank and name in piece.views:
+                    whole[name] = torch.empty((), dtype=value.dtype).expand(piece.param.shape)
+                elif name in piece.views and not piece.is_whole:
                     if name not in whole:
                         whole[name] = torch.empty(piece.param.shape, dtype=value.dtype)
                     piece.cut(whole[name]).copy_(value)
@@ -224,15 +233,6 @@ class SubGroupState:
                     whole[name] = value.detach().to("cpu", copy=True)
                 else:
                     whole[name] = copy.deepcopy(value)
-
-    def describe_into(self, wanted: Mapping[Tensor, dict[str, Any]]) -> None:
-        """As `read_into`, but what moves with the sub-group comes without values or memory."""
-        for piece, whole in self._among(wanted):
-            for name, value in self._entries(piece).items():
-                if name in piece.views:
-                    whole[name] = torch.empty((), dtype=value.dtype).expand(piece.param.shape)
-                else:
-                    whole[name] = value
 
     def load(self, states: Mapping[Tensor, Mapping[str, Any]], *, replaces: bool) -> None:
         """Put entries in place of what there is, in the dtypes kept here.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, Unpack, final
 
 import torch
 from attrs import define, field
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_offload.adam.cpu_optimizer import AbstractCPUOptimizer
+from zero_offload.adam.cpu_optimizers import AbstractCPUOptimizer
 from zero_offload.disk.host_store import HostStore
 from zero_offload.disk.store import AbstractStore
 from zero_offload.errors import TornStepError
@@ -21,16 +21,12 @@ from .block import SubGroupState
 from .footprint import Footprint
 from .gradients import GradientStream, bytes_of
 from .stepper import Stepper
-from .subgroups import Item, Residence, Shares, SubGroup, plan_subgroups
+from .subgroups import Item, Residence, Resting, Shares, SubGroup, plan_subgroups
 from .swap_window import SwapWindow
 from .transit import Transit, is_here, room_of
 
 # A tensor; mappings are invariant in their keys, and callers have Parameters.
 Param: TypeAlias = Any
-
-
-def _nothing(*_: object) -> None:
-    return
 
 
 @final
@@ -77,37 +73,34 @@ class OffloadedState:
         cls,
         optimizer: Optimizer,
         *,
-        state: Literal["host", "disk"],
-        fraction: Mapping[str, float] | None = None,
-        store: AbstractStore | None = None,
         own_masters: Mapping[torch.dtype, torch.dtype],
-        subgroup_bytes: int = 64 * 2**20,
-        small_bytes: int = 2**20,
+        store: AbstractStore | None = None,
         budget_bytes: int | None = None,
         is_pinned: bool = True,
+        **resting: Unpack[Resting],
     ) -> OffloadedState:
         """State such as this optimizer keeps, of no parameters yet.
 
         Args:
             optimizer: Its class and settings count, its parameters and state do not.
-            state: As for `OffloadedOptimizer`, and so below.
-            fraction: Shares that rest elsewhere.
-            store: Needed with state="disk".
             own_masters: By dtype of parameters that are written only: the dtype of what is stepped,
                 a master in the state, as "master". fp32 at least where the optimizer keeps masters.
-            subgroup_bytes: Most state that is moved and stepped together.
-            small_bytes: A sub-group with less stays in memory.
+            store: Needed with state="disk".
             budget_bytes: Most host memory to hold.
             is_pinned: Page-lock host memory where there is CUDA.
+            resting: `state`, `fraction`, `subgroup_bytes`, `small_bytes`: as for
+                `OffloadedOptimizer`.
 
         Raises:
             UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group.
             ValueError: An argument makes no sense.
         """
-        shares = Shares.of(state, fraction, subgroup_bytes, small_bytes)
+        shares = Shares.of(**resting)
         if (store is None) == (shares.rest is Residence.DISK):
-            raise ValueError(f"state={state!r}, store={store!r}: a store goes with state='disk'")
-        stepper = Stepper.like(optimizer, own_masters=own_masters)
+            raise ValueError(
+                f"state={resting['state']!r}, store={store!r}: a store goes with state='disk'"
+            )
+        stepper = Stepper(optimizer, own_masters)
         return cls(stepper, shares, store, budget_bytes=budget_bytes, is_pinned=is_pinned)
 
     # ---- Planning ----
@@ -119,33 +112,25 @@ class OffloadedState:
         positions: Mapping[Param, int],
         groups: Sequence[Mapping[str, Any]],
         *,
-        state: Literal["host", "disk"],
-        fraction: Mapping[str, float] | None = None,
         own_masters: Mapping[torch.dtype, torch.dtype],
-        subgroup_bytes: int = 64 * 2**20,
-        small_bytes: int = 2**20,
+        **resting: Unpack[Resting],
     ) -> Footprint:
         """What one that is `like` this optimizer would hold after `add`. Takes nothing. Local.
 
         Args:
-            optimizer: As for `like`, as are `state` and all that follow.
+            optimizer: As for `like`, as are `own_masters` and `resting`.
             positions: As for `add`; parameters need have no memory. On meta they count as on a
                 device other than the CPU.
             groups: As for `add`.
-            state: See `like`.
-            fraction: Likewise.
-            own_masters: Likewise.
-            subgroup_bytes: Likewise.
-            small_bytes: Likewise.
+            own_masters: See `like`.
+            resting: See `like`.
 
         Raises:
             UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group.
             ValueError: An argument makes no sense.
         """
-        shares = Shares.of(state, fraction, subgroup_bytes, small_bytes)
-        return cls(Stepper.like(optimizer, own_masters=own_masters), shares, None)._plan(
-            positions, groups
-        )[2]
+        state = cls(Stepper(optimizer, own_masters), Shares.of(**resting), None)
+        return state._plan(positions, groups)[2]
 
     def add(self, positions: Mapping[Param, int], groups: Sequence[dict[str, Any]]) -> None:
         """Plan further parameters and take their room; nothing is added if that fails.
@@ -298,14 +283,14 @@ class OffloadedState:
             TornStepError: A later read or write failed, or a sub-group's step did, or this was so
                 before.
         """
-        opening = opening or _nothing
-
-        def act(state: SubGroupState) -> None:
-            opening([param for param in state.params if param in grads])
-            mine = [grads.get(param) for param in state.params]
-            state.step(groups, mine, factor, self._transit)
-
-        self._change("step()", self.subgroups_of(grads), act, finish=lambda: opening(()))
+        with self._changing("step()", self.subgroups_of(grads)) as states:
+            for state in states:
+                if opening is not None:
+                    opening([param for param in state.params if param in grads])
+                mine = [grads.get(param) for param in state.params]
+                state.step(groups, mine, factor, self._transit)
+            if opening is not None:
+                opening(())
 
     def let_go(self) -> None:
         """Keep no view of parameters' memory until the next step."""
@@ -314,8 +299,9 @@ class OffloadedState:
 
     def refresh(self) -> None:
         """Set masters from their parameters. Blocking."""
-        everything = range(len(self._states))
-        self._change("refresh_masters()", everything, lambda state: state.refresh())
+        with self._changing("refresh_masters()", range(len(self._states))) as states:
+            for state in states:
+                state.refresh()
 
     def read(
         self, params: Iterable[Param], names: Collection[str] | None = None
@@ -327,9 +313,12 @@ class OffloadedState:
         """
         self.check("reading state")
         wanted: dict[Param, dict[str, Any]] = {param: {} for param in params}
-        self._visit(
-            self.subgroups_of(wanted), lambda state: state.read_into(wanted, names), writes=False
-        )
+        try:
+            for state in self._each(self.subgroups_of(wanted), writes=False):
+                state.read_into(wanted, names)
+        except BaseException:
+            self._come_to_rest()
+            raise
         return wanted
 
     def hides_master(self, param: Tensor) -> bool:
@@ -341,7 +330,7 @@ class OffloadedState:
         self.check("describing state")
         wanted: dict[Param, dict[str, Any]] = {param: {} for param in params}
         for k in self.subgroups_of(wanted):
-            self._states[k].describe_into(wanted)
+            self._states[k].read_into(wanted, is_blank=True)
         return wanted
 
     def write(self, states: Mapping[Param, Mapping[str, Any]], *, replaces: bool = True) -> None:
@@ -354,11 +343,9 @@ class OffloadedState:
         Raises:
             TornStepError: A read or write failed, and some states are replaced.
         """
-        self._change(
-            "writing state",
-            self.subgroups_of(states),
-            lambda state: state.load(states, replaces=replaces),
-        )
+        with self._changing("writing state", self.subgroups_of(states)) as each:
+            for state in each:
+                state.load(states, replaces=replaces)
 
     def close(self, *, keeps_store: bool) -> None:
         """Release everything; the store's values too where it lives on."""
@@ -372,50 +359,38 @@ class OffloadedState:
     def _swapped(self, numbers: Iterable[int]) -> list[int]:
         return [k for k in numbers if k not in self._memories]
 
-    def _visit(
-        self, numbers: Sequence[int], act: Callable[[SubGroupState], None], *, writes: bool
-    ) -> None:
-        """Do something with each one's state in memory. The last writes are under way after it.
+    def _each(self, numbers: Sequence[int], *, writes: bool) -> Iterator[SubGroupState]:
+        """Each with its state in memory while it has its turn. The last writes are under way after.
 
         Raises:
-            Whatever was raised, the first of it; nothing is under way then.
+            Whatever was raised, the first of it; then, `_come_to_rest` comes next.
         """
-        try:
-            self._window.expect(self._swapped(numbers))
-            for k in numbers:
-                state, memory = self._states[k], self._memories.get(k)
-                state.attach(self._window.open(k) if memory is None else memory)
-                act(state)
-                if memory is None:
-                    self._window.close(k, dirty=writes)
-        except BaseException:
-            self._come_to_rest()
-            raise
+        self._window.expect(self._swapped(numbers))
+        for k in numbers:
+            state, memory = self._states[k], self._memories.get(k)
+            state.attach(self._window.open(k) if memory is None else memory)
+            yield state
+            if memory is None:
+                self._window.close(k, dirty=writes)
 
-    def _change(
-        self,
-        what: str,
-        numbers: Sequence[int],
-        act: Callable[[SubGroupState], None],
-        *,
-        finish: Callable[[], Any] = _nothing,
-    ) -> None:
-        """The same, of what changes it: after an error midway nothing is done until a load."""
+    @contextlib.contextmanager
+    def _changing(self, what: str, numbers: Sequence[int]) -> Iterator[Iterator[SubGroupState]]:
+        """The same, for what changes it: after an error midway nothing is done until a load."""
         self.check(what)
-        num_begun = 0
+        begun: list[SubGroupState] = []
 
-        def counted(state: SubGroupState) -> None:
-            nonlocal num_begun
-            num_begun += 1
-            act(state)
+        def noted() -> Iterator[SubGroupState]:
+            for state in self._each(numbers, writes=True):
+                begun.append(state)
+                yield state
 
         try:
-            self._visit(numbers, counted, writes=True)
-            finish()
+            yield noted()
         except BaseException as error:
-            if not num_begun and not self._window.has_failed:
+            self._come_to_rest()
+            if not begun and not self._window.has_failed:
                 raise
-            torn = self._tear(what, f"sub-group {num_begun} of {len(numbers)}", error)
+            torn = self._tear(what, f"sub-group {len(begun)} of {len(numbers)}", error)
             if isinstance(error, Exception):
                 raise torn from error
             raise

@@ -14,9 +14,8 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_offload.adam.cpu_optimizer import load_by_torch
-from zero_offload.adam.norm import total_norm
-from zero_offload.adam.parallel import Team
+from zero_offload.adam.cpu_optimizers import load_by_torch
+from zero_offload.adam.parallel import Team, total_norm
 from zero_offload.disk.disk_store import DiskStore
 from zero_offload.disk.store import AbstractStore
 from zero_offload.errors import OffloadError
@@ -145,7 +144,7 @@ class OffloadedOptimizer(Optimizer):
             budget_bytes=budget_bytes,
         )
         try:
-            self._plan(p for group in self.param_groups for p in group["params"] if p.requires_grad)
+            self._plan(p for p in self._params() if p.requires_grad)
         except BaseException:
             self.close()
             raise
@@ -328,12 +327,15 @@ class OffloadedOptimizer(Optimizer):
     def _grads(self) -> dict[Tensor, Tensor]:
         """By parameter, of those that have one; checked."""
         grads = {}
-        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+        for param in self._params():
             grad = self._parts.gradients.grad_of(param)
             if grad is not None:
                 check_dense(param, grad)
                 grads[param] = grad
         return grads
+
+    def _params(self) -> Iterator[Tensor]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
 
     def _plan(self, params: Iterable[Tensor]) -> None:
         """Take room for parameters that have none yet."""

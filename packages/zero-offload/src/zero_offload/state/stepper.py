@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_offload.adam.batches import MASTER
-from zero_offload.adam.cpu_optimizer import AbstractCPUOptimizer
-from zero_offload.adam.cpu_optimizers import CPUAdagrad, CPUAdam
+from zero_offload.adam.cpu_optimizers import AbstractCPUOptimizer, CPUAdagrad, CPUAdam
 from zero_offload.errors import UnsupportedOptimizerError
 
 from .subgroups import Entry
@@ -39,6 +38,9 @@ _SIDES: Final = (61, 5, 7, 2, 2, 2, 2, 2)
 class Stepper:
     """An optimizer, and what steps in its place on the host.
 
+    Raises:
+        UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group.
+
     Attributes:
         template: Of the user's class and settings; its own parameters do not matter.
         own_masters: Dtypes of the masters that the sub-group keeps, by that of the parameter. None:
@@ -46,31 +48,28 @@ class Stepper:
     """
 
     template: Optimizer
-    own_masters: Mapping[torch.dtype, torch.dtype] | None = field(default=None)
+    own_masters: Mapping[torch.dtype, torch.dtype] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        closure = inspect.signature(self.asked.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UnsupportedOptimizerError(
+                f"{self.asked.__name__} evaluates the loss within its step, at points that depend "
+                f"on all parameters at once, so it cannot be stepped by sub-groups. Use it without "
+                f"offloading its state, or one that steps each parameter by itself"
+            )
+        _refuse(self.asked, self.template.defaults)
 
     @classmethod
     def choose(cls, asked: type[Optimizer], arguments: Mapping[str, Any]) -> Stepper:
         """Look at a class and its arguments, without parameters.
 
         Raises:
-            UnsupportedOptimizerError: It cannot be stepped sub-group by sub-group, or not with one
-                of the arguments.
+            UnsupportedOptimizerError: Not with one of the arguments; or as for any stepper.
             ValueError: The class refuses an argument.
         """
-        _check(asked, arguments)
+        _refuse(asked, arguments)
         return cls(asked([_blank((1, 1), torch.float32)], **arguments))
-
-    @classmethod
-    def like(
-        cls, optimizer: Optimizer, *, own_masters: Mapping[torch.dtype, torch.dtype]
-    ) -> Stepper:
-        """Look at an optimizer.
-
-        Raises:
-            UnsupportedOptimizerError: As for `choose`.
-        """
-        _check(type(optimizer), optimizer.defaults)
-        return cls(optimizer, own_masters)
 
     @property
     def asked(self) -> type[Optimizer]:
@@ -153,14 +152,7 @@ def _is_narrow(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
 
 
-def _check(asked: type[Optimizer], arguments: Mapping[str, Any]) -> None:
-    closure = inspect.signature(asked.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UnsupportedOptimizerError(
-            f"{asked.__name__} evaluates the loss within its step, at points that depend on "
-            f"all parameters at once, so it cannot be stepped by sub-groups. Use it without "
-            f"offloading its state, or one that steps each parameter by itself"
-        )
+def _refuse(asked: type[Optimizer], arguments: Mapping[str, Any]) -> None:
     for (name, value), reason in _REFUSED.items():
         if name in arguments and arguments[name] == value:
             raise UnsupportedOptimizerError(

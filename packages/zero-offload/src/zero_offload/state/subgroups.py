@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Final
+from typing import Final, Literal, Required, TypedDict
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 
 ALIGN_BYTES: Final = 64  # of each entry: a cache line, and a vector of the widest kernels
 PAGE_BYTES: Final = 4096  # what a disk moves without a copy
@@ -92,6 +92,15 @@ class SubGroup:
     residence: Residence
 
 
+class Resting(TypedDict, total=False):
+    """Where how much of the state rests; `OffloadedOptimizer` describes them."""
+
+    state: Required[Literal["host", "disk"]]
+    fraction: Mapping[str, float] | None
+    subgroup_bytes: int
+    small_bytes: int
+
+
 @frozen
 class Shares:
     """How much of the state rests on the device and on the host; what remains rests in `rest`.
@@ -107,14 +116,18 @@ class Shares:
     """
 
     rest: Residence
-    device: float = field(default=0.0)
-    host: float = field(default=0.0)
-    subgroup_bytes: int = field(default=64 * 2**20)
-    small_bytes: int = field(default=2**20)
+    device: float = 0.0
+    host: float = 0.0
+    subgroup_bytes: int = 64 * 2**20
+    small_bytes: int = 2**20
 
     @classmethod
     def of(
-        cls, state: str, fraction: Mapping[str, float] | None, subgroup_bytes: int, small_bytes: int
+        cls,
+        state: str,
+        fraction: Mapping[str, float] | None = None,
+        subgroup_bytes: int = 64 * 2**20,
+        small_bytes: int = 2**20,
     ) -> Shares:
         """Check what a user asked for.
 

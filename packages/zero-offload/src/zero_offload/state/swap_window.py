@@ -17,6 +17,8 @@ from zero_offload.memory.arena import HostArena
 
 NUM_SLOTS: Final = 3  # one being read, one stepped, one written
 _NUMBERS: Final = itertools.count()  # two optimizers may share a store
+_DONE: Final[Future[Any]] = Future()
+_DONE.set_result(None)
 
 
 @final
@@ -137,26 +139,19 @@ class SwapWindow:
         key, slot = self._expected.popleft()
         begun: Future[Future[Any]] = Future()
 
-        def begin(written: Future[Any] | None) -> None:
+        def begin(written: Future[Any]) -> None:
             try:
-                if written is not None and (error := written.exception()) is not None:
+                if (error := written.exception()) is not None:
                     raise error
-                begun.set_result(self._read(key, slot))
+                if key in self._written:
+                    begun.set_result(self.store.read(self._name_of(key), self._memory(key, slot)))
+                else:
+                    begun.set_result(_DONE)
             except BaseException as error:
                 begun.set_exception(error)
 
         self._reads[key] = slot, begun
-        if slot in self._writes:
-            self._writes[slot].add_done_callback(begin)
-        else:
-            begin(None)
-
-    def _read(self, key: int, slot: int) -> Future[Any]:
-        if key in self._written:
-            return self.store.read(self._name_of(key), self._memory(key, slot))
-        nothing: Future[Any] = Future()
-        nothing.set_result(None)
-        return nothing
+        self._writes.get(slot, _DONE).add_done_callback(begin)
 
     def _memory(self, key: int, slot: int) -> Tensor:
         return self._slots[slot][: self._sizes[key]]

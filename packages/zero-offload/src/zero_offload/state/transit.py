@@ -33,18 +33,13 @@ class Transit:
     _cursor: int = field(default=0, init=False)
     _devices: set[torch.device] = field(factory=set, init=False)  # of what is under way
 
-    @property
-    def nbytes(self) -> int:
-        """Of both buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers)
-
     def reserve(self, nbytes: int) -> None:
         """Take two buffers for at least `nbytes` each; see `room_of`.
 
         Raises:
             BudgetError: The host has not so much.
         """
-        if nbytes > self.nbytes // 2:
+        if not self._buffers or nbytes > self._buffers[0].nbytes:
             self._buffers = []
             self._buffers = [self.arena.allocate(nbytes, name="transit") for _ in range(2)]
 
@@ -56,8 +51,7 @@ class Transit:
         """
         self._passes = passes
         if passes:
-            self._turn = 1 - self._turn
-            self._cursor = 0
+            self._turn, self._cursor = 1 - self._turn, 0
             self._wait_for_sent()
             self._events[self._turn] = []
 
@@ -65,10 +59,7 @@ class Transit:
         """Begin to copy a tensor to the host; one that is there already is given back itself."""
         if not self._passes or is_here(tensor):
             return tensor
-        copy = self._room(tensor).view(tensor.shape)
-        copy.copy_(tensor, non_blocking=True)
-        self._note(tensor.device)
-        return copy
+        return self._copy(tensor, self._room(tensor))
 
     def wait(self) -> None:
         """Block until what was fetched is here."""
@@ -82,9 +73,8 @@ class Transit:
             target.copy_(source)
             return
         if source.dtype is not target.dtype:  # converted here, half as much travels
-            source = self._room(target).view(target.shape).copy_(source)
-        target.copy_(source, non_blocking=True)
-        self._note(target.device)
+            source = self._room(target).copy_(source)
+        self._copy(source, target)
 
     def end(self, *, waits: bool) -> None:
         """The sub-group is stepped; what was sent may still be under way.
@@ -104,16 +94,20 @@ class Transit:
         for event in self._events[self._turn]:
             event.synchronize()
 
-    def _note(self, device: torch.device) -> None:
+    def _copy(self, source: Tensor, into: Tensor) -> Tensor:
+        into.copy_(source, non_blocking=True)
+        device = into.device if source.is_cpu else source.device
         if device.type != "cpu":  # whose copies are done when they return
             self._devices.add(device)
+        return into
 
     def _room(self, tensor: Tensor) -> Tensor:
-        start, nbytes = self._cursor, tensor.numel() * tensor.element_size()
-        self._cursor += align_up(nbytes)
+        """Memory for one like it."""
+        start = self._cursor
+        self._cursor += align_up(tensor.nbytes)
         buffer = self._buffers[self._turn]
         assert self._cursor <= buffer.nbytes, f"{self._cursor} of {buffer.nbytes} bytes of transit"
-        return buffer[start : start + nbytes].view(tensor.dtype)
+        return buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def is_here(tensor: Tensor) -> bool:

@@ -10,7 +10,6 @@ from . import faults
 from .faults import SYSTEM, System
 from .kernels import (
     Batch,
-    Dtypes,
     Formula,
     Rule,
     checksums_in_pieces,
@@ -41,7 +40,6 @@ __all__ = [
     "PAGE_BYTES",
     "SYSTEM",
     "Batch",
-    "Dtypes",
     "Entry",
     "Formula",
     "Item",

@@ -9,15 +9,15 @@ from unittest import mock
 
 from zero_offload import _native
 from zero_offload._native import Kernels, NativeStatus, load
-from zero_offload.adam import cpu_optimizer, reference
-from zero_offload.adam.batches import Batch, Dtypes, Formula, Rule
+from zero_offload._native.library import Formula, Rule, with_io
+from zero_offload.adam import parallel
+from zero_offload.adam.batches import Batch
 from zero_offload.adam.parallel import Team
 from zero_offload.disk import file as disk_file
 from zero_offload.errors import NativeUnavailableError
 
 __all__ = [
     "Batch",
-    "Dtypes",
     "Formula",
     "Rule",
     "checksums_in_pieces",
@@ -50,7 +50,7 @@ def native(
     """
     chosen = None
     if library is not None:
-        chosen = Kernels(library, isa or "scalar")
+        chosen = Kernels(with_io(library), isa or "scalar")
     elif isa is not None:
         chosen = _of(isa)
     found = chosen, NativeStatus(chosen.isa if chosen else "", reason if chosen is None else "")
@@ -64,10 +64,7 @@ def step(batch: Batch, rule: Rule, isa: str | None) -> None:
     Raises:
         NativeUnavailableError: This processor or build has none of that name.
     """
-    if isa is None:
-        reference.step_batch(batch, rule)
-    else:
-        cpu_optimizer.step_batch(batch, rule, kernels=_of(isa), team=_TEAM)
+    parallel.step_batch(batch, rule, kernels=None if isa is None else _of(isa), team=_TEAM)
 
 
 def share(numel: int, work: Callable[[int, int], None]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from zero_offload.adam.fused import pieces_of
@@ -36,7 +36,7 @@ __all__ = [
 
 def fused_pieces(
     tensors: Sequence[Tensor], *, out: Tensor, step: Tensor, piece_numel: int
-) -> Sequence[Any]:
+) -> np.recarray:
     """What each block of FusedAdam's kernel takes: addresses and numel, `piece_numel` at most.
 
     Args:
@@ -46,4 +46,5 @@ def fused_pieces(
         piece_numel: Of the largest piece.
     """
     param, grad, first, second = tensors
-    return pieces_of((param, grad, first, second, None, out, step), piece_numel)
+    pieces = pieces_of((param, grad, first, second, None, out, step), piece_numel)
+    return pieces.view(np.recarray)

@@ -10,11 +10,11 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen
 
 LIBRARY = "libzero_offload.so"
 CUDA_LIBRARY = "libzero_offload_cuda.so"  # there where nvcc was
@@ -54,7 +54,17 @@ def compile_all(csrc: Path, out_dir: Path, tell: Callable[[str], None] = print) 
     Raises:
         CompileError: There is no C++ compiler, or it failed.
     """
-    libraries = [compile_cpu(csrc, out_dir)]
+    compiler = find_compiler(os.environ)
+    sources = EVERYWHERE | (ON_X86 if platform.machine() in ("x86_64", "AMD64") else {})
+    with tempfile.TemporaryDirectory(prefix="zero-offload-") as folder:
+        objects = [str(Path(folder, name).with_suffix(".o")) for name in sources]
+        _run_all(
+            [*compiler, *FLAGS, *flags, "-c", str(csrc / name), "-o", into]
+            for (name, flags), into in zip(sources.items(), objects, strict=True)
+        )
+        with _appearing(out_dir / LIBRARY) as out:
+            _run_all([[*compiler, "-shared", *objects, "-o", str(out)]])
+    libraries = [out_dir / LIBRARY]
     try:
         libraries.append(compile_cuda(csrc, out_dir))
     except CompileError as error:
@@ -93,21 +103,6 @@ def find_nvcc(environment: Mapping[str, str]) -> str:
     raise CompileError("no nvcc on PATH, in NVCC or in CUDA_HOME")
 
 
-def compile_cpu(csrc: Path, out_dir: Path) -> Path:
-    """Compile the CPU kernels, every instruction set of this kind of machine, into one library."""
-    compiler = find_compiler(os.environ)
-    sources = EVERYWHERE | (ON_X86 if platform.machine() in ("x86_64", "AMD64") else {})
-    with tempfile.TemporaryDirectory(prefix="zero-offload-") as folder:
-        objects = [str(Path(folder, name).with_suffix(".o")) for name in sources]
-        _run_all(
-            [*compiler, *FLAGS, *flags, "-c", str(csrc / name), "-o", into]
-            for (name, flags), into in zip(sources.items(), objects, strict=True)
-        )
-        with _appearing(out_dir / LIBRARY) as out:
-            _run_all([[*compiler, "-shared", *objects, "-o", str(out)]])
-    return out_dir / LIBRARY
-
-
 @contextmanager
 def _appearing(library: Path) -> Iterator[Path]:
     """Where to write it. Loaded by others at any moment, it appears whole, or not at all."""
@@ -138,18 +133,15 @@ def find_compiler(environment: Mapping[str, str]) -> list[str]:
 
 def _run_all(commands: Iterable[list[str]]) -> list[str]:
     """Run them side by side; what each wrote. Raises for the first that fails."""
-    running = [(command, _start(command)) for command in commands]
-    said = [process.communicate()[0] for _, process in running]
-    for (command, process), text in zip(running, said, strict=True):
+    running = []
+    for command in commands:
+        try:
+            running.append(Popen(command, stdout=PIPE, stderr=STDOUT, text=True, errors="replace"))
+        except OSError as error:
+            raise CompileError(f"{shlex.join(command)}: {error}") from error
+    said = [process.communicate()[0] for process in running]
+    for process, text in zip(running, said, strict=True):
         if process.returncode:
-            raise CompileError(f"{shlex.join(command)} ended with {process.returncode}:\n{text}")
+            command = shlex.join(process.args)  # type: ignore[arg-type]
+            raise CompileError(f"{command} ended with {process.returncode}:\n{text}")
     return said
-
-
-def _start(command: list[str]) -> subprocess.Popen[str]:
-    try:
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
-    except OSError as error:
-        raise CompileError(f"{shlex.join(command)}: {error}") from error

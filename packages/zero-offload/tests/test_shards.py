@@ -1,0 +1,74 @@
+"""What is moved, and when: no value is stale, and nothing is moved for nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+from offloaded_training import CUT, make_model, train
+from zero_offload import DiskSettings, DiskStore, HostArena, OffloadedOptimizer
+from zero_offload.residence import OffloadedShards
+from zero_offload.testing import SYSTEM, RecordingStore
+
+
+def test_a_shard_read_ahead_of_a_write_is_read_anew() -> None:
+    """Else a model computes with the values of the step before."""
+    store = RecordingStore(is_lazy=False)
+    shards = OffloadedShards(HostArena("shards"), lambda: store)
+    shards.allocate({0: torch.empty(100, device="meta"), 1: torch.empty(100, device="meta")})
+    for turn in range(3):
+        for index in (0, 1):
+            shards.open(index, reads=False).fill_(10 * turn + index)
+            shards.close(index)
+        into = torch.zeros(100)
+        shards.read(1, into).wait()
+        shards.expect([0, 1])
+
+        assert into.unique().tolist() == [10 * turn + 1]
+
+    into = torch.zeros(100)
+    shards.read(0, into).wait()
+    assert into.unique().tolist() == [20]
+    shards.end()
+    assert store.sizes() == {}
+
+
+def test_what_is_only_read_is_not_written() -> None:
+    """A checkpoint costs one pass over the disk, not two."""
+    store = RecordingStore(is_lazy=False)
+    model = make_model()
+    optimizer = OffloadedOptimizer(
+        model.parameters(), torch.optim.AdamW, state="disk", store=store, **CUT
+    )
+    train(model, optimizer, steps=range(2))
+    before = dict(store.counts)
+    optimizer.state_dict()
+
+    assert store.counts["write"] == before["write"]
+    assert store.counts["read"] > before["read"]
+
+
+def test_only_what_is_odd_goes_through_other_memory(tmp_path: Path) -> None:
+    """A copy of everything would cost as much as the disk."""
+    seen: list[tuple[int, int]] = []
+
+    def pwritev(fd: int, buffers: Any, offset: int) -> int:
+        address = np.frombuffer(buffers[0], dtype=np.uint8).ctypes.data
+        seen.append((address, len(buffers[0])))
+        return SYSTEM.pwritev(fd, buffers, offset)
+
+    settings = DiskSettings(block_bytes=8192, queue_depth=1, num_workers=1, uses_uring=False)
+    with DiskStore(tmp_path, settings, system=evolve(SYSTEM, pwritev=pwritev)) as store:
+        if store.status.direct_bytes == 1:
+            pytest.skip(store.status.direct_reason)
+        seen.clear()
+        memory = HostArena("x").allocate(3 * 8192 + 100)
+        store.write("x", memory).result()
+
+    *whole, (odd, _) = seen
+    assert whole == [(memory.data_ptr() + 8192 * k, 8192) for k in range(3)]
+    assert not memory.data_ptr() <= odd < memory.data_ptr() + memory.nbytes
