@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final, TypeAlias, TypeVar
@@ -25,7 +25,7 @@ from zero_partition.optimizer.shards import (
     TensorEntry,
     plan_entry,
 )
-from zero_partition.plan.layout import Span
+from zero_partition.plan.layout import Span, in_batches
 from zero_partition.run.sharded_model import (
     ParamRef,
     ShardedModel,
@@ -48,20 +48,6 @@ SaidOfState: TypeAlias = dict[str, Said]  # by entry
 
 # NOTE(batches): what rests outside the device is read and written a whole sub-group at a time,
 # whoever asks for how little. So parts come in batches; a larger part is a batch of its own.
-
-
-def in_batches(items: Iterable[T], bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """See NOTE(batches)."""
-    batch: list[T] = []
-    num_bytes = 0
-    for item in items:
-        if batch and num_bytes + bytes_of(item) > BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(item)
-        num_bytes += bytes_of(item)
-    if batch:
-        yield batch
 
 
 def in_chunks(span: Span, dtype: torch.dtype) -> Iterator[Span]:
@@ -242,7 +228,11 @@ class LocalState:
             for key in of_param or ("",)  # none: a state that is going to be empty
         ]
         begun: set[nn.Parameter] = set()
-        for batch in in_batches(entries, lambda e: getattr(e[2], "num_bytes", 0)):  # none: small
+        for batch in in_batches(
+            entries,
+            lambda entry: getattr(entry[2], "num_bytes", 0),  # none: small
+            max_bytes=BATCH_BYTES,
+        ):
             found: dict[nn.Parameter, dict[str, Any]] = {}
             for target, key, value in batch:
                 state = found.setdefault(target, {})
@@ -465,7 +455,8 @@ def plan_parts(
         places_of |= {Part(tensor, span): place for tensor, span in spans.items() if span.numel}
     for is_frozen in (True, False):
         mine = [item for item in places_of.items() if item[1].is_trainable is not is_frozen]
-        for batch in map(dict, in_batches(mine, lambda item: item[0].num_bytes)):
+        batches = in_batches(mine, lambda item: item[0].num_bytes, max_bytes=BATCH_BYTES)
+        for batch in map(dict, batches):
             is_resident = sharded.residence.offload is None and all(
                 part.tensor.entry or place.buffer.training.memory is not None
                 for part, place in batch.items()
