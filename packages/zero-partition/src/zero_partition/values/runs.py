@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final
 
 import torch
 from attrs import asdict, define, field, frozen
@@ -39,8 +39,6 @@ BATCH_BYTES: Final = 16 * 2**20  # read or written together where state rests el
 CHUNK_BYTES: Final = 2 * 2**20  # what is in flight between a reader and what it fills
 _ON_DEVICE_STEP: Final = ("capturable", "fused")  # options with which torch counts on the device
 
-T = TypeVar("T")
-SaidOfState: TypeAlias = dict[str, Said]  # by entry
 
 # NOTE(own): entries without a whole go on at the same world size and layout, where each rank gets
 # back what it had. Of each parameter with some it is said which elements the ranks keep, and what
