@@ -9,6 +9,7 @@ from torch import nn
 from zero_comm import collective
 
 from zero_partition.run.hooks import require_sharded
+from zero_partition.run.sharded_model import ModelState
 from zero_partition.run.unit import CodecErrors
 from zero_partition.values import offload_states as _states
 
@@ -69,10 +70,10 @@ def coalesce_reduction(model: nn.Module) -> Iterator[None]:
             "coalesce_reduction() inside no_sync() or another coalesce_reduction(): the outer one "
             "says when gradients are reduced; leave it first"
         )
-    sharded.refuse_parked("coalesce_reduction()", StateKind.GRADS)
+    sharded.require("coalesce_reduction()", StateKind.GRADS)
     with no_sync(model):
         yield
-    sharded.refuse_incomplete_gradients("leaving coalesce_reduction()")
+    sharded.require("leaving coalesce_reduction()", no=(ModelState.FAILED,))
     with plain_access():
         sharded.reducer.reduce_local()
 

@@ -21,6 +21,7 @@ from zero_comm import Group, all_gather_json, check_agreement, collective
 from zero_partition import ShardedAverage, StateError
 from zero_partition.plan import STAGES
 from zero_partition.seams import (
+    ModelState,
     PartBatch,
     ShardedModel,
     StateParts,
@@ -172,7 +173,7 @@ class CheckpointWriter:
         Arguments are those of `save`; an engine keeps something besides, and warns itself.
         """
         sharded = sharded_of(model, optimizer, "save()")
-        sharded.refuse_while_gathered("save()")
+        sharded.require("save()", no=(ModelState.GATHERED,))
         if warns and any(g.has_local for g in sharded.reducer.gradients):
             warn_of_gradients(stacklevel=4)
         group = sharded.whole

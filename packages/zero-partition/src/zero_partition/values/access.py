@@ -17,17 +17,17 @@ from zero_partition.plan.stages import Placement
 from zero_partition.run.gradients import BufferGradients
 from zero_partition.run.sharded_model import (
     ParamRef,
+    launch_trained,
     launch_whole,
     part_of,
     place_of,
-    refuse_parked_values,
     write_whole,
 )
 from zero_partition.run.unit import ShardState
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
 
-from .runs import ask_states, entry_on_each, launch_entry, launch_trained, owner_of, plan_state
+from .runs import ask_states, entry_on_each, launch_entry, owner_of, plan_state
 
 
 def for_rank(place: ParamRef, value: Any, to_rank: int | None) -> Any:
@@ -203,7 +203,7 @@ def _gradients_of(place: ParamRef, what: str) -> BufferGradients | None:
         StateError: There can be no gradients now.
     """
     sharded, reducer = place.sharded, place.sharded.reducer
-    sharded.refuse_parked(what, StateKind.GRADS)
+    sharded.require(what, StateKind.GRADS)
     if sharded.is_backward_open:
         raise StateError(
             f"{what}: a backward is running, or an exception ended it (rank {place.whole.rank}); "
@@ -300,7 +300,7 @@ def full_param(param: nn.Parameter, *, to_rank: int | None = None) -> Tensor | N
         zero_comm.CommError: A rank did not take part in time.
     """
     place = place_of(param, what="full_param()")
-    refuse_parked_values(place, "full_param()")
+    _require_values(place, "full_param()")
     return for_rank(place, launch_trained(place)(), to_rank)
 
 
@@ -334,7 +334,7 @@ def local_param(param: nn.Parameter) -> Tensor:
         StateError: `param` belongs to no sharded model.
     """
     place = place_of(param, what="local_param()")
-    refuse_parked_values(place, "local_param()")
+    _require_values(place, "local_param()")
     return _part_or_whole(place).detach().clone()
 
 
@@ -359,6 +359,11 @@ def set_local_param(param: nn.Parameter, value: Tensor) -> None:
     place.sharded.end_write(place.unit)
 
 
+def _require_values(place: ParamRef, what: str) -> None:
+    kind = StateKind.MASTERS if place.buffer.has_masters else StateKind.PARAMS
+    place.sharded.require(what, kind)
+
+
 def _check_free(place: ParamRef, what: str) -> None:
     rank = place.whole.rank
     if place.sharded.schedule.is_in_use(place.unit):
@@ -366,7 +371,7 @@ def _check_free(place: ParamRef, what: str) -> None:
             f"{what}: parameter {place.name!r} is in use by a forward or backward of its unit "
             f"{place.unit.name!r} (rank {rank}); write it between steps"
         )
-    if place.key in place.sharded.gathered:
+    if place in place.sharded.gathered:
         raise StateError(
             f"{what}: parameter {place.name!r} is gathered (rank {rank}), and the value written "
             "would be out of date; write to param.data there, with modifier_rank, or leave first"
@@ -492,7 +497,7 @@ def _keep(place: ParamRef, state: dict[str, Any], key: str, value: Any) -> None:
 
 def _state_of(place: ParamRef, what: str) -> dict[str, Any]:
     """This rank's state of the parameter, empty where it has none. Local."""
-    place.sharded.refuse_parked(what, StateKind.OPTIM)
+    place.sharded.require(what, StateKind.OPTIM)
     if place.sharded.optimizer is None:
         raise StateError(
             f"{what}: the model was sharded without an optimizer (rank {place.whole.rank})"

@@ -15,7 +15,7 @@ from zero_partition.errors import PartitionError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import AbstractRangeReader
 from zero_partition.run.hooks import find_sharded
-from zero_partition.run.sharded_model import ShardedModel, part_of
+from zero_partition.run.sharded_model import ModelState, ShardedModel, part_of
 from zero_partition.run.unit import publish
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
@@ -121,9 +121,7 @@ class ShardedAverage:
             StateError: As for `update`, or a forward, or a context that gathers, is running.
         """
         sharded = self._usable(_SWAP)
-        if any(unit.depth for unit in sharded.units):
-            raise StateError(f"{_SWAP} was called while a forward is running; leave that first")
-        sharded.refuse_while_gathered(_SWAP)
+        sharded.require(_SWAP, no=(ModelState.FORWARD, ModelState.GATHERED))
         sharded.finish_update()
         for buffer in self._averages:
             buffer.follow_writes()
@@ -179,7 +177,7 @@ class ShardedAverage:
             )
         if _SWAP in sharded.gathers:
             raise StateError(f"{what} inside {_SWAP}: leave the context first")
-        sharded.refuse_parked(what, StateKind.PARAMS, StateKind.MASTERS)
+        sharded.require(what, StateKind.PARAMS, StateKind.MASTERS)
         return sharded
 
     @torch.no_grad()

@@ -26,7 +26,7 @@ from zero_partition.optimizer.needs import states_after_step
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.layout import FlatLayout, Span
 from zero_partition.run.hooks import find_sharded
-from zero_partition.run.sharded_model import ParamRef, ShardedModel, find_place
+from zero_partition.run.sharded_model import ModelState, ParamRef, ShardedModel, find_place
 from zero_partition.stand_in import StateKind
 
 from .parts import in_batches
@@ -306,8 +306,8 @@ def load_ranges(
     readers = dict(readers)
     sharded = find_sharded(model)
     if sharded is not None:
-        sharded.refuse_in_forward("load_ranges()")
-        sharded.refuse_parked("load_ranges()", StateKind.PARAMS, StateKind.MASTERS)
+        kinds = (StateKind.PARAMS, StateKind.MASTERS)
+        sharded.require("load_ranges()", *kinds, no=(ModelState.FORWARD,))
     targets = list(targets_of(model))
     problems = [problem for target in targets for problem in target.match(readers, {})]
     for target in targets:
@@ -535,8 +535,7 @@ def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) ->
     Raises:
         StateError: A forward is running, or parameters are gathered.
     """
-    sharded.refuse_in_forward("load()")
-    sharded.refuse_while_gathered("load()")
+    sharded.require("load()", no=(ModelState.FORWARD, ModelState.GATHERED))
     problems: list[str] = []
     begins_anew: list[str] = []
     values = _plan_values(sharded, source, problems)

@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_partition.chained import members_of
 from zero_partition.errors import StateError
 from zero_partition.nested import map_tensors
-from zero_partition.run.sharded_model import ShardedModel
+from zero_partition.run.sharded_model import ModelState, ShardedModel
 from zero_partition.stand_in import (
     Backup,
     GradientGuard,
@@ -83,12 +83,11 @@ def _check_idle(sharded: ShardedModel, what: str) -> None:
             f"{what}: state of this model is parked already: {kinds} (rank {rank}); call "
             "zero_engine.reload_states(model) first, and then park all that should be, at once"
         )
-    if sharded.forwards or is_in_backward() or any(unit.depth for unit in sharded.units):
+    if sharded.forwards or is_in_backward() or sharded.schedule.is_running:
         raise StateError(
             f"{what} during a forward or backward of the model (rank {rank}); call it between them"
         )
-    sharded.refuse_incomplete_gradients(what)
-    sharded.refuse_while_gathered(what)
+    sharded.require(what, no=(ModelState.FAILED, ModelState.GATHERED))
 
 
 def _move_out(

@@ -18,7 +18,7 @@ from zero_partition.nested import describe, map_tensors, rebuild, tensors_said
 from zero_partition.optimizer.shards import leave_state, watch_state
 from zero_partition.plan.layout import Span
 from zero_partition.run.hooks import require_sharded
-from zero_partition.run.sharded_model import ShardedModel
+from zero_partition.run.sharded_model import ModelState, ShardedModel, launch_trained_buffer
 from zero_partition.stand_in import Bound, StateKind
 from zero_partition.torch_private import checkpoint_call
 
@@ -26,7 +26,6 @@ from .load import EntryPart, StateLoad, StateSource, names_by_owner, param_group
 from .runs import (
     ask_states,
     launch_entry,
-    launch_trained_buffer,
     owner_of,
     plan_state,
     states_of,
@@ -118,8 +117,7 @@ def _usable(sharded: ShardedModel, what: str) -> torch.optim.Optimizer:
         raise StateError(
             f"{what}: the model was sharded without an optimizer (rank {sharded.whole.rank})"
         )
-    sharded.refuse_in_forward(what)
-    sharded.refuse_parked(what, StateKind.OPTIM, StateKind.MASTERS)
+    sharded.require(what, StateKind.OPTIM, StateKind.MASTERS, no=(ModelState.FORWARD,))
     return sharded.optimizer
 
 

@@ -27,8 +27,6 @@ from zero_partition.run.sharded_model import (
     ParamRef,
     ShardedModel,
     find_place,
-    launch_buffer,
-    launch_whole,
     part_of,
 )
 
@@ -36,27 +34,6 @@ from zero_partition.run.sharded_model import (
 def places_in(buffer: FlatBuffer) -> list[ParamRef]:
     """Those of its parameters, in order."""
     return [place for param in buffer.params if (place := find_place(param)) is not None]
-
-
-def launch_trained(place: ParamRef) -> Callable[..., Tensor]:
-    """Launch the gather of a parameter as it is updated; see `launch_whole`.
-
-    Sends nothing where it rests whole so.
-    """
-    buffer = place.buffer
-    if buffer.has_masters:
-        return launch_whole(place, part_of(place, buffer.trained).to(place.group.device))
-    if buffer.whole is None or buffer.codec is not None:
-        return launch_whole(place)
-    return buffer.views_of(buffer.whole)[place.position].detach().clone
-
-
-def launch_trained_buffer(buffer: FlatBuffer) -> Callable[[], tuple[Tensor, ...]]:
-    """As `launch_trained`, of all parameters of a flat buffer; views of what rests whole so."""
-    if buffer.whole is None or buffer.has_masters or buffer.codec is not None:
-        return launch_buffer(buffer, buffer.trained.to(buffer.group.device))
-    whole = buffer.whole
-    return lambda: buffer.views_of(whole)
 
 
 def trained_of(sharded: ShardedModel, buffer: FlatBuffer) -> Tensor:
