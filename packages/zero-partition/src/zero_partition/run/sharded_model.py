@@ -641,7 +641,7 @@ class ShardedModel:
 
         def evaluate() -> Any:
             if self._has_written():
-                self._all_gather_params()
+                self.publish_params(is_sharded=self.shards_state)
                 self._published = self._shard_versions()
             result = closure()
             self.begin_write()
@@ -674,7 +674,7 @@ class ShardedModel:
         for g in self.reducer.gradients:
             g.take_back()
         self.has_stepped = True
-        self._all_gather_params()
+        self.publish_params(is_sharded=self.shards_state)
         self.routes.log.turn()  # gathers that are launched from here on are the next step's
         self.schedule.step()
 
@@ -687,19 +687,24 @@ class ShardedModel:
         self.begin_write()
         self._follow_writes()
         bring_in(self.residence, self.reducer.gradients)
-        self._all_gather_params()
+        self.publish_params(is_sharded=self.shards_state)
 
     def _follow_writes(self) -> None:
         for buffer in self.buffers:
             if buffer.whole is not None:
                 buffer.follow_writes()
 
-    def _all_gather_params(self) -> None:
+    def publish_params(self, *, is_sharded: bool) -> None:
+        """End a write to what is trained: what the model computes with follows.
+
+        Args:
+            is_sharded: Each rank has written its part only. Collective then.
+        """
         for buffer in self.buffers:
             buffer.reclaim()
             buffer.follow_update()
         self.end_write()
-        if self.shards_state:
+        if is_sharded:
             publish(self.units)
         if self.residence.home is not None:
             self.residence.home.settle()

@@ -16,7 +16,6 @@ from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import AbstractRangeReader
 from zero_partition.run.hooks import find_sharded
 from zero_partition.run.sharded_model import ModelState, ShardedModel, part_of
-from zero_partition.run.unit import publish
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
 
@@ -183,14 +182,9 @@ class ShardedAverage:
     @torch.no_grad()
     def _write(self, values: Mapping[FlatBuffer, Tensor]) -> None:
         """Make these the values that train, and that the model computes with. Collective."""
-        sharded = self._sharded
-        sharded.begin_write()
+        self._sharded.begin_write()
         with plain_access():
             for buffer, value in values.items():
                 for rest in dict.fromkeys((buffer.training, buffer.resting)):
                     rest.write(value)
-                buffer.follow_update()
-        sharded.end_write()
-        publish(sharded.units)
-        if sharded.residence.home is not None:
-            sharded.residence.home.settle()
+        self._sharded.publish_params(is_sharded=True)

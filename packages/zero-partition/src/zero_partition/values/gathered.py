@@ -32,7 +32,7 @@ from zero_partition.run.sharded_model import (
     sort_places,
     write_whole,
 )
-from zero_partition.run.unit import ShardState, Unit
+from zero_partition.run.unit import ShardState
 from zero_partition.stand_in import Bound, StateKind
 from zero_partition.torch_private import plainly
 
@@ -112,7 +112,6 @@ class ShardedParams:
 
     sharded: ShardedModel
     places: Sequence[ParamRef]  # sorted
-    _fully_held: list[Unit] = field(factory=list, init=False)
 
     def find_gathered(self) -> str | None:
         """One that a context has already."""
@@ -155,7 +154,7 @@ class ShardedParams:
         """Shard them again."""
         self.sharded.gathers.remove(what)
         self.sharded.gathered.difference_update(self.places)
-        for unit in self._fully_held:
+        for unit in {place.unit: None for place in self.places if place.unit.is_held}:
             unit.is_held = False
             if unit.state is ShardState.UNSHARDED:
                 unit.reshard()  # it is whole in our memory only
@@ -185,7 +184,6 @@ class ShardedParams:
             if is_whole and unit.state is not ShardState.UNSHARDED:
                 unit.reshard()  # a gather that was launched ahead is not needed
                 unit.is_held = True
-                self._fully_held.append(unit)
 
 
 def _home_of(place: ParamRef) -> Tensor:

@@ -136,9 +136,8 @@ def _tell_what_stays(storages: Iterable[ParkedStorage]) -> None:
 
 def _have_moved(sharded: ShardedModel) -> None:
     """All is in memory again, wherever that is. Collective where peers were kept from reading."""
-    for unit in sharded.units:
-        for buffer in unit.buffers:
-            buffer.forget_addresses()
+    for buffer in sharded.buffers:
+        buffer.forget_addresses()
     for g in sharded.reducer.gradients:
         g.forget_address()
     if sharded.exposure is not None and sharded.exposure.is_writing:
@@ -148,13 +147,15 @@ def _have_moved(sharded: ShardedModel) -> None:
 
 def _find_storages(sharded: ShardedModel, kinds: Collection[StateKind]) -> list[ParkedStorage]:
     """What these kinds consist of on this rank, each storage once."""
+    tensors = list(_tensors_of(sharded))
     views: dict[int, dict[int, Tensor]] = {}  # by storage, then by tensor
-    for tensor in _tensors_of(sharded):
+    for _, _, tensor in tensors:
         views.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
     found: dict[int, ParkedStorage] = {}
-    for kind, name, root in _roots_of(sharded):
+    for kind, name, root in tensors:
         storage = root.untyped_storage()
-        if kind not in kinds or storage._cdata in found or not _may_go(root, sharded):
+        is_new = kind in kinds and storage._cdata not in found
+        if kind is None or not is_new or not _may_go(root, sharded):
             continue
         found[storage._cdata] = ParkedStorage(
             key=f"{kind.value} {len(found)} of {name}",
@@ -175,8 +176,8 @@ def _may_go(tensor: Tensor, sharded: ShardedModel) -> bool:
     return bool(tensor.nbytes) and not is_stand_in and is_here and storage.resizable()
 
 
-def _roots_of(sharded: ShardedModel) -> Iterator[tuple[StateKind, str, Tensor]]:
-    """A tensor of every storage that may be parked, its kind and what it belongs to."""
+def _tensors_of(sharded: ShardedModel) -> Iterator[tuple[StateKind | None, str, Tensor]]:
+    """Every tensor of ours that may view what is parked: what it is, if not a view, and whose."""
     for unit in sharded.units:
         for buffer in unit.buffers:
             for params in (buffer.whole, buffer.resting.memory):
@@ -184,12 +185,15 @@ def _roots_of(sharded: ShardedModel) -> Iterator[tuple[StateKind, str, Tensor]]:
                     yield StateKind.PARAMS, unit.name, params
             if buffer.has_masters and buffer.training.memory is not None:
                 yield StateKind.MASTERS, unit.name, buffer.training.memory
+            yield from ((None, unit.name, tensor) for tensor in buffer.resting_tensors())
     for g in sharded.reducer.gradients:
         if g.has_local and g.accumulator is not None:
             yield StateKind.GRADS, g.unit.name, g.accumulator
         for param in (*g.targets, *g.buffer.params):
             if param.grad is not None and not isinstance(param.grad, GradientGuard):
                 yield StateKind.GRADS, g.unit.name, param.grad
+        views = (g.shard, g.accumulator, *g.parts, *g.views)
+        yield from ((None, g.unit.name, tensor) for tensor in views if tensor is not None)
     state: list[Tensor] = []
     for member in members_of(sharded.optimizer):
         if isinstance(member.state, dict):  # else a view of what rests elsewhere already
@@ -197,26 +201,15 @@ def _roots_of(sharded: ShardedModel) -> Iterator[tuple[StateKind, str, Tensor]]:
     yield from ((StateKind.OPTIM, "the optimizer", tensor) for tensor in state if tensor.dim())
 
 
-def _tensors_of(sharded: ShardedModel) -> Iterator[Tensor]:
-    """Every tensor of ours that may view them."""
-    yield from (root for _, _, root in _roots_of(sharded))
-    for unit in sharded.units:
-        for buffer in unit.buffers:
-            yield from buffer.resting_tensors()
-    for g in sharded.reducer.gradients:
-        yield from (t for t in (g.shard, g.accumulator, *g.parts, *g.views) if t is not None)
-
-
 def _refuse_state_dicts(sharded: ShardedModel, parked: Parked) -> None:
     """An optimizer's state dict holds the tensors themselves: nobody should take it now."""
 
     def refuse(what: str, *_: Any) -> None:
-        parked.refuse(what, {StateKind.OPTIM}, rank=sharded.whole.rank)
+        sharded.require(what, StateKind.OPTIM)
 
     for member in members_of(sharded.optimizer):
         for install, what in (
-            (member.register_state_dict_pre_hook, "state_dict"),
-            (member.register_load_state_dict_pre_hook, "load_state_dict"),
+            (member.register_state_dict_pre_hook, "optimizer.state_dict()"),
+            (member.register_load_state_dict_pre_hook, "optimizer.load_state_dict()"),
         ):
-            handle = install(partial(refuse, f"optimizer.{what}()"), prepend=True)
-            parked.removers.append(handle.remove)
+            parked.removers.append(install(partial(refuse, what), prepend=True).remove)
