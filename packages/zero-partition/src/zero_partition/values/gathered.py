@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import partial
 from itertools import groupby
 from types import TracebackType
 from typing import Any, Final, TypeVar, final
@@ -136,11 +137,7 @@ class ShardedParams:
         self.sharded.gathers.append(what)
         self.sharded.gathered.update(self.places)
         if not self.sharded.is_exact:
-            try:
-                self._gather(what)
-            except BaseException:
-                self.close(what)
-                raise
+            self._gather(what)
         return [(place.name, place.param, _home_of(place)) for place in self.places]
 
     def keep(self, values: Iterable[Tensor]) -> None:
@@ -200,22 +197,15 @@ class Gather:
     """Parameters that one context keeps whole, and what ranks do to them meanwhile."""
 
     what: str  # users call it
+    modifier_rank: int | None
+    compares_bytes: bool  # costs a pass over them, and finds writes that autograd does not count
     params: EarlyParams | ShardedParams
     group: Group  # who has them
-    modifier_rank: int | None = None
-    compares_bytes: bool = False  # costs a pass, and finds writes that autograd does not count
     tag: int = 0  # identity of what the ranks tell each other
     unread: list[Handle[Tensor]] = field(factory=list)  # sent as an exception passed
     _wholes: list[_Whole] = field(factory=list, init=False)
     _report: Handle[Tensor] | None = field(default=None, init=False)
     _is_open: bool = field(default=False, init=False)
-
-    @classmethod
-    def of(cls, sharded: ShardedModel, places: Sequence[ParamRef], what: str, *how: Any) -> Gather:
-        """Of a sharded model, sorted."""
-        gather = cls(what, ShardedParams(sharded, places), sharded.whole, *how)
-        gather.tag, gather.unread = sharded.access_tag, sharded.unread
-        return gather
 
     def check(self) -> None:
         """Raise, before anything is sent, what `GatheredParameters` documents. Local."""
@@ -236,8 +226,8 @@ class Gather:
 
     def open(self) -> None:
         """Make the parameters whole; from here on writes count. Collective."""
-        found = self.params.open(self.what)
         self._is_open = True
+        found = self.params.open(self.what)
         with plainly():
             for name, param, home in found:
                 checksum = _checksum(home) if self.compares_bytes else 0
@@ -392,14 +382,14 @@ class GatheredParameters:
             return
         chosen = _as_list(params)
         places = [place for param in chosen if (place := find_place(param)) is not None]
+        make = partial(Gather, _GATHERED, modifier_rank, sanity_checks)
         for sharded in dict.fromkeys(place.sharded for place in places):
             if not sharded.is_exact or modifier_rank is not None:
                 mine = sort_places(place for place in places if place.sharded is sharded)
-                gather = Gather.of(sharded, mine, _GATHERED, modifier_rank, sanity_checks)
-                self._gathers.append(gather)
+                of_model, tag = ShardedParams(sharded, mine), sharded.access_tag
+                self._gathers.append(make(of_model, sharded.whole, tag, sharded.unread))
         for shards in _group_early(chosen):
-            early, group = EarlyParams(shards), shards[0].group
-            self._gathers.append(Gather(_GATHERED, early, group, modifier_rank, sanity_checks))
+            self._gathers.append(make(EarlyParams(shards), shards[0].group))
         if fwd_module is not None:
             for place in places:
                 register_external_parameter(fwd_module, place.param)
@@ -606,7 +596,7 @@ def unsharded(model: Model, modules: Iterable[str] | None = None) -> Iterator[Mo
             "was not; call zero_engine.shard() first, and pass the very module it returned"
         )
     places, home = _places_within(sharded, modules), sharded.residence.home
-    gather = Gather.of(sharded, places, _UNSHARDED)
+    gather = Gather(_UNSHARDED, None, False, ShardedParams(sharded, places), sharded.whole)
     gather.check()
     if home is not None:
         with streamed(sharded, places, home, _UNSHARDED):
