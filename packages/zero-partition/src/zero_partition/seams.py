@@ -15,7 +15,6 @@ from zero_partition.memory.seams import (
     TensorHome,
 )
 from zero_partition.memory.store import RestPlan
-from zero_partition.public import offload_states, reload_states
 from zero_partition.report import loco_facts, loco_state, restore_loco
 from zero_partition.run.hooks import find_sharded
 from zero_partition.run.norm import GradientReport
@@ -32,6 +31,7 @@ from zero_partition.values.load import (
     param_groups_of,
     plan_load,
 )
+from zero_partition.values.offload_states import offload_states, reload_states
 from zero_partition.values.parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
 
 __all__ = [

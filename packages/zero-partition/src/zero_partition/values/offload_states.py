@@ -9,11 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from zero_comm import collective
 
 from zero_partition.chained import members_of
 from zero_partition.errors import StateError
 from zero_partition.nested import map_tensors
+from zero_partition.run.hooks import require_sharded
 from zero_partition.run.sharded_model import ModelState, ShardedModel
 from zero_partition.stand_in import (
     Backup,
@@ -26,31 +28,58 @@ from zero_partition.stand_in import (
 from zero_partition.torch_private import is_in_backward, plain_access
 
 
+@collective
 def offload_states(
-    sharded: ShardedModel, backup: Backup, kinds: Collection[StateKind], *, non_blocking: bool
+    model: nn.Module,
+    backup: Backup,
+    kinds: Collection[StateKind] = tuple(StateKind),
+    *,
+    non_blocking: bool = False,
 ) -> None:
-    """What the public `offload_states` documents."""
-    kinds, exposure = frozenset(kinds), None
+    """Give the memory of training state back until `reload_states`; a backup has the bytes.
+
+    Collective, with the same kinds on every rank. Between steps or micro-batches, with gradients
+    waiting or not. Where a backup raises, all is where it was, on every rank.
+
+    Tensors keep their identity, and raise StateError when they are used; so does whatever needs
+    them. What needs nothing that is parked goes on working: forwards without the optimizer's state,
+    say. `zero_grad()` and `memory_report()` always do. Left where they are: single numbers, what
+    is not on the group's device or not torch's own to free, and, with a warning, memory that a
+    graph or somebody else views.
+
+    Args:
+        model: The very module that was sharded.
+        backup: Of this call only; closed when its bytes are back.
+        kinds: What to park.
+        non_blocking: Whether copies may be left to the current stream when this returns; the memory
+            is free for what follows there.
+
+    Raises:
+        StateError: Not sharded, parked already, inside a forward, a backward or a context that
+            gathers, or after a backward that an exception ended; or the backup of another rank
+            has raised.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    sharded = require_sharded(model)
     try:
-        _check_idle(sharded, "offload_states()")
+        _check_idle(sharded)
         sharded.await_readers()
         if StateKind.BUFFERS in kinds:
             sharded.release_buffers()
         if StateKind.PARAMS in kinds:
             sharded.outside.forget()
             sharded.schedule.settle()
-            exposure = sharded.exposure
             if sharded.residence.offload is not None:
                 sharded.residence.offload.let_go()
-        if exposure is not None:
-            exposure.begin_write()  # no peer reads our shards from here on
+            if sharded.exposure is not None:
+                sharded.exposure.begin_write()  # no peer reads our shards from here on
         with torch.inference_mode(False), torch.no_grad(), plain_access():
             storages = _find_storages(sharded, kinds)
             _move_out(sharded, storages, backup, non_blocking=non_blocking)
     except BaseException:
         backup.close()
         raise
-    parked = Parked(kinds - {StateKind.BUFFERS}, backup, storages)
+    parked = Parked(frozenset(kinds) - {StateKind.BUFFERS}, backup, storages)
     if not parked.kinds:  # buffers come back by themselves
         backup.close()
         return
@@ -59,8 +88,25 @@ def offload_states(
     _tell_what_stays(storages)
 
 
-def reload_states(sharded: ShardedModel, *, non_blocking: bool) -> None:
-    """What the public `reload_states` documents."""
+@collective
+def reload_states(model: nn.Module, *, non_blocking: bool = False) -> None:
+    """Bring back what `offload_states` has put elsewhere, in new memory. Every rank calls it.
+
+    Collective for parameters that rest sharded where peers can read them, else local.
+
+    Every tensor views its values again: the optimizer's state, gradients, parameters, graphs made
+    before. Nothing happens where nothing is parked. After an error in the backup it can be called
+    again.
+
+    Args:
+        model: The very module that was sharded.
+        non_blocking: As for `offload_states`.
+
+    Raises:
+        StateError: Not sharded.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    sharded = require_sharded(model)
     parked = sharded.parked
     if parked is None:
         return
@@ -75,8 +121,8 @@ def reload_states(sharded: ShardedModel, *, non_blocking: bool) -> None:
     parked.backup.close()
 
 
-def _check_idle(sharded: ShardedModel, what: str) -> None:
-    rank = sharded.whole.rank
+def _check_idle(sharded: ShardedModel) -> None:
+    what, rank = "offload_states()", sharded.whole.rank
     if sharded.parked is not None:
         kinds = ", ".join(kind.value for kind in StateKind if kind in sharded.parked.kinds)
         raise StateError(
@@ -130,7 +176,7 @@ def _tell_what_stays(storages: Iterable[ParkedStorage]) -> None:
             f"offload_states(): {sum(s.num_bytes for s in stay)} bytes stay in memory, since "
             "something besides the model and its optimizer views them: a graph whose backward has "
             f"not run, or `.data` that somebody keeps ({', '.join(s.key for s in stay[:3])}, ...)",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 
