@@ -15,7 +15,7 @@ import pytest
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = sorted(
     page
-    for pattern in ("*.md", "docs/*.md", "packages/*/README.md", "benchmarks/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md", "benchmarks/*.md")
     for page in ROOT.glob(pattern)
     if page.name != "CHANGELOG.md"  # says what was
 )
@@ -49,9 +49,25 @@ def test_the_names_that_a_page_shows_exist(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    """To a file or folder that is there, and to a heading of it."""
+    wrong = []
+    prose = re.sub(r"(?s)```.*?```|`[^`\n]*`", "", page.read_text())
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        where, _, heading = link.partition("#")
+        target = (page.parent / where).resolve() if where else page
+        if "://" in link:
+            continue
+        if not target.exists() or (heading and heading not in _headings(target)):
+            wrong.append(link)
+
+    assert not wrong
+
+
 @pytest.mark.parametrize("package", ["comm", "partition", "offload", "ckpt"])
 def test_the_first_example_runs_as_it_stands(package: str, tmp_path: Path) -> None:
-    """Who installs one package pastes this first; zero-engine's own tests run its README."""
+    """Who installs one package pastes this first; test_guides.py runs zero-engine's."""
     page = ROOT / "packages" / f"zero-{package}" / "README.md"
     first = re.search(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
     assert first is not None
@@ -83,6 +99,12 @@ def test_a_name_that_moved_still_works_and_says_where_it_is(
         found = getattr(module, name)
 
     assert found is getattr(import_module(f"{package}.{home}"), name)
+
+
+def _headings(page: Path) -> list[str]:
+    """As GitHub makes anchors of them."""
+    found = re.findall(r"(?m)^#+ (.*)$", page.read_text())
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in found]
 
 
 def _exists(name: str) -> bool:

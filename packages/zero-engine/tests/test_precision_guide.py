@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands, and trains as plain torch does."""
+"""What the guide to precision shows runs as it stands, and trains as plain torch does."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 import zero_engine
 from torch import Tensor
 
-README: Final = Path(__file__).parents[1] / "README.md"
+PAGE: Final = Path(__file__).parents[3] / "docs" / "guides" / "precision.md"
 STEPS: Final = 20
 
 
 def _example(heading: str) -> str:
     """The first block of Python below a heading."""
-    _, found, below = README.read_text().partition(f"\n## {heading}\n")
+    _, found, below = PAGE.read_text().partition(f"\n## {heading}\n")
     assert found, heading
     return below.partition("```python\n")[2].partition("```\n")[0]
 
@@ -28,7 +28,7 @@ def test_fp16_in_a_plain_loop_skips_and_scales(power: int) -> None:
     assert f"range({STEPS})" in source and "DynamicLossScale())" in source
     source = source.replace("DynamicLossScale()", f"DynamicLossScale(initial_power={power})")
 
-    exec(compile(source, str(README), "exec"), namespace)
+    exec(compile(source, str(PAGE), "exec"), namespace)
 
     expected, num_skipped = _train_plainly(2.0**power)
     assert (num_skipped > 0) == (power > 16) and num_skipped < STEPS // 2
