@@ -77,14 +77,13 @@ def check_content(model: nn.Module) -> None:
 
 
 def _check_place(name: str, param: nn.Parameter) -> None:
-    place = find_place(param)
-    if place is None:
-        return
     try:
-        owner = type(place.sharded.model).__name__
+        place = find_place(param)
     except StateError:
         return  # that model is gone
-    raise PartitionError(
-        f"parameter {name!r} belongs to a sharded {owner} already, as {place.name!r}, and can have "
-        "one optimizer and one place; shard the models that share it as one nn.Module"
-    )
+    if place is not None:
+        owner = type(place.sharded.model).__name__
+        raise PartitionError(
+            f"parameter {name!r} belongs to a sharded {owner} already, as {place.name!r}, and can "
+            "have one optimizer and one place; shard the models that share it as one nn.Module"
+        )

@@ -58,53 +58,21 @@ class ModelState(Enum):
     )
 
 
-@frozen
+@frozen(eq=False)
 class ParamRef:
-    """A position in a flat buffer of a unit of a sharded model.
+    """A parameter of a sharded model, and its place in a flat buffer there."""
 
-    Holds nothing alive: the table below would keep every model there ever was.
-    """
-
-    _sharded: ReferenceType[ShardedModel]
-    name: str  # the first of the parameter's names
-    unit_index: int
-    buffer_index: int  # among the unit's
+    sharded: ShardedModel
+    unit: Unit  # it is unsharded with
+    buffer: FlatBuffer  # it lies in
     position: int  # among the buffer's parameters
+    param: nn.Parameter
+    plan: ParameterPlan
 
     @property
-    def sharded(self) -> ShardedModel:
-        """The model it belongs to.
-
-        Raises:
-            StateError: The model was deleted.
-        """
-        sharded = self._sharded()
-        if sharded is None:
-            raise StateError(
-                f"parameter {self.name!r}: the sharded model that kept its values was deleted, and "
-                "they went with it; keep the model for as long as its parameters are used"
-            )
-        return sharded
-
-    @property
-    def unit(self) -> Unit:
-        """The unit it is unsharded with."""
-        return self.sharded.units[self.unit_index]
-
-    @property
-    def buffer(self) -> FlatBuffer:
-        """The flat buffer it lies in."""
-        return self.unit.buffers[self.buffer_index]
-
-    @property
-    def plan(self) -> ParameterPlan:
-        """The parameter as it was planned."""
-        return self.buffer.plan.params[self.position]
-
-    @property
-    def param(self) -> nn.Parameter:
-        """The parameter itself."""
-        return self.buffer.params[self.position]
+    def name(self) -> str:
+        """The first of the parameter's names."""
+        return self.plan.name
 
     @property
     def group(self) -> Group:
@@ -136,16 +104,10 @@ class ParamRef:
         """Whether its own memory is whole, for the user."""
         return self.position in self.buffer.held
 
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether its values are elsewhere."""
-        return self.buffer.is_at_rest
-
 
 def find_place(param: Tensor) -> ParamRef | None:
     """Where this very parameter lies, None if it belongs to no sharded model."""
-    place = find_owner(param)
-    return place if isinstance(place, ParamRef) else None
+    return find_owner(param)
 
 
 def place_of(param: Tensor, *, what: str) -> ParamRef:
@@ -493,12 +455,13 @@ class ShardedModel:
     def __attrs_post_init__(self) -> None:
         self.buffers = tuple(buffer for unit in self.units for buffer in unit.buffers)
         self.outside = OutsideUses(self)
-        owner = ref(self)
         self.places = tuple(
-            ParamRef(owner, param.name, unit.index, buffer_index, position)
+            ParamRef(self, unit, buffer, position, param, plan)
             for unit in self.units
-            for buffer_index, buffer in enumerate(unit.buffers)
-            for position, param in enumerate(buffer.plan.params)
+            for buffer in unit.buffers
+            for position, (param, plan) in enumerate(
+                zip(buffer.params, buffer.plan.params, strict=True)
+            )
         )
         for place in self.places:
             record_owner(place.param, place)

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import groupby
 from types import TracebackType
 from typing import Any, Final, TypeVar, final
-from weakref import finalize
+from weakref import ReferenceType, finalize, ref
 
 import torch
 from attrs import define, field, frozen
@@ -473,8 +473,8 @@ def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
             sharded.removers.append(ahead.handle.remove)
             # The module may serve another model when this one was deleted.
             finalize(sharded, ahead.handle.remove).atexit = False  # type: ignore[attr-defined]
-    if place not in ahead.places:
-        ahead.places.append(place)
+    if ref(place) not in ahead.places:
+        ahead.places.append(ref(place))
 
 
 def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
@@ -485,12 +485,12 @@ def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> Non
     """
     place = place_of(param, what="unregister_external_parameter()")
     ahead = place.sharded.ahead.get(module)
-    if ahead is None or place not in ahead.places:
+    if ahead is None or ref(place) not in ahead.places:
         raise StateError(
             f"unregister_external_parameter(): parameter {place.name!r} is not registered for this "
             f"{type(module).__name__}"
         )
-    ahead.places.remove(place)
+    ahead.places.remove(ref(place))
     if not ahead.places:
         del place.sharded.ahead[module]
         if ahead.handle is not None:
@@ -501,12 +501,13 @@ def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> Non
 class _LaunchAhead(Bound):
     """Before the module's forward: its parameters from one sharded model set out."""
 
-    places: list[ParamRef] = field(factory=list)
+    places: list[ReferenceType[ParamRef]] = field(factory=list)  # a module may outlive the model
     handle: RemovableHandle | None = None
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        for place in self.places:
-            place.sharded.outside.launch(place)
+        for found in self.places:
+            if (place := found()) is not None:
+                place.sharded.outside.launch(place)
 
 
 # NOTE(copies): what does not fit on the device sharded does not fit whole. So each rank keeps whole
