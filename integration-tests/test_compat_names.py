@@ -238,6 +238,7 @@ def test_names_inside_deepspeed_are_there(ranks) -> None:
 
     assert deepspeed.DeepSpeedEngine is runtime.engine.DeepSpeedEngine is zero_engine.Engine
     assert runtime.lr_schedules.WarmupCosineLR is zero_engine.deepspeed.WarmupCosineLR
+    assert runtime.zero.Init is deepspeed.zero.Init
     assert deepspeed.ops.adam.FusedAdam is FusedAdam
     assert Version(deepspeed.__version__) >= Version("0.19")
     assert deepspeed.DeepSpeedConfigError is runtime.config.DeepSpeedConfigError

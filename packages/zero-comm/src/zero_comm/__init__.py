@@ -1,8 +1,8 @@
 """Coalesced collectives over one group of ranks."""
 
-# Floors, lowest first: errors, torch_private, _native, build, watch, codecs, handle,
-# process_memory, peer_memory, traffic, meet, group, transport, flat, loco, agreement, coalesced,
-# ddp_hook, hierarchical, window, testing.
+# Floors, lowest first: errors, torch_private, _native, build, watch, codecs, handle, peer_memory,
+# traffic, meet, group, transport, flat, loco, agreement, coalesced, ddp_hook, hierarchical, window,
+# testing.
 
 from zero_comm.codecs.blockwise import Blockwise
 from zero_comm.codecs.cast import Cast

@@ -233,7 +233,8 @@ def reduce_scatter_flat(
     else:
         check_tensor(out, own.numel(), group, "out", dtype=buffer.dtype)
     name = "reduce_scatter"
-    check_encodable((buffer,), codec)
+    if codec is not None:
+        check_encodable((buffer,), codec)
     count_traffic(group, name, buffer, splits, payload, sends_own=False, tag=tag, codec=codec)
     if codec is None or group.world_size == 1:
         return launch_reduce_scatter(buffer, splits, group=group, op=op, out=out, tag=tag)

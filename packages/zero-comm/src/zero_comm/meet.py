@@ -17,11 +17,8 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from zero_comm import process_memory
-
 from .handle import Message
-from .peer_memory import JournalAddress, PeerMemory
-from .process_memory import SWITCH
+from .peer_memory import SWITCH, JournalAddress, PeerMemory, allow_readers, is_supported
 from .watch import Watch
 
 # NOTE(interrupt): gloo knows no way to give up a receive, and torch's `abort` returns without one.
@@ -112,7 +109,7 @@ def _find_out(table: _Table) -> SharedHost:
         else:
             # Launchers start all ranks: their descendants are enough, and no other process.
             is_launched = all(row[2] == mine[2] for row in hello)
-            process_memory.allow_readers(os.getppid() if is_launched else None)
+            allow_readers(os.getppid() if is_launched else None)
     verdicts = table.tell_all([verdict])  # from here on everyone has allowed everyone
     if all(row == [_Verdict.OK] for row in verdicts):
         try:
@@ -130,7 +127,7 @@ def _find_out(table: _Table) -> SharedHost:
 def _try_alone() -> _Verdict:
     if os.environ.get(SWITCH, "1") == "0":
         return _Verdict.SWITCHED_OFF
-    return _Verdict.OK if process_memory.is_supported() else _Verdict.NO_SUCH_CALL
+    return _Verdict.OK if is_supported() else _Verdict.NO_SUCH_CALL
 
 
 def _boot_id() -> int:

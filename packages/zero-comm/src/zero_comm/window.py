@@ -21,8 +21,7 @@ from .agreement import check_agreement
 from .errors import CommError, GroupMismatchError
 from .flat import all_gather_flat
 from .group import Group
-from .peer_memory import PeerMemory
-from .process_memory import why
+from .peer_memory import PeerMemory, why
 from .transport import check_tensor, count_traffic
 from .watch import Launch, Wait, Watch, causes
 

@@ -72,11 +72,11 @@ if TYPE_CHECKING:
         unregister_external_parameter,
         unsharded,
     )
-    from zero_partition.values.optimizer_state_dict import (
+    from zero_partition.values.state_dict import (
         full_optimizer_state_dict,
+        full_state_dict,
         load_full_optimizer_state_dict,
     )
-    from zero_partition.values.state_dict import full_state_dict
     from zero_partition.values.unpartition import unpartition
 
 __all__ = [
@@ -175,10 +175,9 @@ _NAMES: Final = {
     "zero_partition.values.gathered": (
         "GatheredParameters register_external_parameter unregister_external_parameter unsharded"
     ),
-    "zero_partition.values.optimizer_state_dict": (
-        "full_optimizer_state_dict load_full_optimizer_state_dict"
+    "zero_partition.values.state_dict": (
+        "full_optimizer_state_dict full_state_dict load_full_optimizer_state_dict"
     ),
-    "zero_partition.values.state_dict": "full_state_dict",
     "zero_partition.values.unpartition": "unpartition",
 }
 _MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}

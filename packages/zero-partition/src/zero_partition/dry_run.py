@@ -24,7 +24,7 @@ from zero_partition.plan.trace import (
     slot_bytes,
     slot_conflicts,
 )
-from zero_partition.values.parts import BATCH_BYTES
+from zero_partition.values.runs import BATCH_BYTES
 
 from .report import MemoryReport, encoded_bytes
 

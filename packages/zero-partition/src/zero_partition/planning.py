@@ -15,14 +15,14 @@ from zero_partition.dry_run import (
 )
 from zero_partition.enter.model_plan import ModelPlan, plan_model
 from zero_partition.init.units import choose_units, plan_units
-from zero_partition.optimizer.entries import (
+from zero_partition.optimizer.needs import choose_cuts
+from zero_partition.optimizer.shards import (
     PlainEntry,
     Said,
     TensorEntry,
     part_of_entry,
     plan_entry,
 )
-from zero_partition.optimizer.needs import choose_cuts
 
 __all__ = [
     "ModelPlan",

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from zero_comm import AbstractCodec, LocoErrors, Traffic
 
 from zero_partition.enter.model_plan import trained_bytes_per_rank
-from zero_partition.memory.store import Encoded
 from zero_partition.plan.layout import BufferPlan
 from zero_partition.plan.trace import Gather, Use
 from zero_partition.run.hooks import require_sharded
@@ -86,7 +85,7 @@ def memory_report(model: nn.Module) -> MemoryReport:
         layout, itemsize = buffer.plan.layout, buffer.plan.dtype.itemsize
         scalars += len(buffer.params) * itemsize
         rest, memory = buffer.resting, buffer.resting.memory
-        if isinstance(rest, Encoded):
+        if rest.codec is not None:
             numels = (layout.splits[rank], layout.payload_splits[rank])
             used, unused = encoded_bytes(rest.codec, *numels)
             scalars += itemsize  # what stands in for the values in `shard_params`

@@ -14,11 +14,10 @@ from zero_partition.memory.seams import (
     Pending,
     TensorHome,
 )
-from zero_partition.memory.store import RestPlan
 from zero_partition.report import loco_facts, loco_state, restore_loco
 from zero_partition.run.hooks import find_sharded
 from zero_partition.run.norm import GradientReport
-from zero_partition.run.residence import Homes, RoomPlan, plan_room
+from zero_partition.run.residence import Homes, RestPlan, RoomPlan, plan_room
 from zero_partition.run.sharded_model import ModelState, ShardedModel
 from zero_partition.run.unit import CodecErrors
 from zero_partition.stand_in import Backup
@@ -32,7 +31,7 @@ from zero_partition.values.load import (
     plan_load,
 )
 from zero_partition.values.offload_states import offload_states, reload_states
-from zero_partition.values.parts import Part, PartBatch, StateParts, WholeTensor, plan_parts
+from zero_partition.values.runs import Part, PartBatch, StateParts, WholeTensor, plan_parts
 
 __all__ = [
     "AbstractRangeReader",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-from zero_comm import meet, peer_memory, process_memory, window
+from zero_comm import meet, peer_memory, window
 from zero_comm.peer_memory import PeerMemory
 
 
@@ -71,7 +71,7 @@ def cannot_read(why: Literal["switch", "permission", "system", "host"]) -> Itera
             on another host.
     """
     if why == "switch":
-        with mock.patch.dict(os.environ, {process_memory.SWITCH: "0"}):
+        with mock.patch.dict(os.environ, {peer_memory.SWITCH: "0"}):
             yield
     elif why == "host":
         with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +81,7 @@ def cannot_read(why: Literal["switch", "permission", "system", "host"]) -> Itera
                 yield
     else:
         call = _refuse if why == "permission" else None
-        with mock.patch.object(process_memory, "_READ", call):
+        with mock.patch.object(peer_memory, "_READ", call):
             yield
 
 
@@ -100,14 +100,14 @@ def reads_refused(what: Literal["journal", "buffer"]) -> Iterator[None]:
 @contextmanager
 def reads_cut_short(num_bytes: int) -> Iterator[None]:
     """Inside, the kernel reads so many bytes at a time, as it does 2 GiB of more. Local."""
-    kernel = process_memory._READ
+    kernel = peer_memory._READ
 
     def cut_short(*arguments: Any) -> int:
         for span in (arguments[1]._obj, arguments[3]._obj):
             span.num_bytes = min(num_bytes, span.num_bytes)
         return kernel(*arguments)
 
-    with mock.patch.object(process_memory, "_READ", cut_short):
+    with mock.patch.object(peer_memory, "_READ", cut_short):
         yield
 
 

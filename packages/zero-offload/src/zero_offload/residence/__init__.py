@@ -2,13 +2,13 @@
 
 from zero_offload.residence.backup import DiskBackup, HostBackup
 from zero_offload.residence.delayed import DelayedState, with_delay
-from zero_offload.residence.gradients import HostGradients
 from zero_offload.residence.shards import (
     FREE_SHARDS,
     WRITES_BEHIND,
     OffloadedShards,
     first_that_fit,
 )
+from zero_offload.state.gradients import HostGradients
 
 __all__ = [
     "FREE_SHARDS",

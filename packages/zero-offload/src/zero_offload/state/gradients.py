@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from attrs import define, field, frozen
@@ -18,6 +18,8 @@ from zero_offload.memory.copies import copy_beside
 from zero_offload.torch_private import as_subclass_sharing_memory, plain_call
 
 from .subgroups import align_up
+
+_STAGED: Final = 2  # gradients to be added that are on their way at a time
 
 
 @final
@@ -69,13 +71,77 @@ _FORM = {
 
 
 @frozen(eq=False)
-class _Arrival:
-    """A copy under way. `adds_to` is where it is to be added once it is here."""
+class _Delivery:
+    """A copy under way."""
 
     event: Any
     source: Tensor  # whose memory is not used again before the copy is done
     copy: Tensor
-    adds_to: Tensor | None
+    adds_to: Tensor | None  # once it is here
+    staging: Tensor | None  # in which it lies until then
+
+
+@final
+@define(eq=False)
+class HostGradients:
+    """Page-locked memory for gradients, which leave the device as they come.
+
+    Args:
+        arena: Whose memory.
+    """
+
+    arena: HostArena
+    _under_way: deque[_Delivery] = field(factory=deque, init=False)
+    _staging: list[Tensor] = field(factory=list, init=False)  # free
+    _streams: dict[torch.device, Any] = field(factory=dict, init=False)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for a gradient: 1-D, zero, on the host; released with its last view.
+
+        Raises:
+            BudgetError: The host does not have it.
+        """
+        return self.arena.allocate(numel, dtype=dtype, name="gradients")
+
+    def deliver(self, received: Tensor, into: Tensor, *, adds: bool) -> None:
+        """Begin to bring a gradient to the host, in the place of what is there or added to it.
+
+        Args:
+            received: Lent until `settle`.
+            into: Memory from `allocate`, of its shape.
+            adds: To what is there.
+        """
+        if received.is_cpu:
+            into.add_(received) if adds else into.copy_(received)
+            return
+        copy, staging, adds_to = into, None, None
+        if adds:
+            staging, adds_to = self._take_staging(received.nbytes), into
+            copy = staging[: received.nbytes].view(received.dtype).view(received.shape)
+        event = copy_beside(received, copy, self._streams)
+        self._under_way.append(_Delivery(event, received, copy, adds_to, staging))
+
+    def settle(self) -> None:
+        """Block until all that was delivered is there, and added."""
+        while self._under_way:
+            self._land()
+
+    def _take_staging(self, num_bytes: int) -> Tensor:
+        """Memory that is free again; as large, in time, as the largest that was asked for."""
+        while sum(each.staging is not None for each in self._under_way) >= _STAGED:
+            self._land()
+        memory = self._staging.pop() if self._staging else None
+        if memory is None or memory.nbytes < num_bytes:
+            memory = self.arena.allocate(num_bytes, name="gradients to be added")
+        return memory
+
+    def _land(self) -> None:
+        delivery = self._under_way.popleft()
+        delivery.event.synchronize()
+        if delivery.adds_to is not None:
+            delivery.adds_to.add_(delivery.copy)
+        if delivery.staging is not None:
+            self._staging.append(delivery.staging)
 
 
 @final
@@ -94,10 +160,11 @@ class GradientStream:
     arena: HostArena
     _grads: dict[Tensor, Tensor] = field(factory=dict, init=False)  # by parameter, on the host
     _adding: set[Tensor] = field(factory=set, init=False)  # while autograd accumulates
-    _under_way: deque[_Arrival] = field(factory=deque, init=False)
-    _staging: deque[Tensor] = field(factory=deque, init=False)  # for what is to be added, in turns
+    _deliveries: HostGradients = field(init=False)
     _hooks: list[Any] = field(factory=list, init=False)
-    _streams: dict[torch.device, Any] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._deliveries = HostGradients(self.arena)
 
     def add(self, leaving: Sequence[Tensor]) -> None:
         """Take memory for gradients of parameters, and install hooks that bring them here.
@@ -127,15 +194,14 @@ class GradientStream:
 
     def finish(self) -> None:
         """Block until all that is under way is here and added."""
-        while self._under_way:
-            self._land()
+        self._deliveries.settle()
 
     def close(self) -> None:
         """Remove the hooks and release the memory."""
         self.clear()
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._grads, self._staging = [], {}, deque()
+        self._hooks, self._grads, self._deliveries = [], {}, HostGradients(self.arena)
 
     def _make_room(self, reference: weakref.ref[Tensor], grad: Tensor) -> None:
         """Before autograd accumulates: it would add to the guard."""
@@ -153,36 +219,10 @@ class GradientStream:
         if grad is None:
             return
         check_dense(param, grad)
-        host = self._grads[param]
         adds = param in self._adding
-        copy = self._staged(host) if adds else host
-        event = None
-        if grad.is_cpu:
-            copy.copy_(grad.detach())
-        else:
-            event = copy_beside(grad.detach(), copy, self._streams)
-        self._under_way.append(_Arrival(event, grad, copy, host if adds else None))
+        self._deliveries.deliver(grad.detach(), self._grads[param], adds=adds)
         self._adding.discard(param)
         param.grad = OffloadedGradient.of(param)
-
-    def _staged(self, like: Tensor) -> Tensor:
-        """One of two buffers, free again."""
-        while sum(each.adds_to is not None for each in self._under_way) > 1:
-            self._land()
-        if not self._staging:
-            largest = max(grad.nbytes for grad in self._grads.values())
-            self._staging.extend(
-                self.arena.allocate(largest, name="accumulation") for _ in range(2)
-            )
-        self._staging.rotate()
-        return self._staging[0][: like.nbytes].view(like.dtype).view(like.shape)
-
-    def _land(self) -> None:
-        arrival = self._under_way.popleft()
-        if arrival.event is not None:
-            arrival.event.synchronize()
-        if arrival.adds_to is not None:
-            arrival.adds_to.add_(arrival.copy)
 
 
 def bytes_of(params: Iterable[Tensor]) -> int:

@@ -13,7 +13,6 @@ from zero_comm import AbstractCodec
 
 from zero_partition.errors import PartitionError
 from zero_partition.init.units import choose_small, choose_units, plan_units
-from zero_partition.memory.store import RestPlan
 from zero_partition.optimizer.needs import Kind, StatePlan, choose_cuts, plan_state
 from zero_partition.optimizer.shards import check_optimizer, param_group_of
 from zero_partition.plan.config import PartitionConfig
@@ -21,6 +20,7 @@ from zero_partition.plan.layout import BufferPlan, UnitPlan
 from zero_partition.plan.stages import Placement, Placements, Precision
 from zero_partition.plan.trace import Extent, Limits, Use
 from zero_partition.plan.wire import PlannedRoutes, plan_routes
+from zero_partition.run.residence import RestPlan
 
 # NOTE(canonical order): without running the model nobody knows in which order units are used. A
 # plan takes the order of its modules, each once, and in backward the reverse; what encloses others

@@ -25,27 +25,26 @@ from zero_partition.errors import PartitionError
 from zero_partition.init.context import CURRENT, unguard_module
 from zero_partition.init.early_shard import find_early, forget_early, in_batches
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
-from zero_partition.memory.store import AbstractStore, AtHome, Encoded, InMemory, Rounded, WithState
+from zero_partition.memory.store import AtHome, Encoded, InMemory, Rounded, Store, WithState
 from zero_partition.optimizer.shards import describe_optimizer, shard_optimizer
 from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.layout import BufferPlan, UnitPlan
 from zero_partition.plan.stages import Placement, Placements
 from zero_partition.plan.trace import Limits
 from zero_partition.plan.wire import Routes, Wire
+from zero_partition.run.gradients import GradientReducer
 from zero_partition.run.hooks import (
     find_sharded,
     install_module_hooks,
     install_norm_hooks,
     install_optimizer_hooks,
 )
-from zero_partition.run.reducer import GradientReducer
 from zero_partition.run.residence import Homes, Residence
 from zero_partition.run.schedule import Schedule
 from zero_partition.run.sharded_model import ShardedModel
 from zero_partition.run.step import hand_over_state
 from zero_partition.run.unit import Unit
-from zero_partition.values.optimizer_state_dict import install_state_dict_hooks_of
-from zero_partition.values.state_dict import install_state_dict_hooks
+from zero_partition.values.state_dict import install_state_dict_hooks, install_state_dict_hooks_of
 
 from .checks import check_content, check_not_wrapped
 from .model_plan import as_it_holds, group_of_names, plan_model_units, resting_of
@@ -240,7 +239,7 @@ def _lay_down(
         masters = values if whole is None else values.clone()
     num_shards = group.world_size
     codec = wire.codec_of_updates(plan, placement, is_small=is_small, num_shards=num_shards)
-    resting: AbstractStore
+    resting: Store
     if codec is not None and masters is not None:
         resting = Rounded(masters, plan.dtype)
     elif codec is not None:
@@ -270,6 +269,8 @@ def _lay_down(
         ):  # else they are what the shard is
             training.write(values)
     wire_dtype = residence.precision.wire_of(plan.dtype)
+    if whole is None:
+        codec = resting.codec or wire.codec_of_params(plan.dtype, num_shards)
     return FlatBuffer(
         plan,
         index,
@@ -417,15 +418,7 @@ def partition(
         placements=placements,
         units=runtime,
         schedule=Schedule(runtime, limits=limits, device=group.device, home=homes.params),
-        reducer=GradientReducer(
-            runtime,
-            routes=routes,
-            placement=placements.grads,
-            shards_state=placements.optim is Placement.SHARDED,
-            precision=precision,
-            home=homes.gradients,
-            wire=wire,
-        ),
+        reducer=GradientReducer(runtime, routes, config, homes.gradients),
         residence=residence,
         optimizer=optimizer,
         exposure=expose_shards(runtime, group),

@@ -14,7 +14,7 @@ from zero_comm import AbstractCodec, Group, Handle, all_gather_flat, even_splits
 from zero_partition.plan.layout import BufferPlan, Piece
 from zero_partition.stand_in import GradientGuard, placeholder, rest_type_of
 
-from .store import AbstractStore
+from .store import Store
 
 _CPU: Final = torch.device("cpu")  # where what rests elsewhere is stepped
 
@@ -33,13 +33,14 @@ class FlatBuffer:
     index: int  # among all buffers of the model; the identity of its collectives
     group: Group
     params: tuple[nn.Parameter, ...]
-    resting: AbstractStore
+    resting: Store
     whole: Tensor | None  # replicated parameters only
-    training: AbstractStore
+    training: Store
     targets: tuple[nn.Parameter, ...]  # what optimizer offload steps; none without it
     wire_dtype: torch.dtype  # of gradients as they travel
     stepped_device: torch.device  # of shard_params and their gradients
-    codec: AbstractCodec | None = None  # of gathers into `whole`; see `Wire.codec_of_updates`
+    gather_codec: AbstractCodec | None  # how shards are written in gathers; None: as they are
+    codec: AbstractCodec | None = field(init=False)  # the same of gathers into `whole`
     gather_tag: int = field(init=False)  # identity of its all-gathers
     reduce_tag: int = field(init=False)  # of its reductions
     stand_ins: tuple[Tensor, ...] = field(init=False)  # what sharded parameters view at rest
@@ -57,6 +58,7 @@ class FlatBuffer:
     _addresses: list[int] | None = field(default=None, init=False)  # of these, once asked for
 
     def __attrs_post_init__(self) -> None:
+        self.codec = None if self.whole is None else self.gather_codec
         self.gather_tag, self.reduce_tag = 2 * self.index, 2 * self.index + 1
         self.stand_ins = tuple(
             placeholder(p.shape, p.dtype, self.group.device) for p in self.plan.params
@@ -122,7 +124,7 @@ class FlatBuffer:
         full: Tensor,
         *,
         shard: Tensor | None = None,
-        codec: AbstractCodec | None = None,
+        is_exact: bool = False,
         version: int | None = None,
     ) -> Handle[Tensor]:
         """Launch the gather of a flat tensor of this layout from the ranks' shards. Collective.
@@ -130,7 +132,7 @@ class FlatBuffer:
         Args:
             full: What is filled.
             shard: This rank's, encoded if it rests so; None: it is in its place in `full`.
-            codec: How shards travel; as they are when None.
+            is_exact: No codec writes them.
             version: Of the values, where it is known.
         """
         layout = self.plan.layout
@@ -142,7 +144,7 @@ class FlatBuffer:
             shard=shard,
             tag=self.gather_tag,
             version=version,
-            codec=codec,
+            codec=None if is_exact else self.gather_codec,
         )
 
     def parts_of(self, shard: Tensor) -> tuple[Tensor, ...]:
@@ -228,8 +230,7 @@ class FlatBuffer:
     def reclaim(self) -> None:
         """Take over what an optimizer put in place of our memory, as by `param.data = ...`."""
         memory = self.training.memory
-        addresses = [param.data_ptr() for param in self.shard_params]
-        if memory is None or addresses == self._part_addresses:
+        if memory is None or list(map(Tensor.data_ptr, self.shard_params)) == self._part_addresses:
             return
         for param, part in zip(self.shard_params, self.parts_of(memory), strict=True):
             if param.data_ptr() != part.data_ptr():

@@ -130,41 +130,15 @@ class Wire:
             zero_comm.GroupMismatchError: The group is no whole number of nodes.
         """
         log = TrafficLog()
-        routes = self._routes(group, timeout_s=timeout_s)
-        groups = {id(each): evolve(each, log=log) for each in routes.groups}
-
-        def logged(group: Group | None) -> Any:
-            return None if group is None else groups[id(group)]
-
-        hops = routes.hops
-        if hops is not None:
-            hops = Levels(*map(logged, (hops.whole, hops.inside, hops.across)))
-        return Routes(
-            logged(routes.whole),
-            logged(routes.shards),
-            logged(routes.replicas),
-            logged(routes.node),
-            hops,
-            log,
-        )
-
-    def _routes(self, group: Group, *, timeout_s: float) -> Routes:
-        levels = self.levels
-        if isinstance(levels, Levels):
-            if levels.whole.process_group is not group.process_group:
-                raise PartitionError(
-                    f"Wire.levels: expected levels of the group that the model is given, of "
-                    f"{group.world_size} ranks, got levels of another of "
-                    f"{levels.whole.world_size} (rank {group.rank}); pass Levels.of_nodes(group), "
-                    "or the number of ranks of a node"
-                )
-        elif levels is not None or self.secondary or self.replicas or self.gradients is not None:
-            levels = Levels.of_nodes(group, levels, timeout_s=timeout_s)
+        levels = self._levels_of(group, timeout_s)
         if levels is None:
-            return Routes(group, group)
+            group = evolve(group, log=log)
+            return Routes(group, group, log=log)
+        groups = (levels.whole, levels.inside, levels.across)
+        levels = Levels(*(evolve(each, log=log) for each in groups))
         has_nodes = levels.num_nodes > 1
         if self.replicas and has_nodes:
-            return Routes(levels.whole, levels.inside, replicas=levels.across)
+            return Routes(levels.whole, levels.inside, replicas=levels.across, log=log)
         node = levels.inside if self.secondary and has_nodes else None
         if node is not None and node.world_size == 1:
             raise PartitionError(
@@ -173,7 +147,22 @@ class Wire:
                 f"many ranks are near each other (rank {group.rank} of {group.world_size})"
             )
         hops = None if self.gradients is None else levels
-        return Routes(levels.whole, levels.whole, node=node, hops=hops)
+        return Routes(levels.whole, levels.whole, node=node, hops=hops, log=log)
+
+    def _levels_of(self, group: Group, timeout_s: float) -> Levels | None:
+        levels = self.levels
+        if not isinstance(levels, Levels):
+            is_needed = self.secondary or self.replicas or self.gradients is not None
+            is_asked_for = levels is not None or is_needed
+            return Levels.of_nodes(group, levels, timeout_s=timeout_s) if is_asked_for else None
+        if levels.whole.process_group is not group.process_group:
+            raise PartitionError(
+                f"Wire.levels: expected levels of the group that the model is given, of "
+                f"{group.world_size} ranks, got levels of another of "
+                f"{levels.whole.world_size} (rank {group.rank}); pass Levels.of_nodes(group), "
+                "or the number of ranks of a node"
+            )
+        return levels
 
     def check(self, placements: Placements, *, has_home: bool = False) -> None:
         """Raise PartitionError for what these placements leave nothing to do for. Local.
@@ -230,10 +219,13 @@ class Wire:
             is_small: They rest whole at stage 3 too.
             num_shards: Number of ranks that exchange them.
         """
-        is_gathered = placement is Placement.REPLICATED and plan.trainable and num_shards > 1
-        if self.params is None or not is_gathered or is_small:
-            return None
-        return self.params if self.params.takes(plan.dtype) else None
+        is_gathered = placement is Placement.REPLICATED and plan.trainable and not is_small
+        return self.codec_of_params(plan.dtype, num_shards) if is_gathered else None
+
+    def codec_of_params(self, dtype: torch.dtype, num_shards: int) -> AbstractCodec | None:
+        """How shards of this dtype travel between so many ranks; None: as they are."""
+        is_encoded = num_shards > 1 and self.params is not None and self.params.takes(dtype)
+        return self.params if is_encoded else None
 
     def codec_of_gradients(self, dtype: torch.dtype) -> AbstractCodec | None:
         """How gradients of this dtype travel; None: as they are."""
@@ -294,9 +286,8 @@ class PlannedRoutes:
 
     def codec_of(self, buffer: BufferPlan) -> AbstractCodec | None:
         """In which shards of a buffer that rests sharded travel; None: as they are."""
-        codec = self.resting_codec_of(buffer) or self.wire.params
-        is_encoded = self.shards > 1 and codec is not None and codec.takes(buffer.dtype)
-        return codec if is_encoded else None
+        resting = self.resting_codec_of(buffer) if self.shards > 1 else None
+        return resting or self.wire.codec_of_params(buffer.dtype, self.shards)
 
     def resting_codec_of(self, buffer: BufferPlan) -> AbstractCodec | None:
         """In which they rest, if the buffer's parameters rest sharded; None: as they are."""

@@ -1,10 +1,10 @@
-"""The gradients of one flat buffer: taken from autograd, reduced, handed to the optimizer."""
+"""Gradients: taken from autograd, reduced in one order on every rank, handed to the optimizer."""
 
 from __future__ import annotations
 
-import contextlib
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from attrs import define, field
@@ -13,9 +13,11 @@ from zero_comm import (
     AbstractCodec,
     CommError,
     DivergenceError,
+    Group,
     Handle,
     LocoErrors,
     Reduction,
+    all_gather_flat,
     all_reduce_flat,
     even_splits,
     reduce_scatter_by_levels,
@@ -24,16 +26,16 @@ from zero_comm import (
 
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
-from zero_partition.memory.seams import GradientHome, TensorHome
-from zero_partition.memory.store import AtHome
+from zero_partition.memory.seams import GradientHome
+from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.cuts import Cut
-from zero_partition.plan.slots import Slot
-from zero_partition.plan.stages import Precision, Scaling
+from zero_partition.plan.slots import REDUCTION_SLOTS, Slot, SlotPool
+from zero_partition.plan.stages import Placement, Scaling
 from zero_partition.plan.wire import Routes
 from zero_partition.stand_in import GradientShard
 from zero_partition.torch_private import foreach_add_, foreach_copy_, foreach_norm
 
-from .unit import Unit
+from .unit import ShardState, Unit
 
 T = TypeVar("T")
 
@@ -65,6 +67,24 @@ T = TypeVar("T")
 # nothing: every optimizer skips a parameter without a gradient. Before and after the step they are
 # all there, so that ranks make the same calls (GradScaler's check for inf is a collective).
 
+# NOTE(order): which buffers are reduced, and in which order, must not depend on which gradients a
+# rank happens to have: ranks that wait for each other in different order never end. So every
+# trainable buffer is reduced in every backward that reduces, with zeros where nothing arrived, in
+# one order: the reverse of the model's at first, and then the order in which rank 0's buffers
+# became full. A buffer that is full early waits for its turn.
+
+# NOTE(hops): a reduction may take several hops, and each begins when the one before has arrived.
+# When that is differs from rank to rank, and what is launched then must be in one order everywhere.
+# So reductions advance in step: whenever one is launched, those before it go one hop further, the
+# oldest first, or end. A hop has the time in which the next buffer fills, and a reduction of three
+# hops travels beside those of the next two buffers. Its slot is free after the first of them
+# (docs/decisions/0038-reductions-advance-in-step.md).
+
+# NOTE(leaving): with a home of gradients a reduced shard leaves the device as soon as it is there,
+# while backward goes on, and the end of backward waits for the last: from then on `grad` of a shard
+# is an ordinary tensor of the host, whoever reads it.
+
+
 SMALL_BYTES: Final = 2**14  # gradients up to this size may wait
 MAX_WAITING: Final = 64  # so many of them, in one buffer; what was just made is still in the cache
 
@@ -76,11 +96,11 @@ class BufferGradients:
     buffer: FlatBuffer
     unit: Unit
     routes: Routes
-    precision: Precision
-    shards_state: bool  # whether the optimizer works on shards (every stage but zero)
-    codec: AbstractCodec | None = None  # in which they travel; see `Wire.gradients`
-    loco_errors: LocoErrors | None = None  # what that lost before, to be made up for
-    home: GradientHome | None = None  # where the reduced shard rests; here when None
+    config: PartitionConfig
+    home: GradientHome | None  # where the reduced shard rests; here when None
+    shards_state: bool = field(init=False)  # the optimizer works on shards (not at stage 0)
+    codec: AbstractCodec | None = field(init=False)  # in which they travel; see `Wire.gradients`
+    loco_errors: LocoErrors | None = field(init=False)  # what that lost, to be made up for
     targets: tuple[nn.Parameter, ...] = field(init=False)  # whose gradient the optimizer reads
     wire_bytes: int = field(init=False)  # of all of them as they travel, padding included
     waiting: list[int] = field(factory=list, init=False)  # arrived, still in `param.grad`
@@ -92,6 +112,7 @@ class BufferGradients:
     views: tuple[Tensor, ...] = field(default=(), init=False)  # of it, kept: a slot may come back
     filled: set[int] = field(factory=set, init=False)  # hold a local gradient, not reduced yet
     launched: bool = field(default=False, init=False)  # in this backward
+    reduction: Handle[Tensor] | None = field(default=None, init=False)  # in flight
     reduced: set[int] = field(factory=set, init=False)  # handed over in this backward
     carried: set[int] = field(factory=set, init=False)  # equal on all ranks; see NOTE(carrying)
     shard: Tensor | None = field(default=None, init=False)  # this rank's part, 1-D; NOTE(shards)
@@ -99,7 +120,6 @@ class BufferGradients:
     guarded: set[int] = field(factory=set, init=False)  # we put a guard into `param.grad`
     _most_waiting: int = field(init=False)
     _views_at: int = field(default=0, init=False)  # address of what they view
-    _reduction: Handle[Tensor] | None = field(default=None, init=False)
     _scaling: Scaling = field(init=False)
     _norms: dict[int, tuple[Tensor, int | None]] = field(factory=dict, init=False)  # and version
     _structured: tuple[int, ...] = field(init=False)  # parameters with a cut of their own
@@ -107,10 +127,13 @@ class BufferGradients:
     _lends: bool = field(default=False, init=False)  # the optimizer steps, and runs backwards
 
     def __attrs_post_init__(self) -> None:
-        buffer = self.buffer
+        buffer, loco = self.buffer, self.config.wire.loco
+        self.codec = self.config.wire.codec_of_gradients(buffer.wire_dtype)
+        self.loco_errors = None if self.codec is None or loco is None else LocoErrors(loco)
+        self.shards_state = self.config.placements.optim is Placement.SHARDED
         self.targets = buffer.shard_params if self.shards_state else buffer.params
         self.wire_bytes = buffer.plan.layout.numel * buffer.wire_dtype.itemsize
-        self._scaling = self.precision.scaling_of(self.routes.whole.world_size)
+        self._scaling = self.config.precision.scaling_of(self.routes.whole.world_size)
         plans = enumerate(buffer.plan.params)
         self._structured = tuple(i for i, plan in plans if plan.cut != Cut.FLAT)
         self.room = self._most_waiting = min(len(self.targets), MAX_WAITING)
@@ -119,11 +142,6 @@ class BufferGradients:
     def has_local(self) -> bool:
         """Whether a gradient waits to be reduced."""
         return bool(self.filled)
-
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether they are being reduced."""
-        return self._reduction is not None
 
     @property
     def is_full(self) -> bool:
@@ -211,7 +229,7 @@ class BufferGradients:
 
     def launch(self) -> None:
         """Start the reduction; parameters without a gradient count as zero. Collective."""
-        values, scaling = self.accumulator, self._scaling
+        values, scaling, buffer = self.accumulator, self._scaling, self.buffer
         assert values is not None, "the reducer gives one first"
         for position, view in enumerate(self.views):
             if position not in self.filled and not self._accumulates_in_place(position):
@@ -220,15 +238,20 @@ class BufferGradients:
         self.arrived.clear()
         self.room = self._most_waiting
         if self.codec is not None:  # what another unit left there would count in a block's scale
-            for gap in self.buffer.plan.layout.gaps:
+            for gap in buffer.plan.layout.gaps:
                 values[gap.as_slice()].zero_()
         if scaling.divisor_before != 1.0:
             values.div_(scaling.divisor_before)
-        reduce = self._reduce_to_shards if self.shards_state else self._reduce_whole
-        reduction = reduce(values, scaling.op)
+        layout = buffer.plan.layout
+        how: dict[str, Any] = {"op": scaling.op, "splits": layout.splits, "tag": buffer.reduce_tag}
+        how["payload"] = layout.payload_splits
+        if self.shards_state:
+            reduction = self._reduce_to_shards(values, how)
+        else:
+            reduction = all_reduce_flat(values, group=self.routes.shards, **how)
         if scaling.after != 1.0:
             reduction = reduction.map(lambda reduced: reduced.mul_(scaling.after))
-        self._reduction = reduction
+        self.reduction = reduction
 
     def advance(self) -> bool:
         """Wait for the hop in flight and launch the next; the last is for `finish`. Collective.
@@ -236,65 +259,37 @@ class BufferGradients:
         Returns:
             Whether there was a next one, and the accumulator is free.
         """
-        assert self._reduction is not None, "the reducer lists what is in flight"
-        return self._named(self._reduction.advance)
+        assert self.reduction is not None, "the reducer lists what is in flight"
+        return self._named(self.reduction.advance)
 
     def finish(self) -> None:
         """Wait for what is left of the reduction, and add it to what the optimizer has."""
-        assert self._reduction is not None, "the reducer lists what is in flight"
-        reduced = self._named(self._reduction.wait)
-        self._reduction = None
+        assert self.reduction is not None, "the reducer lists what is in flight"
+        reduced = self._named(self.reduction.wait)
+        self.reduction = None
         if self.shards_state and reduced is not self.shard:
             self._add(reduced)
         self.hand_over(self.filled)
         self.filled.clear()
 
-    def _reduce_whole(self, values: Tensor, op: Reduction) -> Handle[Tensor]:
-        layout = self.buffer.plan.layout
-        return all_reduce_flat(
-            values,
-            group=self.routes.shards,
-            op=op,
-            splits=layout.splits,
-            payload=layout.payload_splits,
-            tag=self.buffer.reduce_tag,
-        )
-
-    def _reduce_to_shards(self, values: Tensor, op: Reduction) -> Handle[Tensor]:
-        layout, codec, tag = self.buffer.plan.layout, self.codec, self.buffer.reduce_tag
-        splits, payload, out = layout.splits, layout.payload_splits, self._ensure_shard()
-        wire_dtype = self.buffer.wire_dtype
+    def _reduce_to_shards(self, values: Tensor, how: dict[str, Any]) -> Handle[Tensor]:
+        codec, routes, buffer = self.codec, self.routes, self.buffer
+        out, wire_dtype = self._ensure_shard(), buffer.wire_dtype
         if self.home is not None or out.dtype != wire_dtype or self.holds_gradients:
-            device = self.buffer.group.device
-            out = torch.empty(out.numel(), dtype=wire_dtype, device=device)  # to be added
+            out = torch.empty(out.numel(), dtype=wire_dtype, device=buffer.group.device)  # added
         values = values.to(wire_dtype)
         if codec is not None and self.unit.errors is not None:
-            self.unit.errors.gradients.note(self.unit.name, codec, values.split(splits))
-        if codec is not None and self.routes.hops is not None:
+            parts = values.split(how["splits"])
+            self.unit.errors.gradients.note(self.unit.name, codec, parts)
+        if codec is not None and routes.hops is not None:
+            errors = self.loco_errors
             return reduce_scatter_by_levels(
-                values,
-                splits=splits,
-                levels=self.routes.hops,
-                codec=codec,
-                errors=self.loco_errors,
-                op=op,
-                out=out,
-                tag=tag,
-                payload=payload,
+                values, levels=routes.hops, codec=codec, errors=errors, out=out, **how
             )
-        reduction = reduce_scatter_flat(
-            values,
-            group=self.routes.shards,
-            op=op,
-            splits=splits,
-            payload=payload,
-            out=out,
-            tag=tag,
-            codec=codec,
-        )
-        if self.routes.replicas is None:
+        reduction = reduce_scatter_flat(values, group=routes.shards, codec=codec, out=out, **how)
+        if routes.replicas is None:
             return reduction
-        return reduction.then(lambda shard: self._reduce_over_replicas(shard, op))
+        return reduction.then(lambda shard: self._reduce_over_replicas(shard, how["op"]))
 
     def _reduce_over_replicas(self, shard: Tensor, op: Reduction) -> Handle[Tensor]:
         replicas, layout = self.routes.replicas, self.buffer.plan.layout
@@ -456,7 +451,7 @@ class BufferGradients:
 
     def refuse_to_sum_again(self) -> None:
         """Raise StateError where a reduction would sum what one has summed; see NOTE(carrying)."""
-        if self.precision.reduces_mean or self.buffer.group.world_size == 1:
+        if self.config.precision.reduces_mean or self.buffer.group.world_size == 1:
             return
         again = [position for position in self.carried if self._accumulates_in_place(position)]
         if again:
@@ -509,71 +504,347 @@ class BufferGradients:
 
 
 @define(eq=False)
-class OpenShards:
-    """Opens them as their targets come, and closes those whose targets come no more.
+class GradientReducer:
+    """Collects gradients per flat buffer and reduces each buffer when its turn comes."""
 
-    Args:
-        buffer_of: By target.
-        overwritten: Targets that are going to be written, and not read.
-    """
+    units: Sequence[Unit]  # whose trainable buffers have gradients
+    routes: Routes
+    config: PartitionConfig
+    home: GradientHome | None = None  # where reduced gradients wait; see NOTE(leaving)
+    placement: Placement = field(init=False)  # of gradients while they accumulate
+    shards_state: bool = field(init=False)  # the optimizer works on shards (not at stage 0)
+    sync: bool = field(default=True, init=False)  # False inside no_sync
+    gradients: tuple[BufferGradients, ...] = field(init=False)
+    pool: SlotPool[BufferGradients] = field(init=False)
+    control_tag: int = field(init=False)  # identity of exchanges of flags, norms and the order
+    has_collected: bool = field(default=False, init=False)  # in this backward
+    _of_unit: dict[int, list[BufferGradients]] = field(factory=dict, init=False)
+    _order: list[BufferGradients] = field(init=False)  # see NOTE(order)
+    _is_settled: bool = field(default=False, init=False)  # it is rank 0's
+    _num_taken: int = field(default=0, init=False)  # turns, in this backward
+    _became_full: list[BufferGradients] = field(factory=list, init=False)  # in this backward
+    _in_flight: list[BufferGradients] = field(factory=list, init=False)  # the oldest first
+    _flags: Handle[Tensor] | None = field(default=None, init=False)  # of arrivals, on their way
+    _has_earlier: bool = field(default=False, init=False)  # of a backward before this one
 
-    buffer_of: Mapping[nn.Parameter, FlatBuffer]
-    overwritten: Collection[nn.Parameter]
-    _open: dict[int, FlatBuffer] = field(factory=dict, init=False)
+    def __attrs_post_init__(self) -> None:
+        placements = self.config.placements
+        self.placement = placements.grads
+        self.shards_state = placements.optim is Placement.SHARDED
+        buffers = [(buffer, unit) for unit in self.units for buffer in unit.buffers]
+        self.gradients = tuple(
+            BufferGradients(buffer, unit, self.routes, self.config, self.home)
+            for buffer, unit in buffers
+            if buffer.plan.trainable
+        )
+        ring = [g.wire_bytes for g in self.gradients if not g.unit.plan.is_outer]
+        self.pool = SlotPool.plan(
+            ring if self.placement is Placement.SHARDED else (),
+            num_slots=REDUCTION_SLOTS,
+            device=self.routes.whole.device,
+            is_busy=lambda owner: bool(owner.filled) or owner.reduction is not None,
+        )
+        self.control_tag = 2 * max((buffer.index for buffer, _ in buffers), default=0) + 2
+        self._order = list(reversed(self.gradients))
+        for g in self.gradients:
+            self._of_unit.setdefault(g.unit.index, []).append(g)
 
-    def open(self, targets: Sequence[nn.Parameter]) -> None:
-        """These are written next. Blocks where values are read; with none, until all are kept."""
-        wanted = {
-            buffer.index: buffer
-            for buffer in (self.buffer_of[target] for target in targets)
-            if isinstance(buffer.resting, AtHome)
-        }
-        for index in self._open.keys() - wanted.keys():
-            self._close(index)
-        for index, buffer in wanted.items():
-            if index not in self._open:
-                assert isinstance(buffer.resting, AtHome), "chosen above"
-                reads = any(
-                    buffer.targets[piece.index] not in self.overwritten for piece in buffer.pieces
-                )
-                shard = buffer.resting.home.open(index, reads=reads)
-                if not reads:
-                    _clear_padding(buffer, shard)
-                buffer.point_targets(shard)
-                self._open[index] = buffer
-        for home in self._homes() if not targets else ():
-            home.settle()
+    # ---- Gradients come ----
 
-    def __enter__(self) -> Callable[[Sequence[nn.Parameter]], None]:
-        return self.open
+    def before_forward(self) -> bool:
+        """As `before_backward`, for every unit; compiled code looks at gradients in any forward.
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close all after an error, whatever that raises."""
-        if kind is not None:
-            for index in list(self._open):
-                with contextlib.suppress(Exception):
-                    self._close(index)
-            for home in self._homes():
-                with contextlib.suppress(Exception):
-                    home.settle()
+        Returns:
+            Whether there were guards.
+        """
+        guarded = [g for g in self.gradients if g.guarded]
+        for g in guarded:
+            g.clear_guards()
+        return bool(guarded)
 
-    def _close(self, index: int) -> None:
-        buffer = self._open.pop(index)
-        assert isinstance(buffer.resting, AtHome), "opened above"
-        try:
-            buffer.resting.home.close(index)
-        finally:
-            buffer.point_targets(None)
+    def before_backward(self, unit: Unit) -> None:
+        """Let autograd give this unit's gradients away."""
+        for g in self._of_unit.get(unit.index, ()):
+            g.clear_guards()
 
-    def _homes(self) -> set[TensorHome]:
-        resting = (buffer.resting for buffer in self.buffer_of.values())
-        return {rest.home for rest in resting if isinstance(rest, AtHome)}
+    def expect_from_outside(self, buffer: FlatBuffer, position: int) -> None:
+        """A gradient of this parameter is right though its unit is sharded: no slot was read."""
+        for g in self.gradients:
+            if g.buffer is buffer:
+                g.from_outside.add(position)
 
+    def check_arrival(self, g: BufferGradients, position: int) -> None:
+        """Raise StateError where a gradient arrives while its unit is sharded."""
+        param = g.buffer.params[position]
+        is_whole = g.unit.state is ShardState.UNSHARDED or position in g.from_outside
+        if is_whole or param.grad is None:
+            return
+        raise StateError(
+            f"parameter {g.buffer.plan.params[position].name!r} received a gradient while its unit "
+            f"{g.unit.name!r} was sharded (rank {self.routes.whole.rank}): its backward may have "
+            "read other values. Please report the model; making the modules involved one unit "
+            "(ZeroConfig.units) avoids it."
+        )
 
-def _clear_padding(buffer: FlatBuffer, shard: Tensor) -> None:
-    """What no parameter is written to must not be what the memory held before."""
-    stop = 0
-    for piece in sorted(buffer.pieces, key=lambda piece: piece.in_shard.start):
-        shard[stop : piece.in_shard.start].zero_()
-        stop = piece.in_shard.stop
-    shard[stop:].zero_()
+    def collect(self, g: BufferGradients) -> None:
+        """Gradients are in `param.grad`: take them, and reduce what is ready."""
+        grads = g.find_waiting()
+        if not grads:
+            return
+        if g.reduction is not None:  # again in one backward: a nested one, of a checkpoint
+            self._end(g)
+            g.refuse_to_sum_again()
+        self._ensure_accumulator(g)
+        self.has_collected = True
+        g.take(grads)
+        if self.sync and g.is_full:
+            self._became_full.append(g)
+            order = self._order
+            while self._num_taken < len(order) and order[self._num_taken].is_full:
+                self._num_taken += 1
+                self._launch(order[self._num_taken - 1])
+
+    def collect_waiting(self) -> None:
+        """Backward has ended: take what waits in every buffer."""
+        for g in self.gradients:
+            if g.waiting:
+                self.collect(g)
+
+    def set_whole(self, g: BufferGradients, position: int, value: Tensor) -> None:
+        """Make `value` the gradient of a parameter; inside no_sync, the local one. Local."""
+        if not self.sync or not g.shards_state:
+            self._ensure_accumulator(g)
+        if self.sync:
+            g.copy_whole(position, value)
+            return
+        g.views[position].copy_(value)
+        g.filled.add(position)
+        g.buffer.params[position].grad = None if g.shards_state else g.views[position]
+
+    # ---- They are reduced; see NOTE(order) and NOTE(hops). Collective ----
+
+    def keep(self) -> None:
+        """Nothing arrived: what was there before stays, and is guarded."""
+        for g in self.gradients:
+            g.end_backward()
+
+    def end_backward(self) -> None:
+        """Reduce what is left, and put every gradient where the optimizer reads it."""
+        if self.sync:
+            for g in self._order:
+                if not g.launched or (g.filled and g.reduction is None):
+                    self._launch(g)
+            self._flush()
+            for g in self.gradients if self.home is not None else ():
+                g.settle_norms()
+            self._agree_on_arrivals()
+            self._settle_order()
+        self._forget_turns()
+        self.keep()
+        self._has_earlier = True
+
+    def before_step(self) -> None:
+        """Reduce what `no_sync` left behind; drop what the user dropped."""
+        for g in self.gradients:
+            g.drop_where_user_did()
+        if any(g.filled for g in self.gradients):
+            self.reduce_local()
+
+    def reduce_local(self) -> None:
+        """Reduce the sum of what `no_sync` has collected, with zeros where there is none."""
+        if any(getattr(part, "is_unscaled", False) for g in self.gradients for part in g.parts):
+            raise StateError(
+                "no_sync left gradients to reduce, but GradScaler has unscaled those reduced "
+                "before; run the last micro-batch outside no_sync"
+            )
+        self.refuse_to_sum_again()
+        sync, self.sync = self.sync, True
+        self.end_backward()
+        self.sync = sync
+
+    def refuse_to_sum_again(self) -> None:
+        """Raise StateError where gradients that were summed over the ranks would be so again."""
+        for g in () if self.shards_state else self.gradients:
+            g.refuse_to_sum_again()
+
+    def _launch(self, g: BufferGradients) -> None:
+        """Begin a reduction; those before it go one hop further."""
+        if g.reduction is not None:
+            self._end(g)
+        self._ensure_accumulator(g)
+        g.launch()
+        before = tuple(self._in_flight)
+        self._in_flight.append(g)
+        self._advance(before)
+
+    def _end(self, g: BufferGradients) -> None:
+        while g.reduction is not None:
+            self._advance(tuple(self._in_flight))
+
+    def _flush(self) -> None:
+        while self._in_flight:
+            self._advance(tuple(self._in_flight))
+        if self.home is not None:
+            self.home.settle()
+
+    def _advance(self, reductions: Sequence[BufferGradients]) -> None:
+        """These go one hop further, or end."""
+        for g in [g for g in reductions if not g.advance()]:
+            g.finish()
+            self._in_flight.remove(g)
+        self._leave_accumulators(reductions)
+
+    def _ensure_accumulator(self, g: BufferGradients) -> None:
+        if g.accumulator is not None:
+            return
+        plan, pool, num_bytes = g.buffer.plan, self.pool, g.wire_bytes
+        if self.placement is Placement.REPLICATED or not self.sync:
+            dtype = g.buffer.training.dtype  # several backwards may be added up here
+            memory = torch.zeros(plan.layout.numel, dtype=dtype, device=pool.device)
+            g.use_accumulator(memory, None)
+            return
+        alone = g.unit.plan.is_outer
+        while not alone and pool.find(num_bytes) is None and any(o.slot for o in self._in_flight):
+            self._advance(tuple(self._in_flight))
+        slot = pool.take_again(num_bytes, alone=alone)
+        slot.owner = g
+        memory = slot.allocate(pool.device)[:num_bytes]
+        g.use_accumulator(memory.view(g.buffer.wire_dtype), slot)
+
+    def _leave_accumulators(self, gradients: Sequence[BufferGradients]) -> None:
+        """They are free: the next units may have them, unless gradients add up or end there."""
+        for g in gradients if self.placement is Placement.SHARDED else ():
+            g.leave_accumulator()
+
+    def _settle_order(self) -> None:
+        """Take rank 0's order of becoming full for the backwards to come, once."""
+        if self._is_settled:
+            return
+        numbers = {id(g): number for number, g in enumerate(self.gradients)}
+        full = [numbers[id(g)] for g in self._became_full]
+        full += [-1] * (len(self.gradients) - len(full))
+        device = self.routes.whole.device
+        mine = torch.tensor(full[: len(self.gradients)], dtype=torch.int64, device=device)
+        first = [n for n in self._exchange(mine)[: len(mine)].tolist() if n >= 0]
+        if first:  # else nothing became full on rank 0: too early to say
+            rest = [numbers[id(g)] for g in self._order]
+            self._order = [self.gradients[n] for n in dict.fromkeys((*first, *rest))]
+            self._is_settled = True
+
+    def _forget_turns(self) -> None:
+        self._num_taken, self.has_collected = 0, False
+        self._became_full.clear()
+
+    # ---- Ranks agree. Collective ----
+
+    def is_true_anywhere(self, mine: bool) -> bool:
+        """Whether any rank says so."""
+        return bool(self._exchange(torch.tensor([mine], dtype=torch.uint8)).any())
+
+    def _exchange(self, mine: Tensor) -> Tensor:
+        group = self.routes.whole
+        return mine if group.world_size == 1 else self.launch_exchange(mine, group).wait()
+
+    def launch_exchange(self, mine: Tensor, group: Group) -> Handle[Tensor]:
+        """All ranks' tensors of equal size, 1-D, one after the other."""
+        shard = mine.to(group.device)
+        return all_gather_flat(
+            shard.new_empty(group.world_size * shard.numel()),
+            splits=[shard.numel()] * group.world_size,
+            group=group,
+            shard=shard,
+            tag=self.control_tag,
+            control=True,
+        )
+
+    def _agree_on_arrivals(self) -> None:
+        """A gradient that another rank had and we had not is there all the same, from zeros.
+
+        Every rank says which parameters got one; only a rank that misses some needs the answer,
+        so that in the usual case nobody waits.
+        """
+        group = self.routes.whole
+        if group.world_size == 1:
+            return
+        if self._flags is not None:
+            self._flags.wait()
+        mine = [param.grad is not None for g in self.gradients for param in g.targets]
+        self._flags = self.launch_exchange(torch.tensor(mine, dtype=torch.uint8), group)
+        if all(mine):
+            return
+        everyone = self._flags.wait().view(group.world_size, -1)
+        self._flags = None
+        anyone = iter(everyone.any(dim=0).tolist())
+        for g in self.gradients:
+            for position, param in enumerate(g.targets):
+                if next(anyone) and param.grad is None:
+                    g.hand_over([position])
+
+    # ---- Gradients are dropped, and memory given back ----
+
+    def abandon(self, *, is_asked_for: bool) -> None:
+        """Drop all gradients: an exception ended a backward, and some lack its part.
+
+        Stage 0 leaves it to the user, whose `param.grad` they are, as plain torch does.
+
+        Args:
+            is_asked_for: The user drops them anyway; else earlier ones go with a warning.
+        """
+        self._flush()
+        if self._has_earlier and self.shards_state and not is_asked_for:
+            warnings.warn(
+                "a backward ended in an exception: the gradients of the backwards before it, "
+                "accumulated since zero_grad(), are dropped with its own",
+                stacklevel=2,
+            )
+        self._forget_turns()
+        self._drop(reduced_too=self.shards_state)
+        self.keep()
+
+    def drop(self, *, set_to_none: bool) -> None:
+        """What `zero_grad` means for gradients that are not in the optimizer's hands."""
+        self._flush()
+        self._drop(reduced_too=set_to_none)
+        for g in self.gradients:
+            g.carried.clear()
+
+    def _drop(self, *, reduced_too: bool) -> None:
+        for g in self.gradients:
+            if reduced_too:
+                g.drop()
+            g.filled.clear()
+        self._leave_accumulators(self.gradients)
+        self._has_earlier = False
+
+    def release(self) -> None:
+        """Give reduction buffers back; gradients that somebody waits for stay."""
+        for g in self.gradients:
+            g.release()
+        if not any(g.slot for g in self.gradients):
+            self.pool.release()
+
+    # ---- Bytes of it ----
+
+    @property
+    def reduction_bytes(self) -> int:
+        """Bytes of slots, of whole gradients that accumulate, and of shards without a gradient."""
+        own = [g.accumulator for g in self.gradients if g.slot is None]
+        idle = [g.shard for g in self.gradients if self.home is None and not g.holds_gradients]
+        return self.pool.num_bytes + sum(t.nbytes for t in (*own, *idle) if t is not None)
+
+    @property
+    def loco_bytes(self) -> int:
+        """Bytes of errors of encoding, kept for the next reductions."""
+        return sum(g.loco_errors.num_bytes for g in self.gradients if g.loco_errors is not None)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of gradients, or room for them, that are on the host."""
+        shards = [g.shard for g in self.gradients if self.home is not None]
+        return sum(shard.nbytes for shard in shards if shard is not None)
+
+    @property
+    def flags_bytes(self) -> int:
+        """Bytes of the flags of the last exchange, which nobody may have needed to read."""
+        num_flags = sum(len(g.targets) for g in self.gradients)
+        return 0 if self._flags is None else self.routes.whole.world_size * num_flags

@@ -14,8 +14,8 @@ from zero_partition.errors import StateError
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import foreach_mul_, foreach_norm, plain_access
 
+from .gradients import GradientReducer
 from .hooks import require_sharded
-from .reducer import GradientReducer
 from .sharded_model import ModelState, ShardedModel
 
 # NOTE(in_step): torch's fused optimizers divide gradients by their attribute `grad_scale` and leave

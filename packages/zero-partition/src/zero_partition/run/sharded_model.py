@@ -37,7 +37,7 @@ from zero_partition.torch_private import (
     will_accumulate,
 )
 
-from .reducer import GradientReducer
+from .gradients import GradientReducer
 from .residence import Residence
 from .schedule import Call, Schedule
 from .step import bring_in, step_elsewhere
@@ -211,7 +211,8 @@ def launch_buffer(
         Call it once to wait; gives each parameter's value, views of one new tensor.
     """
     shard = buffer.shard if shard is None else shard
-    handle = buffer.all_gather(shard.new_empty(buffer.plan.layout.numel), shard=shard)
+    full = shard.new_empty(buffer.plan.layout.numel)
+    handle = buffer.all_gather(full, shard=shard, is_exact=True)
     return lambda: buffer.views_of(handle.wait())
 
 
@@ -329,7 +330,7 @@ class OutsideUses:
         """Launch the gather of what a unit's would give, so that both are the same values."""
         if place in self._in_flight:
             return
-        part, buffer, codec = None, place.buffer, place.unit.codec_of(place.buffer)
+        part, buffer, codec = None, place.buffer, place.buffer.gather_codec
         if codec is not None and place.unit.copies is None:  # its blocks are those of the shard
             shard = buffer.shard
             part = part_of(place, codec.decode(codec.encode(shard), torch.empty_like(shard)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,11 +12,12 @@ from attrs import define, field
 from torch import Tensor, nn
 
 from zero_partition.errors import StateError
-from zero_partition.memory.seams import MASTER, DelayedOffload, OptimizerOffload
+from zero_partition.memory.flat_buffer import FlatBuffer
+from zero_partition.memory.seams import MASTER, DelayedOffload, OptimizerOffload, TensorHome
 from zero_partition.stand_in import find_owner
 from zero_partition.torch_private import checkpoint_call
 
-from .gradients import BufferGradients, OpenShards
+from .gradients import BufferGradients
 from .residence import Residence
 from .unit import Unit
 
@@ -52,7 +54,8 @@ def step_elsewhere(
                     buffer_of[target] = g.buffer
         # Only what is opened at a home needs to know; without one this is not looked for.
         written_only = set() if residence.home is None else set(offload.written_only())
-        with OpenShards(buffer_of, written_only & grads.keys()) as opening:
+        overwritten = written_only & grads.keys()
+        with OpenShards(residence.home, buffer_of, overwritten) as opening:
             factor = 1.0 if scale is None else 1.0 / float(scale)
             offload.step(optimizer.param_groups, grads, factor=factor, opening=opening)
             offload.read_ahead()  # each as soon as its slot is written: the disk need not wait
@@ -70,7 +73,7 @@ def bring_in(residence: Residence, gradients: Sequence[BufferGradients]) -> None
     if not held_back:
         return
     buffer_of = {target: g.buffer for g in gradients for target in g.buffer.targets}
-    with OpenShards(buffer_of, held_back) as opening:
+    with OpenShards(residence.home, buffer_of, held_back) as opening:
         offload.bring_in(opening)
 
 
@@ -196,3 +199,73 @@ def refuse_parameter(key: object) -> None:
             "parameter: zero_engine.full_optimizer_state(param, 'exp_avg') on every rank; of this "
             "rank's part: local_optimizer_state(param, 'exp_avg')"
         )
+
+
+@define(eq=False)
+class OpenShards:
+    """Opens them as their targets come, and closes those whose targets come no more.
+
+    Args:
+        home: Where shards of parameters rest; without one there is nothing to open.
+        buffer_of: By target.
+        overwritten: Targets that are going to be written, and not read.
+    """
+
+    home: TensorHome | None
+    buffer_of: Mapping[nn.Parameter, FlatBuffer]
+    overwritten: Collection[nn.Parameter]
+    _open: dict[int, FlatBuffer] = field(factory=dict, init=False)
+
+    def open(self, targets: Sequence[nn.Parameter]) -> None:
+        """These are written next. Blocks where values are read; with none, until all are kept."""
+        if self.home is None:
+            return
+        wanted = {
+            buffer.index: buffer
+            for buffer in (self.buffer_of[target] for target in targets)
+            if buffer.resting.home is not None
+        }
+        for index in self._open.keys() - wanted.keys():
+            self._close(index)
+        for index, buffer in wanted.items():
+            if index not in self._open:
+                reads = any(
+                    buffer.targets[piece.index] not in self.overwritten for piece in buffer.pieces
+                )
+                shard = self.home.open(index, reads=reads)
+                if not reads:
+                    _clear_padding(buffer, shard)
+                buffer.point_targets(shard)
+                self._open[index] = buffer
+        if not targets:
+            self.home.settle()
+
+    def __enter__(self) -> Callable[[Sequence[nn.Parameter]], None]:
+        return self.open
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close all after an error, whatever that raises."""
+        if kind is None or self.home is None:
+            return
+        for index in list(self._open):
+            with contextlib.suppress(Exception):
+                self._close(index)
+        with contextlib.suppress(Exception):
+            self.home.settle()
+
+    def _close(self, index: int) -> None:
+        buffer = self._open.pop(index)
+        assert self.home is not None, "opened there"
+        try:
+            self.home.close(index)
+        finally:
+            buffer.point_targets(None)
+
+
+def _clear_padding(buffer: FlatBuffer, shard: Tensor) -> None:
+    """What no parameter is written to must not be what the memory held before."""
+    stop = 0
+    for piece in sorted(buffer.pieces, key=lambda piece: piece.in_shard.start):
+        shard[stop : piece.in_shard.start].zero_()
+        stop = piece.in_shard.stop
+    shard[stop:].zero_()

@@ -6,24 +6,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
 from itertools import chain
-from typing import Final
 
 import torch
-from attrs import Factory, define, field
+from attrs import define, field
 from torch import Tensor, nn
-from zero_comm import (
-    AbstractCodec,
-    CommError,
-    DivergenceError,
-    Exposure,
-    Group,
-    Handle,
-)
+from zero_comm import AbstractCodec, CommError, DivergenceError, Exposure, Group, Handle
 
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
-from zero_partition.memory.seams import TensorHome
-from zero_partition.memory.store import AtHome, Encoded
+from zero_partition.memory.seams import Pending, TensorHome
 from zero_partition.plan.layout import UnitPlan
 from zero_partition.plan.slots import Slot, SlotPool
 from zero_partition.plan.stages import Placement
@@ -63,20 +54,15 @@ class CodecErrors:
 
 
 class ShardState(Enum):
-    """A unit whose parameters are replicated is always UNSHARDED."""
+    """A unit whose parameters are replicated is always UNSHARDED.
+
+    From SHARDED straight to UNSHARDED where its slot still holds its current values, or they are
+    read; back from GATHERING when a gather that was launched ahead turns out not to be needed.
+    """
 
     SHARDED = auto()  # its shard only; parameters read as NaN
     GATHERING = auto()  # shard and full buffer; contents undefined until the handle is waited on
     UNSHARDED = auto()  # shard and full buffer; readable
-
-
-NEXT: Final = {
-    # straight to UNSHARDED when its slot still holds its current values; back from GATHERING when
-    # a gather that was launched ahead turns out not to be needed
-    ShardState.SHARDED: {ShardState.GATHERING, ShardState.UNSHARDED},
-    ShardState.GATHERING: {ShardState.UNSHARDED, ShardState.SHARDED},
-    ShardState.UNSHARDED: {ShardState.SHARDED},
-}
 
 
 @define(eq=False)
@@ -100,9 +86,9 @@ class Unit:
     errors: CodecErrors | None = None  # asks what is lost on the way
     is_held: bool = False  # every parameter is whole in memory of a gather's, and no slot needed
     _slot_version: int = field(default=-1, init=False)  # version of the values in the slot
-    _handles: list[Handle[Tensor]] = field(default=Factory(list), init=False)
-    _full: list[Tensor] = field(default=Factory(list), init=False)  # the slot, one per buffer
-    _views: list[tuple[Tensor, ...]] = field(default=Factory(list), init=False)
+    _filling: Sequence[Pending] = field(default=(), init=False)  # the slot, while on its way
+    _full: list[Tensor] = field(factory=list, init=False)  # the slot, one per buffer
+    _views: list[tuple[Tensor, ...]] = field(factory=list, init=False)
     _params: list[nn.Parameter] = field(init=False)  # one per owner
 
     def __attrs_post_init__(self) -> None:
@@ -141,31 +127,8 @@ class Unit:
         """
         is_alone = self.exposure is not None or self.copies is not None
         if self.state is ShardState.SHARDED and not is_alone and not self.is_resident:
-            self._take_slot(pool)
-            self._slot_version = self.version
-            self._handles = self._launch_gathers()
-            self._move_to(ShardState.GATHERING)
-
-    def _launch_gathers(self) -> list[Handle[Tensor]]:
-        if self.secondary is not None and self.secondary.version == self.version:
-            return self.secondary.gather(self._full)
-        shards = self._fetch_shards()
-        if self.errors is not None:
-            self._note_errors(self.errors, shards)
-        return [
-            buffer.all_gather(full, shard=shard, codec=self.codec_of(buffer), version=self.version)
-            for buffer, full, shard in zip(self.buffers, self._full, shards, strict=True)
-        ]
-
-    def codec_of(self, buffer: FlatBuffer) -> AbstractCodec | None:
-        """How its shards are written in gathers of the unit; None: as they are."""
-        if isinstance(buffer.resting, Encoded):
-            return buffer.resting.codec
-        if self.placement is Placement.REPLICATED:
-            return buffer.codec
-        if self.codec is None or self.group.world_size == 1:
-            return None
-        return self.codec if self.codec.takes(buffer.plan.dtype) else None
+            self._begin_to_fill(pool)
+            self.state = ShardState.GATHERING
 
     @property
     def encoded_bytes(self) -> int:
@@ -176,36 +139,31 @@ class Unit:
         return sum(
             sum(map(codec.wire_bytes, buffer.plan.layout.splits))
             for buffer in self.buffers
-            if (codec := self.codec_of(buffer)) is not None
+            if (codec := buffer.gather_codec) is not None
         )
 
     def unshard(self, pool: SlotPool[Unit]) -> None:
         """Make the parameters whole; waits. Collective unless they are resident or exposed."""
         if self.state is ShardState.UNSHARDED:
             return
-        if (self.copies is None and self.exposure is None) or self.is_resident:
-            self.start_unshard(pool)
-            if self._handles:
-                self._wait()
-        else:
-            self._take_slot(pool)
-            self._slot_version = -1  # what an exception leaves behind is nobody's value
-            self._read_whole()
-            self._slot_version = self.version
+        if self.state is ShardState.SHARDED and not self.is_resident:
+            self._begin_to_fill(pool)
+        if self._filling:
+            self._wait()
         for index, buffer in enumerate(self.buffers):
             held = tuple(buffer.held.values()) if self.is_held else ()  # install() orders them
             buffer.install(held or self._views[index])
-        self._move_to(ShardState.UNSHARDED)
+        self.state = ShardState.UNSHARDED
 
     def reshard(self) -> None:
         """Keep the shard only. Local. A gather in flight is waited for and its result ignored."""
         if self.placement is Placement.REPLICATED or self.state is ShardState.SHARDED:
             return
-        if self._handles:
+        if self._filling:
             self._wait()
         for buffer in self.buffers:
             buffer.install(buffer.stand_ins)
-        self._move_to(ShardState.SHARDED)
+        self.state = ShardState.SHARDED
 
     def give_up_slot(self) -> None:
         """Let another unit have the slot's memory. The slot stays assigned; see NOTE(slots)."""
@@ -301,50 +259,36 @@ class Unit:
                 buffer.views_of(full) for buffer, full in zip(self.buffers, self._full, strict=True)
             ]
 
-    def _fetch_shards(self) -> list[Tensor | None]:
-        """What this rank contributes to each gather, encoded if it rests so.
-
-        None: it is in its place in the slot.
-
-        Shards at a home are read into that place, all at a time; waits for them.
-        """
-        pending = []
-        for buffer, full in zip(self.buffers, self._full, strict=True):
-            if isinstance(buffer.resting, AtHome):
-                own = buffer.own_of(full)
-                pending.append(buffer.resting.home.read(buffer.index, own))
-        for read in pending:
-            read.wait()
-        rests = [buffer.resting for buffer in self.buffers]
-        return [rest.wire if isinstance(rest, Encoded) else rest.memory for rest in rests]
-
-    def _note_errors(self, errors: CodecErrors, shards: Sequence[Tensor | None]) -> None:
-        for buffer, full, shard in zip(self.buffers, self._full, shards, strict=True):
-            codec = self.codec_of(buffer)
-            if codec is not None and not isinstance(buffer.resting, Encoded):  # lost long ago
-                own = buffer.own_of(full)
-                errors.params.note(self.name, codec, [own if shard is None else shard])
-
-    def keep_copies(self, copies: TensorHome, full: Sequence[Tensor] | None = None) -> None:
-        """Copy its whole buffers, in its slot now when None, to where they can be read alone."""
-        for buffer, whole in zip(self.buffers, self._full if full is None else full, strict=True):
-            copies.open(buffer.index, reads=False).copy_(whole)
-            copies.close(buffer.index)
-
-    def _read_whole(self) -> None:
-        """Fill the slot without the ranks that own the values."""
+    def _begin_to_fill(self, pool: SlotPool[Unit]) -> None:
+        """From copies on this rank, from peers' memory, from the node, or from all ranks."""
+        self._take_slot(pool)
+        self._slot_version = -1  # what an exception leaves behind is nobody's value
+        pairs = list(zip(self.buffers, self._full, strict=True))
         if self.copies is not None:
-            pairs = zip(self.buffers, self._full, strict=True)
-            reads = [self.copies.read(buffer.index, full) for buffer, full in pairs]
+            self._filling = [self.copies.read(buffer.index, full) for buffer, full in pairs]
+        elif self.exposure is not None:
+            self._read_peers(self.exposure)
+        elif self.secondary is not None and self.secondary.version == self.version:
+            self._filling = self.secondary.gather(self._full)
+        else:
+            reads = [buffer.resting.fetch(buffer.own_of(full)) for buffer, full in pairs]
             for read in reads:
-                read.wait()
-            return
-        assert self.exposure is not None, "asked before"
+                if read is not None:
+                    read.wait()
+            if self.errors is not None:
+                self._note_errors(self.errors)
+            self._filling = [
+                buffer.all_gather(full, shard=buffer.resting.sent, version=self.version)
+                for buffer, full in pairs
+            ]
+        self._slot_version = self.version
+
+    def _read_peers(self, exposure: Exposure) -> None:
         for buffer, full in zip(self.buffers, self._full, strict=True):
             layout, shard = buffer.plan.layout, buffer.resting.memory
             assert shard is not None, "it could not be read else"
             try:
-                self.exposure.gather(
+                exposure.gather(
                     shard,
                     full,
                     splits=layout.splits,
@@ -355,21 +299,29 @@ class Unit:
                 raise CommError(f"gathering unit {self.name!r}: {error}") from error
 
     def _wait(self) -> None:
-        handles, self._handles = self._handles, []
-        for handle in handles:
+        filling, self._filling = self._filling, []
+        version, self._slot_version = self._slot_version, -1  # until all of it is there
+        for pending in filling:
             try:
-                handle.wait()
+                pending.wait()
             except DivergenceError:
                 raise  # it names the units
             except CommError as error:
                 raise CommError(f"gathering unit {self.name!r}: {error}") from error
+        self._slot_version = version
 
-    def _move_to(self, state: ShardState) -> None:
-        if state not in NEXT[self.state]:
-            raise StateError(
-                f"unit {self.name!r}: cannot go from {self.state.name} to {state.name}"
-            )
-        self.state = state
+    def _note_errors(self, errors: CodecErrors) -> None:
+        for buffer, full in zip(self.buffers, self._full, strict=True):
+            codec, shard = buffer.gather_codec, buffer.resting.sent
+            if codec is not None and buffer.resting.codec is None:  # else lost long ago
+                own = buffer.own_of(full) if shard is None else shard
+                errors.params.note(self.name, codec, [own])
+
+    def keep_copies(self, copies: TensorHome, full: Sequence[Tensor] | None = None) -> None:
+        """Copy its whole buffers, in its slot now when None, to where they can be read alone."""
+        for buffer, whole in zip(self.buffers, self._full if full is None else full, strict=True):
+            copies.open(buffer.index, reads=False).copy_(whole)
+            copies.close(buffer.index)
 
 
 def publish(units: Sequence[Unit]) -> None:
@@ -398,4 +350,4 @@ def _launch(unit: Unit) -> Iterator[Handle[Tensor]]:
         if unit.errors is not None and buffer.codec is not None:
             unit.errors.params.note(unit.name, buffer.codec, [buffer.shard])
         buffer.is_unrounded = False
-        yield buffer.all_gather(buffer.whole, codec=buffer.codec)
+        yield buffer.all_gather(buffer.whole)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zero_comm import all_gather_json, broadcast_flat, collective
 
 from zero_partition.errors import StateError
-from zero_partition.optimizer.entries import Entry, PlainEntry, TensorEntry
+from zero_partition.optimizer.shards import Entry, PlainEntry, TensorEntry
 from zero_partition.plan.layout import Span
 from zero_partition.plan.stages import Placement
 from zero_partition.run.gradients import BufferGradients

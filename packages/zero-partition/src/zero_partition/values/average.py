@@ -19,9 +19,8 @@ from zero_partition.run.sharded_model import ModelState, ShardedModel, part_of
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
 
-from .load import find_misfits, read_into
-from .parts import Part, PartBatch, WholeTensor
-from .runs import places_in, trained_of
+from .load import find_misfits
+from .runs import Part, PartBatch, WholeTensor, places_in, read_into, trained_of
 from .state_dict import gather_state_dict
 
 _SWAP: Final = "ShardedAverage.swap()"

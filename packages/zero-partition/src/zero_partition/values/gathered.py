@@ -543,7 +543,7 @@ def streamed(
             wholes = []  # the slot gets what the codec leaves of them
             for buffer in unit.buffers:
                 whole = torch.empty_like(blanks[buffer], device=sharded.group.device)
-                wholes.append(buffer.all_gather(whole, shard=buffer.shard).wait())
+                wholes.append(buffer.all_gather(whole, shard=buffer.shard, is_exact=True).wait())
             unit.keep_copies(copies, wholes)
         copies.settle()
         for unit in units:

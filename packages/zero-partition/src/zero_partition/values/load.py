@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from itertools import chain
 from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
@@ -15,44 +15,39 @@ from zero_comm import Group, check_agreement, collective
 from zero_partition.chained import members_of, options_of
 from zero_partition.errors import LoadError, PartitionError
 from zero_partition.init.context import guard_module
-from zero_partition.init.early_shard import find_early, plan_early
+from zero_partition.init.early_shard import find_early
 from zero_partition.init.materialize import allocate_blank, allocate_blank_buffer, plain_on_meta
 from zero_partition.init.units import check_parameter
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, AbstractRangeReader, OptimizerOffload
 from zero_partition.nested import map_tensors, rebuild
-from zero_partition.optimizer.entries import keys_for_whole, part_in_entry, part_of_entry
 from zero_partition.optimizer.needs import states_after_step
-from zero_partition.plan.cuts import Cut
-from zero_partition.plan.layout import FlatLayout, Span
+from zero_partition.optimizer.shards import (
+    has_state_of,
+    keys_for_whole,
+    part_in_entry,
+    part_of_entry,
+)
+from zero_partition.plan.layout import Span
 from zero_partition.run.hooks import find_sharded
 from zero_partition.run.sharded_model import ModelState, ParamRef, ShardedModel, find_place
 from zero_partition.stand_in import StateKind
 
-from .parts import in_batches
-from .runs import keeps_own_masters, keeps_said, owner_of, target_of
-
-CHUNK_BYTES: Final = 8 * 2**20  # what is in flight between a reader and what it fills
-_ON_DEVICE_STEP: Final = ("capturable", "fused")  # options with which torch counts on the device
+from .runs import (
+    EntryPart,
+    LocalState,
+    in_chunks,
+    keeps_own_masters,
+    keeps_said,
+    owner_of,
+    read_into,
+)
 
 # How a step is computed is the new run's choice; these are not what is trained, but how.
 _NOT_RESTORED: Final = frozenset({"foreach", "fused", "capturable", "differentiable", "cut"})
 
 T = TypeVar("T")
 NamedReaders: TypeAlias = Mapping[str, AbstractRangeReader]
-
-
-def read_into(memory: Tensor, reader: AbstractRangeReader, span: Span) -> None:
-    """Fill 1-D memory with elements of a reader, some at a time."""
-    for part in in_chunks(span, reader.dtype):
-        memory[part.shifted(-span.start).as_slice()].copy_(reader.read(part.start, part.stop))
-
-
-def in_chunks(span: Span, dtype: torch.dtype) -> Iterator[Span]:
-    """Runs of the span, none larger than a chunk."""
-    step = max(1, CHUNK_BYTES // dtype.itemsize)
-    for start in range(span.start, span.stop, step):
-        yield Span(start, min(start + step, span.stop))
 
 
 @define(eq=False)
@@ -89,17 +84,13 @@ class Target:
             assert isinstance(tensor, nn.Parameter), "only parameters are sharded"
             early.check_untouched(tensor, self.names[0])
             self.memory = early.payload
-            self.kept = _kept_early(early.layout, early.group)
+            pieces = early.layout.pieces(early.group.rank)
+            self.kept = pieces[0].in_tensor if pieces else Span(0, 0)
         elif not tensor.is_meta:
             self.kept, self.memory = Span(0, tensor.numel()), tensor
             if isinstance(tensor, nn.Parameter):
                 check_parameter(tensor, self.names[0])
                 self.memory = tensor.detach()
-
-    def kept_by(self, group: Group) -> Span:
-        """The elements that this rank keeps, or is going to."""
-        is_meta = self.tensor.is_meta
-        return _kept_early(plan_early(self.tensor.numel(), group), group) if is_meta else self.kept
 
     def fill(self) -> None:
         """Read this rank's part, where it is in no place."""
@@ -114,10 +105,6 @@ class Target:
             if early.is_blank:
                 early.shard[early.payload.numel() :].zero_()
             early.is_blank = False
-
-
-def _kept_early(layout: FlatLayout, group: Group) -> Span:
-    return next((piece.in_tensor for piece in layout.pieces(group.rank)), Span(0, 0))
 
 
 def targets_of(model: nn.Module) -> Iterator[Target]:
@@ -149,37 +136,31 @@ def allocate_missing(model: nn.Module, targets: Iterable[Target], group: Group) 
             guard_module(module)
 
 
-def fill_buffer(
-    buffer: FlatBuffer, readers: Mapping[int, AbstractRangeReader], offload: OptimizerOffload | None
-) -> None:
+def fill_buffer(buffer: FlatBuffer, readers: Mapping[int, AbstractRangeReader]) -> None:
     """Read parameters, by position, to where they rest on this rank; masters are unrounded. Local.
 
     Beside what rests, there is one shard in memory where values rest elsewhere.
     """
-    if offload is not None and buffer.targets and buffer.training.memory is not None:
-        _fill_own_masters(buffer, readers, offload)
-    if buffer.whole is not None:
+    whole, training = buffer.whole, buffer.training
+    if whole is not None:
         for position, reader in readers.items():
             span = buffer.plan.layout.spans[position]
-            read_into(buffer.whole[span.as_slice()], reader, span.shifted(-span.start))
-        if not buffer.has_masters and buffer.codec is None:
-            return
+            read_into(whole[span.as_slice()], reader, span.shifted(-span.start))
         buffer.is_unrounded = buffer.codec is not None
-    rest = buffer.training
+    if buffer.is_view and not buffer.has_masters:
+        return
     mine = [piece for piece in buffer.pieces if piece.index in readers]
-    values = rest.memory
+    values = training.memory
     if values is None and len(mine) == len(buffer.pieces):
         device = buffer.group.device
-        values = torch.zeros(buffer.shard_numel, dtype=rest.dtype, device=device)
+        values = torch.zeros(buffer.shard_numel, dtype=training.dtype, device=device)
     elif values is None:
-        values = rest.read()
+        values = training.read()
     for piece in mine:
         read_into(values[piece.in_shard.as_slice()], readers[piece.index], piece.in_tensor)
-    if rest.memory is None:
-        rest.write(values)
-        if offload is not None and buffer.targets and rest.dtype == buffer.plan.dtype:
-            _fill_own_masters(buffer, readers, offload)
-    if buffer.has_masters and (buffer.whole is None or buffer.codec is not None):
+    if training.memory is None:
+        training.write(values)
+    if buffer.has_masters and not buffer.is_view:
         buffer.resting.write(values)
 
 
@@ -187,25 +168,29 @@ def _fill_own_masters(
     buffer: FlatBuffer, readers: Mapping[int, AbstractRangeReader], offload: OptimizerOffload
 ) -> None:
     """Those that an optimizer offload keeps of its own accord, of parameters of 16 bits."""
-    for piece in buffer.pieces:
+    if buffer.training.dtype != buffer.plan.dtype:
+        return  # it keeps ours
+    for piece in buffer.pieces if buffer.targets else ():
         reader, target = readers.get(piece.index), buffer.targets[piece.index]
-        if reader is None or not target.dtype.is_floating_point or target.dtype.itemsize >= 4:
-            continue
-        values = torch.empty(piece.in_tensor.numel, dtype=torch.float32)
-        read_into(values, reader, piece.in_tensor)
-        offload.write({target: {MASTER: values}}, replaces=False)
+        if reader is not None and target.dtype.is_floating_point and target.dtype.itemsize < 4:
+            part = EntryPart(reader, piece.in_tensor, (piece.in_tensor.numel,))
+            offload.write({target: {MASTER: part.read().float()}}, replaces=False)
 
 
-def _fill(targets: Iterable[Target], offload: OptimizerOffload | None) -> None:
+def _fill(targets: Iterable[Target]) -> None:
     """Read all for which there is something. Local."""
     placed: dict[FlatBuffer, dict[int, AbstractRangeReader]] = {}
+    offload: OptimizerOffload | None = None
     for target in targets:
         if target.found and target.place is not None:
             placed.setdefault(target.place.buffer, {})[target.place.position] = target.reader
+            offload = target.place.sharded.residence.offload
         elif target.found:
             target.fill()
     for buffer, readers in placed.items():
-        fill_buffer(buffer, readers, offload)
+        fill_buffer(buffer, readers)
+        if offload is not None:
+            _fill_own_masters(buffer, readers, offload)
 
 
 def _describe_names(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
@@ -243,20 +228,156 @@ def _find_lost(model: nn.Module, targets: Sequence[Target]) -> list[str]:
 def _find_different_ties(targets: Iterable[Target], group: Group) -> list[str]:
     """Names of one tensor that come with different values, as far as this rank reads them."""
 
-    def is_same(mine: AbstractRangeReader, theirs: AbstractRangeReader, part: Span) -> bool:
-        values = [reader.read(part.start, part.stop) for reader in (mine, theirs)]
-        return values[0].dtype == values[1].dtype and torch.equal(*values)
+    def are_same(target: Target, other: AbstractRangeReader) -> bool:
+        first, span, numel = target.reader, target.kept, target.tensor.numel()
+        if target.tensor.is_meta:  # nobody keeps any of it yet
+            ends = (numel * rank // group.world_size for rank in (group.rank, group.rank + 1))
+            span = Span(*ends)
+        return first.dtype == other.dtype and all(
+            torch.equal(first.read(part.start, part.stop), other.read(part.start, part.stop))
+            for part in in_chunks(span, first.dtype)
+        )
 
     return [
         f"{next(iter(target.found))!r} and {name!r} are one tensor, and differ"
         for target in targets
         for name, reader in list(target.found.items())[1:]
-        if reader.shape == target.reader.shape
-        and not all(
-            is_same(target.reader, reader, part)
-            for part in in_chunks(target.kept_by(group), target.reader.dtype)
-        )
+        if reader.shape == target.reader.shape and not are_same(target, reader)
     ]
+
+
+@frozen(kw_only=True, eq=False)
+class StateSource:
+    """What is loaded, by names of `model.state_dict()`."""
+
+    params: NamedReaders
+    buffers: NamedReaders
+    where: str  # that it comes from, for errors
+    ties: Mapping[str, str] = field(factory=dict)  # from further names to those in `params`
+    may_lack: frozenset[str] | None = frozenset()  # that were left out; None: all, and buffers
+    states: Mapping[str, Mapping[str, Any]] | None = None  # readers and values; None: not loaded
+    param_groups: Sequence[Mapping[str, Any]] = ()  # "params": names, and options
+    own_said: Mapping[str, Any] = field(factory=dict)  # as `StateParts.own_said`
+    own: Mapping[int, NamedReaders] = field(factory=dict)  # by rank and number
+
+
+@define(eq=False)
+class StateLoad:
+    """A load that has been planned: nothing is written yet."""
+
+    sharded: ShardedModel | None  # None: of values alone
+    source: StateSource
+    values: Sequence[Target]  # all parameters and persistent buffers
+    states: dict[ParamRef, dict[str, Any]] = field(factory=dict)  # `EntryPart`s and values
+    num_entries: int = 0  # of states, whole ones
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    problems: list[str] = field(factory=list)  # all that speaks against it
+    begins_anew: list[str] = field(factory=list)  # state that is of other shards, each with why
+
+    @property
+    def num_tensors(self) -> int:
+        """That are going to be restored, whole ones."""
+        return sum(1 for target in self.values if target.found) + self.num_entries
+
+    def spans(self) -> Iterator[tuple[AbstractRangeReader, Span]]:
+        """What this rank is going to read."""
+        for part in chain.from_iterable(entries.values() for entries in self.states.values()):
+            if isinstance(part, EntryPart):
+                yield part.reader, part.span
+        yield from ((target.reader, target.kept) for target in self.values if target.found)
+
+    def apply(self) -> None:
+        """Write all of it. Local, but every rank calls it."""
+        sharded, source = self.sharded, self.source
+        if sharded is not None:
+            sharded.begin_write()
+        with torch.no_grad():
+            if sharded is not None and source.states is not None:
+                LocalState(sharded).write(self.states)  # first: it mends state that is torn
+            _fill(self.values)
+        if sharded is not None:
+            if source.states is not None:
+                _restore_options(sharded, source.param_groups)
+                sharded.has_stepped = sharded.has_stepped or any(self.states.values())
+            if sharded.residence.home is not None:
+                sharded.residence.home.settle()
+            sharded.end_write()
+
+    def match_values(self) -> None:
+        """Find what is read to parameters and buffers, and where these are on this rank."""
+        source = self.source
+        for target in self.values:
+            is_param = target.place is not None
+            self.problems += target.match(
+                source.params if is_param else source.buffers, source.ties
+            )
+            if len(target.found) > 1 and is_param:
+                names = " and ".join(map(repr, target.found))
+                self.problems.append(f"{names} are one tensor here, and {len(target.found)} there")
+            if target.found:
+                target.find_memory(self.sharded)
+        lacking = [target.names[0] for target in self.values if not target.found]
+        may_lack = lacking if source.may_lack is None else source.may_lack
+        self.missing = tuple(name for name in lacking if name not in may_lack)
+        used = {name for target in self.values for name in target.found}
+        given = dict.fromkeys((*source.params, *source.buffers))
+        self.unexpected = tuple(name for name in given if name not in used)
+
+    def match_states(self, sharded: ShardedModel, *, is_strict: bool) -> None:
+        """Find what this rank keeps of each parameter's state."""
+        source = self.source
+        if sharded.optimizer is None:
+            raise LoadError(
+                f"{source.where}: the model was sharded without an optimizer to load into"
+            )
+        aliases = {alias: place.name for place in sharded.places for alias in place.plan.names}
+
+        def by_name(found: Mapping[str, T] | None) -> dict[str, T]:
+            return {aliases.get(name, name): value for name, value in (found or {}).items()}
+
+        mine = [group["params"] for group in param_groups_of(sharded)]
+        theirs = [[aliases.get(n, n) for n in group["params"]] for group in source.param_groups]
+        trained = set(chain.from_iterable(mine))
+        states, params = by_name(source.states), by_name(source.params)
+        extra = [name for name in states if name not in trained]
+        if is_strict and theirs != mine:
+            self.problems.append(_describe_groups(mine, theirs))
+        if is_strict and extra:
+            self.problems.append(
+                f"optimizer state of {', '.join(map(repr, extra))}, which is not trained"
+            )
+        own_said = by_name(source.own_said)
+        own_entries = by_name(_own_entries(source, sharded.group.rank))
+        expected = _expected_entries(sharded, source)
+        for_whole = keys_for_whole((p.plan.shape, states.get(p.name, {})) for p in sharded.places)
+        for place in sharded.places:
+            if (name := place.name) not in trained:
+                continue
+            state, own = dict(states.get(name, {})), own_said.get(name, {"entries": {}})
+            is_own = sharded.shards_state and keeps_said(place) == list(own.get("keeps", ()))
+            if own["entries"] and not is_own:
+                self.begins_anew.append(
+                    f"optimizer state of {name!r}: {', '.join(map(repr, own['entries']))} of "
+                    "it has no whole, and was saved by ranks that keep other parts of the parameter"
+                )
+                state, own = {}, {"entries": {}}
+            self.num_entries += len(state)
+            if state and name in params and keeps_own_masters(sharded, place.buffer):
+                state.setdefault(MASTER, params[name])  # as a file has them
+            self.states[place] = {}
+            try:
+                self.states[place] = _part_of_state(place, state, for_whole)
+                if own["entries"]:  # what has no whole: nests, with readers for tensors
+                    self.states[place] |= map_tensors(
+                        own_entries[name], EntryPart.all_of, AbstractRangeReader
+                    )
+            except PartitionError as error:
+                self.problems.append(str(error))
+            known = state.keys() | own["entries"].keys()
+            lacking = sorted(expected.get(name, frozenset()) - known) if known else []
+            if lacking and is_strict:
+                self.problems.append(f"{name!r}: optimizer state lacks {', '.join(lacking)}")
 
 
 @frozen
@@ -308,220 +429,32 @@ def load_ranges(
     if sharded is not None:
         kinds = (StateKind.PARAMS, StateKind.MASTERS)
         sharded.require("load_ranges()", *kinds, no=(ModelState.FORWARD,))
-    targets = list(targets_of(model))
-    problems = [problem for target in targets for problem in target.match(readers, {})]
-    for target in targets:
-        if target.found:
-            target.find_memory(sharded)
-    known = {name for target in targets for name in target.names}
-    report = LoadReport(
-        missing=tuple(target.names[0] for target in targets if not target.found),
-        unexpected=tuple(name for name in readers if name not in known),
-    )
+    source = StateSource(params=readers, buffers=readers, where="load_ranges()")
+    load = StateLoad(sharded, source, list(targets_of(model)))
+    load.match_values()
+    problems = load.problems
     if strict:
-        problems += _describe_names(report.missing, report.unexpected)
+        problems += _describe_names(load.missing, load.unexpected)
     else:
-        blank = [
-            target.names[0] for target in targets if target.tensor.is_meta and not target.found
-        ]
+        blank = [t.names[0] for t in load.values if t.tensor.is_meta and not t.found]
         problems += [f"{name!r} is on the meta device and has no weights" for name in blank]
-    problems += _find_lost(model, targets)
-    problems += _find_different_ties(targets, group)
+    problems += _find_lost(model, load.values)
+    problems += _find_different_ties(load.values, group)
     content = [(name, tuple(r.shape), str(r.dtype)) for name, r in readers.items()]
+    names = [target.names for target in load.values]
     facts = {
         "weights to load": f"{len(readers)} tensors ({zlib.crc32(repr(content).encode()):08x})",
         "what does not fit": "; ".join(problems),
-        "model to load into": f"{zlib.crc32(repr([t.names for t in targets]).encode()):08x}",
+        "model to load into": f"{zlib.crc32(repr(names).encode()):08x}",
     }
     check_agreement(facts, group=group, timeout_s=timeout_s)
     if problems:
         raise LoadError(f"cannot load, and nothing was written: {'; '.join(problems)}")
-
     if sharded is not None:
         sharded.finish_update()
-        sharded.begin_write()
-    allocate_missing(model, targets, group)
-    with torch.no_grad():
-        _fill(targets, None if sharded is None else sharded.residence.offload)
-    if sharded is not None:
-        if sharded.residence.home is not None:
-            sharded.residence.home.settle()
-        sharded.end_write()
-    return report
-
-
-@frozen(eq=False)
-class EntryPart:
-    """This rank's part of one entry that is going to be read."""
-
-    reader: AbstractRangeReader
-    span: Span
-    shape: tuple[int, ...]
-
-    @classmethod
-    def all_of(cls, reader: AbstractRangeReader) -> EntryPart:
-        """Every element of it."""
-        return cls(reader, Span(0, reader.shape.numel()), tuple(reader.shape))
-
-    def fill(self, memory: Tensor) -> Tensor:
-        """Read it into a tensor of its shape."""
-        read_into(memory.view(-1), self.reader, self.span)
-        return memory
-
-
-@define(eq=False)
-class StateTarget:
-    """One parameter's state in the optimizer: what it is going to be."""
-
-    place: ParamRef
-    entries: dict[str, Any] = field(factory=dict)  # EntryPart, or a value; what is kept here
-    num_entries: int = 0  # whole ones, that some rank keeps
-
-    def plan(self, state: Mapping[str, Any], for_whole: Collection[str]) -> None:
-        """Take this rank's part of the whole entries; see `keys_for_whole`.
-
-        Raises:
-            PartitionError: A shape that the parameter's cut does not explain.
-        """
-        param, span = self.place.plan, self.place.kept
-        is_sharded, numel = self.place.sharded.shards_state, param.shape.numel()
-        if is_sharded and param.cut != Cut.FLAT and numel and not span.numel:
-            return  # another rank has all of it
-        for key, value in state.items():
-            if not isinstance(value, AbstractRangeReader):
-                has_all = not is_sharded or span.numel == numel
-                self.entries[key] = value if has_all else part_of_entry(param, key, value, span)
-            elif is_sharded:
-                part, shape = part_in_entry(param, key, value.shape, span, for_whole)
-                self.entries[key] = EntryPart(value, part, shape)
-            else:
-                self.entries[key] = EntryPart.all_of(value)
-
-
-def write_states(sharded: ShardedModel, targets: Sequence[StateTarget]) -> None:
-    """Make these the states of their parameters. Local."""
-    if sharded.residence.offload is not None:
-        _write_elsewhere(sharded, targets)
-        return
-    member_of: dict[nn.Parameter, tuple[torch.optim.Optimizer, dict[str, Any]]] = {
-        param: (member, group)
-        for member in members_of(sharded.optimizer)
-        for group in member.param_groups
-        for param in group["params"]
-    }
-    for target in targets:
-        owner = owner_of(target.place)
-        if owner not in member_of:
-            continue
-        member, group = member_of[owner]
-        live = member.state.get(owner, {})
-        state = {
-            key: map_tensors(part, partial(_in_memory, key, owner, group, live), EntryPart)
-            for key, part in target.entries.items()
-        }
-        if state:
-            member.state[owner] = state
-        elif owner in member.state:
-            del member.state[owner]
-
-
-def _in_memory(
-    key: str,
-    owner: nn.Parameter,
-    group: Mapping[str, Any],
-    live: Mapping[str, Any],
-    part: EntryPart,
-) -> Tensor:
-    """As torch's optimizers place what they load; in the memory that is there, if it fits."""
-    there = live.get(key)
-    if isinstance(there, Tensor) and there.shape == part.shape and there.is_contiguous():
-        return part.fill(there.detach())
-    is_on_device = key != "step" or any(group.get(option) for option in _ON_DEVICE_STEP)
-    device = owner.device if is_on_device else torch.device("cpu")
-    return part.fill(torch.empty(part.shape, dtype=part.reader.dtype, device=device))
-
-
-def _write_elsewhere(sharded: ShardedModel, targets: Sequence[StateTarget]) -> None:
-    offload = sharded.residence.offload
-    assert offload is not None, "asked before"
-    begun: set[nn.Parameter] = set()
-    # None stands for a state that is going to be empty.
-    entries = [(target, key) for target in targets for key in target.entries or (None,)]
-    for batch in in_batches(entries, _bytes_of_entry):
-        states: dict[bool, dict[nn.Parameter, dict[str, Any]]] = {True: {}, False: {}}
-        for target, key in batch:
-            param = target_of(target.place)
-            if param is None or not sharded.residence.is_stepped(param):
-                continue  # frozen, though in a param group
-            is_first = param not in begun or param in states[True]
-            begun.add(param)
-            state = states[is_first].setdefault(param, {})
-            if key is not None:
-                state[key] = map_tensors(target.entries[key], _on_host, EntryPart)
-        for replaces, chosen in states.items():
-            if chosen and replaces:
-                offload.mend()
-            if chosen:
-                offload.write(chosen, replaces=replaces)
-
-
-def _on_host(part: EntryPart) -> Tensor:
-    return part.fill(torch.empty(part.shape, dtype=part.reader.dtype))
-
-
-def _bytes_of_entry(item: tuple[StateTarget, str | None]) -> int:
-    part = None if item[1] is None else item[0].entries[item[1]]
-    return part.span.numel * part.reader.dtype.itemsize if isinstance(part, EntryPart) else 0
-
-
-@frozen(kw_only=True, eq=False)
-class StateSource:
-    """What is loaded, by names of `model.state_dict()`."""
-
-    params: Mapping[str, AbstractRangeReader]
-    buffers: Mapping[str, AbstractRangeReader]
-    ties: Mapping[str, str]  # from further names to those in `params`
-    may_lack: frozenset[str] | None  # parameters that were left out; None: all, and buffers
-    states: Mapping[str, Mapping[str, Any]] | None  # readers and values; None: not loaded
-    param_groups: Sequence[Mapping[str, Any]]  # "params": names, and options
-    where: str  # that it comes from, for errors
-    own_said: Mapping[str, Any] = field(factory=dict)  # as `StateParts.own_said`
-    own: Mapping[int, Mapping[str, AbstractRangeReader]] = field(factory=dict)  # by rank and number
-
-
-@frozen(eq=False)
-class StateLoad:
-    """A load that has been planned: nothing is written yet."""
-
-    sharded: ShardedModel
-    source: StateSource
-    values: Sequence[Target]
-    states: Sequence[StateTarget]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    problems: tuple[str, ...]
-    begins_anew: tuple[str, ...]  # state that is of other shards, each with why
-
-    @property
-    def num_tensors(self) -> int:
-        """That are going to be restored, whole ones."""
-        num_values = sum(1 for target in self.values if target.found)
-        return num_values + sum(target.num_entries for target in self.states)
-
-    def apply(self) -> None:
-        """Write all of it. Local, but every rank calls it."""
-        sharded = self.sharded
-        sharded.begin_write()
-        with torch.no_grad():
-            if self.source.states is not None:
-                write_states(sharded, self.states)  # first: it mends state that is torn
-            _fill(self.values, sharded.residence.offload)
-        if self.source.states is not None:
-            _restore_options(sharded, self.source.param_groups)
-            sharded.has_stepped = sharded.has_stepped or any(t.entries for t in self.states)
-        if sharded.residence.home is not None:
-            sharded.residence.home.settle()
-        sharded.end_write()
+    allocate_missing(model, load.values, group)
+    load.apply()
+    return LoadReport(load.missing, load.unexpected)
 
 
 def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) -> StateLoad:
@@ -536,49 +469,38 @@ def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) ->
         StateError: A forward is running, or parameters are gathered.
     """
     sharded.require("load()", no=(ModelState.FORWARD, ModelState.GATHERED))
-    problems: list[str] = []
-    begins_anew: list[str] = []
-    values = _plan_values(sharded, source, problems)
-    missing = [
-        target.names[0]
-        for target in values
-        if not target.found
-        and source.may_lack is not None
-        and target.names[0] not in source.may_lack
-    ]
-    used = {name for target in values for name in target.found}
-    unexpected = [name for name in (*source.params, *source.buffers) if name not in used]
-    states: list[StateTarget] = []
-    if source.states is not None:
-        states = _plan_states(
-            sharded, source, source.states, problems, begins_anew, is_strict=is_strict
-        )
-    if is_strict:
-        problems += _describe_names(missing, unexpected)
-    return StateLoad(
-        sharded,
-        source,
-        values,
-        states,
-        tuple(missing),
-        tuple(unexpected),
-        tuple(problems),
-        tuple(begins_anew),
-    )
-
-
-def _plan_values(sharded: ShardedModel, source: StateSource, problems: list[str]) -> list[Target]:
-    """All parameters and persistent buffers, and what is read to each."""
     params = [Target(p.plan.names, p.param, place=p) for p in sharded.places]
     buffers = [t for t in targets_of(sharded.model) if not isinstance(t.tensor, nn.Parameter)]
-    for target in (*params, *buffers):
-        target.find_memory(sharded)
-        readers = source.buffers if target.place is None else source.params
-        problems += target.match(readers, source.ties)
-        if len(target.found) > 1 and target.place is not None:
-            names = " and ".join(map(repr, target.found))
-            problems.append(f"{names} are one tensor here, and {len(target.found)} there")
-    return [*params, *buffers]
+    load = StateLoad(sharded, source, [*params, *buffers])
+    load.match_values()
+    if source.states is not None:
+        load.match_states(sharded, is_strict=is_strict)
+    if is_strict:
+        load.problems += _describe_names(load.missing, load.unexpected)
+    return load
+
+
+def _part_of_state(
+    place: ParamRef, state: Mapping[str, Any], for_whole: Collection[str]
+) -> dict[str, Any]:
+    """What this rank keeps of whole entries; see `keys_for_whole`.
+
+    Raises:
+        PartitionError: A shape that the parameter's cut does not explain.
+    """
+    param, span, is_sharded = place.plan, place.kept, place.sharded.shards_state
+    if is_sharded and not has_state_of(param, span):
+        return {}
+    has_all = not is_sharded or span.numel == param.shape.numel()
+    parts: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(value, AbstractRangeReader):
+            parts[key] = value if has_all else part_of_entry(param, key, value, span)
+        elif is_sharded:
+            parts[key] = EntryPart(value, *part_in_entry(param, key, value.shape, span, for_whole))
+        else:
+            parts[key] = EntryPart.all_of(value)
+    return parts
 
 
 def param_groups_of(sharded: ShardedModel) -> list[dict[str, Any]]:
@@ -613,71 +535,6 @@ def _restore_options(sharded: ShardedModel, given: Sequence[Mapping[str, Any]]) 
                 group[key] = value
 
 
-def _plan_states(
-    sharded: ShardedModel,
-    source: StateSource,
-    given: Mapping[str, Mapping[str, Any]],
-    problems: list[str],
-    begins_anew: list[str],
-    *,
-    is_strict: bool,
-) -> list[StateTarget]:
-    if sharded.optimizer is None:
-        raise LoadError(f"{source.where}: the model was sharded without an optimizer to load into")
-    mine = param_groups_of(sharded)
-    aliases = {alias: place.name for place in sharded.places for alias in place.plan.names}
-
-    def by_name(found: Mapping[str, T]) -> dict[str, T]:
-        return {aliases.get(name, name): value for name, value in found.items()}
-
-    theirs = [
-        [aliases.get(name, name) for name in group["params"]] for group in source.param_groups
-    ]
-    if is_strict and theirs != [group["params"] for group in mine]:
-        problems.append(_describe_groups(mine, theirs))
-    state_by_name, own_said = by_name(given), by_name(source.own_said)
-    own_entries = by_name(_own_entries(source, sharded.group.rank))
-    params_by_name = by_name(source.params)
-    trained = {name for group in mine for name in group["params"]}
-    extra = [name for name in state_by_name if name not in trained]
-    if extra and is_strict:
-        problems.append(f"optimizer state of {', '.join(map(repr, extra))}, which is not trained")
-    expected = _expected_entries(sharded, source)
-    for_whole = keys_for_whole(
-        (p.plan.shape, state_by_name.get(p.name, {})) for p in sharded.places
-    )
-    is_sharded = sharded.shards_state
-    targets = []
-    for place in sharded.places:
-        if place.name not in trained:
-            continue
-        name = place.name
-        state = dict(state_by_name.get(name, {}))
-        own = own_said.get(name, {"entries": {}})
-        if own["entries"] and not (is_sharded and keeps_said(place) == list(own["keeps"])):
-            begins_anew.append(
-                f"optimizer state of {name!r}: {', '.join(map(repr, own['entries']))} of "
-                "it has no whole, and was saved by ranks that keep other parts of the parameter"
-            )
-            state, own = {}, {"entries": {}}
-        target = StateTarget(place, num_entries=len(state))
-        if state and name in params_by_name and keeps_own_masters(sharded, place.buffer):
-            state.setdefault(MASTER, params_by_name[name])  # as a file has them
-        try:
-            target.plan(state, for_whole)
-            if own["entries"]:
-                of_rank = own_entries[name]  # what has no whole: nests, with readers for tensors
-                target.entries |= map_tensors(of_rank, EntryPart.all_of, AbstractRangeReader)
-        except PartitionError as error:
-            problems.append(str(error))
-        known = state.keys() | own["entries"].keys()
-        lacking = sorted(expected.get(name, frozenset()) - known) if known else []
-        if lacking and is_strict:
-            problems.append(f"{name!r}: optimizer state lacks {', '.join(lacking)}")
-        targets.append(target)
-    return targets
-
-
 def _own_entries(source: StateSource, rank: int) -> dict[str, dict[str, Any]]:
     """What this rank had of entries without a whole, by the names that were saved."""
     readers = source.own.get(rank, {})
@@ -692,11 +549,10 @@ def _own_entries(source: StateSource, rank: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def _describe_groups(mine: Sequence[Mapping[str, Any]], theirs: Sequence[Sequence[str]]) -> str:
-    own = [group["params"] for group in mine]
-    if len(own) != len(theirs):
-        return f"expected {len(own)} param groups, got {len(theirs)}"
-    for index, (names, others) in enumerate(zip(own, theirs, strict=True)):
+def _describe_groups(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> str:
+    if len(mine) != len(theirs):
+        return f"expected {len(mine)} param groups, got {len(theirs)}"
+    for index, (names, others) in enumerate(zip(mine, theirs, strict=True)):
         lacking = [name for name in names if name not in others]
         extra = [name for name in others if name not in names]
         if lacking or extra:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
-from attrs import asdict
+from attrs import asdict, define, field, frozen
 from torch import Tensor, nn
 from zero_comm import Group, all_gather_flat, all_gather_json
 
+from zero_partition.chained import members_of
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
-from zero_partition.memory.seams import MASTER
-from zero_partition.optimizer.entries import (
+from zero_partition.memory.seams import MASTER, AbstractRangeReader, OptimizerOffload
+from zero_partition.nested import describe, map_tensors
+from zero_partition.optimizer.shards import (
     Entry,
     OwnEntry,
     PlainEntry,
@@ -30,6 +33,47 @@ from zero_partition.run.sharded_model import (
     part_of,
 )
 
+BATCH_BYTES: Final = 16 * 2**20  # read or written together where state rests elsewhere
+CHUNK_BYTES: Final = 8 * 2**20  # what is in flight between a reader and what it fills
+_ON_DEVICE_STEP: Final = ("capturable", "fused")  # options with which torch counts on the device
+
+T = TypeVar("T")
+SaidOfState: TypeAlias = dict[str, Said]  # by entry
+
+# NOTE(own): entries without a whole go on at the same world size and layout, where each rank gets
+# back what it had. Of each parameter with some it is said which elements the ranks keep, and what
+# each rank has, as `describe` says it; the tensors in that are given in order, by their own rank.
+
+# NOTE(batches): what rests outside the device is read and written a whole sub-group at a time,
+# whoever asks for how little. So parts come in batches; a larger part is a batch of its own.
+
+
+def in_batches(items: Iterable[T], bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """See NOTE(batches)."""
+    batch: list[T] = []
+    num_bytes = 0
+    for item in items:
+        if batch and num_bytes + bytes_of(item) > BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(item)
+        num_bytes += bytes_of(item)
+    if batch:
+        yield batch
+
+
+def in_chunks(span: Span, dtype: torch.dtype) -> Iterator[Span]:
+    """Runs of the span, none larger than a chunk."""
+    step = max(1, CHUNK_BYTES // dtype.itemsize)
+    for start in range(span.start, span.stop, step):
+        yield Span(start, min(start + step, span.stop))
+
+
+def read_into(memory: Tensor, reader: AbstractRangeReader, span: Span) -> None:
+    """Fill 1-D memory with elements of a reader, some at a time."""
+    for part in in_chunks(span, reader.dtype):
+        memory[part.shifted(-span.start).as_slice()].copy_(reader.read(part.start, part.stop))
+
 
 def places_in(buffer: FlatBuffer) -> list[ParamRef]:
     """Those of its parameters, in order."""
@@ -44,10 +88,10 @@ def trained_of(sharded: ShardedModel, buffer: FlatBuffer) -> Tensor:
     buffer.follow_writes()
     if not keeps_own_masters(sharded, buffer):
         return buffer.trained
-    values = buffer.trained.to(torch.float32)
-    for place in places_in(buffer):
-        if (master := own_master(place)) is not None:
-            part_of(place, values).copy_(master)
+    values, places = buffer.trained.to(torch.float32), places_in(buffer)
+    for place, state in zip(places, LocalState(sharded).read(places), strict=True):
+        if MASTER in state:
+            part_of(place, values).copy_(_elements(state[MASTER], place, place.kept))
     return values
 
 
@@ -59,19 +103,30 @@ def keeps_own_masters(sharded: ShardedModel, buffer: FlatBuffer) -> bool:
     return is_narrow and is_asked and bool(getattr(sharded.optimizer, "keeps_masters", False))
 
 
-def own_master(place: ParamRef) -> Tensor | None:
-    """This rank's part of what the optimizer keeps beside its moments; None if it has none."""
-    sharded = place.sharded
-    if sharded.optimizer is None or not keeps_own_masters(sharded, place.buffer):
-        return None
-    state, owner = sharded.optimizer.state, owner_of(place)
-    if owner not in state or MASTER not in state[owner]:
-        return None
-    master = state[owner][MASTER].detach().reshape(-1)
-    return master if sharded.shards_state else master[place.kept.as_slice()]
+@frozen(eq=False)
+class EntryPart:
+    """This rank's part of one entry of state that is going to be read."""
 
+    reader: AbstractRangeReader
+    span: Span
+    shape: tuple[int, ...]
 
-SaidOfState: TypeAlias = dict[str, Said]  # by entry
+    @classmethod
+    def all_of(cls, reader: AbstractRangeReader) -> EntryPart:
+        """Every element of it."""
+        return cls(reader, Span(0, reader.shape.numel()), tuple(reader.shape))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements, where they are."""
+        return self.span.numel * self.reader.dtype.itemsize
+
+    def read(self, there: Any = None, device: torch.device | None = None) -> Tensor:
+        """Read it into what is there, if it fits, else into a new tensor: on the host when None."""
+        if not (isinstance(there, Tensor) and there.shape == self.shape and there.is_contiguous()):
+            there = torch.empty(self.shape, dtype=self.reader.dtype, device=device or "cpu")
+        read_into(there.detach().view(-1), self.reader, self.span)
+        return there.detach()
 
 
 def owner_of(place: ParamRef) -> nn.Parameter:
@@ -80,36 +135,108 @@ def owner_of(place: ParamRef) -> nn.Parameter:
     return (buffer.shard_params if place.sharded.shards_state else buffer.params)[place.position]
 
 
-def target_of(place: ParamRef) -> nn.Parameter | None:
+def _elements(value: Tensor, place: ParamRef, span: Span) -> Tensor:
+    """These of a whole entry, 1-D, of which the optimizer has this rank's, or all."""
+    flat = value.detach().reshape(-1)
+    return flat if place.sharded.shards_state else flat[span.as_slice()]
+
+
+@frozen(eq=False)
+class LocalState:
+    """This rank's optimizer state by parameter: in the optimizer, or with its offload. Local."""
+
+    sharded: ShardedModel
+
+    def describe(self, places: Sequence[ParamRef]) -> list[Mapping[str, Any]]:
+        """Entries of each, empty where there are none; what rests elsewhere has shapes only."""
+        offload = self.sharded.residence.offload
+        if offload is None:
+            return self.read(places)
+        started = set(offload.started(besides=(MASTER,)))
+        targets = [target if (target := _target_of(p)) in started else None for p in places]
+        found = offload.describe(target for target in targets if target is not None)
+        # Masters of the partition's are values of parameters, and no entries.
+        return [
+            {k: v for k, v in found[t].items() if k != MASTER or not offload.hides_master(t)}
+            if t is not None
+            else {}
+            for t in targets
+        ]
+
+    def read(
+        self, places: Sequence[ParamRef], names: Collection[str] | None = None
+    ) -> list[Mapping[str, Any]]:
+        """As they are in memory; of what rests elsewhere copies on the host, and masters too.
+
+        Of these, only entries of these names; all when None.
+        """
+        offload, optimizer = self.sharded.residence.offload, self.sharded.optimizer
+        if offload is None:
+            state = {} if optimizer is None else optimizer.state
+            return [state.get(owner_of(place), {}) for place in places]
+        targets = [_target_of(place) for place in places]
+        stepped = [target for target in targets if target is not None]
+        found = offload.read(stepped, names) if stepped else {}
+        return [{} if target is None else found[target] for target in targets]
+
+    def write(self, states: Mapping[ParamRef, Mapping[str, Any]]) -> None:
+        """Make these the states of their parameters; `EntryPart`s in them are read now."""
+        offload = self.sharded.residence.offload
+        if offload is not None:
+            self._write_elsewhere(offload, states)
+            return
+        group_of = {
+            param: (member, group)
+            for member in members_of(self.sharded.optimizer)
+            for group in member.param_groups
+            for param in group["params"]
+        }
+        for place, entries in states.items():
+            owner = owner_of(place)
+            if owner not in group_of:
+                continue
+            member, group = group_of[owner]
+            counts_there = any(group.get(option) for option in _ON_DEVICE_STEP)
+            live, state = member.state.get(owner, {}), {}
+            for key, value in entries.items():  # where torch's optimizers place what they load
+                device = owner.device if key != "step" or counts_there else None
+                read = partial(EntryPart.read, there=live.get(key), device=device)
+                state[key] = map_tensors(value, read, EntryPart)
+            if state:
+                member.state[owner] = state
+            else:
+                member.state.pop(owner, None)
+
+    def _write_elsewhere(
+        self, offload: OptimizerOffload, states: Mapping[ParamRef, Mapping[str, Any]]
+    ) -> None:
+        """See NOTE(batches); the first entries of a parameter replace all that it had."""
+        entries = [
+            (target, key, of_param.get(key))
+            for place, of_param in states.items()
+            if (target := _target_of(place)) is not None
+            and self.sharded.residence.is_stepped(target)  # else frozen, though in a param group
+            for key in of_param or ("",)  # none: a state that is going to be empty
+        ]
+        begun: set[nn.Parameter] = set()
+        for batch in in_batches(entries, lambda e: getattr(e[2], "num_bytes", 0)):  # none: small
+            found: dict[nn.Parameter, dict[str, Any]] = {}
+            for target, key, value in batch:
+                state = found.setdefault(target, {})
+                if key:
+                    state[key] = map_tensors(value, EntryPart.read, EntryPart)
+            first = {target: state for target, state in found.items() if target not in begun}
+            if first:
+                offload.mend()
+                offload.write(first, replaces=True)
+            if further := {t: state for t, state in found.items() if t in begun}:
+                offload.write(further, replaces=False)
+            begun |= first.keys()
+
+
+def _target_of(place: ParamRef) -> nn.Parameter | None:
     """What an optimizer offload steps of it; None where none does."""
     return place.buffer.targets[place.position] if place.buffer.targets else None
-
-
-def states_of(
-    sharded: ShardedModel, places: Sequence[ParamRef], *, is_read: bool = False
-) -> list[Mapping[str, Any]]:
-    """This rank's state of each parameter, empty where there is none. Local.
-
-    What rests elsewhere has shapes only, or `is_read` into host memory.
-    """
-    offload = sharded.residence.offload
-    if offload is None:
-        state = {} if sharded.optimizer is None else sharded.optimizer.state
-        return [state.get(owner_of(place), {}) for place in places]
-    targets = [target_of(place) for place in places]
-    stepped = [target for target in targets if target is not None]
-    if is_read:
-        found = offload.read(stepped)
-    else:
-        started = set(offload.started(besides=(MASTER,)))
-        found = offload.describe(target for target in stepped if target in started)
-    # Masters of the partition's are values of parameters, and no entries.
-    return [
-        {k: v for k, v in found[t].items() if k != MASTER or not offload.hides_master(t)}
-        if t is not None and t in found
-        else {}
-        for t in targets
-    ]
 
 
 def ask_states(
@@ -160,6 +287,22 @@ def plan_state(
     return entries
 
 
+def plan_states(
+    sharded: ShardedModel,
+    places: Sequence[ParamRef],
+    states: Sequence[Mapping[str, Any]],
+    *,
+    has_own: bool = False,
+    timeout_s: float | None = None,
+) -> list[dict[str, Entry]]:
+    """How these states lie over the ranks, if this one has these. Collective where sharded."""
+    group = sharded.group
+    if not sharded.shards_state:
+        return [{k: entry_on_each(v, group.world_size) for k, v in of.items()} for of in states]
+    said = ask_states(states, group=group, timeout_s=timeout_s)
+    return [plan_state(place, of, has_own=has_own) for place, of in zip(places, said, strict=True)]
+
+
 def entry_on_each(value: Any, world_size: int) -> Entry:
     """An entry that every rank has: each gives an equal run of its elements."""
     said = Said.of(value)
@@ -199,3 +342,137 @@ def launch_entry(
         return whole.cpu() if entry.is_on_host else whole
 
     return wait
+
+
+@frozen
+class WholeTensor:
+    """A tensor of the model or its optimizer, by names that no world size or stage changes."""
+
+    name: str  # of the parameter
+    entry: str | None  # of the optimizer's state; None: the values that are trained
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@frozen
+class Part:
+    """A run of its flattened elements."""
+
+    tensor: WholeTensor
+    span: Span
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return self.span.numel * self.tensor.dtype.itemsize
+
+
+@frozen(eq=False)
+class PartBatch:
+    """Parts that are read together."""
+
+    parts: tuple[Part, ...]
+    is_frozen: bool  # of parameters that do not train
+    read: Callable[[], list[Tensor]]  # each 1-D, in order, to look at until the next step
+    is_resident: bool  # what is read is the memory that is trained itself; see `before_write`
+
+
+@define(eq=False)
+class StateParts:
+    """All tensors of a partitioned model and its optimizer, and this rank's parts of them."""
+
+    frozen: frozenset[str]  # names of parameters that do not train
+    ties: Mapping[str, str]  # further names of tied parameters, to the first
+    tensors: list[WholeTensor] = field(factory=list)  # in the same order on every rank
+    values: dict[str, dict[str, Any]] = field(factory=dict)  # by parameter: what is no tensor
+    batches: list[PartBatch] = field(factory=list)
+    own_said: dict[str, Any] = field(factory=dict)  # of entries without a whole; see NOTE(own)
+    own: list[Tensor] = field(factory=list)  # this rank's of those, to look at as those of batches
+    computes_in: dict[str, torch.dtype] = field(factory=dict)  # where values are of another
+
+
+def plan_parts(
+    sharded: ShardedModel, *, has_state: bool, has_frozen: bool = True, timeout_s: float = 60.0
+) -> StateParts:
+    """Say who gives what, so that all give it once. Collective where state is sharded; no reads.
+
+    Args:
+        sharded: The model.
+        has_state: Whether the optimizer's state is asked for as well.
+        has_frozen: Whether parameters that do not train are.
+        timeout_s: How long to wait for ranks that do not call this.
+
+    Raises:
+        StateError: An entry without a whole holds what would have to be pickled.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    places = [place for place in sharded.places if has_frozen or place.is_trainable]
+    for buffer in dict.fromkeys(place.buffer for place in places):
+        buffer.follow_writes()
+    local = LocalState(sharded)
+    states: Sequence[Mapping[str, Any]] = [{} for _ in places]
+    entries: list[dict[str, Entry]] = [{} for _ in places]
+    if has_state:
+        states = local.describe(places)
+        entries = plan_states(sharded, places, states, has_own=True, timeout_s=timeout_s)
+    parts = StateParts(
+        frozen=frozenset(place.name for place in places if not place.is_trainable),
+        ties={alias: place.name for place in places for alias in place.plan.names[1:]},
+    )
+    places_of: dict[Part, ParamRef] = {}
+    for place, state, planned in zip(places, states, entries, strict=True):
+        name, shape, own_dtype = place.name, place.plan.shape, place.buffer.plan.dtype
+        master = planned.pop(MASTER, None)  # that is kept without our asking
+        dtype = master.dtype if isinstance(master, TensorEntry) else place.buffer.training.dtype
+        if dtype != own_dtype:
+            parts.computes_in[name] = own_dtype
+        spans = {WholeTensor(name, None, shape, dtype): place.kept}
+        for key, entry in planned.items():
+            if isinstance(entry, PlainEntry):
+                parts.values.setdefault(name, {})[key] = state.get(key, entry.value)
+            elif isinstance(entry, OwnEntry):
+                own = {"keeps": keeps_said(place), "entries": {}}
+                of_param = parts.own_said.setdefault(name, own)
+                of_param["entries"][key] = [said and said.described for said in entry.said]
+                describe(local.read([place])[0].get(key), parts.own)
+            else:
+                tensor = WholeTensor(name, key, entry.shape, entry.dtype)
+                spans[tensor] = entry.given_by(sharded.group.rank)
+        parts.tensors.extend(spans)
+        places_of |= {Part(tensor, span): place for tensor, span in spans.items() if span.numel}
+    for is_frozen in (True, False):
+        mine = [item for item in places_of.items() if item[1].is_trainable is not is_frozen]
+        for batch in map(dict, in_batches(mine, lambda item: item[0].num_bytes)):
+            is_resident = sharded.residence.offload is None and all(
+                part.tensor.entry or place.buffer.training.memory is not None
+                for part, place in batch.items()
+            )
+            read = partial(_read, local, batch)
+            parts.batches.append(PartBatch(tuple(batch), is_frozen, read, is_resident))
+    return parts
+
+
+def _read(local: LocalState, batch: Mapping[Part, ParamRef]) -> list[Tensor]:
+    inside = {part: key for part, place in batch.items() if (key := _key_in_state(part, place))}
+    owners = list(dict.fromkeys(batch[part] for part in inside))
+    states = dict(zip(owners, local.read(owners, {*inside.values()}), strict=True))
+    resting: dict[FlatBuffer, Tensor] = {}
+    values = []
+    for part, place in batch.items():
+        key, state, buffer = inside.get(part, ""), states.get(place, {}), place.buffer
+        if key in state:
+            values.append(_elements(state[key], place, part.span))
+        elif buffer.training.memory is not None:
+            values.append(part_of(place, buffer.training.memory))
+        else:  # not stepped yet: the master is what the shard is
+            if buffer not in resting:
+                resting[buffer] = buffer.resting.read()
+            values.append(part_of(place, resting[buffer]).to(part.tensor.dtype))
+    return values
+
+
+def _key_in_state(part: Part, place: ParamRef) -> str | None:
+    """The entry of this rank's state that has it, None where the flat buffer has."""
+    training, targets = place.buffer.training, place.buffer.targets
+    is_master = part.tensor.dtype != training.dtype or (training.memory is None and targets)
+    return part.tensor.entry or (MASTER if is_master else None)

@@ -11,7 +11,7 @@ from zero_comm import collective
 
 from zero_partition.chained import members_of
 from zero_partition.errors import StateError
-from zero_partition.optimizer.entries import Entry
+from zero_partition.optimizer.shards import Entry
 from zero_partition.run.hooks import require_sharded
 from zero_partition.run.sharded_model import (
     ModelState,
@@ -73,7 +73,8 @@ def _check_idle(sharded: ShardedModel) -> None:
             "it between steps"
         )
     if sharded.reducer.shards_state and any(
-        g.has_local or g.is_in_flight or g.holds_gradients for g in sharded.reducer.gradients
+        g.has_local or g.reduction is not None or g.holds_gradients
+        for g in sharded.reducer.gradients
     ):
         raise StateError(
             "unpartition() was called while sharded gradients wait for the optimizer; call "
