@@ -380,3 +380,22 @@ def _register_and_delete(group: Group) -> None:
     gc.collect()
     assert not loss._forward_pre_hooks
     loss(torch.ones(1, WIDTH), torch.ones(WIDTH, WIDTH))
+
+
+def test_a_parameter_says_that_its_model_was_deleted(ranks) -> None:
+    """Whoever kept it alone has a stand-in; its values went with the model."""
+    ranks(2).run(_keep_a_parameter)
+
+
+def _keep_a_parameter(group: Group) -> None:
+    import gc
+
+    model = _blocks()
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    param = model[1].weight
+    del model
+    gc.collect()
+
+    for use in (zero_partition.full_param, torch.sum):
+        with pytest.raises(StateError, match=r"'1\.weight'.*kept its values was deleted"):
+            use(param)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -137,29 +137,21 @@ def _tensors_in(value: Any, seen: set[int], num_objects: int) -> Iterator[Tensor
     if isinstance(value, _ATOMS) or id(value) in seen:
         return
     seen.add(id(value))
-    content = _content_of(value)
-    if content is None:
-        if not num_objects or isinstance(value, _OPAQUE):
-            return
-        num_objects -= 1
+    kind = type(value)
+    if isinstance(value, list | tuple | set | frozenset):
+        content: Iterable[Any] = value
+    elif isinstance(value, Mapping):
+        content = list(value.values())
+    elif kind in _pytree.SUPPORTED_NODES:
+        content = _pytree.SUPPORTED_NODES[kind].flatten_fn(value)[0]
+    else:
+        if not is_dataclass(kind) and not attrs.has(kind):
+            if not num_objects or isinstance(value, _OPAQUE):
+                return
+            num_objects -= 1
         content = _attributes_of(value)
     for item in content:
         yield from _tensors_in(item, seen, num_objects)
-
-
-def _content_of(value: Any) -> Iterable[Any] | None:
-    """What its class says is in it, None if its class says nothing."""
-    if isinstance(value, list | tuple | set | frozenset):
-        return value
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if type(value) in _pytree.SUPPORTED_NODES:
-        return _pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name, None) for field in fields(value)]
-    if attrs.has(type(value)):
-        return [getattr(value, field.name, None) for field in attrs.fields(type(value))]
-    return None
 
 
 def _attributes_of(value: Any) -> Iterator[Any]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
 from zero_comm import collective
 
 from zero_partition.run.hooks import require_sharded
+from zero_partition.run.sharded_model import ModelState
 from zero_partition.run.unit import CodecErrors
-from zero_partition.values import offload_states as _states
 
 from .errors import StateError
-from .stand_in import Backup, StateKind
+from .stand_in import StateKind
 from .torch_private import plain_access
 
 
@@ -69,10 +69,10 @@ def coalesce_reduction(model: nn.Module) -> Iterator[None]:
             "coalesce_reduction() inside no_sync() or another coalesce_reduction(): the outer one "
             "says when gradients are reduced; leave it first"
         )
-    sharded.refuse_parked("coalesce_reduction()", StateKind.GRADS)
+    sharded.require("coalesce_reduction()", StateKind.GRADS)
     with no_sync(model):
         yield
-    sharded.refuse_incomplete_gradients("leaving coalesce_reduction()")
+    sharded.require("leaving coalesce_reduction()", no=(ModelState.FAILED,))
     with plain_access():
         sharded.reducer.reduce_local()
 
@@ -101,62 +101,6 @@ def release_buffers(model: nn.Module) -> None:
         StateError: Not sharded, or a unit is in use.
     """
     require_sharded(model).release_buffers()
-
-
-@collective
-def offload_states(
-    model: nn.Module,
-    backup: Backup,
-    kinds: Collection[StateKind] = tuple(StateKind),
-    *,
-    non_blocking: bool = False,
-) -> None:
-    """Give the memory of training state back until `reload_states`; a backup has the bytes.
-
-    Collective, with the same kinds on every rank. Between steps or micro-batches, with gradients
-    waiting or not. Where a backup raises, all is where it was, on every rank.
-
-    Tensors keep their identity, and raise StateError when they are used; so does whatever needs
-    them. What needs nothing that is parked goes on working: forwards without the optimizer's state,
-    say. `zero_grad()` and `memory_report()` always do. Left where they are: single numbers, what
-    is not on the group's device or not torch's own to free, and, with a warning, memory that a
-    graph or somebody else views.
-
-    Args:
-        model: The very module that was sharded.
-        backup: Of this call only; closed when its bytes are back.
-        kinds: What to park.
-        non_blocking: Whether copies may be left to the current stream when this returns; the memory
-            is free for what follows there.
-
-    Raises:
-        StateError: Not sharded, parked already, inside a forward, a backward or a context that
-            gathers, or after a backward that an exception ended; or the backup of another rank
-            has raised.
-        zero_comm.CommError: A rank did not take part in time.
-    """
-    _states.offload_states(require_sharded(model), backup, kinds, non_blocking=non_blocking)
-
-
-@collective
-def reload_states(model: nn.Module, *, non_blocking: bool = False) -> None:
-    """Bring back what `offload_states` has put elsewhere, in new memory. Every rank calls it.
-
-    Collective for parameters that rest sharded where peers can read them, else local.
-
-    Every tensor views its values again: the optimizer's state, gradients, parameters, graphs made
-    before. Nothing happens where nothing is parked. After an error in the backup it can be called
-    again.
-
-    Args:
-        model: The very module that was sharded.
-        non_blocking: As for `offload_states`.
-
-    Raises:
-        StateError: Not sharded.
-        zero_comm.CommError: A rank did not take part in time.
-    """
-    _states.reload_states(require_sharded(model), non_blocking=non_blocking)
 
 
 @contextmanager

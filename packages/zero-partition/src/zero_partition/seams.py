@@ -14,12 +14,11 @@ from zero_partition.memory.seams import (
     Pending,
     TensorHome,
 )
-from zero_partition.public import offload_states, reload_states
 from zero_partition.report import loco_facts, loco_state, restore_loco
 from zero_partition.run.hooks import find_sharded
 from zero_partition.run.norm import GradientReport
 from zero_partition.run.residence import Homes, RestPlan, RoomPlan, plan_room
-from zero_partition.run.sharded_model import ShardedModel
+from zero_partition.run.sharded_model import ModelState, ShardedModel
 from zero_partition.run.unit import CodecErrors
 from zero_partition.stand_in import Backup
 from zero_partition.values.access import ParameterStatus
@@ -31,6 +30,7 @@ from zero_partition.values.load import (
     param_groups_of,
     plan_load,
 )
+from zero_partition.values.offload_states import offload_states, reload_states
 from zero_partition.values.runs import Part, PartBatch, StateParts, WholeTensor, plan_parts
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "GradientReport",
     "Homes",
     "LoadReport",
+    "ModelState",
     "OpenState",
     "Opening",
     "OptimizerOffload",

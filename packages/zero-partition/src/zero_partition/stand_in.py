@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from functools import cache, partial
 from typing import Any, Final, NoReturn, Protocol
+from weakref import ref
 
 import torch
 from attrs import define, field, frozen
@@ -254,13 +255,13 @@ def _divided_over(args: tuple) -> Group | None:
 
 # The one table of the package: parameters are asked about by themselves, from any module's code.
 # Nothing is set on the user's objects, and nothing in it keeps a model alive. What is recorded of a
-# parameter is a `ParamRef`, of the floor above.
+# parameter is its name and, weakly, a `ParamRef`, of the floor above.
 _OWNERS: Final = WeakIdKeyDictionary()
 
 
 def record_owner(tensor: Tensor, owner: Any) -> None:
     """`tensor` is the parameter, or stands for it."""
-    _OWNERS[tensor] = owner
+    _OWNERS[tensor] = owner.name, ref(owner)
 
 
 def forget_owner(tensor: Tensor) -> None:
@@ -269,8 +270,21 @@ def forget_owner(tensor: Tensor) -> None:
 
 
 def find_owner(tensor: Tensor) -> Any:
-    """What was recorded of this very tensor; None if nothing was."""
-    return _OWNERS.get(tensor)
+    """What was recorded of this very tensor; None if nothing was.
+
+    Raises:
+        StateError: The model it belonged to was deleted.
+    """
+    found = _OWNERS.get(tensor)
+    if found is None:
+        return None
+    name, owner = found[0], found[1]()
+    if owner is None:
+        raise StateError(
+            f"parameter {name!r}: the sharded model that kept its values was deleted, and they "
+            "went with it; keep the model for as long as its parameters are used"
+        )
+    return owner
 
 
 _CONVERSIONS: Final = {
@@ -384,7 +398,7 @@ def _as_plain(func: Callable, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
     finally:
         for tensor, at_rest in zip(found, types, strict=True):
-            if at_rest is AtRestData or _owner_of(tensor).is_at_rest:
+            if at_rest is AtRestData or _owner_of(tensor).buffer.is_at_rest:
                 tensor.__class__ = at_rest
 
 

@@ -102,17 +102,16 @@ def _check_param(name: str, param: nn.Parameter, group: Group) -> None:
             f"parameter {name!r} of a lazy module has no shape yet; run one forward of the "
             "model before building the optimizer and calling shard()"
         )
-    place = find_place(param)
-    if place is None:
-        return
     try:
-        owner = type(place.sharded.model).__name__
+        place = find_place(param)
     except StateError:
         return  # that model is gone
-    raise PartitionError(
-        f"parameter {name!r} belongs to a sharded {owner} already, as {place.name!r}, and can have "
-        "one optimizer and one place; shard the models that share it as one nn.Module"
-    )
+    if place is not None:
+        owner = type(place.sharded.model).__name__
+        raise PartitionError(
+            f"parameter {name!r} belongs to a sharded {owner} already, as {place.name!r}, and can "
+            "have one optimizer and one place; shard the models that share it as one nn.Module"
+        )
 
 
 def _check_device(name: str, tensor: Tensor, group: Group) -> None:

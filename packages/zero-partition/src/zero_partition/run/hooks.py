@@ -79,7 +79,7 @@ class AroundCall(Bound):
     def _prepare(self) -> None:
         if self.is_model:
             self.sharded.begin_forward()
-        self.sharded.refuse_parked("a forward", StateKind.PARAMS)  # of a part of the model
+        self.sharded.require("a forward", StateKind.PARAMS)  # of a part of the model
         try:
             if self.unit is not None:
                 self.sharded.schedule.before_forward(self.unit)

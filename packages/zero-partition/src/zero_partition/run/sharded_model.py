@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from enum import Enum
+from functools import partial
 from itertools import chain
 from operator import is_
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, final
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -15,7 +17,6 @@ from zero_comm import CommError, Exposure, Group, Handle, all_gather_flat
 
 from zero_partition.errors import AtRestError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
-from zero_partition.memory.seams import TensorHome
 from zero_partition.plan.config import StateDictKind
 from zero_partition.plan.layout import ParameterPlan, Piece, Span
 from zero_partition.plan.stages import Placement, Placements
@@ -25,7 +26,6 @@ from zero_partition.stand_in import (
     Parked,
     StateKind,
     find_owner,
-    forget_owner,
     record_owner,
 )
 from zero_partition.torch_private import (
@@ -44,106 +44,35 @@ from .step import bring_in, step_elsewhere
 from .unit import ShardState, Unit, publish
 
 
-@define(eq=False)
-class ModuleTree:
-    """Which modules and parameters a model has, and whether that changed.
+class ModelState(Enum):
+    """What a call may have to wait for, and what is said then; see `ShardedModel.require`."""
 
-    Comparing identities costs a fraction of a microsecond per module and forward.
-    """
-
-    model: nn.Module
-    _params: frozenset[int] = field(init=False)  # those that were sharded; units keep them alive
-    _contents: list[dict] = field(init=False)  # every module's dictionaries of params and children
-    _seen: list[Any] = field(
-        init=False
-    )  # what was in them; objects: an identity may be given twice
-
-    def __attrs_post_init__(self) -> None:
-        self._params = frozenset(map(id, self.model.parameters()))
-        self._look()
-
-    def check(self, rank: int) -> None:
-        """Raise StateError where a parameter was added since. Local.
-
-        Modules without parameters of their own come and go as they please, and so do further uses
-        of parameters that were sharded.
-        """
-        found = self._members()
-        if len(found) == len(self._seen) and all(map(is_, found, self._seen)):
-            return
-        for name, param in self.model.named_parameters():
-            if id(param) not in self._params:
-                raise StateError(
-                    f"parameter {name!r}: expected one that was sharded, got another Parameter "
-                    f"object of shape {tuple(param.shape)}, attached after shard() or one that "
-                    f"functional_call() put in its place (rank {rank}); each rank would train its "
-                    "own. Build the model anew with all its modules, "
-                    "load zero_engine.full_state_dict() of this one into it, and shard that"
-                )
-        self._look()
-
-    def _look(self) -> None:
-        modules = list(self.model.modules())
-        contents = (content for m in modules for content in (m._parameters, m._modules))
-        self._contents = [found for found in contents if isinstance(found, dict)]  # not scripted
-        self._seen = self._members()
-
-    def _members(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._contents)))
+    FORWARD = "{what} was called while a forward is running; call it between steps"
+    FAILED = (
+        "{what} after a backward that an exception ended: its gradients are incomplete. Call "
+        "optimizer.zero_grad() and run forward and backward again."
+    )
+    GATHERED = (
+        "{what} inside {context}: the parameters that are whole there would be out of date or "
+        "lost; leave the context first (rank {rank})"
+    )
 
 
-@frozen
+@frozen(eq=False)
 class ParamRef:
-    """A position in a flat buffer of a unit of a sharded model.
+    """A parameter of a sharded model, and its place in a flat buffer there."""
 
-    Holds nothing alive: the table below would keep every model there ever was.
-    """
-
-    _sharded: ReferenceType[ShardedModel]
-    name: str  # the first of the parameter's names
-    unit_index: int
-    buffer_index: int  # among the unit's
+    sharded: ShardedModel
+    unit: Unit  # it is unsharded with
+    buffer: FlatBuffer  # it lies in
     position: int  # among the buffer's parameters
+    param: nn.Parameter
+    plan: ParameterPlan
 
     @property
-    def sharded(self) -> ShardedModel:
-        """The model it belongs to.
-
-        Raises:
-            StateError: The model was deleted.
-        """
-        sharded = self._sharded()
-        if sharded is None:
-            raise StateError(
-                f"parameter {self.name!r}: the sharded model that kept its values was deleted, and "
-                "they went with it; keep the model for as long as its parameters are used"
-            )
-        return sharded
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """Identity within the model; sorts alike on every rank."""
-        return self.unit_index, self.buffer_index, self.position
-
-    @property
-    def unit(self) -> Unit:
-        """The unit it is unsharded with."""
-        return self.sharded.units[self.unit_index]
-
-    @property
-    def buffer(self) -> FlatBuffer:
-        """The flat buffer it lies in."""
-        return self.unit.buffers[self.buffer_index]
-
-    @property
-    def plan(self) -> ParameterPlan:
-        """The parameter as it was planned."""
-        return self.buffer.plan.params[self.position]
-
-    @property
-    def param(self) -> nn.Parameter:
-        """The parameter itself."""
-        return self.buffer.params[self.position]
+    def name(self) -> str:
+        """The first of the parameter's names."""
+        return self.plan.name
 
     @property
     def group(self) -> Group:
@@ -175,36 +104,10 @@ class ParamRef:
         """Whether its own memory is whole, for the user."""
         return self.position in self.buffer.held
 
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether its values are elsewhere."""
-        return self.buffer.is_at_rest
-
-
-def record_places(sharded: ShardedModel) -> tuple[ParamRef, ...]:
-    """Make the parameters of a model known; where they are, in the order of units."""
-    owner = ref(sharded)
-    places = tuple(
-        ParamRef(owner, param.name, unit.index, buffer_index, position)
-        for unit in sharded.units
-        for buffer_index, buffer in enumerate(unit.buffers)
-        for position, param in enumerate(buffer.plan.params)
-    )
-    for place in places:
-        record_owner(place.param, place)
-    return places
-
-
-def forget_places(sharded: ShardedModel) -> None:
-    """The parameters of a model are ordinary ones again."""
-    for place in sharded.places:
-        forget_owner(place.param)
-
 
 def find_place(param: Tensor) -> ParamRef | None:
     """Where this very parameter lies, None if it belongs to no sharded model."""
-    place = find_owner(param)
-    return place if isinstance(place, ParamRef) else None
+    return find_owner(param)
 
 
 def place_of(param: Tensor, *, what: str) -> ParamRef:
@@ -226,8 +129,7 @@ def place_of(param: Tensor, *, what: str) -> ParamRef:
 
 def sort_places(places: Iterable[ParamRef]) -> list[ParamRef]:
     """Each once, in one order on every rank."""
-    unique = {(id(place.sharded), place.key): place for place in places}
-    return sorted(unique.values(), key=lambda place: (place.buffer.index, place.position))
+    return sorted(set(places), key=lambda place: (place.buffer.index, place.position))
 
 
 def part_of(place: ParamRef, shard: Tensor | None = None) -> Tensor:
@@ -242,28 +144,15 @@ def part_of(place: ParamRef, shard: Tensor | None = None) -> Tensor:
     return source[:0] if piece is None else source[piece.in_shard.as_slice()]
 
 
-def refuse_parked_values(place: ParamRef, what: str) -> None:
-    """Raise StateError where a parameter's values, as the optimizer updates them, are parked."""
-    has_master = place.buffer.has_masters
-    place.sharded.refuse_parked(what, StateKind.MASTERS if has_master else StateKind.PARAMS)
-
-
-def as_computed(place: ParamRef) -> Tensor | None:
-    """This rank's part of a parameter as the model computes with it; None: as it rests. Local.
-
-    Encoded and decoded with the whole shard, so that it is the same as in a gather of the unit.
-    """
-    buffer, codec = place.buffer, place.buffer.gather_codec
-    if codec is None or place.unit.copies is not None:
-        return None
-    shard = buffer.shard
-    return part_of(place, codec.decode(codec.encode(shard), torch.empty_like(shard)))
+# NOTE(gathers): apart from units in their slots, whole values come about in two ways: of one
+# parameter from the ranks' parts of it, and of a flat buffer from their shards. Both get memory of
+# their own.
 
 
 def launch_whole(place: ParamRef, part: Tensor | None = None) -> Callable[..., Tensor]:
     """Launch the gather of one parameter from the ranks' parts.
 
-    Collective, but for resting values that are exposed: those are there at once.
+    Collective, but for resting values that are exposed, or copied whole: those are there at once.
 
     Args:
         place: Which parameter.
@@ -275,8 +164,6 @@ def launch_whole(place: ParamRef, part: Tensor | None = None) -> Callable[..., T
         shape, memory of its own.
     """
     buffer, group, unit = place.buffer, place.group, place.unit
-    if part is None and unit.copies is not None:
-        return _launch_copy(place, unit.copies)
     layout = buffer.plan.layout
     span = layout.spans[place.position]
     overlaps = [span.overlap(shard) or Span(shard.start, shard.start) for shard in layout.shards]
@@ -284,7 +171,11 @@ def launch_whole(place: ParamRef, part: Tensor | None = None) -> Callable[..., T
     dtype = buffer.resting.dtype if part is None else part.dtype
     whole = torch.empty(span.numel, dtype=dtype, device=group.device)
     handle: Handle[Tensor] | None = None
-    if part is None and unit.exposure is not None:
+    if part is None and unit.copies is not None:
+        full = torch.empty(layout.numel, dtype=dtype, device=group.device)
+        unit.copies.read(buffer.index, full).wait()
+        whole.copy_(full[span.as_slice()])
+    elif part is None and unit.exposure is not None:
         pairs = zip(overlaps, layout.shards, strict=True)
         starts = [overlap.start - shard.start for overlap, shard in pairs]
         unit.exposure.gather(buffer.shard, whole, splits=splits, starts=starts)
@@ -307,28 +198,6 @@ def launch_whole(place: ParamRef, part: Tensor | None = None) -> Callable[..., T
     return wait
 
 
-def _launch_copy(place: ParamRef, copies: TensorHome) -> Callable[..., Tensor]:
-    buffer = place.buffer
-    numel, dtype = buffer.plan.layout.numel, buffer.plan.dtype
-    full = torch.empty(numel, dtype=dtype, device=place.group.device)
-    reading = copies.read(buffer.index, full)
-
-    def wait(timeout_s: float | None = None) -> Tensor:
-        del timeout_s  # no rank is waited for
-        reading.wait()
-        return buffer.views_of(full)[place.position].clone()
-
-    return wait
-
-
-def launch_flat(buffer: FlatBuffer, shard: Tensor | None = None) -> Callable[[], Tensor]:
-    """As `launch_buffer`; gives the whole flat buffer, 1-D."""
-    shard = buffer.shard if shard is None else shard
-    full = shard.new_empty(buffer.plan.layout.numel)
-    handle = buffer.all_gather(full, shard=shard, is_exact=True)
-    return handle.wait
-
-
 def launch_buffer(
     buffer: FlatBuffer, shard: Tensor | None = None
 ) -> Callable[[], tuple[Tensor, ...]]:
@@ -341,8 +210,27 @@ def launch_buffer(
     Returns:
         Call it once to wait; gives each parameter's value, views of one new tensor.
     """
-    wait = launch_flat(buffer, shard)
-    return lambda: buffer.views_of(wait())
+    shard = buffer.shard if shard is None else shard
+    full = shard.new_empty(buffer.plan.layout.numel)
+    handle = buffer.all_gather(full, shard=shard, is_exact=True)
+    return lambda: buffer.views_of(handle.wait())
+
+
+def launch_trained(place: ParamRef) -> Callable[..., Tensor]:
+    """As `launch_whole`, of a parameter as it is updated. Sends nothing where it rests whole so."""
+    buffer = place.buffer
+    if buffer.has_masters:
+        return launch_whole(place, part_of(place, buffer.trained).to(place.group.device))
+    if buffer.whole is None or buffer.codec is not None:
+        return launch_whole(place)
+    return buffer.views_of(buffer.whole)[place.position].detach().clone
+
+
+def launch_trained_buffer(buffer: FlatBuffer) -> Callable[[], tuple[Tensor, ...]]:
+    """As `launch_trained`, of all parameters of a flat buffer; views of what rests whole so."""
+    if buffer.whole is None or buffer.has_masters or buffer.codec is not None:
+        return launch_buffer(buffer, buffer.trained.to(buffer.group.device))
+    return partial(buffer.views_of, buffer.whole)
 
 
 def write_whole(place: ParamRef, value: Tensor) -> None:
@@ -372,8 +260,8 @@ class OutsideUses:
 
     sharded: ShardedModel
     num_gathers: int = field(default=0, init=False)
-    _values: dict[tuple[int, int, int], Tensor] = field(factory=dict, init=False)
-    _in_flight: dict[tuple[int, int, int], Callable[..., Tensor]] = field(factory=dict, init=False)
+    _values: dict[ParamRef, Tensor] = field(factory=dict, init=False)
+    _in_flight: dict[ParamRef, Callable[..., Tensor]] = field(factory=dict, init=False)
 
     @property
     def num_bytes(self) -> int:
@@ -382,15 +270,10 @@ class OutsideUses:
 
     def launch(self, place: ParamRef) -> None:
         """Launch the gather ahead of the use. Collective."""
-        self.sharded.refuse_parked("a gather ahead of a forward", StateKind.PARAMS)
-        is_whole = place.unit.state is ShardState.UNSHARDED or place.position in place.buffer.held
-        if not is_whole and place.key not in self._values:
-            self._set_out(place)
-
-    def _set_out(self, place: ParamRef) -> None:
-        if place.key not in self._in_flight:
-            self.num_gathers += 1
-            self._in_flight[place.key] = launch_whole(place, as_computed(place))
+        self.sharded.require("a gather ahead of a forward", StateKind.PARAMS)
+        is_whole = place.unit.state is ShardState.UNSHARDED or place.is_gathered
+        if not is_whole and place not in self._values:
+            self._launch(place)
 
     def value(self, place: ParamRef, tensor: Tensor, what: str, *, needs_grad: bool) -> Tensor:
         """What stands in for a parameter at rest, or its `data`, in a call of `what`. Collective.
@@ -422,29 +305,37 @@ class OutsideUses:
         )
 
     def _whole(self, place: ParamRef, what: str, *, needs_grad: bool) -> Tensor:
-        self.sharded.refuse_parked(f"{what}() of parameter {place.name!r}", StateKind.PARAMS)
+        sharded = self.sharded
+        sharded.require(f"{what}() of parameter {place.name!r}", StateKind.PARAMS)
         held = place.buffer.held.get(place.position)
         if held is not None:
             return held
-        key, is_inside = place.key, self.sharded.forwards > 0 or is_in_backward()
-        is_inside = is_inside or self.sharded.schedule.is_running
-        if key in self._values:
-            return self._values[key]
+        if place in self._values:
+            return self._values[place]
+        is_inside = sharded.forwards > 0 or is_in_backward() or sharded.schedule.is_running
         is_kept = is_inside or needs_grad
-        is_alone = self.sharded.group.world_size == 1 or place.unit.copies is not None
-        if not is_kept and not is_alone and not self._is_called_in_part():
-            self._refuse_read(place, what)
-        self._set_out(place)
-        wait = self._in_flight.pop(key)
-        value = wait() if is_inside else wait(timeout_s=_PATIENCE_S)
+        is_alone = sharded.group.world_size == 1 or place.unit.copies is not None
+        if not is_kept and not is_alone:
+            own = set(map(id, sharded.model.modules()))
+            if not any(id(module) in own for module in modules_being_called()):  # see NOTE(parts)
+                self._refuse_read(place, what)
+        self._launch(place)
+        wait = self._in_flight.pop(place)
+        value = wait(timeout_s=None if is_inside else _PATIENCE_S)
         if is_kept:
-            self._values[key] = value
+            self._values[place] = value
         return value
 
-    def _is_called_in_part(self) -> bool:
-        """Whether some module of the model runs, called by hand: see NOTE(parts)."""
-        own = set(map(id, self.sharded.model.modules()))
-        return any(id(module) in own for module in modules_being_called())
+    def _launch(self, place: ParamRef) -> None:
+        """Launch the gather of what a unit's would give, so that both are the same values."""
+        if place in self._in_flight:
+            return
+        part, buffer, codec = None, place.buffer, place.buffer.gather_codec
+        if codec is not None and place.unit.copies is None:  # its blocks are those of the shard
+            shard = buffer.shard
+            part = part_of(place, codec.decode(codec.encode(shard), torch.empty_like(shard)))
+        self.num_gathers += 1
+        self._in_flight[place] = launch_whole(place, part)
 
     def _refuse_read(self, place: ParamRef, what: str) -> NoReturn:
         group = self.sharded.group
@@ -519,6 +410,7 @@ class _EndOfBackward:
             sharded.schedule.abandon_backward()  # what is on its way is left to the next use
 
 
+@final
 @define(eq=False)
 class ShardedModel:
     """What the hooks talk to. The module stays the user's own."""
@@ -543,9 +435,11 @@ class ShardedModel:
     # Of modules, what launches gathers before their forward; see `register_external_parameter`.
     ahead: WeakKeyDictionary[nn.Module, Any] = field(factory=WeakKeyDictionary, init=False)
     gathers: list[str] = field(factory=list, init=False)  # open contexts, by what users call them
-    gathered: set[tuple[int, int, int]] = field(factory=set, init=False)  # places, by their keys
+    gathered: set[ParamRef] = field(factory=set, init=False)  # what they have
     unread: list[Handle[Tensor]] = field(factory=list, init=False)  # sent as an exception passed
-    _tree: ModuleTree = field(init=False)
+    # Every module's dictionaries of parameters and children, and the objects that were in them.
+    _contents: list[dict] = field(init=False)
+    _seen: list[Any] = field(init=False)
     removers: list[Callable[[], None]] = field(factory=list, init=False)  # of all our hooks
     before_write: list[Callable[[], None]] = field(factory=list, init=False)  # once, whoever writes
     parked: Parked | None = field(default=None, init=False)  # what is elsewhere between phases
@@ -562,8 +456,17 @@ class ShardedModel:
     def __attrs_post_init__(self) -> None:
         self.buffers = tuple(buffer for unit in self.units for buffer in unit.buffers)
         self.outside = OutsideUses(self)
-        self._tree = ModuleTree(self.model)
-        self.places = record_places(self)
+        self.places = tuple(
+            ParamRef(self, unit, buffer, position, param, plan)
+            for unit in self.units
+            for buffer in unit.buffers
+            for position, (param, plan) in enumerate(
+                zip(buffer.params, buffer.plan.params, strict=True)
+            )
+        )
+        for place in self.places:
+            record_owner(place.param, place)
+        self._look_at_modules()
 
     @property
     def group(self) -> Group:
@@ -598,10 +501,10 @@ class ShardedModel:
 
     def begin_forward(self) -> None:
         """The model's forward starts: clean up after an exception, take our guards away."""
-        self.refuse_parked("a forward", StateKind.PARAMS)
+        self.require("a forward", StateKind.PARAMS)
         if not is_in_backward():
             self._refuse_callers()
-            self._tree.check(self.whole.rank)
+            self._check_modules()
             self._give_up_open_backward()
             self.outside.forget()
             with plain_access():
@@ -646,7 +549,7 @@ class ShardedModel:
         """
         if not self.is_backward_open:
             self.is_backward_open = has_arrived
-            self.refuse_parked("a backward", StateKind.PARAMS, StateKind.GRADS)
+            self.require("a backward", StateKind.PARAMS, StateKind.GRADS)
             self.is_backward_open = True
             self._makes_graph = torch.is_grad_enabled()
             with plain_access():
@@ -669,7 +572,7 @@ class ShardedModel:
                 "backward_without_batch() during a backward, or after one that an exception ended; "
                 "call optimizer.zero_grad() first"
             )
-        self.refuse_parked("backward_without_batch()", StateKind.GRADS)
+        self.require("backward_without_batch()", StateKind.GRADS)
         with plain_access():
             self.reducer.refuse_to_sum_again()
             self.reducer.before_forward()
@@ -678,15 +581,14 @@ class ShardedModel:
 
     def before_step(self, *, has_closure: bool) -> None:
         """What the optimizer reads must be there, and nothing may still read what it writes."""
-        self.refuse_incomplete_gradients("optimizer.step()")
-        self.refuse_while_gathered("optimizer.step()")
+        no = (ModelState.FAILED, ModelState.GATHERED)
+        self.require("optimizer.step()", *StateKind, no=no)
         if self.schedule.is_running and self.placements.params is Placement.SHARDED:
             raise StateError(
                 "optimizer.step() was called while a forward is running, which would go on with "
                 f"parameters as they were (rank {self.whole.rank}); call it when that has ended, "
                 "or train at stage 2 or lower"
             )
-        self.refuse_parked("optimizer.step()", *StateKind)
         self._check_params()
         with plain_access():
             self.reducer.before_step()
@@ -703,7 +605,7 @@ class ShardedModel:
 
         def evaluate() -> Any:
             if self._has_written():
-                self._all_gather_params()
+                self.publish_params(is_sharded=self.shards_state)
                 self._published = self._shard_versions()
             result = closure()
             self.begin_write()
@@ -736,7 +638,7 @@ class ShardedModel:
         for g in self.reducer.gradients:
             g.take_back()
         self.has_stepped = True
-        self._all_gather_params()
+        self.publish_params(is_sharded=self.shards_state)
         self.routes.log.turn()  # gathers that are launched from here on are the next step's
         self.schedule.step()
 
@@ -744,25 +646,29 @@ class ShardedModel:
         """What the public `finish_update` documents."""
         if not self.residence.homes.is_delayed:
             return
-        self.refuse_while_gathered("finish_update()")
-        self.refuse_parked("finish_update()", StateKind.PARAMS)
-        self.refuse_in_forward("finish_update()")
+        no = (ModelState.GATHERED, ModelState.FORWARD)
+        self.require("finish_update()", StateKind.PARAMS, no=no)
         self.begin_write()
         self._follow_writes()
         bring_in(self.residence, self.reducer.gradients)
-        self._all_gather_params()
+        self.publish_params(is_sharded=self.shards_state)
 
     def _follow_writes(self) -> None:
         for buffer in self.buffers:
             if buffer.whole is not None:
                 buffer.follow_writes()
 
-    def _all_gather_params(self) -> None:
+    def publish_params(self, *, is_sharded: bool) -> None:
+        """End a write to what is trained: what the model computes with follows.
+
+        Args:
+            is_sharded: Each rank has written its part only. Collective then.
+        """
         for buffer in self.buffers:
             buffer.reclaim()
             buffer.follow_update()
         self.end_write()
-        if self.shards_state:
+        if is_sharded:
             publish(self.units)
         if self.residence.home is not None:
             self.residence.home.settle()
@@ -782,7 +688,7 @@ class ShardedModel:
 
     def begin_write(self) -> None:
         """Wait until nothing reads the shards any more. Collective where they are exposed."""
-        self.refuse_parked("a write to parameters", StateKind.PARAMS, StateKind.MASTERS)
+        self.require("a write to parameters", StateKind.PARAMS, StateKind.MASTERS)
         self.await_readers()
         self.schedule.settle()
         if self.exposure is not None:
@@ -804,36 +710,31 @@ class ShardedModel:
         for unit in self.units if only is None else (only,):
             unit.version += 1
 
-    def refuse_incomplete_gradients(self, what: str) -> None:
-        """Raise StateError after a backward that an exception ended."""
-        if self.is_backward_open:
-            raise StateError(
-                f"{what} after a backward that an exception ended: its gradients are incomplete. "
-                "Call optimizer.zero_grad() and run forward and backward again."
-            )
+    def require(self, what: str, *kinds: StateKind, no: Collection[ModelState] = ()) -> None:
+        """Raise StateError where the model is in no state for what users call `what`. Local.
 
-    def refuse_in_forward(self, what: str) -> None:
-        """Raise StateError inside a forward of a unit."""
-        if self.schedule.is_running:
-            raise StateError(f"{what} was called while a forward is running; call it between steps")
-
-    def refuse_while_gathered(self, what: str) -> None:
-        """Raise StateError inside a context that keeps parameters whole."""
-        if self.gathers:
-            raise StateError(
-                f"{what} inside {self.gathers[-1]}: the parameters that are whole there would be "
-                f"out of date or lost; leave the context first (rank {self.whole.rank})"
-            )
-
-    def refuse_parked(self, what: str, *kinds: StateKind) -> None:
-        """Raise StateError where something of these kinds is parked."""
+        Args:
+            what: What they call it.
+            kinds: State that it needs, and that must not be parked.
+            no: In what states of the model it may not be called.
+        """
+        for state in no:
+            if self._is_in(state):
+                context = self.gathers[-1] if self.gathers else ""
+                said = state.value.format(what=what, context=context, rank=self.whole.rank)
+                raise StateError(said)
         if self.parked is not None:
             self.parked.refuse(what, kinds, rank=self.whole.rank)
+
+    def _is_in(self, state: ModelState) -> bool:
+        if state is ModelState.FORWARD:
+            return self.schedule.is_running
+        return self.is_backward_open if state is ModelState.FAILED else bool(self.gathers)
 
     def drop_gradients(self, *, set_to_none: bool) -> None:
         """What `optimizer.zero_grad()` means for gradients that are on their way."""
         if not set_to_none:  # parked ones can be dropped, but not written to
-            self.refuse_parked("zero_grad(set_to_none=False)", StateKind.GRADS)
+            self.require("zero_grad(set_to_none=False)", StateKind.GRADS)
         self._give_up_open_backward(is_asked_for=True)
         with plain_access():
             self.reducer.drop(set_to_none=set_to_none)
@@ -841,7 +742,7 @@ class ShardedModel:
 
     def release_buffers(self) -> None:
         """Give slots and reduction buffers back until they are needed again."""
-        self.refuse_while_gathered("release_buffers()")
+        self.require("release_buffers()", no=(ModelState.GATHERED,))
         self._give_up_open_backward()
         self.outside.forget()
         self.schedule.settle()
@@ -881,6 +782,34 @@ class ShardedModel:
                 "are gathered; trace a plain model with the weights of full_state_dict(), or "
                 "zero_engine.unshard() this one first"
             )
+
+    def _look_at_modules(self) -> None:
+        modules = list(self.model.modules())
+        contents = (content for m in modules for content in (m._parameters, m._modules))
+        self._contents = [found for found in contents if isinstance(found, dict)]  # not scripted
+        self._seen = list(chain.from_iterable(map(dict.values, self._contents)))
+
+    def _check_modules(self) -> None:
+        """Raise StateError where a parameter was added since. Local.
+
+        Modules without parameters of their own come and go as they please, and so do further uses
+        of parameters that were sharded. To compare identities costs a fraction of a microsecond per
+        module and forward.
+        """
+        found = list(chain.from_iterable(map(dict.values, self._contents)))
+        if len(found) == len(self._seen) and all(map(is_, found, self._seen)):
+            return
+        for name, param in self.model.named_parameters():
+            place = find_place(param)
+            if place is None or place.sharded is not self:
+                raise StateError(
+                    f"parameter {name!r}: expected one that was sharded, got another Parameter "
+                    f"object of shape {tuple(param.shape)}, attached after shard() or one that "
+                    f"functional_call() put in its place (rank {self.whole.rank}); each rank would "
+                    "train its own. Build the model anew with all its modules, load "
+                    "zero_engine.full_state_dict() of this one into it, and shard that"
+                )
+        self._look_at_modules()
 
     def _check_params(self) -> None:
         if self.optimizer is None or not self.shards_state:

@@ -17,35 +17,43 @@ from zero_partition.plan.stages import Placement
 from zero_partition.run.gradients import BufferGradients
 from zero_partition.run.sharded_model import (
     ParamRef,
+    launch_trained,
     launch_whole,
     part_of,
     place_of,
-    refuse_parked_values,
     write_whole,
 )
 from zero_partition.run.unit import ShardState
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
 
-from .runs import ask_states, entry_on_each, launch_entry, launch_trained, owner_of, plan_state
+from .runs import ask_states, entry_on_each, launch_entry, owner_of, plan_state
+
+# NOTE(arguments): every function here takes the model's own Parameter object, tied and frozen ones
+# included, at every stage. What it returns is a copy, the caller's to keep; shapes are the
+# parameter's, and local parts are 1-D and may be empty. At stage 0 a local part is the whole.
 
 
-def for_rank(place: ParamRef, value: Any, to_rank: int | None) -> Any:
+def _for_rank(place: ParamRef, value: Any, to_rank: int | None) -> Any:
     """The value on the rank that wants it, on all when None; None elsewhere."""
     return value if to_rank in (None, place.whole.rank) else None
 
 
-def check_rank(place: ParamRef, from_rank: int | None, what: str) -> None:
-    """Raise StateError unless it is a rank of the group, or None."""
+def _said_by(place: ParamRef, from_rank: int | None, own: Any, what: str) -> Any:
+    """What JSON can say of that rank's, or of this one's own. Collective with `from_rank`."""
     group = place.whole
-    if from_rank is not None and not 0 <= from_rank < group.world_size:
+    if from_rank is None:
+        return own
+    if not 0 <= from_rank < group.world_size:
         raise StateError(
             f"{what}: expected from_rank in 0..{group.world_size - 1}, got {from_rank} (rank "
             f"{group.rank})"
         )
+    mine = own if group.rank == from_rank else None
+    return all_gather_json(mine, group=group, tag=place.sharded.access_tag)[from_rank]
 
 
-def given_value(
+def _given(
     place: ParamRef,
     value: Any,
     expected: tuple[torch.Size, torch.dtype],
@@ -54,10 +62,8 @@ def given_value(
 ) -> Tensor:
     """The whole value that every rank is to write, checked on all. Collective with `from_rank`."""
     (shape, dtype), group = expected, place.whole
-    check_rank(place, from_rank, what)
-    got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-    if from_rank is not None:
-        got = all_gather_json(got, group=group, tag=place.sharded.access_tag)[from_rank]
+    own = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    got = _said_by(place, from_rank, own, what)
     if got != f"shape {tuple(shape)}":
         whose = group.rank if from_rank is None else from_rank
         raise StateError(
@@ -74,7 +80,7 @@ def given_value(
     return whole
 
 
-def copy_given(place: ParamRef, part: Tensor, value: Any, what: str) -> None:
+def _copy_given(place: ParamRef, part: Tensor, value: Any, what: str) -> None:
     """Write what was given as this rank's part into that part. Local."""
     if not isinstance(value, Tensor) or value.numel() != part.numel():
         got = f"{value.numel()} elements" if isinstance(value, Tensor) else repr(value)
@@ -103,7 +109,7 @@ def full_grad(param: nn.Parameter, *, to_rank: int | None = None) -> Tensor | No
     """
     place = place_of(param, what="full_grad()")
     wait = _launch_grad(place, "full_grad()")
-    return None if wait is None else for_rank(place, wait(), to_rank)
+    return None if wait is None else _for_rank(place, wait(), to_rank)
 
 
 @collective
@@ -120,7 +126,7 @@ def set_full_grad(
     what = "set_full_grad()"
     place = place_of(param, what=what)
     plan = place.plan
-    whole = given_value(place, value, (plan.shape, plan.dtype), from_rank, what)
+    whole = _given(place, value, (plan.shape, plan.dtype), from_rank, what)
     if not place.is_trainable:
         raise StateError(
             f"{what}: parameter {place.name!r} was frozen when it was sharded, and has no memory "
@@ -156,7 +162,7 @@ def set_local_grad(param: nn.Parameter, value: Tensor) -> None:
             f"set_local_grad(): parameter {place.name!r} has no gradient (rank "
             f"{place.whole.rank}); set_full_grad() makes one"
         )
-    copy_given(place, part, value, "set_local_grad()")
+    _copy_given(place, part, value, "set_local_grad()")
 
 
 @collective
@@ -203,7 +209,7 @@ def _gradients_of(place: ParamRef, what: str) -> BufferGradients | None:
         StateError: There can be no gradients now.
     """
     sharded, reducer = place.sharded, place.sharded.reducer
-    sharded.refuse_parked(what, StateKind.GRADS)
+    sharded.require(what, StateKind.GRADS)
     if sharded.is_backward_open:
         raise StateError(
             f"{what}: a backward is running, or an exception ended it (rank {place.whole.rank}); "
@@ -250,12 +256,6 @@ def _local_grad(place: ParamRef, what: str) -> Tensor | None:
     return None if grad is None else grad.as_subclass(Tensor).view(-1)
 
 
-# NOTE(arguments): every function here, in `_grad_access` and in `_state_access` takes the model's
-# own Parameter object, tied and frozen ones included, at every stage. What it returns is a copy,
-# the caller's to keep; shapes are the parameter's, and local parts are 1-D and may be empty. At
-# stage 0 a local part is the whole.
-
-
 @frozen
 class ParameterStatus:
     """What the partition knows about a parameter, without touching it."""
@@ -300,8 +300,8 @@ def full_param(param: nn.Parameter, *, to_rank: int | None = None) -> Tensor | N
         zero_comm.CommError: A rank did not take part in time.
     """
     place = place_of(param, what="full_param()")
-    refuse_parked_values(place, "full_param()")
-    return for_rank(place, launch_trained(place)(), to_rank)
+    _require_values(place, "full_param()")
+    return _for_rank(place, launch_trained(place)(), to_rank)
 
 
 @collective
@@ -322,7 +322,7 @@ def set_full_param(
     """
     place = place_of(param, what="set_full_param()")
     expected = (place.plan.shape, place.buffer.training.dtype)
-    whole = given_value(place, value, expected, from_rank, "set_full_param()")
+    whole = _given(place, value, expected, from_rank, "set_full_param()")
     _check_free(place, "set_full_param()")
     write_whole(place, whole)
 
@@ -334,8 +334,12 @@ def local_param(param: nn.Parameter) -> Tensor:
         StateError: `param` belongs to no sharded model.
     """
     place = place_of(param, what="local_param()")
-    refuse_parked_values(place, "local_param()")
-    return _part_or_whole(place).detach().clone()
+    _require_values(place, "local_param()")
+    buffer = place.buffer
+    if place.sharded.shards_state:
+        return part_of(place, buffer.trained).detach().clone()
+    assert buffer.whole is not None, "replicated parameters have a whole buffer"
+    return buffer.views_of(buffer.whole)[place.position].detach().clone()
 
 
 def set_local_param(param: nn.Parameter, value: Tensor) -> None:
@@ -355,8 +359,13 @@ def set_local_param(param: nn.Parameter, value: Tensor) -> None:
     place.sharded.begin_write()
     for rest in dict.fromkeys((place.buffer.training, place.buffer.resting)):
         with rest.edit() as shard:
-            copy_given(place, part_of(place, shard), value, "set_local_param()")
+            _copy_given(place, part_of(place, shard), value, "set_local_param()")
     place.sharded.end_write(place.unit)
+
+
+def _require_values(place: ParamRef, what: str) -> None:
+    kind = StateKind.MASTERS if place.buffer.has_masters else StateKind.PARAMS
+    place.sharded.require(what, kind)
 
 
 def _check_free(place: ParamRef, what: str) -> None:
@@ -366,18 +375,11 @@ def _check_free(place: ParamRef, what: str) -> None:
             f"{what}: parameter {place.name!r} is in use by a forward or backward of its unit "
             f"{place.unit.name!r} (rank {rank}); write it between steps"
         )
-    if place.key in place.sharded.gathered:
+    if place in place.sharded.gathered:
         raise StateError(
             f"{what}: parameter {place.name!r} is gathered (rank {rank}), and the value written "
             "would be out of date; write to param.data there, with modifier_rank, or leave first"
         )
-
-
-def _part_or_whole(place: ParamRef) -> Tensor:
-    if place.sharded.shards_state:
-        return part_of(place, place.buffer.trained)
-    assert place.buffer.whole is not None, "replicated parameters have a whole buffer"
-    return place.buffer.views_of(place.buffer.whole)[place.position]
 
 
 @collective
@@ -402,10 +404,10 @@ def full_optimizer_state(param: nn.Parameter, key: str, *, to_rank: int | None =
     place = place_of(param, what=what)
     state, entry = _agree(place, key, what)
     if not place.sharded.shards_state:
-        return for_rank(place, _copy_of(state[key]), to_rank)
+        return _for_rank(place, _copy_of(state[key]), to_rank)
     tag = place.sharded.access_tag
     whole = launch_entry(entry, state, key, group=place.group, tag=tag)()
-    return for_rank(place, whole, to_rank)
+    return _for_rank(place, whole, to_rank)
 
 
 @collective
@@ -426,20 +428,16 @@ def set_full_optimizer_state(
     """
     what = "set_full_optimizer_state()"
     place = place_of(param, what=what)
-    check_rank(place, from_rank, what)
     state, entry = _agree(place, key, what)
     if isinstance(entry, PlainEntry):
-        if from_rank is not None:
-            own = value if place.whole.rank == from_rank else None
-            tag = place.sharded.access_tag
-            value = all_gather_json(own, group=place.whole, tag=tag)[from_rank]
+        value = _said_by(place, from_rank, value, what)
         if key in state:
             _keep(place, state, key, value)
         return
     assert isinstance(entry, TensorEntry), "what has no whole was refused"
     if isinstance(value, int | float) and not entry.shape:
         value = torch.tensor(value, dtype=entry.dtype)
-    whole = given_value(place, value, (entry.shape, entry.dtype), from_rank, what)
+    whole = _given(place, value, (entry.shape, entry.dtype), from_rank, what)
     is_sharded = place.sharded.shards_state
     span = entry.spans[place.group.rank] if is_sharded else Span(0, whole.numel())
     if span.numel:
@@ -475,7 +473,7 @@ def set_local_optimizer_state(param: nn.Parameter, key: str, value: Any) -> None
         return
     if isinstance(value, int | float) and not state[key].dim():
         value = torch.tensor(value)
-    copy_given(place, state[key], value, what)
+    _copy_given(place, state[key], value, what)
     _keep(place, state, key, state[key])
 
 
@@ -492,7 +490,7 @@ def _keep(place: ParamRef, state: dict[str, Any], key: str, value: Any) -> None:
 
 def _state_of(place: ParamRef, what: str) -> dict[str, Any]:
     """This rank's state of the parameter, empty where it has none. Local."""
-    place.sharded.refuse_parked(what, StateKind.OPTIM)
+    place.sharded.require(what, StateKind.OPTIM)
     if place.sharded.optimizer is None:
         raise StateError(
             f"{what}: the model was sharded without an optimizer (rank {place.whole.rank})"

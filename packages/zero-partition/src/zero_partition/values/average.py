@@ -15,8 +15,7 @@ from zero_partition.errors import PartitionError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import AbstractRangeReader
 from zero_partition.run.hooks import find_sharded
-from zero_partition.run.sharded_model import ShardedModel, part_of
-from zero_partition.run.unit import publish
+from zero_partition.run.sharded_model import ModelState, ShardedModel, part_of
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
 
@@ -120,9 +119,7 @@ class ShardedAverage:
             StateError: As for `update`, or a forward, or a context that gathers, is running.
         """
         sharded = self._usable(_SWAP)
-        if any(unit.depth for unit in sharded.units):
-            raise StateError(f"{_SWAP} was called while a forward is running; leave that first")
-        sharded.refuse_while_gathered(_SWAP)
+        sharded.require(_SWAP, no=(ModelState.FORWARD, ModelState.GATHERED))
         sharded.finish_update()
         for buffer in self._averages:
             buffer.follow_writes()
@@ -178,20 +175,15 @@ class ShardedAverage:
             )
         if _SWAP in sharded.gathers:
             raise StateError(f"{what} inside {_SWAP}: leave the context first")
-        sharded.refuse_parked(what, StateKind.PARAMS, StateKind.MASTERS)
+        sharded.require(what, StateKind.PARAMS, StateKind.MASTERS)
         return sharded
 
     @torch.no_grad()
     def _write(self, values: Mapping[FlatBuffer, Tensor]) -> None:
         """Make these the values that train, and that the model computes with. Collective."""
-        sharded = self._sharded
-        sharded.begin_write()
+        self._sharded.begin_write()
         with plain_access():
             for buffer, value in values.items():
                 for rest in dict.fromkeys((buffer.training, buffer.resting)):
                     rest.write(value)
-                buffer.follow_update()
-        sharded.end_write()
-        publish(sharded.units)
-        if sharded.residence.home is not None:
-            sharded.residence.home.settle()
+        self._sharded.publish_params(is_sharded=True)

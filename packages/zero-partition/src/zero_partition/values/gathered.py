@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import partial
 from itertools import groupby
 from types import TracebackType
-from typing import Any, Final, NoReturn, TypeVar, final
-from weakref import finalize
+from typing import Any, Final, TypeVar, final
+from weakref import ReferenceType, finalize, ref
 
 import torch
 from attrs import define, field, frozen
@@ -27,13 +28,12 @@ from zero_partition.run.sharded_model import (
     ShardedModel,
     find_place,
     launch_buffer,
-    launch_flat,
     launch_whole,
     place_of,
     sort_places,
     write_whole,
 )
-from zero_partition.run.unit import ShardState, Unit
+from zero_partition.run.unit import ShardState
 from zero_partition.stand_in import Bound, StateKind
 from zero_partition.torch_private import plainly
 
@@ -57,6 +57,12 @@ class _Whole:
     version: int
     checksum: int
 
+    @property
+    def is_at_home(self) -> bool:
+        """Whether its values are there still."""
+        data = self.param.data
+        return data.data_ptr() == self.home.data_ptr() and data.is_contiguous()
+
 
 def _checksum(data: Tensor) -> int:
     """Over the bits, so that NaN is a value like others."""
@@ -68,186 +74,57 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 @define(eq=False)
-class _Watch:
-    """What ranks do to parameters while a context keeps them whole."""
+class EarlyParams:
+    """Parameters of one group that are on their way into a model."""
 
-    group: Group
-    what: str  # users call it
-    modifier_rank: int | None
-    compares_bytes: bool  # costs a pass over them, and finds writes that autograd does not count
-    wholes: list[_Whole] = field(factory=list, init=False)
-    _report: Handle[Tensor] | None = field(default=None, init=False)
+    shards: Sequence[EarlyShard]  # sorted
 
-    def check_modifier(self) -> None:
-        """Raise StateError unless it is a rank of the group, or None."""
-        modifier, group = self.modifier_rank, self.group
-        if modifier is not None and not 0 <= modifier < group.world_size:
-            raise StateError(
-                f"{self.what}: expected modifier_rank in 0..{group.world_size - 1}, a rank of the "
-                f"group, got {modifier} (rank {group.rank})"
-            )
+    def find_gathered(self) -> str | None:
+        """One that a context has already."""
+        return next((early.label for early in self.shards if early.is_gathered), None)
 
-    def refuse_overlap(self, name: str) -> NoReturn:
-        """Another context has it."""
-        raise OverlapError(
-            f"{self.what}: parameter {name!r} is gathered already by an enclosing context (rank "
-            f"{self.group.rank}), and two could not both have the last word; use the values that "
-            "are there, or leave that context first"
-        )
-
-    def start(self, found: Iterable[tuple[str, nn.Parameter, Tensor]]) -> None:
-        """Names, parameters and the memory that is theirs: from here on writes count."""
-        with plainly():
-            for name, param, home in found:
-                checksum = _checksum(home) if self.compares_bytes else 0
-                self.wholes.append(_Whole(name, param, home, param._version, checksum))
-
-    def judge(self) -> list[_Verdict]:
-        """What this rank has done to each of them. Local."""
-        with plainly():
-            return [self._judge(whole) for whole in self.wholes]
-
-    def report(self, *, has_raised: bool, tag: int = 0) -> Handle[Tensor] | None:
-        """Tell the others how this rank leaves, once. Launches only: they may be gone."""
-        if self._report is not None or not self.wholes:
-            return None
-        said = [_Verdict.RAISED for _ in self.wholes] if has_raised else self.judge()
-        mine = torch.tensor(said, dtype=torch.uint8, device=self.group.device)
-        self._report = all_gather_flat(
-            mine.new_empty(self.group.world_size * len(said)),
-            splits=[len(said)] * self.group.world_size,
-            group=self.group,
-            shard=mine,
-            tag=tag,
-            control=True,
-        )
-        return self._report
-
-    def settle(self) -> None:
-        """Agree on what was changed, and raise what that means for everyone. Collective."""
-        assert self._report is not None, "report() comes first"
-        reports = self._report.wait().view(self.group.world_size, -1).tolist()
-        for rank, said in enumerate(reports):
-            for whole, verdict in zip(self.wholes, said, strict=True):
-                self._raise_on(_Verdict(verdict), whole, rank)
-
-    def send_changes(self) -> None:
-        """Let the values be those of the modifier, in the memory that is theirs. Collective."""
-        handles, modifier = [], self.modifier_rank
-        assert modifier is not None, "asked before"
-        with plainly():
-            for whole in self.wholes:
-                data, home = whole.param.data, whole.home
-                is_moved = data.data_ptr() != home.data_ptr() or not data.is_contiguous()
-                if self.group.rank == modifier and is_moved:
-                    home.copy_(data)
-                if home.numel():
-                    handles.append(broadcast_flat(home.view(-1), src=modifier, group=self.group))
-            for handle in handles:
-                handle.wait()
-
-    def end(self) -> None:
-        """Nothing is kept whole any more."""
-        self.wholes.clear()
-        self._report = None
-
-    def _judge(self, whole: _Whole) -> _Verdict:
-        data, home = whole.param.data, whole.home
-        if (data.shape, data.dtype, data.device) != (home.shape, home.dtype, home.device):
-            return _Verdict.MISSHAPEN
-        if self.modifier_rank is not None:
-            return _Verdict.FINE
-        is_same = data.data_ptr() == home.data_ptr() and data.is_contiguous()
-        is_same = is_same and whole.param._version == whole.version
-        if is_same and self.compares_bytes:
-            is_same = _checksum(data) == whole.checksum
-        return _Verdict.FINE if is_same else _Verdict.EDITED
-
-    def _raise_on(self, verdict: _Verdict, whole: _Whole, rank: int) -> None:
-        mine = f"(seen on rank {self.group.rank})"
-        if verdict is _Verdict.RAISED:
-            raise StateError(
-                f"{self.what}: rank {rank} left the context with an exception {mine}, so all "
-                "changes are dropped; its own message says why"
-            )
-        if verdict is _Verdict.EDITED:
-            raise LostEditError(
-                f"{self.what}: rank {rank} changed parameter {whole.name!r} {mine}; without "
-                "modifier_rank changes are dropped. Pass modifier_rank=... to keep those of one "
-                "rank, or change a copy"
-            )
-        if verdict is _Verdict.MISSHAPEN and self.modifier_rank in (None, rank):
-            raise StateError(
-                f"{self.what}: rank {rank} left parameter {whole.name!r} with another shape, dtype "
-                f"or device {mine}; expected shape {tuple(whole.home.shape)}, {whole.home.dtype}. "
-                "A sharded model keeps its shapes: change them before shard()"
-            )
-
-
-@define(eq=False)
-class EarlyGather:
-    """What `Gather` is to a sharded model, for parameters that are on their way into one."""
-
-    shards: Sequence[EarlyShard]  # of one group, sorted
-    watch: _Watch
-
-    def check(self) -> None:
-        """Raise, before anything is sent, what `GatheredParameters` documents. Local."""
-        self.watch.check_modifier()
+    def check(self, what: str, modifier_rank: int | None) -> None:
+        """Raise what else speaks against making them whole. Local."""
         for early in self.shards:
-            if early.is_gathered:
-                self.watch.refuse_overlap(early.label)
             early.check_untouched(early.parameter, early.label)
 
-    def open(self) -> None:
-        """Make the parameters whole. Collective."""
-        self.watch.start([(early.label, early.parameter, early.whole()) for early in self.shards])
-        for early, whole in zip(self.shards, self.watch.wholes, strict=True):
-            early.is_gathered = True
-            whole.param.data = whole.home
+    def open(self, what: str) -> list[tuple[str, nn.Parameter, Tensor]]:
+        """Make them whole: names, parameters and the memory that is theirs. Collective."""
+        found = [(early.label, early.parameter, early.whole()) for early in self.shards]
+        for early, (_, param, home) in zip(self.shards, found, strict=True):
+            early.is_gathered, param.data = True, home
+        return found
 
-    def report(self, *, has_raised: bool) -> None:
-        """See `_Watch.report`."""
-        self.watch.report(has_raised=has_raised)
+    def keep(self, values: Iterable[Tensor]) -> None:
+        """Let these be their values, which are the same on every rank."""
+        for early, value in zip(self.shards, values, strict=True):
+            early.keep_part_of(value)
 
-    def settle(self) -> None:
-        """Agree on what was changed, and keep or refuse it. Collective."""
-        self.watch.settle()
-        if self.watch.modifier_rank is not None:
-            self.watch.send_changes()
-            with plainly():
-                for early, whole in zip(self.shards, self.watch.wholes, strict=True):
-                    early.keep_part_of(whole.home)
-
-    def close(self) -> None:
-        """Keep this rank's part only, whatever happened. Local."""
-        for early, whole in zip(self.shards, self.watch.wholes, strict=False):
-            early.is_gathered = False
-            whole.param.data = early.stand_in
-            early.version = whole.param._version
-        self.watch.end()
+    def close(self, what: str) -> None:
+        """Keep this rank's part only."""
+        for early in self.shards:
+            early.is_gathered, early.parameter.data = False, early.stand_in
+            early.version = early.parameter._version
 
 
 @define(eq=False)
-class Gather:
-    """The parameters of one model that one context keeps whole."""
+class ShardedParams:
+    """Parameters of one sharded model."""
 
     sharded: ShardedModel
     places: Sequence[ParamRef]  # sorted
-    watch: _Watch
-    _fully_held: list[Unit] = field(factory=list, init=False)
-    _is_open: bool = field(default=False, init=False)
 
-    def check(self) -> None:
-        """Raise, before anything is sent, what `GatheredParameters` documents. Local."""
-        what, is_for_reading = self.watch.what, self.watch.modifier_rank is None
-        self.sharded.refuse_parked(what, StateKind.PARAMS)
-        if not is_for_reading:
-            self.sharded.refuse_parked(what, StateKind.MASTERS)
-        self.watch.check_modifier()
+    def find_gathered(self) -> str | None:
+        """One that a context has already."""
+        gathered = self.sharded.gathered
+        return next((place.name for place in self.places if place in gathered), None)
+
+    def check(self, what: str, modifier_rank: int | None) -> None:
+        """Raise what else speaks against making them whole. Local."""
+        is_for_reading = modifier_rank is None
+        masters = () if is_for_reading else (StateKind.MASTERS,)
+        self.sharded.require(what, StateKind.PARAMS, *masters)
         for place in self.places:
-            if place.key in self.sharded.gathered:
-                self.watch.refuse_overlap(place.name)
             if not is_for_reading and self.sharded.schedule.is_in_use(place.unit):
                 raise StateError(
                     f"{what}: parameter {place.name!r} cannot be modified while its unit "
@@ -255,65 +132,33 @@ class Gather:
                     "leave out modifier_rank, or modify it between steps"
                 )
 
-    def open(self) -> None:
-        """Make the parameters whole. Collective."""
-        self._is_open = True
-        self.sharded.gathers.append(self.watch.what)
-        self.sharded.gathered.update(place.key for place in self.places)
-        try:
-            if not self.sharded.is_exact:
-                self._gather()
-        except BaseException:
-            self.close()
-            raise
-        self.watch.start((place.name, place.param, _home_of(place)) for place in self.places)
+    def open(self, what: str) -> list[tuple[str, nn.Parameter, Tensor]]:
+        """Make them whole: names, parameters and the memory that is theirs. Collective."""
+        self.sharded.gathers.append(what)
+        self.sharded.gathered.update(self.places)
+        if not self.sharded.is_exact:
+            self._gather(what)
+        return [(place.name, place.param, _home_of(place)) for place in self.places]
 
-    def report(self, *, has_raised: bool) -> None:
-        """See `_Watch.report`."""
-        unread = self.sharded.unread
-        while self._is_open and unread:  # of an earlier context, which every rank has left by now
-            unread.pop().wait()
-        report = self.watch.report(has_raised=has_raised, tag=self.sharded.access_tag)
-        if report is not None:
-            unread.append(report)  # until settle() has read it
-
-    def settle(self) -> None:
-        """Agree on what was changed, and keep or refuse it. Collective."""
-        self.sharded.unread.clear()
-        self.watch.settle()
-        if self.watch.modifier_rank is None:
-            return
-        self.sharded.schedule.settle()  # nobody reads the shards that we write
-        self.watch.send_changes()
-        for place, whole in zip(self.places, self.watch.wholes, strict=True):
+    def keep(self, values: Iterable[Tensor]) -> None:
+        """Let these be their values, which are the same on every rank."""
+        for place, value in zip(self.places, values, strict=True):
             if self.sharded.is_exact:
-                place.param.data = whole.home
-            write_whole(place, whole.home)
+                place.param.data = value
+            write_whole(place, value)
 
-    def close(self) -> None:
-        """Shard the parameters again, whatever happened. Local."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        self.sharded.gathers.remove(self.watch.what)
-        self.sharded.gathered.difference_update(place.key for place in self.places)
-        for unit in self._fully_held:
+    def close(self, what: str) -> None:
+        """Shard them again."""
+        self.sharded.gathers.remove(what)
+        self.sharded.gathered.difference_update(self.places)
+        for unit in {place.unit: None for place in self.places if place.unit.is_held}:
             unit.is_held = False
             if unit.state is ShardState.UNSHARDED:
                 unit.reshard()  # it is whole in our memory only
         for buffer in {place.buffer: None for place in self.places if place.is_gathered}:
             buffer.let_go([place.position for place in self.places if place.buffer is buffer])
-        self._fully_held.clear()
-        self.watch.end()
 
-    def edited(self) -> list[str]:
-        """Names of the parameters that this rank was seen to change in vain. Local."""
-        if self.sharded.is_exact:
-            return []
-        verdicts = zip(self.places, self.watch.judge(), strict=True)
-        return [place.name for place, verdict in verdicts if verdict is not _Verdict.FINE]
-
-    def _gather(self) -> None:
+    def _gather(self, what: str) -> None:
         """Whole buffers in one message each, single parameters in one each."""
         waits: list[tuple[list[ParamRef], Callable[[], Tensor | tuple[Tensor, ...]]]] = []
         for buffer, chosen in groupby(self.places, key=lambda place: place.buffer):
@@ -322,23 +167,20 @@ class Gather:
                 waits.append((mine, launch_buffer(buffer)))
             else:
                 waits += [([place], launch_whole(place)) for place in mine]
-        values: list[tuple[list[ParamRef], Sequence[Tensor]]] = []
+        values: dict[ParamRef, Tensor] = {}
         for mine, wait in waits:
             try:
-                result = wait()
+                found = wait()
             except CommError as error:
-                what, unit = self.watch.what, mine[0].unit.name
-                raise CommError(f"{what}, unit {unit!r}: {error}") from error
-            values.append((mine, (result,) if isinstance(result, Tensor) else result))
-        for mine, found in values:
-            positions = [place.position for place in mine]
-            mine[0].buffer.hold(dict(zip(positions, found, strict=True)))
+                raise CommError(f"{what}, unit {mine[0].unit.name!r}: {error}") from error
+            values |= zip(mine, (found,) if isinstance(found, Tensor) else found, strict=True)
+        for buffer, chosen in groupby(self.places, key=lambda place: place.buffer):
+            buffer.hold({place.position: values[place] for place in chosen})
         for unit in {place.unit: None for place in self.places}:
             is_whole = all(len(buffer.held) == len(buffer.params) for buffer in unit.buffers)
             if is_whole and unit.state is not ShardState.UNSHARDED:
                 unit.reshard()  # a gather that was launched ahead is not needed
                 unit.is_held = True
-                self._fully_held.append(unit)
 
 
 def _home_of(place: ParamRef) -> Tensor:
@@ -350,7 +192,140 @@ def _home_of(place: ParamRef) -> Tensor:
     return buffer.views_of(buffer.whole)[place.position]
 
 
-_WHAT: Final = "GatheredParameters"
+@define(eq=False)
+class Gather:
+    """Parameters that one context keeps whole, and what ranks do to them meanwhile."""
+
+    what: str  # users call it
+    modifier_rank: int | None
+    compares_bytes: bool  # costs a pass over them, and finds writes that autograd does not count
+    params: EarlyParams | ShardedParams
+    group: Group  # who has them
+    tag: int = 0  # identity of what the ranks tell each other
+    unread: list[Handle[Tensor]] = field(factory=list)  # sent as an exception passed
+    _wholes: list[_Whole] = field(factory=list, init=False)
+    _report: Handle[Tensor] | None = field(default=None, init=False)
+    _is_open: bool = field(default=False, init=False)
+
+    def check(self) -> None:
+        """Raise, before anything is sent, what `GatheredParameters` documents. Local."""
+        modifier, group = self.modifier_rank, self.group
+        if modifier is not None and not 0 <= modifier < group.world_size:
+            raise StateError(
+                f"{self.what}: expected modifier_rank in 0..{group.world_size - 1}, a rank of the "
+                f"group, got {modifier} (rank {group.rank})"
+            )
+        name = self.params.find_gathered()
+        if name is not None:
+            raise OverlapError(
+                f"{self.what}: parameter {name!r} is gathered already by an enclosing context "
+                f"(rank {group.rank}), and two could not both have the last word; use the values "
+                "that are there, or leave that context first"
+            )
+        self.params.check(self.what, modifier)
+
+    def open(self) -> None:
+        """Make the parameters whole; from here on writes count. Collective."""
+        self._is_open = True
+        found = self.params.open(self.what)
+        with plainly():
+            for name, param, home in found:
+                checksum = _checksum(home) if self.compares_bytes else 0
+                self._wholes.append(_Whole(name, param, home, param._version, checksum))
+
+    def report(self, *, has_raised: bool) -> None:
+        """Tell the others how this rank leaves, once. Launches only: they may be gone."""
+        if self._report is not None or not self._wholes:
+            return
+        while self.unread:  # of an earlier context, which every rank has left by now
+            self.unread.pop().wait()
+        said = [_Verdict.RAISED for _ in self._wholes] if has_raised else self._judge_all()
+        mine = torch.tensor(said, dtype=torch.uint8, device=self.group.device)
+        self._report = all_gather_flat(
+            mine.new_empty(self.group.world_size * len(said)),
+            splits=[len(said)] * self.group.world_size,
+            group=self.group,
+            shard=mine,
+            tag=self.tag,
+            control=True,
+        )
+        self.unread.append(self._report)  # until settle() has read it
+
+    def settle(self) -> None:
+        """Agree on what was changed, and keep or refuse it. Collective."""
+        self.unread.clear()
+        assert self._report is not None, "report() comes first"
+        reports = self._report.wait().view(self.group.world_size, -1).tolist()
+        for rank, said in enumerate(reports):
+            for whole, verdict in zip(self._wholes, said, strict=True):
+                self._raise_on(_Verdict(verdict), whole, rank)
+        if self.modifier_rank is not None:
+            self._send_changes(self.modifier_rank)
+            with plainly():
+                self.params.keep([whole.home for whole in self._wholes])
+
+    def close(self) -> None:
+        """Shard the parameters again, whatever happened. Local."""
+        if self._is_open:
+            self.params.close(self.what)
+        self._wholes, self._report, self._is_open = [], None, False
+
+    def edited(self) -> list[str]:
+        """Names of the parameters that this rank was seen to change. Local."""
+        verdicts = zip(self._wholes, self._judge_all(), strict=True)
+        return [whole.name for whole, verdict in verdicts if verdict is not _Verdict.FINE]
+
+    def _judge_all(self) -> list[_Verdict]:
+        with plainly():
+            return [self._judge(whole) for whole in self._wholes]
+
+    def _send_changes(self, modifier: int) -> None:
+        """Let the values be those of the modifier, in the memory that is theirs. Collective."""
+        handles = []
+        with plainly():
+            for whole in self._wholes:
+                if self.group.rank == modifier and not whole.is_at_home:
+                    whole.home.copy_(whole.param.data)
+                if whole.home.numel():
+                    flat = whole.home.view(-1)
+                    handles.append(broadcast_flat(flat, src=modifier, group=self.group))
+            for handle in handles:
+                handle.wait()
+
+    def _judge(self, whole: _Whole) -> _Verdict:
+        data, home = whole.param.data, whole.home
+        if (data.shape, data.dtype, data.device) != (home.shape, home.dtype, home.device):
+            return _Verdict.MISSHAPEN
+        if self.modifier_rank is not None:
+            return _Verdict.FINE
+        is_same = whole.is_at_home and whole.param._version == whole.version
+        if is_same and self.compares_bytes:
+            is_same = _checksum(data) == whole.checksum
+        return _Verdict.FINE if is_same else _Verdict.EDITED
+
+    def _raise_on(self, verdict: _Verdict, whole: _Whole, rank: int) -> None:
+        what, mine = self.what, f"(seen on rank {self.group.rank})"
+        if verdict is _Verdict.RAISED:
+            raise StateError(
+                f"{what}: rank {rank} left the context with an exception {mine}, so all changes "
+                "are dropped; its own message says why"
+            )
+        if verdict is _Verdict.EDITED:
+            raise LostEditError(
+                f"{what}: rank {rank} changed parameter {whole.name!r} {mine}; without "
+                "modifier_rank changes are dropped. Pass modifier_rank=... to keep those of one "
+                "rank, or change a copy"
+            )
+        if verdict is _Verdict.MISSHAPEN and self.modifier_rank in (None, rank):
+            raise StateError(
+                f"{what}: rank {rank} left parameter {whole.name!r} with another shape, dtype or "
+                f"device {mine}; expected shape {tuple(whole.home.shape)}, {whole.home.dtype}. A "
+                "sharded model keeps its shapes: change them before shard()"
+            )
+
+
+_GATHERED: Final = "GatheredParameters"  # what users call them
+_UNSHARDED: Final = "unsharded()"
 Params = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 
 
@@ -402,32 +377,30 @@ class GatheredParameters:
         *,
         sanity_checks: bool = False,
     ) -> None:
-        self._gathers: list[Gather | EarlyGather] = []
+        self._gathers: list[Gather] = []
         if not enabled:
             return
         chosen = _as_list(params)
         places = [place for param in chosen if (place := find_place(param)) is not None]
-        for sharded in {id(place.sharded): place.sharded for place in places}.values():
-            mine = sort_places(place for place in places if place.sharded is sharded)
+        make = partial(Gather, _GATHERED, modifier_rank, sanity_checks)
+        for sharded in dict.fromkeys(place.sharded for place in places):
             if not sharded.is_exact or modifier_rank is not None:
-                watch = _Watch(sharded.whole, _WHAT, modifier_rank, sanity_checks)
-                self._gathers.append(Gather(sharded, mine, watch))
+                mine = sort_places(place for place in places if place.sharded is sharded)
+                of_model, tag = ShardedParams(sharded, mine), sharded.access_tag
+                self._gathers.append(make(of_model, sharded.whole, tag, sharded.unread))
         for shards in _group_early(chosen):
-            watch = _Watch(shards[0].group, _WHAT, modifier_rank, sanity_checks)
-            self._gathers.append(EarlyGather(shards, watch))
-        for param in chosen:
-            if fwd_module is not None and find_place(param) is not None:
-                register_external_parameter(fwd_module, param)
+            self._gathers.append(make(EarlyParams(shards), shards[0].group))
+        if fwd_module is not None:
+            for place in places:
+                register_external_parameter(fwd_module, place.param)
 
     def __enter__(self) -> GatheredParameters:
-        opened: list[Gather | EarlyGather] = []
         try:
             for gather in self._gathers:
                 gather.check()
                 gather.open()
-                opened.append(gather)
         except BaseException:
-            for gather in reversed(opened):
+            for gather in reversed(self._gathers):
                 gather.close()
             raise
         return self
@@ -500,8 +473,8 @@ def register_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
             sharded.removers.append(ahead.handle.remove)
             # The module may serve another model when this one was deleted.
             finalize(sharded, ahead.handle.remove).atexit = False  # type: ignore[attr-defined]
-    if place not in ahead.places:
-        ahead.places.append(place)
+    if ref(place) not in ahead.places:
+        ahead.places.append(ref(place))
 
 
 def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> None:
@@ -512,12 +485,12 @@ def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> Non
     """
     place = place_of(param, what="unregister_external_parameter()")
     ahead = place.sharded.ahead.get(module)
-    if ahead is None or place not in ahead.places:
+    if ahead is None or ref(place) not in ahead.places:
         raise StateError(
             f"unregister_external_parameter(): parameter {place.name!r} is not registered for this "
             f"{type(module).__name__}"
         )
-    ahead.places.remove(place)
+    ahead.places.remove(ref(place))
     if not ahead.places:
         del place.sharded.ahead[module]
         if ahead.handle is not None:
@@ -528,12 +501,13 @@ def unregister_external_parameter(module: nn.Module, param: nn.Parameter) -> Non
 class _LaunchAhead(Bound):
     """Before the module's forward: its parameters from one sharded model set out."""
 
-    places: list[ParamRef] = field(factory=list)
+    places: list[ReferenceType[ParamRef]] = field(factory=list)  # a module may outlive the model
     handle: RemovableHandle | None = None
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        for place in self.places:
-            place.sharded.outside.launch(place)
+        for found in self.places:
+            if (place := found()) is not None:
+                place.sharded.outside.launch(place)
 
 
 # NOTE(copies): what does not fit on the device sharded does not fit whole. So each rank keeps whole
@@ -550,14 +524,28 @@ def streamed(
 
     Room for the copies is taken where shards rest, which may raise what that raises.
     """
-    units = [
-        unit
-        for unit in {id(place.unit): place.unit for place in places}.values()
-        if unit.placement is Placement.SHARDED
-    ]
+    units = list(dict.fromkeys(place.unit for place in places))
+    units = [unit for unit in units if unit.placement is Placement.SHARDED]
     copies = home.another()
     try:
-        _fill(sharded, units, copies)
+        blanks = {
+            buffer: torch.empty(buffer.plan.layout.numel, dtype=buffer.plan.dtype, device="meta")
+            for unit in units
+            for buffer in unit.buffers
+        }
+        copies.allocate({buffer.index: blank for buffer, blank in blanks.items()})
+        for unit in units:
+            if unit.codec is None:
+                unit.unshard(sharded.schedule.pool)
+                unit.keep_copies(copies)
+                unit.reshard()
+                continue
+            wholes = []  # the slot gets what the codec leaves of them
+            for buffer in unit.buffers:
+                whole = torch.empty_like(blanks[buffer], device=sharded.group.device)
+                wholes.append(buffer.all_gather(whole, shard=buffer.shard, is_exact=True).wait())
+            unit.keep_copies(copies, wholes)
+        copies.settle()
         for unit in units:
             unit.forget_values()
             unit.copies = copies
@@ -572,26 +560,6 @@ def streamed(
             unit.copies = None
         sharded.outside.forget()
         copies.end()
-
-
-def _fill(sharded: ShardedModel, units: Sequence[Unit], copies: TensorHome) -> None:
-    copies.allocate(
-        {
-            buffer.index: torch.empty(
-                buffer.plan.layout.numel, dtype=buffer.plan.dtype, device="meta"
-            )
-            for unit in units
-            for buffer in unit.buffers
-        }
-    )
-    for unit in units:
-        if unit.codec is not None:  # the slot gets what that leaves of them
-            unit.keep_copies(copies, [launch_flat(buffer)() for buffer in unit.buffers])
-            continue
-        unit.unshard(sharded.schedule.pool)
-        unit.keep_copies(copies)
-        unit.reshard()
-    copies.settle()
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -629,17 +597,16 @@ def unsharded(model: Model, modules: Iterable[str] | None = None) -> Iterator[Mo
             "was not; call zero_engine.shard() first, and pass the very module it returned"
         )
     places, home = _places_within(sharded, modules), sharded.residence.home
-    watch = _Watch(sharded.whole, "unsharded()", None, compares_bytes=False)
-    gather = Gather(sharded, places, watch)
+    gather = Gather(_UNSHARDED, None, False, ShardedParams(sharded, places), sharded.whole)
     gather.check()
     if home is not None:
-        with streamed(sharded, places, home, "unsharded()"):
+        with streamed(sharded, places, home, _UNSHARDED):
             yield model
         return
-    gather.open()
     try:
+        gather.open()
         yield model
-        edited = gather.edited()
+        edited = [] if sharded.is_exact else gather.edited()
     finally:
         gather.close()
     if edited:

@@ -30,7 +30,7 @@ from zero_partition.optimizer.shards import (
 )
 from zero_partition.plan.layout import Span
 from zero_partition.run.hooks import find_sharded
-from zero_partition.run.sharded_model import ParamRef, ShardedModel, find_place
+from zero_partition.run.sharded_model import ModelState, ParamRef, ShardedModel, find_place
 from zero_partition.stand_in import StateKind
 
 from .runs import (
@@ -420,8 +420,8 @@ def load_ranges(
     readers = dict(readers)
     sharded = find_sharded(model)
     if sharded is not None:
-        sharded.refuse_in_forward("load_ranges()")
-        sharded.refuse_parked("load_ranges()", StateKind.PARAMS, StateKind.MASTERS)
+        kinds = (StateKind.PARAMS, StateKind.MASTERS)
+        sharded.require("load_ranges()", *kinds, no=(ModelState.FORWARD,))
     source = StateSource(params=readers, buffers=readers, where="load_ranges()")
     load = StateLoad(sharded, source, list(targets_of(model)))
     load.match_values()
@@ -461,8 +461,7 @@ def plan_load(sharded: ShardedModel, source: StateSource, *, is_strict: bool) ->
     Raises:
         StateError: A forward is running, or parameters are gathered.
     """
-    sharded.refuse_in_forward("load()")
-    sharded.refuse_while_gathered("load()")
+    sharded.require("load()", no=(ModelState.FORWARD, ModelState.GATHERED))
     params = [Target(p.plan.names, p.param, place=p) for p in sharded.places]
     buffers = [t for t in targets_of(sharded.model) if not isinstance(t.tensor, nn.Parameter)]
     load = StateLoad(sharded, source, [*params, *buffers])

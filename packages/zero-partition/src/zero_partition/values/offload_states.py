@@ -9,12 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from zero_comm import collective
 
 from zero_partition.chained import members_of
 from zero_partition.errors import StateError
 from zero_partition.nested import map_tensors
-from zero_partition.run.sharded_model import ShardedModel
+from zero_partition.run.hooks import require_sharded
+from zero_partition.run.sharded_model import ModelState, ShardedModel
 from zero_partition.stand_in import (
     Backup,
     GradientGuard,
@@ -26,31 +28,58 @@ from zero_partition.stand_in import (
 from zero_partition.torch_private import is_in_backward, plain_access
 
 
+@collective
 def offload_states(
-    sharded: ShardedModel, backup: Backup, kinds: Collection[StateKind], *, non_blocking: bool
+    model: nn.Module,
+    backup: Backup,
+    kinds: Collection[StateKind] = tuple(StateKind),
+    *,
+    non_blocking: bool = False,
 ) -> None:
-    """What the public `offload_states` documents."""
-    kinds, exposure = frozenset(kinds), None
+    """Give the memory of training state back until `reload_states`; a backup has the bytes.
+
+    Collective, with the same kinds on every rank. Between steps or micro-batches, with gradients
+    waiting or not. Where a backup raises, all is where it was, on every rank.
+
+    Tensors keep their identity, and raise StateError when they are used; so does whatever needs
+    them. What needs nothing that is parked goes on working: forwards without the optimizer's state,
+    say. `zero_grad()` and `memory_report()` always do. Left where they are: single numbers, what
+    is not on the group's device or not torch's own to free, and, with a warning, memory that a
+    graph or somebody else views.
+
+    Args:
+        model: The very module that was sharded.
+        backup: Of this call only; closed when its bytes are back.
+        kinds: What to park.
+        non_blocking: Whether copies may be left to the current stream when this returns; the memory
+            is free for what follows there.
+
+    Raises:
+        StateError: Not sharded, parked already, inside a forward, a backward or a context that
+            gathers, or after a backward that an exception ended; or the backup of another rank
+            has raised.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    sharded = require_sharded(model)
     try:
-        _check_idle(sharded, "offload_states()")
+        _check_idle(sharded)
         sharded.await_readers()
         if StateKind.BUFFERS in kinds:
             sharded.release_buffers()
         if StateKind.PARAMS in kinds:
             sharded.outside.forget()
             sharded.schedule.settle()
-            exposure = sharded.exposure
             if sharded.residence.offload is not None:
                 sharded.residence.offload.let_go()
-        if exposure is not None:
-            exposure.begin_write()  # no peer reads our shards from here on
+            if sharded.exposure is not None:
+                sharded.exposure.begin_write()  # no peer reads our shards from here on
         with torch.inference_mode(False), torch.no_grad(), plain_access():
             storages = _find_storages(sharded, kinds)
             _move_out(sharded, storages, backup, non_blocking=non_blocking)
     except BaseException:
         backup.close()
         raise
-    parked = Parked(kinds - {StateKind.BUFFERS}, backup, storages)
+    parked = Parked(frozenset(kinds) - {StateKind.BUFFERS}, backup, storages)
     if not parked.kinds:  # buffers come back by themselves
         backup.close()
         return
@@ -59,8 +88,25 @@ def offload_states(
     _tell_what_stays(storages)
 
 
-def reload_states(sharded: ShardedModel, *, non_blocking: bool) -> None:
-    """What the public `reload_states` documents."""
+@collective
+def reload_states(model: nn.Module, *, non_blocking: bool = False) -> None:
+    """Bring back what `offload_states` has put elsewhere, in new memory. Every rank calls it.
+
+    Collective for parameters that rest sharded where peers can read them, else local.
+
+    Every tensor views its values again: the optimizer's state, gradients, parameters, graphs made
+    before. Nothing happens where nothing is parked. After an error in the backup it can be called
+    again.
+
+    Args:
+        model: The very module that was sharded.
+        non_blocking: As for `offload_states`.
+
+    Raises:
+        StateError: Not sharded.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    sharded = require_sharded(model)
     parked = sharded.parked
     if parked is None:
         return
@@ -75,20 +121,19 @@ def reload_states(sharded: ShardedModel, *, non_blocking: bool) -> None:
     parked.backup.close()
 
 
-def _check_idle(sharded: ShardedModel, what: str) -> None:
-    rank = sharded.whole.rank
+def _check_idle(sharded: ShardedModel) -> None:
+    what, rank = "offload_states()", sharded.whole.rank
     if sharded.parked is not None:
         kinds = ", ".join(kind.value for kind in StateKind if kind in sharded.parked.kinds)
         raise StateError(
             f"{what}: state of this model is parked already: {kinds} (rank {rank}); call "
             "zero_engine.reload_states(model) first, and then park all that should be, at once"
         )
-    if sharded.forwards or is_in_backward() or any(unit.depth for unit in sharded.units):
+    if sharded.forwards or is_in_backward() or sharded.schedule.is_running:
         raise StateError(
             f"{what} during a forward or backward of the model (rank {rank}); call it between them"
         )
-    sharded.refuse_incomplete_gradients(what)
-    sharded.refuse_while_gathered(what)
+    sharded.require(what, no=(ModelState.FAILED, ModelState.GATHERED))
 
 
 def _move_out(
@@ -131,15 +176,14 @@ def _tell_what_stays(storages: Iterable[ParkedStorage]) -> None:
             f"offload_states(): {sum(s.num_bytes for s in stay)} bytes stay in memory, since "
             "something besides the model and its optimizer views them: a graph whose backward has "
             f"not run, or `.data` that somebody keeps ({', '.join(s.key for s in stay[:3])}, ...)",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 
 def _have_moved(sharded: ShardedModel) -> None:
     """All is in memory again, wherever that is. Collective where peers were kept from reading."""
-    for unit in sharded.units:
-        for buffer in unit.buffers:
-            buffer.forget_addresses()
+    for buffer in sharded.buffers:
+        buffer.forget_addresses()
     for g in sharded.reducer.gradients:
         g.forget_address()
     if sharded.exposure is not None and sharded.exposure.is_writing:
@@ -149,13 +193,15 @@ def _have_moved(sharded: ShardedModel) -> None:
 
 def _find_storages(sharded: ShardedModel, kinds: Collection[StateKind]) -> list[ParkedStorage]:
     """What these kinds consist of on this rank, each storage once."""
+    tensors = list(_tensors_of(sharded))
     views: dict[int, dict[int, Tensor]] = {}  # by storage, then by tensor
-    for tensor in _tensors_of(sharded):
+    for _, _, tensor in tensors:
         views.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
     found: dict[int, ParkedStorage] = {}
-    for kind, name, root in _roots_of(sharded):
+    for kind, name, root in tensors:
         storage = root.untyped_storage()
-        if kind not in kinds or storage._cdata in found or not _may_go(root, sharded):
+        is_new = kind in kinds and storage._cdata not in found
+        if kind is None or not is_new or not _may_go(root, sharded):
             continue
         found[storage._cdata] = ParkedStorage(
             key=f"{kind.value} {len(found)} of {name}",
@@ -176,8 +222,8 @@ def _may_go(tensor: Tensor, sharded: ShardedModel) -> bool:
     return bool(tensor.nbytes) and not is_stand_in and is_here and storage.resizable()
 
 
-def _roots_of(sharded: ShardedModel) -> Iterator[tuple[StateKind, str, Tensor]]:
-    """A tensor of every storage that may be parked, its kind and what it belongs to."""
+def _tensors_of(sharded: ShardedModel) -> Iterator[tuple[StateKind | None, str, Tensor]]:
+    """Every tensor of ours that may view what is parked: what it is, if not a view, and whose."""
     for unit in sharded.units:
         for buffer in unit.buffers:
             for params in (buffer.whole, buffer.resting.memory):
@@ -185,12 +231,15 @@ def _roots_of(sharded: ShardedModel) -> Iterator[tuple[StateKind, str, Tensor]]:
                     yield StateKind.PARAMS, unit.name, params
             if buffer.has_masters and buffer.training.memory is not None:
                 yield StateKind.MASTERS, unit.name, buffer.training.memory
+            yield from ((None, unit.name, tensor) for tensor in buffer.resting_tensors())
     for g in sharded.reducer.gradients:
         if g.has_local and g.accumulator is not None:
             yield StateKind.GRADS, g.unit.name, g.accumulator
         for param in (*g.targets, *g.buffer.params):
             if param.grad is not None and not isinstance(param.grad, GradientGuard):
                 yield StateKind.GRADS, g.unit.name, param.grad
+        views = (g.shard, g.accumulator, *g.parts, *g.views)
+        yield from ((None, g.unit.name, tensor) for tensor in views if tensor is not None)
     state: list[Tensor] = []
     for member in members_of(sharded.optimizer):
         if isinstance(member.state, dict):  # else a view of what rests elsewhere already
@@ -198,26 +247,15 @@ def _roots_of(sharded: ShardedModel) -> Iterator[tuple[StateKind, str, Tensor]]:
     yield from ((StateKind.OPTIM, "the optimizer", tensor) for tensor in state if tensor.dim())
 
 
-def _tensors_of(sharded: ShardedModel) -> Iterator[Tensor]:
-    """Every tensor of ours that may view them."""
-    yield from (root for _, _, root in _roots_of(sharded))
-    for unit in sharded.units:
-        for buffer in unit.buffers:
-            yield from buffer.resting_tensors()
-    for g in sharded.reducer.gradients:
-        yield from (t for t in (g.shard, g.accumulator, *g.parts, *g.views) if t is not None)
-
-
 def _refuse_state_dicts(sharded: ShardedModel, parked: Parked) -> None:
     """An optimizer's state dict holds the tensors themselves: nobody should take it now."""
 
     def refuse(what: str, *_: Any) -> None:
-        parked.refuse(what, {StateKind.OPTIM}, rank=sharded.whole.rank)
+        sharded.require(what, StateKind.OPTIM)
 
     for member in members_of(sharded.optimizer):
         for install, what in (
-            (member.register_state_dict_pre_hook, "state_dict"),
-            (member.register_load_state_dict_pre_hook, "load_state_dict"),
+            (member.register_state_dict_pre_hook, "optimizer.state_dict()"),
+            (member.register_load_state_dict_pre_hook, "optimizer.load_state_dict()"),
         ):
-            handle = install(partial(refuse, f"optimizer.{what}()"), prepend=True)
-            parked.removers.append(handle.remove)
+            parked.removers.append(install(partial(refuse, what), prepend=True).remove)

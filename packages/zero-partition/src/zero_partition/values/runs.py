@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from attrs import asdict, define, field, frozen
@@ -30,8 +30,6 @@ from zero_partition.run.sharded_model import (
     ParamRef,
     ShardedModel,
     find_place,
-    launch_buffer,
-    launch_whole,
     part_of,
 )
 
@@ -39,6 +37,7 @@ BATCH_BYTES: Final = 16 * 2**20  # read or written together where state rests el
 CHUNK_BYTES: Final = 2 * 2**20  # what is in flight between a reader and what it fills
 _ON_DEVICE_STEP: Final = ("capturable", "fused")  # options with which torch counts on the device
 
+SaidOfState: TypeAlias = dict[str, Said]  # by entry
 
 # NOTE(own): entries without a whole go on at the same world size and layout, where each rank gets
 # back what it had. Of each parameter with some it is said which elements the ranks keep, and what
@@ -64,27 +63,6 @@ def read_into(memory: Tensor, reader: AbstractRangeReader, span: Span) -> None:
 def places_in(buffer: FlatBuffer) -> list[ParamRef]:
     """Those of its parameters, in order."""
     return [place for param in buffer.params if (place := find_place(param)) is not None]
-
-
-def launch_trained(place: ParamRef) -> Callable[..., Tensor]:
-    """Launch the gather of a parameter as it is updated; see `launch_whole`.
-
-    Sends nothing where it rests whole so.
-    """
-    buffer = place.buffer
-    if buffer.has_masters:
-        return launch_whole(place, part_of(place, buffer.trained).to(place.group.device))
-    if buffer.whole is None or buffer.codec is not None:
-        return launch_whole(place)
-    return buffer.views_of(buffer.whole)[place.position].detach().clone
-
-
-def launch_trained_buffer(buffer: FlatBuffer) -> Callable[[], tuple[Tensor, ...]]:
-    """As `launch_trained`, of all parameters of a flat buffer; views of what rests whole so."""
-    if buffer.whole is None or buffer.has_masters or buffer.codec is not None:
-        return launch_buffer(buffer, buffer.trained.to(buffer.group.device))
-    whole = buffer.whole
-    return lambda: buffer.views_of(whole)
 
 
 def trained_of(sharded: ShardedModel, buffer: FlatBuffer) -> Tensor:

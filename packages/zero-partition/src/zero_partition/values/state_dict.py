@@ -20,13 +20,20 @@ from zero_partition.optimizer.shards import leave_state, watch_state
 from zero_partition.plan.layout import Span
 from zero_partition.plan.stages import Placement
 from zero_partition.run.hooks import require_sharded
-from zero_partition.run.sharded_model import ParamRef, ShardedModel, launch_buffer, place_of
+from zero_partition.run.sharded_model import (
+    ModelState,
+    ParamRef,
+    ShardedModel,
+    launch_buffer,
+    launch_trained_buffer,
+    place_of,
+)
 from zero_partition.run.unit import ShardState, Unit
 from zero_partition.stand_in import Bound, StateKind, end_empty_export, export_empty
 from zero_partition.torch_private import checkpoint_call, plain_access
 
 from .load import StateLoad, StateSource, names_by_owner, param_groups_of, plan_load
-from .runs import LocalState, launch_entry, launch_trained_buffer, owner_of, plan_states
+from .runs import LocalState, launch_entry, owner_of, plan_states
 
 _TIMEOUT_S: Final = 60.0
 
@@ -63,8 +70,7 @@ def gather_state_dict(
     sharded: ShardedModel, shards: Mapping[FlatBuffer, Tensor] | None = None
 ) -> dict[str, Any]:
     """As `full_state_dict`, with `shards` of some buffers in place of what rests. Collective."""
-    sharded.refuse_in_forward("full_state_dict()")
-    sharded.refuse_parked("full_state_dict()", StateKind.PARAMS)
+    sharded.require("full_state_dict()", StateKind.PARAMS, no=(ModelState.FORWARD,))
     sharded.finish_update()  # so that weights and optimizer state are of one step
     is_first = sharded.whole.rank == 0
     if sharded.is_exact and shards is None:
@@ -202,7 +208,7 @@ class _ModuleHooks(Bound):
                 "save_pretrained() takes them as state_dict=...), or set "
                 "ZeroConfig(state_dict='gather') if every rank calls state_dict()."
             )
-        sharded.refuse_parked("state_dict()", StateKind.PARAMS)
+        sharded.require("state_dict()", StateKind.PARAMS)
         if not sharded.gathers:
             sharded.finish_update()  # so that weights and optimizer state are of one step
         units = dict.fromkeys(place.unit for place in self.places.values())
@@ -245,7 +251,7 @@ class _ModuleHooks(Bound):
         errors: list[str],
     ) -> None:
         """Write this rank's part of each value given, and leave torch nothing to copy."""
-        self.sharded.refuse_while_gathered("load_state_dict()")
+        self.sharded.require("load_state_dict()", no=(ModelState.GATHERED,))
         self.sharded.begin_write()
         for attribute, place in self.places.items():
             name, expected = prefix + attribute, place.plan.shape
@@ -357,8 +363,7 @@ def _usable(sharded: ShardedModel, what: str) -> torch.optim.Optimizer:
         raise StateError(
             f"{what}: the model was sharded without an optimizer (rank {sharded.whole.rank})"
         )
-    sharded.refuse_in_forward(what)
-    sharded.refuse_parked(what, StateKind.OPTIM, StateKind.MASTERS)
+    sharded.require(what, StateKind.OPTIM, StateKind.MASTERS, no=(ModelState.FORWARD,))
     return sharded.optimizer
 
 

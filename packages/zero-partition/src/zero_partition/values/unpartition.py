@@ -13,12 +13,17 @@ from zero_partition.chained import members_of
 from zero_partition.errors import StateError
 from zero_partition.optimizer.shards import Entry
 from zero_partition.run.hooks import require_sharded
-from zero_partition.run.sharded_model import ParamRef, ShardedModel, forget_places
+from zero_partition.run.sharded_model import (
+    ModelState,
+    ParamRef,
+    ShardedModel,
+    launch_trained_buffer,
+)
 from zero_partition.run.step import bring_back_state
-from zero_partition.stand_in import StateKind
+from zero_partition.stand_in import StateKind, forget_owner
 from zero_partition.torch_private import plain_access
 
-from .runs import ask_states, launch_entry, launch_trained_buffer, owner_of, places_in, plan_state
+from .runs import ask_states, launch_entry, owner_of, places_in, plan_state
 
 _TIMEOUT_S = 60.0
 
@@ -37,8 +42,7 @@ def unpartition(model: nn.Module) -> None:
     """
     sharded = require_sharded(model)
     _check_idle(sharded)
-    sharded.refuse_while_gathered("unpartition()")
-    sharded.refuse_parked("unpartition()", *StateKind)
+    sharded.require("unpartition()", *StateKind, no=(ModelState.GATHERED,))
     entries = _plan_states(sharded)
     sharded.begin_write()
     if sharded.residence.offload is not None and sharded.optimizer is not None:
@@ -56,7 +60,8 @@ def unpartition(model: nn.Module) -> None:
         remove()
     sharded.removers.clear()
     sharded.residence.homes.close()
-    forget_places(sharded)
+    for place in sharded.places:
+        forget_owner(place.param)
     sharded.end_write()  # backward of a graph that was made before says so
 
 
