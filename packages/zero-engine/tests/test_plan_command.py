@@ -56,6 +56,16 @@ def test_one_stage_is_shown_in_detail(zero, capsys) -> None:
     assert "of it to other nodes" in out
 
 
+def test_one_stage_is_held_against_the_room_that_there_is(zero, capsys) -> None:
+    """What there is was given to know whether it fits."""
+    arguments = ["plan", *SIZE, "--world-size", "8", "--stage", "1", "--device-memory", "38MB"]
+    for further, fits in (([], False), (["--reserve", "0%"], True)):
+        assert zero(*arguments, *further) == 0
+        assert ("stage 1 fits in 38.0 MB" in capsys.readouterr().out) is fits
+        assert zero(*arguments, *further, "--json") == 0
+        assert json.loads(capsys.readouterr().out)["fits"] is fits
+
+
 def test_what_travels_is_asked_for_by_name(zero, capsys) -> None:
     """What all three of ZeRO++ bring is seen before they are tried."""
     arguments = [*SIZE, "--world-size", "8", "--ranks-per-node", "2", "--stage", "3", "--json"]

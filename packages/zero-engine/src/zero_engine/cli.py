@@ -22,11 +22,17 @@ from zero_partition import PartitionError, Precision, Wire
 from zero_engine.checkpoint.export import export
 from zero_engine.checkpoint.tensor_file import CODES
 from zero_engine.planning.estimate import Rates, estimate_step
-from zero_engine.planning.options import Room, offload_at, plan_options, recommend
+from zero_engine.planning.options import Option, Room, offload_at, plan_options, recommend
 from zero_engine.planning.plan import plan
 from zero_engine.planning.probe import probe
 from zero_engine.planning.sources import GPTSize
-from zero_engine.planning.tables import options_table, plan_table, save_picture, times_table
+from zero_engine.planning.tables import (
+    options_table,
+    plan_table,
+    recommendation,
+    save_picture,
+    times_table,
+)
 
 from .__about__ import __version__
 from .config import ZeroConfig
@@ -158,13 +164,13 @@ def _run(options: argparse.Namespace) -> None:
     rates = None if options.rates is None else Rates.load(options.rates)
     model, detailed = _model(options), _detailed(options)
     if detailed is not None:
-        one = plan(model, detailed, **arguments)
-        plans, table = [one], plan_table(one)
-        found: dict[str, Any] = one.to_dict()
+        planned = plan(model, detailed, **arguments)
+        one = Option.of(planned, room, options.ranks_per_node or options.world_size)
+        every, table = (one,), f"{plan_table(planned)}\n\n{recommendation((one,), room)}"
+        found: dict[str, Any] = planned.to_dict() | {"fits": one.fits}
     else:
         every = plan_options(model, _config(options), room=room, **arguments)
-        chosen = recommend(every)
-        plans, table = [each.plan for each in every], options_table(every, room)
+        chosen, table = recommend(every), options_table(every, room)
         found = {
             "options": [
                 {name: getattr(each, name) for name in _SAID} | {"plan": each.plan.to_dict()}
@@ -174,6 +180,7 @@ def _run(options: argparse.Namespace) -> None:
             "reserve": room.reserve,
             "recommended": None if chosen is None else chosen.name,
         }
+    plans = [each.plan for each in every]
     if rates is not None:
         times = [estimate_step(each, rates, tokens=options.tokens) for each in plans]
         table += "\n\n" + times_table(plans, times)

@@ -80,6 +80,18 @@ class Option:
     disk_bytes: int  # likewise
     fits: bool  # in the room that was given, without its reserve
 
+    @classmethod
+    def of(cls, planned: Plan, room: Room, ranks_per_machine: int) -> Option:
+        """What a plan needs, and whether there is so much."""
+        needs = {
+            "device": planned.memory.step_peak_bytes + planned.buffers_bytes + room.activations,
+            "host": (planned.at_rest.host_bytes + planned.passing_bytes) * ranks_per_machine,
+            "disk": planned.at_rest.disk_bytes * ranks_per_machine,
+        }
+        bounds = zip(needs.values(), (room.usable, room.host, room.disk), strict=True)
+        fits = all(bound is None or needed <= bound for needed, bound in bounds)
+        return cls(plan=planned, fits=fits, **{f"{place}_bytes": n for place, n in needs.items()})
+
     @property
     def name(self) -> str:
         """In words: the stage, and what rests elsewhere."""
@@ -133,16 +145,7 @@ def plan_options(
         except (ConfigError, PartitionError) as error:  # masters at stage 0, say
             problem = error
             continue
-        num_ranks = ranks_per_node or world_size
-        needs = {
-            "device": planned.memory.step_peak_bytes + planned.buffers_bytes + room.activations,
-            "host": (planned.at_rest.host_bytes + planned.passing_bytes) * num_ranks,
-            "disk": planned.at_rest.disk_bytes * num_ranks,
-        }
-        bounds = zip(needs.values(), (room.usable, room.host, room.disk), strict=True)
-        fits = all(bound is None or needed <= bound for needed, bound in bounds)
-        sizes = {f"{place}_bytes": needed for place, needed in needs.items()}
-        options.append(Option(plan=planned, fits=fits, **sizes))
+        options.append(Option.of(planned, room, ranks_per_node or world_size))
     if not options and problem is not None:
         raise problem
     return tuple(options)
