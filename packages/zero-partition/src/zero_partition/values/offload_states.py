@@ -200,8 +200,8 @@ def _find_storages(sharded: ShardedModel, kinds: Collection[StateKind]) -> list[
     found: dict[int, ParkedStorage] = {}
     for kind, name, root in tensors:
         storage = root.untyped_storage()
-        is_new = kind in kinds and storage._cdata not in found
-        if kind is None or not is_new or not _may_go(root, sharded):
+        is_asked = kind is not None and kind in kinds
+        if kind is None or not is_asked or storage._cdata in found or not _may_go(root, sharded):
             continue
         found[storage._cdata] = ParkedStorage(
             key=f"{kind.value} {len(found)} of {name}",
