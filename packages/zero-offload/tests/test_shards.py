@@ -11,8 +11,7 @@ import torch
 from attrs import evolve
 from offloaded_training import CUT, make_model, train
 from zero_offload import DiskSettings, DiskStore, HostArena, OffloadedOptimizer
-from zero_offload.residence import OffloadedShards
-from zero_offload.testing import SYSTEM, RecordingStore
+from zero_offload.testing import SYSTEM, OffloadedShards, RecordingStore
 
 
 def test_a_shard_read_ahead_of_a_write_is_read_anew() -> None:

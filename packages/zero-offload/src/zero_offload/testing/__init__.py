@@ -6,6 +6,8 @@ else. `RecordingStore` is for `OffloadedOptimizer(store=)`, `budget` and `budget
 Planners and single kernels, which are arithmetic, are here to be tested by themselves.
 """
 
+from zero_offload.residence import OffloadedShards
+
 from . import faults
 from .faults import SYSTEM, System
 from .kernels import (
@@ -43,6 +45,7 @@ __all__ = [
     "Entry",
     "Formula",
     "Item",
+    "OffloadedShards",
     "RecordingStore",
     "Residence",
     "Rule",
