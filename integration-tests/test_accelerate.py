@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import zero_engine
-from scripts import launch
+from scripts import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from zero_comm import Group
@@ -587,7 +587,7 @@ def _refuse(group: Group) -> None:
 # ---- The documented script ----
 
 
-def test_the_documented_script_runs_by_torchrun(tmp_path: Path) -> None:
+def test_the_documented_script_runs(ranks, tmp_path: Path) -> None:
     """What a reader copies is what runs: bf16, accumulation, metrics, and a model to read again."""
     pytest.importorskip("transformers")
     page = Path(__file__).parents[1] / "docs" / "accelerate.md"
@@ -596,7 +596,7 @@ def test_the_documented_script_runs_by_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(code[1])
 
-    printed = launch(str(script), [str(tmp_path)])
+    printed = on_ranks(ranks)(str(script), [str(tmp_path)])
 
     accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", printed)]
     assert len(accuracies) == 2 and accuracies[-1] > 0.9, printed
