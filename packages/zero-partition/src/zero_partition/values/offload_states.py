@@ -60,7 +60,7 @@ def offload_states(
             has raised.
         zero_comm.CommError: A rank did not take part in time.
     """
-    sharded = require_sharded(model)
+    sharded, kinds = require_sharded(model), frozenset(kinds)
     try:
         _check_idle(sharded)
         sharded.await_readers()
@@ -79,7 +79,7 @@ def offload_states(
     except BaseException:
         backup.close()
         raise
-    parked = Parked(frozenset(kinds) - {StateKind.BUFFERS}, backup, storages)
+    parked = Parked(kinds - {StateKind.BUFFERS}, backup, storages)
     if not parked.kinds:  # buffers come back by themselves
         backup.close()
         return
@@ -200,8 +200,8 @@ def _find_storages(sharded: ShardedModel, kinds: Collection[StateKind]) -> list[
     found: dict[int, ParkedStorage] = {}
     for kind, name, root in tensors:
         storage = root.untyped_storage()
-        is_asked = kind is not None and kind in kinds
-        if kind is None or not is_asked or storage._cdata in found or not _may_go(root, sharded):
+        is_new = kind in kinds and storage._cdata not in found
+        if kind is None or not is_new or not _may_go(root, sharded):
             continue
         found[storage._cdata] = ParkedStorage(
             key=f"{kind.value} {len(found)} of {name}",
