@@ -30,12 +30,6 @@ from zero_partition.run.unit import Unit
 # value looks like the element too: there the same entry of larger parameters says what it is.
 
 _PLAIN_KINDS: Final = ("int", "float", "bool", "str", "NoneType")  # sent in a message as they are
-    "int",
-    "float",
-    "bool",
-    "str",
-    "NoneType",
-)  # what a message can carry as it is
 
 
 def _as_shape(shape: Sequence[int] | None) -> tuple[int, ...] | None:
