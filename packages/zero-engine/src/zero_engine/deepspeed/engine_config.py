@@ -295,8 +295,8 @@ def _shown(value: Any) -> Any:
 def _meaning(settings: Settings, setting: Setting) -> str | None:
     """The last column; None for what need not be shown."""
     key, is_given = setting.key, setting.origin != "default"
-    if key.gate is not None and settings.is_gated_off(key):
-        return f"not read: {key.gate.closed}" if is_given else None
+    if settings.is_gated_off(key):
+        return f"not read: {key.closed}" if is_given else None
     if settings.is_below_stage(key):
         return f"not read below stage {key.min_stage}" if is_given else None
     reason = settings.idle(setting) if is_given else None

@@ -210,12 +210,11 @@ class Settings:
 
     def is_gated_off(self, key: FileKey) -> bool:
         """Whether its section is turned off; not where that is not known yet."""
-        gate = key.gate
-        if gate is None or key.path in gate.paths:
+        if not key.gates or key.path in key.gates:
             return False
-        for setting in (self.by_path[path] for path in gate.paths):
+        for setting in (self.by_path[path] for path in key.gates):
             value, is_neutral = setting.value, setting.key.is_neutral(setting.value)
-            opens = value in gate.values if gate.values else not is_neutral
+            opens = not is_neutral if key.opened_by is None else value == key.opened_by
             if (opens or value is UNRESOLVED) and self.is_read(setting.key):
                 return False
         return True
