@@ -24,8 +24,7 @@ from .manifest import (
     from_json,
     read_manifest,
 )
-from .ranges import FileRun, Range
-from .tensor_file import TensorFile
+from .ranges import FileRun, Range, TensorFile
 
 LATEST: Final = "latest"
 REPLACED: Final = ".replaced-"  # in the name of a folder that gives way to one of the same tag

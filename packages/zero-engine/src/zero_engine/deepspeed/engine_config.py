@@ -20,8 +20,9 @@ from zero_engine.deepspeed_file.settings import (
     Settings,
     Source,
     read_settings,
+    state_dtype_of,
+    zero_arguments,
 )
-from zero_engine.deepspeed_file.zero_settings import state_dtype_of, zero_arguments
 from zero_engine.errors import ConfigError
 
 from .loss_scale import DynamicLossScale, StaticLossScale

@@ -17,7 +17,7 @@ from zero_partition import StateError, Wire, unregister_external_parameter
 import zero_engine
 from zero_engine import ConfigError, Engine, GatheredParameters, NotBuiltError, ZeroConfig
 from zero_engine.deepspeed.initialize import check_mpu, data_group_of
-from zero_engine.deepspeed_file.zero_settings import stage_and_wire_of
+from zero_engine.deepspeed_file.settings import stage_and_wire_of
 
 __all__ = [
     "GatheredParameters",
