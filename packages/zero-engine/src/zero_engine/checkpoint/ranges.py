@@ -7,11 +7,12 @@ import os
 import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
 import torch
-from attrs import define, field, frozen
+from attrs import frozen
 from torch import Tensor
 from zero_partition.seams import AbstractRangeReader
 
@@ -93,61 +94,24 @@ def in_files(items: Iterable[Any], max_bytes: int) -> Iterator[list[Any]]:
         yield chosen
 
 
-@define(eq=False)
+@frozen(eq=False)
 class TensorFile:
     """A file to read from; its header is read when it is needed, and the file is not kept open."""
 
     path: Path
-    _tensors: dict[str, tuple[torch.dtype, torch.Size, int]] | None = field(
-        default=None, init=False
-    )
 
+    @cached_property
     def tensors(self) -> Mapping[str, tuple[torch.dtype, torch.Size, int]]:
-        """By key: dtype, shape, and where its bytes begin.
-
-        Raises:
-            FileError: The file is missing, not of this format, or cut short.
-        """
-        if self._tensors is None:
-            if not self.path.is_file():
-                raise FileError(f"{self.path}: no such file")
-            try:
-                self._tensors = _read_header(self.path)
-            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-                raise FileError(
-                    f"{self.path}: expected a whole safetensors file ({error!r}); save or download "
-                    "it again"
-                ) from error
-        return self._tensors
-
-    def read(self, key: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a tensor, as of a dtype, in memory of their own.
-
-        Raises:
-            FileError: There is no such file or tensor, or the tensor has fewer elements.
-        """
-        out = torch.empty(stop - start, dtype=dtype)
-        if not out.numel():
-            return out
-        if key not in self.tensors():
-            raise FileError(f"{self.path}: expected a tensor {key!r}; there is none")
-        stored, shape, begin = self.tensors()[key]
-        num_bytes = shape.numel() * stored.itemsize
-        if stop * dtype.itemsize > num_bytes:
-            raise FileError(
-                f"{self.path}: expected {key!r} to have at least {stop} elements of {dtype}, got "
-                f"{num_bytes} bytes"
-            )
-        first, view = begin + start * dtype.itemsize, out.view(torch.uint8).numpy().data
+        """By key: dtype, shape, and where its bytes begin. FileError for what is no whole file."""
+        if not self.path.is_file():
+            raise FileError(f"{self.path}: no such file")
         try:
-            with self.path.open("rb", buffering=0) as file:
-                while view and (count := os.preadv(file.fileno(), [view], first)):
-                    first, view = first + count, view[count:]
-        except OSError as error:
-            raise FileError(f"{self.path}: cannot be read: {error.strerror}") from error
-        if view:
-            raise FileError(f"{self.path}: expected {len(view)} more bytes at {first}")
-        return out
+            return _read_header(self.path)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise FileError(
+                f"{self.path}: expected a whole safetensors file ({error!r}); save or download "
+                "it again"
+            ) from error
 
 
 def _read_header(path: Path) -> dict[str, tuple[torch.dtype, torch.Size, int]]:
@@ -187,7 +151,29 @@ class FileRun:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop), in memory of their own."""
-        return self.file.read(self.key, self.dtype, start, stop)
+        path, key, dtype = self.file.path, self.key, self.dtype
+        out = torch.empty(stop - start, dtype=dtype)
+        if not out.numel():
+            return out
+        if key not in self.file.tensors:
+            raise FileError(f"{path}: expected a tensor {key!r}; there is none")
+        stored, shape, begin = self.file.tensors[key]
+        num_bytes = shape.numel() * stored.itemsize
+        if stop * dtype.itemsize > num_bytes:
+            raise FileError(
+                f"{path}: expected {key!r} to have at least {stop} elements of {dtype}, got "
+                f"{num_bytes} bytes"
+            )
+        first, view = begin + start * dtype.itemsize, out.view(torch.uint8).numpy().data
+        try:
+            with path.open("rb", buffering=0) as file:
+                while view and (count := os.preadv(file.fileno(), [view], first)):
+                    first, view = first + count, view[count:]
+        except OSError as error:
+            raise FileError(f"{path}: cannot be read: {error.strerror}") from error
+        if view:
+            raise FileError(f"{path}: expected {len(view)} more bytes at {first}")
+        return out
 
 
 @final
@@ -255,7 +241,7 @@ def open_safetensors(path: Path) -> dict[str, Range]:
     file = TensorFile(path)
     return {
         key: Range(shape, dtype, (FileRun(file, key, dtype, shape.numel()),))
-        for key, (dtype, shape, _) in file.tensors().items()
+        for key, (dtype, shape, _) in file.tensors.items()
     }
 
 
