@@ -301,14 +301,10 @@ def _cli_probe_run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command; by the process's own arguments when None.
 
-    Args:
-        arguments: Without the command's own name; the process's when None.
-
-    Returns:
-        The exit status: 0, or 1 after an error, which is a line on stderr. Arguments that make no
-        sense exit with 2 at once.
+    Returns the exit status: 0, or 1 after an error, which is a line on stderr. Arguments that make
+    no sense exit with 2 at once.
     """
     parser = argparse.ArgumentParser(
         prog="zero",

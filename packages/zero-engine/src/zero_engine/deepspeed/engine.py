@@ -27,7 +27,7 @@ from zero_engine.deepspeed.loss_scale import (
     LossScaler,
     PendingOverflow,
     StaticLossScale,
-    can_undo,
+    has_state,
     remember,
 )
 from zero_engine.deepspeed_file.file_key import POSITIVE
@@ -245,7 +245,7 @@ class Engine(nn.Module):
             scale=self.cur_scale,
             max_norm=self.config.max_norm or None,
             across=self._across,
-            in_step=checks and can_undo(self._lr_scheduler),
+            in_step=checks and (self._lr_scheduler is None or has_state(self._lr_scheduler)),
         )
         self._norm = report.norm
         self.global_steps += 1
@@ -543,7 +543,7 @@ class Engine(nn.Module):
                 tag=f"global_step{self.global_steps}" if tag is None else str(tag),
                 step=self.global_steps,
                 extra={} if client_state is None else client_state,
-                scheduler=self._lr_scheduler if _has_state(self._lr_scheduler) else None,
+                scheduler=self._lr_scheduler if has_state(self._lr_scheduler) else None,
                 exclude_frozen=check_flag("exclude_frozen_parameters", exclude_frozen_parameters),
                 is_latest=check_flag("save_latest", save_latest),
                 engine={
@@ -602,7 +602,7 @@ class Engine(nn.Module):
         self._settle()
         has_all, folder = not load_module_only, Path(load_dir)
         optimizer = self.optimizer if has_all and load_optimizer_states else None
-        has_scheduler = has_all and load_lr_scheduler_states and _has_state(self._lr_scheduler)
+        has_scheduler = has_all and load_lr_scheduler_states and has_state(self._lr_scheduler)
         scheduler = self._lr_scheduler if has_scheduler else None
         tag = None if tag is None else str(tag)
         theirs = together(
@@ -899,7 +899,3 @@ def _is_theirs(folder: Path, tag: str | None) -> bool:
     if complete:
         return tag not in complete and is_deepspeed(folder, tag)
     return holds_deepspeed(folder, tag)
-
-
-def _has_state(scheduler: Any) -> bool:
-    return hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")

@@ -45,19 +45,12 @@ class NamedSpec:
 @final
 @frozen
 class SourceRow:
-    """One line of `EngineConfig.table`.
+    """One line of `EngineConfig.table`."""
 
-    Args:
-        key: Its path in the file.
-        value: What it is in the end.
-        origin: "file", "auto" (the file leaves it open), "inferred" or "default".
-        meaning: The field of EngineConfig that it becomes part of, or why it changes nothing.
-    """
-
-    key: str
-    value: Any
-    origin: str
-    meaning: str
+    key: str  # its path in the file
+    value: Any  # in the end
+    origin: str  # "file", "auto" (the file leaves it open), "inferred" or "default"
+    meaning: str  # the field of EngineConfig that it becomes part of, or why it changes nothing
 
 
 @final

@@ -68,17 +68,6 @@ def make_loader(
 
     As `torch.utils.data.DistributedSampler` divides: where the number of samples is no multiple of
     the world size, the first few of the epoch are taken twice, so that ranks have equally many.
-
-    Args:
-        dataset: With `__getitem__` and `__len__`, and not empty.
-        batch_size: Samples of this rank in one micro-batch.
-        rank: Which of the ranks that divide the samples among them.
-        world_size: How many these are.
-        collate_fn: From a list of samples to a batch; torch's own when None.
-        drop_last: Whether a last batch that is smaller than the others is left out.
-
-    Raises:
-        ConfigError: `dataset` cannot be divided.
     """
     has_items = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not has_items:

@@ -234,12 +234,9 @@ def _choose(finite: Tensor, scaler: LossScaler) -> Tensor:
     return torch.where(finite, clean, overflowed)
 
 
-def can_undo(scheduler: Any) -> bool:
-    """Whether a scheduler's step can be taken back: it saves and loads its state, or is None."""
-    return scheduler is None or (
-        callable(getattr(scheduler, "state_dict", None))
-        and callable(getattr(scheduler, "load_state_dict", None))
-    )
+def has_state(scheduler: Any) -> bool:
+    """Whether it saves and loads its state: a step can be taken back then."""
+    return hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")
 
 
 def remember(scheduler: Any, optimizer: torch.optim.Optimizer) -> Callable[[], None]:

@@ -232,10 +232,7 @@ def not_built(path: str, default: Any, remedy: str, kind: ValueKind = FLAG, **mo
 def foreign(path: str, remedy: str, switch: str | None = "enabled") -> FileKey:
     """A section that is not ours: refused whole, unless it is off. What is in it is not looked at.
 
-    Args:
-        path: Of the section.
-        remedy: What is missing, or what to do instead; a clause.
-        switch: The key that turns it on; None where anything in it does.
+    `switch` is the key that turns it on; None where anything in it does.
     """
 
     def read(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -250,11 +247,7 @@ def section(
 ) -> tuple[FileKey, ...]:
     """Keys whose paths are written relative to a section, with their whole paths.
 
-    Args:
-        name: The section's path.
-        keys: Its keys.
-        alias: Another name of the whole section.
-        gate: `gates` and `opened_by` of keys that have none of their own.
+    `alias` is another name of it; `gate` is `gates` and `opened_by` of keys that have none.
     """
     return tuple(
         attrs.evolve(

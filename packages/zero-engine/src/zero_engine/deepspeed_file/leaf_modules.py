@@ -26,11 +26,8 @@ _SET: Final[WeakSet[nn.Module]] = WeakSet()  # here: to ask of a parameter alone
 def find_modules(model: nn.Module, wanted: Iterable[Any], how: str) -> dict[Any, list[nn.Module]]:
     """By each of `wanted`, the modules that fit, in the order of `named_modules()`.
 
-    Args:
-        model: Or any part of it.
-        wanted: Classes or names.
-        how: As the file's section calls it: "classes" (one that is named is that very class, by its
-            name alone or after its module's), "names" or "name_suffixes", of `named_modules()`.
+    `how` they are named is a key of the file's section. A class may be named, by its name alone or
+    after its module's, and is that very class then.
     """
     fits, modules = _FITS[how], list(model.named_modules())
     return {one: [module for name, module in modules if fits(name, module, one)] for one in wanted}

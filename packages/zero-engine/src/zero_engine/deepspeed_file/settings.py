@@ -45,12 +45,8 @@ def _derived_values(
 ) -> dict[str, Any]:
     """Values by path of key, as transformers' Trainer fills them in (its docs, "DeepSpeed"). Local.
 
-    Args:
-        model: The dtype of all of its parameters says which 16-bit section is on. Its `config` may
-            have `hidden_size`, or `hidden_sizes` of which the largest counts, by itself or in its
-            `text_config`.
-        known: What the file says, by path. A scheduler warms up to the optimizer's rate.
-        implied: What follows from other arguments.
+    The model says its dtype and, by its `config`, a hidden size; `known`, what the file says, which
+    16-bit section is on and the rate to which a scheduler warms up; `implied` goes before both.
     """
     found: dict[str, Any] = {"scheduler.params.warmup_min_lr": 0, "steps_per_print": 0}
     lr = {**implied, **known}.get("optimizer.params.lr")
@@ -71,11 +67,8 @@ def _derived_values(
 def implied_values(args: Any, optimizer: Any, lr_scheduler: Any) -> dict[str, Any]:
     """What arguments of `initialize` say, by path of key. Local.
 
-    Args:
-        args: Its attributes by the names of batch sizes and clipping, where it has them.
-        optimizer: An instance's options are those of the file's; of anything else, and of a
-            scheduler, the file's are not read, and have their defaults.
-        lr_scheduler: Likewise.
+    An optimizer's options are those of the file's; where another optimizer or scheduler is given,
+    the file's are not read, and have their defaults.
     """
     found = {
         path: getattr(args, path) for path in _OF_ARGS if getattr(args, path, None) is not None
@@ -295,17 +288,8 @@ def read_settings(
 ) -> Settings:
     """Read a configuration; rank 0 warns once of all its keys that cannot matter.
 
-    Args:
-        source: A dict, the path of a JSON file, or its base64.
-        model: Resolves what DeepSpeed's users let Hugging Face derive from its hidden size.
-        auto: Values by path for what the file leaves "auto". They must not contradict it.
-        implied: Values by path for what is "auto" still.
-        warns: False where the same configuration will be read again.
-
-    Raises:
-        ConfigError: Starts with the path of a key that is unknown, of a wrong type or value, not
-            built, or given twice.
-        FileError: The file is missing or not JSON.
+    What the file leaves "auto" is in `auto`, which must not contradict it, or else `implied`, or
+    follows from the model. `warns` is False where the same configuration will be read again.
     """
     defaults = {path: Setting(key, key.default, "default", path) for path, key in KEYS.items()}
     settings = Settings({**defaults, **_read_leaves(_load(source))})
@@ -404,11 +388,7 @@ def _warn_of_what_cannot_matter(settings: Settings) -> None:
 
 
 def precision_of(settings: Settings) -> Precision | None:
-    """Dtypes of training; None where the configuration leaves them as they are.
-
-    Raises:
-        ConfigError: Starts with the path of a key that contradicts another, and names that one.
-    """
+    """Dtypes of training; None where the configuration leaves them as they are."""
     value = settings.value
     _check_modes(settings)
     params = torch.bfloat16 if value("bf16.enabled") else None
@@ -543,12 +523,8 @@ _OF_SEVERAL: Final = ("zero.precision",)  # fields that are no single key's
 def stage_and_wire_of(source: Source) -> tuple[int, Wire]:
     """All that matters while a model is built: the stage, and which ranks exchange what. Local.
 
-    The whole configuration is checked; other keys may say "auto", as nothing is known yet of the
-    model that says what it is. Warns of nothing: whoever trains the model reads all of it.
-
-    Raises:
-        ConfigError: Starts with the path of the key that is wrong, or excludes another.
-        FileError: There is no such file, or it is not JSON.
+    The whole configuration is checked, but other keys may say "auto", as nothing is known yet of
+    the model that says what it is. Warns of nothing: whoever trains the model reads all of it.
     """
     settings = read_settings(source, model=None, auto=None, warns=False)
     wire = _wire_of(**_taken(_fields(settings, within="zero.wire."), "zero.wire"))
@@ -556,11 +532,7 @@ def stage_and_wire_of(source: Source) -> tuple[int, Wire]:
 
 
 def zero_arguments(settings: Settings) -> dict[str, Any]:
-    """Keyword arguments for ZeroConfig; what the configuration leaves out keeps our defaults.
-
-    Raises:
-        ConfigError: Starts with the path of a key that says "auto", or contradicts another.
-    """
+    """Keyword arguments for ZeroConfig; what the configuration leaves out keeps our defaults."""
     settings.check_resolved(only_not_built=True)  # others matter only where they are read, below
     fields = {"zero.stage": settings.value(STAGE), **_fields(settings)}
     fields["zero.precision"] = precision_of(settings)

@@ -81,16 +81,7 @@ class GPTSize:
 
 
 def model_of(source: Any) -> nn.Module:
-    """A model to plan with: the very one, or one on meta. Local.
-
-    Args:
-        source: A module; a `GPTSize`; a configuration of transformers as an object, a dict, a
-            config.json or a folder with one.
-
-    Raises:
-        ConfigError: It is none of these, or transformers is needed and missing.
-        FileError: There is no such file, or it is not JSON.
-    """
+    """A model to plan with: the very one, or one on meta; see `plan`. Local."""
     if isinstance(source, nn.Module):
         return source
     if isinstance(source, GPTSize):
@@ -130,11 +121,7 @@ def optimizer_of(
 
 
 def read_json(path: Path, expected: str = "") -> Any:
-    """What a file says.
-
-    Raises:
-        FileError: There is no such file, or it is not JSON.
-    """
+    """What a file of JSON says."""
     try:
         return json.loads(path.read_text())
     except OSError as error:
