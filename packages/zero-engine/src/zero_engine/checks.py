@@ -101,8 +101,8 @@ def together(
 ) -> list[Any]:
     """Do it on every rank, and wait until all have; what it returned, by rank. Collective.
 
-    `act` returns what JSON can say. Where it fails on a rank, that rank raises what it has raised, and all others a FileError that
-    says `what`. The timeout is the group's own when None.
+    `act` returns what JSON can say. Where it fails on a rank, that rank raises its error, and all
+    others a FileError that says `what`. The timeout is the group's own when None.
     """
     problem, result = None, None
     try:

@@ -185,17 +185,8 @@ class DeepSpeedCPUAdam(CPUAdam):
 
     Parameters may be on a GPU until `initialize`, whose `offload_optimizer` brings what is stepped
     to the host. 16-bit ones have no masters of their own: `initialize` keeps them. amsgrad works.
-
-    Args:
-        model_params: As `params` there, as are all others that are not named here.
-        lr: As there.
-        bias_correction: As there.
-        betas: As there.
-        eps: As there.
-        weight_decay: As there.
-        amsgrad: As there.
-        adamw_mode: Decay shrinks parameters (AdamW); added to gradients (Adam) when False.
-        fp32_optimizer_states: False keeps moments in the parameter's dtype.
+    With `adamw_mode` decay shrinks parameters (AdamW); else it is added to gradients. Without
+    `fp32_optimizer_states` moments are kept in the parameter's dtype.
     """
 
     def __init__(  # noqa: PLR0917 - the order is DeepSpeed's

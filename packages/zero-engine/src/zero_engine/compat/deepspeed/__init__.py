@@ -72,27 +72,12 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
 ) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
     """`zero_engine.initialize`, with the arguments in DeepSpeed's order. Collective.
 
+    What the arguments are, and what is raised, is said there. The model's parameters may be sharded
+    already, by `zero.Init`. `distributed_port` is MASTER_PORT, where the launcher has set none;
+    `config_params` is another name of `config`; `auto` has what Hugging Face fills in for its own
+    scripts alone; `mesh_param`, for sequence parallelism, is not built: None.
+
     The optimizer has `cur_scale`, `loss_scale` and `loss_scaler` besides, for reading.
-
-    Args:
-        args: As there; as are all others that are not named here.
-        model: Its parameters may be sharded already, by `zero.Init`.
-        optimizer: As there.
-        model_parameters: As there.
-        training_data: As there.
-        lr_scheduler: As there.
-        distributed_port: MASTER_PORT, where the launcher has set none.
-        mpu: As there.
-        dist_init_required: As there.
-        collate_fn: As there.
-        config: As there.
-        mesh_param: Sequence parallelism is not built: None.
-        config_params: Another name of `config`.
-        auto: As there: values for what the file leaves "auto", which Hugging Face fills in for its
-            own scripts alone.
-
-    Raises:
-        ConfigError: As there, or `mesh_param` is given.
     """
     if mesh_param is not None:
         raise ConfigError("initialize(): mesh_param (sequence parallelism) is not built yet")
