@@ -25,7 +25,7 @@ from zero_partition.seams import GradientHome, Homes, TensorHome
 from zero_engine import sharding as _shard
 from zero_engine.checkpoint.background import Copying
 from zero_engine.checkpoint.file_system import FileSystem
-from zero_engine.checkpoint.manifest import MANIFEST, read_manifest, seal
+from zero_engine.checkpoint.folder import MANIFEST, read_manifest, seal
 from zero_engine.checkpoint.save import save_as
 from zero_engine.checkpoint.writer import SaveReport, SaveRequest
 from zero_engine.offload import Offload, homes_of

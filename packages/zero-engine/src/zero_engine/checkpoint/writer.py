@@ -20,8 +20,19 @@ from zero_partition import ShardedAverage
 from zero_engine.errors import FileError
 
 from .file_system import FILE_SYSTEM, FileSystem, NewFile, naming
-from .folder import LATEST, REPLACED, find_complete, holds_parts, serials_of
-from .manifest import MANIFEST, FileFacts, facts_of_files, name_of, read_manifest, seal
+from .folder import (
+    LATEST,
+    MANIFEST,
+    REPLACED,
+    FileFacts,
+    facts_of_files,
+    find_complete,
+    holds_parts,
+    name_of,
+    read_manifest,
+    seal,
+    serials_of,
+)
 from .ranges import CODES, file_bytes, in_files
 
 FILE_BYTES: Final = 2**30
