@@ -351,31 +351,27 @@ class Engine(nn.Module):
         self._is_boundary = is_boundary
         self._wait_or_not()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """As `zero_engine.no_sync`, at any stage: backwards inside reduce nothing. Local."""
-        self._check_alive("no_sync()")
-        self._open_no_sync += 1
-        try:
-            with zero_partition.no_sync(self.module):
-                yield
-        finally:
-            self._open_no_sync -= 1
+        return self._without_steps("no_sync()", zero_partition.no_sync)
 
-    @contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """As `zero_engine.coalesce_reduction`: several backwards, one reduction on leaving.
 
         Where the reduction waits for the boundary anyway (stages 0 and 1), it goes on waiting.
         """
-        self._check_alive("coalesce_grad_reduction()")
+        reduce = nullcontext if self._is_waiting() else zero_partition.coalesce_reduction
+        return self._without_steps("coalesce_grad_reduction()", reduce)
+
+    @contextmanager
+    def _without_steps(
+        self, what: str, context: Callable[[nn.Module], AbstractContextManager[Any]]
+    ) -> Iterator[None]:
+        self._check_alive(what)
         self._open_no_sync += 1
         try:
-            if self._is_waiting():
+            with context(self.module):
                 yield
-            else:
-                with zero_partition.coalesce_reduction(self.module):
-                    yield
         finally:
             self._open_no_sync -= 1
 

@@ -207,7 +207,13 @@ class PendingOverflow:
         cls, finite: Tensor, scaler: LossScaler | None, undo: Callable[[], None]
     ) -> PendingOverflow:
         """Send it off; `undo` takes back what an applied step has changed on the host. Local."""
-        scale = None if scaler is None else _choose(finite, scaler)
+        scale = None
+        if scaler is not None:
+            clean, overflowed = (
+                finite.new_full((), scaler.scale_after(overflowed), dtype=torch.float32)
+                for overflowed in (False, True)
+            )
+            scale = torch.where(finite, clean, overflowed)
         if finite.device.type == "cpu":
             return cls(finite, None, scale, undo)
         landing = torch.empty((), dtype=torch.bool, pin_memory=True)
@@ -224,14 +230,6 @@ class PendingOverflow:
         if not is_applied:
             self._undo()
         return is_applied
-
-
-def _choose(finite: Tensor, scaler: LossScaler) -> Tensor:
-    clean, overflowed = (
-        finite.new_full((), scaler.scale_after(overflowed), dtype=torch.float32)
-        for overflowed in (False, True)
-    )
-    return torch.where(finite, clean, overflowed)
 
 
 def has_state(scheduler: Any) -> bool:
