@@ -32,64 +32,6 @@ from .engine_config import EngineConfig, NamedSpec
 from .optimizers import make_optimizer
 from .schedules import make_scheduler
 
-
-@final
-class Loader:
-    """Iterate over it once per epoch; `len` is the number of batches of one.
-
-    Attributes:
-        epoch: Of the next iteration. To go on with another one, set it.
-    """
-
-    def __init__(self, loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> None:
-        self.epoch = 0
-        self._loader = loader
-        self._sampler = sampler
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._sampler.set_epoch(self.epoch)
-        self.epoch += 1
-        return iter(self._loader)
-
-
-def make_loader(
-    dataset: Dataset[Any],
-    *,
-    batch_size: int,
-    rank: int,
-    world_size: int,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    drop_last: bool = False,
-) -> Loader:
-    """What `initialize(training_data=dataset)` gives: shuffled, divided among ranks. Local.
-
-    As `torch.utils.data.DistributedSampler` divides: where the number of samples is no multiple of
-    the world size, the first few of the epoch are taken twice, so that ranks have equally many.
-    """
-    has_items = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if isinstance(dataset, IterableDataset) or not has_items:
-        raise ConfigError(
-            "make_loader(): dataset: expected one with __getitem__ and __len__, got a "
-            f"{type(dataset).__name__}. What can only be iterated over cannot be divided among "
-            "ranks here: iterate over it yourself, each rank over its own part"
-        )
-    if len(dataset) == 0:  # type: ignore[arg-type]
-        raise ConfigError("make_loader(): dataset: expected at least one sample, got an empty one")
-    sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank)
-    loader = DataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=drop_last,
-        pin_memory=torch.cuda.is_available(),
-    )
-    return Loader(loader, sampler)
-
-
 AnyConfig = Mapping[str, Any] | str | os.PathLike[str] | EngineConfig | ZeroConfig
 
 
@@ -171,14 +113,7 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     scheduler = _choose_scheduler(lr_scheduler, made, settings.scheduler)
     loader = None
     if training_data is not None:
-        loader = make_loader(
-            training_data,
-            batch_size=settings.micro_batch_size,
-            rank=group.rank,
-            world_size=group.world_size,
-            collate_fn=collate_fn,
-            drop_last=settings.drop_last,
-        )
+        loader = _make_loader(training_data, collate_fn, settings, group)
     if settings.activation_checkpointing and not zero_ckpt.is_configured():
         section = {"activation_checkpointing": settings.activation_checkpointing}
         zero_ckpt.configure(model_part_of(mpu, what="initialize()"), section)
@@ -347,7 +282,65 @@ def _choose_scheduler(
     return made
 
 
-# Megatron's model-parallel unit, an object that knows this rank's groups; or a device mesh.
+# ---- Batches of a dataset: each rank its own samples, in another order each epoch ----
+
+
+@final
+class Loader:
+    """Iterate over it once per epoch; `len` is the number of batches of one.
+
+    Attributes:
+        epoch: Of the next iteration. To go on with another one, set it.
+    """
+
+    def __init__(self, loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> None:
+        self.epoch = 0
+        self._loader = loader
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._sampler.set_epoch(self.epoch)
+        self.epoch += 1
+        return iter(self._loader)
+
+
+def _make_loader(
+    dataset: Dataset[Any],
+    collate_fn: Callable[[list[Any]], Any] | None,
+    settings: EngineConfig,
+    group: Group,
+) -> Loader:
+    """Batches that are shuffled, and divided among the ranks. Local.
+
+    As `torch.utils.data.DistributedSampler` divides: where the number of samples is no multiple of
+    the world size, the first few of the epoch are taken twice, so that ranks have equally many.
+    """
+    has_items = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not has_items:
+        raise ConfigError(
+            "make_loader(): dataset: expected one with __getitem__ and __len__, got a "
+            f"{type(dataset).__name__}. What can only be iterated over cannot be divided among "
+            "ranks here: iterate over it yourself, each rank over its own part"
+        )
+    if len(dataset) == 0:  # type: ignore[arg-type]
+        raise ConfigError("make_loader(): dataset: expected at least one sample, got an empty one")
+    sampler = DistributedSampler(dataset, num_replicas=group.world_size, rank=group.rank)
+    loader = DataLoader(
+        dataset,
+        batch_size=settings.micro_batch_size,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=settings.drop_last,
+        pin_memory=torch.cuda.is_available(),
+    )
+    return Loader(loader, sampler)
+
+
+# ---- mpu: Megatron's model-parallel unit, which knows this rank's groups; or a device mesh ----
+
 _DATA_AXES: Final = ("dp", "data", "data_parallel")
 
 
