@@ -387,7 +387,7 @@ def _warn_of_what_cannot_matter(settings: Settings) -> None:
 # ---- What they say of ZeRO ----
 
 
-def precision_of(settings: Settings) -> Precision | None:
+def _precision_of(settings: Settings) -> Precision | None:
     """Dtypes of training; None where the configuration leaves them as they are."""
     value = settings.value
     _check_modes(settings)
@@ -535,7 +535,7 @@ def zero_arguments(settings: Settings) -> dict[str, Any]:
     """Keyword arguments for ZeroConfig; what the configuration leaves out keeps our defaults."""
     settings.check_resolved(only_not_built=True)  # others matter only where they are read, below
     fields = {"zero.stage": settings.value(STAGE), **_fields(settings)}
-    fields["zero.precision"] = precision_of(settings)
+    fields["zero.precision"] = _precision_of(settings)
     _check_folder(settings, fields)
     for owner, make in _PARTS.items():
         part = make(**_taken(fields, owner))
