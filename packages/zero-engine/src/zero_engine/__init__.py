@@ -1,7 +1,7 @@
 """ZeRO for a plain PyTorch loop: shard a model and its optimizer, keep the loop."""
 
 # Floors, lowest first: errors, torch_private, checks, offload, deepspeed_file, config,
-# residence, state_offload, reports, init, sharding, checkpoint, deepspeed, compat, integrations,
+# state_offload, reports, sharding, checkpoint, deepspeed, compat, integrations,
 # planning, cli, testing.
 
 from __future__ import annotations
@@ -60,11 +60,10 @@ if TYPE_CHECKING:
     from zero_engine.deepspeed.initialize import initialize
     from zero_engine.deepspeed.loss_scale import DynamicLossScale, LossScaler
     from zero_engine.errors import ConfigError, FileError, LossScaleError, NotBuiltError
-    from zero_engine.init import Init, materialise
     from zero_engine.offload import Offload
     from zero_engine.planning.plan import plan
     from zero_engine.reports import report, schedule_table
-    from zero_engine.sharding import shard, unshard
+    from zero_engine.sharding import Init, materialise, shard, unshard
     from zero_engine.state_offload import offload_states, reload_states
 
 __all__ = [
@@ -143,11 +142,10 @@ _NAMES: Final = {
     "zero_engine.deepspeed.initialize": "initialize",
     "zero_engine.deepspeed.loss_scale": "DynamicLossScale LossScaler",
     "zero_engine.errors": "ConfigError FileError LossScaleError NotBuiltError",
-    "zero_engine.init": "Init materialise",
     "zero_engine.offload": "Offload",
     "zero_engine.planning.plan": "plan",
     "zero_engine.reports": "report schedule_table",
-    "zero_engine.sharding": "shard unshard",
+    "zero_engine.sharding": "Init materialise shard unshard",
     "zero_engine.state_offload": "offload_states reload_states",
     "zero_partition": (
         "ChainedOptimizer Cut GatheredParameters Precision ShardedAverage Wire "

@@ -99,21 +99,10 @@ def nearest(name: Any, known: Iterable[str]) -> str | None:
 def together(
     act: Callable[[], Any], *, what: str, group: Group, timeout_s: float | None = None
 ) -> list[Any]:
-    """Do it on every rank, and wait until all have. Collective.
+    """Do it on every rank, and wait until all have; what it returned, by rank. Collective.
 
-    Args:
-        act: What; returns what JSON can say.
-        what: The same in words, for other ranks' errors.
-        group: The ranks.
-        timeout_s: How long to wait for a rank; the group's own timeout when None.
-
-    Returns:
-        What it has returned, by rank.
-
-    Raises:
-        Exception: On the rank on which it has failed: that.
-        FileError: On all others.
-        zero_comm.CommError: A rank did not take part in time.
+    `act` returns what JSON can say. Where it fails on a rank, that rank raises its error, and all
+    others a FileError that says `what`. The timeout is the group's own when None.
     """
     problem, result = None, None
     try:
@@ -131,15 +120,10 @@ def together(
 
 
 def default_group(model: nn.Module | None = None, *, timeout_s: float | None = None) -> Group:
-    """All ranks of the job; just this process where there is no job.
+    """All ranks of the job; without one just this process, where the model's parameters are.
 
-    Args:
-        model: Where its parameters are, this process alone works.
-        timeout_s: How long to wait for ranks that do not call this, in seconds.
-
-    Raises:
-        ConfigError: The environment tells of several ranks, but there is no group of them: each
-            would keep a whole model, and nothing would be said.
+    ConfigError where the environment tells of several ranks, and there is no group of them: each
+    would keep a whole model, and nothing would be said.
     """
     if dist.is_initialized():
         group = Group.from_process_group(timeout_s=timeout_s)

@@ -20,11 +20,10 @@ from zero_offload import StoreError
 from zero_partition import PartitionError, Precision, Wire
 
 from zero_engine.checkpoint.export import export
-from zero_engine.checkpoint.tensor_file import CODES
-from zero_engine.planning.estimate import Rates, estimate_step
+from zero_engine.checkpoint.ranges import CODES
 from zero_engine.planning.options import Option, Room, offload_at, plan_options, recommend
 from zero_engine.planning.plan import plan
-from zero_engine.planning.probe import probe
+from zero_engine.planning.rates import Rates, estimate_step, probe
 from zero_engine.planning.sources import GPTSize
 from zero_engine.planning.tables import (
     options_table,
@@ -302,14 +301,10 @@ def _cli_probe_run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command; by the process's own arguments when None.
 
-    Args:
-        arguments: Without the command's own name; the process's when None.
-
-    Returns:
-        The exit status: 0, or 1 after an error, which is a line on stderr. Arguments that make no
-        sense exit with 2 at once.
+    Returns the exit status: 0, or 1 after an error, which is a line on stderr. Arguments that make
+    no sense exit with 2 at once.
     """
     parser = argparse.ArgumentParser(
         prog="zero",

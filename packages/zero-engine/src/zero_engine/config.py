@@ -185,7 +185,7 @@ class ZeroConfig:
             ConfigError: Starts with the path of the key that is wrong.
             FileError: There is no such file, or it is not JSON.
         """
-        from zero_engine.deepspeed_file.zero_settings import read_zero_arguments  # noqa: PLC0415 (a table of 200 keys)
+        from zero_engine.deepspeed_file.settings import read_zero_arguments  # noqa: PLC0415 (a table of 200 keys)
 
         return cls(**read_zero_arguments(source, model=model, auto=auto))
 

@@ -25,13 +25,11 @@ from zero_partition.seams import GradientHome, Homes, TensorHome
 from zero_engine import sharding as _shard
 from zero_engine.checkpoint.background import Copying
 from zero_engine.checkpoint.file_system import FileSystem
-from zero_engine.checkpoint.manifest import MANIFEST, read_manifest, seal
+from zero_engine.checkpoint.folder import MANIFEST, read_manifest, seal
 from zero_engine.checkpoint.save import save_as
 from zero_engine.checkpoint.writer import SaveReport, SaveRequest
+from zero_engine.offload import Offload, homes_of
 from zero_engine.planning import plan as _plan
-from zero_engine.residence import homes_of
-
-from .offload import Offload
 
 __all__ = [
     "MANIFEST",

@@ -215,18 +215,12 @@ class Saver:
     ) -> Snapshot:
         """Copy everything to host memory, and begin to write it. Collective.
 
-        Waits for the save before, if that is still being written.
-
-        Args:
-            step: As for `zero_engine.save`, as are the others.
-            extra: Likewise.
-            scheduler: Likewise.
-            tag: Likewise.
-            average: Likewise.
+        Waits for the save before, if that is still being written. Arguments are those of
+        `zero_engine.save`, as is what is raised; besides:
 
         Raises:
             FileError: The save before failed, on this rank or another; nothing new was begun, and
-                the next call begins anew. Or as for `zero_engine.save`, as for all else.
+                the next call begins anew.
         """
         self.wait()
         begun = time.monotonic()

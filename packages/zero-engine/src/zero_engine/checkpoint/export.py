@@ -17,11 +17,9 @@ from zero_engine.errors import ConfigError, FileError
 
 from .deepspeed import DeepSpeedFolder, is_deepspeed
 from .file_system import FILE_SYSTEM, NewFile, naming
-from .folder import Checkpoint
-from .manifest import MANIFEST
+from .folder import MANIFEST, Checkpoint
 from .pretrained import INDEX, SINGLE
-from .ranges import FileRun, Range
-from .tensor_file import ALL_CODES, file_bytes, in_files
+from .ranges import ALL_CODES, FileRun, Range, file_bytes, in_files
 
 _CHUNK_BYTES: Final = 2**20  # on their way from one file to the other
 

@@ -1,12 +1,15 @@
-"""Range: a tensor in files or in memory, of which any run of elements is read alone."""
+"""Tensors in files, of safetensors or of torch, or in memory: any run of elements is read alone."""
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from attrs import frozen
@@ -15,7 +18,125 @@ from zero_partition.seams import AbstractRangeReader
 
 from zero_engine.errors import FileError
 
-from .tensor_file import TensorFile
+# ---- The safetensors format: a header in JSON, then the bytes of tensors, end to end ----
+
+# Of each dtypethat checkpoints are written in; all others are written as their bytes, "U8".
+CODES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+ALL_CODES: Final = CODES | {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
+}
+_DTYPES: Final = {code: dtype for dtype, code in ALL_CODES.items()} | {
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
+_CHUNK_BYTES: Final = 4 * 2**20  # leave a device at a time
+_LENGTH_BYTES: Final = 8
+_LARGEST_HEADER_BYTES: Final = 10**8  # what the safetensors library accepts
+
+
+def file_bytes(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]],
+    values: Iterable[Tensor],
+    *,
+    align: int,
+    metadata: Mapping[str, str] | None = None,
+) -> Iterator[memoryview]:
+    """All bytes of a file, in their order; each view is to be taken before the next. Local.
+
+    Args:
+        tensors: Key, code of the dtype, shape, bytes.
+        values: Theirs, end to end, in parts of any size; each is asked for when its turn comes.
+        align: A divisor of where the first one begins.
+        metadata: Of the file.
+    """
+    said: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    cursor = 0
+    for key, code, shape, num_bytes in tensors:
+        span = [cursor, cursor + num_bytes]
+        said[key] = {"dtype": code, "shape": list(shape), "data_offsets": span}
+        cursor += num_bytes
+    text = json.dumps(said, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % align)
+    yield memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+    for value in values:
+        flat = value.detach().contiguous().view(-1).view(torch.uint8)
+        for start in range(0, flat.numel(), _CHUNK_BYTES):
+            yield flat[start : start + _CHUNK_BYTES].cpu().numpy().data
+
+
+def in_files(items: Iterable[Any], max_bytes: int) -> Iterator[list[Any]]:
+    """In their order; no file is larger than it may be, but one with a single item."""
+    chosen: list[Any] = []
+    num_bytes = 0
+    for item in items:
+        if chosen and num_bytes + item.num_bytes > max_bytes:
+            yield chosen
+            chosen, num_bytes = [], 0
+        chosen.append(item)
+        num_bytes += item.num_bytes
+    if chosen:
+        yield chosen
+
+
+@frozen(eq=False)
+class TensorFile:
+    """A file to read from; its header is read when it is needed, and the file is not kept open."""
+
+    path: Path
+
+    @cached_property
+    def tensors(self) -> Mapping[str, tuple[torch.dtype, torch.Size, int]]:
+        """By key: dtype, shape, and where its bytes begin. FileError for what is no whole file."""
+        if not self.path.is_file():
+            raise FileError(f"{self.path}: no such file")
+        try:
+            return _read_header(self.path)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise FileError(
+                f"{self.path}: expected a whole safetensors file ({error!r}); save or download "
+                "it again"
+            ) from error
+
+
+def _read_header(path: Path) -> dict[str, tuple[torch.dtype, torch.Size, int]]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if length > _LARGEST_HEADER_BYTES:
+            raise ValueError(f"a header of {length} bytes")
+        said = json.loads(file.read(length))
+        num_bytes = os.fstat(file.fileno()).st_size
+    said.pop("__metadata__", None)
+    tensors, cursor = {}, _LENGTH_BYTES + length
+    for key, of in sorted(said.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape = _DTYPES[of["dtype"]], torch.Size(of["shape"])
+        tensors[key] = dtype, shape, cursor
+        size = shape.numel() * dtype.itemsize
+        begin = cursor - _LENGTH_BYTES - length
+        if of["data_offsets"] != [begin, begin + size]:
+            raise ValueError(f"{key!r} of {size} bytes from {begin} at {of['data_offsets']}")
+        cursor += size
+    if cursor != num_bytes:
+        raise ValueError(f"{num_bytes} bytes, where the header tells of {cursor}")
+    return tensors
+
+
+# ---- Ranges ----
 
 
 @final
@@ -30,7 +151,29 @@ class FileRun:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop), in memory of their own."""
-        return self.file.read(self.key, self.dtype, start, stop)
+        path, key, dtype = self.file.path, self.key, self.dtype
+        out = torch.empty(stop - start, dtype=dtype)
+        if not out.numel():
+            return out
+        if key not in self.file.tensors:
+            raise FileError(f"{path}: expected a tensor {key!r}; there is none")
+        stored, shape, begin = self.file.tensors[key]
+        num_bytes = shape.numel() * stored.itemsize
+        if stop * dtype.itemsize > num_bytes:
+            raise FileError(
+                f"{path}: expected {key!r} to have at least {stop} elements of {dtype}, got "
+                f"{num_bytes} bytes"
+            )
+        first, view = begin + start * dtype.itemsize, out.view(torch.uint8).numpy().data
+        try:
+            with path.open("rb", buffering=0) as file:
+                while view and (count := os.preadv(file.fileno(), [view], first)):
+                    first, view = first + count, view[count:]
+        except OSError as error:
+            raise FileError(f"{path}: cannot be read: {error.strerror}") from error
+        if view:
+            raise FileError(f"{path}: expected {len(view)} more bytes at {first}")
+        return out
 
 
 @final
@@ -98,7 +241,7 @@ def open_safetensors(path: Path) -> dict[str, Range]:
     file = TensorFile(path)
     return {
         key: Range(shape, dtype, (FileRun(file, key, dtype, shape.numel()),))
-        for key, (dtype, shape, _) in file.tensors().items()
+        for key, (dtype, shape, _) in file.tensors.items()
     }
 
 

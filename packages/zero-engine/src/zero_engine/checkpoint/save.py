@@ -36,8 +36,7 @@ from zero_partition.seams import (
 from zero_engine.checks import together
 from zero_engine.errors import ConfigError, FileError
 
-from .folder import LATEST
-from .manifest import from_json, name_of, to_json
+from .folder import LATEST, from_json, name_of, to_json
 from .writer import CheckpointWriter, Given, GivenBatch, SaveReport, SaveRequest, tensor_at
 
 _TIMEOUT_S: Final = 60.0

@@ -20,9 +20,20 @@ from zero_partition import ShardedAverage
 from zero_engine.errors import FileError
 
 from .file_system import FILE_SYSTEM, FileSystem, NewFile, naming
-from .folder import LATEST, REPLACED, find_complete, holds_parts, serials_of
-from .manifest import MANIFEST, FileFacts, facts_of_files, name_of, read_manifest, seal
-from .tensor_file import CODES, file_bytes, in_files
+from .folder import (
+    LATEST,
+    MANIFEST,
+    REPLACED,
+    FileFacts,
+    facts_of_files,
+    find_complete,
+    holds_parts,
+    name_of,
+    read_manifest,
+    seal,
+    serials_of,
+)
+from .ranges import CODES, file_bytes, in_files
 
 FILE_BYTES: Final = 2**30
 _ALIGN_BYTES: Final = 64  # mapped tensors then begin where any dtype, and vector units, may

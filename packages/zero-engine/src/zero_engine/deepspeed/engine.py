@@ -27,7 +27,7 @@ from zero_engine.deepspeed.loss_scale import (
     LossScaler,
     PendingOverflow,
     StaticLossScale,
-    can_undo,
+    has_state,
     remember,
 )
 from zero_engine.deepspeed_file.file_key import POSITIVE
@@ -245,7 +245,7 @@ class Engine(nn.Module):
             scale=self.cur_scale,
             max_norm=self.config.max_norm or None,
             across=self._across,
-            in_step=checks and can_undo(self._lr_scheduler),
+            in_step=checks and (self._lr_scheduler is None or has_state(self._lr_scheduler)),
         )
         self._norm = report.norm
         self.global_steps += 1
@@ -351,31 +351,27 @@ class Engine(nn.Module):
         self._is_boundary = is_boundary
         self._wait_or_not()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """As `zero_engine.no_sync`, at any stage: backwards inside reduce nothing. Local."""
-        self._check_alive("no_sync()")
-        self._open_no_sync += 1
-        try:
-            with zero_partition.no_sync(self.module):
-                yield
-        finally:
-            self._open_no_sync -= 1
+        return self._without_steps("no_sync()", zero_partition.no_sync)
 
-    @contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """As `zero_engine.coalesce_reduction`: several backwards, one reduction on leaving.
 
         Where the reduction waits for the boundary anyway (stages 0 and 1), it goes on waiting.
         """
-        self._check_alive("coalesce_grad_reduction()")
+        reduce = nullcontext if self._is_waiting() else zero_partition.coalesce_reduction
+        return self._without_steps("coalesce_grad_reduction()", reduce)
+
+    @contextmanager
+    def _without_steps(
+        self, what: str, context: Callable[[nn.Module], AbstractContextManager[Any]]
+    ) -> Iterator[None]:
+        self._check_alive(what)
         self._open_no_sync += 1
         try:
-            if self._is_waiting():
+            with context(self.module):
                 yield
-            else:
-                with zero_partition.coalesce_reduction(self.module):
-                    yield
         finally:
             self._open_no_sync -= 1
 
@@ -543,7 +539,7 @@ class Engine(nn.Module):
                 tag=f"global_step{self.global_steps}" if tag is None else str(tag),
                 step=self.global_steps,
                 extra={} if client_state is None else client_state,
-                scheduler=self._lr_scheduler if _has_state(self._lr_scheduler) else None,
+                scheduler=self._lr_scheduler if has_state(self._lr_scheduler) else None,
                 exclude_frozen=check_flag("exclude_frozen_parameters", exclude_frozen_parameters),
                 is_latest=check_flag("save_latest", save_latest),
                 engine={
@@ -602,7 +598,7 @@ class Engine(nn.Module):
         self._settle()
         has_all, folder = not load_module_only, Path(load_dir)
         optimizer = self.optimizer if has_all and load_optimizer_states else None
-        has_scheduler = has_all and load_lr_scheduler_states and _has_state(self._lr_scheduler)
+        has_scheduler = has_all and load_lr_scheduler_states and has_state(self._lr_scheduler)
         scheduler = self._lr_scheduler if has_scheduler else None
         tag = None if tag is None else str(tag)
         theirs = together(
@@ -899,7 +895,3 @@ def _is_theirs(folder: Path, tag: str | None) -> bool:
     if complete:
         return tag not in complete and is_deepspeed(folder, tag)
     return holds_deepspeed(folder, tag)
-
-
-def _has_state(scheduler: Any) -> bool:
-    return hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")

@@ -20,8 +20,9 @@ from zero_engine.deepspeed_file.settings import (
     Settings,
     Source,
     read_settings,
+    state_dtype_of,
+    zero_arguments,
 )
-from zero_engine.deepspeed_file.zero_settings import state_dtype_of, zero_arguments
 from zero_engine.errors import ConfigError
 
 from .loss_scale import DynamicLossScale, StaticLossScale
@@ -44,19 +45,12 @@ class NamedSpec:
 @final
 @frozen
 class SourceRow:
-    """One line of `EngineConfig.table`.
+    """One line of `EngineConfig.table`."""
 
-    Args:
-        key: Its path in the file.
-        value: What it is in the end.
-        origin: "file", "auto" (the file leaves it open), "inferred" or "default".
-        meaning: The field of EngineConfig that it becomes part of, or why it changes nothing.
-    """
-
-    key: str
-    value: Any
-    origin: str
-    meaning: str
+    key: str  # its path in the file
+    value: Any  # in the end
+    origin: str  # "file", "auto" (the file leaves it open), "inferred" or "default"
+    meaning: str  # the field of EngineConfig that it becomes part of, or why it changes nothing
 
 
 @final
@@ -281,27 +275,24 @@ def _leaf_modules(settings: Settings) -> dict[str, Any]:
 
 
 def _rows(settings: Settings) -> tuple[SourceRow, ...]:
-    return tuple(
-        SourceRow(setting.key.path, _shown(setting.value), setting.origin, meaning)
-        for setting in settings.by_path.values()
-        if (meaning := _meaning(settings, setting)) is not None
-    )
-
-
-def _shown(value: Any) -> Any:
-    return value.value if value is UNRESOLVED else value
+    rows = []
+    for setting in settings.by_path.values():
+        meaning, value = _meaning(settings, setting), setting.value
+        if meaning is not None:
+            shown_value = value.value if value is UNRESOLVED else value
+            rows.append(SourceRow(setting.key.path, shown_value, setting.origin, meaning))
+    return tuple(rows)
 
 
 def _meaning(settings: Settings, setting: Setting) -> str | None:
     """The last column; None for what need not be shown."""
-    key, is_given = setting.key, setting.origin != "default"
-    if key.gate is not None and settings.is_gated_off(key):
-        return f"not read: {key.gate.closed}" if is_given else None
+    key = setting.key
+    if setting.origin == "default":
+        is_shown = settings.is_read(key) and ".params." not in key.path
+        return key.becomes if is_shown else None
+    if settings.is_gated_off(key):
+        return f"not read: {key.closed}"
     if settings.is_below_stage(key):
-        return f"not read below stage {key.min_stage}" if is_given else None
-    reason = settings.idle(setting) if is_given else None
-    if key.becomes and not reason:
-        return key.becomes if is_given or ".params." not in key.path else None
-    if not is_given:
-        return None
-    return f"none: {reason}" if reason else "off"
+        return f"not read below stage {key.min_stage}"
+    reason = settings.idle(setting)
+    return f"none: {reason}" if reason else key.becomes or "off"

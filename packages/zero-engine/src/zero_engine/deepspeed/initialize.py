@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final, final
 
 import attrs
 import torch
@@ -13,8 +13,9 @@ import zero_ckpt
 import zero_comm
 import zero_partition
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from zero_comm import Group, collective
 from zero_offload import CPUAdam, FusedAdam
 from zero_partition.plan import Stage
@@ -28,8 +29,6 @@ from zero_engine.sharding import shard
 
 from .engine import Engine
 from .engine_config import EngineConfig, NamedSpec
-from .loader import Loader, make_loader
-from .mpu import check_mpu, data_group_of, model_group_of, model_part_of
 from .optimizers import make_optimizer
 from .schedules import make_scheduler
 
@@ -114,14 +113,7 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
     scheduler = _choose_scheduler(lr_scheduler, made, settings.scheduler)
     loader = None
     if training_data is not None:
-        loader = make_loader(
-            training_data,
-            batch_size=settings.micro_batch_size,
-            rank=group.rank,
-            world_size=group.world_size,
-            collate_fn=collate_fn,
-            drop_last=settings.drop_last,
-        )
+        loader = _make_loader(training_data, collate_fn, settings, group)
     if settings.activation_checkpointing and not zero_ckpt.is_configured():
         section = {"activation_checkpointing": settings.activation_checkpointing}
         zero_ckpt.configure(model_part_of(mpu, what="initialize()"), section)
@@ -288,3 +280,134 @@ def _choose_scheduler(
             "nobody reads; pass lr_scheduler=lambda optimizer: ..."
         )
     return made
+
+
+# ---- Batches of a dataset: each rank its own samples, in another order each epoch ----
+
+
+@final
+class Loader:
+    """Iterate over it once per epoch; `len` is the number of batches of one.
+
+    Attributes:
+        epoch: Of the next iteration. To go on with another one, set it.
+    """
+
+    def __init__(self, loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> None:
+        self.epoch = 0
+        self._loader = loader
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._sampler.set_epoch(self.epoch)
+        self.epoch += 1
+        return iter(self._loader)
+
+
+def _make_loader(
+    dataset: Dataset[Any],
+    collate_fn: Callable[[list[Any]], Any] | None,
+    settings: EngineConfig,
+    group: Group,
+) -> Loader:
+    """Batches that are shuffled, and divided among the ranks. Local.
+
+    As `torch.utils.data.DistributedSampler` divides: where the number of samples is no multiple of
+    the world size, the first few of the epoch are taken twice, so that ranks have equally many.
+    """
+    has_items = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not has_items:
+        raise ConfigError(
+            "make_loader(): dataset: expected one with __getitem__ and __len__, got a "
+            f"{type(dataset).__name__}. What can only be iterated over cannot be divided among "
+            "ranks here: iterate over it yourself, each rank over its own part"
+        )
+    if len(dataset) == 0:  # type: ignore[arg-type]
+        raise ConfigError("make_loader(): dataset: expected at least one sample, got an empty one")
+    sampler = DistributedSampler(dataset, num_replicas=group.world_size, rank=group.rank)
+    loader = DataLoader(
+        dataset,
+        batch_size=settings.micro_batch_size,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=settings.drop_last,
+        pin_memory=torch.cuda.is_available(),
+    )
+    return Loader(loader, sampler)
+
+
+# ---- mpu: Megatron's model-parallel unit, which knows this rank's groups; or a device mesh ----
+
+_DATA_AXES: Final = ("dp", "data", "data_parallel")
+
+
+def _axes_of(mesh: DeviceMesh, *, what: str) -> tuple[int, int | None]:
+    """Along which the data is split, and along which the model is, if any."""
+    if mesh.ndim == 1:
+        return 0, None
+    names = mesh.mesh_dim_names or ()
+    data = [axis for axis, name in enumerate(names) if name in _DATA_AXES]
+    if len(data) != 1 or mesh.ndim != 2:
+        raise ConfigError(
+            f"{what}: expected mpu to be a device mesh of one axis, or of two with one named "
+            f"{' or '.join(map(repr, _DATA_AXES))}, got the axes {names or mesh.ndim}; flatten "
+            "those over which the model is split into one"
+        )
+    return data[0], 1 - data[0]
+
+
+def check_mpu(mpu: Any, *, what: str) -> None:
+    """Raise ConfigError unless it is None or has the getters that are called."""
+    if mpu is None:
+        return
+    if isinstance(mpu, DeviceMesh):
+        _axes_of(mpu, what=what)
+        return
+    names = ["get_data_parallel_group"]
+    if hasattr(mpu, "get_model_parallel_world_size"):  # else the model is not split
+        names += ["get_model_parallel_world_size", "get_model_parallel_group"]
+    missing = [f"{name}()" for name in names if not callable(getattr(mpu, name, None))]
+    if missing:
+        raise ConfigError(
+            f"{what}: expected mpu to have {' and '.join(missing)}, got {mpu!r}; it is a device "
+            "mesh, or an object or a module as Megatron's, with get_data_parallel_group() and, "
+            "where the model is split, get_model_parallel_world_size() and "
+            "get_model_parallel_group()"
+        )
+
+
+def data_group_of(mpu: Any, *, what: str) -> Group:
+    """The ranks that hold the same part of the model. Collective among them."""
+    if isinstance(mpu, DeviceMesh):
+        return Group.from_mesh(mpu, _axes_of(mpu, what=what)[0])
+    return _wrap(mpu.get_data_parallel_group(), f"{what}: mpu.get_data_parallel_group()")
+
+
+def model_group_of(mpu: Any, *, what: str) -> Group | None:
+    """The ranks that hold the parts of one model; None where it has one. Collective among them."""
+    if isinstance(mpu, DeviceMesh):
+        _, axis = _axes_of(mpu, what=what)
+        return None if axis is None or mpu.size(axis) == 1 else Group.from_mesh(mpu, axis)
+    if getattr(mpu, "get_model_parallel_world_size", lambda: 1)() == 1:
+        return None
+    return _wrap(mpu.get_model_parallel_group(), f"{what}: mpu.get_model_parallel_group()")
+
+
+def model_part_of(mpu: Any, *, what: str) -> Any:
+    """What says so to `zero_ckpt.configure`; None where the model is not split. Local."""
+    if isinstance(mpu, DeviceMesh):
+        _, axis = _axes_of(mpu, what=what)
+        return None if axis is None else mpu[(mpu.mesh_dim_names or ())[axis]]
+    return None if getattr(mpu, "get_model_parallel_world_size", lambda: 1)() == 1 else mpu
+
+
+def _wrap(process_group: Any, where: str) -> Group:
+    try:
+        return Group.from_process_group(process_group)
+    except (TypeError, ValueError) as error:  # what torch says of a group it does not know
+        raise ConfigError(
+            f"{where}: expected a process group of torch.distributed, got {process_group!r}"
+        ) from error

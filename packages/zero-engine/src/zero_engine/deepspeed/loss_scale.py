@@ -207,7 +207,13 @@ class PendingOverflow:
         cls, finite: Tensor, scaler: LossScaler | None, undo: Callable[[], None]
     ) -> PendingOverflow:
         """Send it off; `undo` takes back what an applied step has changed on the host. Local."""
-        scale = None if scaler is None else _choose(finite, scaler)
+        scale = None
+        if scaler is not None:
+            clean, overflowed = (
+                finite.new_full((), scaler.scale_after(overflowed), dtype=torch.float32)
+                for overflowed in (False, True)
+            )
+            scale = torch.where(finite, clean, overflowed)
         if finite.device.type == "cpu":
             return cls(finite, None, scale, undo)
         landing = torch.empty((), dtype=torch.bool, pin_memory=True)
@@ -226,20 +232,9 @@ class PendingOverflow:
         return is_applied
 
 
-def _choose(finite: Tensor, scaler: LossScaler) -> Tensor:
-    clean, overflowed = (
-        finite.new_full((), scaler.scale_after(overflowed), dtype=torch.float32)
-        for overflowed in (False, True)
-    )
-    return torch.where(finite, clean, overflowed)
-
-
-def can_undo(scheduler: Any) -> bool:
-    """Whether a scheduler's step can be taken back: it saves and loads its state, or is None."""
-    return scheduler is None or (
-        callable(getattr(scheduler, "state_dict", None))
-        and callable(getattr(scheduler, "load_state_dict", None))
-    )
+def has_state(scheduler: Any) -> bool:
+    """Whether it saves and loads its state: a step can be taken back then."""
+    return hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")
 
 
 def remember(scheduler: Any, optimizer: torch.optim.Optimizer) -> Callable[[], None]:

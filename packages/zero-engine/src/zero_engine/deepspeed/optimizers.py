@@ -122,25 +122,14 @@ def make_optimizer(
     """The optimizer that the section `optimizer` of a configuration file asks for. Local.
 
     "Adam" is AdamW unless `adam_w_mode` is false, and the default weight decay of both is 0, as
-    DeepSpeed has it; with `torch_adam`, torch's own. "Lion" is `Lion`. "Muon" updates matrices by
-    torch's Muon and all else by AdamW, chained, with DeepSpeed's defaults; `muon_lr` and `adam_lr`
-    go before `lr`. A parameter goes to Muon if its attribute `use_muon` says so; where it has none,
-    if it is a matrix, and no embedding or `lm_head` by its name.
+    DeepSpeed has it; with `torch_adam`, torch's own. "Muon" updates matrices by torch's Muon and
+    all else by AdamW, chained, with DeepSpeed's defaults; `muon_lr` and `adam_lr` go before `lr`. A
+    parameter goes to Muon if its attribute `use_muon` says so; where it has none, if it is a
+    matrix, and no embedding or `lm_head` by its name.
 
-    Args:
-        params: What torch's optimizers take: parameters, pairs of name and parameter, or param
-            groups, whose own options go before those of the file.
-        type: adam, adamw, sgd, adagrad, lion or muon, in upper or lower case.
-        given: Options by name: those of torch's class, and DeepSpeed's own named above.
-        state_dtype: torch.float32 keeps Adam's moments so beside 16-bit parameters without masters.
-        on_host: Whether it steps there then, and not on a GPU.
-
-    Returns:
-        A torch optimizer.
-
-    Raises:
-        ConfigError: Names the key, as in `optimizer.params.lr`, what was expected and what came, or
-            the nearest key that there is; or the optimizer is known, but not built yet.
+    `params` are what torch's optimizers take; options of param groups go before those `given`. With
+    a `state_dtype` of torch.float32, Adam's moments are so beside 16-bit parameters without
+    masters: of an optimizer for the CPU, or for a GPU where not `on_host`.
     """
     name = str(type).lower()
     if name not in _MAKERS:
@@ -196,17 +185,8 @@ class DeepSpeedCPUAdam(CPUAdam):
 
     Parameters may be on a GPU until `initialize`, whose `offload_optimizer` brings what is stepped
     to the host. 16-bit ones have no masters of their own: `initialize` keeps them. amsgrad works.
-
-    Args:
-        model_params: As `params` there, as are all others that are not named here.
-        lr: As there.
-        bias_correction: As there.
-        betas: As there.
-        eps: As there.
-        weight_decay: As there.
-        amsgrad: As there.
-        adamw_mode: Decay shrinks parameters (AdamW); added to gradients (Adam) when False.
-        fp32_optimizer_states: False keeps moments in the parameter's dtype.
+    With `adamw_mode` decay shrinks parameters (AdamW); else it is added to gradients. Without
+    `fp32_optimizer_states` moments are kept in the parameter's dtype.
     """
 
     def __init__(  # noqa: PLR0917 - the order is DeepSpeed's

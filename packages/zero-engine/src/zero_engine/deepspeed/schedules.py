@@ -386,14 +386,7 @@ def check_step(scheduler: Any, given: Mapping[str, Any]) -> None:
 def make_scheduler(optimizer: Optimizer, type: str, params: Mapping[str, Any]) -> LRScheduler:
     """The scheduler that the section `scheduler` of a configuration file asks for. Local.
 
-    Args:
-        optimizer: Before or after `shard()`.
-        type: One of `SCHEDULERS`.
-        params: Options of that class by name.
-
-    Raises:
-        ConfigError: Names the key, as in `scheduler.params.warmup_num_steps`, what was expected and
-            what came, or the nearest key that there is.
+    ConfigError names the key, as in `scheduler.params.warmup_num_steps`.
     """
     kind = SCHEDULERS.get(type)
     if kind is None:

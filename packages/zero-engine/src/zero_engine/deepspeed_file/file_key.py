@@ -8,11 +8,11 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 import attrs
 import torch
-from attrs import field, frozen
+from attrs import frozen
 
 from zero_engine.errors import ConfigError
 
@@ -150,31 +150,6 @@ _SPELLED: Final[dict[Any, torch.dtype]] = {
 DTYPE: Final = _one_of("'fp32', 'fp16', 'bf16'", _SPELLED)
 
 
-@final
-@frozen
-class Gate:
-    """Where keys are read: not while what they belong to is turned off.
-
-    Args:
-        paths: The keys that turn it on; one is enough. They are themselves always read.
-        values: Those that do; whatever is not neutral when empty.
-    """
-
-    paths: tuple[str, ...]
-    values: tuple[Any, ...] = ()
-
-    @property
-    def closed(self) -> str:
-        """What holds where the keys are not read; a clause."""
-        verb = "is" if len(self.paths) == 1 else "are"
-        state = f"not {' or '.join(map(repr, self.values))}" if self.values else "off"
-        return f"{' and '.join(self.paths)} {verb} {state}"
-
-
-def _as_gate(value: Gate | str | None) -> Gate | None:
-    return Gate((value,)) if isinstance(value, str) else value
-
-
 @frozen
 class FileKey:
     """A row of the table. It says one of three: `becomes`, `idle` or `remedy`.
@@ -194,7 +169,8 @@ class FileKey:
         remedy: It is not built, and refused unless its value asks for nothing: what is missing, or
             what to do instead; a clause.
         aliases: Other paths under which DeepSpeed accepts it.
-        gate: What turns its section on; a path is short for the gate of that key.
+        gates: The keys that turn its section on; one is enough. They are themselves always read.
+        opened_by: Which value of theirs does; whatever is not neutral when None.
         min_stage: Not read below it, and an error there unless neutral.
     """
 
@@ -207,13 +183,21 @@ class FileKey:
     idle: str | Callable[[Callable[[str], Any]], str | None] | None = None
     remedy: str | None = None
     aliases: tuple[str, ...] = ()
-    gate: Gate | None = field(default=None, converter=_as_gate)
+    gates: tuple[str, ...] = ()
+    opened_by: Any = None
     min_stage: int = 0
 
     @property
     def paths(self) -> tuple[str, ...]:
         """Under which it may be written."""
         return (self.path, *self.aliases)
+
+    @property
+    def closed(self) -> str:
+        """What holds where its section is off; a clause."""
+        verb = "is" if len(self.gates) == 1 else "are"
+        state = "off" if self.opened_by is None else f"not {self.opened_by!r}"
+        return f"{' and '.join(self.gates)} {verb} {state}"
 
     def is_neutral(self, value: Any) -> bool:
         """Whether it asks for nothing but what is done without the key."""
@@ -248,10 +232,7 @@ def not_built(path: str, default: Any, remedy: str, kind: ValueKind = FLAG, **mo
 def foreign(path: str, remedy: str, switch: str | None = "enabled") -> FileKey:
     """A section that is not ours: refused whole, unless it is off. What is in it is not looked at.
 
-    Args:
-        path: Of the section.
-        remedy: What is missing, or what to do instead; a clause.
-        switch: The key that turns it on; None where anything in it does.
+    `switch` is the key that turns it on; None where anything in it does.
     """
 
     def read(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -262,15 +243,11 @@ def foreign(path: str, remedy: str, switch: str | None = "enabled") -> FileKey:
 
 
 def section(
-    name: str, *keys: FileKey, gate: Gate | str | None = None, alias: str | None = None
+    name: str, *keys: FileKey, alias: str | None = None, **gate: Any
 ) -> tuple[FileKey, ...]:
     """Keys whose paths are written relative to a section, with their whole paths.
 
-    Args:
-        name: The section's path.
-        keys: Its keys.
-        gate: Of those that have none of their own.
-        alias: Another name of the whole section.
+    `alias` is another name of it; `gate` is `gates` and `opened_by` of keys that have none.
     """
     return tuple(
         attrs.evolve(
@@ -280,7 +257,7 @@ def section(
                 *(f"{name}.{other}" for other in key.aliases),
                 *(f"{alias}.{path}" for path in key.paths if alias),
             ),
-            gate=key.gate or gate,
+            **({} if key.gates else gate),
         )
         for key in keys
     )

@@ -26,7 +26,6 @@ from .file_key import (
     POSITIVE,
     TEXT,
     FileKey,
-    Gate,
     ValueKind,
     choice,
     either,
@@ -170,7 +169,7 @@ _DTYPES: Final = (
             False,
             "master weights are fp32 with fp16; DeepSpeed has it with CPU offload only",
         ),
-        gate="fp16.enabled",
+        gates=("fp16.enabled",),
     ),
     *section(
         "bf16",
@@ -179,7 +178,7 @@ _DTYPES: Final = (
         FileKey("check_grad_overflow", FLAG, True, "checks_overflow"),
         FileKey("bf16_master_weights_and_grads", FLAG, False, _PRECISION),
         FileKey("bf16_optimizer_states", FLAG, False, _PRECISION),
-        gate="bf16.enabled",
+        gates=("bf16.enabled",),
         alias="bfloat16",
     ),
     *section(
@@ -192,7 +191,7 @@ _DTYPES: Final = (
             "torch.autocast chooses by operation; leave it out",
             NAMES,
         ),
-        gate="torch_autocast.enabled",
+        gates=("torch_autocast.enabled",),
     ),
     *section(
         "data_types",
@@ -224,28 +223,19 @@ def _at_least_1(numel: int) -> int:
     return max(numel, 1)
 
 
-def _none_if_endless(numel: int) -> int | None:
+def _bounded(numel: int) -> int | None:
     return None if numel >= sys.maxsize else numel
 
 
+_ENDLESS: Final = (sys.maxsize,)
 _STAGE_3: Final = (
     FileKey("max_live_parameters", COUNT, None, "zero.max_live_numel", (10**9,), _at_least_1),
     FileKey("prefetch_bucket_size", COUNT, None, "zero.prefetch_numel", (5 * 10**7,)),
     FileKey("max_reuse_distance", COUNT, None, "zero.max_reuse_numel", (10**9,)),
     FileKey("param_persistence_threshold", COUNT, 0, "zero.small_param_numel", (10**5,)),
+    FileKey("model_persistence_threshold", COUNT, None, "zero.max_small_numel", _ENDLESS, _bounded),
     FileKey(
-        "model_persistence_threshold",
-        COUNT,
-        None,
-        "zero.max_small_numel",
-        (sys.maxsize,),
-        _none_if_endless,
-    ),
-    FileKey(
-        "gather_16bit_weights_on_model_save",
-        FLAG,
-        False,
-        "zero.state_dict",
+        *("gather_16bit_weights_on_model_save", FLAG, False, "zero.state_dict"),
         convert={False: "raise", True: "gather"}.__getitem__,
         aliases=("stage3_gather_fp16_weights_on_model_save",),
     ),
@@ -294,8 +284,11 @@ _PAGE_BYTES: Final = 4096
 _MAX_BLOCK_BYTES: Final = 2**30
 
 
-def _on_disk(*sections: str) -> Gate:
-    return Gate(tuple(f"{_ZERO}.{name}.device" for name in sections), ("nvme",))
+_PARAM: Final = f"{_ZERO}.offload_param.device"
+_OPTIMIZER: Final = f"{_ZERO}.offload_optimizer.device"
+_PARAM_ON_DISK: Final[dict[str, Any]] = {"gates": (_PARAM,), "opened_by": "nvme"}
+_STATE_ON_DISK: Final[dict[str, Any]] = {"gates": (_OPTIMIZER,), "opened_by": "nvme"}
+_ON_HOST: Final = (f"{_ZERO}.cpu_offload", f"{_ZERO}.cpu_offload_param")  # as older files say it
 
 
 def _subgroup_bytes(numel: int) -> int:
@@ -319,24 +312,17 @@ _OFFLOAD: Final = (
     *section(
         "offload_param",
         FileKey("device", _DEVICE, "none", "zero.offload.params", convert=_AS_OURS, min_stage=3),
-        FileKey("nvme_path", FOLDER, None, "zero.offload.path", gate=_on_disk("offload_param")),
+        FileKey("nvme_path", FOLDER, None, "zero.offload.path", **_PARAM_ON_DISK),
         idle("buffer_count", 5, _OWN_BUFFERS, COUNT),
         idle("buffer_size", 10**8, _OWN_BUFFERS, COUNT),
-        FileKey(
-            "max_in_cpu",
-            COUNT,
-            0,
-            "zero.offload.max_host_numel",
-            (10**9,),
-            gate=_on_disk("offload_param"),
-        ),
+        FileKey("max_in_cpu", COUNT, 0, "zero.offload.max_host_numel", (10**9,), **_PARAM_ON_DISK),
         _PINNED,
-        gate=f"{_ZERO}.offload_param.device",
+        gates=(_PARAM,),
     ),
     *section(
         "offload_optimizer",
         FileKey("device", _DEVICE, "none", "zero.offload.optimizer", convert=_AS_OURS, min_stage=1),
-        FileKey("nvme_path", FOLDER, None, "zero.offload.path", gate=_on_disk("offload_optimizer")),
+        FileKey("nvme_path", FOLDER, None, "zero.offload.path", **_STATE_ON_DISK),
         idle("buffer_count", 4, _OWN_BUFFERS, COUNT),
         _PINNED,
         idle("pipeline_read", False, _OVERLAPS),
@@ -347,32 +333,20 @@ _OFFLOAD: Final = (
             "super_offload", False, "stepping before the norm is known, and back (SuperOffload)"
         ),
         idle("cpuadam_cores_perc", 0.8, "only SuperOffload binds cores", _SHARE),
-        gate=f"{_ZERO}.offload_optimizer.device",
+        gates=(_OPTIMIZER,),
     ),
     FileKey("cpu_offload", FLAG, None, "zero.offload.optimizer", (False,), _HOST, min_stage=1),
     FileKey("cpu_offload_param", FLAG, None, "zero.offload.params", (False,), _HOST, min_stage=3),
+    FileKey("cpu_offload_use_pin_memory", FLAG, None, "zero.offload.pin", (True,), gates=_ON_HOST),
     FileKey(
-        "cpu_offload_use_pin_memory",
-        FLAG,
-        None,
-        "zero.offload.pin",
-        (True,),
-        gate=Gate((f"{_ZERO}.cpu_offload", f"{_ZERO}.cpu_offload_param")),
-    ),
-    FileKey(
-        "sub_group_size",
-        COUNT,
-        None,
-        "zero.offload.subgroup_bytes",
-        (10**9,),
-        _subgroup_bytes,
-        gate=Gate((f"{_ZERO}.offload_optimizer.device", f"{_ZERO}.cpu_offload")),
+        *("sub_group_size", COUNT, None, "zero.offload.subgroup_bytes", (10**9,), _subgroup_bytes),
+        gates=(_OPTIMIZER, f"{_ZERO}.cpu_offload"),
     ),
     not_built(
         "save_muon_momentum_buffer_in_memory",
         False,
         "Muon's momentum rests where the other state does",
-        gate=_on_disk("offload_optimizer"),
+        **_STATE_ON_DISK,
     ),
     not_built("zenflow", None, "ZenFlow", OBJECT),
 )
@@ -396,7 +370,8 @@ _AIO: Final = section(
         False,
         "transfers between disk and device that pass the host by (GPUDirect Storage)",
     ),
-    gate=_on_disk("offload_optimizer", "offload_param"),
+    gates=(_OPTIMIZER, _PARAM),
+    opened_by="nvme",
 )
 
 
@@ -424,14 +399,16 @@ _WIRE: Final = (
     FileKey(
         "zero_quantized_gradients", FLAG, False, "zero.wire.gradients", convert=_INT4, min_stage=1
     ),
-    FileKey("zeropp_loco_param", OBJECT, None, "zero.wire.loco", convert=_loco, gate=_QUANTIZES),
+    FileKey(
+        "zeropp_loco_param", OBJECT, None, "zero.wire.loco", convert=_loco, gates=(_QUANTIZES,)
+    ),
     FileKey("zero_hpz_partition_size", POSITIVE, 1, "zero.wire.secondary", min_stage=3),
     FileKey("mics_shard_size", integer(-1), -1, "zero.wire.replicas", (0,), min_stage=3),
     idle(
         "mics_hierarchical_params_gather",
         False,
         "it gives the same values; over NCCL each shard enters a machine once anyway",
-        gate=f"{_ZERO}.mics_shard_size",
+        gates=(f"{_ZERO}.mics_shard_size",),
     ),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 from weakref import WeakSet
 
@@ -23,29 +23,14 @@ LEAF_CLASSES: Final = tuple(
 _SET: Final[WeakSet[nn.Module]] = WeakSet()  # here: to ask of a parameter alone, without a model
 
 
-def find_by_class(
-    model: nn.Module, classes: Sequence[type[nn.Module] | str]
-) -> tuple[list[nn.Module], list[Any]]:
-    """Modules of these classes, inner ones first, and the classes that fit none.
+def find_modules(model: nn.Module, wanted: Iterable[Any], how: str) -> dict[Any, list[nn.Module]]:
+    """By each of `wanted`, the modules that fit, in the order of `named_modules()`.
 
-    A class that is named is that very class, by its name alone or after its module's.
+    `how` they are named is a key of the file's section. A class may be named, by its name alone or
+    after its module's, and is that very class then.
     """
-    fitting = {one: [m for m in _inner_first(model) if _is_of(m, one)] for one in classes}
-    found = {module for modules in fitting.values() for module in modules}
-    in_order = dict.fromkeys(module for module in _inner_first(model) if module in found)
-    return list(in_order), [one for one, modules in fitting.items() if not modules]
-
-
-def find_by_name(
-    model: nn.Module,
-    wanted: Sequence[str],
-    fits: Callable[[str, str], bool] = str.__eq__,
-) -> tuple[list[nn.Module], list[str]]:
-    """Modules whose name in `named_modules()` fits, in the order wanted, and what fits none."""
-    modules = dict(model.named_modules())
-    fitting = {one: [m for name, m in modules.items() if fits(name, one)] for one in wanted}
-    found = dict.fromkeys(module for of_one in fitting.values() for module in of_one)
-    return list(found), [one for one, of_one in fitting.items() if not of_one]
+    fits, modules = _FITS[how], list(model.named_modules())
+    return {one: [module for name, module in modules if fits(name, module, one)] for one in wanted}
 
 
 def set_leaf(module: nn.Module, is_leaf: bool) -> None:
@@ -62,18 +47,15 @@ def holds_parameter(param: nn.Parameter) -> bool:
 
 def set_as_file_says(model: nn.Module, section: Mapping[str, Any], *, warns: bool) -> None:
     """Set what `zero_optimization.leaf_module` names; warn of what fits no module. Local."""
-    wanted = {
-        key: (said,) if isinstance(said, str) else tuple(said) for key, said in section.items()
-    }
     unknown = []
-    for key, (found, missing) in {
-        "classes": find_by_class(model, wanted.get("classes", ())),
-        "names": find_by_name(model, wanted.get("names", ())),
-        "name_suffixes": find_by_name(model, wanted.get("name_suffixes", ()), str.endswith),
-    }.items():
-        for module in found:
-            set_leaf(module, True)
-        unknown += [f"{key}: {one!r}" for one in missing if one not in LEAF_CLASSES]
+    for how in _FITS:
+        said = section.get(how, ())
+        wanted = (said,) if isinstance(said, str) else said
+        for one, found in find_modules(model, wanted, how).items():
+            for module in found:
+                set_leaf(module, True)
+            if not found and one not in LEAF_CLASSES:
+                unknown.append(f"{how}: {one!r}")
     if unknown and warns:
         warnings.warn(
             f"zero_optimization.leaf_module fits no module of this {type(model).__name__}: "
@@ -82,14 +64,15 @@ def set_as_file_says(model: nn.Module, section: Mapping[str, Any], *, warns: boo
         )
 
 
-def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        yield from _inner_first(child)
-    yield module
-
-
-def _is_of(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
+def _is_of(_: str, module: nn.Module, wanted: type[nn.Module] | str) -> bool:
     kind = type(module)
     if isinstance(wanted, type):
         return isinstance(module, wanted)
     return wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+
+
+_FITS: Final[dict[str, Callable[[str, nn.Module, Any], bool]]] = {
+    "classes": _is_of,
+    "names": lambda name, _, wanted: name == wanted,
+    "name_suffixes": lambda name, _, wanted: name.endswith(wanted),
+}

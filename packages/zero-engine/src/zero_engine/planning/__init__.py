@@ -1,9 +1,8 @@
 """What training will take, before it is trained."""
 
-from zero_engine.planning.estimate import Rates, StepEstimate, estimate_step
 from zero_engine.planning.options import Option, Room, plan_options, recommend
 from zero_engine.planning.plan import Plan, UnitRow
-from zero_engine.planning.probe import probe
+from zero_engine.planning.rates import Rates, StepEstimate, estimate_step, probe
 from zero_engine.planning.sources import GPTSize
 from zero_engine.planning.tables import options_table, plan_table, save_picture, times_table
 

@@ -29,8 +29,7 @@ from zero_partition.seams import RoomPlan, plan_room
 
 from zero_engine.config import ZeroConfig
 from zero_engine.errors import ConfigError
-from zero_engine.offload import Offload
-from zero_engine.residence import homes_of, shares_of
+from zero_engine.offload import Offload, homes_of, shares_of
 
 from .sources import OptimizerMaker, has_own_params, model_of, optimizer_of
 

@@ -81,16 +81,7 @@ class GPTSize:
 
 
 def model_of(source: Any) -> nn.Module:
-    """A model to plan with: the very one, or one on meta. Local.
-
-    Args:
-        source: A module; a `GPTSize`; a configuration of transformers as an object, a dict, a
-            config.json or a folder with one.
-
-    Raises:
-        ConfigError: It is none of these, or transformers is needed and missing.
-        FileError: There is no such file, or it is not JSON.
-    """
+    """A model to plan with: the very one, or one on meta; see `plan`. Local."""
     if isinstance(source, nn.Module):
         return source
     if isinstance(source, GPTSize):
@@ -130,11 +121,7 @@ def optimizer_of(
 
 
 def read_json(path: Path, expected: str = "") -> Any:
-    """What a file says.
-
-    Raises:
-        FileError: There is no such file, or it is not JSON.
-    """
+    """What a file of JSON says."""
     try:
         return json.loads(path.read_text())
     except OSError as error:
@@ -163,23 +150,19 @@ def _hugging_face_model(config: Any) -> nn.Module:
             "transformers, or pass a model on meta, or GPTSize(layers, hidden)"
         ) from error
     try:
-        return _build(transformers, config)
+        if isinstance(config, Mapping):
+            given = {key: value for key, value in config.items() if key != "model_type"}
+            config = transformers.AutoConfig.for_model(config["model_type"], **given)
+        names = getattr(config, "architectures", None) or ()
+        classes = (getattr(transformers, name, None) for name in names)
+        kind = next((found for found in classes if found is not None), None)
+        with torch.device("meta"):
+            if kind is not None:
+                return kind._from_config(config)  # type: ignore[no-any-return]
+            return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
     except Exception as error:  # whatever a model's own code makes of it
         text = re.sub(r"\s+", " ", str(error))
         raise ConfigError(
             f"plan(): transformers {transformers.__version__} builds no model of this "
             f"configuration: {type(error).__name__}: {text[:_LONGEST]}"
         ) from error
-
-
-def _build(transformers: Any, config: Any) -> nn.Module:
-    if isinstance(config, Mapping):
-        given = {key: value for key, value in config.items() if key != "model_type"}
-        config = transformers.AutoConfig.for_model(config["model_type"], **given)
-    names = getattr(config, "architectures", None) or ()
-    classes = (getattr(transformers, name, None) for name in names)
-    kind = next((found for found in classes if found is not None), None)
-    with torch.device("meta"):
-        if kind is not None:
-            return kind._from_config(config)  # type: ignore[no-any-return]
-        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]

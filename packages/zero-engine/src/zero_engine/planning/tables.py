@@ -11,9 +11,9 @@ from tabulate import tabulate
 
 from zero_engine.errors import ConfigError, FileError
 
-from .estimate import StepEstimate
 from .options import Option, Room, name_of, recommend
 from .plan import Plan, UnitRow
+from .rates import StepEstimate
 
 _UNITS: Final = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
 KINDS: Final = {  # of memory on the device, as `MemoryReport` has them, in words

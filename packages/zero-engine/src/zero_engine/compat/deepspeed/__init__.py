@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
+from attrs import frozen
 from torch import nn
 from torch.utils.data import Dataset
 
 import zero_engine
-from zero_engine import ConfigError, Engine
+from zero_engine import ConfigError, DynamicLossScale, Engine
 
 from . import accelerator, checkpointing, comm, ops, runtime, utils, zero
 from ._install import install
-from ._loss_scale import hide_loss_scale, show_loss_scale
 from .accelerator import get_accelerator
 from .comm import init_distributed
 from .runtime.config import DeepSpeedConfigError
@@ -72,27 +72,12 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
 ) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
     """`zero_engine.initialize`, with the arguments in DeepSpeed's order. Collective.
 
+    What the arguments are, and what is raised, is said there. The model's parameters may be sharded
+    already, by `zero.Init`. `distributed_port` is MASTER_PORT, where the launcher has set none;
+    `config_params` is another name of `config`; `auto` has what Hugging Face fills in for its own
+    scripts alone; `mesh_param`, for sequence parallelism, is not built: None.
+
     The optimizer has `cur_scale`, `loss_scale` and `loss_scaler` besides, for reading.
-
-    Args:
-        args: As there; as are all others that are not named here.
-        model: Its parameters may be sharded already, by `zero.Init`.
-        optimizer: As there.
-        model_parameters: As there.
-        training_data: As there.
-        lr_scheduler: As there.
-        distributed_port: MASTER_PORT, where the launcher has set none.
-        mpu: As there.
-        dist_init_required: As there.
-        collate_fn: As there.
-        config: As there.
-        mesh_param: Sequence parallelism is not built: None.
-        config_params: Another name of `config`.
-        auto: As there: values for what the file leaves "auto", which Hugging Face fills in for its
-            own scripts alone.
-
-    Raises:
-        ConfigError: As there, or `mesh_param` is given.
     """
     if mesh_param is not None:
         raise ConfigError("initialize(): mesh_param (sequence parallelism) is not built yet")
@@ -100,7 +85,7 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         raise ConfigError("initialize(): expected config or config_params, got both")
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    hide_loss_scale(optimizer)
+    _hide_loss_scale(optimizer)
     made = zero_engine.initialize(
         args,
         model,
@@ -114,8 +99,57 @@ def initialize(  # noqa: PLR0917 - the order is DeepSpeed's
         config_params if config is None else config,
         auto=auto,
     )
-    show_loss_scale(made[0])
+    _show_loss_scale(made[0])
     return made
+
+
+_PLAIN: Final = "_zero_plain_class"
+
+
+@final
+@frozen(eq=False)
+class _LossScale:
+    """The engine's loss scale, as it is when asked for; 1 where losses are not scaled."""
+
+    _engine: Engine
+
+    @property
+    def cur_scale(self) -> float:
+        """What losses are multiplied by now."""
+        return self._engine.cur_scale
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether it changes."""
+        return isinstance(self._engine.config.loss_scale, DynamicLossScale)
+
+
+def _hide_loss_scale(optimizer: object) -> None:
+    """Undo `_show_loss_scale`, so that an optimizer of another engine is known by its class."""
+    plain = vars(type(optimizer)).get(_PLAIN)
+    if plain is not None:
+        optimizer.__class__ = plain
+
+
+def _show_loss_scale(engine: Engine) -> None:
+    """Give the engine's optimizer, the same object, `loss_scaler`, `cur_scale` and `loss_scale`."""
+    optimizer, scale = engine.optimizer, _LossScale(engine)
+    if optimizer is None:
+        return
+    # Properties need a class: a scale that was copied would be out of date after an overflow.
+    kind = type(optimizer)
+    names = {
+        _PLAIN: kind,
+        "__module__": kind.__module__,
+        # A copy or a pickle is of the plain class: no engine steps it, and this one has no module.
+        "__reduce_ex__": lambda self, _: (object.__new__, (kind,), self.__getstate__()),
+        "loss_scaler": property(lambda _: scale),
+        "cur_scale": property(lambda _: scale.cur_scale),
+        "loss_scale": property(lambda _: scale.cur_scale),
+    }
+    optimizer.__class__ = type(kind.__name__, (kind,), names)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

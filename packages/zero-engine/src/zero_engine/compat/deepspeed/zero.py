@@ -16,8 +16,8 @@ from zero_partition import StateError, Wire, unregister_external_parameter
 
 import zero_engine
 from zero_engine import ConfigError, Engine, GatheredParameters, NotBuiltError, ZeroConfig
-from zero_engine.deepspeed.mpu import check_mpu, data_group_of
-from zero_engine.deepspeed_file.zero_settings import stage_and_wire_of
+from zero_engine.deepspeed.initialize import check_mpu, data_group_of
+from zero_engine.deepspeed_file.settings import stage_and_wire_of
 
 __all__ = [
     "GatheredParameters",
@@ -124,15 +124,10 @@ def Init(  # noqa: PLR0917 - the order is DeepSpeed's
 def MiCS_Init(
     module: nn.Module | None = None, data_parallel_group: Any = None, **options: Any
 ) -> AbstractContextManager[Any]:
-    """`Init`, for a model that `mics_shard_size` will replicate. Collective.
+    """`Init`, with its arguments, for a model that `mics_shard_size` will replicate. Collective.
 
     While it is built each rank keeps its part of all ranks', which takes less memory than its part
-    of a replica's; `initialize` hands that out.
-
-    Args:
-        module: As for `Init`, as are the others.
-        data_parallel_group: Likewise: all ranks, not those of a replica.
-        options: Likewise, by name.
+    of a replica's; `initialize` hands that out. The group is of all ranks, not those of a replica.
     """
     return Init(module, data_parallel_group, **options)
 

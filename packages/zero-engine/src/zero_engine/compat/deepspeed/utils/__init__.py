@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import zero_partition
@@ -13,8 +13,7 @@ import zero_engine
 from zero_engine import ConfigError
 from zero_engine.compat.deepspeed.comm import get_rank
 from zero_engine.deepspeed_file.leaf_modules import (
-    find_by_class,
-    find_by_name,
+    find_modules,
     holds_parameter,
     set_leaf,
 )
@@ -131,7 +130,7 @@ def set_z3_leaf_modules_by_name(
     Raises:
         zero_engine.ConfigError: A name fits none, and that is an error; nothing was set.
     """
-    return _set_by_name(model, module_names, str.__eq__, flag, raise_if_not_found)
+    return _set_by_name(model, module_names, "names", flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -141,7 +140,7 @@ def set_z3_leaf_modules_by_suffix(
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
     """The same for ends of names."""
-    return _set_by_name(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+    return _set_by_name(model, module_name_suffixes, "name_suffixes", flag, raise_if_not_found)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
@@ -169,32 +168,36 @@ def _set_by_class(
     for one in classes:
         if not isinstance(one, type | str):
             raise ConfigError(f"expected classes of modules or names of classes, got {one!r}")
-    found, _ = find_by_class(model, classes)
-    if raises and not found:
+    fitting = {m for modules in find_modules(model, classes, "classes").values() for m in modules}
+    if raises and not fitting:
         known = sorted({type(module).__name__ for module in model.modules()})
         raise ConfigError(
             f"expected classes of modules in this {type(model).__name__}, got {classes!r}, of "
             f"which there is none; there are {', '.join(known)}"
         )
+    found = [module for module in dict.fromkeys(_inner_first(model)) if module in fitting]
     for module in found:
         set_leaf(module, is_leaf)
     return found
 
 
+def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _inner_first(child)
+    yield module
+
+
 def _set_by_name(
-    model: nn.Module,
-    wanted: str | Sequence[str],
-    fits: Callable[[str, str], bool],
-    is_leaf: bool,
-    raises: bool,
+    model: nn.Module, wanted: str | Sequence[str], how: str, is_leaf: bool, raises: bool
 ) -> tuple[list[nn.Module], list[str]]:
-    wanted = [wanted] if isinstance(wanted, str) else list(wanted)
-    found, missing = find_by_name(model, wanted, fits)
+    fitting = find_modules(model, [wanted] if isinstance(wanted, str) else wanted, how)
+    missing = [one for one, modules in fitting.items() if not modules]
     if missing and raises:
         raise ConfigError(
             f"expected names of modules, as in model.named_modules(), or their ends, got "
             f"{missing!r}, which fit none of this {type(model).__name__}"
         )
+    found = list(dict.fromkeys(module for modules in fitting.values() for module in modules))
     for module in found:
         set_leaf(module, is_leaf)
     return found, missing

@@ -14,19 +14,9 @@ __all__ = ["FusedAdam"]
 class FusedAdam(torch.optim.Adam):
     """`torch.optim.Adam(fused=True)`, with the arguments in DeepSpeed's order. amsgrad works.
 
-    Args:
-        params: As there, as are all others that are not named here.
-        lr: As there.
-        bias_correction: True: torch has no Adam without.
-        betas: As there.
-        eps: As there.
-        adam_w_mode: Decay shrinks parameters (AdamW); added to gradients (Adam) when False.
-        weight_decay: As there.
-        amsgrad: As there.
-        set_grad_none: True: gradients are always dropped, not zeroed.
-
-    Raises:
-        zero_engine.ConfigError: `bias_correction` or `set_grad_none` is False.
+    With `adam_w_mode` decay shrinks parameters (AdamW); else it is added to gradients. torch has no
+    Adam without `bias_correction`, and gradients are always dropped, not zeroed: False for that, or
+    for `set_grad_none`, is a ConfigError.
     """
 
     needs_cut = "flat"  # elementwise, which is not asked of subclasses of torch's
