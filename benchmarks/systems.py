@@ -79,7 +79,6 @@ def _zro(
     With `reduces`, gradients are reduced by zero_comm too. With `overlaps`, each bucket is updated
     and sent while DDP reduces the next.
     """
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel
 
     kind = importlib.import_module(library).ZeroRedundancyOptimizer
@@ -94,6 +93,8 @@ def _zro(
         replica.register_comm_hook(None, ddp_hook(arguments["group"]))
     optimizer = kind(replica.parameters(), AdamW, **arguments)
     if overlaps:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
         optimizer.overlap_with_ddp(replica, allreduce_hook)
     return _plain_step(replica, optimizer)
 
