@@ -29,7 +29,7 @@ from reference import ROOT, build_native, environment, reference_worktree
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from harness import check_known, ratio, take_turns
+from harness import OptionError, check_known, ratio, take_turns
 from network import two_nodes, why_not
 from systems import SYSTEMS
 from training import Entry, run_heat
@@ -86,7 +86,10 @@ def _parse() -> argparse.Namespace:
     options.systems = [name for name in options.systems.split(",") if name]
     if options.quick:
         options.rounds, options.systems = 3, options.systems or list(QUICK)
-    check_known("suites", options.suites, SUITES)
+    try:
+        check_known("suites", options.suites, SUITES)
+    except OptionError as error:
+        parser.error(str(error))
     return options
 
 
