@@ -1,4 +1,4 @@
-"""A training in an address space that ends soon after what imports take: run by test_offload_cap.
+"""A training in an address space that ends soon after what imports take: run by test_offload_bytes.
 
 Args: the folder to use, or "" to offload nothing; most bytes for parameters, gradients, optimizer
 state and all that passes through memory.

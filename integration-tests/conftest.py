@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # optimizers load it at their first step: so it is loaded once for all ranks
 
 # Under --import-mode=importlib a test's folder is not importable. Workers add it by themselves.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any, Final, Literal
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import zero_engine
@@ -33,6 +35,16 @@ from zero_partition.planning import choose_units, plan_units
 VOCABULARY: Final = 11
 WIDTH: Final = 6
 STAGES: Final = (0, 1, 2, 3)
+
+
+def in_turn(*choices: Iterable[Any]) -> list[Any]:
+    """All cases of these choices, each with stage 3 and in turn one of the others."""
+    return [
+        pytest.param(*case, ((turn + turn // 3) % 3, 3), id="-".join(map(str, case)))
+        for turn, case in enumerate(itertools.product(*choices))
+    ]
+
+
 Batch = tuple[Tensor, Tensor]
 
 # Blocks of test models are tiny, and must be units all the same.
@@ -278,6 +290,14 @@ def as_ddp(model: nn.Module, group: Group, *, finds_unused: bool = True) -> nn.M
     return DistributedDataParallel(
         model, process_group=group.process_group, find_unused_parameters=finds_unused
     )
+
+
+def by_rank_0(group: Group, work: Callable[[], Any]) -> Any:
+    """What an oracle works out, by one rank for all. Collective."""
+    found = [work() if group.rank == 0 else None]
+    if group.world_size > 1:
+        dist.broadcast_object_list(found, src=0, group=group.process_group)
+    return found[0]
 
 
 def train_alone_by_stage(

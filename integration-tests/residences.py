@@ -65,7 +65,7 @@ class Cell:
     fraction: float = 1
     residence: str = "engine"
 
-    def offload(self, folder: str) -> Offload:
+    def offload(self, folder: str | Path) -> Offload:
         """As a value. Sub-groups are small, so that every model here has several."""
         uses_disk = "disk" in (self.optimizer, self.params)
         return Offload(
@@ -103,7 +103,7 @@ def resting_as(cell: Cell | None) -> contextlib.AbstractContextManager[None]:
 def sharded(
     group: Group,
     cell: Cell | None,
-    folder: str,
+    folder: str | Path,
     *,
     make: Callable[[], nn.Module] = parity.Tiny,
     make_optimizer: Optimizers = cpu_adam,

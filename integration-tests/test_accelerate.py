@@ -147,12 +147,9 @@ def _assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], what: str)
 # ---- The law ----
 
 
-def test_trains_as_accelerates_ddp_and_as_our_plain_loop(ranks) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_trains_as_accelerates_ddp_and_as_our_plain_loop(group: Group) -> None:
     """One line changed must not change what a script computes."""
-    ranks(2).run(_compare, timeout_s=120)  # accelerate takes long to import
-
-
-def _compare(group: Group) -> None:
     losses, weights = _run(group, _ddp)
     clip = {"steps": 2, "max_norm": 0.1}
     clipped_losses, clipped = _run(group, _ddp, **clip)
@@ -170,12 +167,9 @@ def _compare(group: Group) -> None:
             torch.testing.assert_close(value, clipped[name], rtol=1e-5, atol=1e-6)
 
 
-def test_objects_are_prepared_in_any_order_and_stay_the_same(ranks) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_objects_are_prepared_in_any_order_and_stay_the_same(group: Group) -> None:
     """Scripts prepare a model with its optimizer or after it, whole or built in parts."""
-    ranks(2).run(_prepare_in_orders, timeout_s=120)
-
-
-def _prepare_in_orders(group: Group) -> None:
     expected = _run(group, _ddp)
 
     def together(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, batches: Any) -> Any:
@@ -221,12 +215,10 @@ def _prepare_in_orders(group: Group) -> None:
             assert [ref() for ref in gone] == [None, None], "something keeps them"
 
 
-def test_two_models_train_with_an_optimizer_each(ranks) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_two_models_train_with_an_optimizer_each(group: Group) -> None:
     """GANs, and students with their teacher, which has none."""
-    ranks(2).run(_train_two, timeout_s=120)
 
-
-def _train_two(group: Group) -> None:
     def train(accelerator: Any) -> list[dict[str, Tensor]]:
         student, other, teacher = _model(), _model(), _model()
         first = torch.optim.SGD(student.parameters(), lr=0.1)
@@ -252,13 +244,6 @@ def _train_two(group: Group) -> None:
             _assert_equal(ours, theirs, "two models")
 
 
-# torch.compile's own, when it looks at tensors that are no leaves
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_models_train_as_accelerates_ddp(ranks) -> None:
-    """Whole at stage 1, and their blocks at stage 3, where a model does not compile as a whole."""
-    ranks(2).run(_train_compiled, timeout_s=120)
-
-
 class _Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +255,11 @@ class _Blocks(nn.Module):
         return x[:, :3]
 
 
-def _train_compiled(group: Group) -> None:
+# torch.compile's own, when it looks at tensors that are no leaves
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.ranks(timeout_s=120)
+def test_compiled_models_train_as_accelerates_ddp(group: Group) -> None:
+    """Whole at stage 1, and their blocks at stage 3, where a model does not compile as a whole."""
     from accelerate.utils import TorchDynamoPlugin
 
     def train(accelerator: Any) -> tuple[list[float], dict[str, Tensor]]:
@@ -297,12 +286,9 @@ def _train_compiled(group: Group) -> None:
 # ---- Mixed precision ----
 
 
-def test_bf16_keeps_bf16_parameters_or_autocasts_alone_when_told(ranks) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_bf16_keeps_bf16_parameters_or_autocasts_alone_when_told(group: Group) -> None:
     """As with DeepSpeed and FSDP2; `Precision()` gives the bits of Accelerate's DDP."""
-    ranks(2).run(_train_in_bf16, timeout_s=120)
-
-
-def _train_in_bf16(group: Group) -> None:
     from zero_engine.integrations.accelerate import ZeroAccelerator
 
     ddp, _ = _run(group, partial(_ddp, mixed_precision="bf16"))
@@ -324,12 +310,9 @@ def _train_in_bf16(group: Group) -> None:
     assert curves[0] == curves[1] == curves[2]
 
 
-def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(ranks) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(group: Group) -> None:
     """Accelerate makes the scaler on GPUs only: here it is put in its place."""
-    ranks(2).run(_overflow, timeout_s=120)
-
-
-def _overflow(group: Group) -> None:
     for stage in STAGES:
         with _environment(group):
             accelerator = _zero(stage)
@@ -356,11 +339,6 @@ def _overflow(group: Group) -> None:
 # ---- Saving ----
 
 
-def test_a_saved_state_goes_on_with_the_same_bits(ranks, tmp_path: Path) -> None:
-    """With what Accelerate saves: scheduler, step, registered objects; hooks see the models."""
-    ranks(2).run(_resume, timeout_s=120, folder=str(tmp_path))
-
-
 class _Counter:
     """Something that a script registers."""
 
@@ -385,12 +363,14 @@ def _note(seen: list[Any], models: list[nn.Module], *rest: Any) -> None:
     seen.append((list(models), *rest))
 
 
-def _resume(group: Group, folder: str) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_a_saved_state_goes_on_with_the_same_bits(group: Group, tmp_path: Path) -> None:
+    """With what Accelerate saves: scheduler, step, registered objects; hooks see the models."""
     from accelerate.utils import ProjectConfiguration
 
     for stage, resumed in ((1, 1), (2, 3), (3, 2)):
         named = {"automatic_checkpoint_naming": True, "total_limit": 1}
-        project = ProjectConfiguration(project_dir=f"{folder}/{stage}", **named)
+        project = ProjectConfiguration(project_dir=f"{tmp_path}/{stage}", **named)
         with _environment(group):
             accelerator, prepared, counter = _begin(stage, project_config=project)
             seen: list[Any] = []
@@ -399,7 +379,7 @@ def _resume(group: Group, folder: str) -> None:
             accelerator.save_state()
             counter.value = 7
             path = accelerator.save_state()
-            assert path == Path(folder, str(stage), "checkpoints/checkpoint_1")
+            assert path == Path(tmp_path, str(stage), "checkpoints/checkpoint_1")
             assert seen[1] == ([prepared[0]], [], str(path))
             assert seen[1][0][0] is prepared[0]
             expected = _train(accelerator, prepared)
@@ -452,39 +432,33 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def test_a_saved_model_is_read_by_accelerate(ranks, tmp_path: Path) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_a_saved_model_is_read_by_accelerate(group: Group, tmp_path: Path) -> None:
     """Whole, in several files, from rank 0."""
-    ranks(2).run(_save_model, timeout_s=120, folder=str(tmp_path))
-
-
-def _save_model(group: Group, folder: str) -> None:
     from accelerate import load_checkpoint_in_model
 
     with _environment(group):
         accelerator = _zero()
         prepared = accelerator.prepare(*_objects())
         _train(accelerator, prepared)
-        accelerator.save_model(prepared[0], folder, max_shard_size=500)
+        accelerator.save_model(prepared[0], tmp_path, max_shard_size=500)
         accelerator.wait_for_everyone()
-        files = sorted(path.name for path in Path(folder).glob("model*"))
+        files = sorted(path.name for path in Path(tmp_path).glob("model*"))
         assert len(files) > 2 and files[-1] == "model.safetensors.index.json", files
         whole = accelerator.get_state_dict(prepared[0])
         assert bool(whole) == (group.rank == 0)
         if whole:
             fresh = _model()
-            load_checkpoint_in_model(fresh, folder)
+            load_checkpoint_in_model(fresh, tmp_path)
             _assert_equal(whole, fresh.state_dict(), "save_model")
 
 
 # ---- DeepSpeed's settings ----
 
 
-def test_a_deepspeed_plugin_says_what_deepspeed_would_do(ranks) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_a_deepspeed_plugin_says_what_deepspeed_would_do(group: Group) -> None:
     """Stage, dtype, accumulation and clipping, from its fields or a file, without the package."""
-    ranks(2).run(_read_plugins, timeout_s=120)
-
-
-def _read_plugins(group: Group) -> None:
     from accelerate.utils import DeepSpeedPlugin
     from zero_engine.integrations.accelerate import ZeroAccelerator
 
@@ -519,12 +493,9 @@ def _read_plugins(group: Group) -> None:
 # ---- What cannot be ----
 
 
-def test_what_cannot_be_beside_it_is_refused_with_the_remedy(ranks) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_what_cannot_be_beside_it_is_refused_with_the_remedy(group: Group) -> None:
     """Each of these would train something else than it says, or end far from its cause."""
-    ranks(2).run(_refuse, timeout_s=120)
-
-
-def _refuse(group: Group) -> None:
     from accelerate import Accelerator, PartialState
     from accelerate.utils import (
         DeepSpeedPlugin,

@@ -24,12 +24,8 @@ SHARDED_STAGES = (1, 2, 3)
 # ---- Parameters ----
 
 
-def test_a_parameter_at_rest_keeps_its_face_and_holds_no_memory(ranks) -> None:
+def test_a_parameter_at_rest_keeps_its_face_and_holds_no_memory(group: Group) -> None:
     """Counters, printers and detectors of ties look at every parameter between steps."""
-    ranks(2).run(_look_at_rest)
-
-
-def _look_at_rest(group: Group) -> None:
     plain = parity.build()
     model, optimizer = parity.build_sharded(group, ZeroConfig(3))
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
@@ -53,12 +49,8 @@ def _look_at_rest(group: Group) -> None:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_p_grad_is_what_the_table_says(ranks, stage: int) -> None:
+def test_p_grad_is_what_the_table_says(group: Group, stage: int) -> None:
     """A gradient at stage 0; at the others a guard that refuses, never a silent None."""
-    ranks(2).run(_look_at_gradients, stage=stage)
-
-
-def _look_at_gradients(group: Group, stage: int) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
     parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
 
@@ -84,12 +76,8 @@ def _look_at_gradients(group: Group, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", SHARDED_STAGES)
-def test_model_zero_grad_to_zero_names_the_optimizers(ranks, stage: int) -> None:
+def test_model_zero_grad_to_zero_names_the_optimizers(group: Group, stage: int) -> None:
     """There is nothing whole to set to zero, and doing nothing would keep the gradient."""
-    ranks(2).run(_zero_by_model, stage=stage)
-
-
-def _zero_by_model(group: Group, stage: int) -> None:
     model, _ = parity.build_sharded(group, ZeroConfig(stage))
     parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
 
@@ -98,12 +86,8 @@ def _zero_by_model(group: Group, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", SHARDED_STAGES)
-def test_torchs_clip_refuses_what_it_could_only_get_wrong(ranks, stage: int) -> None:
+def test_torchs_clip_refuses_what_it_could_only_get_wrong(group: Group, stage: int) -> None:
     """It would find no gradients, or the norm of one rank's part, and say nothing."""
-    ranks(2).run(_clip_with_torch, stage=stage)
-
-
-def _clip_with_torch(group: Group, stage: int) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
     parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
     shards = [param for entry in optimizer.param_groups for param in entry["params"]]
@@ -120,12 +104,9 @@ def _clip_with_torch(group: Group, stage: int) -> None:
     optimizer.step()
 
 
-def test_torchs_clip_works_where_the_shard_is_everything(ranks) -> None:
+@pytest.mark.ranks(1)
+def test_torchs_clip_works_where_the_shard_is_everything(group: Group) -> None:
     """One rank is not a special case that has to be refused."""
-    ranks(1).run(_clip_alone)
-
-
-def _clip_alone(group: Group) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(2), make=parity.tiny_float32)
     parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
     shards = [param for entry in optimizer.param_groups for param in entry["params"]]
@@ -136,12 +117,8 @@ def _clip_alone(group: Group) -> None:
     torch.testing.assert_close(torch.as_tensor(theirs).float(), ours)
 
 
-def test_either_object_finds_the_gradients_to_clip(ranks) -> None:
+def test_either_object_finds_the_gradients_to_clip(group: Group) -> None:
     """A trainer often has the optimizer and not the model."""
-    ranks(2).run(_clip_by_either)
-
-
-def _clip_by_either(group: Group) -> None:
     for stage in parity.STAGES:
         model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
         parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
@@ -158,12 +135,8 @@ def _clip_by_either(group: Group) -> None:
 # ---- Weights in and out ----
 
 
-def test_state_dict_names_what_to_call_instead(ranks) -> None:
+def test_state_dict_names_what_to_call_instead(group: Group) -> None:
     """NaN in a checkpoint is found out weeks later."""
-    ranks(2).run(_export_by_default)
-
-
-def _export_by_default(group: Group) -> None:
     model, _ = parity.build_sharded(group, ZeroConfig(3))
 
     with pytest.raises(StateError, match=r"'unused'|'frozen'.*full_state_dict\(model\)"):
@@ -172,12 +145,8 @@ def _export_by_default(group: Group) -> None:
         model.blocks.state_dict(prefix="blocks.")
 
 
-def test_state_dict_gathers_where_configured(ranks) -> None:
+def test_state_dict_gathers_where_configured(group: Group) -> None:
     """Every rank gets everything, in memory of its own."""
-    ranks(2).run(_export_by_gathering)
-
-
-def _export_by_gathering(group: Group) -> None:
     expected = parity.build().state_dict()
     for stage in parity.STAGES:
         model, optimizer = parity.build_sharded(group, ZeroConfig(stage, state_dict="gather"))
@@ -190,12 +159,8 @@ def _export_by_gathering(group: Group) -> None:
             parity.assert_same_weights(state, expected, what="after a step")
 
 
-def test_the_full_state_dict_is_the_models_own(ranks) -> None:
+def test_the_full_state_dict_is_the_models_own(group: Group) -> None:
     """Keys, order, ties, buffers: what is saved loads into the plain model."""
-    ranks(2).run(_export_in_full)
-
-
-def _export_in_full(group: Group) -> None:
     plain, plain_optimizer = parity.build_with_optimizer()
     parity.run_steps(parity.as_ddp(plain, group), plain_optimizer, range(2), rank=group.rank)
 
@@ -212,12 +177,8 @@ def _export_in_full(group: Group) -> None:
         assert parity.Tiny().load_state_dict(state).missing_keys == []
 
 
-def test_loaded_weights_train_on_as_under_ddp(ranks) -> None:
+def test_loaded_weights_train_on_as_under_ddp(group: Group) -> None:
     """Resuming at another stage, or for the first time, is loading a plain state dict."""
-    ranks(2).run(_load_and_train)
-
-
-def _load_and_train(group: Group) -> None:
     state = parity.build(seed=7).state_dict()
     plain, plain_optimizer = parity.build_with_optimizer()
     plain.load_state_dict(state)
@@ -233,12 +194,8 @@ def _load_and_train(group: Group) -> None:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_load_state_dict_is_as_strict_as_torchs(ranks, stage: int) -> None:
+def test_load_state_dict_is_as_strict_as_torchs(group: Group, stage: int) -> None:
     """A key that is missing, unexpected or of another shape is an error in plain torch too."""
-    ranks(2).run(_load_what_does_not_fit, stage=stage)
-
-
-def _load_what_does_not_fit(group: Group, stage: int) -> None:
     model, _ = parity.build_sharded(group, ZeroConfig(stage))
     good = parity.build(seed=7).state_dict()
     without = {key: value for key, value in good.items() if key != "blocks.1.up.bias"}
@@ -259,12 +216,9 @@ def _load_what_does_not_fit(group: Group, stage: int) -> None:
         parity.assert_same_weights(weights, good, what=f"stage {stage}")
 
 
-def test_transformers_saves_the_full_state_dict(ranks, tmp_path: Path) -> None:
+@pytest.mark.ranks(timeout_s=90.0)
+def test_transformers_saves_the_full_state_dict(group: Group, tmp_path: Path) -> None:
     """save_pretrained() takes it, and from_pretrained() gives the trained model back."""
-    ranks(2).run(_save_pretrained, timeout_s=90.0, folder=str(tmp_path))
-
-
-def _save_pretrained(group: Group, folder: str) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=13, n_positions=8)
@@ -281,8 +235,8 @@ def _save_pretrained(group: Group, folder: str) -> None:
     with torch.no_grad():
         expected = model(input_ids=tokens).logits
     if group.rank == 0:
-        model.save_pretrained(folder, state_dict=state)
-        loaded = GPT2LMHeadModel.from_pretrained(folder).eval()
+        model.save_pretrained(tmp_path, state_dict=state)
+        loaded = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
         with torch.no_grad():
             assert torch.equal(loaded(input_ids=tokens).logits, expected)
 
@@ -291,12 +245,8 @@ def _save_pretrained(group: Group, folder: str) -> None:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_a_sharded_model_cannot_be_copied_or_pickled(ranks, stage: int) -> None:
+def test_a_sharded_model_cannot_be_copied_or_pickled(group: Group, stage: int) -> None:
     """The copy would share our buffers and train on its own."""
-    ranks(2).run(_copy, stage=stage)
-
-
-def _copy(group: Group, stage: int) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
 
     with pytest.raises(StateError, match=r"deepcopy.*full_state_dict"):
@@ -307,12 +257,10 @@ def _copy(group: Group, stage: int) -> None:
 
 
 @pytest.mark.parametrize("change", ["data", "replaced", "unfrozen"])
-def test_a_change_that_we_cannot_follow_is_named_at_the_next_forward(ranks, change: str) -> None:
+def test_a_change_that_we_cannot_follow_is_named_at_the_next_forward(
+    group: Group, change: str
+) -> None:
     """Else the change is lost, or the gradient is."""
-    ranks(2).run(_change, change=change)
-
-
-def _change(group: Group, change: str) -> None:
     model, _ = parity.build_sharded(group, ZeroConfig(3))
     name = r"'blocks\.0\.up\.weight'"
     up = model.blocks[0].up
@@ -331,12 +279,8 @@ def _change(group: Group, change: str) -> None:
         parity.loss_of(model, parity.batch(0, 0, group.rank))
 
 
-def test_a_change_of_a_parameter_at_rest_raises_at_once(ranks) -> None:
+def test_a_change_of_a_parameter_at_rest_raises_at_once(group: Group) -> None:
     """Where it is made, the user can see what is wrong; the values rest elsewhere."""
-    ranks(2).run(_change_at_rest)
-
-
-def _change_at_rest(group: Group) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(3))
     up = model.blocks[0].up.weight
     other = torch.zeros(13, 6)
@@ -367,12 +311,8 @@ def _change_at_rest(group: Group) -> None:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_a_conversion_that_changes_nothing_passes_at_any_moment(ranks, stage: int) -> None:
+def test_a_conversion_that_changes_nothing_passes_at_any_moment(group: Group, stage: int) -> None:
     """Trainers move a model to its device before each phase; so may a loop between backwards."""
-    ranks(2).run(_convert_to_the_same, stage=stage)
-
-
-def _convert_to_the_same(group: Group, stage: int) -> None:
     recipe = parity.Recipe(num_steps=2, num_micro_batches=2, make=parity.tiny_float32)
     expected = parity.train_ddp(group, recipe)
     model, optimizer = parity.build_sharded(group, ZeroConfig(stage), make=parity.tiny_float32)
@@ -414,12 +354,8 @@ def _model_with(weights: dict[str, Tensor]) -> nn.Module:
     return model
 
 
-def test_loading_with_assign_still_fills_the_shards(ranks) -> None:
+def test_loading_with_assign_still_fills_the_shards(group: Group) -> None:
     """`assign=True` asks for the state dict's own memory, which a shard cannot be."""
-    ranks(2).run(_load_by_assigning)
-
-
-def _load_by_assigning(group: Group) -> None:
     model, _ = parity.build_sharded(group, ZeroConfig(3))
     state = parity.build(seed=7).state_dict()
 
@@ -431,12 +367,8 @@ def _load_by_assigning(group: Group) -> None:
     parity.loss_of(model, parity.batch(0, 0, group.rank))
 
 
-def test_an_optimizer_built_after_shard_is_told_apart(ranks) -> None:
+def test_an_optimizer_built_after_shard_is_told_apart(group: Group) -> None:
     """Adagrad allocates state in its constructor; a step would write it to nowhere."""
-    ranks(2).run(_build_optimizer_late)
-
-
-def _build_optimizer_late(group: Group) -> None:
     model = parity.build()
     zero_engine.shard(model, None, ZeroConfig(3), group=group)
     late = torch.optim.Adagrad(p for p in model.parameters() if p.requires_grad)
@@ -447,12 +379,8 @@ def _build_optimizer_late(group: Group) -> None:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_adagrads_state_is_sharded_as_it_was_built(ranks, stage: int) -> None:
+def test_adagrads_state_is_sharded_as_it_was_built(group: Group, stage: int) -> None:
     """The initial accumulator is not zero, and the unused parameter has one as well."""
-    ranks(2).run(_shard_adagrad, stage=stage)
-
-
-def _shard_adagrad(group: Group, stage: int) -> None:
     model = parity.build()
     optimizer = torch.optim.Adagrad(parity.param_groups(model), initial_accumulator_value=0.5)
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
@@ -513,12 +441,9 @@ def _first_shard_with_elements(optimizer: torch.optim.Optimizer) -> Tensor:
     )
 
 
-def test_unscaling_then_clipping_then_stepping(ranks) -> None:
+def test_unscaling_then_clipping_then_stepping(group: Group) -> None:
     """The usual loop of mixed precision: scaled gradients must give the unscaled curve."""
-    ranks(2).run(_unscale_clip_step)
 
-
-def _unscale_clip_step(group: Group) -> None:
     def train(scaler: Any, stage: int) -> list[float]:
         model, optimizer = parity.build_sharded(group, ZeroConfig(stage), "adamw")
         losses = []

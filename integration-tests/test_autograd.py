@@ -50,12 +50,10 @@ def _penalise(model: nn.Module, step: int) -> Tensor:
 
 @pytest.mark.parametrize("stage", parity.STAGES)
 @pytest.mark.parametrize("activation", [torch.tanh, torch.clone], ids=["tanh", "linear"])
-def test_a_gradient_penalty_trains_as_in_plain_torch(ranks, stage: int, activation: Any) -> None:
+def test_a_gradient_penalty_trains_as_in_plain_torch(
+    group: Group, stage: int, activation: Any
+) -> None:
     """Backward of a backward reads parameters at moments that no forward announced."""
-    ranks(2).run(_train_penalised, stage=stage, activation=activation)
-
-
-def _train_penalised(group: Group, stage: int, activation: Any) -> None:
     _assert_as_plain(
         group,
         lambda: _Chain(activation=activation),
@@ -64,7 +62,8 @@ def _train_penalised(group: Group, stage: int, activation: Any) -> None:
     )
 
 
-def _refuse_penalty(group: Group) -> None:
+def test_a_gradient_penalty_that_would_read_other_units_is_refused(group: Group) -> None:
+    """Units that take turns in one slot cannot be whole at once."""
     model = _Chain()
     optimizer = parity.adamw(model)
     zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
@@ -76,21 +75,15 @@ def _refuse_penalty(group: Group) -> None:
     optimizer.step()
 
 
-def test_a_gradient_penalty_that_would_read_other_units_is_refused(ranks) -> None:
-    """Units that take turns in one slot cannot be whole at once."""
-    ranks(2).run(_refuse_penalty)
-
-
 # ---- Gradients that the user takes into his own hands ----
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_autograd_grad_gives_this_ranks_gradients_and_reduces_nothing(ranks, stage: int) -> None:
+def test_autograd_grad_gives_this_ranks_gradients_and_reduces_nothing(
+    group: Group, stage: int
+) -> None:
     """As under DDP: `param.grad` and what the optimizer will read stay as they were."""
-    ranks(2).run(_grad, stage=stage)
 
-
-def _grad(group: Group, stage: int) -> None:
     def loss_of(model: nn.Module, step: int) -> Tensor:
         return model(_x(step)).square().mean()
 
@@ -152,12 +145,10 @@ BY_FORWARD = (_take_jvp, _take_jacfwd, _take_vmap)
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in jvp
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_transforms_of_torch_func_give_plain_torchs_numbers_or_say_no(ranks, stage: int) -> None:
+def test_transforms_of_torch_func_give_plain_torchs_numbers_or_say_no(
+    group: Group, stage: int
+) -> None:
     """Their backward fires no hook of ours; a parameter at rest would make it NaN."""
-    ranks(2).run(_transform, stage=stage)
-
-
-def _transform(group: Group, stage: int) -> None:
     plain, model = parity.build(_Chain), parity.build(_Chain)
     optimizer = parity.adamw(model)
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)

@@ -62,14 +62,10 @@ def _weights(average: AveragedModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_the_average_is_torchs(ranks, tmp_path: Path, kind: str) -> None:
+def test_the_average_is_torchs(group: Group, tmp_path: Path, kind: str) -> None:
     """Bit for bit, in a file and in an evaluation, after which training goes on as if nothing."""
-    ranks(2).run(_average, folder=tmp_path, kind=kind)
-
-
-def _average(group: Group, folder: Path, kind: str) -> None:
     plain, its, expected = _plain()
-    model, optimizer = _build(group, _config(folder, **_KINDS[kind]))
+    model, optimizer = _build(group, _config(tmp_path, **_KINDS[kind]))
     average = ShardedAverage(model, decay=DECAY)
     for step in range(4):
         _step(plain, its, step)
@@ -106,14 +102,10 @@ def _average(group: Group, folder: Path, kind: str) -> None:
     ids=["sent in 8 bits", "parameters too", "on disk"],
 )
 def test_masters_are_averaged_where_there_are_some(
-    ranks, tmp_path: Path, options: dict[str, Any]
+    group: Group, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """An average of rounded weights would stand still: each step moves it by less than a bit."""
-    ranks(2).run(_masters, folder=tmp_path, options=options)
-
-
-def _masters(group: Group, folder: Path, options: dict[str, Any]) -> None:
-    config = _config(folder, precision=Precision(params=torch.bfloat16), **options)
+    config = _config(tmp_path, precision=Precision(params=torch.bfloat16), **options)
     runs = []
     for swaps in (False, True):
         model, optimizer = _build(group, config, Blocks)
@@ -177,12 +169,8 @@ def _resume(group: Group, folder: Path, kind: str, step: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_misuse_of_averages_is_refused_by_name(ranks, tmp_path: Path, stage: int) -> None:
+def test_misuse_of_averages_is_refused_by_name(group: Group, tmp_path: Path, stage: int) -> None:
     """Nobody trains averages, saves them as weights, or averages a copy of stand-ins."""
-    ranks(2).run(_refuse, folder=tmp_path, stage=stage)
-
-
-def _refuse(group: Group, folder: Path, stage: int) -> None:
     model, optimizer = _build(group, ZeroConfig(stage))
     with pytest.raises(StateError, match=r"AveragedModel.*zero_engine\.ShardedAverage\(model"):
         AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
@@ -198,12 +186,12 @@ def _refuse(group: Group, folder: Path, stage: int) -> None:
             average.full_state_dict,
             lambda: average.swap().__enter__(),
             optimizer.step,
-            lambda: zero_engine.save(folder, model, optimizer, step=0),
+            lambda: zero_engine.save(tmp_path, model, optimizer, step=0),
             lambda: zero_engine.unshard(model, optimizer),
         ):
             with pytest.raises(StateError, match=r"inside ShardedAverage\.swap\(\).*leave the con"):
                 use()
-    zero_engine.save(folder, model, optimizer, step=1)
+    zero_engine.save(tmp_path, model, optimizer, step=1)
     with pytest.raises(LoadError, match="was saved without an average"):
-        zero_engine.load(folder, model, optimizer, average=average)
-    zero_engine.load(folder, model, optimizer, average=average, is_strict=False)
+        zero_engine.load(tmp_path, model, optimizer, average=average)
+    zero_engine.load(tmp_path, model, optimizer, average=average, is_strict=False)

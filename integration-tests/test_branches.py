@@ -64,15 +64,9 @@ CASES: dict[str, Callable[[nn.Module, int, int], Tensor]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("stage", parity.STAGES)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_on_different_ways_train_as_under_ddp(
-    ranks, world_size: int, stage: int, case: str
-) -> None:
+@pytest.mark.ranks(2, 3)
+def test_ranks_on_different_ways_train_as_under_ddp(group: Group, stage: int, case: str) -> None:
     """Mixture of experts, layer drop, the end of an epoch: today's systems wait for ever."""
-    ranks(world_size).run(_train_both, stage=stage, case=case)
-
-
-def _train_both(group: Group, stage: int, case: str) -> None:
     plain = parity.as_ddp(parity.build(Branches), group)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
     model = parity.build(Branches)
@@ -96,12 +90,8 @@ def _train_both(group: Group, stage: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_ranks_evaluate_as_often_as_they_like(ranks, stage: int) -> None:
+def test_ranks_evaluate_as_often_as_they_like(group: Group, stage: int) -> None:
     """Rank 0 alone computes a validation loss, or each rank generates until its own last token."""
-    ranks(2).run(_evaluate_unevenly, stage=stage)
-
-
-def _evaluate_unevenly(group: Group, stage: int) -> None:
     plain = parity.build(Branches)
     model = parity.build(Branches)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -118,12 +108,8 @@ def _evaluate_unevenly(group: Group, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_a_rank_without_a_batch_takes_part_in_the_step(ranks, stage: int) -> None:
+def test_a_rank_without_a_batch_takes_part_in_the_step(group: Group, stage: int) -> None:
     """The last step of an epoch, where the data does not divide by the ranks."""
-    ranks(2).run(_one_rank_without_data, stage=stage)
-
-
-def _one_rank_without_data(group: Group, stage: int) -> None:
     alone = parity.build(Branches)
     alone_optimizer = torch.optim.AdamW(alone.parameters(), lr=0.1)
     model = parity.build(Branches)

@@ -21,13 +21,9 @@ BLOCK_BYTES = 4 * WIDTH * WIDTH
 PSI = NUM_BLOCKS * WIDTH * WIDTH  # parameters of parity.Chain
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_what_is_alive_is_what_the_report_counts(ranks, world_size: int) -> None:
+@pytest.mark.ranks(1, 2, 4)
+def test_what_is_alive_is_what_the_report_counts(group: Group) -> None:
     """A number that leaves something out is worse than none: it is what a user plans with."""
-    ranks(world_size).run(_count_the_living)
-
-
-def _count_the_living(group: Group) -> None:
     for stage in parity.STAGES:
         parity.count_from_here()
         model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
@@ -94,13 +90,9 @@ def _report(group: Group, stage: int, with_gradients: bool = False) -> dict[str,
     return asdict(memory_report(model))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_padding_is_the_layouts(ranks, world_size: int) -> None:
+@pytest.mark.ranks(2, 4)
+def test_padding_is_the_layouts(group: Group) -> None:
     """The plan predicts what is allocated, because the same arithmetic made both."""
-    ranks(world_size).run(_padding_is_the_layouts)
-
-
-def _padding_is_the_layouts(group: Group) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(3))
     parity.run_steps(model, optimizer, range(1), rank=group.rank)
 
@@ -143,12 +135,8 @@ def _report_with_window(group: Group, window: int) -> dict[str, int]:
     return asdict(memory_report(model))
 
 
-def test_release_buffers_leaves_model_state_only(ranks) -> None:
+def test_release_buffers_leaves_model_state_only(group: Group) -> None:
     """Between phases others have the memory; training goes on as if it had never left."""
-    ranks(2).run(_release_and_go_on)
-
-
-def _release_and_go_on(group: Group) -> None:
     for stage in parity.STAGES:
         undisturbed, its_optimizer = parity.build_sharded(group, ZeroConfig(stage))
         expected = parity.run_steps(undisturbed, its_optimizer, range(4), rank=group.rank)
@@ -219,12 +207,8 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 # ---- Afterwards ----
 
 
-def test_a_deleted_model_is_freed(ranks) -> None:
+def test_a_deleted_model_is_freed(group: Group) -> None:
     """Hooks hold our buffers and autograd holds hooks: a cycle that gc cannot see leaks it all."""
-    ranks(2).run(_delete)
-
-
-def _delete(group: Group) -> None:
     for stage in parity.STAGES:
         parity.count_from_here()
         model, optimizer = parity.build_sharded(group, ZeroConfig(stage))

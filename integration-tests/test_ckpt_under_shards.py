@@ -12,7 +12,7 @@ import torch
 import training
 import zero_engine
 from torch import Tensor, nn
-from zero_ckpt import Checkpointer, RngTracker
+from zero_ckpt import Checkpointer, PackedSaver, RngTracker
 from zero_comm import Group
 from zero_engine import Precision, ZeroConfig
 
@@ -111,12 +111,8 @@ def _compare(group: Group, config: ZeroConfig, **options: Any) -> None:
         parity.assert_same_weights(found, weights, what="checkpointed")
 
 
-def test_an_exception_in_the_second_run_leaves_the_model_usable(ranks) -> None:
+def test_an_exception_in_the_second_run_leaves_the_model_usable(group: Group) -> None:
     """Units that were gathered for it have to be put down again."""
-    ranks(2).run(_fail_and_go_on)
-
-
-def _fail_and_go_on(group: Group) -> None:
     calls = 0
 
     def fail(function: Callable[..., Any], *args: Any) -> Any:
@@ -149,3 +145,49 @@ def _fail_and_go_on(group: Group) -> None:
     after = zero_engine.full_state_dict(model)
     if group.rank == 0:
         parity.assert_same_weights(after, before, what="after an exception")
+
+
+# ---- Inputs as shards ----
+
+
+class _PackedStack(nn.Module):
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.run = run
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(9), nn.Linear(9, 9), nn.GELU(), nn.Dropout(0.2))
+            for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.run(block, x)
+        return x
+
+
+def _train_packed(group: Group, run: Callable[..., Any], stage: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = _PackedStack(run)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+    numbers = []
+    for _ in range(3):
+        x = torch.randn(5, 9)  # the same on all ranks, as in a model-parallel group
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers += [loss.detach(), torch.get_rng_state()]
+    return numbers + list(zero_engine.full_state_dict(model).values())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_group_gathers_parameters_and_inputs(group: Group, stage: int) -> None:
+    """Messages of the two must not be taken for each other, nor in another order."""
+    expected = _train_packed(group, lambda function, *args: function(*args), stage)
+    for num_slots in (None, 4):
+        saver = PackedSaver(group=group, num_slots=num_slots)
+        found = _train_packed(group, Checkpointer(saver=saver).checkpoint, stage)
+
+        assert all(map(torch.equal, found, expected))
+        assert saver.kept_bytes() == {}

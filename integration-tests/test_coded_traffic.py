@@ -67,12 +67,9 @@ def _across_in_a_step(group: Group, settings: dict[str, Any]) -> dict[str, Sent]
     return {name: traffic.across(name) for name in ("all_gather", "reduce_scatter")}
 
 
-def test_errors_that_are_kept_are_counted(ranks) -> None:
+@pytest.mark.ranks(4)
+def test_errors_that_are_kept_are_counted(group: Group) -> None:
     """They are as many as the elements of all gradients, on every rank: not small."""
-    ranks(4).run(_count_errors)
-
-
-def _count_errors(group: Group) -> None:
     loco = Loco()
     assert loco.kept is not None
     parity.count_from_here()
@@ -89,12 +86,9 @@ def _count_errors(group: Group) -> None:
     assert found == expected, f"{report} {found}"
 
 
-def test_frozen_parameters_rest_in_a_byte_each(ranks) -> None:
+@pytest.mark.ranks(4)
+def test_frozen_parameters_rest_in_a_byte_each(group: Group) -> None:
     """What adapters are trained on is nearly all of a model's memory."""
-    ranks(4).run(_count_frozen)
-
-
-def _count_frozen(group: Group) -> None:
     parity.count_from_here()
     model = parity.build(parity.Chain)
     for layer in model.layers[1:]:
@@ -112,12 +106,9 @@ def _count_frozen(group: Group) -> None:
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "bf16"])
-def test_what_is_lost_is_told_by_unit(ranks, codec: str) -> None:
+@pytest.mark.ranks(4)
+def test_what_is_lost_is_told_by_unit(group: Group, codec: str) -> None:
     """Whoever sees a worse loss wants to know which layer is too coarse."""
-    ranks(4).run(_compare_errors, codec=codec)
-
-
-def _compare_errors(group: Group, codec: str) -> None:
     model, optimizer = _chain(group, Wire(params=codec, gradients=codec, levels=2))
     shards = {
         f"layers.{index}": zero_engine.local_param(layer.weight)
@@ -135,12 +126,8 @@ def _compare_errors(group: Group, codec: str) -> None:
     assert all(0 < error < 0.2 for error in errors.gradients.relative().values())
 
 
-def test_a_padding_that_others_left_is_not_encoded(ranks) -> None:
+def test_a_padding_that_others_left_is_not_encoded(group: Group) -> None:
     """In one block with values it would make them coarse, or nan."""
-    ranks(2).run(_spoil_padding)
-
-
-def _spoil_padding(group: Group) -> None:
     config = ZeroConfig(2, wire=Wire(gradients="int8", levels=2))
     model, optimizer = parity.build_sharded(group, config, "sgd")
     parity.run_steps(model, optimizer, range(1), rank=group.rank)
@@ -156,21 +143,18 @@ def _spoil_padding(group: Group) -> None:
 # ---- Files ----
 
 
-def test_training_goes_on_from_a_file_as_if_it_had_not_ended(ranks, tmp_path: Path) -> None:
+@pytest.mark.ranks(4)
+def test_training_goes_on_from_a_file_as_if_it_had_not_ended(group: Group, tmp_path: Path) -> None:
     """What is saved is exact; a file with decoded values would lose small updates."""
-    ranks(4).run(_resume, folder=tmp_path)
-
-
-def _resume(group: Group, folder: Path) -> None:
     wire = Wire(params="int8", gradients="int4", frozen="int8", levels=2)
     config = ZeroConfig(3, wire=wire)
     model, optimizer = parity.build_sharded(group, config, make=parity.tiny_float32)
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
-    zero_engine.save(folder, model, optimizer, step=2)
+    zero_engine.save(tmp_path, model, optimizer, step=2)
     expected = parity.run_steps(model, optimizer, range(2, 4), rank=group.rank)
 
     again, optimizer = parity.build_sharded(group, config, make=parity.tiny_float32)
-    zero_engine.load(folder, again, optimizer)
+    zero_engine.load(tmp_path, again, optimizer)
     assert parity.run_steps(again, optimizer, range(2, 4), rank=group.rank) == expected
     found, wanted = (zero_engine.full_state_dict(each) for each in (again, model))
     if group.rank == 0:
@@ -178,12 +162,9 @@ def _resume(group: Group, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["device", "disk"])
-def test_weights_by_request_are_exact(ranks, place: str, tmp_path: Path) -> None:
+def test_weights_by_request_are_exact(group: Group, place: str, tmp_path: Path) -> None:
     """An export must not be of what happened to travel."""
-    ranks(2).run(_ask_for_weights, folder=tmp_path if place == "disk" else None)
-
-
-def _ask_for_weights(group: Group, folder: Path | None) -> None:
+    folder = tmp_path if place == "disk" else None
     offload = None if folder is None else Offload(params="disk", path=folder)
     config = ZeroConfig(3, wire=Wire(params="int4"), state_dict="gather", offload=offload)
     model = parity.build(parity.tiny_float32)
@@ -231,13 +212,9 @@ def test_what_cannot_be_is_refused_when_it_is_said(
         make()
 
 
-def test_what_is_seen_when_sharding_is_refused_there(ranks, tmp_path: Path) -> None:
+def test_what_is_seen_when_sharding_is_refused_there(group: Group, tmp_path: Path) -> None:
     """A guess what a node is would be sent over the slowest link."""
-    ranks(2).run(_refuse_to_shard, folder=tmp_path)
-
-
-def _refuse_to_shard(group: Group, folder: Path) -> None:
-    offload = Offload(params="disk", path=folder)
+    offload = Offload(params="disk", path=tmp_path)
     with pytest.raises(PartitionError, match="leave out frozen"):
         parity.build_sharded(group, ZeroConfig(3, wire=Wire(frozen="int8"), offload=offload))
     with pytest.raises(GroupMismatchError, match="start with torchrun, or pass ranks_per_node"):
@@ -249,12 +226,9 @@ def _refuse_to_shard(group: Group, folder: Path) -> None:
         pass
 
 
-def test_float64_travels_as_it_is(ranks) -> None:
+@pytest.mark.ranks(4)
+def test_float64_travels_as_it_is(group: Group) -> None:
     """No codec takes it, and one such buffer is no reason to refuse the others."""
-    ranks(4).run(_train_float64)
-
-
-def _train_float64(group: Group) -> None:
     recipe = Recipe(make=lambda: parity.Tiny(torch.float64), num_steps=2)
     wire = Wire(params="fp32", gradients="fp32", levels=4)
     found, expected = (

@@ -38,6 +38,7 @@ CODED = Wire(params="int8:16")
 CODEC = parse_codec("int8:16")
 MASTERS = Precision(params=torch.bfloat16)
 PRECISIONS = {"masters": MASTERS, "none": None}
+BOTH_PRECISIONS = pytest.mark.parametrize("precision", PRECISIONS.values(), ids=[*PRECISIONS])
 
 
 class Trained(OneDtype):
@@ -71,20 +72,18 @@ def computed(model: nn.Module) -> dict[str, Tensor]:
 # ---- However it is stepped ----
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_where_state_rests_changes_no_bit(ranks, precision: str, tmp_path: Path) -> None:
+@BOTH_PRECISIONS
+def test_where_state_rests_changes_no_bit(
+    group: Group, precision: Precision | None, tmp_path: Path
+) -> None:
     """Who steps a shard elsewhere writes it back piece by piece; what is sent is all of it."""
-    ranks(2).run(_rest_elsewhere, precision=PRECISIONS[precision], folder=str(tmp_path))
-
-
-def _rest_elsewhere(group: Group, precision: Precision | None, folder: str) -> None:
     recipe = Recipe(make=OneDtype, optimizer="sgd")
     dtype = None if precision is None else precision.params
     expected = coded.train_coded(
         recipe, stage=2, params=CODEC, world_size=2, ranks_per_node=2, dtype=dtype
     )
     for cell in (Cell(2, "host"), Cell(1, "disk"), Cell(2, "disk", fraction=0.3)):
-        offload = cell.offload(folder)
+        offload = cell.offload(tmp_path)
         config = ZeroConfig(cell.stage, wire=CODED, precision=precision, offload=offload)
         with resting_as(cell):
             found = parity.train_sharded(group, recipe, config)
@@ -151,12 +150,8 @@ class LooksAhead(torch.optim.Optimizer):
         return loss
 
 
-def test_a_closure_computes_with_what_its_weights_decode_to(ranks) -> None:
+def test_a_closure_computes_with_what_its_weights_decode_to(group: Group) -> None:
     """What the optimizer writes between evaluations is gathered as what it writes last is."""
-    ranks(2).run(_look_ahead)
-
-
-def _look_ahead(group: Group) -> None:
     exact = parity.build(Trained)
     twin, params = copy.deepcopy(exact), list(exact.parameters())
     stepper = LooksAhead(params, {})
@@ -184,13 +179,11 @@ def _look_ahead(group: Group) -> None:
         assert [optimizer.step(partial(evaluate, n)).item() for n in range(3)] == expected
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_shards_that_are_not_stepped_are_rounded_once(ranks, precision: str) -> None:
+@BOTH_PRECISIONS
+def test_shards_that_are_not_stepped_are_rounded_once(
+    group: Group, precision: Precision | None
+) -> None:
     """An expert that is seldom used would walk away with each step of its neighbours in a block."""
-    ranks(2).run(_step_others, precision=PRECISIONS[precision])
-
-
-def _step_others(group: Group, precision: Precision | None) -> None:
     model, optimizer = build(group, 2, precision, OneDtype)
     parity.run_steps(model, optimizer, range(3), rank=group.rank)
     twin = copy.deepcopy(parity.build(OneDtype)).to(model.unused.dtype)
@@ -208,13 +201,11 @@ def _step_others(group: Group, precision: Precision | None) -> None:
     assert torch.equal(found["frozen"].float(), exact.frozen)  # nobody gathers it
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_parked_state_comes_back_beside_what_is_computed_with(ranks, precision: str) -> None:
+@BOTH_PRECISIONS
+def test_parked_state_comes_back_beside_what_is_computed_with(
+    group: Group, precision: Precision | None
+) -> None:
     """There are two sets of values now; one in the place of the other would train on."""
-    ranks(2).run(_park, precision=PRECISIONS[precision])
-
-
-def _park(group: Group, precision: Precision | None) -> None:
     curves = []
     for kinds in ((), tuple(StateKind), (StateKind.PARAMS,), (StateKind.MASTERS,)):
         model, optimizer = build(group, 2, precision)
@@ -240,13 +231,9 @@ def _park(group: Group, precision: Precision | None) -> None:
 # ---- What is asked for, and what is written ----
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_weights_by_request_are_exact(ranks, precision: str) -> None:
+@BOTH_PRECISIONS
+def test_weights_by_request_are_exact(group: Group, precision: Precision | None) -> None:
     """An export must not be of what happened to travel, at no stage."""
-    ranks(2).run(_ask_for_weights, precision=PRECISIONS[precision])
-
-
-def _ask_for_weights(group: Group, precision: Precision | None) -> None:
     model, optimizer = build(group, 2, precision, state_dict="gather")
     at_rest, _ = build(group, 3, precision, state_dict="gather")  # the same, by an older way
     data = parity.batch(0, 0, group.rank)
@@ -274,12 +261,8 @@ def _ask_for_weights(group: Group, precision: Precision | None) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_local_state_dict_is_refused(ranks, stage: int) -> None:
+def test_a_local_state_dict_is_refused(group: Group, stage: int) -> None:
     """It would be of rounded weights, saved for good by who does not know."""
-    ranks(2).run(_save_locally, stage=stage)
-
-
-def _save_locally(group: Group, stage: int) -> None:
     model, _ = build(group, stage, None)
     with pytest.raises(StateError, match=r"full_state_dict\(model\) on every rank"):
         model.state_dict()
@@ -287,13 +270,12 @@ def _save_locally(group: Group, stage: int) -> None:
         model.unused.add_(1)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_values_that_are_written_count_as_at_stage_3(ranks, precision: str) -> None:
+@BOTH_PRECISIONS
+def test_values_that_are_written_count_as_at_stage_3(
+    group: Group, precision: Precision | None
+) -> None:
     """Code that edits weights is not to know the stage."""
-    ranks(2).run(_write, precision=PRECISIONS[precision])
 
-
-def _write(group: Group, precision: Precision | None) -> None:
     def train(stage: int) -> tuple[list[float], dict[str, Any]]:
         model, optimizer = build(group, stage, precision)
         losses = parity.run_steps(model, optimizer, range(1), rank=group.rank)
@@ -315,13 +297,11 @@ def _write(group: Group, precision: Precision | None) -> None:
         assert all(torch.equal(weights[key], value) for key, value in expected[1].items())
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_what_lies_beside_a_written_parameter_stays_exact(ranks, precision: str) -> None:
+@BOTH_PRECISIONS
+def test_what_lies_beside_a_written_parameter_stays_exact(
+    group: Group, precision: Precision | None
+) -> None:
     """Rounding it to what travelled would undo small updates, without a word."""
-    ranks(2).run(_write_beside, precision=PRECISIONS[precision])
-
-
-def _write_beside(group: Group, precision: Precision | None) -> None:
     model, optimizer = build(group, 2, precision)
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
     exact = {name: zero_engine.local_param(param) for name, param in model.named_parameters()}
@@ -337,25 +317,21 @@ def _write_beside(group: Group, precision: Precision | None) -> None:
     assert torch.equal(zero_engine.full_param(model.unused).float(), written)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@BOTH_PRECISIONS
 def test_training_goes_on_from_a_file_as_if_it_had_not_ended(
-    ranks, precision: str, tmp_path: Path
+    group: Group, precision: Precision | None, tmp_path: Path
 ) -> None:
     """What is saved is exact, and what is loaded is rounded before it is computed with."""
-    ranks(2).run(_resume, precision=PRECISIONS[precision], folder=tmp_path)
-
-
-def _resume(group: Group, precision: Precision | None, folder: Path) -> None:
     model, optimizer = build(group, 2, precision)
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
-    zero_engine.save(folder / "saved", model, optimizer, step=2)
+    zero_engine.save(tmp_path / "saved", model, optimizer, step=2)
     saved = zero_engine.full_state_dict(model)
     expected = parity.run_steps(model, optimizer, range(2, 4), rank=group.rank)
-    swap = Offload(optimizer="disk", path=folder, subgroup_bytes=1000)
+    swap = Offload(optimizer="disk", path=tmp_path, subgroup_bytes=1000)
     for stage, offload in ((1, None), (2, None), (3, None), (2, swap)):
         again, stepper = build(group, stage, precision, offload=offload)
         parity.run_steps(again, stepper, range(7, 8), rank=group.rank)
-        zero_engine.load(folder / "saved", again, stepper)
+        zero_engine.load(tmp_path / "saved", again, stepper)
         loaded = zero_engine.full_state_dict(again)
         assert all(torch.equal(loaded[key], value) for key, value in saved.items()), stage
         found = parity.run_steps(again, stepper, range(2, 4), rank=group.rank)
@@ -391,12 +367,8 @@ def _count(group: Group) -> Any:
     return traffic.operations["all_gather"]
 
 
-def test_two_units_are_on_their_way_at_a_time_and_the_plan_says_so(ranks) -> None:
+def test_two_units_are_on_their_way_at_a_time_and_the_plan_says_so(group: Group) -> None:
     """All at once would be a second model, in bytes, at the moment when memory is scarcest."""
-    ranks(2).run(_peak)
-
-
-def _peak(group: Group) -> None:
     samples: list[int] = []
     wait = Handle.wait
 
@@ -430,18 +402,15 @@ def memory_before_step(plan: Any) -> int:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.ranks(timeout_s=60)
 def test_a_plan_knows_the_shard_that_rests_beside_wherever_state_is(
-    ranks, stage: int, tmp_path: Path
+    group: Group, stage: int, tmp_path: Path
 ) -> None:
     """With masters on the device it is nothing, and else as large as a rank's part."""
-    ranks(2).run(_plan, stage=stage, folder=tmp_path, timeout_s=60)
-
-
-def _plan(group: Group, stage: int, folder: Path) -> None:
     for offload in (
         None,
         Offload(optimizer="host", subgroup_bytes=1000),
-        Offload(optimizer="disk", path=folder, subgroup_bytes=1000),
+        Offload(optimizer="disk", path=tmp_path, subgroup_bytes=1000),
         delayed.on_host(),
     ):
         for precision in PRECISIONS.values():
@@ -481,12 +450,8 @@ def _bytes_of(model: nn.Module) -> tuple[int, int]:
     return sum(param.nbytes for param in params), sum(parts)
 
 
-def test_what_is_lost_is_told_by_unit(ranks) -> None:
+def test_what_is_lost_is_told_by_unit(group: Group) -> None:
     """Whoever sees a worse loss wants to know which layer is too coarse."""
-    ranks(2).run(_compare_errors)
-
-
-def _compare_errors(group: Group) -> None:
     model, optimizer = _chain(group, wire=Wire(params="int4"))
     with zero_partition.record_codec_errors(model) as errors:
         _step(model, optimizer)
@@ -499,12 +464,8 @@ def _compare_errors(group: Group) -> None:
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=0)
 
 
-def test_small_parameters_at_stage_3_travel_as_they_are(ranks) -> None:
+def test_small_parameters_at_stage_3_travel_as_they_are(group: Group) -> None:
     """They are kept whole as they are few and matter: norms and biases."""
-    ranks(2).run(_keep_small)
-
-
-def _keep_small(group: Group) -> None:
     model, optimizer = build(group, 3, MASTERS, small_param_numel=13)
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
     assert {unit.codec for unit in find_sharded(model).units} == {CODEC, None}
@@ -516,12 +477,9 @@ def _keep_small(group: Group) -> None:
         assert torch.equal(param.detach(), exact.to(param.dtype))
 
 
-def test_one_rank_rounds_nothing(ranks) -> None:
+@pytest.mark.ranks(1)
+def test_one_rank_rounds_nothing(group: Group) -> None:
     """As at stage 3: nothing travels."""
-    ranks(1).run(_train_alone)
-
-
-def _train_alone(group: Group) -> None:
     recipe = Recipe(make=OneDtype, num_steps=2)
     found, expected = (
         parity.train_sharded(group, recipe, ZeroConfig(2, wire=wire)) for wire in (CODED, Wire())

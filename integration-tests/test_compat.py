@@ -17,7 +17,7 @@ import zero_ckpt
 import zero_engine
 import zero_engine.deepspeed
 from deepspeed_script import Images, Net
-from scripts import WORLD_SIZE, on_ranks
+from scripts import WORLD_SIZE, launch, on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from zero_comm import Group
@@ -55,7 +55,8 @@ def test_a_deepspeed_script_runs_with_one_line_changed(ranks, tmp_path: Path, st
     path.write_text(json.dumps(settings))
     arguments = ["--deepspeed", "--deepspeed_config", str(path), "--out", str(tmp_path / "run")]
 
-    on_ranks(ranks)(str(SCRIPT), arguments)  # by torchrun: test_huggingface_script.py
+    run = launch if stage == 3 else on_ranks(ranks)
+    run(str(SCRIPT), arguments)
 
     reports = [json.loads((tmp_path / f"run.{rank}.json").read_text()) for rank in range(2)]
     expected = _train_alone(settings)
@@ -105,12 +106,8 @@ def _train_alone(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_safe_accessors_read_and_write_by_parameter(ranks, stage: int) -> None:
+def test_safe_accessors_read_and_write_by_parameter(group: Group, stage: int) -> None:
     """Gradient surgery and logging go by the model's parameters, whatever the stage."""
-    ranks(2).run(_use_accessors, stage=stage)
-
-
-def _use_accessors(group: Group, stage: int) -> None:
     model, optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
     plain, plain_optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
     config = {
@@ -149,12 +146,8 @@ def _use_accessors(group: Group, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_nothing_is_known_of_a_frozen_parameter(ranks, stage: int) -> None:
+def test_nothing_is_known_of_a_frozen_parameter(group: Group, stage: int) -> None:
     """Scripts that log the norms of every parameter ask for all, and pass over None."""
-    ranks(2).run(_ask_for_frozen, stage=stage)
-
-
-def _ask_for_frozen(group: Group, stage: int) -> None:
     model = parity.build(parity.tiny_float32)
     frozen, trained = model.blocks[0].up.weight.requires_grad_(False), model.blocks[1].up.weight
     config = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
@@ -250,12 +243,8 @@ def test_leaf_modules_are_found_by_all_of_their_names() -> None:
     ],
     ids=str,
 )
-def test_a_file_names_leaf_modules(ranks, section: dict[str, Any]) -> None:
+def test_a_file_names_leaf_modules(group: Group, section: dict[str, Any]) -> None:
     """Ranks that gather by messages may then choose other experts: else they diverge."""
-    ranks(2).run(_train_leaves, section=section)
-
-
-def _train_leaves(group: Group, section: dict[str, Any]) -> None:
     plain, model = parity.build(Mixture), parity.build(Mixture)
     plain_optimizer, ddp = parity.adamw(plain), parity.as_ddp(plain, group)
     config = EngineConfig.from_deepspeed(
@@ -331,12 +320,8 @@ def _mistype(group: Group, settings: dict[str, Any]) -> None:
     assert utils.get_z3_leaf_modules(model) == [model.first]
 
 
-def test_a_parameter_may_be_external_before_its_model_is_sharded(ranks) -> None:
+def test_a_parameter_may_be_external_before_its_model_is_sharded(group: Group) -> None:
     """DeepSpeed wants to be told in the constructor, where nobody knows the sharded model yet."""
-    ranks(2).run(_register_early)
-
-
-def _register_early(group: Group) -> None:
     with deepspeed.zero.Init(dtype=torch.float64):
         owner, user = nn.Linear(3, 3), nn.Identity()
         deepspeed.zero.register_external_parameter(user, owner.weight)
@@ -360,12 +345,8 @@ def test_a_disabled_init_builds_plainly() -> None:
     assert not layer.weight.isnan().any()
 
 
-def test_a_model_is_built_before_anybody_knows_what_auto_is(ranks) -> None:
+def test_a_model_is_built_before_anybody_knows_what_auto_is(group: Group) -> None:
     """Sizes that follow from the model are in the same file as the stage it is built for."""
-    ranks(2).run(_build_with_auto)
-
-
-def _build_with_auto(group: Group) -> None:
     settings = {
         "train_batch_size": "auto",
         "bf16": {"enabled": "auto"},

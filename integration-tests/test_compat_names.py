@@ -37,12 +37,8 @@ BETAS, EPS, DECAY = (0.8, 0.9), 1e-6, 0.1
 
 
 @pytest.mark.parametrize("is_decoupled", [True, False], ids=["adamw", "adam"])
-def test_deepspeeds_adams_train_as_torchs(ranks, is_decoupled: bool) -> None:
+def test_deepspeeds_adams_train_as_torchs(group: Group, is_decoupled: bool) -> None:
     """Arguments go by position in many a script, and the two classes have different orders."""
-    ranks(2).run(_train_adams, is_decoupled=is_decoupled)
-
-
-def _train_adams(group: Group, is_decoupled: bool) -> None:
     plain = parity.build(parity.tiny_float32)
     ddp = parity.as_ddp(plain, group)
     kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
@@ -118,12 +114,8 @@ def test_what_torchs_fused_adam_cannot_do_is_refused() -> None:
 # ---- What engines and their optimizers are asked ----
 
 
-def test_an_optimizer_tells_the_loss_scale_as_it_is_now(ranks) -> None:
+def test_an_optimizer_tells_the_loss_scale_as_it_is_now(group: Group) -> None:
     """It is logged in every step, and it is the first to tell that training diverges."""
-    ranks(2).run(_watch_scale)
-
-
-def _watch_scale(group: Group) -> None:
     model = nn.Linear(4, 4)
     fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
@@ -155,12 +147,8 @@ def _watch_scale(group: Group) -> None:
     )
 
 
-def test_an_engine_gives_buffers_back_between_phases(ranks) -> None:
+def test_an_engine_gives_buffers_back_between_phases(group: Group) -> None:
     """Generation between two steps needs the memory; gradients that wait stay right."""
-    ranks(2).run(_empty)
-
-
-def _empty(group: Group) -> None:
     kept = []
     for empties in (False, True):
         model = parity.build(parity.tiny_float32)

@@ -60,26 +60,27 @@ Compile = Callable[..., nn.Module]
 
 
 @pytest.mark.parametrize("how", BLOCKS + MODELS, ids=lambda f: f.__name__.strip("_"))
-def test_what_is_compiled_before_shard_trains_as_under_ddp(ranks, how: Compile) -> None:
+@pytest.mark.ranks(timeout_s=60.0)
+def test_what_is_compiled_before_shard_trains_as_under_ddp(group: Group, how: Compile) -> None:
     """Parameters change their memory at every use; compiled code must not take it for news."""
-    stages = parity.STAGES if how in BLOCKS else (3,)
-    ranks(2).run(_compare, timeout_s=60.0, how=how.__name__, stages=stages, is_before=True)
+    stages = {_compile_in_place: parity.STAGES, _compile_by_wrapping: (1, 3)}
+    _compare(group, how, stages=stages.get(how, (3,)), is_before=True)
 
 
 @pytest.mark.parametrize("how", (_compile_in_place, *MODELS), ids=lambda f: f.__name__.strip("_"))
-def test_what_is_compiled_after_shard_trains_as_under_ddp(ranks, how: Compile) -> None:
+@pytest.mark.ranks(timeout_s=60.0)
+def test_what_is_compiled_after_shard_trains_as_under_ddp(group: Group, how: Compile) -> None:
     """`compile()` replaces what a call does, and must not leave out our part in it."""
-    ranks(2).run(_compare, timeout_s=60.0, how=how.__name__, stages=(3,), is_before=False)
+    _compare(group, how, stages=(3,), is_before=False)
 
 
 def _compare(
     group: Group,
-    how: str,
+    compile_it: Compile,
     stages: tuple[int, ...],
     is_before: bool,
     backend: str = "aot_eager",
 ) -> None:
-    compile_it = globals()[how]
     plain = compile_it(parity.build(parity.tiny_float32), backend=backend)
     ddp = parity.as_ddp(plain, group)
     expected = parity.run_steps(ddp, _optimizer(plain), range(NUM_STEPS), rank=group.rank)
@@ -122,36 +123,29 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated")  # inductor's own
-def test_inductor_takes_parameters_where_they_are(ranks) -> None:
+@pytest.mark.ranks(timeout_s=280.0)
+def test_inductor_takes_parameters_where_they_are(group: Group) -> None:
     """Native code is made for strides and alignments; on others it copies, or is made again."""
-    ranks(2).run(
-        _compare,
-        timeout_s=280.0,
-        how="_compile_in_place",
-        stages=(3,),
-        is_before=True,
-        backend="inductor",
-    )
+    _compare(group, _compile_in_place, stages=(3,), is_before=True, backend="inductor")
 
 
 # ---- What comes between ----
 
 
 @pytest.mark.parametrize("how", BLOCKS[:2], ids=lambda f: f.__name__.strip("_"))
-def test_evaluation_and_accidents_leave_compiled_blocks_as_they_were(ranks, how: Compile) -> None:
+@pytest.mark.ranks(timeout_s=60.0)
+def test_evaluation_and_accidents_leave_compiled_blocks_as_they_were(
+    group: Group, how: Compile
+) -> None:
     """A guard on what is temporary (gradients, views, grad mode) would compile anew each time."""
-    ranks(2).run(_disturb, timeout_s=60.0, how=how.__name__)
-
-
-def _disturb(group: Group, how: str) -> None:
-    undisturbed = globals()[how](parity.build(parity.tiny_float32), backend="aot_eager")
+    undisturbed = how(parity.build(parity.tiny_float32), backend="aot_eager")
     optimizer = _optimizer(undisturbed)
     ddp = parity.as_ddp(undisturbed, group)
     expected = parity.run_steps(ddp, optimizer, range(NUM_STEPS), rank=group.rank)
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    model = globals()[how](parity.build(parity.tiny_float32), backend=counter)
+    model = how(parity.build(parity.tiny_float32), backend=counter)
     optimizer = _optimizer(model)
     zero_engine.shard(model, optimizer, ZeroConfig(3, window=2), group=group)
     losses = []
@@ -186,7 +180,8 @@ def _interrupt(model: nn.Module, group: Group) -> None:
         assert unit.state.name != "UNSHARDED"
 
 
-def _call_copy(group: Group) -> None:
+def test_a_shallow_copy_of_a_block_is_told_apart(group: Group) -> None:
+    """It has our hooks, and not what makes its parameters whole."""
     import copy
 
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
@@ -196,8 +191,3 @@ def _call_copy(group: Group) -> None:
         shallow(torch.ones(1, 4))
     x: Tensor = model(torch.ones(1, 4))
     assert not x.isnan().any()
-
-
-def test_a_shallow_copy_of_a_block_is_told_apart(ranks) -> None:
-    """It has our hooks, and not what makes its parameters whole."""
-    ranks(2).run(_call_copy)

@@ -28,8 +28,14 @@ from zoo_of_constructors import CONSTRUCTORS, Mlp
 # ---- Values ----
 
 
-@pytest.mark.parametrize("batch_bytes", [0, 600, 2**20])
-@pytest.mark.parametrize("make", CONSTRUCTORS)
+@pytest.mark.parametrize(
+    ("make", "batch_bytes"),
+    [
+        (make, size)
+        for turn, make in enumerate(CONSTRUCTORS)
+        for size in (600, (0, 2**20)[turn % 2])
+    ],
+)
 def test_a_model_built_in_parts_has_the_plain_values(ranks, make: str, batch_bytes: int) -> None:
     """A write that is lost, or a random number drawn elsewhere, is another model."""
     ranks(2).run(_build_and_compare, make=make, batch_bytes=batch_bytes)
@@ -97,12 +103,8 @@ def _build_transformer(group: Group, name: str) -> None:
     _assert_values(model, plain.state_dict(), group)
 
 
-def test_init_converts_a_model_that_exists(ranks) -> None:
+def test_init_converts_a_model_that_exists(group: Group) -> None:
     """Built by others, whole: from here on each rank keeps its part; rank 0's values win."""
-    ranks(2).run(_convert)
-
-
-def _convert(group: Group) -> None:
     expected = parity.build().state_dict()
     model = parity.build(seed=group.rank)
     zero_engine.Init(model, group=group)
@@ -111,12 +113,9 @@ def _convert(group: Group) -> None:
     _assert_values(model, expected, group, buffers=False)
 
 
-def test_init_may_be_entered_again_to_change_values(ranks) -> None:
+def test_init_may_be_entered_again_to_change_values(group: Group) -> None:
     """A cast, new values for one layer: between construction and shard() they still have a way."""
-    ranks(2).run(_enter_again)
 
-
-def _enter_again(group: Group) -> None:
     def change(model: nn.Module) -> None:
         model.to(torch.bfloat16)
         nn.init.normal_(model.up.weight)
@@ -134,12 +133,8 @@ def _enter_again(group: Group) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_training_goes_on_from_a_model_built_in_parts(ranks, stage: int) -> None:
+def test_training_goes_on_from_a_model_built_in_parts(group: Group, stage: int) -> None:
     """The flat buffers of units are laid out from single shards; nothing may move or be lost."""
-    ranks(2).run(_train, stage=stage)
-
-
-def _train(group: Group, stage: int) -> None:
     plain, its_optimizer = parity.build_sharded(group, ZeroConfig(stage))
     expected = parity.run_steps(plain, its_optimizer, range(3), rank=group.rank)
     torch.manual_seed(0)
@@ -154,12 +149,8 @@ def _train(group: Group, stage: int) -> None:
     )
 
 
-def test_init_below_stage_3_leaves_parameters_whole(ranks) -> None:
+def test_init_below_stage_3_leaves_parameters_whole(group: Group) -> None:
     """One script for all stages; where parameters rest whole there is nothing to save."""
-    ranks(2).run(_build_below_stage_3)
-
-
-def _build_below_stage_3(group: Group) -> None:
     plain = parity.build()
     torch.manual_seed(0)
     with zero_engine.Init(group=group, config=ZeroConfig(2)):
@@ -239,12 +230,9 @@ def _fill_wide(module: nn.Module) -> None:
 # ---- What is left behind ----
 
 
-def test_an_exception_inside_undoes_everything(ranks) -> None:
+def test_an_exception_inside_undoes_everything(group: Group) -> None:
     """A notebook goes on after an error; torch must be as it was, and ranks must not wait."""
-    ranks(2).run(_raise_inside)
 
-
-def _raise_inside(group: Group) -> None:
     def look() -> list[Any]:
         hooks = nn.modules.module
         return [
@@ -278,12 +266,9 @@ def _raise_inside(group: Group) -> None:
     assert first is not None
 
 
-def test_nested_contexts_shard_once(ranks) -> None:
+def test_nested_contexts_shard_once(group: Group) -> None:
     """A library that builds its part inside its own Init must not undo, or redo, the user's."""
-    ranks(2).run(_nest)
 
-
-def _nest(group: Group) -> None:
     def build() -> nn.Module:
         with zero_partition.Init(group=group, batch_bytes=0):
             inner = Mlp()
@@ -303,12 +288,8 @@ def _nest(group: Group) -> None:
     _assert_values(model, plain.state_dict(), group)
 
 
-def test_shard_takes_the_hooks_of_init_away(ranks) -> None:
+def test_shard_takes_the_hooks_of_init_away(group: Group) -> None:
     """They wait for shard(); afterwards only its own are there."""
-    ranks(2).run(_look_for_hooks)
-
-
-def _look_for_hooks(group: Group) -> None:
     plain, _ = parity.build_sharded(group, ZeroConfig(3))
     torch.manual_seed(0)
     with zero_engine.Init(group=group):
@@ -327,12 +308,8 @@ def _look_for_hooks(group: Group) -> None:
 # ---- Between Init and shard() ----
 
 
-def test_nothing_takes_stand_ins_for_weights(ranks) -> None:
+def test_nothing_takes_stand_ins_for_weights(group: Group) -> None:
     """A NaN that is saved, or trained on, is found days later."""
-    ranks(2).run(_misuse)
-
-
-def _misuse(group: Group) -> None:
     torch.manual_seed(0)
     with zero_engine.Init(group=group):
         model = Mlp()
@@ -360,12 +337,8 @@ def _misuse(group: Group) -> None:
     _assert_values(reference, expected, group)
 
 
-def test_ranks_that_build_different_models_are_told(ranks) -> None:
+def test_ranks_that_build_different_models_are_told(group: Group) -> None:
     """The sizes of a broadcast differ, and that is a hang or garbage on most backends."""
-    ranks(2).run(_differ)
-
-
-def _differ(group: Group) -> None:
     with (
         pytest.raises(AgreementError, match=r"shard Linear\.weight \(4, 8\)"),
         zero_engine.Init(group=group),
@@ -380,12 +353,10 @@ def _differ(group: Group) -> None:
         (model.up if group.rank else model.down).weight.sum()
 
 
-def test_a_parameter_that_cannot_be_sharded_is_named(ranks) -> None:
+@pytest.mark.ranks(1)
+def test_a_parameter_that_cannot_be_sharded_is_named(group: Group) -> None:
     """As plain shard() does, only sooner."""
-    ranks(1).run(_build_transposed)
 
-
-def _build_transposed(group: Group) -> None:
     class Transposed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -23,33 +23,26 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", structured.OPTIMIZERS)
-def test_two_ranks_train_as_ddp_does_bit_for_bit(ranks, name: str, how: str) -> None:
+@pytest.mark.parametrize(("name", "how", "stages"), parity.in_turn(structured.OPTIMIZERS, HOW))
+def test_two_ranks_train_as_ddp_does_bit_for_bit(
+    group: Group, name: str, how: str, stages: tuple[int, ...]
+) -> None:
     """The promise does not end where an optimizer looks at more than single elements."""
-    ranks(2).run(_stages_equal_ddp, name=name, **HOW[how])
-
-
-def _stages_equal_ddp(group: Group, name: str, **recipe: Any) -> None:
-    chosen = parity.Recipe(optimizer=structured.OPTIMIZERS[name], **recipe)
+    chosen = parity.Recipe(optimizer=structured.OPTIMIZERS[name], **HOW[how])
     expected = parity.train_ddp(group, chosen)
 
-    for stage in parity.STAGES:
+    for stage in stages:
         config = ZeroConfig(stage, cut=structured.CHOICES.get(name))
         curve = parity.train_sharded(group, chosen, config)
         parity.assert_same(curve, expected, rank=group.rank, what=f"{name}, stage {stage}")
 
 
-@pytest.mark.parametrize("name", structured.CUTS)
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize(("name", "stages"), parity.in_turn(structured.CUTS))
 def test_clipped_or_reduced_per_micro_batch_the_arithmetic_is_the_documented_one(
-    ranks, world_size: int, name: str
+    group: Group, name: str, stages: tuple[int, ...]
 ) -> None:
     """Norms are added by rank, and which rank has what is another matter under each cut."""
-    ranks(world_size).run(_stages_equal_the_oracle, name=name)
-
-
-def _stages_equal_the_oracle(group: Group, name: str) -> None:
     cut = structured.CUTS[name]
     recipe = parity.Recipe(
         optimizer=structured.OPTIMIZERS[name],
@@ -59,22 +52,20 @@ def _stages_equal_the_oracle(group: Group, name: str) -> None:
     )
     expected = parity.train_alone_by_stage(group, recipe, cut=cut)
 
-    for stage in parity.STAGES:
+    for stage in stages:
         curve = parity.train_sharded(group, recipe, ZeroConfig(stage, cut=cut))
         parity.assert_same(curve, expected[stage], rank=group.rank, what=f"stage {stage}")
 
 
-@pytest.mark.parametrize("cut", ["row", "tensor", "block(16)"])
-def test_a_cut_that_nobody_needs_changes_no_number(ranks, cut: str) -> None:
+@pytest.mark.parametrize(("cut", "stages"), parity.in_turn(["row", "tensor", "block(16)"]))
+def test_a_cut_that_nobody_needs_changes_no_number(
+    group: Group, cut: str, stages: tuple[int, ...]
+) -> None:
     """A user who asks for it tunes memory and messages, not the result."""
-    ranks(2).run(_adamw_equals_ddp, cut=cut)
-
-
-def _adamw_equals_ddp(group: Group, cut: str) -> None:
     recipe = parity.Recipe(optimizer="adamw")
     expected = parity.train_ddp(group, recipe)
 
-    for stage in parity.STAGES:
+    for stage in stages:
         curve = parity.train_sharded(group, recipe, ZeroConfig(stage, cut=cut))
         parity.assert_same(curve, expected, rank=group.rank, what=f"{cut}, stage {stage}")
 
@@ -161,12 +152,8 @@ def _see(group: Group, stage: int, cut: str, closure: bool) -> list:
     return optimizer.seen
 
 
-def test_a_step_that_fails_leaves_nothing_behind(ranks) -> None:
+def test_a_step_that_fails_leaves_nothing_behind(group: Group) -> None:
     """A training loop may catch an exception of the optimizer, and go on."""
-    ranks(2).run(_step_after_a_failure)
-
-
-def _step_after_a_failure(group: Group) -> None:
     losses = []
     for fails in (False, True):
         model = parity.build()
@@ -189,13 +176,13 @@ def _fail_a_step(model: nn.Module, optimizer: torch.optim.Optimizer, group: Grou
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", [name for name in structured.OPTIMIZERS if name != "lamb"])
-def test_state_that_the_optimizer_has_is_cut_as_its_parameter(ranks, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "stages"), parity.in_turn(name for name in structured.OPTIMIZERS if name != "lamb")
+)
+def test_state_that_the_optimizer_has_is_cut_as_its_parameter(
+    group: Group, name: str, stages: tuple[int, ...]
+) -> None:
     """Factored, per row, per block or of any shape: a run that goes on from a checkpoint has it."""
-    ranks(2).run(_shard_after_two_steps, name=name)
-
-
-def _shard_after_two_steps(group: Group, name: str) -> None:
     make = structured.OPTIMIZERS[name]
     never = parity.build()
     never_optimizer = make(never)
@@ -204,7 +191,7 @@ def _shard_after_two_steps(group: Group, name: str) -> None:
         parity.as_ddp(never, group), never_optimizer, range(2, 4), rank=group.rank
     )
 
-    for stage in parity.STAGES:
+    for stage in stages:
         model = parity.build()
         used = make(model)
         parity.run_steps(model, used, range(2), rank=0)
@@ -242,12 +229,8 @@ def _scale_and_overflow(group: Group) -> list[float]:
 
 
 @pytest.mark.parametrize("name", structured.OPTIMIZERS)
-def test_what_is_alive_is_what_the_report_counts(ranks, name: str) -> None:
+def test_what_is_alive_is_what_the_report_counts(group: Group, name: str) -> None:
     """Factored and quantised state has other shapes than its parameter, and costs all the same."""
-    ranks(2).run(_count_the_living, name=name)
-
-
-def _count_the_living(group: Group, name: str) -> None:
     for stage in (1, 3):
         parity.count_from_here()
         model = parity.build()
@@ -322,12 +305,9 @@ def _gather_uneven(group: Group) -> tuple[int, int]:
 # ---- Who decides ----
 
 
-def test_a_choice_may_be_by_name_by_pattern_by_function_or_by_param_group(ranks) -> None:
+def test_a_choice_may_be_by_name_by_pattern_by_function_or_by_param_group(group: Group) -> None:
     """Embeddings, matrices and the rest often want something else each."""
-    ranks(2).run(_choose_in_every_way)
 
-
-def _choose_in_every_way(group: Group) -> None:
     def by_dims(name: str, param: nn.Parameter) -> str | None:
         return "row" if param.dim() > 1 and name.startswith("blocks.") else None
 
@@ -406,22 +386,14 @@ REFUSED: dict[Callable[[nn.Module, Group], None], str] = {
 
 
 @pytest.mark.parametrize("mistake", REFUSED, ids=lambda mistake: mistake.__name__.strip("_"))
-def test_a_wrong_pairing_is_refused_with_the_reason(ranks, mistake: Callable) -> None:
+def test_a_wrong_pairing_is_refused_with_the_reason(group: Group, mistake: Callable) -> None:
     """It would train, and to something else than the user's optimizer does."""
-    ranks(2).run(_refuse, mistake=mistake.__name__, message=REFUSED[mistake])
+    with pytest.raises(PartitionError, match=REFUSED[mistake]):
+        mistake(parity.build(), group)
 
 
-def _refuse(group: Group, mistake: str, message: str) -> None:
-    with pytest.raises(PartitionError, match=message):
-        globals()[mistake](parity.build(), group)
-
-
-def test_ranks_that_cut_differently_are_told(ranks) -> None:
+def test_ranks_that_cut_differently_are_told(group: Group) -> None:
     """Their shards would not be parts of one whole."""
-    ranks(2).run(_cut_differently)
-
-
-def _cut_differently(group: Group) -> None:
     model, optimizer = parity.build_with_optimizer()
     cut = {"blocks.1.up.weight": "row" if group.rank else "tensor"}
     with pytest.raises(AgreementError, match=r"'blocks\.1\.up\.weight'.*cut (row|tensor)"):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import parity
 import pytest
@@ -30,6 +34,8 @@ from delayed import (
 )
 from torch import Tensor, nn
 from zero_comm import Group
+from zero_offload import DiskStore, StoreError, TornStepError
+from zero_partition.seams import find_sharded
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -86,12 +92,11 @@ def _finish(group: Group, case: Case) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_is_saved_in_the_middle_can_be_gone_on_from(ranks, tmp_path: Path, stage: int) -> None:
+def test_what_is_saved_in_the_middle_can_be_gone_on_from(
+    group: Group, tmp_path: Path, stage: int
+) -> None:
     """Weights and optimizer state are of one step, and a new process trains on from both."""
-    ranks(2).run(_resume, case=Case(on_disk(tmp_path), stage))
-
-
-def _resume(group: Group, case: Case) -> None:
+    case = Case(on_disk(tmp_path), stage)
     rank, world_size = group.rank, group.world_size
     expected = train_alone(case, rank=rank, world_size=world_size, finishes_after=(1,))
     saved: dict[str, Any] = {}
@@ -120,12 +125,9 @@ def _resume(group: Group, case: Case) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_parking_leaves_the_update_under_way_alone(ranks, stage: int) -> None:
+def test_parking_leaves_the_update_under_way_alone(group: Group, stage: int) -> None:
     """Memory of parameters goes and comes back elsewhere; the values held back come in there."""
-    ranks(2).run(_park, case=Case(on_host(), stage, is_bf16=True))
-
-
-def _park(group: Group, case: Case) -> None:
+    case = Case(on_host(), stage, is_bf16=True)
     expected = train_alone(case, rank=group.rank, world_size=group.world_size)
 
     def offload_states(_: int, model: nn.Module) -> None:
@@ -138,12 +140,12 @@ def _park(group: Group, case: Case) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_is_written_between_steps_outlives_the_update_under_way(ranks, stage: int) -> None:
+def test_what_is_written_between_steps_outlives_the_update_under_way(
+    group: Group, stage: int
+) -> None:
     """Weights that are clipped or averaged by hand would else be as they were, a step later."""
-    ranks(2).run(_write, case=Case(on_host(), stage))
+    case = Case(on_host(), stage)
 
-
-def _write(group: Group, case: Case) -> None:
     def write_both(step: int, late: Late) -> None:
         for k, value in _written(step, [p.shape for p in late.trained]).items():
             with torch.no_grad():
@@ -174,3 +176,103 @@ def _written(step: int, shapes: list[torch.Size]) -> dict[int, Tensor]:
     """What is written after a step, by parameter: to some of a flat buffer, and not to others."""
     chosen = {0: (1, 4), 1: (2,), 2: (3, 1)}.get(step, ())
     return {k: torch.full(shapes[k], 0.25 + step) for k in chosen}
+
+
+# ---- Errors of an update that goes on ----
+
+
+def test_an_update_that_could_not_begin_says_so_in_the_next_step_and_begins_again(
+    group: Group, tmp_path: Path
+) -> None:
+    """A disk that fails for a while costs an exception, and no gradient."""
+    case = Case(on_disk(tmp_path))
+    expected = train_alone(case, rank=group.rank, world_size=group.world_size)
+    model, optimizer = build(case, group)
+    scheduler = parity.scheduler_for(optimizer)
+    for step in range(NUM_STEPS):
+        for micro in range(NUM_MICRO):
+            parity.loss_of(model, parity.batch(step, micro, group.rank)).backward()
+        if step == 2:  # which began the one before with a disk that fails
+            with pytest.raises(StoreError, match="no such disk"):
+                optimizer.step()
+        if step == 1:
+            _let_it_end(model)
+            _forget_what_was_read_ahead(model)
+        with _failing_reads(after=0) if step == 1 else nullcontext():
+            optimizer.step()
+            _let_it_end(model)
+        scheduler.step()
+        optimizer.zero_grad()
+    assert all(map(torch.equal, read(model), expected.trained))
+    zero_engine.unshard(model, optimizer)
+
+
+def test_an_update_that_ended_midway_is_an_error_until_state_is_loaded(
+    group: Group, tmp_path: Path
+) -> None:
+    """Parameters of two steps must not be trained on, saved or read without a word."""
+    case = Case(on_disk(tmp_path))
+    model, optimizer = build(case, group)
+    train_one(model, optimizer, group.rank, 0)
+    weights = [zero_engine.full_state_dict(model)]
+    torch.distributed.broadcast_object_list(weights, src=0, group=group.process_group)
+    state = zero_engine.full_optimizer_state_dict(model)
+    with _failing_reads(after=2):
+        train_one(model, optimizer, group.rank, 1)
+        _let_it_end(model)
+    uses: dict[str, Callable[[], Any]] = {
+        "step": optimizer.step,
+        "state": lambda: dict(optimizer.state.items()),
+        "save": lambda: zero_engine.full_optimizer_state_dict(model),
+        "value": lambda: zero_engine.local_param(model.head.weight),
+        "finish": lambda: zero_engine.finish_update(model),
+    }
+    for name, use in uses.items():
+        with pytest.raises(TornStepError, match="no such disk"):
+            use()
+            pytest.fail(name)
+
+    zero_engine.load_full_optimizer_state_dict(model, state)
+    model.load_state_dict(weights[0])
+    train_one(model, optimizer, group.rank, 1)
+    after_error = read(model)
+    zero_engine.unshard(model, optimizer)
+
+    model, optimizer = build(case, group)
+    train_one(model, optimizer, group.rank, 0)
+    zero_engine.finish_update(model)
+    train_one(model, optimizer, group.rank, 1)
+    assert all(map(torch.equal, read(model), after_error))
+    zero_engine.unshard(model, optimizer)
+
+
+def _let_it_end(model: nn.Module) -> None:
+    """Block until no update is under way, without asking for its outcome."""
+    sharded = find_sharded(model)
+    assert sharded is not None
+    sharded.residence.offload._wait()
+
+
+def _forget_what_was_read_ahead(model: nn.Module) -> None:
+    """So that the next update needs the disk for its first sub-group."""
+    sharded = find_sharded(model)
+    assert sharded is not None
+    sharded.residence.offload.inner._window.forget()
+
+
+@contextmanager
+def _failing_reads(*, after: int) -> Iterator[None]:
+    """A disk store whose reads fail, after so many."""
+    read, left = DiskStore.read, after
+
+    def failing(store: DiskStore, key: str, into: Tensor) -> Future[Tensor]:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            return read(store, key, into)
+        failed: Future[Tensor] = Future()
+        failed.set_exception(StoreError("no such disk", key=key))
+        return failed
+
+    with mock.patch.object(DiskStore, "read", failing):
+        yield

@@ -123,13 +123,9 @@ def _hold_updates(group: Group, case: Case) -> None:
     assert not threads.pop().is_alive(), "unshard() joins it"
 
 
-def test_a_step_that_is_skipped_takes_over_the_one_before(ranks) -> None:
+def test_a_step_that_is_skipped_takes_over_the_one_before(group: Group) -> None:
     """Gradients with inf are dropped, and with them no update that was under way."""
-    ranks(2).run(_skip, case=Case(on_host()))
-
-
-def _skip(group: Group, case: Case) -> None:
-    model, optimizer = build(case, group)
+    model, optimizer = build(Case(on_host()), group)
     train_one(model, optimizer, group.rank, 0)
     first = read(model)
     optimizer.found_inf = torch.ones(())
@@ -140,12 +136,9 @@ def _skip(group: Group, case: Case) -> None:
     zero_engine.unshard(model, optimizer)
 
 
-def test_a_closure_is_stepped_as_late(ranks) -> None:
+def test_a_closure_is_stepped_as_late(group: Group) -> None:
     """The other way to call step()."""
-    ranks(2).run(_close_over, case=Case(on_host(), make=sgd))
-
-
-def _close_over(group: Group, case: Case) -> None:
+    case = Case(on_host(), make=sgd)
     late = Late.of(case)
     model, optimizer = build(case, group)
     for step in range(NUM_STEPS):

@@ -134,10 +134,10 @@ PARTINGS: dict[Callable[[Group], None], str] = {
 
 @pytest.mark.parametrize("way", PARTINGS, ids=lambda way: way.__name__.strip("_"))
 def test_each_rank_is_told_where_all_are_and_what_to_do(
-    ranks, way: Callable[[Group], None]
+    group: Group, way: Callable[[Group], None]
 ) -> None:
     """It is the most frequent complaint about stage 3: a hang, and half an hour later a timeout."""
-    ranks(2).run(_part, way=way.__name__, message=PARTINGS[way], reads=False)
+    _part(group, way, PARTINGS[way], reads=False)
 
 
 UNEVEN: dict[Callable[[Group], None], str] = {
@@ -149,12 +149,14 @@ UNEVEN: dict[Callable[[Group], None], str] = {
 
 
 @pytest.mark.parametrize("way", UNEVEN, ids=lambda way: way.__name__.strip("_"))
-def test_so_it_is_where_ranks_read_each_others_memory(ranks, way: Callable[[Group], None]) -> None:
+def test_so_it_is_where_ranks_read_each_others_memory(
+    group: Group, way: Callable[[Group], None]
+) -> None:
     """Gathers need nobody there, but reductions and steps do."""
-    ranks(2).run(_part, way=way.__name__, message=UNEVEN[way], reads=True)
+    _part(group, way, UNEVEN[way], reads=True)
 
 
-def _part(group: Group, way: str, message: str, reads: bool) -> None:
+def _part(group: Group, way: Callable[[Group], None], message: str, reads: bool) -> None:
     if reads:
         assert group.peers is not None
         group = Group.from_process_group(group.process_group, patience_s=PATIENCE_S)
@@ -163,7 +165,7 @@ def _part(group: Group, way: str, message: str, reads: bool) -> None:
     began = time.monotonic()
 
     with pytest.raises(DivergenceError, match=rf"{message}.*seen on rank {group.rank};"):
-        globals()[way](group)
+        way(group)
 
     assert time.monotonic() - began < SOON_S
 
@@ -208,23 +210,13 @@ ALONE = [
     ids=lambda value: value.__name__.strip("_") if callable(value) else "",
 )
 def test_a_call_that_one_rank_makes_alone_is_named(
-    ranks,
+    group: Group,
     tmp_path: Path,
     call: Callable[..., None],
     elsewhere: Callable[..., None],
     reads: bool,
 ) -> None:
     """`if rank == 0: save(...)` is what everyone writes who comes from whole models."""
-    ranks(2).run(
-        _call_alone,
-        call=call.__name__,
-        elsewhere=elsewhere.__name__,
-        reads=reads,
-        folder=str(tmp_path / "run"),
-    )
-
-
-def _call_alone(group: Group, call: str, elsewhere: str, reads: bool, folder: str) -> None:
     if reads:
         group = Group.from_process_group(group.process_group, patience_s=PATIENCE_S)
     else:
@@ -234,16 +226,16 @@ def _call_alone(group: Group, call: str, elsewhere: str, reads: bool, folder: st
     began = time.monotonic()
 
     if group.rank == 0:
-        named = rf"rank 0 is in {call[1:]}\(\), which must be called on all ranks"
+        named = rf"rank 0 is in {call.__name__[1:]}\(\), which must be called on all ranks"
         with pytest.raises(DivergenceError, match=named) as caught:
-            globals()[call](model, optimizer, folder)
+            call(model, optimizer, str(tmp_path / "run"))
         assert "rank 1 waits for rank 0 in " in str(caught.value)
         assert "without_batch" not in str(caught.value)
         assert time.monotonic() - began < SOON_S
     with contextlib.suppress(RuntimeError):  # its peer cannot go on, and may hear it from torch
         if group.rank == 1:
-            globals()[elsewhere](model, optimizer)
-        elif elsewhere == "_in_barrier":
+            elsewhere(model, optimizer)
+        elif elsewhere.__name__ == "_in_barrier":
             dist.barrier()
 
 
@@ -251,12 +243,8 @@ def _call_alone(group: Group, call: str, elsewhere: str, reads: bool, folder: st
 
 
 @pytest.mark.parametrize("how", ["leaf", "whole-model"])
-def test_a_leaf_module_lets_ranks_choose_over_messages(ranks, how: str) -> None:
+def test_a_leaf_module_lets_ranks_choose_over_messages(group: Group, how: str) -> None:
     """The remedy that the error names must be one."""
-    ranks(2).run(_choose_in_leaf, how=how)
-
-
-def _choose_in_leaf(group: Group, how: str) -> None:
     plain = parity.build(Experts)
     plain_optimizer = parity.adamw(plain)
     ddp = parity.as_ddp(plain, group)
@@ -280,12 +268,8 @@ def _choose_in_leaf(group: Group, how: str) -> None:
         parity.assert_same_weights(whole, plain.state_dict(), what=how)
 
 
-def test_a_rank_that_computes_for_long_is_waited_for(ranks) -> None:
+def test_a_rank_that_computes_for_long_is_waited_for(group: Group) -> None:
     """Slow storage, a long sample, a checkpoint: nobody has diverged."""
-    ranks(2).run(_be_slow)
-
-
-def _be_slow(group: Group) -> None:
     alone, slow = (_build(parity.by_messages(patience_s=PATIENCE_S), 3) for _ in range(2))
     losses: list[list[Tensor]] = [[], []]
     for kept, (model, optimizer), pause_s in zip(

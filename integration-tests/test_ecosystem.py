@@ -97,12 +97,8 @@ def _overflowing(model: nn.Module, loss: Tensor, *, is_now: bool) -> Tensor:
     return loss + bias[-1] * (float("inf") if is_now else 0.0)
 
 
-def test_a_grad_scaler_trains_as_under_ddp(ranks) -> None:
+def test_a_grad_scaler_trains_as_under_ddp(group: Group) -> None:
     """DDP's gradients are equal, and so is what overflowed; shards are one rank's each."""
-    ranks(2).run(_scaled)
-
-
-def _scaled(group: Group) -> None:
     plain, its = _build()
     expected = _train_scaled(parity.as_ddp(plain, group), its, group.rank)
     assert [scale for _, scale in expected] == [256.0, 128.0, 128.0, 256.0, 256.0]
@@ -132,12 +128,8 @@ def _train_scaled(
     return seen
 
 
-def test_a_grad_scaler_skips_masters_of_fp16_parameters_everywhere(ranks) -> None:
+def test_a_grad_scaler_skips_masters_of_fp16_parameters_everywhere(group: Group) -> None:
     """Torch refuses to unscale fp16 gradients; those of fp32 masters are what it finds here."""
-    ranks(2).run(_scaled_masters)
-
-
-def _scaled_masters(group: Group) -> None:
     for stage in SHARDED:
         model, optimizer = _shard(group, stage, precision=Precision(params=torch.float16))
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -186,12 +178,8 @@ SCHEDULERS: Final[dict[str, Callable[[torch.optim.Optimizer], Any]]] = {
 }
 
 
-def test_every_scheduler_of_torch_sets_the_rates_of_shards(ranks) -> None:
+def test_every_scheduler_of_torch_sets_the_rates_of_shards(group: Group) -> None:
     """shard() gives param groups other parameters; whoever holds a group must be heard."""
-    ranks(2).run(_schedule)
-
-
-def _schedule(group: Group) -> None:
     assert {*lr_scheduler.__all__} - {"LRScheduler"} <= SCHEDULERS.keys(), "torch has another"
     for name, make in SCHEDULERS.items():
         expected = _train_scheduled(name, make, lambda *_: None, is_early=False)
@@ -225,12 +213,8 @@ def _train_scheduled(
     return seen
 
 
-def test_statistics_are_computed_again_for_an_average_of_the_weights(ranks) -> None:
+def test_statistics_are_computed_again_for_an_average_of_the_weights(group: Group) -> None:
     """update_bn() is the last call of torch's recipe for SWA; each rank's batches are its own."""
-    ranks(2).run(_average)
-
-
-def _average(group: Group) -> None:
     for stage in SHARDED:
         plain, its = _build()
         model, optimizer = _shard(group, stage)
@@ -258,12 +242,8 @@ def _accuracy() -> torchmetrics.Metric:
     return torchmetrics.Accuracy("multiclass", num_classes=NUM_CLASSES)
 
 
-def test_metrics_reduce_over_all_ranks_beside_the_model_and_in_it(ranks) -> None:
+def test_metrics_reduce_over_all_ranks_beside_the_model_and_in_it(group: Group) -> None:
     """They communicate in the same group, between a backward and its step."""
-    ranks(2).run(_measure)
-
-
-def _measure(group: Group) -> None:
     for stage in SHARDED:
         model, optimizer = _shard(group, stage, _Measured)
         mean = torchmetrics.MeanMetric()
@@ -306,12 +286,8 @@ class _Stream(IterableDataset):
         self._next = state["next"]
 
 
-def test_each_ranks_loader_goes_on_where_it_was(ranks, tmp_path: Path) -> None:
+def test_each_ranks_loader_goes_on_where_it_was(group: Group, tmp_path: Path) -> None:
     """Rank 0's `extra` is kept: one that has all ranks' states in it brings each its own back."""
-    ranks(2).run(_load_streams, folder=tmp_path)
-
-
-def _load_streams(group: Group, folder: Path) -> None:
     loader = StatefulDataLoader(_Stream(group.rank), batch_size=2)
     batches = iter(loader)
     for _ in range(1 + group.rank):  # the ranks may have taken different numbers of batches
@@ -319,11 +295,11 @@ def _load_streams(group: Group, folder: Path) -> None:
     states: list[Any] = [None] * group.world_size
     dist.all_gather_object(states, loader.state_dict())
     model, optimizer = _shard(group, 3)
-    zero_engine.save(folder, model, optimizer, step=1, extra={"loaders": states})
+    zero_engine.save(tmp_path, model, optimizer, step=1, extra={"loaders": states})
     expected = [next(batches).tolist() for _ in range(3)]
 
     again = StatefulDataLoader(_Stream(group.rank), batch_size=2)
-    report = zero_engine.load(folder, model, optimizer)
+    report = zero_engine.load(tmp_path, model, optimizer)
     again.load_state_dict(report.extra["loaders"][group.rank])
     batches = iter(again)
     assert [next(batches).tolist() for _ in range(3)] == expected
@@ -332,12 +308,10 @@ def _load_streams(group: Group, folder: Path) -> None:
 # ---- What reads or writes the model ----
 
 
-def test_weights_from_rank_0_are_set_by_torchs_checkpoint_functions(ranks, tmp_path: Path) -> None:
+def test_weights_from_rank_0_are_set_by_torchs_checkpoint_functions(
+    group: Group, tmp_path: Path
+) -> None:
     """So that one rank reads the file; both at once, and files of shards, are ours to do."""
-    ranks(2).run(_set, folder=tmp_path)
-
-
-def _set(group: Group, folder: Path) -> None:
     full = StateDictOptions(full_state_dict=True)
     from_rank_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     plain, its = _build()
@@ -352,7 +326,7 @@ def _set(group: Group, folder: Path) -> None:
                 model, optimizer, model_state_dict=weights, optim_state_dict=state, options=full
             )
         with pytest.raises(StateError, match="full_optimizer_state_dict"):
-            dist.checkpoint.save({"optimizer": optimizer}, checkpoint_id=folder)
+            dist.checkpoint.save({"optimizer": optimizer}, checkpoint_id=tmp_path)
 
 
 def _prune(layer: nn.Module) -> None:
@@ -362,12 +336,8 @@ def _prune(layer: nn.Module) -> None:
 LATE: Final = {"pruned": _prune, "parametrized": parametrizations.spectral_norm}
 
 
-def test_what_makes_other_parameters_comes_before_shard(ranks) -> None:
+def test_what_makes_other_parameters_comes_before_shard(group: Group) -> None:
     """Each rank would train its own. Before shard() they train: test_module_kinds.py."""
-    ranks(2).run(_change_late)
-
-
-def _change_late(group: Group) -> None:
     for stage in SHARDED:
         for what, change in LATE.items():
             model, _ = _shard(group, stage)

@@ -25,40 +25,38 @@ pytestmark = pytest.mark.xdist_group("ranks")
 # ---- The same numbers ----
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["free", "clipped"])
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
-@pytest.mark.parametrize("stage", parity.STAGES)
-def test_the_engine_trains_as_the_plain_loop_does(
-    ranks, stage: int, num_micro_batches: int, max_norm: float | None
-) -> None:
-    """It owns no algorithm: whoever moves from one loop to the other must see no bit change."""
-    ranks(2).run(_compare_with_plain_loops, stage=stage, count=num_micro_batches, max_norm=max_norm)
-
-
 def _share_of_loss(model: nn.Module, data: Any, num_micro_batches: int) -> Tensor:
     return parity.loss_of(model, data) / num_micro_batches
 
 
-def _compare_with_plain_loops(group: Group, stage: int, count: int, max_norm: float | None) -> None:
+@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["free", "clipped"])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_the_engine_trains_as_the_plain_loop_does(
+    group: Group, stage: int, num_micro_batches: int, max_norm: float | None
+) -> None:
+    """It owns no algorithm: whoever moves from one loop to the other must see no bit change."""
     recipe = Recipe(
-        num_micro_batches=count,
+        num_micro_batches=num_micro_batches,
         reduces_once=stage < 2,
         max_norm=max_norm,
         make=parity.tiny_float32,
-        loss_of=partial(_share_of_loss, num_micro_batches=count),
+        loss_of=partial(_share_of_loss, num_micro_batches=num_micro_batches),
     )
-    settings = engine_config(group, stage, accumulation_steps=count, max_norm=max_norm or 0.0)
+    settings = engine_config(
+        group, stage, accumulation_steps=num_micro_batches, max_norm=max_norm or 0.0
+    )
     engine = build_engine(group, settings)
     losses = [
-        run_micro_batch(engine, step, micro) / count
+        run_micro_batch(engine, step, micro) / num_micro_batches
         for step in range(recipe.num_steps)
-        for micro in range(count)
+        for micro in range(num_micro_batches)
     ]
     curve = Curve(losses=losses, weights=weights_of(engine))
 
     ours = parity.train_sharded(group, recipe, ZeroConfig(stage))
     parity.assert_same(curve, ours, rank=group.rank, what="shard()")
-    if recipe.max_norm is None and (recipe.reduces_once or count == 1):
+    if recipe.max_norm is None and (recipe.reduces_once or num_micro_batches == 1):
         ddp = parity.train_ddp(group, recipe)
         parity.assert_same(curve, ddp, rank=group.rank, what="DDP")
     alone = parity.train_alone_by_stage(group, recipe)
@@ -69,12 +67,8 @@ def _compare_with_plain_loops(group: Group, stage: int, count: int, max_norm: fl
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_step_does_nothing_off_a_boundary(ranks, stage: int) -> None:
+def test_step_does_nothing_off_a_boundary(group: Group, stage: int) -> None:
     """Scripts call it after every micro-batch, whatever the configuration says."""
-    ranks(2).run(_step_off_the_boundary, stage=stage)
-
-
-def _step_off_the_boundary(group: Group, stage: int) -> None:
     engine = build_engine(group, engine_config(group, stage, accumulation_steps=3))
     before, first_lr = weights_of(engine), engine.get_lr()
     for micro in range(2):
@@ -98,12 +92,8 @@ def _step_off_the_boundary(group: Group, stage: int) -> None:
 
 @pytest.mark.parametrize("calls", ["engine.backward", "loss.backward"])
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_gradients_travel_when_the_stage_says(ranks, stage: int, calls: str) -> None:
+def test_gradients_travel_when_the_stage_says(group: Group, stage: int, calls: str) -> None:
     """Once per step where they rest whole; in every micro-batch where there is no room for that."""
-    ranks(2).run(_count_reductions, stage=stage, calls=calls)
-
-
-def _count_reductions(group: Group, stage: int, calls: str) -> None:
     engine = build_engine(group, engine_config(group, stage, accumulation_steps=2))
     counts = []
     for micro in range(2):
@@ -122,12 +112,8 @@ def _count_reductions(group: Group, stage: int, calls: str) -> None:
     assert counts[0] == (counts[1] if stage >= 2 else 0)
 
 
-def test_a_boundary_chosen_by_hand_holds_until_it_is_given_back(ranks) -> None:
+def test_a_boundary_chosen_by_hand_holds_until_it_is_given_back(group: Group) -> None:
     """Unequal accumulation, at the end of an epoch for one, is the user's to steer."""
-    ranks(2).run(_choose_boundaries)
-
-
-def _choose_boundaries(group: Group) -> None:
     engine = build_engine(group, engine_config(group, 1, accumulation_steps=2))
     plain, plain_optimizer = parity.build_sharded(group, ZeroConfig(1), make=parity.tiny_float32)
     scheduler = parity.scheduler_for(plain_optimizer)
@@ -146,12 +132,8 @@ def _choose_boundaries(group: Group) -> None:
     assert_weights(engine, zero_engine.full_state_dict(plain))
 
 
-def test_no_sync_is_for_whole_micro_batches(ranks) -> None:
+def test_no_sync_is_for_whole_micro_batches(group: Group) -> None:
     """A step inside would update with what one rank has seen, and ranks would part."""
-    ranks(2).run(_step_inside_no_sync)
-
-
-def _step_inside_no_sync(group: Group) -> None:
     engine = build_engine(group, engine_config(group, 2))
     loss = parity.loss_of(engine, parity.batch(0, 0, group.rank))
     with engine.no_sync():
@@ -164,12 +146,8 @@ def _step_inside_no_sync(group: Group) -> None:
     assert engine.was_step_applied()
 
 
-def test_the_batch_size_changes_between_steps(ranks) -> None:
+def test_the_batch_size_changes_between_steps(group: Group) -> None:
     """A schedule of batch sizes is a number of micro-batches that changes."""
-    ranks(2).run(_change_batch_size)
-
-
-def _change_batch_size(group: Group) -> None:
     engine = build_engine(group, engine_config(group, 1))
     assert engine.train_batch_size() == 2 * engine.train_micro_batch_size_per_gpu()
 
@@ -194,12 +172,10 @@ def _change_batch_size(group: Group) -> None:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_an_engine_is_destroyed_once_or_twice_and_followed_by_another(ranks, stage: int) -> None:
+def test_an_engine_is_destroyed_once_or_twice_and_followed_by_another(
+    group: Group, stage: int
+) -> None:
     """Sweeps build engine after engine in one process, and clean up without asking."""
-    ranks(2).run(_destroy_and_go_on, stage=stage)
-
-
-def _destroy_and_go_on(group: Group, stage: int) -> None:
     settings = engine_config(group, stage, accumulation_steps=2)
     engine = build_engine(group, settings)
     run_micro_batch(engine, 0)
@@ -224,12 +200,9 @@ def _destroy_and_go_on(group: Group, stage: int) -> None:
     assert again.was_step_applied()
 
 
-def test_an_engine_passes_on_what_it_does_not_know(ranks) -> None:
+@pytest.mark.ranks(1)
+def test_an_engine_passes_on_what_it_does_not_know(group: Group) -> None:
     """Scripts ask it for the model's own attributes."""
-    ranks(1).run(_ask_for_attributes)
-
-
-def _ask_for_attributes(group: Group) -> None:
     engine = build_engine(group, engine_config(group, 1))
 
     assert engine.gates is engine.module.gates
@@ -241,12 +214,9 @@ def _ask_for_attributes(group: Group) -> None:
 # ---- The rest ----
 
 
-def test_autocast_is_the_configurations(ranks) -> None:
+@pytest.mark.ranks(1)
+def test_autocast_is_the_configurations(group: Group) -> None:
     """Of two settings of one thing, the file's wins, and the user's is back afterwards."""
-    ranks(1).run(_autocast)
-
-
-def _autocast(group: Group) -> None:
     settings = attrs.evolve(engine_config(group, 3), autocast_dtype=torch.bfloat16)
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
     engine, *_ = zero_engine.initialize(model=model, config=settings, group=group)
@@ -303,12 +273,9 @@ def test_an_engine_answers_what_scripts_ask(monkeypatch) -> None:
         assert (scaled.loss_scale(), scaled.cur_scale) == (said, current)
 
 
-def test_a_scheduler_that_needs_a_metric_is_asked_for_before_anything_moves(ranks) -> None:
+@pytest.mark.ranks(1)
+def test_a_scheduler_that_needs_a_metric_is_asked_for_before_anything_moves(group: Group) -> None:
     """Its TypeError after the optimizer's step would leave the two apart."""
-    ranks(1).run(_step_on_a_plateau)
-
-
-def _step_on_a_plateau(group: Group) -> None:
     model, optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
     engine, *_ = zero_engine.initialize(
         model=model,

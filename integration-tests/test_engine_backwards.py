@@ -20,12 +20,8 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 @pytest.mark.parametrize("how", ["first.backward", "loss.backward"])
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_losses_of_two_engines_go_through_one_backward(ranks, stage: int, how: str) -> None:
+def test_losses_of_two_engines_go_through_one_backward(group: Group, stage: int, how: str) -> None:
     """A student and a critic, say: each engine finds its own gradients."""
-    ranks(2).run(_combine_losses, stage=stage, how=how)
-
-
-def _combine_losses(group: Group, stage: int, how: str) -> None:
     together = [build_engine(group, engine_config(group, stage, max_norm=0.5)) for _ in range(2)]
     apart = [build_engine(group, engine_config(group, stage, max_norm=0.5)) for _ in range(2)]
     for step in range(2):
@@ -72,15 +68,13 @@ _LOSSES = {"loss": _one, "all-outputs": _all}
 
 @pytest.mark.parametrize("kind", _LOSSES)
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_a_direct_backward_is_divided_by_the_micro_batches(ranks, stage: int, kind: str) -> None:
+def test_a_direct_backward_is_divided_by_the_micro_batches(
+    group: Group, stage: int, kind: str
+) -> None:
     """DeepSpeed divides `loss.backward()` too: a script must not learn at another rate here.
 
     Each gradient once, though an output may be computed from another one.
     """
-    ranks(2).run(_backward_directly, stage=stage, kind=kind)
-
-
-def _backward_directly(group: Group, stage: int, kind: str) -> None:
     count, loss_of = 3, _LOSSES[kind]
     model, plain = parity.build(_Several), parity.build(_Several)
     config = {
@@ -120,12 +114,8 @@ def _backward_directly(group: Group, stage: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_sum_of_losses_is_divided_once(ranks, stage: int) -> None:
+def test_a_sum_of_losses_is_divided_once(group: Group, stage: int) -> None:
     """By whichever engine runs the backward, and by all of them where none does."""
-    ranks(2).run(_divide_a_sum, stage=stage)
-
-
-def _divide_a_sum(group: Group, stage: int) -> None:
     settings = engine_config(group, stage, accumulation_steps=2)
     norms = []
     for how in ("apart", "first.backward", "loss.backward"):
@@ -147,12 +137,8 @@ def _divide_a_sum(group: Group, stage: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["engine.backward", "outputs.backward"])
-def test_a_gradient_by_hand_counts_as_the_loss_it_comes_from(ranks, how: str) -> None:
+def test_a_gradient_by_hand_counts_as_the_loss_it_comes_from(group: Group, how: str) -> None:
     """Pipelines and custom losses start backward in the middle."""
-    ranks(2).run(_backward_from_outputs, how=how)
-
-
-def _backward_from_outputs(group: Group, how: str) -> None:
     scale = DynamicLossScale(initial_power=3)
     engine, expected = (
         build_engine(group, engine_config(group, 3, loss_scale=scale)),
@@ -173,12 +159,10 @@ def _backward_from_outputs(group: Group, how: str) -> None:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_backwards_before_one_step_are_the_micro_batches_of_a_step(ranks, stage: int) -> None:
+def test_backwards_before_one_step_are_the_micro_batches_of_a_step(
+    group: Group, stage: int
+) -> None:
     """Who does not know how many there will be runs them all, and steps once."""
-    ranks(2).run(_accumulate_by_hand, stage=stage)
-
-
-def _accumulate_by_hand(group: Group, stage: int) -> None:
     counted = build_engine(group, engine_config(group, stage, accumulation_steps=3))
     by_hand = build_engine(group, engine_config(group, stage))
     for step in range(2):
@@ -194,12 +178,9 @@ def _accumulate_by_hand(group: Group, stage: int) -> None:
     assert_weights(by_hand, weights_of(counted))
 
 
-def test_a_loss_that_has_no_backward_is_named(ranks) -> None:
+@pytest.mark.ranks(1)
+def test_a_loss_that_has_no_backward_is_named(group: Group) -> None:
     """A loss without reduction, or from an evaluation loop, is a mistake made every day."""
-    ranks(1).run(_backward_of_nothing)
-
-
-def _backward_of_nothing(group: Group) -> None:
     engine = build_engine(group, engine_config(group, 3))
     tokens, _ = parity.batch(0, 0, group.rank)
     outputs = engine(tokens)
@@ -212,12 +193,8 @@ def _backward_of_nothing(group: Group) -> None:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_backwards_of_one_micro_batch_can_share_a_reduction(ranks, stage: int) -> None:
+def test_backwards_of_one_micro_batch_can_share_a_reduction(group: Group, stage: int) -> None:
     """Contrastive losses run backward in pieces; each piece need not travel by itself."""
-    ranks(2).run(_coalesce, stage=stage)
-
-
-def _coalesce(group: Group, stage: int) -> None:
     engine, expected = (
         build_engine(group, engine_config(group, stage, accumulation_steps=2)) for _ in range(2)
     )

@@ -20,12 +20,8 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_a_changed_number_of_micro_batches_divides_from_then_on(ranks, stage: int) -> None:
+def test_a_changed_number_of_micro_batches_divides_from_then_on(group: Group, stage: int) -> None:
     """Of a schedule of batch sizes, every step must be the mean over its own batch."""
-    ranks(2).run(_change_number_of_micro_batches, stage=stage)
-
-
-def _change_number_of_micro_batches(group: Group, stage: int) -> None:
     engine = build_engine(group, engine_config(group, stage))
     plain, optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
     scheduler, ddp = parity.scheduler_for(optimizer), parity.as_ddp(plain, group)
@@ -49,12 +45,8 @@ def _change_number_of_micro_batches(group: Group, stage: int) -> None:
         torch.testing.assert_close(weights, plain.state_dict(), rtol=0, atol=1e-6)
 
 
-def test_a_changed_micro_batch_counts_other_samples(ranks) -> None:
+def test_a_changed_micro_batch_counts_other_samples(group: Group) -> None:
     """Sequences grow while a model trains, and batches shrink: throughput is read off the count."""
-    ranks(2).run(_change_micro_batch)
-
-
-def _change_micro_batch(group: Group) -> None:
     engine = build_engine(group, engine_config(group, 1, accumulation_steps=2))
     engine.set_train_micro_batch_size(3)
 
@@ -84,15 +76,11 @@ def _change_micro_batch(group: Group) -> None:
         engine.set_gradient_accumulation_steps(1)
 
 
-def test_the_loader_keeps_the_batches_it_was_made_with(ranks) -> None:
+def test_the_loader_keeps_the_batches_it_was_made_with(group: Group) -> None:
     """Workers may have loaded ahead; DeepSpeed's loader stays the same, and scripts make their own.
 
     A script that believed otherwise would train on other batches than it counts.
     """
-    ranks(2).run(_change_under_a_loader)
-
-
-def _change_under_a_loader(group: Group) -> None:
     samples = TensorDataset(torch.arange(24.0).view(24, 1))
     model = torch.nn.Linear(1, 1)
     config = engine_config(group, 1)
@@ -109,12 +97,8 @@ def _change_under_a_loader(group: Group) -> None:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_without_management_every_step_is_a_boundary(ranks, stage: int) -> None:
+def test_without_management_every_step_is_a_boundary(group: Group, stage: int) -> None:
     """Loops that accumulate by themselves call `step` when they have enough, however many."""
-    ranks(2).run(_step_unmanaged, stage=stage)
-
-
-def _step_unmanaged(group: Group, stage: int) -> None:
     settings = engine_config(group, stage, accumulation_steps=2, manages_accumulation=False)
     engine = build_engine(group, settings)
     plain, optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
@@ -144,12 +128,8 @@ def _step_unmanaged(group: Group, stage: int) -> None:
         engine.set_gradient_accumulation_boundary(None)
 
 
-def test_without_management_losses_are_divided_all_the_same(ranks) -> None:
+def test_without_management_losses_are_divided_all_the_same(group: Group) -> None:
     """DeepSpeed divides by the number in the file whoever counts, and a mean would be a sum."""
-    ranks(2).run(_divide_unmanaged)
-
-
-def _divide_unmanaged(group: Group) -> None:
     model, optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
     config = {
         "train_micro_batch_size_per_gpu": 2,

@@ -62,88 +62,75 @@ def _steps(engine: Engine, steps: range) -> list[Any]:
 
 
 @pytest.mark.parametrize(("stage", "then"), [(1, 1), (3, 2)])  # these reduce equally often
-def test_scale_counters_and_scheduler_go_on(ranks, tmp_path: Path, stage: int, then: int) -> None:
+def test_scale_counters_and_scheduler_go_on(
+    group: Group, tmp_path: Path, stage: int, then: int
+) -> None:
     """A scale that starts anew skips its first steps, and a schedule that does warms up twice."""
-    ranks(2).run(_go_on, folder=tmp_path, stage=stage, then=then)
-
-
-def _go_on(group: Group, folder: Path, stage: int, then: int) -> None:
     engine = _fp16(group, stage)
     _steps(engine, range(6))
     state = {"position": 12, "names": ("a", "b")}
-    assert engine.save_checkpoint(str(folder), client_state=state) is True
+    assert engine.save_checkpoint(str(tmp_path), client_state=state) is True
     saved, expected = _facts(engine), _steps(engine, range(6, 11))
     assert saved["skipped_steps"] > 0 and saved["cur_scale"] != 2.0**16
 
     again = _fp16(group, then)
     run_micro_batch(again, 0, 0)  # begun, and forgotten
-    path, found = again.load_checkpoint(str(folder))
+    path, found = again.load_checkpoint(str(tmp_path))
 
-    assert path == str(folder / "global_step6") and found == state
+    assert path == str(tmp_path / "global_step6") and found == state
     assert _facts(again) == saved
     assert _steps(again, range(6, 11)) == expected
     assert_weights(again, weights_of(engine))
 
 
-def test_a_save_without_a_folder_is_refused_on_all_ranks(ranks, tmp_path: Path) -> None:
+def test_a_save_without_a_folder_is_refused_on_all_ranks(group: Group, tmp_path: Path) -> None:
     """An empty variable would fill the working directory; some scripts have one on rank 0 only."""
-    ranks(2).run(_save_nowhere, folder=str(tmp_path))
-
-
-def _save_nowhere(group: Group, folder: str) -> None:
     engine = build_engine(group, engine_config(group, 2))
     for nowhere in ("", None):
         with pytest.raises(ConfigError, match=r"expected the path of a folder .*got (''|None) \("):
             engine.save_checkpoint(nowhere)
         with pytest.raises(AgreementError, match="folder"):
-            engine.save_checkpoint(nowhere if group.rank else folder)
+            engine.save_checkpoint(nowhere if group.rank else tmp_path)
 
-    assert engine.save_checkpoint(folder)
+    assert engine.save_checkpoint(tmp_path)
 
 
+@pytest.mark.ranks(1)
 def test_a_folder_without_a_checkpoint_is_an_error_unless_that_is_asked_for(
-    ranks, tmp_path
+    group: Group, tmp_path: Path
 ) -> None:
     """DeepSpeed warns, and trains from scratch for a typo; `missing_ok` is for the first start."""
-    ranks(1).run(_load_nothing, folder=tmp_path)
-
-
-def _load_nothing(group: Group, folder: Path) -> None:
     engine = build_engine(group, engine_config(group, 1))
 
-    for missing in (folder, folder / "no"):
+    for missing in (tmp_path, tmp_path / "no"):
         with pytest.raises(FileError, match="pass missing_ok=True"):
             engine.load_checkpoint(missing)
         with pytest.warns(UserWarning, match="holds no complete checkpoint"):
             assert engine.load_checkpoint(missing, missing_ok=True) == (None, None)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     with pytest.raises(FileError, match="expected a checkpoint '7', got global_step0"):
-        engine.load_checkpoint(folder, tag=7, missing_ok=True)
+        engine.load_checkpoint(tmp_path, tag=7, missing_ok=True)
     with pytest.raises(ConfigError, match="custom_load_fn"):
-        engine.load_checkpoint(folder, custom_load_fn=print)
+        engine.load_checkpoint(tmp_path, custom_load_fn=print)
     with pytest.raises(ConfigError, match=r"extra\['f'\]: expected .* got a builtin_function"):
-        engine.save_checkpoint(folder, client_state={"f": print})
+        engine.save_checkpoint(tmp_path, client_state={"f": print})
 
 
-def test_parts_of_a_checkpoint_are_loaded_alone(ranks, tmp_path: Path) -> None:
+def test_parts_of_a_checkpoint_are_loaded_alone(group: Group, tmp_path: Path) -> None:
     """Fine-tuning takes the weights of a run, and nothing else of it."""
-    ranks(2).run(_load_parts, folder=tmp_path)
-
-
-def _load_parts(group: Group, folder: Path) -> None:
     engine = build_engine(group, engine_config(group, 2))
     for step in range(2):
         run_micro_batch(engine, step)
-    engine.save_checkpoint(folder, tag="aside", save_latest=False)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path, tag="aside", save_latest=False)
+    engine.save_checkpoint(tmp_path)
     fresh = _facts(build_engine(group, engine_config(group, 3)))
 
     module_only = build_engine(group, engine_config(group, 3))
-    module_only.load_checkpoint(folder, load_module_only=True)
+    module_only.load_checkpoint(tmp_path, load_module_only=True)
     no_moments = build_engine(group, engine_config(group, 3))
-    no_moments.load_checkpoint(folder, tag="aside", load_optimizer_states=False)
+    no_moments.load_checkpoint(tmp_path, tag="aside", load_optimizer_states=False)
     no_schedule = build_engine(group, engine_config(group, 3))
-    no_schedule.load_checkpoint(folder, load_lr_scheduler_states=False)
+    no_schedule.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
 
     for loaded in (module_only, no_moments, no_schedule):
         assert_weights(loaded, weights_of(engine))
@@ -154,67 +141,58 @@ def _load_parts(group: Group, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_in_the_middle_of_accumulation_there_is_a_warning(ranks, tmp_path, stage: int) -> None:
+def test_in_the_middle_of_accumulation_there_is_a_warning(
+    group: Group, tmp_path: Path, stage: int
+) -> None:
     """Gradients are not saved, and nobody should believe they were."""
-    ranks(2).run(_save_midway, folder=tmp_path, stage=stage)
-
-
-def _save_midway(group: Group, folder: Path, stage: int) -> None:
     engine = build_engine(group, engine_config(group, stage, accumulation_steps=2))
     for micro in range(2):
         run_micro_batch(engine, 0, micro)
     run_micro_batch(engine, 1, 0)
 
     with pytest.warns(UserWarning, match="gradients are not saved"):
-        engine.save_checkpoint(folder)
+        engine.save_checkpoint(tmp_path)
 
     run_micro_batch(engine, 1, 1)
-    engine.load_checkpoint(folder)
+    engine.load_checkpoint(tmp_path)
     assert engine.micro_steps == 3 and not engine.is_gradient_accumulation_boundary()
 
 
-def test_weights_alone_are_saved_for_others(ranks, tmp_path: Path) -> None:
+def test_weights_alone_are_saved_for_others(group: Group, tmp_path: Path) -> None:
     """What is deployed has no moments, and is read without this library."""
-    ranks(2).run(_save_weights, folder=tmp_path)
-
-
-def _save_weights(group: Group, folder: Path) -> None:
     engine = build_engine(group, engine_config(group, 3))
 
-    assert engine.save_16bit_model(folder) and engine.save_16bit_model(folder, "m.safetensors")
-    engine.save_16bit_model(folder, "trained.safetensors", exclude_frozen_parameters=True)
+    assert engine.save_16bit_model(tmp_path) and engine.save_16bit_model(tmp_path, "m.safetensors")
+    engine.save_16bit_model(tmp_path, "trained.safetensors", exclude_frozen_parameters=True)
 
     expected = weights_of(engine)
     if group.rank:
         return
-    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    state = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     parity.assert_same_weights(state, expected, what="torch.save")
-    found: dict[str, Tensor] = load_file(folder / "m.safetensors")
+    found: dict[str, Tensor] = load_file(tmp_path / "m.safetensors")
     assert found.keys() == expected.keys() - {"head.weight"}
     assert all(torch.equal(found[name], expected[name]) for name in found)
-    assert "frozen" not in load_file(folder / "trained.safetensors")
-    assert {path.name for path in folder.iterdir()} == {
+    assert "frozen" not in load_file(tmp_path / "trained.safetensors")
+    assert {path.name for path in tmp_path.iterdir()} == {
         "pytorch_model.bin",
         "m.safetensors",
         "trained.safetensors",
     }
 
 
-def test_deepspeeds_names_save_and_load(ranks, tmp_path: Path) -> None:
+@pytest.mark.ranks(1)
+def test_deepspeeds_names_save_and_load(group: Group, tmp_path: Path) -> None:
     """A script that is changed by one line resumes, too."""
-    ranks(1).run(_by_deepspeeds_names, folder=tmp_path)
-
-
-def _by_deepspeeds_names(group: Group, folder: Path) -> None:
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     config |= {"zero_optimization": {"stage": 3}}
     losses = []
     for _ in range(2):
         model = parity.build(parity.tiny_float32)
         engine, *_ = deepspeed.initialize(model=model, config=config)
-        found, _ = engine.load_checkpoint(str(folder)) if losses else (None, None)
+        found, _ = engine.load_checkpoint(str(tmp_path)) if losses else (None, None)
         if found is None:
             run_micro_batch(engine, 0)
-            engine.save_checkpoint(str(folder), tag=7)
+            engine.save_checkpoint(str(tmp_path), tag=7)
         losses.append(run_micro_batch(engine, 1))
-    assert losses[0] == losses[1] and (folder / "latest").read_text() == "7"
+    assert losses[0] == losses[1] and (tmp_path / "latest").read_text() == "7"

@@ -26,12 +26,9 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_inf_on_one_rank_skips_the_step_on_all(ranks, stage: int) -> None:
+@pytest.mark.ranks(4)
+def test_inf_on_one_rank_skips_the_step_on_all(group: Group, stage: int) -> None:
     """Otherwise ranks part, or inf is averaged into every weight."""
-    ranks(4).run(_overflow_on_one_rank, stage=stage)
-
-
-def _overflow_on_one_rank(group: Group, stage: int) -> None:
     scale = DynamicLossScale(initial_power=4, hysteresis=1)
     engine = build_engine(group, engine_config(group, stage, loss_scale=scale, max_norm=0.5))
     steady = build_engine(
@@ -58,12 +55,10 @@ def _overflow_on_one_rank(group: Group, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_a_static_scale_outlasts_an_overflow_and_changes_no_number(ranks, stage: int) -> None:
+def test_a_static_scale_outlasts_an_overflow_and_changes_no_number(
+    group: Group, stage: int
+) -> None:
     """Whoever fixes the scale wants it fixed; but a step on inf must be skipped all the same."""
-    ranks(2).run(_keep_the_scale, stage=stage)
-
-
-def _keep_the_scale(group: Group, stage: int) -> None:
     engine = build_engine(group, engine_config(group, stage, loss_scale=StaticLossScale(128.0)))
     plain = build_engine(group, engine_config(group, stage))
     for step in range(3):
@@ -77,12 +72,9 @@ def _keep_the_scale(group: Group, stage: int) -> None:
     assert_weights(engine, weights_of(plain))
 
 
-def test_an_engine_told_not_to_look_steps_as_plain_torch_does(ranks) -> None:
+@pytest.mark.ranks(1)
+def test_an_engine_told_not_to_look_steps_as_plain_torch_does(group: Group) -> None:
     """`check_grad_overflow: false` is a wish, and the weights show what came of it."""
-    ranks(1).run(_overflow_unchecked)
-
-
-def _overflow_unchecked(group: Group) -> None:
     unchecked = attrs.evolve(engine_config(group, 2), checks_overflow=False)
     engine = build_engine(group, unchecked)
 
@@ -101,13 +93,9 @@ DYNAMIC: Final = DynamicLossScale(initial_power=8)
     ids=["0", "1", "2", "3", "0-static"],
 )
 def test_a_loss_that_nobody_scaled_is_refused_at_its_backward(
-    ranks, stage: int, scale: Any
+    group: Group, stage: int, scale: Any
 ) -> None:
     """Its gradients would be divided by the scale, and training would stand still in silence."""
-    ranks(2).run(_forget_to_scale, stage=stage, scale=scale)
-
-
-def _forget_to_scale(group: Group, stage: int, scale: Any) -> None:
     engine = build_engine(group, engine_config(group, stage, loss_scale=scale))
     data = parity.batch(0, 0, group.rank)
     scaled = engine.scale(parity.loss_of(engine, data))  # that is another loss
@@ -128,12 +116,9 @@ def _forget_to_scale(group: Group, stage: int, scale: Any) -> None:
     assert_weights(engine, weights_of(other))
 
 
-def test_a_static_scale_is_taken_on_trust(ranks) -> None:
+@pytest.mark.ranks(1)
+def test_a_static_scale_is_taken_on_trust(group: Group) -> None:
     """Whoever knows the number may multiply by it; who forgets is told, and trains as there."""
-    ranks(1).run(_multiply_by_hand)
-
-
-def _multiply_by_hand(group: Group) -> None:
     by_hand, forgotten, expected = (
         build_engine(group, engine_config(group, 2, loss_scale=scale))
         for scale in (StaticLossScale(256.0), StaticLossScale(256.0), None)
@@ -154,12 +139,8 @@ def _multiply_by_hand(group: Group) -> None:
 
 
 @pytest.mark.parametrize("how", ["scale", "module"])
-def test_losses_of_several_engines_with_scales_train(ranks, how: str) -> None:
+def test_losses_of_several_engines_with_scales_train(group: Group, how: str) -> None:
     """As DeepSpeed's own test of several models has it: through `module`, nobody looks."""
-    ranks(2).run(_add_up_scaled, how=how)
-
-
-def _add_up_scaled(group: Group, how: str) -> None:
     engines = [build_engine(group, engine_config(group, 2, loss_scale=DYNAMIC)) for _ in range(2)]
     data, before = parity.batch(0, 0, group.rank), weights_of(engines[0])
     if how == "scale":
@@ -184,13 +165,6 @@ def _add_up_scaled(group: Group, how: str) -> None:
 # ---- Sixteen bits ----
 
 
-@pytest.mark.parametrize("section", ["fp16", "bf16"])
-@pytest.mark.parametrize("stage", parity.STAGES)
-def test_sixteen_bits_follow_masters_in_plain_torch(ranks, stage: int, section: str) -> None:
-    """The file says `fp16`, and weights, skipped steps and loss scale are those of the recipe."""
-    ranks(2).run(_train_in_16_bits, stage=stage, section=section)
-
-
 def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
@@ -200,7 +174,10 @@ def _square_of(model: nn.Module, step: int, rank: int, dtype: torch.dtype) -> Te
     return model(torch.randn(4, 8, generator=generator).to(dtype)).float().square().sum()
 
 
-def _train_in_16_bits(group: Group, stage: int, section: str) -> None:
+@pytest.mark.parametrize("section", ["fp16", "bf16"])
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_sixteen_bits_follow_masters_in_plain_torch(group: Group, stage: int, section: str) -> None:
+    """The file says `fp16`, and weights, skipped steps and loss scale are those of the recipe."""
     is_scaled = section == "fp16"
     options = {"initial_scale_power": 17, "loss_scale_window": 2, "hysteresis": 1}
     config = {

@@ -165,24 +165,16 @@ REFUSED: dict[Callable[[Group], None], str] = {
 
 
 @pytest.mark.parametrize("mistake", REFUSED, ids=lambda mistake: mistake.__name__.strip("_"))
-def test_what_cannot_be_sharded_is_named(ranks, mistake: Callable[[Group], None]) -> None:
+@pytest.mark.ranks(timeout_s=SOON_S)
+def test_what_cannot_be_sharded_is_named(group: Group, mistake: Callable[[Group], None]) -> None:
     """Every rank sees the same mistake, so every rank raises, and none waits."""
-    mistakes = {"mistake": mistake.__name__, "message": REFUSED[mistake]}
-
-    ranks(2).run(_refuse, timeout_s=SOON_S, **mistakes)
-
-
-def _refuse(group: Group, mistake: str, message: str) -> None:
-    with pytest.raises(PartitionError, match=message):
-        globals()[mistake](group)
+    with pytest.raises(PartitionError, match=REFUSED[mistake]):
+        mistake(group)
 
 
-def test_a_sparse_gradient_is_refused_where_it_arrives(ranks) -> None:
+@pytest.mark.ranks(timeout_s=SOON_S)
+def test_a_sparse_gradient_is_refused_where_it_arrives(group: Group) -> None:
     """Whether an embedding makes sparse gradients is not known before."""
-    ranks(2).run(_make_a_sparse_gradient, timeout_s=SOON_S)
-
-
-def _make_a_sparse_gradient(group: Group) -> None:
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zero_engine.shard(model, optimizer, ZeroConfig(2), group=group)
@@ -265,28 +257,20 @@ DISAGREEMENTS: dict[Callable[[Group], None], str] = {
 
 
 @pytest.mark.parametrize("mistake", DISAGREEMENTS, ids=lambda mistake: mistake.__name__.strip("_"))
+@pytest.mark.ranks(4, timeout_s=SOON_S)
 def test_what_ranks_disagree_on_is_named_on_all_of_them(
-    ranks, mistake: Callable[[Group], None]
+    group: Group, mistake: Callable[[Group], None]
 ) -> None:
     """The rank whose log is read first is often not the one that is wrong."""
-    mistakes = {"mistake": mistake.__name__, "message": DISAGREEMENTS[mistake]}
+    message = rf"(?s)ranks disagree.*{DISAGREEMENTS[mistake]}.*rank {group.rank}\)"
 
-    ranks(4).run(_disagree, timeout_s=SOON_S, **mistakes)
-
-
-def _disagree(group: Group, mistake: str, message: str) -> None:
-    with pytest.raises(
-        AgreementError, match=rf"(?s)ranks disagree.*{message}.*rank {group.rank}\)"
-    ):
-        globals()[mistake](group)
+    with pytest.raises(AgreementError, match=message):
+        mistake(group)
 
 
-def test_a_rank_that_does_not_come_is_missed_in_time(ranks) -> None:
+@pytest.mark.ranks(4, timeout_s=SOON_S)
+def test_a_rank_that_does_not_come_is_missed_in_time(group: Group) -> None:
     """The others must not wait for the backend's own timeout, which is ten minutes or more."""
-    ranks(4).run(_come_without_the_last, timeout_s=SOON_S)
-
-
-def _come_without_the_last(group: Group) -> None:
     if group.rank == group.world_size - 1:
         time.sleep(4.0)  # alive, busy with something else
         return
@@ -295,12 +279,6 @@ def _come_without_the_last(group: Group) -> None:
     with pytest.raises(CommError, match=r"from rank 3.*did not finish within 2 s.*leaves them wai"):
         zero_engine.shard(nn.Linear(3, 3), None, ZeroConfig(3, timeout_s=2), group=group)
     assert time.monotonic() - began < 2 * SOON_S
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_ranks_that_use_different_units_train(ranks, stage: int) -> None:
-    """A data-dependent expert: design promise 3 says it works, or an error names the parameter."""
-    ranks(2).run(_use_other_experts, timeout_s=5.0, stage=stage)
 
 
 class _Experts(nn.Module):
@@ -313,7 +291,10 @@ class _Experts(nn.Module):
         return self.head(self.experts[chosen](self.experts[0](x))).sum()
 
 
-def _use_other_experts(group: Group, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.ranks(timeout_s=5.0)
+def test_ranks_that_use_different_units_train(group: Group, stage: int) -> None:
+    """A data-dependent expert: design promise 3 says it works, or an error names the parameter."""
     model = parity.build(_Experts)
     optimizer = parity.adamw(model)
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)

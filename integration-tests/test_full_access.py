@@ -36,13 +36,9 @@ def _backward(model: nn.Module, step: int, rank: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_is_read_is_what_plain_torch_has(ranks, stage: int, world_size: int) -> None:
+@pytest.mark.ranks(1, 2)
+def test_what_is_read_is_what_plain_torch_has(group: Group, stage: int) -> None:
     """Tied, frozen, unused, odd and one-element parameters, of two dtypes."""
-    ranks(world_size).run(_read, stage=stage)
-
-
-def _read(group: Group, stage: int) -> None:
     plain, plain_optimizer, wrapped = _plain(group)
     model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
     parity.run_steps(wrapped, plain_optimizer, range(2), rank=group.rank)
@@ -74,12 +70,8 @@ def _read(group: Group, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("from_rank", [None, 1])
-def test_what_is_written_is_trained_with(ranks, stage: int, from_rank: int | None) -> None:
+def test_what_is_written_is_trained_with(group: Group, stage: int, from_rank: int | None) -> None:
     """Values, gradients and moments: the next steps are those of plain torch given the same."""
-    ranks(2).run(_write, stage=stage, from_rank=from_rank)
-
-
-def _write(group: Group, stage: int, from_rank: int | None) -> None:
     plain, plain_optimizer, wrapped = _plain(group)
     model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
     curves: list[list[float]] = []
@@ -162,12 +154,8 @@ def _parts(group: Group, stage: int) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_gradients_are_there_from_backward_to_zero_grad(ranks, stage: int) -> None:
+def test_gradients_are_there_from_backward_to_zero_grad(group: Group, stage: int) -> None:
     """Elsewhere there is nothing to return, and zeros or old values would mislead."""
-    ranks(2).run(_ask_at_all_times, stage=stage)
-
-
-def _ask_at_all_times(group: Group, stage: int) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
     weight = model.blocks[0].up.weight
 
@@ -206,12 +194,8 @@ def _ask_at_all_times(group: Group, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_inside_no_sync_a_gradient_is_the_ranks_own(ranks, stage: int) -> None:
+def test_inside_no_sync_a_gradient_is_the_ranks_own(group: Group, stage: int) -> None:
     """Nothing has been averaged yet; after it, asking reduces."""
-    ranks(2).run(_ask_in_no_sync, stage=stage)
-
-
-def _ask_in_no_sync(group: Group, stage: int) -> None:
     alone = parity.build()
     _backward(alone, 0, group.rank)
     plain, _, wrapped = _plain(group)
@@ -232,12 +216,8 @@ def _ask_in_no_sync(group: Group, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_many_gradients_are_updated_in_one_pass(ranks, stage: int) -> None:
+def test_many_gradients_are_updated_in_one_pass(group: Group, stage: int) -> None:
     """The same as one after the other, by new tensors or in place."""
-    ranks(2).run(_update_many, stage=stage)
-
-
-def _update_many(group: Group, stage: int) -> None:
     plain, _, wrapped = _plain(group)
     model, _ = parity.build_sharded(group, ZeroConfig(stage))
     _backward(wrapped, 0, group.rank)
@@ -258,12 +238,8 @@ def _update_many(group: Group, stage: int) -> None:
         assert ours is None or torch.equal(ours, theirs.grad), name
 
 
-def test_wrong_arguments_are_named_on_all_ranks(ranks) -> None:
+def test_wrong_arguments_are_named_on_all_ranks(group: Group) -> None:
     """A rank that raises alone leaves the others waiting."""
-    ranks(2).run(_misuse)
-
-
-def _misuse(group: Group) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(3))
     up = model.blocks[0].up
     with pytest.raises(StateError, match="expected a Parameter of a sharded model"):
@@ -290,12 +266,8 @@ def _misuse(group: Group) -> None:
         full_optimizer_state(inference.scale, "exp_avg")
 
 
-def test_a_parameter_in_use_is_not_written(ranks) -> None:
+def test_a_parameter_in_use_is_not_written(group: Group) -> None:
     """Half of a forward would see the one value and half the other."""
-    ranks(2).run(_write_in_use)
-
-
-def _write_in_use(group: Group) -> None:
     model, _ = parity.build_sharded(group, ZeroConfig(3))
     bias = model.blocks[0].up.bias
 

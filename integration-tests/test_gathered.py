@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import parity
 import pytest
 import torch
+import zero_comm
 import zero_engine
 import zero_partition
 from parity import ZeroConfig
 from torch import Tensor, nn
 from zero_comm import Group, record_traffic
-from zero_engine import GatheredParameters, full_param, unsharded
-from zero_partition import LostEditError, OverlapError, StateError
+from zero_engine import GatheredParameters, Offload, full_param, unsharded
+from zero_partition import LostEditError, OverlapError, StateError, memory_report
 
 STAGES = parity.STAGES
 
@@ -34,15 +36,9 @@ def _assert_equal(values: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_inside_every_parameter_is_whole_in_its_own_object(
-    ranks, stage: int, world_size: int
-) -> None:
+@pytest.mark.ranks(1, 2, 3)
+def test_inside_every_parameter_is_whole_in_its_own_object(group: Group, stage: int) -> None:
     """One, some in any order and more than once, a generator, a module: users pass all of them."""
-    ranks(world_size).run(_read_all_ways, stage=stage)
-
-
-def _read_all_ways(group: Group, stage: int) -> None:
     plain = dict(parity.build().named_parameters())
     model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
     up = model.blocks[1].up
@@ -70,12 +66,8 @@ def _read_all_ways(group: Group, stage: int) -> None:
     parity.run_steps(model, optimizer, range(1), rank=group.rank)
 
 
-def test_parameters_of_no_sharded_model_are_left_alone(ranks) -> None:
+def test_parameters_of_no_sharded_model_are_left_alone(group: Group) -> None:
     """Libraries wrap every read in a gather, sharded or not."""
-    ranks(2).run(_gather_plain)
-
-
-def _gather_plain(group: Group) -> None:
     plain = nn.Linear(2, 2)
     model, _ = parity.build_sharded(group, ZeroConfig(3))
     with GatheredParameters([plain.weight], modifier_rank=0), torch.no_grad():
@@ -88,12 +80,8 @@ def _gather_plain(group: Group) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_forward_and_backward_inside_are_those_outside(ranks, stage: int) -> None:
+def test_forward_and_backward_inside_are_those_outside(group: Group, stage: int) -> None:
     """Also where only a part of a unit is gathered, and where backward runs after the end."""
-    ranks(2).run(_train_inside, stage=stage)
-
-
-def _train_inside(group: Group, stage: int) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
     expected = parity.run_steps(model, optimizer, range(4), rank=group.rank)
     model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
@@ -113,12 +101,8 @@ def _train_inside(group: Group, stage: int) -> None:
     assert losses == expected
 
 
-def test_backward_of_a_graph_made_before_is_refused_inside(ranks) -> None:
+def test_backward_of_a_graph_made_before_is_refused_inside(group: Group) -> None:
     """Its views point into slots that are not filled while a unit is whole elsewhere."""
-    ranks(2).run(_backward_of_older_graph)
-
-
-def _backward_of_older_graph(group: Group) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(3))
     loss = parity.loss_of(model, parity.batch(0, 0, group.rank))
     with GatheredParameters(model):
@@ -134,12 +118,8 @@ def _backward_of_older_graph(group: Group) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("modifier", [0, 1])
-def test_the_modifiers_values_are_everyones(ranks, stage: int, modifier: int) -> None:
+def test_the_modifiers_values_are_everyones(group: Group, stage: int, modifier: int) -> None:
     """In place, through `data`, or by new memory: the three ways in which weights are set."""
-    ranks(2).run(_modify, stage=stage, modifier=modifier)
-
-
-def _modify(group: Group, stage: int, modifier: int) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
     expected = _values(model)
     up, norm = model.blocks[0].up, model.blocks[2].norm
@@ -168,12 +148,10 @@ def _modify(group: Group, stage: int, modifier: int) -> None:
 
 @pytest.mark.parametrize("editor", [0, 1])
 @pytest.mark.parametrize("way", ["in-place", "new-memory", "data"])
-def test_a_change_by_nobody_in_particular_raises_on_all_ranks(ranks, editor: int, way: str) -> None:
+def test_a_change_by_nobody_in_particular_raises_on_all_ranks(
+    group: Group, editor: int, way: str
+) -> None:
     """An error on the editing rank alone would leave the others waiting for it."""
-    ranks(2).run(_edit_without_modifier, editor=editor, way=way)
-
-
-def _edit_without_modifier(group: Group, editor: int, way: str) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(3))
     expected = _values(model)
     weight = model.blocks[1].up.weight
@@ -197,12 +175,8 @@ def _edit_without_modifier(group: Group, editor: int, way: str) -> None:
     parity.run_steps(model, optimizer, range(1), rank=group.rank)
 
 
-def test_a_change_that_is_not_looked_for_is_dropped(ranks) -> None:
+def test_a_change_that_is_not_looked_for_is_dropped(group: Group) -> None:
     """Writes through `data` bump no counter; what they wrote must not outlive the context."""
-    ranks(2).run(_edit_unseen)
-
-
-def _edit_unseen(group: Group) -> None:
     model, _ = parity.build_sharded(group, ZeroConfig(3))
     expected = _values(model)
     with GatheredParameters(model):
@@ -211,12 +185,8 @@ def _edit_unseen(group: Group) -> None:
     _assert_equal(_values(model), expected)
 
 
-def test_a_modifier_that_changes_the_shape_is_named_on_all_ranks(ranks) -> None:
+def test_a_modifier_that_changes_the_shape_is_named_on_all_ranks(group: Group) -> None:
     """Shards have no room for more."""
-    ranks(2).run(_misshape)
-
-
-def _misshape(group: Group) -> None:
     model, _ = parity.build_sharded(group, ZeroConfig(3))
     with (
         pytest.raises(StateError, match=r"rank 1 left parameter 'scale' with another shape"),
@@ -227,12 +197,8 @@ def _misshape(group: Group) -> None:
     assert full_param(model.scale).tolist() == [1.0]
 
 
-def test_a_modifier_that_does_not_exist_is_refused(ranks) -> None:
+def test_a_modifier_that_does_not_exist_is_refused(group: Group) -> None:
     """Before anything is sent."""
-    ranks(2).run(_bad_modifier)
-
-
-def _bad_modifier(group: Group) -> None:
     model, _ = parity.build_sharded(group, ZeroConfig(2))
     with (
         pytest.raises(StateError, match=r"expected modifier_rank in 0\.\.1.*got 2"),
@@ -246,13 +212,9 @@ def _bad_modifier(group: Group) -> None:
 
 @pytest.mark.parametrize("modifier", [None, 0])
 def test_overlapping_gathers_are_refused_and_disjoint_ones_nest(
-    ranks, modifier: int | None
+    group: Group, modifier: int | None
 ) -> None:
     """Two could not both have the last word; the refusal must leave no mark behind."""
-    ranks(2).run(_overlap, modifier=modifier)
-
-
-def _overlap(group: Group, modifier: int | None) -> None:
     model, _ = parity.build_sharded(group, ZeroConfig(3))
     expected = _values(model)
     for _ in range(2):
@@ -277,16 +239,14 @@ def _gathered(model: nn.Module) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("context", [_gathered, unsharded], ids=["gathered", "unsharded"])
-def test_what_would_free_or_replace_whole_parameters_is_refused_inside(ranks, context) -> None:
+def test_what_would_free_or_replace_whole_parameters_is_refused_inside(
+    group: Group, context
+) -> None:
     """They would be out of date in the middle of the context."""
-    ranks(2).run(_refuse_inside, context=context.__name__)
-
-
-def _refuse_inside(group: Group, context: str) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(3))
     parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
     state = parity.build(seed=3).state_dict()
-    with {"_gathered": _gathered, "unsharded": unsharded}[context](model):
+    with context(model):
         for action in (
             optimizer.step,
             lambda: zero_engine.release_buffers(model),
@@ -301,12 +261,8 @@ def _refuse_inside(group: Group, context: str) -> None:
 
 
 @pytest.mark.parametrize("who", ["all", "one"])
-def test_an_exception_inside_drops_changes_and_reaches_the_others(ranks, who: str) -> None:
+def test_an_exception_inside_drops_changes_and_reaches_the_others(group: Group, who: str) -> None:
     """A rank that waits for one that raised learns why; afterwards everything works again."""
-    ranks(2).run(_raise_inside, who=who)
-
-
-def _raise_inside(group: Group, who: str) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(3))
     expected = _values(model)
     for _ in range(2):
@@ -329,12 +285,8 @@ def _raise_inside(group: Group, who: str) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_ranks_may_generate_unevenly_and_train_on(ranks, stage: int) -> None:
+def test_ranks_may_generate_unevenly_and_train_on(group: Group, stage: int) -> None:
     """A rank that has said enough must not wait for one that goes on; nor may training change."""
-    ranks(2).run(_generate, stage=stage)
-
-
-def _generate(group: Group, stage: int) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
     expected = parity.run_steps(model, optimizer, range(4), rank=group.rank)
     model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
@@ -356,12 +308,8 @@ def _generate(group: Group, stage: int) -> None:
     assert losses == expected
 
 
-def test_some_modules_may_be_unsharded_alone(ranks) -> None:
+def test_some_modules_may_be_unsharded_alone(group: Group) -> None:
     """Not every model fits whole; what is asked for does."""
-    ranks(2).run(_unshard_some)
-
-
-def _unshard_some(group: Group) -> None:
     model, _ = parity.build_sharded(group, ZeroConfig(3))
     x = torch.ones(1, parity.WIDTH)
     with unsharded(model, ["blocks"]), record_traffic(group) as traffic:
@@ -380,12 +328,8 @@ def _unshard_some(group: Group) -> None:
         pass
 
 
-def test_a_change_inside_unsharded_is_named(ranks) -> None:
+def test_a_change_inside_unsharded_is_named(group: Group) -> None:
     """It is dropped, which its author should know."""
-    ranks(2).run(_edit_unsharded)
-
-
-def _edit_unsharded(group: Group) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(3))
     with (
         pytest.raises(LostEditError, match=r"parameter 'scale' was changed inside"),
@@ -397,12 +341,8 @@ def _edit_unsharded(group: Group) -> None:
     parity.run_steps(model, optimizer, range(1), rank=group.rank)
 
 
-def test_what_was_whole_is_given_back(ranks) -> None:
+def test_what_was_whole_is_given_back(group: Group) -> None:
     """Memory between phases is why one leaves the context."""
-    ranks(2).run(_give_back)
-
-
-def _give_back(group: Group) -> None:
     model = parity.Chain(4, 256)
     zero_engine.shard(model, None, ZeroConfig(3), group=group)
     block_bytes = 256 * 256 * 4
@@ -410,3 +350,206 @@ def _give_back(group: Group) -> None:
     with unsharded(model):
         assert parity.live_bytes(at_least=1024) == 4 * block_bytes
     assert parity.live_bytes(at_least=1024) == 0
+
+
+# ---- Between Init and shard() ----
+
+
+def _build(group: Group) -> tuple[nn.Module, nn.Module]:
+    """A model of which each rank keeps a part, and the same in plain torch."""
+    plain = parity.build(parity.tiny_float32)
+    with zero_engine.Init(group=group):
+        model = parity.build(parity.tiny_float32)
+    return model, plain
+
+
+def _assert_trains_from(model: nn.Module, plain: nn.Module, group: Group) -> None:
+    zero_engine.shard(model, None, ZeroConfig(3), group=group)
+    weights = zero_engine.full_state_dict(model)
+    if group.rank == 0:
+        parity.assert_same_weights(weights, plain.state_dict(), what="after Init")
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_values_are_read_between_init_and_shard(group: Group) -> None:
+    """DeepSpeed has its example of GatheredParameters there; stand-ins would be read as NaN."""
+    model, plain = _build(group)
+    backwards = list(model.parameters())
+    if group.rank:
+        backwards.reverse()
+
+    with GatheredParameters(backwards + backwards):
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+        data = parity.batch(0, 0, group.rank)
+        assert parity.loss_of(model, data).item() == parity.loss_of(plain, data).item()
+        assert list(model.state_dict()) == list(plain.state_dict())
+
+    for param in model.parameters():
+        assert param.untyped_storage().nbytes() == param.element_size()
+    with pytest.raises(StateError, match="was sharded by Init"):
+        model(parity.batch(0, 0, group.rank)[0])
+    _assert_trains_from(model, plain, group)
+
+
+@pytest.mark.parametrize("modifier", [0, 1])
+@pytest.mark.ranks(2, 3)
+def test_one_rank_writes_for_all_between_init_and_shard(group: Group, modifier: int) -> None:
+    """So transformers initialises a model of stage 3, and scripts load old weights into one."""
+    model, plain = _build(group)
+    generator = torch.Generator().manual_seed(5)
+    for param in plain.parameters():
+        nn.init.normal_(param, generator=generator)
+    generator = torch.Generator().manual_seed(5 if group.rank == modifier else 6)
+    params = list(model.parameters())
+
+    with GatheredParameters(params[:1], modifier_rank=modifier):
+        params[0].data = torch.randn(params[0].shape, generator=generator)  # in place of its memory
+    for param in params[1:]:
+        with GatheredParameters(param, modifier_rank=modifier):
+            if group.rank == modifier:
+                nn.init.normal_(param, generator=generator)
+
+    copied = copy.deepcopy(model)
+    _assert_trains_from(model, plain, group)
+    _assert_trains_from(copied, plain, group)
+
+
+@pytest.mark.parametrize("way", ["in place", "data", "replaced"])
+def test_a_write_that_would_be_lost_raises_on_every_rank(group: Group, way: str) -> None:
+    """A model that kept its random weights trains, only worse."""
+    model, plain = _build(group)
+    weight = model.blocks[0].up.weight
+    with (
+        pytest.raises(LostEditError, match=r"rank 1 changed parameter .*weight.*seen on rank"),
+        GatheredParameters(weight, sanity_checks=way == "data"),
+        torch.no_grad(),
+    ):
+        if group.rank == 1 and way == "in place":
+            weight.add_(1)
+        elif group.rank == 1 and way == "data":
+            weight.data.add_(1)
+        elif group.rank == 1:
+            weight.data = torch.zeros_like(weight)
+    _assert_trains_from(model, plain, group)
+
+
+def test_an_exception_on_one_rank_ends_the_context_on_all(group: Group) -> None:
+    """Or the others would wait for it, and half of the model were of another file."""
+    model, plain = _build(group)
+    expected = ValueError if group.rank == 1 else StateError
+    with (
+        pytest.raises(expected, match=r"my own|rank 1 left the context with an exception"),
+        GatheredParameters(model, modifier_rank=0),
+        torch.no_grad(),
+    ):
+        model.scale.fill_(7)
+        if group.rank == 1:
+            raise ValueError("my own")
+    _assert_trains_from(model, plain, group)
+
+
+def test_what_cannot_be_gathered_early_is_refused(group: Group) -> None:
+    """By the same names as for a model that is sharded."""
+    model, plain = _build(group)
+    weight = model.blocks[0].up.weight
+    with pytest.raises(StateError, match=r"modifier_rank in 0\.\.1, .*got 2"):
+        GatheredParameters(weight, modifier_rank=2).__enter__()
+    with (
+        GatheredParameters(weight),
+        pytest.raises(OverlapError, match="gathered already"),
+        GatheredParameters(model),
+    ):
+        pass
+    with (
+        pytest.raises(StateError, match=r"rank 0 left parameter .* with another shape"),
+        GatheredParameters(weight, modifier_rank=0),
+    ):
+        weight.data = torch.zeros(3)
+    with zero_engine.Init(group=group), GatheredParameters(weight):  # which gathers by itself
+        assert torch.equal(weight, plain.blocks[0].up.weight)
+    _assert_trains_from(model, plain, group)
+
+
+# ---- Generation with parameters outside the device ----
+
+
+WIDTH, DEPTH = 32, 6
+
+
+def _sharded(group: Group, folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)]
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    offload = Offload(params="disk", path=folder)
+    config = zero_engine.ZeroConfig(3, min_unit_bytes=0, window=2, offload=offload)
+    zero_engine.shard(model, optimizer, config, group=group)
+    return model, optimizer
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    loss = model(torch.ones(4, WIDTH)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@torch.no_grad()
+def _forward(model: nn.Module) -> Tensor:
+    return model(torch.ones(4, WIDTH))
+
+
+def test_each_rank_runs_the_model_as_often_as_it_likes(group: Group, tmp_path: Path) -> None:
+    """Prompts end at different lengths: a rank that waits for another would wait for ever."""
+    model, optimizer = _sharded(group, tmp_path)
+    for _ in range(2):
+        _step(model, optimizer)
+    expected = _forward(model)
+    weights = [zero_engine.full_param(param) for param in model.parameters()]
+
+    with zero_engine.unsharded(model):
+        with zero_comm.record_traffic(group) as traffic:
+            for _ in range(1 + 4 * group.rank):
+                assert torch.equal(_forward(model), expected)
+            for param, weight in zip(model.parameters(), weights, strict=True):
+                assert torch.equal(param.detach() + 0, weight)  # outside a forward, too
+        assert not traffic.operations
+
+    assert torch.isfinite(_step(model, optimizer))  # all is as it was, and ranks agree
+
+
+def test_the_device_holds_no_more_than_in_training(group: Group, tmp_path: Path) -> None:
+    """Who offloads parameters has no room for all of them: only the disk may have whole copies."""
+    model, optimizer = _sharded(group, tmp_path)
+    for _ in range(2):
+        _step(model, optimizer)
+    before = memory_report(model)
+    shards = sum(p.numel() for p in model.parameters()) * 4 // 2
+    assert before.disk_bytes == shards
+
+    with zero_engine.unsharded(model):
+        for _ in range(2):
+            _forward(model)
+        inside = memory_report(model)
+
+    assert inside.total_bytes == before.total_bytes
+    assert inside.disk_bytes == shards + 2 * shards
+    assert memory_report(model).disk_bytes == shards
+
+
+def test_the_context_ends_whatever_happens_inside(group: Group, tmp_path: Path) -> None:
+    """An exception of one rank must leave no file, and nothing that reads a copy out of date."""
+    model, optimizer = _sharded(group, tmp_path)
+    losses = [_step(model, optimizer)]
+    with pytest.raises(ZeroDivisionError), zero_engine.unsharded(model):
+        _forward(model)
+        _ = 1 // 0
+    refusal = pytest.raises(StateError, match=r"optimizer\.step\(\) inside unsharded")
+    with refusal, zero_engine.unsharded(model):
+        optimizer.step()
+    losses += [_step(model, optimizer) for _ in range(2)]
+
+    fresh, other = _sharded(group, tmp_path)
+    assert [_step(fresh, other) for _ in range(3)] == losses

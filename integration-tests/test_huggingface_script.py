@@ -19,7 +19,7 @@ from torch.utils.data import DistributedSampler
 pytest.importorskip("transformers")
 
 import huggingface_script as script
-from scripts import WORLD_SIZE, Runner, launch, on_ranks
+from scripts import WORLD_SIZE, Runner, on_ranks
 from transformers import GPT2LMHeadModel, get_linear_schedule_with_warmup, set_seed
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -69,8 +69,8 @@ def test_a_script_for_transformers_runs_with_one_line_changed(
     ranks, tmp_path: Path, stage: int, dtype: torch.dtype
 ) -> None:
     """Models of transformers are what people train with ZeRO-3, and they come with such scripts."""
-    run = launch if stage == 3 else on_ranks(ranks)
-    printed = _run_script(run, tmp_path, _configuration(stage, dtype), recomputes=stage == 3)
+    configuration = _configuration(stage, dtype)
+    printed = _run_script(on_ranks(ranks), tmp_path, configuration, recomputes=stage == 3)
 
     expected = _train_alone(dtype)
     assert printed["batch"] == WORLD_SIZE * MICRO_BATCH * NUM_MICRO_BATCHES

@@ -30,6 +30,14 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+_PAIRS = [
+    (stage, name)
+    for turn, name in enumerate(_OPTIMIZERS)
+    for stage in parity.STAGES
+    if turn == 0 or stage in (turn - 1, 3)  # every optimizer, and every stage, but not each pair
+]
+
+
 class _Loop:
     """A plain loop over one sharded model; `in_step` asks the optimizer to do the work."""
 
@@ -58,16 +66,11 @@ class _Loop:
         return zero_engine.full_state_dict(self.model), tensors
 
 
-@pytest.mark.parametrize("name", list(_OPTIMIZERS))
-@pytest.mark.parametrize("stage", parity.STAGES)
+@pytest.mark.parametrize(("stage", "name"), _PAIRS)
 def test_a_fused_step_unscales_and_clips_as_a_pass_of_its_own_does(
-    ranks, stage: int, name: str
+    group: Group, stage: int, name: str
 ) -> None:
     """One pass over all gradients is saved; no more may change than how a factor is rounded."""
-    ranks(2).run(_fuse, stage=stage, name=name)
-
-
-def _fuse(group: Group, stage: int, name: str) -> None:
     fused = _Loop(group, stage, name, in_step=True)
     apart = _Loop(group, stage, name, in_step=False)
     for number, max_norm in enumerate((None, None, 1e-3, 1e3)):
@@ -84,14 +87,11 @@ def _fuse(group: Group, stage: int, name: str) -> None:
         torch.testing.assert_close(state, apart.snapshot()[1])
 
 
-@pytest.mark.parametrize("name", list(_OPTIMIZERS))
-@pytest.mark.parametrize("stage", parity.STAGES)
-def test_a_fused_step_on_inf_of_one_rank_changes_nothing(ranks, stage: int, name: str) -> None:
+@pytest.mark.parametrize(("stage", "name"), _PAIRS)
+def test_a_fused_step_on_inf_of_one_rank_changes_nothing(
+    group: Group, stage: int, name: str
+) -> None:
     """The host calls step() without knowing: weights, momentum and step counts must stay."""
-    ranks(2).run(_skip, stage=stage, name=name)
-
-
-def _skip(group: Group, stage: int, name: str) -> None:
     loop = _Loop(group, stage, name, in_step=True)
     bad = math.inf if group.rank == 1 else 1.0
     assert not loop.step(0, factor=bad).is_in_step  # skipped by the host
@@ -106,12 +106,9 @@ def _skip(group: Group, stage: int, name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(state_after, state, strict=True))
 
 
-def test_gradients_that_are_dropped_take_along_what_was_left_to_the_step(ranks) -> None:
+@pytest.mark.ranks(1)
+def test_gradients_that_are_dropped_take_along_what_was_left_to_the_step(group: Group) -> None:
     """Else the next step, of other gradients, would be divided by a scale that they never had."""
-    ranks(1).run(_drop)
-
-
-def _drop(group: Group) -> None:
     loop, other = (_Loop(group, 2, "adamw", in_step=True) for _ in range(2))
     for each in (loop, other):
         each.step(0)
@@ -146,13 +143,9 @@ def _engine(group: Group, *, is_late: bool, stage: int = 2, **options: Any) -> E
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 @pytest.mark.parametrize("stage", parity.STAGES)
 def test_a_host_that_learns_late_trains_as_one_that_knows_at_once(
-    ranks, stage: int, accumulation_steps: int
+    group: Group, stage: int, accumulation_steps: int
 ) -> None:
     """Scale, schedule and weights depend on each verdict, whenever it is read."""
-    ranks(2).run(_learn_late, stage=stage, accumulation_steps=accumulation_steps)
-
-
-def _learn_late(group: Group, stage: int, accumulation_steps: int) -> None:
     scale = DynamicLossScale(initial_power=4, window=2, hysteresis=1)
     options = {"loss_scale": scale, "stage": stage, "accumulation_steps": accumulation_steps}
     late, prompt = (_engine(group, is_late=is_late, **options) for is_late in (True, False))
@@ -177,12 +170,9 @@ def _learn_late(group: Group, stage: int, accumulation_steps: int) -> None:
     assert_weights(late, weights_of(prompt))
 
 
-def test_a_verdict_is_not_waited_for_within_its_step(ranks) -> None:
+@pytest.mark.ranks(1)
+def test_a_verdict_is_not_waited_for_within_its_step(group: Group) -> None:
     """That the host launches on is what it is for."""
-    ranks(1).run(_count_verdicts)
-
-
-def _count_verdicts(group: Group) -> None:
     engine = _engine(group, is_late=True, loss_scale=DynamicLossScale(initial_power=4))
     run_micro_batch(engine, 0)
     assert engine._verdict is None  # the first step, which creates the state
@@ -193,12 +183,9 @@ def _count_verdicts(group: Group) -> None:
     assert engine.was_step_applied() and engine._verdict is None
 
 
-def test_the_smallest_scale_raises_with_every_step_counted(ranks) -> None:
+@pytest.mark.ranks(1)
+def test_the_smallest_scale_raises_with_every_step_counted(group: Group) -> None:
     """Whoever catches the error and goes on must find the counters where training is."""
-    ranks(1).run(_end_at_the_minimum)
-
-
-def _end_at_the_minimum(group: Group) -> None:
     scale = DynamicLossScale(initial_power=0, hysteresis=1, raises_at_minimum=True)
     for is_late in (True, False):
         engine = _engine(group, is_late=is_late, loss_scale=scale)
@@ -210,12 +197,9 @@ def _end_at_the_minimum(group: Group) -> None:
         assert not engine.was_step_applied()
 
 
-def test_an_engine_is_destroyed_whatever_its_last_verdict(ranks) -> None:
+@pytest.mark.ranks(1)
+def test_an_engine_is_destroyed_whatever_its_last_verdict(group: Group) -> None:
     """Cleaning up must not hide the error that it follows, nor stop half-way."""
-    ranks(1).run(_destroy_at_the_minimum)
-
-
-def _destroy_at_the_minimum(group: Group) -> None:
     scale = DynamicLossScale(initial_power=0, hysteresis=1, raises_at_minimum=True)
     engine = _engine(group, is_late=True, loss_scale=scale)
     scheduler = engine.lr_scheduler
@@ -232,11 +216,6 @@ def _destroy_at_the_minimum(group: Group) -> None:
         engine.step()
 
 
-def test_a_scheduler_that_cannot_go_back_makes_the_host_wait(ranks) -> None:
-    """A step that was not may not advance it, whatever it is."""
-    ranks(1).run(_advance_a_bare_scheduler)
-
-
 class _Count:
     def __init__(self) -> None:
         self.steps = 0
@@ -245,7 +224,9 @@ class _Count:
         self.steps += 1
 
 
-def _advance_a_bare_scheduler(group: Group) -> None:
+@pytest.mark.ranks(1)
+def test_a_scheduler_that_cannot_go_back_makes_the_host_wait(group: Group) -> None:
+    """A step that was not may not advance it, whatever it is."""
     config = attrs.evolve(engine_config(group, 2), loss_scale=DynamicLossScale(initial_power=4))
     model, count = parity.build(parity.tiny_float32), _Count()
     engine, *_ = zero_engine.initialize(

@@ -238,12 +238,8 @@ def test_what_is_refused_leaves_the_model_as_it_was(wrong: dict[str, Any]) -> No
     assert engine.module is model
 
 
-def test_an_mpu_of_no_groups_leaves_the_model_as_it_was(ranks) -> None:
+def test_an_mpu_of_no_groups_leaves_the_model_as_it_was(group: Group) -> None:
     """As above; what its getters return is seen in a job only."""
-    ranks(2).run(_pass_no_groups)
-
-
-def _pass_no_groups(group: Group) -> None:
     model = nn.Linear(1, 1)
     for getter, mpu in (
         ("get_data_parallel_group", _Getters(data=3, model=group.process_group)),
@@ -258,12 +254,8 @@ def _pass_no_groups(group: Group) -> None:
 
 
 @pytest.mark.parametrize("names", [None, ("tp", "pp"), ("dp", "data")])
-def test_a_mesh_must_say_which_axis_has_the_data(ranks, names: Any) -> None:
+def test_a_mesh_must_say_which_axis_has_the_data(group: Group, names: Any) -> None:
     """Sharding along the other one would mix parts of different parameters."""
-    ranks(2).run(_pass_a_mesh, names=names)
-
-
-def _pass_a_mesh(group: Group, names: Any) -> None:
     mesh = _mesh(1, 2, names=names)
     with pytest.raises(ConfigError, match="of two with one named 'dp' or 'data' or 'data_par"):
         zero_engine.initialize(model=nn.Linear(1, 1), optimizer=_adamw, mpu=mesh, config=SETTINGS)

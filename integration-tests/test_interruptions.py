@@ -25,14 +25,14 @@ UNDISTURBED: dict[tuple[int, int], tuple[list[float], dict[str, Any]]] = {}  # k
 # ---- Evaluation ----
 
 
-@pytest.mark.parametrize("when", ["between-steps", "before-backward", "before-step"])
-def test_evaluation_in_the_middle_of_training_changes_nothing(ranks, when: str) -> None:
+@pytest.mark.parametrize(
+    ("when", "stages"), parity.in_turn(["between-steps", "before-backward", "before-step"])
+)
+def test_evaluation_in_the_middle_of_training_changes_nothing(
+    group: Group, when: str, stages: tuple[int, ...]
+) -> None:
     """A validation loss is taken whenever the user likes; it takes slots from units in training."""
-    ranks(2).run(_evaluate, when=when)
-
-
-def _evaluate(group: Group, when: str) -> None:
-    for stage in parity.STAGES:
+    for stage in stages:
         expected = _train_undisturbed(group, stage)
         model, optimizer = parity.build_sharded(group, ZeroConfig(stage, window=2))
         losses = []
@@ -68,17 +68,19 @@ class _AccidentError(Exception):
     pass
 
 
-@pytest.mark.parametrize("where", ["before-block", "in-block", "after-block", "at-input"])
-def test_an_exception_in_forward_leaves_nothing_behind(ranks, where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "stages"),
+    parity.in_turn(["before-block", "in-block", "after-block", "at-input"]),
+)
+def test_an_exception_in_forward_leaves_nothing_behind(
+    group: Group, where: str, stages: tuple[int, ...]
+) -> None:
     """The user catches it, skips the batch, and goes on; so must we."""
-    ranks(2).run(_fail_in_forward, where=where)
 
-
-def _fail_in_forward(group: Group, where: str) -> None:
     def raise_it(*_: Any) -> None:
         raise _AccidentError
 
-    for stage in parity.STAGES:
+    for stage in stages:
         expected = _train_undisturbed(group, stage)
         model, optimizer = parity.build_sharded(group, ZeroConfig(stage, window=2))
         losses = parity.run_steps(model, optimizer, range(2), rank=group.rank)
@@ -102,18 +104,18 @@ def _fail_in_forward(group: Group, where: str) -> None:
         assert _buffer_bytes(model) == bytes_before
 
 
-@pytest.mark.parametrize("block", [0, 1, 2])
-@pytest.mark.parametrize("retry", ["zero-grad", "forward"])
-def test_an_exception_in_backward_leaves_nothing_behind(ranks, block: int, retry: str) -> None:
+@pytest.mark.parametrize(
+    ("retry", "block", "stages"), parity.in_turn(["zero-grad", "forward"], [0, 1, 2])
+)
+def test_an_exception_in_backward_leaves_nothing_behind(
+    group: Group, block: int, retry: str, stages: tuple[int, ...]
+) -> None:
     """Some units are reduced by then, and some are not."""
-    ranks(2).run(_fail_in_backward, block=block, retry=retry)
 
-
-def _fail_in_backward(group: Group, block: int, retry: str) -> None:
     def raise_it(grad: Tensor) -> None:
         raise _AccidentError
 
-    for stage in parity.STAGES:
+    for stage in stages:
         expected = _train_undisturbed(group, stage)
         model, optimizer = parity.build_sharded(group, ZeroConfig(stage, window=2))
         losses = parity.run_steps(model, optimizer, range(2), rank=group.rank)
@@ -138,12 +140,8 @@ def _fail_in_backward(group: Group, block: int, retry: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_model_may_drop_what_a_failed_backward_left(ranks, stage: int) -> None:
+def test_the_model_may_drop_what_a_failed_backward_left(group: Group, stage: int) -> None:
     """What was reduced before the exception must not be in the next step's gradients."""
-    ranks(2).run(_drop_by_model_after_failure, stage=stage)
-
-
-def _drop_by_model_after_failure(group: Group, stage: int) -> None:
     expected = _train_undisturbed(group, stage)
     model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
 
@@ -164,12 +162,9 @@ def _drop_by_model_after_failure(group: Group, stage: int) -> None:
     _assert_undisturbed(model, losses, expected, f"stage {stage}")
 
 
-def test_a_step_on_half_a_backward_is_refused(ranks) -> None:
+def test_a_step_on_half_a_backward_is_refused(group: Group) -> None:
     """Some gradients would be this batch's and some would be missing."""
-    ranks(2).run(_step_after_failure)
 
-
-def _step_after_failure(group: Group) -> None:
     def raise_it(grad: Tensor) -> None:
         raise _AccidentError
 
@@ -188,14 +183,15 @@ def _step_after_failure(group: Group) -> None:
 # ---- Graphs that live longer ----
 
 
-@pytest.mark.parametrize("window", [1, 2, 5])
-@pytest.mark.parametrize("order", ["first-in-first-out", "last-in-first-out", "summed"])
-def test_two_forwards_then_two_backwards(ranks, order: str, window: int) -> None:
+@pytest.mark.parametrize(
+    ("order", "window", "stages"),
+    parity.in_turn(["first-in-first-out", "last-in-first-out", "summed"], [1, 2, 5]),
+)
+def test_two_forwards_then_two_backwards(
+    group: Group, order: str, window: int, stages: tuple[int, ...]
+) -> None:
     """A siamese loss: units must return to their place for each graph."""
-    ranks(2).run(_two_graphs, order=order, window=window)
 
-
-def _two_graphs(group: Group, order: str, window: int) -> None:
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         losses = []
         for step in range(3):
@@ -213,15 +209,12 @@ def _two_graphs(group: Group, order: str, window: int) -> None:
             optimizer.zero_grad()
         return losses
 
-    _assert_same_as_plain(group, train, window=window)
+    _assert_same_as_plain(group, train, window=window, stages=stages)
 
 
-def test_backward_twice_through_one_graph(ranks) -> None:
+def test_backward_twice_through_one_graph(group: Group) -> None:
     """retain_graph=True: what was saved in forward is read again."""
-    ranks(2).run(_backward_twice)
 
-
-def _backward_twice(group: Group) -> None:
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         losses = []
         for step in range(3):
@@ -246,12 +239,8 @@ def _summed_locally(model: nn.Module) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_step_between_forward_and_backward_is_refused(ranks, stage: int) -> None:
+def test_a_step_between_forward_and_backward_is_refused(group: Group, stage: int) -> None:
     """The gradients would be those of other weights than the graph was made with."""
-    ranks(2).run(_step_in_between, stage=stage)
-
-
-def _step_in_between(group: Group, stage: int) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
     parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
     loss = parity.loss_of(model, parity.batch(1, 0, group.rank))
@@ -262,12 +251,8 @@ def _step_in_between(group: Group, stage: int) -> None:
     optimizer.zero_grad()
 
 
-def test_release_between_forward_and_backward_is_refused_by_backward(ranks) -> None:
+def test_release_between_forward_and_backward_is_refused_by_backward(group: Group) -> None:
     """The graph's views point at memory that was given away."""
-    ranks(2).run(_release_in_between)
-
-
-def _release_in_between(group: Group) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(3))
     loss = parity.loss_of(model, parity.batch(0, 0, group.rank))
     zero_engine.release_buffers(model)
@@ -302,25 +287,15 @@ class _Checkpointed(parity.Tiny):
         return self.head(x) * self.scale
 
 
-@pytest.mark.parametrize("per_segment", [1, 2, 3])
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved-tensor-hooks", "reentrant"])
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize(
+    ("window", "use_reentrant", "per_segment", "stages"),
+    parity.in_turn([1, 3], [False, True], [1, 2, 3]),
+)
 def test_recomputing_activations_gives_the_same_numbers(
-    ranks, use_reentrant: bool, per_segment: int, window: int
+    group: Group, use_reentrant: bool, per_segment: int, window: int, stages: tuple[int, ...]
 ) -> None:
     """Units run forward again in the middle of backward, nested in one another's turn."""
-    ranks(2).run(
-        _checkpointed_equals_plain,
-        use_reentrant=use_reentrant,
-        per_segment=per_segment,
-        window=window,
-    )
-
-
-def _checkpointed_equals_plain(
-    group: Group, use_reentrant: bool, per_segment: int, window: int
-) -> None:
-    for stage in parity.STAGES:
+    for stage in stages:
         model, optimizer = parity.build_sharded(
             group,
             ZeroConfig(stage, window=window),
@@ -347,13 +322,10 @@ class _Reusing(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("window", [1, 2, 5])
-def test_a_block_may_be_called_twice(ranks, window: int) -> None:
+@pytest.mark.parametrize(("window", "stages"), parity.in_turn([1, 2, 5]))
+def test_a_block_may_be_called_twice(group: Group, window: int, stages: tuple[int, ...]) -> None:
     """Its gradient is complete only when backward has passed both calls."""
-    ranks(2).run(_reuse, window=window)
 
-
-def _reuse(group: Group, window: int) -> None:
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         return parity.run_steps(model, optimizer, range(3), rank=group.rank)
 
@@ -364,15 +336,12 @@ def _reuse(group: Group, window: int) -> None:
                 x = self.blocks[index](x)
             return self.head(x)
 
-    _assert_same_as_plain(group, train, make=CalledTwice, window=window)
+    _assert_same_as_plain(group, train, make=CalledTwice, window=window, stages=stages)
 
 
-def test_a_parameter_read_outside_its_unit_works_or_is_named(ranks) -> None:
+def test_a_parameter_read_outside_its_unit_works_or_is_named(group: Group) -> None:
     """At stage 3 it is at rest there: NaN must never reach the loss unseen."""
-    ranks(2).run(_read_outside)
 
-
-def _read_outside(group: Group) -> None:
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         return parity.run_steps(model, optimizer, range(3), rank=group.rank)
 
@@ -405,19 +374,17 @@ class _Pair(nn.Module):
         return self.blocks[1](self.between(self.blocks[0](x)) + x)
 
 
-@pytest.mark.parametrize("window", [1, 2, 5])
-def test_units_may_contain_units(ranks, window: int) -> None:
+@pytest.mark.parametrize(("window", "stages"), parity.in_turn([1, 2, 5]))
+def test_units_may_contain_units(group: Group, window: int, stages: tuple[int, ...]) -> None:
     """The outer one is in use while the inner ones come and go."""
-    ranks(2).run(_nest, window=window)
 
-
-def _nest(group: Group, window: int) -> None:
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         return parity.run_steps(model, optimizer, range(3), rank=group.rank)
 
     pairs = [f"pairs.{i}" for i in range(3)]
     inner = [f"pairs.{i}.blocks.{j}" for i in range(3) for j in range(2)]
-    _assert_same_as_plain(group, train, make=_Nested, window=window, units=[*pairs, *inner])
+    how = {"window": window, "units": [*pairs, *inner]}
+    _assert_same_as_plain(group, train, make=_Nested, stages=stages, **how)
 
 
 # ---- What is compared ----
@@ -461,6 +428,7 @@ def _assert_same_as_plain(
     train: Callable[[nn.Module, torch.optim.Optimizer], list[float]],
     *,
     make: Callable[[], nn.Module] = parity.Tiny,
+    stages: tuple[int, ...] = parity.STAGES,
     **options: Any,
 ) -> None:
     """As one rank's autograd has it, averaged by hand. DDP cannot do all that is asked here."""
@@ -475,7 +443,7 @@ def _assert_same_as_plain(
     plain_optimizer.register_step_pre_hook(average)
     expected = train(plain, plain_optimizer)
 
-    for stage in parity.STAGES:
+    for stage in stages:
         model, optimizer = parity.build_sharded(group, ZeroConfig(stage, **options), make=make)
         assert train(model, optimizer) == expected, f"stage {stage}"
         weights = zero_engine.full_state_dict(model)

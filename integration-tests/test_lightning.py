@@ -29,12 +29,9 @@ pytestmark = [
 ]
 
 
-def test_fit_validate_and_predict_are_those_of_ddp_strategy(ranks) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_fit_validate_and_predict_are_those_of_ddp_strategy(group: Group) -> None:
     """The sanity check is a forward before any backward; what follows `fit` finds it sharded."""
-    ranks(2).run(_fit, timeout_s=120)
-
-
-def _fit(group: Group) -> None:
     import lightning_loops as loops
     from lightning.pytorch.utilities.model_summary import summarize
 
@@ -53,14 +50,11 @@ def _fit(group: Group) -> None:
         assert rest == expected[1], f"stage {stage}"
 
 
+@pytest.mark.ranks(timeout_s=120)
 def test_manual_optimization_and_closures_that_are_repeated_are_those_of_ddp_strategy(
-    ranks,
+    group: Group,
 ) -> None:
     """Chained optimizers step inside training_step(), past the module's forward."""
-    ranks(2).run(_manual, timeout_s=120)
-
-
-def _manual(group: Group) -> None:
     import lightning_loops as loops
 
     for make in (lambda: loops.Manual(loops.chained), lambda: loops.Module(loops.looks_ahead)):
@@ -70,12 +64,9 @@ def _manual(group: Group) -> None:
             loops.assert_same(got, expected, group=group, what=f"stage {stage}")
 
 
-def test_what_configure_model_builds_is_sharded_while_it_is_built(ranks) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_what_configure_model_builds_is_sharded_while_it_is_built(group: Group) -> None:
     """And has the values of plain construction on rank 0."""
-    ranks(2).run(_configure_model, timeout_s=120)
-
-
-def _configure_model(group: Group) -> None:
     import lightning_loops as loops
 
     for precision in ("32-true", "bf16-true"):
@@ -86,14 +77,11 @@ def _configure_model(group: Group) -> None:
         loops.assert_same(got, expected, group=group, what=precision)
 
 
+@pytest.mark.ranks(timeout_s=120)
 def test_clipping_and_accumulation_are_close_to_ddp_strategy_and_equal_to_a_plain_loop(
-    ranks,
+    group: Group,
 ) -> None:
     """The norm is that over all ranks; sharded gradients are reduced by every backward."""
-    ranks(2).run(_clip, timeout_s=120)
-
-
-def _clip(group: Group) -> None:
     import lightning_loops as loops
 
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
@@ -133,12 +121,9 @@ def _plain_loop(
     return module.losses, zero_engine.full_state_dict(module)
 
 
-def test_mixed_precision_is_that_of_ddp_strategy(ranks) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_mixed_precision_is_that_of_ddp_strategy(group: Group) -> None:
     """Lightning has bf16 in the place of fp16 on the CPU, and says so; its scaler works there."""
-    ranks(2).run(_mixed, timeout_s=120)
-
-
-def _mixed(group: Group) -> None:
     import lightning_loops as loops
     from lightning.pytorch.plugins import MixedPrecision
 
@@ -162,12 +147,9 @@ def _mixed(group: Group) -> None:
             loops.assert_same(got, runs[0], group=group, what=str(options()))
 
 
-def test_lightnings_own_average_of_weights_is_that_of_ddp_strategy_at_stage_2(ranks) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_lightnings_own_average_of_weights_is_that_of_ddp_strategy_at_stage_2(group: Group) -> None:
     """It reads and writes parameters, which rest whole there; at stage 3 it is refused."""
-    ranks(2).run(_average, timeout_s=120)
-
-
-def _average(group: Group) -> None:
     import lightning_loops as loops
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
@@ -230,12 +212,9 @@ def _resume_alone(group: Group, folder: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_fp16_on_a_gpu_is_that_of_ddp_strategy(ranks) -> None:
+@pytest.mark.ranks(1, timeout_s=120)
+def test_fp16_on_a_gpu_is_that_of_ddp_strategy(group: Group) -> None:
     """There Lightning keeps the scaler, and moves models and optimizers between phases."""
-    ranks(1).run(_on_gpu, timeout_s=120)
-
-
-def _on_gpu(group: Group) -> None:
     import lightning_loops as loops
 
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -248,12 +227,11 @@ def _on_gpu(group: Group) -> None:
         assert module.shift.is_cuda
 
 
-def test_fabric_trains_saves_and_loads_as_under_its_ddp_strategy(ranks, tmp_path) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_fabric_trains_saves_and_loads_as_under_its_ddp_strategy(
+    group: Group, tmp_path: Path
+) -> None:
     """Accumulation, both clippings, sharded construction, and a closure of the scaler."""
-    ranks(2).run(_fabric, timeout_s=120, folder=str(tmp_path))
-
-
-def _fabric(group: Group, folder: str) -> None:
     import lightning_loops as loops
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import DDPStrategy
@@ -297,21 +275,18 @@ def _fabric(group: Group, folder: str) -> None:
             torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
     state = {"model": model, "optimizer": optimizer, "step": 4, "seed": (1, 2)}
-    fabric.save(f"{folder}/it.ckpt", state)
+    fabric.save(f"{tmp_path}/it.ckpt", state)
     after = train(fabric, model, optimizer, clips=clips)
     other, model, optimizer = start(ZeroFabricStrategy(1))
     state = {"model": model, "optimizer": optimizer, "step": 0}
-    assert other.load(f"{folder}/it.ckpt", state) == {"seed": (1, 2)}
+    assert other.load(f"{tmp_path}/it.ckpt", state) == {"seed": (1, 2)}
     assert state["step"] == 4
     assert train(other, model, optimizer, clips=clips) == after
 
 
-def test_two_models_of_fabric_train_by_turns(ranks) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_two_models_of_fabric_train_by_turns(group: Group) -> None:
     """What a Trainer's one module cannot: each has an optimizer, and steps alone."""
-    ranks(2).run(_by_turns, timeout_s=120)
-
-
-def _by_turns(group: Group) -> None:
     import lightning_loops as loops
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import DDPStrategy
@@ -351,12 +326,9 @@ def test_the_script_of_the_documentation_runs(ranks, tmp_path) -> None:
     assert "at step 60\nas loaded: True" in printed
 
 
-def test_what_cannot_be_says_what_to_do(ranks, tmp_path) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_what_cannot_be_says_what_to_do(group: Group, tmp_path: Path) -> None:
     """Not Lightning's own message about some attribute, and no wrong numbers."""
-    ranks(2).run(_refusals, timeout_s=120, folder=str(tmp_path))
-
-
-def _refusals(group: Group, folder: str) -> None:
     import lightning_loops as loops
     from lightning.fabric import Fabric
     from lightning.pytorch.callbacks import StochasticWeightAveraging
@@ -381,7 +353,7 @@ def _refusals(group: Group, folder: str) -> None:
 
     bf16 = zero_engine.Precision(params=torch.bfloat16)
     trained, net = fit(), nn.Linear(2, 2)
-    zero_engine.save(folder, trained.lightning_module, trained.optimizers[0], step=0, tag="plain")
+    zero_engine.save(tmp_path, trained.lightning_module, trained.optimizers[0], step=0, tag="plain")
     wrapped = loops.Module()
     wrapped.net = nn.parallel.DistributedDataParallel(wrapped.net)
     refused = {
@@ -396,13 +368,13 @@ def _refusals(group: Group, folder: str) -> None:
             "x", storage_options={"a": 1}
         ),
         "a path that every rank sees": lambda: trained.save_checkpoint("s3://bucket/x"),
-        "one of a plain loop": lambda: fit(ckpt_path=f"{folder}/plain"),
+        "one of a plain loop": lambda: fit(ckpt_path=f"{tmp_path}/plain"),
         "is sharded already": lambda: fit(trained.lightning_module),
         "from_deepspeed": lambda: ZeroStrategy(config={"zero_optimization": {"stage": 3}}),
         "stage: expected": lambda: ZeroStrategy(4),
         "fabric.setup\\(model, optimizer\\)": lambda: fabric().setup_optimizers(loops.sgd(net)),
         "one optimizer, got 2": lambda: fabric().setup(net, *two(net)),
-        "give the model in `state`": lambda: fabric().load(f"{folder}/plain", {}),
+        "give the model in `state`": lambda: fabric().load(f"{tmp_path}/plain", {}),
     }
     for said, action in refused.items():
         with pytest.raises((ValueError, OSError), match=said):

@@ -28,26 +28,22 @@ def _build(group: Group, stage: int = 3, **wire: Any) -> tuple[nn.Module, torch.
 # ---- The same run ----
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("kept", [None, Blockwise(bits=8)], ids=str)
+@pytest.mark.parametrize(("stage", "kept"), [(1, None), (3, Blockwise(bits=8))], ids=str)
+@pytest.mark.ranks(4)
 def test_a_run_goes_on_from_a_file_with_the_same_bits(
-    ranks, stage: int, kept: Any, tmp_path: Path
+    group: Group, stage: int, kept: Any, tmp_path: Path
 ) -> None:
     """What a reduction has lost comes with the next one, whoever ended the job between them."""
-    ranks(4).run(_resume, stage=stage, loco=Loco(reset_T=5, kept=kept), folder=tmp_path)
-
-
-def _resume(group: Group, stage: int, loco: Loco, folder: Path) -> None:
-    model, optimizer = _build(group, stage, loco=loco)
+    model, optimizer = _build(group, stage, loco=Loco(reset_T=5, kept=kept))
     parity.run_steps(model, optimizer, range(3), rank=group.rank)
-    zero_engine.save(folder / "one", model, optimizer, step=3)
-    with zero_engine.Saver(folder / "two", model, optimizer) as saver:
+    zero_engine.save(tmp_path / "one", model, optimizer, step=3)
+    with zero_engine.Saver(tmp_path / "two", model, optimizer) as saver:
         saver.save(step=3)  # a copy: the next steps change the errors
         expected = parity.run_steps(model, optimizer, range(3, 7), rank=group.rank)
     weights = zero_engine.full_state_dict(model)
     for name in ("one", "two"):
-        again, stepper = _build(group, stage, loco=loco)
-        report = zero_engine.load(folder / name, again, stepper)
+        again, stepper = _build(group, stage, loco=Loco(reset_T=5, kept=kept))
+        report = zero_engine.load(tmp_path / name, again, stepper)
         assert report.begins_anew == ()
         found = parity.run_steps(again, stepper, range(3, 7), rank=group.rank)
         assert found == expected
@@ -55,22 +51,19 @@ def _resume(group: Group, stage: int, loco: Loco, folder: Path) -> None:
         parity.assert_same_weights(full, weights, what=name)
 
 
-def test_what_a_run_has_lost_since_is_not_fed_back(ranks, tmp_path: Path) -> None:
+@pytest.mark.ranks(4)
+def test_what_a_run_has_lost_since_is_not_fed_back(group: Group, tmp_path: Path) -> None:
     """Who goes back to an earlier checkpoint has other weights than those that lost it."""
-    ranks(4).run(_go_back, folder=tmp_path)
-
-
-def _go_back(group: Group, folder: Path) -> None:
     model, optimizer = _build(group, loco=None)
     parity.run_steps(model, optimizer, range(1), rank=group.rank)
-    zero_engine.save(folder, model, optimizer, step=1)
+    zero_engine.save(tmp_path, model, optimizer, step=1)
 
     curves = []
     for used in (False, True):
         model, optimizer = _build(group)
         if used:
             parity.run_steps(model, optimizer, range(2), rank=group.rank)
-        report = zero_engine.load(folder, model, optimizer)
+        report = zero_engine.load(tmp_path, model, optimizer)
         assert "LoCo), of which none were saved" in report.begins_anew[0]
         assert str(report).endswith(report.begins_anew[0])
         curves.append(parity.run_steps(model, optimizer, range(1, 4), rank=group.rank))

@@ -140,12 +140,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], Tens
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_of_many_kinds_train_as_in_plain_torch(ranks, name: str) -> None:
+def test_models_of_many_kinds_train_as_in_plain_torch(group: Group, name: str) -> None:
     """No surprise for the model's author."""
-    ranks(2).run(_train_kind, name=name)
-
-
-def _train_kind(group: Group, name: str) -> None:
     make, loss_of = MODELS[name]
 
     def build() -> nn.Module:
@@ -158,7 +154,8 @@ def _train_kind(group: Group, name: str) -> None:
     _assert_as_plain(group, build, _in_steps(loss_of))
 
 
-def _wrap_after(group: Group) -> None:
+def test_a_sharded_model_may_be_wrapped(group: Group) -> None:
+    """A wrapper answers for the module inside, and must not be taken for it."""
     plain, model = parity.build(_Chain), parity.build(_Chain)
     expected = _in_steps(_mean_square)(plain, parity.adamw(plain))
     optimizer = parity.adamw(model)
@@ -171,15 +168,15 @@ def _wrap_after(group: Group) -> None:
         zero_engine.full_state_dict(wrapped)
 
 
-def test_a_sharded_model_may_be_wrapped(ranks) -> None:
-    """A wrapper answers for the module inside, and must not be taken for it."""
-    ranks(2).run(_wrap_after)
-
-
 # ---- Hooks of the user's ----
 
 
-def _train_hooked(group: Group, when: str) -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_the_user_read_whole_parameters_and_change_outputs(
+    group: Group, when: str
+) -> None:
+    """Also one that was registered after ours, and what it makes of the output is the output."""
+
     def hook(model: nn.Module) -> None:
         for block in model.blocks:
             block.register_forward_pre_hook(lambda m, args: (args[0] * m.linear.weight.sum(),))
@@ -198,12 +195,6 @@ def _train_hooked(group: Group, when: str) -> None:
         return model
 
     _assert_as_plain(group, make, train)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_of_the_user_read_whole_parameters_and_change_outputs(ranks, when: str) -> None:
-    """Also one that was registered after ours, and what it makes of the output is the output."""
-    ranks(2).run(_train_hooked, when=when)
 
 
 # ---- Backwards ----
@@ -271,12 +262,8 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_loops_of_many_kinds_train_as_in_plain_torch(ranks, loop: str) -> None:
+def test_loops_of_many_kinds_train_as_in_plain_torch(group: Group, loop: str) -> None:
     """What stands between forward, backward and step is the user's own business."""
-    ranks(2).run(_train_loop, loop=loop)
-
-
-def _train_loop(group: Group, loop: str) -> None:
     _assert_as_plain(group, _Chain, LOOPS[loop])
 
 
@@ -297,19 +284,18 @@ class _NestedCheckpoints(_Chain):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved-tensor-hooks", "reentrant"])
-def test_recomputation_inside_recomputation(ranks, use_reentrant: bool) -> None:
+def test_recomputation_inside_recomputation(group: Group, use_reentrant: bool) -> None:
     """A unit is made whole in the middle of another's recomputation, which is in backward."""
-    ranks(2).run(_recompute, use_reentrant=use_reentrant)
-
-
-def _recompute(group: Group, use_reentrant: bool) -> None:
     _assert_as_plain(group, lambda: _NestedCheckpoints(use_reentrant), _in_steps(_mean_square))
 
 
 # ---- Accidents ----
 
 
-def _stop(group: Group, kind: type[BaseException]) -> None:
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_no_exception_leaves_a_unit_whole(group: Group, kind: type[BaseException]) -> None:
+    """One that is taken to be in use is never gathered again, and goes on with old values."""
+
     def raise_it(*_: object) -> None:
         raise kind
 
@@ -336,12 +322,6 @@ def _stop(group: Group, kind: type[BaseException]) -> None:
         optimizer.zero_grad()
         losses += parity.run_steps(model, optimizer, [step], rank=group.rank)
     assert losses == expected
-
-
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_no_exception_leaves_a_unit_whole(ranks, kind: type[BaseException]) -> None:
-    """One that is taken to be in use is never gathered again, and goes on with old values."""
-    ranks(2).run(_stop, kind=kind)
 
 
 # ---- Several models ----
@@ -410,7 +390,8 @@ def _assert_pairs_as_plain(group: Group, stage: int, train: Callable) -> None:
 # ---- Inference ----
 
 
-def _infer(group: Group) -> None:
+def test_inference_needs_no_optimizer(group: Group) -> None:
+    """Memory that inference mode made must do for what comes after it, too."""
     plain, model = parity.build(_Chain), parity.build(_Chain)
     zero_engine.shard(model, None, ZeroConfig(3), group=group)
     model.eval()
@@ -418,11 +399,6 @@ def _infer(group: Group) -> None:
         with no_grad():
             assert torch.equal(model(_x(step)), plain(_x(step)))
         _assert_at_rest(model)
-
-
-def test_inference_needs_no_optimizer(ranks) -> None:
-    """Memory that inference mode made must do for what comes after it, too."""
-    ranks(2).run(_infer)
 
 
 # ---- What is compared ----

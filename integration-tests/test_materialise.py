@@ -53,13 +53,9 @@ def _init_all(module: nn.Module) -> None:
             nn.init.uniform_(param)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_values_are_those_of_to_empty_and_apply(ranks, world_size: int) -> None:
+@pytest.mark.ranks(1, 2)
+def test_values_are_those_of_to_empty_and_apply(group: Group) -> None:
     """Torch's own two steps are the oracle; ties, which its to_empty() cuts, are kept."""
-    ranks(world_size).run(_materialise)
-
-
-def _materialise(group: Group) -> None:
     plain = _Model()
     torch.manual_seed(0)
     plain.apply(_init_all)
@@ -86,16 +82,12 @@ def _materialise(group: Group) -> None:
         assert full["head.weight"] is full["embed.weight"]
 
 
-def test_reset_parameters_is_the_default(ranks) -> None:
-    """Most modules of torch know how to fill themselves, statistics included."""
-    ranks(2).run(_reset)
-
-
 def _stack() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LSTM(8, 8), nn.Embedding(5, 8))
 
 
-def _reset(group: Group) -> None:
+def test_reset_parameters_is_the_default(group: Group) -> None:
+    """Most modules of torch know how to fill themselves, statistics included."""
     plain = _stack()
     torch.manual_seed(0)
     plain.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
@@ -110,12 +102,8 @@ def _reset(group: Group) -> None:
         parity.assert_same_weights(full, plain.state_dict(), what="reset")
 
 
-def test_what_has_values_keeps_them(ranks) -> None:
+def test_what_has_values_keeps_them(group: Group) -> None:
     """A backbone that exists and a head that does not yet."""
-    ranks(2).run(_keep)
-
-
-def _keep(group: Group) -> None:
     body = parity.build(lambda: nn.Linear(8, 8))
     expected = body.weight.detach().clone()
     model = nn.Sequential(body, nn.Linear(8, 2, device="meta"))
@@ -127,12 +115,9 @@ def _keep(group: Group) -> None:
     assert group.rank or torch.equal(full["0.weight"], expected)
 
 
-def test_what_was_left_unwritten_is_named(ranks) -> None:
+def test_what_was_left_unwritten_is_named(group: Group) -> None:
     """Junk in a table of positions, or in half a matrix, is NaN or nonsense hours later."""
-    ranks(2).run(_leave_out)
 
-
-def _leave_out(group: Group) -> None:
     def leave_out(module: nn.Module) -> None:
         if not isinstance(module, _Model):
             is_head = isinstance(module, nn.Linear) and module.bias is None
@@ -149,12 +134,11 @@ def _leave_out(group: Group) -> None:
     assert found == "'scale', 'embed.weight', 'frequencies', 'mask', 'table'"
 
 
-def test_modules_that_cannot_reset_themselves_are_named_before_anything_happens(ranks) -> None:
+@pytest.mark.ranks(1)
+def test_modules_that_cannot_reset_themselves_are_named_before_anything_happens(
+    group: Group,
+) -> None:
     """All of them at once, with what to do."""
-    ranks(1).run(_cannot_reset)
-
-
-def _cannot_reset(group: Group) -> None:
     with torch.device("meta"):
         model = _Model()
     with pytest.raises(PartitionError, match=r"'scale', 'frequencies', 'mask'.*init=fn"):
@@ -162,24 +146,17 @@ def _cannot_reset(group: Group) -> None:
     assert all(param.is_meta for param in model.parameters())
 
 
-def test_a_model_left_on_meta_is_refused_by_shard(ranks) -> None:
+@pytest.mark.ranks(1)
+def test_a_model_left_on_meta_is_refused_by_shard(group: Group) -> None:
     """The remedy is named."""
-    ranks(1).run(_shard_meta)
-
-
-def _shard_meta(group: Group) -> None:
     with zero_engine.Init(group=group), torch.device("meta"):
         model = nn.Linear(4, 4)
     with pytest.raises(PartitionError, match=r"'weight' is on the meta device"):
         zero_engine.shard(model, None, group=group)
 
 
-def test_ranks_that_materialise_different_models_are_told(ranks) -> None:
+def test_ranks_that_materialise_different_models_are_told(group: Group) -> None:
     """Else one waits for what the other never sends."""
-    ranks(2).run(_differ)
-
-
-def _differ(group: Group) -> None:
     model = nn.Linear(4, 4 + group.rank, device="meta")
     with pytest.raises(AgreementError, match=r"'weight' on the meta device.*\(5, 4\)"):
         zero_engine.materialise(model, group=group)
@@ -200,12 +177,8 @@ class _OfAllDtypes(nn.Module):
             self.values[: self.until] = 1
 
 
-def test_every_dtype_can_say_that_it_was_not_written(ranks) -> None:
+def test_every_dtype_can_say_that_it_was_not_written(group: Group) -> None:
     """Of each, one element that is left out is found; memory holds anything."""
-    ranks(2).run(_leave_an_element_out)
-
-
-def _leave_an_element_out(group: Group) -> None:
     for dtype in (
         torch.float32,
         torch.bfloat16,

@@ -46,12 +46,8 @@ def _sharded(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_gradient_that_the_user_dropped_is_not_in_the_norm(ranks, stage: int) -> None:
+def test_a_gradient_that_the_user_dropped_is_not_in_the_norm(group: Group, stage: int) -> None:
     """`param.grad = None` after backward leaves a parameter out of this step, clipping included."""
-    ranks(2).run(_drop_and_clip, stage=stage)
-
-
-def _drop_and_clip(group: Group, stage: int) -> None:
     plain, model, _ = _sharded(group, stage)
     for each in (plain, model):
         _loss_of(each, 0).backward()
@@ -61,12 +57,8 @@ def _drop_and_clip(group: Group, stage: int) -> None:
     torch.testing.assert_close(zero_engine.clip_grad_norm_(model, 0.1), expected)
 
 
-def test_clipping_after_a_failed_backward_is_refused(ranks) -> None:
+def test_clipping_after_a_failed_backward_is_refused(group: Group) -> None:
     """As stepping is: some gradients lack this backward's part."""
-    ranks(2).run(_clip_after_failure)
-
-
-def _clip_after_failure(group: Group) -> None:
     _, model, optimizer = _sharded(group, 3)
 
     def fail(_: Tensor) -> None:
@@ -92,12 +84,8 @@ class _Pauses(parity.PerParameter):
         param.add_(grad, alpha=-group["lr"])
 
 
-def test_what_a_closure_reads_is_not_taken_for_what_the_step_writes(ranks) -> None:
+def test_what_a_closure_reads_is_not_taken_for_what_the_step_writes(group: Group) -> None:
     """Its forward reads the old values; peers that go on must wait for the new ones."""
-    ranks(2).run(_pause_after_closure)
-
-
-def _pause_after_closure(group: Group) -> None:
     plain, model = parity.build(_blocks), parity.build(_blocks)
     for each in (plain, model):
         optimizer = _Pauses(each.parameters(), lr=0.1)
@@ -117,12 +105,8 @@ def _pause_after_closure(group: Group) -> None:
 # ---- Forward ----
 
 
-def test_a_forward_that_was_refused_has_ended(ranks) -> None:
+def test_a_forward_that_was_refused_has_ended(group: Group) -> None:
     """Later uses of a parameter outside forward must not wait for ranks that never come."""
-    ranks(2).run(_read_after_refusal)
-
-
-def _read_after_refusal(group: Group) -> None:
     _, model, _ = _sharded(group, 3)
     model.late = nn.Linear(2, 2)
     with pytest.raises(StateError, match=r"late\.weight"):
@@ -154,12 +138,8 @@ class _StepsInside(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_step_inside_a_forward_is_right_or_refused(ranks, stage: int) -> None:
+def test_a_step_inside_a_forward_is_right_or_refused(group: Group, stage: int) -> None:
     """At stage 3 what is whole meanwhile would stay as it was before the step."""
-    ranks(2).run(_step_inside, stage=stage)
-
-
-def _step_inside(group: Group, stage: int) -> None:
     plain, model, optimizer = _sharded(group, stage, _StepsInside)
     x = torch.ones(2, WIDTH)
     if stage == 3:
@@ -169,12 +149,8 @@ def _step_inside(group: Group, stage: int) -> None:
     assert model(x, optimizer).equal(plain(x, parity.adamw(plain)))
 
 
-def test_a_parameter_at_rest_tells_what_it_is_like(ranks) -> None:
+def test_a_parameter_at_rest_tells_what_it_is_like(group: Group) -> None:
     """Its dtype and shape are known on each rank; asking for them needs no other."""
-    ranks(2).run(_ask_what_it_is_like)
-
-
-def _ask_what_it_is_like(group: Group) -> None:
     plain, model, _ = _sharded(group, 3)
     ours, theirs = model[0].weight, plain[0].weight
     x = torch.arange(WIDTH * WIDTH, dtype=torch.float64)
@@ -215,12 +191,8 @@ class _Joins(nn.Module):
         return x @ joined.T
 
 
-def test_weights_in_a_named_tuple_are_used_outside_their_unit(ranks) -> None:
+def test_weights_in_a_named_tuple_are_used_outside_their_unit(group: Group) -> None:
     """At rest they are NaN; torch takes any sequence of tensors."""
-    ranks(2).run(_train_as_plain)
-
-
-def _train_as_plain(group: Group) -> None:
     plain, model, optimizer = _sharded(group, 3, _Joins)
 
     expected = train(plain, parity.adamw(plain), _loss_of, num_steps=2)
@@ -239,12 +211,8 @@ class _GivesSparse(nn.Module):
         return self.linear(x), torch.eye(2).to_sparse()
 
 
-def test_a_unit_may_return_a_sparse_tensor(ranks) -> None:
+def test_a_unit_may_return_a_sparse_tensor(group: Group) -> None:
     """Its outputs are looked at for views of parameters, and a sparse one cannot be one."""
-    ranks(2).run(_return_sparse)
-
-
-def _return_sparse(group: Group) -> None:
     _, model, _ = _sharded(group, 3, _GivesSparse)
     _, sparse = model(torch.ones(1, WIDTH))
     assert torch.equal(sparse.to_dense(), torch.eye(2))
@@ -254,12 +222,8 @@ def _return_sparse(group: Group) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_value_that_cannot_be_read_is_an_error_of_its_own_name(ranks, stage: int) -> None:
+def test_a_value_that_cannot_be_read_is_an_error_of_its_own_name(group: Group, stage: int) -> None:
     """As in plain torch, which loads the others and says which failed."""
-    ranks(2).run(_load_from_meta, stage=stage)
-
-
-def _load_from_meta(group: Group, stage: int) -> None:
     _, model, _ = _sharded(group, stage)
     state = parity.build(_blocks, seed=7).state_dict()
     expected = {key: value.clone() for key, value in state.items()}
@@ -292,12 +256,8 @@ def test_an_optimizer_with_nothing_to_train_is_refused(stage: int) -> None:
         zero_engine.shard(model, optimizer, ZeroConfig(stage), group=Group.solo())
 
 
-def test_state_that_hides_tensors_in_a_list_is_refused(ranks) -> None:
+def test_state_that_hides_tensors_in_a_list_is_refused(group: Group) -> None:
     """Half of it would be a whole tensor's, half a shard's."""
-    ranks(2).run(_shard_remembering)
-
-
-def _shard_remembering(group: Group) -> None:
     model = _blocks()
     optimizer = _Remembers(model.parameters(), lr=0.1)
     _loss_of(model, 0).backward()
@@ -307,12 +267,11 @@ def _shard_remembering(group: Group) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_chained_optimizers_keep_their_state_when_sharding_is_undone(ranks, stage: int) -> None:
+def test_chained_optimizers_keep_their_state_when_sharding_is_undone(
+    group: Group, stage: int
+) -> None:
     """Momentum that starts again from zero is another training."""
-    ranks(2).run(_chain_and_undo, stage=stage)
 
-
-def _chain_and_undo(group: Group, stage: int) -> None:
     def chained(model: nn.Sequential) -> ChainedOptimizer:
         return ChainedOptimizer(
             torch.optim.AdamW(model[:2].parameters(), lr=1e-2),
@@ -340,12 +299,8 @@ class _Watched(nn.Module):
         return (x @ weight).square().mean()
 
 
-def test_what_is_registered_again_after_unshard_is_gathered_ahead_again(ranks) -> None:
+def test_what_is_registered_again_after_unshard_is_gathered_ahead_again(group: Group) -> None:
     """Another sharding of the same model is another model; what was known of the first is gone."""
-    ranks(2).run(_register_twice)
-
-
-def _register_twice(group: Group) -> None:
     model, other, loss = _blocks(), _blocks(), _Watched()
     for each in (model, other):
         zero_engine.shard(each, None, ZeroConfig(3), group=group)
@@ -365,12 +320,8 @@ def _register_twice(group: Group) -> None:
     assert not loss._forward_pre_hooks
 
 
-def test_a_model_that_is_deleted_leaves_no_hook_on_a_loss(ranks) -> None:
+def test_a_model_that_is_deleted_leaves_no_hook_on_a_loss(group: Group) -> None:
     """The loss goes on to serve the next model."""
-    ranks(2).run(_register_and_delete)
-
-
-def _register_and_delete(group: Group) -> None:
     import gc
 
     model, loss = _blocks(), _Watched()
@@ -382,12 +333,8 @@ def _register_and_delete(group: Group) -> None:
     loss(torch.ones(1, WIDTH), torch.ones(WIDTH, WIDTH))
 
 
-def test_a_parameter_says_that_its_model_was_deleted(ranks) -> None:
+def test_a_parameter_says_that_its_model_was_deleted(group: Group) -> None:
     """Whoever kept it alone has a stand-in; its values went with the model."""
-    ranks(2).run(_keep_a_parameter)
-
-
-def _keep_a_parameter(group: Group) -> None:
     import gc
 
     model = _blocks()

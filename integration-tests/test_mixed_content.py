@@ -116,12 +116,8 @@ def _adamw(groups: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_unit_of_anything_trains_as_plain_torch(ranks, name: str) -> None:
+def test_a_unit_of_anything_trains_as_plain_torch(group: Group, name: str) -> None:
     """Each kind gets a buffer of its own; a flat buffer of the first one's dtype would cast."""
-    ranks(2).run(_trains_as_plain, name=name)
-
-
-def _trains_as_plain(group: Group, name: str) -> None:
     plain = parity.build(MODELS[name])
     expected = _train(plain, _adamw(plain.parameters()))
     faces = [(param.shape, param.dtype, param.requires_grad) for param in plain.parameters()]
@@ -145,12 +141,8 @@ def _assert_at_rest(model: nn.Module, stage: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_unit_of_anything_costs_its_elements(ranks, name: str) -> None:
+def test_a_unit_of_anything_costs_its_elements(group: Group, name: str) -> None:
     """Bytes per kind, to the byte: nothing frozen has a gradient, nothing is stored wider."""
-    ranks(2).run(_costs_its_elements, name=name)
-
-
-def _costs_its_elements(group: Group, name: str) -> None:
     plain = parity.build(MODELS[name])
     trained = [param for param in plain.parameters() if param.requires_grad]
     for stage in (0, 3):
@@ -208,12 +200,9 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-def test_param_groups_keep_their_place(ranks, groups: str) -> None:
+def test_param_groups_keep_their_place(group: Group, groups: str) -> None:
     """A scheduler finds its groups by position, also those in which nothing is left to train."""
-    ranks(2).run(_groups_train_as_plain, groups=groups)
 
-
-def _groups_train_as_plain(group: Group, groups: str) -> None:
     def make() -> nn.Module:
         return _freeze(_plain_blocks(), 1)
 
@@ -238,12 +227,8 @@ def _groups_train_as_plain(group: Group, groups: str) -> None:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_a_model_without_a_trained_parameter_evaluates(ranks, stage: int) -> None:
+def test_a_model_without_a_trained_parameter_evaluates(group: Group, stage: int) -> None:
     """A frozen teacher is sharded for its size alone, and a part of a model may have no size."""
-    ranks(2).run(_evaluates_as_plain, stage=stage)
-
-
-def _evaluates_as_plain(group: Group, stage: int) -> None:
     x = torch.randn(4, 3)
     teacher = _plain_blocks().requires_grad_(False)
     plain = copy.deepcopy(teacher)

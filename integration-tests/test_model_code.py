@@ -123,7 +123,8 @@ def test_a_hook_of_the_users_finds_whole_parameters(ranks, stage: int) -> None:
     ranks(2).run(_trains_as_plain, make="spectral", stage=stage)
 
 
-def _penalise(group: Group) -> None:
+def test_a_gradient_penalty_at_stage_3_is_refused(group: Group) -> None:
+    """Its second backward would read other units' weights without a word."""
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     zero_engine.shard(model, None, ZeroConfig(3), group=group)
     x = torch.randn(4, 16, requires_grad=True)
@@ -131,21 +132,12 @@ def _penalise(group: Group) -> None:
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
-def test_a_gradient_penalty_at_stage_3_is_refused(ranks) -> None:
-    """Its second backward would read other units' weights without a word."""
-    ranks(2).run(_penalise)
-
-
-def _refuse_optimizer(group: Group) -> None:
+def test_an_optimizer_that_needs_matrices_is_refused_pieces_of_them(group: Group) -> None:
+    """On 1-D shards it would train, differently."""
     model = nn.Linear(16, 16)
     with pytest.raises(PartitionError, match=r"Adafactor needs the cut 'tensor'.*'flat'"):
         optimizer = torch.optim.Adafactor(model.parameters())
         zero_engine.shard(model, optimizer, ZeroConfig(1, cut="flat"), group=group)
-
-
-def test_an_optimizer_that_needs_matrices_is_refused_pieces_of_them(ranks) -> None:
-    """On 1-D shards it would train, differently."""
-    ranks(2).run(_refuse_optimizer)
 
 
 def _save_with(hook: Callable[..., Any], group: Group, stage: int) -> dict[str, Any]:
@@ -159,7 +151,8 @@ def _add_derived(module: nn.Module, state: dict, prefix: str, metadata: dict) ->
     state[prefix + "twice"] = state[prefix + "0.weight"] * 2
 
 
-def _derive(group: Group) -> None:
+def test_what_a_hook_derives_from_shards_is_not_saved_as_weights(group: Group) -> None:
+    """It would be NaN in the file."""
     whole = _save_with(_add_derived, group, 2)
     if group.rank == 0:
         assert torch.equal(whole["twice"], whole["0.weight"] * 2)
@@ -169,12 +162,8 @@ def _derive(group: Group) -> None:
             raise StateError("'twice' is neither a parameter nor a buffer")  # rank 0 writes
 
 
-def test_what_a_hook_derives_from_shards_is_not_saved_as_weights(ranks) -> None:
-    """It would be NaN in the file."""
-    ranks(2).run(_derive)
-
-
-def _scale(group: Group) -> None:
+def test_gradients_that_missed_unscaling_are_refused(group: Group) -> None:
+    """They would be added 1024 times too large."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zero_engine.shard(model, optimizer, ZeroConfig(2), group=group)
@@ -186,19 +175,10 @@ def _scale(group: Group) -> None:
         scaler.step(optimizer)
 
 
-def test_gradients_that_missed_unscaling_are_refused(ranks) -> None:
-    """They would be added 1024 times too large."""
-    ranks(2).run(_scale)
-
-
-def _look_into_guard(group: Group) -> None:
+def test_the_data_of_a_guard_is_guarded(group: Group) -> None:
+    """`p.grad.data.norm()` is how many loops log gradients."""
     model = nn.Linear(4, 4)
     zero_engine.shard(model, None, ZeroConfig(1), group=group)
     model(torch.ones(1, 4)).sum().backward()
     with pytest.raises(StateError, match="clip_grad_norm_"):
         model.weight.grad.data.norm()
-
-
-def test_the_data_of_a_guard_is_guarded(ranks) -> None:
-    """`p.grad.data.norm()` is how many loops log gradients."""
-    ranks(2).run(_look_into_guard)

@@ -28,14 +28,11 @@ class _Split(nn.Module):
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.ranks(4)
 def test_the_norm_covers_the_model_and_counts_what_is_replicated_once(
-    ranks, stage: int, norm_type: float
+    group: Group, stage: int, norm_type: float
 ) -> None:
     """Else each rank of the model would clip by another factor, and its parts drift apart."""
-    ranks(4).run(_clip, stage=stage, norm_type=norm_type)
-
-
-def _clip(group: Group, stage: int, norm_type: float) -> None:
     data_of = [[0, 2], [1, 3]]  # data-parallel groups; the model is split over [0, 1] and [2, 3]
     data = _group_of(group, data_of)
     model_group = _group_of(group, [[0, 1], [2, 3]])
@@ -59,12 +56,8 @@ def _clip(group: Group, stage: int, norm_type: float) -> None:
     torch.testing.assert_close(grad, whole[0].grad.chunk(2, dim=1)[model_group.rank])
 
 
-def test_an_overflow_in_what_one_rank_counts_is_seen_in_every_copy(ranks) -> None:
+def test_an_overflow_in_what_one_rank_counts_is_seen_in_every_copy(group: Group) -> None:
     """Ranks of one model that disagree about a step hold parts that do not fit from there on."""
-    ranks(2).run(_overflow_in_a_copy)
-
-
-def _overflow_in_a_copy(group: Group) -> None:
     for culprit in range(2):
         model = _Split(torch.ones(HIDDEN, HIDDEN), torch.ones(HIDDEN))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

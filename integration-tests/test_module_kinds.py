@@ -355,12 +355,8 @@ _ROUNDED = {"encoder"}
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", KINDS)
-def test_modules_of_every_kind_train_as_in_plain_torch(ranks, kind: str) -> None:
+def test_modules_of_every_kind_train_as_in_plain_torch(group: Group, kind: str) -> None:
     """What a module does between its call and its return is its author's business."""
-    ranks(2).run(_trains_as_plain, kind=kind)
-
-
-def _trains_as_plain(group: Group, kind: str) -> None:
     plain = parity.build(KINDS[kind])
     losses, outputs = _train(plain, _adamw(plain))
 

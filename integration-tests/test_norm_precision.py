@@ -120,13 +120,9 @@ def _train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> list[fl
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_norms_with_statistics_compute_as_they_are_and_the_rest_in_16_bits(
-    ranks, dtype: torch.dtype
+    group: Group, dtype: torch.dtype
 ) -> None:
     """Variances of 16 bits lose what they count; FSDP2's users wrap such layers apart."""
-    ranks(2).run(_compare, dtype=dtype)
-
-
-def _compare(group: Group, dtype: torch.dtype) -> None:
     kept = {"batch", "instance", "bare", "table"}
     for masters in (None, FP32):
         precision = Precision(params=dtype, masters=masters)
@@ -158,12 +154,8 @@ def _compare(group: Group, dtype: torch.dtype) -> None:
             assert not model.batch._forward_pre_hooks
 
 
-def test_bytes_and_files_know_of_norms_that_keep_their_dtype(ranks, tmp_path: Path) -> None:
+def test_bytes_and_files_know_of_norms_that_keep_their_dtype(group: Group, tmp_path: Path) -> None:
     """A plan, a report and a checkpoint are of the dtypes that are trained."""
-    ranks(2).run(_plan_and_resume, folder=str(tmp_path))
-
-
-def _plan_and_resume(group: Group, folder: str) -> None:
     precision = Precision(params=BF16)
     for stage in (1, 2, 3):
         config = ZeroConfig(stage, precision=precision)
@@ -183,7 +175,7 @@ def _plan_and_resume(group: Group, folder: str) -> None:
         zero_engine.shard(model, optimizer, config, group=group)
         _train(model, optimizer, group.rank, range(2))
         assert memory_report(model) == plan.at_rest, f"stage {stage}"
-        where = f"{folder}/{stage}"
+        where = f"{tmp_path}/{stage}"
         zero_engine.save(where, model, optimizer, step=2)
         expected = _train(model, optimizer, group.rank, range(2, 4))
 
@@ -198,12 +190,9 @@ def _plan_and_resume(group: Group, folder: str) -> None:
                 _train(again, resumed, 1, range(2, 4))
 
 
-def test_sync_batch_norm_is_a_norm_with_statistics(ranks) -> None:
+@pytest.mark.ranks(1)
+def test_sync_batch_norm_is_a_norm_with_statistics(group: Group) -> None:
     """It is what several ranks use in the place of batch norm."""
-    ranks(1).run(_sync)
-
-
-def _sync(group: Group) -> None:
     model = parity.build(lambda: _Normed(has_sync=True)).eval()
     plain = copy.deepcopy(model).to_dtype(BF16)
     plain.is_by_hand = True
@@ -212,12 +201,6 @@ def _sync(group: Group) -> None:
     batch, more = _inputs(0, 0)
     with torch.no_grad():
         assert torch.equal(model(batch, more=more), plain(batch, more=more).float())
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_inputs_are_left_alone_where_that_is_said(ranks, stage: int) -> None:
-    """A model that casts its inputs itself may need them whole first, as times and masks are."""
-    ranks(2).run(_leave_inputs, stage=stage)
 
 
 class _CastsItself(nn.Module):
@@ -231,7 +214,9 @@ class _CastsItself(nn.Module):
         return self.linear((x * 1000).cos().to(self.linear.weight.dtype))
 
 
-def _leave_inputs(group: Group, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+def test_inputs_are_left_alone_where_that_is_said(group: Group, stage: int) -> None:
+    """A model that casts its inputs itself may need them whole first, as times and masks are."""
     x = torch.rand(3, 5)
     for casts in (False, True):
         plain = parity.build(_CastsItself).to(BF16)
@@ -248,12 +233,8 @@ def _leave_inputs(group: Group, stage: int) -> None:
     assert model.seen == FP32, "no dtype was asked for"
 
 
-def test_a_file_of_deepspeeds_leaves_inputs_as_deepspeed_does(ranks) -> None:
+def test_a_file_of_deepspeeds_leaves_inputs_as_deepspeed_does(group: Group) -> None:
     """Its scripts cast what they want cast; anything more would be other numbers."""
-    ranks(2).run(_initialize)
-
-
-def _initialize(group: Group) -> None:
     file = {
         "train_micro_batch_size_per_gpu": 3,
         "bf16": {"enabled": True},

@@ -102,17 +102,13 @@ def _shard(group: Group, offload: Offload) -> tuple[Any, Any]:
 @pytest.mark.parametrize("num_files", [0, 3, 15])
 @pytest.mark.parametrize("who", [(0, 1), (1,)], ids=["all", "one"])
 def test_a_full_disk_is_known_before_anything_is_sharded(
-    ranks, tmp_path: Path, num_files: int, who: tuple[int, ...]
+    group: Group, tmp_path: Path, num_files: int, who: tuple[int, ...]
 ) -> None:
     """Every rank says so, nobody waits, and the model is as it was: another place can be tried."""
-    ranks(2).run(_is_full, folder=str(tmp_path), num_files=num_files, who=who)
-
-
-def _is_full(group: Group, folder: str, num_files: int, who: tuple[int, ...]) -> None:
     model = parity.build(parity.tiny_float32)
     before = copy.deepcopy(model.state_dict())
     optimizer = cpu_adam(model)
-    config = ZeroConfig(3, offload=BOTH.offload(folder))
+    config = ZeroConfig(3, offload=BOTH.offload(tmp_path))
     started = time.monotonic()
     with _on(_full_after(num_files) if group.rank in who else SYSTEM):
         expected = StoreError if group.rank in who else PartitionError
@@ -126,20 +122,16 @@ def _is_full(group: Group, folder: str, num_files: int, who: tuple[int, ...]) ->
     assert find_sharded(model) is None
     parity.assert_same_weights(model.state_dict(), before, what="after a refusal")
     group.barrier() if hasattr(group, "barrier") else torch.distributed.barrier()
-    assert not list(Path(folder).iterdir())
+    assert not list(Path(tmp_path).iterdir())
 
     zero_engine.shard(model, optimizer, config, group=group)
     parity.run_steps(model, optimizer, range(1), rank=group.rank)
     zero_engine.unshard(model, optimizer)
 
 
-def test_a_folder_that_is_missing_on_one_rank_is_named_by_all(ranks, tmp_path: Path) -> None:
+def test_a_folder_that_is_missing_on_one_rank_is_named_by_all(group: Group, tmp_path: Path) -> None:
     """A disk that one machine has not mounted is the commonest mistake there is."""
-    ranks(2).run(_is_missing, folder=str(tmp_path))
-
-
-def _is_missing(group: Group, folder: str) -> None:
-    offload = BOTH.offload(folder if group.rank == 0 else f"{folder}/nowhere")
+    offload = BOTH.offload(tmp_path if group.rank == 0 else f"{tmp_path}/nowhere")
     expected, part = (
         (PartitionError, "rank 1 cannot keep its part")
         if group.rank == 0
@@ -151,13 +143,11 @@ def _is_missing(group: Group, folder: str) -> None:
     assert time.monotonic() - started < SOON_S
 
 
-def test_a_budget_that_is_too_small_says_what_asks_for_how_much(ranks, tmp_path: Path) -> None:
+def test_a_budget_that_is_too_small_says_what_asks_for_how_much(
+    group: Group, tmp_path: Path
+) -> None:
     """With a number that works, and that is enough."""
-    ranks(2).run(_budget, folder=str(tmp_path))
-
-
-def _budget(group: Group, folder: str) -> None:
-    offload = evolve(BOTH.offload(folder), budget_bytes=2 if group.rank else 10**9)
+    offload = evolve(BOTH.offload(tmp_path), budget_bytes=2 if group.rank else 10**9)
     expected = BudgetError if group.rank else PartitionError
     with pytest.raises(expected, match=r"(?s)budget_bytes=2 .*slots") as caught:
         _shard(group, offload)
@@ -190,21 +180,18 @@ def _train_beside(group: Group, folder: str) -> None:
     zero_engine.unshard(model, optimizer)
 
 
-def test_a_model_that_is_dropped_leaves_no_file(ranks, tmp_path: Path) -> None:
+@pytest.mark.ranks(1)
+def test_a_model_that_is_dropped_leaves_no_file(group: Group, tmp_path: Path) -> None:
     """Nobody calls unshard() at the end of a script, or of a cell of a notebook."""
-    ranks(1).run(_drop, folder=str(tmp_path))
-
-
-def _drop(group: Group, folder: str) -> None:
-    model, optimizer = _shard(group, BOTH.offload(folder))
+    model, optimizer = _shard(group, BOTH.offload(tmp_path))
     parity.run_steps(model, optimizer, range(2), rank=0)
-    assert list(Path(folder).iterdir())
+    assert list(Path(tmp_path).iterdir())
     del model, optimizer
     deadline = time.monotonic() + 10  # a thread of the store may hold on to it until it has ended
-    while list(Path(folder).iterdir()) and time.monotonic() < deadline:
+    while list(Path(tmp_path).iterdir()) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
-    assert not list(Path(folder).iterdir())
+    assert not list(Path(tmp_path).iterdir())
 
 
 # ---- During training ----
@@ -215,22 +202,19 @@ def _drop(group: Group, folder: str) -> None:
     [("write", "optimizer", 1), ("read", "optimizer", 2), ("write", "parameters", 1)],
     ids=["state is not written", "state is not read", "parameters are not written"],
 )
+@pytest.mark.ranks(timeout_s=60)
 def test_a_disk_that_fails_in_a_step_leaves_what_can_be_resumed(
-    ranks, tmp_path: Path, verb: str, part: str, skips: int
+    group: Group, tmp_path: Path, verb: str, part: str, skips: int
 ) -> None:
     """The error says that the step is torn; weights and state that were saved make it whole."""
-    ranks(2).run(_fails, folder=str(tmp_path), verb=verb, part=part, skips=skips, timeout_s=60)
-
-
-def _fails(group: Group, folder: str, verb: str, part: str, skips: int) -> None:
-    whole, its_optimizer = _shard(group, BOTH.offload(folder))
+    whole, its_optimizer = _shard(group, BOTH.offload(tmp_path))
     parity.run_steps(whole, its_optimizer, range(4), rank=group.rank)
     expected = parts_of(whole, its_optimizer)
     zero_engine.unshard(whole, its_optimizer)
 
     faulty = _Faulty()
     with _on(faulty.system()):
-        model, optimizer = _shard(group, BOTH.offload(folder))
+        model, optimizer = _shard(group, BOTH.offload(tmp_path))
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
     weights = {name: zero_engine.full_param(p) for name, p in model.named_parameters()}
     state = zero_engine.full_optimizer_state_dict(model)

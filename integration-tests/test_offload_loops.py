@@ -47,7 +47,7 @@ class Run:
     group: Group
     cell: Cell | None
     stage: int
-    folder: str
+    folder: Path
     seen: dict[str, Any] = field(factory=dict)
 
     def shard(
@@ -417,22 +417,25 @@ LOOPS: Final[dict[str, Callable[[Run], None]]] = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_does_the_same_wherever_things_rest(ranks, tmp_path: Path, loop: str) -> None:
+@pytest.mark.parametrize(("turn", "loop"), list(enumerate(LOOPS)))
+@pytest.mark.ranks(timeout_s=60)
+def test_a_loop_does_the_same_wherever_things_rest(
+    group: Group, tmp_path: Path, turn: int, loop: str
+) -> None:
     """Users do not know where their state rests, and write the loop that they always wrote."""
-    ranks(2).run(_same, folder=str(tmp_path), loop=loop, timeout_s=60)
+    _same(group, tmp_path, loop, (CELLS[1], CELLS[2 * (turn % 2)]))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_any_number_of_ranks_does_the_same(ranks, tmp_path: Path, world_size: int) -> None:
+@pytest.mark.parametrize("loop", ["access", "rewound", "unsharded", "built in parts"])
+@pytest.mark.ranks(1, 3, timeout_s=60)
+def test_any_number_of_ranks_does_the_same(group: Group, tmp_path: Path, loop: str) -> None:
     """One rank keeps all of it, and three divide nothing evenly."""
-    for loop in ("access", "rewound", "unsharded", "built in parts"):
-        ranks(world_size).run(_same, folder=str(tmp_path), loop=loop, timeout_s=60)
+    _same(group, tmp_path, loop, CELLS[1:2])
 
 
-def _same(group: Group, folder: str, loop: str) -> None:
+def _same(group: Group, folder: Path, loop: str, cells: tuple[Cell, ...]) -> None:
     expected: dict[int, dict[str, Any]] = {}
-    for cell in CELLS:
+    for cell in cells:
         if cell.stage not in expected:
             plain = Run(group, None, cell.stage, folder)
             LOOPS[loop](plain)

@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.nn.parallel import DistributedDataParallel
 from zero_comm import Group
 from zero_engine import Offload, Precision
-from zero_partition import LoadError, StateError
+from zero_partition import LoadError, StateError, ZeroRedundancyOptimizer, unpartition
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -83,13 +84,11 @@ def _assert_same(found: Any, expected: Any, what: str) -> None:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_the_whole_state_is_what_the_plain_optimizer_has(ranks, tmp_path: Path, kind: str) -> None:
+def test_the_whole_state_is_what_the_plain_optimizer_has(
+    group: Group, tmp_path: Path, kind: str
+) -> None:
     """Whoever trains on without us, or looks at moments by hand, finds torch's own format."""
-    ranks(2).run(_whole, folder=tmp_path, kind=kind)
-
-
-def _whole(group: Group, folder: Path, kind: str) -> None:
-    config = _config(folder, **_KINDS[kind])
+    config = _config(tmp_path, **_KINDS[kind])
     plain, its = _plain(config)
     model, optimizer = _build(group, config)
     _step(plain, its, range(2))
@@ -140,15 +139,12 @@ def _go_on(group: Group, path: Path, start: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_masters_come_along(ranks, tmp_path: Path, stage: int) -> None:
+def test_masters_come_along(group: Group, tmp_path: Path, stage: int) -> None:
     """Weights are rounded: without masters the next small updates would start somewhere else."""
-    ranks(2).run(_masters, folder=tmp_path, stage=stage)
 
-
-def _masters(group: Group, folder: Path, stage: int) -> None:
     def build(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
         precision = Precision(params=torch.bfloat16)
-        return _build(group, _config(folder, precision=precision, **options), Blocks)
+        return _build(group, _config(tmp_path, precision=precision, **options), Blocks)
 
     expected, its = build(stage=stage, offload=("host", "device"))
     _step(expected, its, range(2))
@@ -177,12 +173,8 @@ def _masters(group: Group, folder: Path, stage: int) -> None:
     zero_engine.unshard(model, optimizer)
 
 
-def test_a_part_never_passes_for_the_whole(ranks) -> None:
+def test_a_part_never_passes_for_the_whole(group: Group) -> None:
     """`if rank == 0: torch.save(optimizer.state_dict())` would lose what the others have."""
-    ranks(2).run(_refuse)
-
-
-def _refuse(group: Group) -> None:
     model, optimizer = _build(group, ZeroConfig(1))
     with pytest.raises(StateError, match=r"2 ranks.*rank \d.*full_optimizer_state_dict\(model\)"):
         optimizer.state_dict()
@@ -244,12 +236,8 @@ def _gather(group: Group, folder: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", ["raise", "gather"])
-def test_chained_optimizers_have_one_state_each(ranks, way: str) -> None:
+def test_chained_optimizers_have_one_state_each(group: Group, way: str) -> None:
     """As the plain chain has: a list of theirs."""
-    ranks(2).run(_chain, way=way)
-
-
-def _chain(group: Group, way: str) -> None:
     plain = parity.build(parity.tiny_float32)
     its = muon_and_adamw(plain)
     model = parity.build(parity.tiny_float32)
@@ -274,13 +262,11 @@ def _chain(group: Group, way: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["state sharded", "parameters too", "on disk"])
-def test_torchs_checkpoint_functions_give_the_whole(ranks, tmp_path: Path, kind: str) -> None:
+def test_torchs_checkpoint_functions_give_the_whole(
+    group: Group, tmp_path: Path, kind: str
+) -> None:
     """Frameworks call them, by StateDictOptions(full_state_dict=True), for any kind of sharding."""
-    ranks(2).run(_torchs, folder=tmp_path, kind=kind)
-
-
-def _torchs(group: Group, folder: Path, kind: str) -> None:
-    config = _config(folder, **_KINDS[kind])
+    config = _config(tmp_path, **_KINDS[kind])
     plain, its = _plain(config)
     model, optimizer = _build(group, config)
     full = StateDictOptions(full_state_dict=True)
@@ -322,3 +308,40 @@ def _torchs(group: Group, folder: Path, kind: str) -> None:
     _assert_same(weights, plain.state_dict(), kind)
     _assert_same(state, get_optimizer_state_dict(plain, its, options=full), kind)
     zero_engine.unshard(model, optimizer)
+
+
+# ---- ZeroRedundancyOptimizer ----
+
+
+def test_either_goes_on_where_the_other_stopped(group: Group) -> None:
+    """Who outgrows the one line takes the run along, and may come back."""
+    plain, model = (parity.build(parity.tiny_float32) for _ in range(2))
+    oracle = torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False)
+    replica = DistributedDataParallel(plain, find_unused_parameters=True)
+
+    def make_ours() -> ZeroRedundancyOptimizer:
+        params = model.parameters()
+        return ZeroRedundancyOptimizer(params, torch.optim.AdamW, group, lr=0.01, foreach=False)
+
+    ours = make_ours()
+    _train(DistributedDataParallel(model, find_unused_parameters=True), ours, group, range(2))
+    ours.consolidate_state_dict(to=None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    optimizer.load_state_dict(ours.state_dict())
+    zero_engine.shard(model, optimizer, ZeroConfig(1), group=group)
+    _train(model, optimizer, group, range(2, 4))
+    unpartition(model)
+    ours = make_ours()
+    ours.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    _train(DistributedDataParallel(model, find_unused_parameters=True), ours, group, range(4, 6))
+    _train(replica, oracle, group, range(6))
+
+    for (name, mine), theirs in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, steps: range) -> None:
+    for step in steps:
+        parity.loss_of(model, parity.batch(step, 0, group.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -158,12 +158,8 @@ class _Unwrapping(nn.Module):
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_tensors_are_found_in_every_container(ranks, container: str) -> None:
+def test_tensors_are_found_in_every_container(group: Group, container: str) -> None:
     """One that is missed lets backward read whatever lies in the unit's slot by then."""
-    ranks(2).run(_unwrap, container=container)
-
-
-def _unwrap(group: Group, container: str) -> None:
     wrap, unwrap = CONTAINERS[container]
 
     def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -234,12 +230,8 @@ def _sum(first: Tensor, second: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("window", [1, 3])
-def test_callers_may_use_an_output_as_any_tensor(ranks, use: str, window: int) -> None:
+def test_callers_may_use_an_output_as_any_tensor(group: Group, use: str, window: int) -> None:
     """Writing to a view gives it another autograd node; the input may come out again."""
-    ranks(2).run(_use, use=use, window=window)
-
-
-def _use(group: Group, use: str, window: int) -> None:
     _assert_as_plain(group, lambda: _Caller(*USES[use]), _mean_square, window=window)
 
 

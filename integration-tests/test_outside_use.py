@@ -211,7 +211,8 @@ def test_the_loss_may_use_weights_after_the_forward(ranks, loss: str) -> None:
     ranks(2).run(_trains_as_plain, make="blocks", loss=loss)
 
 
-def _read(group: Group) -> None:
+def test_a_read_that_only_one_rank_may_do_is_named_and_not_gathered(group: Group) -> None:
+    """Logging on rank 0 must neither hang nor print NaN."""
     model = Blocks()
     zero_engine.shard(model, None, ZeroConfig(3), group=group)
     weight = model.blocks[1].linear.weight
@@ -232,11 +233,6 @@ def _read(group: Group) -> None:
                 read()
 
 
-def test_a_read_that_only_one_rank_may_do_is_named_and_not_gathered(ranks) -> None:
-    """Logging on rank 0 must neither hang nor print NaN."""
-    ranks(2).run(_read)
-
-
 class _Pair(nn.Module):
     """Two towers, as in CLIP: each may be asked alone, and neither's forward is the model's."""
 
@@ -250,12 +246,10 @@ class _Pair(nn.Module):
 
 
 @pytest.mark.parametrize("by_messages", [False, True])
-def test_a_part_that_is_called_by_hand_gathers_what_it_uses(ranks, by_messages: bool) -> None:
+def test_a_part_that_is_called_by_hand_gathers_what_it_uses(
+    group: Group, by_messages: bool
+) -> None:
     """Encoders, towers and the models inside adapters are called so, by generate() and others."""
-    ranks(2).run(_call_parts, by_messages=by_messages)
-
-
-def _call_parts(group: Group, by_messages: bool) -> None:
     group = attrs.evolve(group, peers=None) if by_messages else group
     torch.manual_seed(0)
     plain = _Pair()
@@ -293,7 +287,8 @@ class _Scaled(nn.Module):
         return x * self.scale[0]
 
 
-def _look(group: Group) -> None:
+def test_looking_at_a_parameter_at_rest_gathers_nothing(group: Group) -> None:
+    """Counters, optimizers and printers look at shapes; so may one rank alone."""
     plain = Blocks()
     model = copy.deepcopy(plain)
     zero_engine.shard(model, None, ZeroConfig(3), group=group)
@@ -317,18 +312,15 @@ def _look(group: Group) -> None:
     assert types[0] is nn.Parameter  # while it is in use it is what its author made
 
 
-def test_looking_at_a_parameter_at_rest_gathers_nothing(ranks) -> None:
-    """Counters, optimizers and printers look at shapes; so may one rank alone."""
-    ranks(2).run(_look)
-
-
 class _Special(nn.Parameter):
     """A user's own kind of parameter."""
 
     note = "mine"
 
 
-def _keep_class(group: Group) -> None:
+@pytest.mark.ranks(1)
+def test_a_parameter_of_the_users_own_class_stays_one(group: Group) -> None:
+    """Quantised and marked parameters are classes of their own."""
     model = nn.Linear(4, 4)
     model.weight = _Special(model.weight.data)
     weight = model.weight
@@ -342,12 +334,8 @@ def _keep_class(group: Group) -> None:
     assert isinstance(weight, _Special)
 
 
-def test_a_parameter_of_the_users_own_class_stays_one(ranks) -> None:
-    """Quantised and marked parameters are classes of their own."""
-    ranks(1).run(_keep_class)
-
-
-def _change_between(group: Group) -> None:
+def test_a_graph_made_before_the_step_is_refused_after_it(group: Group) -> None:
+    """Plain torch refuses it too: the weights it was made with are gone."""
     model = Blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
@@ -361,12 +349,8 @@ def _change_between(group: Group) -> None:
     _plain_loss(model, torch.ones(1, WIDTH)).backward()
 
 
-def test_a_graph_made_before_the_step_is_refused_after_it(ranks) -> None:
-    """Plain torch refuses it too: the weights it was made with are gone."""
-    ranks(2).run(_change_between)
-
-
-def _grad_of_params(group: Group) -> None:
+def test_autograd_grad_takes_parameters_at_rest(group: Group) -> None:
+    """They are places in a graph there, not values."""
     torch.manual_seed(0)
     plain = Blocks()
     model = copy.deepcopy(plain)
@@ -377,15 +361,11 @@ def _grad_of_params(group: Group) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_autograd_grad_takes_parameters_at_rest(ranks) -> None:
-    """They are places in a graph there, not values."""
-    ranks(2).run(_grad_of_params)
-
-
 # ---- Registered ----
 
 
-def _register(group: Group) -> None:
+def test_what_is_registered_is_used_and_leaves_no_hook(group: Group) -> None:
+    """Saying it buys time; it must not change a number."""
     torch.manual_seed(0)
     plain = _ReadsEarlier()
     model = copy.deepcopy(plain)
@@ -406,12 +386,8 @@ def _register(group: Group) -> None:
         zero_partition.unregister_external_parameter(model, params[0])
 
 
-def test_what_is_registered_is_used_and_leaves_no_hook(ranks) -> None:
-    """Saying it buys time; it must not change a number."""
-    ranks(2).run(_register)
-
-
-def _launch_ahead(group: Group) -> None:
+def test_what_is_registered_is_gathered_ahead_and_once(group: Group) -> None:
+    """It travels while the modules before its use compute."""
     model = _ReadsEarlier()
     zero_engine.shard(model, None, ZeroConfig(3), group=group)
     outside = find_sharded(model).outside
@@ -426,22 +402,13 @@ def _launch_ahead(group: Group) -> None:
     assert outside.num_gathers == 2 * 3
 
 
-def test_what_is_registered_is_gathered_ahead_and_once(ranks) -> None:
-    """It travels while the modules before its use compute."""
-    ranks(2).run(_launch_ahead)
-
-
 # ---- Attached late ----
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("how", ["new", "deep", "replaced"])
-def test_a_parameter_attached_after_sharding_is_named(ranks, stage: int, how: str) -> None:
+def test_a_parameter_attached_after_sharding_is_named(group: Group, stage: int, how: str) -> None:
     """Each rank would train its own."""
-    ranks(2).run(_attach, stage=stage, how=how)
-
-
-def _attach(group: Group, stage: int, how: str) -> None:
     model = Blocks()
     zero_engine.shard(model, None, ZeroConfig(stage), group=group)
     x = torch.ones(1, WIDTH)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zero_comm import Group
 from zero_partition.seams import find_sharded
 
+SHARDED = (2, 3)  # gathers are after the step, or at each use
 NESTED = ("blocks.0.up", "blocks.0", "lift", "embed")
 
 # Named by what holds: the test's file, its body, and what it is called with.
@@ -28,50 +29,82 @@ LAWS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "_stages_equal_the_oracle",
         {"num_micro_batches": 3, "reduces_once": False, "max_norm": 0.5},
     ),
-    "window-of-one": ("stages_agree", "_config_equals_ddp", {"window": 1}),
-    "window-of-most-units": ("stages_agree", "_config_equals_ddp", {"window": 5}),
-    "units-in-units": ("stages_agree", "_config_equals_ddp", {"units": NESTED}),
-    "whole-tensors": ("stages_agree", "_tensor_cut_equals_the_oracle", {}),
-    "evaluation-between-steps": ("interruptions", "_evaluate", {"when": "between-steps"}),
-    "evaluation-before-backward": ("interruptions", "_evaluate", {"when": "before-backward"}),
-    "exception-in-forward": ("interruptions", "_fail_in_forward", {"where": "in-block"}),
+    "window-of-one": ("stages_agree", "_config_equals_ddp", {"window": 1, "stages": SHARDED}),
+    "window-of-most-units": (
+        "stages_agree",
+        "_config_equals_ddp",
+        {"window": 5, "stages": SHARDED},
+    ),
+    "units-in-units": ("stages_agree", "_config_equals_ddp", {"units": NESTED, "stages": SHARDED}),
+    "whole-tensors": ("stages_agree", "test_shards_of_whole_tensors_train_the_same", {}),
+    "evaluation-between-steps": (
+        "interruptions",
+        "test_evaluation_in_the_middle_of_training_changes_nothing",
+        {"when": "between-steps", "stages": SHARDED},
+    ),
+    "evaluation-before-backward": (
+        "interruptions",
+        "test_evaluation_in_the_middle_of_training_changes_nothing",
+        {"when": "before-backward", "stages": SHARDED},
+    ),
+    "exception-in-forward": (
+        "interruptions",
+        "test_an_exception_in_forward_leaves_nothing_behind",
+        {"where": "in-block", "stages": SHARDED},
+    ),
     "exception-in-backward": (
         "interruptions",
-        "_fail_in_backward",
-        {"block": 1, "retry": "zero-grad"},
+        "test_an_exception_in_backward_leaves_nothing_behind",
+        {"block": 1, "retry": "zero-grad", "stages": SHARDED},
     ),
     "forward-after-an-exception": (
         "interruptions",
-        "_fail_in_backward",
-        {"block": 2, "retry": "forward"},
+        "test_an_exception_in_backward_leaves_nothing_behind",
+        {"block": 2, "retry": "forward", "stages": SHARDED},
     ),
     "two-graphs": (
         "interruptions",
-        "_two_graphs",
-        {"order": "first-in-first-out", "window": 2},
+        "test_two_forwards_then_two_backwards",
+        {"order": "first-in-first-out", "window": 2, "stages": SHARDED},
     ),
     "recomputed-activations": (
         "interruptions",
-        "_checkpointed_equals_plain",
-        {"use_reentrant": False, "per_segment": 2, "window": 3},
+        "test_recomputing_activations_gives_the_same_numbers",
+        {"use_reentrant": False, "per_segment": 2, "window": 3, "stages": SHARDED},
     ),
-    "blocks-called-twice": ("interruptions", "_reuse", {"window": 2}),
-    "parameters-gathered-by-hand": ("gathered", "_read_all_ways", {"stage": 3}),
-    "one-parameter-read": ("full_access", "_read", {"stage": 3}),
-    "one-parameter-written": ("full_access", "_write", {"stage": 3, "from_rank": 1}),
-    "a-rank-without-a-batch": ("branches", "_one_rank_without_data", {"stage": 2}),
-    "bytes-at-rest": ("bytes_at_rest", "_count_the_living", {}),
-    "a-model-that-is-deleted": ("bytes_at_rest", "_delete", {}),
+    "blocks-called-twice": (
+        "interruptions",
+        "test_a_block_may_be_called_twice",
+        {"window": 2, "stages": SHARDED},
+    ),
+    "parameters-gathered-by-hand": (
+        "gathered",
+        "test_inside_every_parameter_is_whole_in_its_own_object",
+        {"stage": 3},
+    ),
+    "one-parameter-read": (
+        "full_access",
+        "test_what_is_read_is_what_plain_torch_has",
+        {"stage": 3},
+    ),
+    "one-parameter-written": (
+        "full_access",
+        "test_what_is_written_is_trained_with",
+        {"stage": 3, "from_rank": 1},
+    ),
+    "a-rank-without-a-batch": (
+        "branches",
+        "test_a_rank_without_a_batch_takes_part_in_the_step",
+        {"stage": 2},
+    ),
+    "bytes-at-rest": ("bytes_at_rest", "test_what_is_alive_is_what_the_report_counts", {}),
+    "a-model-that-is-deleted": ("bytes_at_rest", "test_a_deleted_model_is_freed", {}),
 }
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_it_holds_over_messages_too(ranks, law: str) -> None:
+def test_it_holds_over_messages_too(group: Group, law: str) -> None:
     """Gathers that are launched ahead, and that every rank must launch, are another code path."""
-    ranks(2).run(_hold_over_messages, law=law)
-
-
-def _hold_over_messages(group: Group, law: str) -> None:
     file, name, options = LAWS[law]
     body = getattr(importlib.import_module(f"test_{file}"), name)
 
@@ -79,13 +112,9 @@ def _hold_over_messages(group: Group, law: str) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_stage_3_trains_by_messages_as_by_reading(ranks, world_size: int, window: int) -> None:
+@pytest.mark.ranks(2, 3, timeout_s=60.0)
+def test_stage_3_trains_by_messages_as_by_reading(group: Group, window: int) -> None:
     """What travels ahead must arrive in the right slot, of the right step, and be waited for."""
-    ranks(world_size).run(_trains_as_alone, timeout_s=60.0, window=window)
-
-
-def _trains_as_alone(group: Group, window: int) -> None:
     recipe = Recipe(num_micro_batches=2, max_norm=0.5)
     expected = parity.train_alone_by_stage(group, recipe)
     ours = parity.train_sharded(parity.by_messages(), recipe, ZeroConfig(3, window=window))
@@ -109,12 +138,8 @@ ORDERS = [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [0, 0, 2, 0], [1], [0, 1, 2, 3, 4], 
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])
-def test_a_changed_order_costs_a_late_gather_and_no_number(ranks, window: int) -> None:
+def test_a_changed_order_costs_a_late_gather_and_no_number(group: Group, window: int) -> None:
     """Training, evaluation by another way, a loop of varying length: the trace is only a guess."""
-    ranks(2).run(_train_in_turns, window=window)
-
-
-def _train_in_turns(group: Group, window: int) -> None:
     plain = parity.build(_Turns)
     expected = _steps(plain, parity.adamw(plain))
     model = parity.build(_Turns)

@@ -13,14 +13,10 @@ from zero_partition.plan import FlatLayout
 from zero_partition.seams import find_sharded
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_nan_in_padding_reaches_nothing(ranks, world_size: int, stage: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_nan_in_padding_reaches_nothing(group: Group, stage: int) -> None:
     """Memory that nobody has written is often zero where one tests, and NaN where one trains."""
-    ranks(world_size).run(_train_over_nan, stage=stage)
-
-
-def _train_over_nan(group: Group, stage: int) -> None:
     expected = _train(group, stage, poisons=False)
     ours = _train(group, stage, poisons=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from high_water import give_back_free_memory, resident_bytes
 from parity import ZeroConfig
 from torch import nn
 from zero_comm import Group
-from zero_engine import ConfigError
+from zero_engine import ConfigError, Offload, Precision
 from zero_engine.compat.deepspeed.runtime.zero.offload_config import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
 )
 from zero_offload import BudgetError, StoreError, host_memory, set_host_budget
-from zero_partition import StateError
+from zero_partition import StateError, memory_report
 
 
 @pytest.mark.parametrize("to", ["host", "disk"])
@@ -46,12 +47,8 @@ def _park_in(group: Group, to: Any, path: str | None) -> None:
         parity.assert_same_weights(weights, expected[1], what=f"stage {stage}, {to}")
 
 
-def test_an_engine_parks_by_deepspeeds_names(ranks) -> None:
+def test_an_engine_parks_by_deepspeeds_names(group: Group) -> None:
     """Scripts of RLHF libraries call it between generation and training, micro-batches included."""
-    ranks(2).run(_park_engine)
-
-
-def _park_engine(group: Group) -> None:
     enums = OffloadStateTypeEnum
     calls: list[dict[str, Any]] = [
         {},
@@ -181,3 +178,54 @@ def test_a_disk_that_is_not_there_is_an_error_that_leaves_all_as_it_was(tmp_path
     with pytest.raises(StoreError):
         zero_engine.offload_states(model, to="disk", path=tmp_path / "nowhere")
     model(torch.ones(1, 64))
+
+
+# ---- A model of which a part rests elsewhere already ----
+
+
+CONFIGS = {
+    "state on the host": (1, {"optimizer": "host"}),
+    "all on disk": (3, {"optimizer": "disk", "params": "disk"}),
+    "a part of the state on the device": (3, {"optimizer": "host", "fraction": 0.4}),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_with_offload_is_parked_and_goes_on(ranks, name: str, tmp_path: Path) -> None:
+    """What steps elsewhere may not hold on to parameters, or no memory would come back."""
+    stage, options = CONFIGS[name]
+    ranks(2).run(_compare, stage=stage, options=options, folder=str(tmp_path))
+
+
+def _compare(group: Group, stage: int, options: dict, folder: str) -> None:
+    for precision in (None, Precision(params=torch.bfloat16)):
+        offload = Offload(**options, path=folder if "disk" in options.values() else None)
+        config = ZeroConfig(stage, precision=precision, offload=offload)
+        expected = _train(group, config, parks_to=None)
+        assert _train(group, config, parks_to=folder) == expected
+
+
+def _train(group: Group, config: ZeroConfig, *, parks_to: str | None) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zero_engine.shard(model, optimizer, config, group=group)
+    dtype = torch.float32 if config.precision is None else torch.bfloat16
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(group.rank)).to(dtype)
+    losses = []
+    for step in range(4):
+        loss = model(x).float().square().mean()
+        loss.backward()
+        if parks_to is not None and step == 1:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # nothing stays in memory because of a view of it
+                zero_engine.offload_states(model, to="disk", path=parks_to)
+            report = memory_report(model)
+            assert report.params_bytes == report.gradients_bytes == 0
+            assert report.parked_bytes > 0
+            zero_engine.reload_states(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    zero_engine.unshard(model, optimizer)
+    return losses

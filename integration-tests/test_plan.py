@@ -67,13 +67,9 @@ def _plan(make: Callable[[], nn.Module], name: str, config: ZeroConfig, **how: A
 # ---- Device residence ----
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_plan_is_what_the_memory_report_then_says(ranks, world_size: int) -> None:
+@pytest.mark.ranks(1, 2, 4, timeout_s=60)
+def test_a_plan_is_what_the_memory_report_then_says(group: Group) -> None:
     """A plan that is off by a buffer sends its reader to the wrong machine."""
-    ranks(world_size).run(_compare_stages, timeout_s=60)
-
-
-def _compare_stages(group: Group) -> None:
     for stage in parity.STAGES:
         for window in (1, 3) if stage == 3 else (3,):
             _compare(group, ZeroConfig(stage, window=window))
@@ -82,23 +78,15 @@ def _compare_stages(group: Group) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_any_optimizers_state_is_planned(ranks, name: str) -> None:
+def test_any_optimizers_state_is_planned(group: Group, name: str) -> None:
     """What it keeps is asked of the optimizer itself, so one that nobody knows is planned too."""
-    ranks(2).run(_compare_optimizer, name=name)
-
-
-def _compare_optimizer(group: Group, name: str) -> None:
-    for stage in (0, 2, 3):
+    for stage in (0, 3):
         _compare(group, ZeroConfig(stage), name=name)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_masters_and_other_dtypes_are_planned(ranks, world_size: int) -> None:
+@pytest.mark.ranks(1, 2)
+def test_masters_and_other_dtypes_are_planned(group: Group) -> None:
     """Masters are most of the memory of a model in bf16."""
-    ranks(world_size).run(_compare_precision)
-
-
-def _compare_precision(group: Group) -> None:
     for stage in (1, 2, 3):
         for precision in (
             Precision(params=torch.bfloat16),
@@ -108,12 +96,8 @@ def _compare_precision(group: Group) -> None:
             _compare(group, ZeroConfig(stage, precision=precision))
 
 
-def test_small_parameters_limits_and_cuts_are_planned(ranks) -> None:
+def test_small_parameters_limits_and_cuts_are_planned(group: Group) -> None:
     """Every setting that moves a byte moves it in the plan."""
-    ranks(2).run(_compare_settings)
-
-
-def _compare_settings(group: Group) -> None:
     for settings in (
         {"small_param_numel": 13},
         {"small_param_numel": 40, "max_small_numel": 60},
@@ -138,16 +122,12 @@ WIRES: Final = {
 
 
 @pytest.mark.parametrize("how", WIRES)
-def test_which_ranks_exchange_what_is_planned(ranks, how: str) -> None:
+@pytest.mark.ranks(4, timeout_s=60)
+def test_which_ranks_exchange_what_is_planned(group: Group, how: str) -> None:
     """What crosses the network is what such a choice is made for."""
-    ranks(4).run(_compare_wires, timeout_s=60, how=how)
-
-
-def _compare_wires(group: Group, how: str) -> None:
     wire = WIRES[how]
-    for stage in (3,) if wire.secondary else (1, 2, 3):
-        for window in (1, 3) if stage == 3 else (3,):
-            _compare(group, ZeroConfig(stage, window=window, wire=wire))
+    for stage, window in ((3, 1), (3, 3)) if wire.secondary else ((1, 3), (3, 1), (3, 3)):
+        _compare(group, ZeroConfig(stage, window=window, wire=wire))
     if wire.secondary:  # and where every unit has a slot to itself
         _compare(group, ZeroConfig(3, window=16, prefetch_numel=0, wire=wire))
 
@@ -166,17 +146,14 @@ CODECS: Final = {
 
 
 @pytest.mark.parametrize("how", CODECS)
-def test_what_travels_encoded_is_planned(ranks, how: str) -> None:
+@pytest.mark.ranks(4, timeout_s=60)
+def test_what_travels_encoded_is_planned(group: Group, how: str) -> None:
     """Codecs are chosen for their bytes: integers, scales, padding, and memory on the way."""
-    ranks(4).run(_compare_codecs, timeout_s=60, how=how)
-
-
-def _compare_codecs(group: Group, how: str) -> None:
     wire = CODECS[how]
-    for stage in (3,) if wire.secondary or wire.frozen else (1, 2, 3):
-        for window in (1, 3) if stage == 3 else (3,):
-            make = Nested if wire.frozen else Mixed
-            _compare(group, ZeroConfig(stage, window=window, wire=wire), make=make)
+    is_at_stage_3 = wire.secondary or wire.frozen
+    for stage, window in ((3, 1), (3, 3)) if is_at_stage_3 else ((2, 3), (3, 1)):
+        make = Nested if wire.frozen else Mixed
+        _compare(group, ZeroConfig(stage, window=window, wire=wire), make=make)
 
 
 def test_nodes_must_be_known_to_be_planned() -> None:
@@ -228,12 +205,8 @@ class NestedBlock(nn.Module):
         return x + y
 
 
-def test_units_inside_units_and_frozen_ones_are_planned(ranks) -> None:
+def test_units_inside_units_and_frozen_ones_are_planned(group: Group) -> None:
     """What encloses others is whole as long as they are; frozen first layers see no backward."""
-    ranks(2).run(_compare_nested)
-
-
-def _compare_nested(group: Group) -> None:
     for on in (group, parity.by_messages()):
         for settings in ({}, {"window": 1}, {"window": 2, "prefetch_numel": 200}):
             config = ZeroConfig(3, max_unit_bytes=1000, **settings)
@@ -269,12 +242,10 @@ class Wrap(nn.Module):
         return x + self.inside(x + self.lift(x).mean())
 
 
-def test_gradients_of_one_unit_travel_while_the_next_of_its_size_are_collected(ranks) -> None:
+def test_gradients_of_one_unit_travel_while_the_next_of_its_size_are_collected(
+    group: Group,
+) -> None:
     """Two that enclose each other follow each other in backward: each needs memory of its own."""
-    ranks(2).run(_compare_deep)
-
-
-def _compare_deep(group: Group) -> None:
     wraps = [f"blocks.{block}{inside}" for block in (0, 1) for inside in ("", ".inside")]
     units = [*wraps, *(f"{wrap}.inside" for wrap in wraps[1::2])]
     for stage in (2, 3):
@@ -377,12 +348,8 @@ def _planned(plan: Plan) -> dict[str, tuple[int, ...]]:
 # ---- Peaks ----
 
 
-def test_the_peak_of_a_step_is_planned(ranks) -> None:
+def test_the_peak_of_a_step_is_planned(group: Group) -> None:
     """It is what decides whether a step fits; activations apart, which here are small."""
-    ranks(2).run(_compare_step_peak)
-
-
-def _compare_step_peak(group: Group) -> None:
     samples: list[int] = []
     block_bytes = 4 * 64 * 64
 
@@ -415,11 +382,6 @@ def _chain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def test_the_peak_of_sharding_is_planned(ranks) -> None:
-    """A model that trains but cannot be sharded is found out only when all ranks have started."""
-    ranks(2).run(_compare_init_peak)
-
-
 class _Sampling(TorchDispatchMode):
     """Looks at what is alive after every operation, which is to be so much at most."""
 
@@ -433,7 +395,8 @@ class _Sampling(TorchDispatchMode):
         return result
 
 
-def _compare_init_peak(group: Group) -> None:
+def test_the_peak_of_sharding_is_planned(group: Group) -> None:
+    """A model that trains but cannot be sharded is found out only when all ranks have started."""
     for stage, precision in ((2, None), (3, None), (3, Precision(params=torch.bfloat16))):
         config = ZeroConfig(stage, precision=precision)
         plan = zero_engine.plan(parity.Chain(), config, world_size=2, device="cpu")
@@ -452,42 +415,33 @@ def _compare_init_peak(group: Group) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_rests_elsewhere_is_planned(ranks, tmp_path: Path, stage: int) -> None:
+@pytest.mark.ranks(timeout_s=60)
+def test_what_rests_elsewhere_is_planned(group: Group, tmp_path: Path, stage: int) -> None:
     """Which memory is short decides what goes where: host and disk count as the device does."""
-    ranks(2).run(_compare_cells, folder=str(tmp_path), stage=stage, timeout_s=60)
-
-
-def _compare_cells(group: Group, folder: str, stage: int) -> None:
     chosen = [cell for cell in cells(stage) if cell.residence == "engine"]
     for number, cell in enumerate(chosen):
         precision = Precision(params=torch.bfloat16) if number % 2 else None
-        config = ZeroConfig(stage, offload=cell.offload(folder), precision=precision)
+        config = ZeroConfig(stage, offload=cell.offload(tmp_path), precision=precision)
         _compare_elsewhere(group, cell, config)
 
 
-def test_four_ranks_keep_a_quarter_each_elsewhere(ranks, tmp_path: Path) -> None:
+@pytest.mark.ranks(4, timeout_s=60)
+def test_four_ranks_keep_a_quarter_each_elsewhere(group: Group, tmp_path: Path) -> None:
     """Shards of four ranks are uneven where those of two are not."""
-    ranks(4).run(_compare_on_four, folder=str(tmp_path), timeout_s=60)
-
-
-def _compare_on_four(group: Group, folder: str) -> None:
     for cell in (Cell(2, "disk"), Cell(3, "host", "host", 0.3), Cell(3, "disk", "disk")):
-        config = ZeroConfig(cell.stage, offload=cell.offload(folder))
+        config = ZeroConfig(cell.stage, offload=cell.offload(tmp_path))
         _compare_elsewhere(group, cell, config)
 
 
-def test_settings_of_offload_are_planned(ranks, tmp_path: Path) -> None:
+@pytest.mark.ranks(timeout_s=60)
+def test_settings_of_offload_are_planned(group: Group, tmp_path: Path) -> None:
     """A delayed update takes memory twice over; a bound on the host moves shards there."""
-    ranks(2).run(_compare_offloads, folder=str(tmp_path), timeout_s=60)
-
-
-def _compare_offloads(group: Group, folder: str) -> None:
     for cell, changes in (
         (Cell(3, "disk", "disk"), {"max_host_numel": 100}),
         (Cell(2, "host"), {"delayed_update": True}),
         (Cell(3, "disk", "host"), {"delayed_update": True, "subgroup_bytes": 4096}),
     ):
-        offload = attrs.evolve(cell.offload(folder), **changes)
+        offload = attrs.evolve(cell.offload(tmp_path), **changes)
         _compare_elsewhere(group, cell, ZeroConfig(cell.stage, offload=offload))
 
 

@@ -64,8 +64,8 @@ def _adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, foreach=False)
 
 
-def _reference(case: _Case, *, rank: int, world_size: int, num_steps: int) -> _Curve:
-    """One process, every rank's gradients in turn; see `Precision` for what is rounded when."""
+def _reference(case: _Case, *, world_size: int, num_steps: int) -> tuple[_Curve, list[list[float]]]:
+    """One process, every rank's gradients in turn, and losses; `Precision` says what is rounded."""
     given = _build(case)
     params_dtype = case.precision.params or case.given
     model = copy.deepcopy(given).to(params_dtype)
@@ -78,7 +78,7 @@ def _reference(case: _Case, *, rank: int, world_size: int, num_steps: int) -> _C
         if param.requires_grad
     ]
     factor = case.precision.predivide_factor or world_size
-    optimizer, curve = _adamw(masters), _Curve()
+    optimizer, losses = _adamw(masters), [[] for _ in range(world_size)]
     for step in range(num_steps):
         total: list[Tensor | None] = [None] * len(trained)
         local: list[list[Tensor | None]] = [[None] * len(trained) for _ in range(world_size)]
@@ -86,8 +86,7 @@ def _reference(case: _Case, *, rank: int, world_size: int, num_steps: int) -> _C
             for peer in range(world_size):
                 loss = parity.loss_of(model, parity.batch(step, micro, peer))
                 (loss * case.scale).backward()
-                if peer == rank:
-                    curve.losses.append(loss.item())
+                losses[peer].append(loss.item())
                 grads = [_to(param.grad, masters_dtype) for param in trained]
                 local[peer] = parity.add(local[peer], grads)
                 model.zero_grad()
@@ -104,8 +103,7 @@ def _reference(case: _Case, *, rank: int, world_size: int, num_steps: int) -> _C
         with torch.no_grad():
             for param, master in zip(trained, masters, strict=True):
                 param.copy_(master)
-    curve.weights, curve.masters = model.state_dict(), [master.detach() for master in masters]
-    return curve
+    return _Curve([], model.state_dict(), [master.detach() for master in masters]), losses
 
 
 def _to(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -145,19 +143,24 @@ def _sharded(case: _Case, stage: int, group: Group, *, num_steps: int) -> _Curve
     return curve
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_rounding_is_where_it_is_documented(ranks, world_size: int, case: str) -> None:
+# On two and three ranks by turns; where nobody else has gradients, of each dtype one.
+@pytest.mark.parametrize(
+    ("group", "case"),
+    [(2 + turn % 2, case) for turn, case in enumerate(CASES)]
+    + [(3 - turn % 2, case) for turn, case in enumerate(CASES) if turn < 6]
+    + [(1, "bf16"), (1, "fp16-scaled"), (1, "summed-and-predivided")],
+    indirect=["group"],
+)
+def test_every_rounding_is_where_it_is_documented(group: Group, case: str) -> None:
     """Losses, weights and masters, bit for bit: a rounding more or less is another training."""
-    ranks(world_size).run(_equals_reference, case=case)
-
-
-def _equals_reference(group: Group, case: str) -> None:
     chosen = CASES[case]
-    expected = _reference(chosen, rank=group.rank, world_size=group.world_size, num_steps=4)
+    size = group.world_size
+    expected, losses = parity.by_rank_0(
+        group, lambda: _reference(chosen, world_size=size, num_steps=3)
+    )
     for stage in (1, 2, 3):
-        curve = _sharded(chosen, stage, group, num_steps=4)
-        assert curve.losses == expected.losses, f"stage {stage}"
+        curve = _sharded(chosen, stage, group, num_steps=3)
+        assert curve.losses == losses[group.rank], f"stage {stage}"
         for number, (ours, theirs) in enumerate(zip(curve.masters, expected.masters, strict=True)):
             assert ours.dtype == theirs.dtype
             assert torch.equal(ours, theirs), f"stage {stage}, master {number}"
@@ -166,12 +169,10 @@ def _equals_reference(group: Group, case: str) -> None:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_backwards_that_are_reduced_as_one_give_what_no_sync_gives(ranks, stage: int) -> None:
+def test_backwards_that_are_reduced_as_one_give_what_no_sync_gives(
+    group: Group, stage: int
+) -> None:
     """One reduction for several backwards, without knowing which is the last."""
-    ranks(2).run(_coalesce, stage=stage)
-
-
-def _coalesce(group: Group, stage: int) -> None:
     curves, sent = [], []
     for how in ("no_sync", "coalesced"):
         model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
@@ -198,12 +199,6 @@ def _coalesce(group: Group, stage: int) -> None:
         pass
 
 
-@pytest.mark.parametrize("stage", parity.STAGES)
-def test_outputs_are_converted_wherever_they_are(ranks, stage: int) -> None:
-    """A loss of 16 bits loses what the logits had; the user's own code asks for no dtype."""
-    ranks(2).run(_convert_outputs, stage=stage)
-
-
 class _Opaque:
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -219,7 +214,9 @@ class _Returns(nn.Module):
         return _Opaque(y) if opaque else {"y": y, "more": [y * 2, None, 3], "index": y.argmax()}
 
 
-def _convert_outputs(group: Group, stage: int) -> None:
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_outputs_are_converted_wherever_they_are(group: Group, stage: int) -> None:
+    """A loss of 16 bits loses what the logits had; the user's own code asks for no dtype."""
     plain = parity.build(_Returns).to(BF16)
     model = parity.build(_Returns)
     precision = Precision(params=BF16, masters=None, outputs=FP32)
@@ -239,12 +236,8 @@ def _convert_outputs(group: Group, stage: int) -> None:
         model(x, opaque=True)
 
 
-def test_a_norm_beyond_the_range_of_fp16_is_a_norm(ranks) -> None:
+def test_a_norm_beyond_the_range_of_fp16_is_a_norm(group: Group) -> None:
     """Gradients of pure fp16 that are all finite would be taken for an overflow, and skipped."""
-    ranks(2).run(_large_norm)
-
-
-def _large_norm(group: Group) -> None:
     model = nn.Linear(64, 64, bias=False, dtype=FP16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zero_engine.shard(model, optimizer, ZeroConfig(2), group=group)
@@ -260,12 +253,8 @@ def _large_norm(group: Group) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_is_loaded_or_set_is_what_training_goes_on_from(ranks, stage: int) -> None:
+def test_what_is_loaded_or_set_is_what_training_goes_on_from(group: Group, stage: int) -> None:
     """Masters that kept their values would bring the old weights back at the next step."""
-    ranks(2).run(_load_and_set, stage=stage)
-
-
-def _load_and_set(group: Group, stage: int) -> None:
     config = ZeroConfig(stage, precision=Precision(params=BF16))
     model, optimizer = _build_sharded(group, config)
     other = parity.build(OneDtype, seed=1)
@@ -295,12 +284,8 @@ def _load_and_set(group: Group, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_write_in_place_reaches_the_masters(ranks, stage: int) -> None:
+def test_a_write_in_place_reaches_the_masters(group: Group, stage: int) -> None:
     """Where parameters rest whole, `param.add_()` is allowed, as in plain torch."""
-    ranks(2).run(_write_in_place, stage=stage)
-
-
-def _write_in_place(group: Group, stage: int) -> None:
     model, optimizer = _build_sharded(group, ZeroConfig(stage, precision=Precision(params=BF16)))
     with torch.no_grad():
         model.unused.fill_(7.0)
@@ -312,12 +297,8 @@ def _write_in_place(group: Group, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_unshard_gives_the_masters_back(ranks, stage: int) -> None:
+def test_unshard_gives_the_masters_back(group: Group, stage: int) -> None:
     """A plain model that had lost 16 bits of every weight would not be the one that was trained."""
-    ranks(2).run(_unshard, stage=stage)
-
-
-def _unshard(group: Group, stage: int) -> None:
     model, optimizer = _build_sharded(group, ZeroConfig(stage, precision=Precision(params=BF16)))
     for step in range(2):
         parity.loss_of(model, parity.batch(step, 0, group.rank)).backward()
@@ -356,12 +337,8 @@ def _bytes(group: Group, stage: int) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_model_built_under_init_keeps_its_masters(ranks, stage: int) -> None:
+def test_a_model_built_under_init_keeps_its_masters(group: Group, stage: int) -> None:
     """Its values are sharded before anybody rounds them."""
-    ranks(2).run(_build_under_init, stage=stage)
-
-
-def _build_under_init(group: Group, stage: int) -> None:
     config = ZeroConfig(stage, precision=Precision(params=BF16))
     torch.manual_seed(0)
     with zero_engine.Init(group=group, config=config):
@@ -379,12 +356,8 @@ def _build_under_init(group: Group, stage: int) -> None:
 # ---- Refused ----
 
 
-def test_masters_at_stage_0_are_refused_with_what_to_do(ranks) -> None:
+def test_masters_at_stage_0_are_refused_with_what_to_do(group: Group) -> None:
     """Its optimizer updates the user's own parameters."""
-    ranks(2).run(_masters_at_stage_0)
-
-
-def _masters_at_stage_0(group: Group) -> None:
     with pytest.raises(PartitionError, match=r"'unused'.*float32 master.*use stage 1"):
         _build_sharded(group, ZeroConfig(0, precision=Precision(params=BF16)))
 

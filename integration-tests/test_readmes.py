@@ -1,4 +1,4 @@
-"""What the pages show exists: names resolve without a warning, first examples run as they stand."""
+"""What the pages show exists: names resolve without a warning, examples run as they are."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import scripts
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = sorted(
@@ -78,7 +79,7 @@ for block in sys.argv[1:]:
 
 
 def test_first_examples_run_as_they_stand(tmp_path: Path) -> None:
-    """Who installs one package pastes this first; test_guides.py runs zero-engine's."""
+    """Who installs one package pastes this first; below, zero-engine's."""
     pages = [ROOT / "packages" / f"zero-{name}" / "README.md" for name in ALONE]
     blocks = [re.search(r"^```python\n(.*?)^```", p.read_text(), re.M | re.S) for p in pages]
 
@@ -132,3 +133,26 @@ def _exists(name: str) -> bool:
                 return False
         found = getattr(found, part)
     return True
+
+
+# ---- Every block of the guides, on two ranks ----
+
+
+GUIDES: Final = [
+    *(ROOT / "README.md", ROOT / "packages" / "zero-engine" / "README.md"),
+    *sorted([*ROOT.glob("docs/guides/*.md"), *ROOT.glob("docs/coming-from/*.md")]),
+]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_the_blocks_of_a_page_run_from_top_to_bottom_on_two_ranks(
+    page: Path, ranks, tmp_path: Path
+) -> None:
+    """A reader pastes one after the other; what they write is in the folder they are run in."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    assert blocks, "a guide without code"
+    script = tmp_path / f"{page.stem}.py"
+    enter = f"import os\nhere = os.getcwd()\nos.chdir({str(tmp_path)!r})"
+    script.write_text("\n".join([enter, *blocks, "os.chdir(here)"]))
+
+    scripts.on_ranks(ranks)(str(script), [])

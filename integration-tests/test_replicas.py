@@ -65,14 +65,15 @@ def _equals_both_oracles(group: Group, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 4])
-def test_nodes_of_one_and_one_node_of_all_are_no_special_case(ranks, ranks_per_node: int) -> None:
+@pytest.mark.ranks(4)
+def test_nodes_of_one_and_one_node_of_all_are_no_special_case(
+    group: Group, ranks_per_node: int
+) -> None:
     """Data parallelism and plain sharding are the ends of one scale."""
-    ranks(4).run(_ends_of_the_scale, size=ranks_per_node)
-
-
-def _ends_of_the_scale(group: Group, size: int) -> None:
+    size = ranks_per_node
     recipe = Recipe(max_norm=0.05)
-    alone = parity.train_alone(recipe, world_size=4, stage=3, ranks_per_node=size)[group.rank]
+    work = partial(parity.train_alone, recipe, world_size=4, stage=3, ranks_per_node=size)
+    alone = parity.by_rank_0(group, work)[group.rank]
     config = ZeroConfig(3, wire=Wire(levels=size, replicas=True))
     found = parity.train_sharded(group, recipe, config)
 
@@ -82,12 +83,9 @@ def _ends_of_the_scale(group: Group, size: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_replicas_stay_equal_to_the_last_bit(ranks, stage: int) -> None:
+@pytest.mark.ranks(4)
+def test_replicas_stay_equal_to_the_last_bit(group: Group, stage: int) -> None:
     """Nothing would ever bring them together again."""
-    ranks(4).run(_replicas_are_equal, stage=stage)
-
-
-def _replicas_are_equal(group: Group, stage: int) -> None:
     torch.manual_seed(group.rank)  # only rank 0's initial values count
     model = parity.Tiny()
     optimizer = parity.OPTIMIZERS["adamw"](parity.param_groups(model))
@@ -164,12 +162,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_other_choices_change_no_bit(ranks, stage: int) -> None:
+@pytest.mark.ranks(4)
+def test_other_choices_change_no_bit(group: Group, stage: int) -> None:
     """By powers of two a sum is exact, so that divisions may come in any place."""
-    ranks(4).run(_other_choices, stage=stage)
 
-
-def _other_choices(group: Group, stage: int) -> None:
     def train(rate: float, **options: Any) -> parity.Curve:
         recipe = Recipe(
             make=parity.tiny_float32,
@@ -189,15 +185,12 @@ def _other_choices(group: Group, stage: int) -> None:
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_what_is_elsewhere_changes_no_bit(ranks, place: str, tmp_path: Path) -> None:
+@pytest.mark.ranks(4)
+def test_what_is_elsewhere_changes_no_bit(group: Group, place: str, tmp_path: Path) -> None:
     """Each replica offloads its own; DeepSpeed's MiCS cannot."""
-    ranks(4).run(_offloaded_equals, place=place, folder=tmp_path)
-
-
-def _offloaded_equals(group: Group, place: str, folder: Path) -> None:
     recipe = Recipe(make=parity.tiny_float32, num_steps=2)
     expected = parity.train_sharded(group, recipe, ZeroConfig(3, wire=REPLICAS))
-    path = folder if place == "disk" else None
+    path = tmp_path if place == "disk" else None
     offload = Offload(optimizer=place, params=place, path=path)
     found = parity.train_sharded(group, recipe, ZeroConfig(3, wire=REPLICAS, offload=offload))
 
@@ -254,12 +247,9 @@ def _sent_in_a_step(group: Group, stage: int) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_ranks_are_those_of_the_job(ranks, stage: int) -> None:
+@pytest.mark.ranks(4)
+def test_ranks_are_those_of_the_job(group: Group, stage: int) -> None:
     """Whoever writes `if rank == 3:` means the job's rank 3, of which there is one."""
-    ranks(4).run(_use_whole_values, stage=stage)
-
-
-def _use_whole_values(group: Group, stage: int) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(stage, wire=REPLICAS))
     parity.run_steps(model, optimizer, range(1), rank=group.rank)
     weight = model.blocks[1].up.weight
@@ -286,12 +276,9 @@ def _use_whole_values(group: Group, stage: int) -> None:
     assert zero_engine.full_param(weight).eq(1.0).all()
 
 
-def test_a_model_that_is_built_in_parts_is_replicated(ranks) -> None:
+@pytest.mark.ranks(4)
+def test_a_model_that_is_built_in_parts_is_replicated(group: Group) -> None:
     """Init knows nothing of replicas: its shards are those of all ranks."""
-    ranks(4).run(_build_in_parts)
-
-
-def _build_in_parts(group: Group) -> None:
     plain = parity.build()
     with zero_engine.Init(group=group, config=ZeroConfig(3)):
         model = parity.build()
@@ -335,12 +322,9 @@ def _save_and_load(group: Group, stage: int, folder: Path) -> int:
 # ---- What goes wrong ----
 
 
-def test_a_circle_through_several_groups_is_found(ranks) -> None:
+@pytest.mark.ranks(4)
+def test_a_circle_through_several_groups_is_found(group: Group) -> None:
     """A rank waits in its node, its neighbour for the other node: no group sees all of it."""
-    ranks(4).run(_take_a_step_more)
-
-
-def _take_a_step_more(group: Group) -> None:
     group = Group.from_process_group(group.process_group, patience_s=0.5)
     model = parity.build(partial(parity.Chain, 2))
     config = ZeroConfig(2, wire=REPLICAS)
@@ -367,12 +351,9 @@ def test_stage_0_has_no_shards_to_replicate() -> None:
         ZeroConfig(0, wire=Wire(replicas=True))
 
 
-def test_other_levels_on_other_ranks_are_refused(ranks) -> None:
+@pytest.mark.ranks(4)
+def test_other_levels_on_other_ranks_are_refused(group: Group) -> None:
     """Half of the ranks would wait for shards that nobody has."""
-    ranks(4).run(_disagree)
-
-
-def _disagree(group: Group) -> None:
     levels = [Levels.of_nodes(group, size) for size in (1, 2)]
     wire = Wire(levels=levels[group.rank % 2], replicas=True)
     model = parity.build(partial(parity.Chain, 2))

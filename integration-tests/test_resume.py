@@ -18,7 +18,7 @@ from zero_comm import Group
 from zero_engine import Offload, Precision
 from zero_offload import CPUAdam
 
-SAVED_AT, MORE = 2, 5
+SAVED_AT, MORE = 2, 3
 PLACES = ("device", "host", "disk")
 SHORT: Final = (
     (1, "host", "device"), (2, "device", "device"), (3, "device", "disk"), (3, "disk", "host")
@@ -173,17 +173,16 @@ def test_another_world_size_goes_on_within_rounding(ranks, saved_by_four, world_
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_masters_that_an_optimizer_keeps_of_its_own_are_saved(ranks, tmp_path, stage: int) -> None:
+def test_masters_that_an_optimizer_keeps_of_its_own_are_saved(
+    group: Group, tmp_path: Path, stage: int
+) -> None:
     """A 16-bit model without a `Precision`: what CPUAdam steps is none of the model's tensors."""
-    ranks(2).run(_save_own_masters, folder=tmp_path, stage=stage)
 
-
-def _save_own_masters(group: Group, folder: Path, stage: int) -> None:
     def build(place: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = parity.build(lambda: OneDtype().bfloat16(), seed=seed)
         optimizer = CPUAdam(parity.param_groups(model), lr=1e-2)
         params = place if stage == 3 else "device"
-        path = folder if place == "disk" else None
+        path = tmp_path if place == "disk" else None
         offload = Offload(optimizer=place, params=params, path=path, subgroup_bytes=2000)
         return zero_engine.shard(model, optimizer, ZeroConfig(stage, offload=offload), group=group)
 
@@ -191,11 +190,11 @@ def _save_own_masters(group: Group, folder: Path, stage: int) -> None:
     for saved in places:
         model, optimizer = build(saved, seed=0)
         parity.run_steps(model, optimizer, range(2), rank=group.rank)
-        zero_engine.save(folder / saved, model, optimizer, step=2)
+        zero_engine.save(tmp_path / saved, model, optimizer, step=2)
         expected = parity.run_steps(model, optimizer, range(2, 6), rank=group.rank)
         for place in places:
             other = build(place, seed=7)
-            report = zero_engine.load(folder / saved, *other)
+            report = zero_engine.load(tmp_path / saved, *other)
             assert report is not None and report.num_tensors == report.num_tensors_saved
             losses = parity.run_steps(*other, range(2, 6), rank=group.rank)
             assert losses == expected, f"saved on {saved}, resumed on {place}"

@@ -55,20 +55,16 @@ def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 # ---- What is saved ----
 
 
-def test_a_model_that_was_never_stepped_is_saved_and_loaded(ranks, tmp_path: Path) -> None:
+def test_a_model_that_was_never_stepped_is_saved_and_loaded(group: Group, tmp_path: Path) -> None:
     """The first checkpoint of a job, and the one that it makes right after it has resumed."""
-    ranks(2).run(_save_unstepped, folder=tmp_path)
-
-
-def _save_unstepped(group: Group, folder: Path) -> None:
     model, optimizer = _build(group)
-    zero_engine.save(folder, model, optimizer, step=0)
+    zero_engine.save(tmp_path, model, optimizer, step=0)
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
     again, its = _build(group, 2)
     parity.run_steps(again, its, range(7, 9), rank=group.rank)
 
-    report = zero_engine.load(folder, again, its)
-    zero_engine.save(folder, again, its, step=1)
+    report = zero_engine.load(tmp_path, again, its)
+    zero_engine.save(tmp_path, again, its, step=1)
 
     assert str(report).startswith(f"restored {report.num_tensors} of {report.num_tensors} tensors")
     assert not its.state  # moments of its own first steps are gone
@@ -76,57 +72,44 @@ def _save_unstepped(group: Group, folder: Path) -> None:
     assert _same(_values(again, its), _values(model, optimizer))
 
 
-def test_weights_alone_are_saved_without_an_optimizer(ranks, tmp_path: Path) -> None:
+def test_weights_alone_are_saved_without_an_optimizer(group: Group, tmp_path: Path) -> None:
     """An evaluation saves nothing else, and loads nothing else of what a training has saved."""
-    ranks(2).run(_save_weights, folder=tmp_path)
-
-
-def _save_weights(group: Group, folder: Path) -> None:
     model, optimizer = _build(group)
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
-    zero_engine.save(folder, model, step=2)
+    zero_engine.save(tmp_path, model, step=2)
     bare, _ = zero_engine.shard(parity.build(seed=3), None, ZeroConfig(3), group=group)
 
-    zero_engine.load(folder, bare)
+    zero_engine.load(tmp_path, bare)
 
     parity.assert_same_weights(
         zero_engine.full_state_dict(bare), zero_engine.full_state_dict(model), what="weights"
     )
     with pytest.raises(LoadError, match="expected 2 param groups, got 0"):
-        zero_engine.load(folder, model, optimizer)
+        zero_engine.load(tmp_path, model, optimizer)
 
 
-def test_frozen_parameters_are_written_once(ranks, tmp_path: Path) -> None:
+def test_frozen_parameters_are_written_once(group: Group, tmp_path: Path) -> None:
     """An adapter of a large model would save the large model with each of its checkpoints."""
-    ranks(2).run(_save_frozen, folder=tmp_path)
-
-
-def _save_frozen(group: Group, folder: Path) -> None:
     model, optimizer = _build(group)
     inodes = []
     for step in range(3):
-        report = zero_engine.save(folder, model, optimizer, step=step, keep=2)
+        report = zero_engine.save(tmp_path, model, optimizer, step=step, keep=2)
         files = sorted(report.path.glob("frozen-*"))
         inodes.append([file.stat().st_ino for file in files])
         assert (report.linked_bytes > 0) == (step > 0 and f"frozen-{group.rank:05}" in str(files))
     assert inodes[0] == inodes[1] == inodes[2] and inodes[0]
 
     zero_engine.set_full_param(model.frozen, torch.full_like(model.frozen, 5.0))
-    changed = zero_engine.save(folder, model, optimizer, step=3)
+    changed = zero_engine.save(tmp_path, model, optimizer, step=3)
     assert [file.stat().st_ino for file in sorted(changed.path.glob("frozen-*"))] != inodes[0]
-    zero_engine.save(folder, model, optimizer, step=4, exclude_frozen=True)
+    zero_engine.save(tmp_path, model, optimizer, step=4, exclude_frozen=True)
     again, its = _build(group)
     with torch.no_grad():
         zero_engine.set_full_param(again.frozen, torch.full_like(again.frozen, 7.0))
-    zero_engine.load(folder, again, its)
+    zero_engine.load(tmp_path, again, its)
     assert (zero_engine.full_param(again.frozen) == 7.0).all()
-    zero_engine.load(folder, again, its, tag="step-3")
+    zero_engine.load(tmp_path, again, its, tag="step-3")
     assert (zero_engine.full_param(again.frozen) == 5.0).all()
-
-
-def test_every_stream_of_random_numbers_goes_on(ranks, tmp_path: Path) -> None:
-    """Data augmentation draws from Python's and numpy's, tensor parallelism from a tracker's."""
-    ranks(2).run(_restore_streams, folder=tmp_path)
 
 
 def _draw() -> list[float]:
@@ -136,7 +119,8 @@ def _draw() -> list[float]:
     return [*forked, *torch.rand(2).tolist(), random.random(), random.gauss(0, 1), np.random.rand()]
 
 
-def _restore_streams(group: Group, folder: Path) -> None:
+def test_every_stream_of_random_numbers_goes_on(group: Group, tmp_path: Path) -> None:
+    """Data augmentation draws from Python's and numpy's, tensor parallelism from a tracker's."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(50 + group.rank)
     tracker = zero_ckpt.get_cuda_rng_tracker()
@@ -144,30 +128,26 @@ def _restore_streams(group: Group, folder: Path) -> None:
     tracker.add("dropout", 60 + group.rank)
     _draw()
     model, optimizer = _build(group)
-    zero_engine.save(folder, model, optimizer, step=0)
+    zero_engine.save(tmp_path, model, optimizer, step=0)
     expected = _draw()
     tracker.reset()
 
-    assert zero_engine.load(folder, model, optimizer, restores_rngs=False).restores_rngs is False
+    assert zero_engine.load(tmp_path, model, optimizer, restores_rngs=False).restores_rngs is False
     assert not tracker.is_initialized()
-    assert zero_engine.load(folder, model, optimizer).restores_rngs is True
+    assert zero_engine.load(tmp_path, model, optimizer).restores_rngs is True
 
     assert _draw() == expected
     tracker.reset()
 
 
-def test_buffers_of_each_rank_come_back(ranks, tmp_path: Path) -> None:
+def test_buffers_of_each_rank_come_back(group: Group, tmp_path: Path) -> None:
     """Batch norm's statistics are each rank's own."""
-    ranks(2).run(_restore_buffers, folder=tmp_path)
-
-
-def _restore_buffers(group: Group, folder: Path) -> None:
     model, _ = zero_engine.shard(nn.BatchNorm1d(4), None, ZeroConfig(3), group=group)
     model.running_mean.fill_(group.rank + 1)
-    zero_engine.save(folder, model, step=0)
+    zero_engine.save(tmp_path, model, step=0)
     model.running_mean.zero_()
 
-    zero_engine.load(folder, model)
+    zero_engine.load(tmp_path, model)
 
     assert (model.running_mean == group.rank + 1).all()
 
@@ -258,20 +238,20 @@ def _save_warm(group: Group, folder: Path, place: str) -> None:
 
 def _load_warm(group: Group, folder: Path, stage: int, expected: Any) -> None:
     losses, states = expected
-    for saved in (1, 3):
-        for place in ("device", "host") if stage else ("device",):
-            model, optimizer = _build_warm(group, stage, place)
-            report = zero_engine.load(folder / str(saved), model, optimizer)
-            assert report.num_tensors == report.num_tensors_saved
-            for param, state in zip(model.parameters(), states, strict=True):
-                _assert_state({key: full_optimizer_state(param, key) for key in state}, state)
-            assert parity.run_steps(model, optimizer, range(2, 5), rank=0) == pytest.approx(losses)
-            zero_engine.load(folder / str(saved), model, optimizer)
-            zero_engine.unshard(model, optimizer)
-            for param, state in zip(model.parameters(), states, strict=True):
-                _assert_state(optimizer.state.get(param, {}), state)
-            zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
-            assert parity.run_steps(model, optimizer, range(2, 5), rank=0) == pytest.approx(losses)
+    places = ("device", "host") if group.world_size % 2 else ("host", "device")
+    for saved, place in zip((1, 3), places if stage else ("device", "device"), strict=True):
+        model, optimizer = _build_warm(group, stage, place)
+        report = zero_engine.load(folder / str(saved), model, optimizer)
+        assert report.num_tensors == report.num_tensors_saved
+        for param, state in zip(model.parameters(), states, strict=True):
+            _assert_state({key: full_optimizer_state(param, key) for key in state}, state)
+        assert parity.run_steps(model, optimizer, range(2, 5), rank=0) == pytest.approx(losses)
+        zero_engine.load(folder / str(saved), model, optimizer)
+        zero_engine.unshard(model, optimizer)
+        for param, state in zip(model.parameters(), states, strict=True):
+            _assert_state(optimizer.state.get(param, {}), state)
+        zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+        assert parity.run_steps(model, optimizer, range(2, 5), rank=0) == pytest.approx(losses)
 
 
 class _Listed(parity.PerParameter):
@@ -346,15 +326,11 @@ def _assert_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert found[key] == value, key
 
 
-def test_files_are_safetensors_and_json(ranks, tmp_path: Path) -> None:
+def test_files_are_safetensors_and_json(group: Group, tmp_path: Path) -> None:
     """Whoever has lost this library must get at the values all the same."""
-    ranks(2).run(_read_by_hand, folder=tmp_path)
-
-
-def _read_by_hand(group: Group, folder: Path) -> None:
     model, optimizer = _build(group)
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
-    path = zero_engine.save(folder, model, optimizer, step=2).path
+    path = zero_engine.save(tmp_path, model, optimizer, step=2).path
     expected = _values(model, optimizer)
     said = json.loads((path / MANIFEST).read_text())
     for name in ("embed.weight", "blocks.1.up.weight", "frozen", "adapter.weight"):
@@ -434,35 +410,29 @@ def _untie(said: dict[str, Any]) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_does_not_fit_is_named_and_nothing_is_written(
-    ranks, tmp_path: Path, change, message
+    group: Group, tmp_path: Path, change, message
 ) -> None:
     """A restore that leaves out a moment trains on, and is wrong."""
-    ranks(2).run(_refuse, folder=tmp_path, change=change.__name__, message=message)
-
-
-def _refuse(group: Group, folder: Path, change: str, message: str) -> None:
     model, optimizer = _build(group)
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
-    path = zero_engine.save(folder, model, optimizer, step=2).path
+    path = zero_engine.save(tmp_path, model, optimizer, step=2).path
     if group.rank == 0:
-        edit_manifest(path, globals()[change])
+        edit_manifest(path, change)
     parity.run_steps(model, optimizer, range(2, 3), rank=group.rank)
     before = _values(model, optimizer)
 
     with pytest.raises(LoadError, match=message):
-        zero_engine.load(folder, model, optimizer)
+        zero_engine.load(tmp_path, model, optimizer)
 
     assert _same(_values(model, optimizer), before)
 
 
-def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_written(ranks, tmp_path) -> None:
+def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_written(
+    group: Group, tmp_path: Path
+) -> None:
     """A single flipped byte, which only the rank that checks that file has seen."""
-    ranks(2).run(_refuse_damage, folder=tmp_path)
-
-
-def _refuse_damage(group: Group, folder: Path) -> None:
     model, optimizer = _build(group)
-    path = zero_engine.save(folder, model, optimizer, step=2).path
+    path = zero_engine.save(tmp_path, model, optimizer, step=2).path
     for name in ("rank-00000-00.safetensors", "rank-00001-00.safetensors"):
         if group.rank == 0:
             damage(path / name)
@@ -470,7 +440,7 @@ def _refuse_damage(group: Group, folder: Path) -> None:
         before = _values(model, optimizer)
 
         with pytest.raises(FileError, match=r"rank-0000\d-00.safetensors: expected .* bytes of"):
-            zero_engine.load(folder, model, optimizer)
+            zero_engine.load(tmp_path, model, optimizer)
 
         assert _same(_values(model, optimizer), before)
 
@@ -496,30 +466,28 @@ def test_of_a_damaged_newest_the_tags_that_load_are_named(tmp_path: Path, how: s
     assert zero_engine.load(tmp_path, model, optimizer, tag="step-3").step == 3
 
 
-def test_a_folder_whose_manifest_is_gone_is_replaced_by_the_next_save(ranks, tmp_path) -> None:
+def test_a_folder_whose_manifest_is_gone_is_replaced_by_the_next_save(
+    group: Group, tmp_path: Path
+) -> None:
     """It ended the training at the very step whose checkpoint was bad, after every restart."""
-    ranks(2).run(_replace_the_torn, folder=tmp_path)
-
-
-def _replace_the_torn(group: Group, folder: Path) -> None:
     model, optimizer = _build(group)
     for step in (1, 2):
-        path = zero_engine.save(folder, model, optimizer, step=step).path
+        path = zero_engine.save(tmp_path, model, optimizer, step=step).path
     if group.rank == 0:
         (path / MANIFEST).unlink()
-        (folder / "step-3").mkdir()
-        (folder / "step-3" / "notes").touch()
+        (tmp_path / "step-3").mkdir()
+        (tmp_path / "step-3" / "notes").touch()
     with pytest.raises(FileError, match=r"step-2/manifest\.json.* with tag='step-1'"):
-        zero_engine.load(folder, model, optimizer)
-    assert zero_engine.load(folder, model, optimizer, tag="step-1").step == 1
+        zero_engine.load(tmp_path, model, optimizer)
+    assert zero_engine.load(tmp_path, model, optimizer, tag="step-1").step == 1
 
-    zero_engine.save(folder, model, optimizer, step=2)
+    zero_engine.save(tmp_path, model, optimizer, step=2)
 
-    assert zero_engine.load(folder, model, optimizer).step == 2
-    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    assert zero_engine.load(tmp_path, model, optimizer).step == 2
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     with pytest.raises(FileError, match="choose another tag, or remove it"):
-        zero_engine.save(folder, model, optimizer, step=3)
-    assert (folder / "step-3" / "notes").exists()  # somebody else's
+        zero_engine.save(tmp_path, model, optimizer, step=3)
+    assert (tmp_path / "step-3" / "notes").exists()  # somebody else's
 
 
 def test_a_path_that_is_no_run_is_named_with_what_to_call(tmp_path: Path) -> None:
@@ -562,20 +530,16 @@ def test_a_path_that_is_no_run_is_named_with_what_to_call(tmp_path: Path) -> Non
         zero_engine.load(run, model, optimizer, tag="step-3", missing_ok=True)
 
 
-def test_what_fits_is_loaded_where_that_is_asked_for(ranks, tmp_path: Path) -> None:
+def test_what_fits_is_loaded_where_that_is_asked_for(group: Group, tmp_path: Path) -> None:
     """A head is new, and all else is as it was."""
-    ranks(2).run(_load_what_fits, folder=tmp_path)
-
-
-def _load_what_fits(group: Group, folder: Path) -> None:
     model, optimizer = _build(group)
-    path = zero_engine.save(folder, model, optimizer, step=2).path
+    path = zero_engine.save(tmp_path, model, optimizer, step=2).path
     if group.rank == 0:
         edit_manifest(path, _rename)
     again, its = zero_engine.shard(*parity.build_with_optimizer(), ZeroConfig(3), group=group)
     zero_engine.set_full_param(again.scale, torch.full((1,), 3.0))
 
-    report = zero_engine.load(folder, again, its, is_strict=False)
+    report = zero_engine.load(tmp_path, again, its, is_strict=False)
 
     assert (report.missing, report.unexpected) == (("scale",), ("other",))
     assert report.num_tensors == report.num_tensors_saved - 1
@@ -605,17 +569,13 @@ def test_wrong_calls_say_what_to_do(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_ranks_that_differ_are_told(ranks, tmp_path: Path) -> None:
+def test_ranks_that_differ_are_told(group: Group, tmp_path: Path) -> None:
     """Half of a checkpoint in one folder and half in another is none."""
-    ranks(2).run(_disagree, folder=tmp_path)
-
-
-def _disagree(group: Group, folder: Path) -> None:
     model, optimizer = _build(group)
     with pytest.raises(AgreementError, match=r"tag: rank 0 has step-0, rank 1 has step-1"):
-        zero_engine.save(folder, model, optimizer, step=0, tag=f"step-{group.rank}")
-    zero_engine.save(folder, model, optimizer, step=0)
-    own = folder if group.rank else folder / "no"  # as on a node without the shared disk
+        zero_engine.save(tmp_path, model, optimizer, step=0, tag=f"step-{group.rank}")
+    zero_engine.save(tmp_path, model, optimizer, step=0)
+    own = tmp_path if group.rank else tmp_path / "no"  # as on a node without the shared disk
     with pytest.raises(FileError, match="no such folder"):
         zero_engine.load(own, model, optimizer)
     with pytest.raises(AgreementError, match=r"checkpoint: rank 0 has none, rank 1 has step-0"):
@@ -627,16 +587,13 @@ def _disagree(group: Group, folder: Path) -> None:
 
 @needs_high_water
 @pytest.mark.parametrize("optimizer", ["device", "disk"])
-def test_neither_holds_more_than_two_buffers(ranks, tmp_path: Path, optimizer: str) -> None:
+@pytest.mark.ranks(1)
+def test_neither_holds_more_than_two_buffers(group: Group, tmp_path: Path, optimizer: str) -> None:
     """A job that fits when it trains must fit when it saves, and when it resumes."""
-    ranks(1).run(_save_large, folder=tmp_path, where=optimizer)
-
-
-def _save_large(group: Group, folder: Path, where: str) -> None:
     model = parity.Chain(8, 1024)  # 32 MiB, and 64 MiB of moments
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    offload = Offload(optimizer="disk", path=folder, subgroup_bytes=8 * MIB)
-    config = ZeroConfig(3, offload=offload if where == "disk" else None)
+    offload = Offload(optimizer="disk", path=tmp_path, subgroup_bytes=8 * MIB)
+    config = ZeroConfig(3, offload=offload if optimizer == "disk" else None)
     zero_engine.shard(model, optimizer, config, group=group)
     for _ in range(2):
         model(torch.randn(2, 1024)).sum().backward()
@@ -644,10 +601,10 @@ def _save_large(group: Group, folder: Path, where: str) -> None:
         optimizer.zero_grad()
     for index in itertools.count(1):  # the first time imports and warms up
         mark = HighWater()
-        report = zero_engine.save(folder / "saved", model, optimizer, step=index)
+        report = zero_engine.save(tmp_path / "saved", model, optimizer, step=index)
         saving = mark.rise_bytes()
         mark = HighWater()
-        zero_engine.load(folder / "saved", model, optimizer)
+        zero_engine.load(tmp_path / "saved", model, optimizer)
         loading = mark.rise_bytes()
         if index == 2:
             break

@@ -1,12 +1,13 @@
-"""A save in the background is of the moment at which it was asked for, and its errors are heard."""
+"""A save in the background is of the moment at which it was asked for: who writes next waits."""
 
 from __future__ import annotations
 
 import errno
 import gc
 import os
+import signal
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
 from typing import Any
 
 import parity
@@ -14,22 +15,29 @@ import pytest
 import torch
 import zero_engine
 from parity import ZeroConfig
+from residences import Blocks, Cell
+from torch import nn
 from zero_comm import Group
-from zero_engine import FileError, Offload, Saver
-from zero_engine.testing import FileSystem
+from zero_engine import (
+    ConfigError,
+    FileError,
+    GatheredParameters,
+    Offload,
+    Precision,
+    Saver,
+    full_state_dict,
+)
+from zero_engine.checkpoint import StopSignals
+from zero_engine.testing import FileSystem, held_copies
 from zero_offload import host_memory
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.mark.parametrize("where", ["device", "host", "disk"])
-def test_what_is_saved_is_what_was_there(ranks, tmp_path: Path, where: str) -> None:
+def test_what_is_saved_is_what_was_there(group: Group, tmp_path: Path, where: str) -> None:
     """Training changes every value while they are written."""
-    ranks(2).run(_train_meanwhile, folder=tmp_path, where=where)
-
-
-def _train_meanwhile(group: Group, folder: Path, where: str) -> None:
-    path = folder if where == "disk" else None
+    path = tmp_path if where == "disk" else None
     config = ZeroConfig(3, offload=Offload(optimizer=where, path=path, subgroup_bytes=2000))
     model, optimizer = parity.build_sharded(group, config)
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
@@ -40,29 +48,27 @@ def _train_meanwhile(group: Group, folder: Path, where: str) -> None:
         return os.write(file, view)
 
     system = FileSystem(write=write_later)
-    with Saver(folder / "saved", model, optimizer, keep=2, system=system) as saver:
+    with Saver(tmp_path / "saved", model, optimizer, keep=2, system=system) as saver:
         snapshot = saver.save(step=2, extra="two")
         expected = parity.run_steps(model, optimizer, range(2, 5), rank=group.rank)
-        assert not (folder / "saved" / "latest").exists()
+        assert not (tmp_path / "saved" / "latest").exists()
         may_write.set()
         report = saver.wait()
         assert report is not None and report.path == snapshot.path
         assert saver.wait() is None
-        zero_engine.load(folder / "saved", model, optimizer)
+        zero_engine.load(tmp_path / "saved", model, optimizer)
         assert parity.run_steps(model, optimizer, range(2, 5), rank=group.rank) == expected
         for step in (5, 6, 7):
             saver.save(step=step)
-    names = {path.name for path in (folder / "saved").iterdir()}
+    names = {path.name for path in (tmp_path / "saved").iterdir()}
     assert names == {"step-6", "step-7", "latest"}
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_is_raised_on_every_rank_by_the_next_call(ranks, tmp_path, failing: int) -> None:
+def test_an_error_is_raised_on_every_rank_by_the_next_call(
+    group: Group, tmp_path: Path, failing: int
+) -> None:
     """A job that saves nothing for a day must not learn of it at its end."""
-    ranks(2).run(_fail_in_background, folder=tmp_path, failing=failing)
-
-
-def _fail_in_background(group: Group, folder: Path, failing: int) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(3))
     is_full = Event()
 
@@ -71,7 +77,7 @@ def _fail_in_background(group: Group, folder: Path, failing: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return os.write(file, view)
 
-    saver = Saver(folder, model, optimizer, system=FileSystem(write=write))
+    saver = Saver(tmp_path, model, optimizer, system=FileSystem(write=write))
     saver.save(step=1)
     saver.wait()
     for act in (lambda: saver.save(step=3), saver.close):
@@ -80,26 +86,22 @@ def _fail_in_background(group: Group, folder: Path, failing: int) -> None:
         with pytest.raises(FileError):
             act()
         is_full.clear()
-        assert zero_engine.load(folder, model, optimizer).step == 1
+        assert zero_engine.load(tmp_path, model, optimizer).step == 1
     saver.save(step=4)
     saver.close()
-    assert zero_engine.load(folder, model, optimizer).step == 4
-    assert not [path for path in folder.iterdir() if "partial" in path.name]
+    assert zero_engine.load(tmp_path, model, optimizer).step == 4
+    assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
 
 
-def test_a_copy_takes_the_memory_of_the_ranks_own_part(ranks, tmp_path: Path) -> None:
+def test_a_copy_takes_the_memory_of_the_ranks_own_part(group: Group, tmp_path: Path) -> None:
     """A job that fits when it trains should know what a save needs on top."""
-    ranks(2).run(_measure, folder=tmp_path)
-
-
-def _measure(group: Group, folder: Path) -> None:
     gc.collect()  # what a failed save of another test holds
     model = parity.Chain(4, 64)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
     model(torch.randn(2, 64)).sum().backward()
     optimizer.step()
-    with Saver(folder, model, optimizer) as saver:
+    with Saver(tmp_path, model, optimizer) as saver:
         snapshot = saver.save(step=1)
         held = [host_memory()["copies of a checkpoint"]]
         saver.save(step=2)
@@ -111,3 +113,148 @@ def _measure(group: Group, folder: Path) -> None:
     of_values = 12 * 4 * 64 * 64 // group.world_size
     assert of_values <= snapshot.num_bytes <= of_values + 30_000  # generators' states, and counts
     assert snapshot.seconds > 0
+
+
+# ---- Copies beside the next forward and backward ----
+
+
+CONFIGS = {
+    "stage 0": ZeroConfig(0),
+    "stage 1": ZeroConfig(1),
+    "stage 2, masters": ZeroConfig(2, precision=Precision(params=torch.bfloat16)),
+    "stage 3": ZeroConfig(3),
+    "stage 3, masters": ZeroConfig(3, precision=Precision(params=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_waits_for_the_copy(group: Group, tmp_path: Path, name: str) -> None:
+    """A checkpoint of two moments is of none."""
+    model, optimizer = parity.build_sharded(group, CONFIGS[name], make=Blocks)
+    parity.run_steps(model, optimizer, range(2), rank=group.rank)
+    saver = Saver(tmp_path, model, optimizer, overlap=True)
+    for start in (2, 5):
+        with held_copies() as may_copy:
+            saver.save(step=start)
+            first = parity.loss_of(model, parity.batch(start, 0, group.rank))
+            first.backward()
+            assert not may_copy.is_set()
+            Timer(0.1, may_copy.set).start()
+            optimizer.step()
+            assert may_copy.is_set(), "the step has not waited"
+        optimizer.zero_grad()
+        after = parity.run_steps(model, optimizer, range(start + 1, start + 3), rank=group.rank)
+        saver.wait()
+        zero_engine.load(tmp_path, model, optimizer)
+        again = parity.run_steps(model, optimizer, range(start, start + 3), rank=group.rank)
+        assert again == [first.item(), *after]
+    saver.close()
+
+
+@pytest.mark.parametrize("how", ["gathered", "load_state_dict", "load", "parked", "unsharded"])
+def test_every_write_of_ours_waits_for_the_copy(group: Group, tmp_path: Path, how: str) -> None:
+    """A step is only the most frequent one."""
+    model, optimizer = parity.build_sharded(group, ZeroConfig(3), make=Blocks)
+    parity.run_steps(model, optimizer, range(2), rank=group.rank)
+    zero_engine.save(tmp_path / "other", model, optimizer, step=1)
+    expected = full_state_dict(model)
+    with held_copies() as may_copy, Saver(tmp_path / "it", model, optimizer, overlap=True) as saver:
+        saver.save(step=2)
+        Timer(0.1, may_copy.set).start()
+        _write(how, model, optimizer, tmp_path)
+        assert may_copy.is_set(), "it has not waited"
+        saver.wait()
+
+    other, its_optimizer = parity.build_sharded(group, ZeroConfig(3), make=Blocks)
+    zero_engine.load(tmp_path / "it", other, its_optimizer)
+    found = full_state_dict(other)
+    if group.rank == 0:
+        parity.assert_same_weights(found, expected, what=how)
+
+
+def _write(how: str, model: nn.Module, optimizer: Any, folder: Path) -> None:
+    if how == "gathered":
+        with GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
+            for param in model.parameters():
+                param.mul_(2)
+    elif how == "load_state_dict":
+        with torch.no_grad():
+            model.load_state_dict(parity.build(Blocks).state_dict())
+    elif how == "load":
+        zero_engine.load(folder / "other", model, optimizer)
+    elif how == "parked":
+        zero_engine.offload_states(model)
+        zero_engine.reload_states(model)
+    else:
+        zero_engine.unshard(model)
+
+
+def test_what_rests_elsewhere_is_copied_at_once(group: Group, tmp_path: Path) -> None:
+    """It is read through memory that the next backward needs."""
+    (swap := tmp_path / f"swap-{group.rank}").mkdir()
+    cells = Cell(3, "host"), Cell(3, "device", "host"), Cell(3, "disk", "disk"), Cell(2, "disk")
+    for number, cell in enumerate(cells):
+        config = ZeroConfig(cell.stage, offload=cell.offload(str(swap)))
+        model, optimizer = parity.build_sharded(group, config)
+        parity.run_steps(model, optimizer, range(2), rank=group.rank)
+        place = tmp_path / str(number)
+        with Saver(place, model, optimizer, overlap=True) as saver:
+            saver.save(step=2)
+            expected = parity.run_steps(model, optimizer, range(2, 4), rank=group.rank)
+        zero_engine.load(place, model, optimizer)
+        assert parity.run_steps(model, optimizer, range(2, 4), rank=group.rank) == expected
+
+
+def test_a_write_that_waits_for_nothing_is_noticed(ranks, tmp_path: Path) -> None:
+    """Weights that are swapped for their average, say: no file may hold some of each."""
+    for stage in (0, 1, 2):
+        ranks(2).run(_swap_meanwhile, folder=tmp_path / str(stage), stage=stage)
+
+
+def _swap_meanwhile(group: Group, folder: Path, stage: int) -> None:
+    model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
+    parity.run_steps(model, optimizer, range(2), rank=group.rank)
+    with Saver(folder, model, optimizer, overlap=True) as saver:
+        saver.save(step=1)
+        saver.wait()
+        with held_copies() as may_copy:
+            saver.save(step=2)
+            with torch.no_grad():
+                next(model.parameters()).mul_(2)
+            may_copy.set()
+            with pytest.raises(FileError, match=r"written to while it was copied.*overlap=True"):
+                saver.wait()
+        report = zero_engine.load(folder, model, optimizer)
+        assert report is not None
+        assert report.step == 1
+
+
+# ---- A scheduler's warning ----
+
+
+def test_all_ranks_save_at_the_step_at_which_one_was_told(ranks, tmp_path: Path) -> None:
+    """Signals reach one host first, and a checkpoint needs every rank at the same step."""
+    assert ranks(2).run(_train_until_told, folder=tmp_path) == [3, 3]
+
+
+def _train_until_told(group: Group, folder: Path) -> int:
+    model, optimizer = parity.build_sharded(group, ZeroConfig(3))
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)}
+    with StopSignals(model) as stop:
+        for step in range(9):
+            if step == 2 and group.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            parity.run_steps(model, optimizer, [step], rank=group.rank)
+            if name := stop.arrived():
+                assert name == "SIGTERM"
+                zero_engine.save(folder, model, optimizer, step=step + 1)
+                break
+    assert {each: signal.getsignal(each) for each in before} == before
+
+    report = zero_engine.load(folder, model, optimizer)
+    with StopSignals(model, [signal.SIGUSR1]) as stop:
+        assert stop.arrived() is None
+    with pytest.raises(ConfigError, match=r"signals: expected some of Python's"):
+        StopSignals(model, [])
+    assert report is not None
+    return report.step

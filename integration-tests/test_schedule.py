@@ -43,12 +43,8 @@ def _over(group: Group, transport: str) -> Group:
     ],
     ids=str,
 )
-def test_no_limit_changes_a_number(ranks, options: dict[str, int], transport: str) -> None:
+def test_no_limit_changes_a_number(group: Group, options: dict[str, int], transport: str) -> None:
     """They say how much memory may hide how much communication, and nothing else."""
-    ranks(2).run(_equals_ddp, options=options, transport=transport)
-
-
-def _equals_ddp(group: Group, options: dict[str, int], transport: str) -> None:
     recipe = parity.Recipe(num_steps=4, num_micro_batches=2)
     expected = parity.train_ddp(group, recipe)
 
@@ -178,12 +174,8 @@ class _Tower(nn.Module):
         return self.around(self.inside(x))
 
 
-def test_units_that_enclose_others_share_a_slot_once_their_order_is_known(ranks) -> None:
+def test_units_that_enclose_others_share_a_slot_once_their_order_is_known(group: Group) -> None:
     """Two towers, one after the other, need the memory of one and of what prefetch asks for."""
-    ranks(2).run(_two_towers)
-
-
-def _two_towers(group: Group) -> None:
     torch.manual_seed(0)
     model = _TwoTowers()
     units = [f"towers.{i}{inside}" for i in (0, 1) for inside in ("", ".inside")]
@@ -240,12 +232,8 @@ def _small(group: Group, **options: Any) -> tuple[tuple[int, int], int, Any]:
     return numels, traffic.payload_numel("all_gather"), memory_report(model)
 
 
-def test_small_parameters_are_bounded_together_and_chosen_in_the_models_order(ranks) -> None:
+def test_small_parameters_are_bounded_together_and_chosen_in_the_models_order(group: Group) -> None:
     """The bound for the model: the first that fit."""
-    ranks(2).run(_bounded)
-
-
-def _bounded(group: Group) -> None:
     torch.manual_seed(0)
     model = _WithBiases()
     config = ZeroConfig(3, small_param_numel=WIDTH, max_small_numel=2 * WIDTH + 1)
@@ -256,12 +244,10 @@ def _bounded(group: Group) -> None:
 
 
 @pytest.mark.parametrize("transport", ["reads", "messages"])
-def test_small_parameters_are_saved_loaded_read_and_set_like_others(ranks, transport: str) -> None:
+def test_small_parameters_are_saved_loaded_read_and_set_like_others(
+    group: Group, transport: str
+) -> None:
     """They are of the model; where they rest is no concern of its user."""
-    ranks(2).run(_use_small, transport=transport)
-
-
-def _use_small(group: Group, transport: str) -> None:
     group = _over(group, transport)
     plain = parity.build()
     model = parity.build()
@@ -289,12 +275,8 @@ def _use_small(group: Group, transport: str) -> None:
     assert torch.equal(model.scale, torch.full((1,), 4.0))
 
 
-def test_small_parameters_outlast_buffers_that_are_released(ranks) -> None:
+def test_small_parameters_outlast_buffers_that_are_released(group: Group) -> None:
     """Memory goes back between phases, and the next step is that of a run that never gave it."""
-    ranks(2).run(_release)
-
-
-def _release(group: Group) -> None:
     curves = []
     for releases in (False, True):
         config = ZeroConfig(3, small_param_numel=13)
@@ -331,12 +313,11 @@ def _table(group: Group) -> str:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_there_is_a_table_at_every_stage_and_before_the_first_step(ranks, stage: int) -> None:
+@pytest.mark.ranks(1)
+def test_there_is_a_table_at_every_stage_and_before_the_first_step(
+    group: Group, stage: int
+) -> None:
     """Empty where nothing is ever gathered, or nothing is known yet."""
-    ranks(1).run(_empty_table, stage=stage)
-
-
-def _empty_table(group: Group, stage: int) -> None:
     model, optimizer = _shard_chain(group, stage=stage)
     assert schedule_report(model).rows == ()
     _step(model, optimizer)

@@ -155,12 +155,9 @@ def _bytes_after_two_steps(group: Group, window: int) -> tuple[int, int]:
     return report.secondary_bytes, sum(slots.count(slot) > 1 for slot in slots)
 
 
-def test_its_padding_is_zero(ranks) -> None:
+@pytest.mark.ranks(4)
+def test_its_padding_is_zero(group: Group) -> None:
     """What lies there travels with every gather, and a NaN would spread."""
-    ranks(4).run(_look_at_padding)
-
-
-def _look_at_padding(group: Group) -> None:
     model, optimizer = parity.build_sharded(group, ZeroConfig(3, window=1, wire=NEAR))
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
     kept = 0
@@ -215,12 +212,9 @@ WRITES: dict[str, Callable[[nn.Module, Tensor], None]] = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_makes_the_copy_void(ranks, write: str) -> None:
+@pytest.mark.ranks(4)
+def test_a_write_makes_the_copy_void(group: Group, write: str) -> None:
     """Else a loaded checkpoint is computed with in one half of a step only."""
-    ranks(4).run(_write_between_forwards, write=write)
-
-
-def _write_between_forwards(group: Group, write: str) -> None:
     model, _ = _chain(group, window=1)
     x = torch.full((1, 64), 0.5)
     with torch.no_grad(), record_traffic(group) as traffic:
@@ -236,12 +230,9 @@ def _write_between_forwards(group: Group, write: str) -> None:
         torch.testing.assert_close(model(x), torch.full((1, 64), expected))
 
 
-def test_parking_gives_its_memory_back_and_training_goes_on(ranks) -> None:
+@pytest.mark.ranks(4)
+def test_parking_gives_its_memory_back_and_training_goes_on(group: Group) -> None:
     """Between phases another process wants the memory, and a copy is no state to keep."""
-    ranks(4).run(_park_after_each_step)
-
-
-def _park_after_each_step(group: Group) -> None:
     losses = []
     for wire in (Wire(), NEAR):
         model, optimizer = parity.build_sharded(group, ZeroConfig(3, window=1, wire=wire))
@@ -303,12 +294,9 @@ def test_what_cannot_be_is_refused_when_it_is_said(
         make()
 
 
-def test_what_the_ranks_do_not_allow_is_refused_on_all(ranks) -> None:
+@pytest.mark.ranks(4)
+def test_what_the_ranks_do_not_allow_is_refused_on_all(group: Group) -> None:
     """One rank to a node would hold all parameters, which stage 2 does better."""
-    ranks(4).run(_refuse)
-
-
-def _refuse(group: Group) -> None:
     other = Levels.of_nodes(parity.by_messages(), 2)
     for wire, text in (
         (Wire(levels=1, secondary=True), "one rank to a node.*use stage 2"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -52,12 +53,8 @@ def _loss(model: nn.Module, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_small_gradients_that_wait_add_up_to_those_of_one_process(ranks, stage: int) -> None:
+def test_small_gradients_that_wait_add_up_to_those_of_one_process(group: Group, stage: int) -> None:
     """Whatever arrives, and however often before a step, none may be lost or counted twice."""
-    ranks(2).run(_train, stage=stage)
-
-
-def _train(group: Group, stage: int) -> None:
     alone, alone_optimizer = _build(40)
     model, optimizer = _build(40)
     zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
@@ -74,13 +71,9 @@ def _train(group: Group, stage: int) -> None:
         assert torch.equal(weights[name], expected), f"stage {stage}, {name}"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_few_gradients_wait_at_a_time(ranks, world_size: int) -> None:
+@pytest.mark.ranks(1, 2)
+def test_few_gradients_wait_at_a_time(group: Group) -> None:
     """What waits lives twice, here and in the buffer: it must not grow with the unit."""
-    ranks(world_size).run(_count_waiting)
-
-
-def _count_waiting(group: Group) -> None:
     model, optimizer = _build(200)
     zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)
     params, waiting = list(model.parameters()), []
@@ -151,3 +144,58 @@ def _calls(action: Callable[[], object], counts: Callable[[FrameType], bool]) ->
     finally:
         sys.setprofile(previous)
     return found
+
+
+# ---- What a hook costs ----
+
+
+PACKAGE = str(Path(inspect.getfile(zero_partition)).parent)
+
+
+class _Many(nn.Module):
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.gains = nn.ParameterList([torch.ones(1) for _ in range(num)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack(list(self.gains)).sum() * x
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_of_four_times_the_parameters_is_four_times_the_work(stage: int) -> None:
+    """Asking at each arrival whether all have arrived is a square, and shows at thousands."""
+    few, many = (_instructions_of_a_step(num, stage) for num in (50, 200))
+
+    assert many <= 4 * few
+
+
+def _instructions_of_a_step(num: int, stage: int) -> int:
+    model = _Many(num)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero_engine.shard(model, optimizer, zero_engine.ZeroConfig(stage), group=Group.solo())
+    for _ in range(2):
+        with _counting_instructions() as count:
+            model(torch.ones(1)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return count[0]
+
+
+@contextmanager
+def _counting_instructions() -> Iterator[list[int]]:
+    """Python's own, in this package: exact, whatever else the machine does."""
+    count = [0]
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "call" and not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes = True
+        count[0] += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield count
+    finally:
+        sys.settrace(before)

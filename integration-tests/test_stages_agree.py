@@ -76,7 +76,7 @@ def test_another_order_of_adding_stays_close_to_ddp(ranks, world_size: int, how:
 def _stages_are_close_to_ddp(group: Group, **recipe: Any) -> None:
     chosen = parity.Recipe(optimizer="adamw", make=parity.tiny_float32, **recipe)
     ddp = parity.train_ddp(group, chosen, keeps_grads=True)
-    for stage in parity.STAGES:
+    for stage in (0, 3):  # the arithmetic of 1 and 2 is that of 3: see above
         curve = parity.train_sharded(group, chosen, ZeroConfig(stage), keeps_grads=True)
         parity.assert_close(curve, ddp, what=f"stage {stage}")
 
@@ -90,38 +90,40 @@ def test_a_scheduler_may_be_built_before_or_after_shard(ranks, when: str) -> Non
     ranks(2).run(_stages_equal_ddp, scheduler=when)
 
 
-@pytest.mark.parametrize("window", [1, 2, 5])
-def test_the_window_changes_no_number(ranks, window: int) -> None:
+@pytest.mark.parametrize(("window", "stages"), parity.in_turn([1, 2, 5]))
+def test_the_window_changes_no_number(group: Group, window: int, stages: tuple[int, ...]) -> None:
     """It says how much memory may hide how much communication; 5 is most of the units."""
-    ranks(2).run(_config_equals_ddp, window=window)
+    _config_equals_ddp(group, stages, window=window)
 
 
-@pytest.mark.parametrize(
-    "units",
-    [(), ("blocks.1",), ("blocks.0.up", "blocks.0", "blocks.2", "lift", "adapter"), ("embed",)],
-    ids=["none", "one", "nested", "tied-to-another"],
-)
-def test_any_choice_of_units_trains_the_same(ranks, units: tuple[str, ...]) -> None:
+UNITS = {
+    "none": (),
+    "one": ("blocks.1",),
+    "nested": ("blocks.0.up", "blocks.0", "blocks.2", "lift", "adapter"),
+    "tied-to-another": ("embed",),
+}
+
+
+@pytest.mark.parametrize(("units", "stages"), parity.in_turn(UNITS))
+def test_any_choice_of_units_trains_the_same(
+    group: Group, units: str, stages: tuple[int, ...]
+) -> None:
     """A user who names units tunes memory, not the result."""
-    ranks(2).run(_config_equals_ddp, units=units)
+    _config_equals_ddp(group, stages, units=UNITS[units])
 
 
-def _config_equals_ddp(group: Group, **options: Any) -> None:
+def _config_equals_ddp(group: Group, stages: tuple[int, ...], **options: Any) -> None:
     recipe = parity.Recipe(num_micro_batches=2)
     expected = parity.train_ddp(group, recipe)
 
-    for stage in parity.STAGES:
+    for stage in stages:
         curve = parity.train_sharded(group, recipe, ZeroConfig(stage, **options))
         parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}, {options}")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_shards_of_whole_tensors_train_the_same(ranks, world_size: int) -> None:
+@pytest.mark.ranks(2, 4)
+def test_shards_of_whole_tensors_train_the_same(group: Group) -> None:
     """Uneven shards, some of them empty, travel by the same collectives."""
-    ranks(world_size).run(_tensor_cut_equals_the_oracle)
-
-
-def _tensor_cut_equals_the_oracle(group: Group) -> None:
     recipe = parity.Recipe(optimizer="adagrad", max_norm=0.5)
 
     expected = parity.train_alone_by_stage(group, recipe, cut=Cut.TENSOR)
@@ -134,20 +136,18 @@ def _tensor_cut_equals_the_oracle(group: Group) -> None:
 # ---- Loops that are written in another way ----
 
 
-@pytest.mark.parametrize("optimizer", ["adamw-fused", "adagrad", "sgd"])
-def test_state_that_the_optimizer_has_is_sharded_and_not_lost(ranks, optimizer: str) -> None:
+@pytest.mark.parametrize(("optimizer", "stages"), parity.in_turn(["adamw-fused", "adagrad", "sgd"]))
+def test_state_that_the_optimizer_has_is_sharded_and_not_lost(
+    group: Group, optimizer: str, stages: tuple[int, ...]
+) -> None:
     """A run that goes on from a checkpoint loads its moments before it shards."""
-    ranks(2).run(_shard_after_two_steps, optimizer=optimizer)
-
-
-def _shard_after_two_steps(group: Group, optimizer: str) -> None:
     never, never_optimizer = parity.build_with_optimizer(optimizer)
     parity.run_steps(never, never_optimizer, range(2), rank=0)
     losses = parity.run_steps(
         parity.as_ddp(never, group), never_optimizer, range(2, 5), rank=group.rank
     )
 
-    for stage in parity.STAGES:
+    for stage in stages:
         model, used = parity.build_with_optimizer(optimizer)
         parity.run_steps(model, used, range(2), rank=0)
         zero_engine.shard(model, used, ZeroConfig(stage), group=group)
@@ -157,13 +157,13 @@ def _shard_after_two_steps(group: Group, optimizer: str) -> None:
         _assert_same_weights(model, never, group, what=f"stage {stage}")
 
 
-@pytest.mark.parametrize("how", ["to-none", "to-zero", "by-model", "by-hand"])
-def test_every_way_to_drop_gradients_drops_them(ranks, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "stages"), parity.in_turn(["to-none", "to-zero", "by-model", "by-hand"])
+)
+def test_every_way_to_drop_gradients_drops_them(
+    group: Group, how: str, stages: tuple[int, ...]
+) -> None:
     """What survives a zero_grad is added to the next step's gradient, and nobody notices."""
-    ranks(2).run(_drop_gradients, how=how)
-
-
-def _drop_gradients(group: Group, how: str) -> None:
     drop: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
         "to-none": lambda model, optimizer: optimizer.zero_grad(),
         "to-zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
@@ -184,7 +184,7 @@ def _drop_gradients(group: Group, how: str) -> None:
     ddp, ddp_optimizer = parity.build_with_optimizer("sgd")
     expected = train(ddp, ddp_optimizer, parity.as_ddp(ddp, group))
 
-    for stage in parity.STAGES:
+    for stage in stages:
         model, optimizer = parity.build_sharded(group, ZeroConfig(stage), "sgd")
         assert train(model, optimizer, model) == expected, f"stage {stage}"
         _assert_same_weights(model, ddp, group, what=f"stage {stage}")
@@ -195,12 +195,8 @@ def _set_none_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
         param.grad = None
 
 
-def test_step_takes_a_closure(ranks) -> None:
+def test_step_takes_a_closure(group: Group) -> None:
     """Gradients then arrive after step() has begun."""
-    ranks(2).run(_step_with_closure)
-
-
-def _step_with_closure(group: Group) -> None:
     ddp, ddp_optimizer = parity.build_with_optimizer()
     expected = parity.run_steps(parity.as_ddp(ddp, group), ddp_optimizer, range(3), rank=group.rank)
 
@@ -220,12 +216,6 @@ def _step_with_closure(group: Group) -> None:
         _assert_same_weights(model, ddp, group, what=f"stage {stage}")
 
 
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
-def test_ranks_may_use_different_parameters(ranks, set_to_none: bool) -> None:
-    """One rank's gradient is another's zero, and a step may leave out what the last one used."""
-    ranks(2).run(_use_by_rank_and_step, set_to_none=set_to_none)
-
-
 class _Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +227,10 @@ class _Branching(nn.Module):
         return self.both(getattr(self, use)(x)).mean()
 
 
-def _use_by_rank_and_step(group: Group, set_to_none: bool) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
+def test_ranks_may_use_different_parameters(group: Group, set_to_none: bool) -> None:
+    """One rank's gradient is another's zero, and a step may leave out what the last one used."""
+
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         losses = []
         for step in range(5):

@@ -67,17 +67,13 @@ def _step(model: Few, optimizer: torch.optim.Optimizer, step: int, *, is_ours: b
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("world_size", [1, 3])  # of three, some keep nothing of what two share
 @pytest.mark.parametrize("name", CASES)
-def test_state_is_plain_torchs_under_every_cut(ranks, name: str, world_size: int) -> None:
+@pytest.mark.ranks(1, 3, timeout_s=_IMPORT_S)
+def test_state_is_plain_torchs_under_every_cut(group: Group, name: str) -> None:
     """Per element, row or block, or of no shape we know; on many ranks, on one, or on each."""
-    ranks(world_size).run(_read_write_and_go_on, timeout_s=_IMPORT_S, name=name)
-
-
-def _read_write_and_go_on(group: Group, name: str) -> None:
     make, cut = CASES[name]
     last = group.world_size - 1
-    for stage, small in ((0, 0), (1, 0), (3, 0), (3, 20)):
+    for stage, small in ((0, 0), (1, 0), (3, 20)):
         plain = parity.build(Few)
         theirs = make(plain)
         model = parity.build(Few)
@@ -158,12 +154,9 @@ class Columns(structured.PerParameter):
         param.sub_(group["lr"] * grad)
 
 
-def test_state_that_nobody_can_lay_out_is_refused_on_every_rank(ranks) -> None:
+@pytest.mark.ranks(3)
+def test_state_that_nobody_can_lay_out_is_refused_on_every_rank(group: Group) -> None:
     """A guess would be somebody's wrong checkpoint; an error on one rank, the others' hang."""
-    ranks(3).run(_ask_for_no_whole)
-
-
-def _ask_for_no_whole(group: Group) -> None:
     model = parity.build()
     weight = model.blocks[0].up.weight
     optimizer = Columns([weight], lr=0.1)
@@ -188,12 +181,8 @@ def _ask_for_no_whole(group: Group) -> None:
     parity.run_steps(model, optimizer, range(2), rank=group.rank)
 
 
-def test_a_wrong_value_is_named_on_every_rank(ranks) -> None:
+def test_a_wrong_value_is_named_on_every_rank(group: Group) -> None:
     """Only one rank looks at it; all of them would go on with it."""
-    ranks(2).run(_write_wrong_values)
-
-
-def _write_wrong_values(group: Group) -> None:
     model = parity.build()
     optimizer = structured.OPTIMIZERS["muon"](model)
     zero_engine.shard(model, optimizer, ZeroConfig(3), group=group)

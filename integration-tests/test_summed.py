@@ -23,12 +23,8 @@ SUM = Precision(masters=None, reduces_mean=False)
     ("stage", "reduces_once"),
     [(0, True), *((stage, once) for stage in (1, 2, 3) for once in (True, False))],
 )
-def test_every_micro_batch_counts_once(ranks, stage: int, reduces_once: bool) -> None:
+def test_every_micro_batch_counts_once(group: Group, stage: int, reduces_once: bool) -> None:
     """Who sums has chosen the learning rate for the sum; a factor more is another training."""
-    ranks(2).run(_accumulate, stage=stage, reduces_once=reduces_once)
-
-
-def _accumulate(group: Group, stage: int, reduces_once: bool) -> None:
     model, optimizer = _build()
     zero_engine.shard(model, optimizer, ZeroConfig(stage, precision=SUM), group=group)
     for step in range(2):
@@ -60,18 +56,14 @@ def _in_no_sync(model: nn.Module, rank: int) -> None:
 
 @pytest.mark.parametrize("again", [_once_more, _without_batch, _in_no_sync])
 def test_what_stage_0_has_summed_is_not_summed_again(
-    ranks, again: Callable[[nn.Module, int], None]
+    group: Group, again: Callable[[nn.Module, int], None]
 ) -> None:
     """The sum lies where autograd adds the next gradient, and would count once for each rank."""
-    ranks(2).run(_sum_again, again=again.__name__)
-
-
-def _sum_again(group: Group, again: str) -> None:
     model, optimizer = _build()
     zero_engine.shard(model, optimizer, ZeroConfig(0, precision=SUM), group=group)
     _backward(model, 0, 0, group.rank)
     with pytest.raises(StateError, match=r"parameter '.+': its gradient was summed .* no_sync"):
-        globals()[again](model, group.rank)
+        again(model, group.rank)
 
     optimizer.zero_grad()
     for step in range(2):
@@ -82,12 +74,8 @@ def _sum_again(group: Group, again: str) -> None:
     _assert_trained(model, group, num_micro_batches=1)
 
 
-def test_asking_for_a_gradient_sums_nothing(ranks) -> None:
+def test_asking_for_a_gradient_sums_nothing(group: Group) -> None:
     """torch.autograd.grad() gives each rank its own gradients, between backward and step too."""
-    ranks(2).run(_ask_between)
-
-
-def _ask_between(group: Group) -> None:
     model, optimizer = _build()
     zero_engine.shard(model, optimizer, ZeroConfig(0, precision=SUM), group=group)
     for step in range(2):

@@ -129,16 +129,13 @@ class _AsOnGPU(transformers.Trainer):
 
 
 @pytest.mark.parametrize("way", OPTIONS)
-def test_numbers_are_those_of_ddp(ranks, tmp_path: Path, way: str) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_numbers_are_those_of_ddp(group: Group, tmp_path: Path, way: str) -> None:
     """The law: dropout, schedule, uneven last batches, evaluation, and nothing else changes."""
-    ranks(2).run(_compare_with_ddp, folder=str(tmp_path), more=OPTIONS[way], timeout_s=120)
-
-
-def _compare_with_ddp(group: Group, folder: str, more: dict[str, Any]) -> None:
     _as_torchrun(group)
     found = {}
     for stage in (None, 1, 2, 3):
-        args = _args(folder, num_train_epochs=2, eval_strategy="epoch", **more)
+        args = _args(tmp_path, num_train_epochs=2, eval_strategy="epoch", **OPTIONS[way])
         zero = None if stage is None else _zero(stage)
         trainer = _train(_gpt2(), args, zero=zero, eval_dataset=_sequences(5, seed=3))
         weights = trainer.model.state_dict() if zero is None else full_state_dict(trainer.model)
@@ -156,12 +153,9 @@ def _compare_with_ddp(group: Group, folder: str, more: dict[str, Any]) -> None:
             parity.assert_same_weights(their_weights, weights, what=f"stage {stage}")
 
 
-def test_accumulated_and_clipped_it_is_the_plain_loop(ranks, tmp_path: Path) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_accumulated_and_clipped_it_is_the_plain_loop(group: Group, tmp_path: Path) -> None:
     """Its bits, and DDP's numbers; the norm in the log is that of all ranks' gradients."""
-    ranks(2).run(_compare_with_plain_loop, folder=str(tmp_path), timeout_s=120)
-
-
-def _compare_with_plain_loop(group: Group, folder: str) -> None:
     _as_torchrun(group)
     told = {
         "num_train_epochs": 1,
@@ -172,9 +166,9 @@ def _compare_with_plain_loop(group: Group, folder: str) -> None:
         "weight_decay": 0.1,
     }
     data = _sequences(19)
-    ddp = _train(_gpt2(**STILL), _args(folder, **told), train_dataset=data)
+    ddp = _train(_gpt2(**STILL), _args(tmp_path, **told), train_dataset=data)
     for stage in (1, 2, 3):
-        options = {"args": _args(folder, **told), "zero": _zero(stage)}
+        options = {"args": _args(tmp_path, **told), "zero": _zero(stage)}
         trainer = _train(_gpt2(**STILL), train_dataset=data, **options)
         weights = full_state_dict(trainer.model)
         for name in ("loss", "grad_norm"):

@@ -41,16 +41,10 @@ def _of_plain_torch(world_size: int, max_norm: float | None) -> tuple[Tensor, li
     return norm, [grad.flatten() for grad in grads]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_unscaling_and_clipping_are_those_of_plain_torch(
-    ranks, stage: int, world_size: int
-) -> None:
+@pytest.mark.ranks(1, 2, 3)
+def test_unscaling_and_clipping_are_those_of_plain_torch(group: Group, stage: int) -> None:
     """One factor must do what torch does in two passes, with parts of the norm on every rank."""
-    ranks(world_size).run(_compare, stage=stage)
-
-
-def _compare(group: Group, stage: int) -> None:
     free, _ = _of_plain_torch(group.world_size, None)
     for max_norm in (None, 0.5 * free.item(), 2 * free.item()):
         expected_norm, expected = _of_plain_torch(group.world_size, max_norm)
@@ -70,12 +64,8 @@ def _compare(group: Group, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_without_scale_and_bound_gradients_are_only_looked_at(ranks, stage: int) -> None:
+def test_without_scale_and_bound_gradients_are_only_looked_at(group: Group, stage: int) -> None:
     """A run in bf16 asks for the norm and for overflow alone; that must round nothing."""
-    ranks(2).run(_look, stage=stage)
-
-
-def _look(group: Group, stage: int) -> None:
     model, optimizer = _build(group, stage)
     _scaled_backward(model, group.rank, 1.0)
     by_model = unscale_and_clip_(model)
@@ -89,14 +79,11 @@ def _look(group: Group, stage: int) -> None:
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("stage", parity.STAGES)
+@pytest.mark.ranks(3)
 def test_an_overflow_on_one_rank_is_known_to_all_and_touches_no_gradient(
-    ranks, stage: int, bad: float
+    group: Group, stage: int, bad: float
 ) -> None:
     """Ranks that disagree about a step hold different models from there on."""
-    ranks(3).run(_overflow, stage=stage, bad=bad)
-
-
-def _overflow(group: Group, stage: int, bad: float) -> None:
     for culprit in range(group.world_size):
         model, optimizer = _build(group, stage)
         if group.rank == culprit:
@@ -126,12 +113,9 @@ def _poison_one_gradient(model: nn.Module, bad: float) -> None:
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_a_run_goes_on_after_a_skipped_step(ranks, stage: int) -> None:
+@pytest.mark.ranks(3)
+def test_a_run_goes_on_after_a_skipped_step(group: Group, stage: int) -> None:
     """The gradients of the overflow must be gone, and the step after be as if nothing was."""
-    ranks(3).run(_recover, stage=stage)
-
-
-def _recover(group: Group, stage: int) -> None:
     expected_norm, expected = _of_plain_torch(group.world_size, None)
     model, optimizer = _build(group, stage)
     scale = math.inf if group.rank == 1 else SCALE
@@ -164,13 +148,9 @@ def test_a_scale_that_cannot_be_divided_by_is_refused(scale: float) -> None:
 
 @pytest.mark.parametrize("stage", parity.STAGES)
 def test_error_if_nonfinite_is_torchs_error_on_every_rank_and_touches_no_gradient(
-    ranks, stage: int
+    group: Group, stage: int
 ) -> None:
     """A rank that went on alone would wait for the others in its next forward."""
-    ranks(2).run(_refuse_nonfinite, stage=stage)
-
-
-def _refuse_nonfinite(group: Group, stage: int) -> None:
     for norm_type in (2.0, math.inf):
         model, optimizer = _build(group, stage)
         if group.rank == 1:
@@ -197,12 +177,12 @@ def _refuse_nonfinite(group: Group, stage: int) -> None:
     torch.testing.assert_close([g for g in found if g is not None and g.numel()], expected)
 
 
-def test_clip_grad_value_is_torchs_under_ddp_wherever_gradients_rest(ranks, tmp_path: Path) -> None:
+@pytest.mark.ranks(timeout_s=90.0)
+def test_clip_grad_value_is_torchs_under_ddp_wherever_gradients_rest(
+    group: Group, tmp_path: Path
+) -> None:
     """Elementwise, so bit for bit: on the device, on the host, and left behind by no_sync."""
-    ranks(2).run(_clip_values, folder=str(tmp_path), timeout_s=90.0)
 
-
-def _clip_values(group: Group, folder: str) -> None:
     def train(
         model: nn.Module, optimizer: torch.optim.Optimizer, called: nn.Module, *, is_ours: bool
     ) -> tuple[list[float], list[Tensor]]:
@@ -238,7 +218,7 @@ def _clip_values(group: Group, folder: str) -> None:
     cells += [Cell(1, "host"), Cell(2, "disk"), Cell(3, "host", "disk", 0.3)]
     for cell in cells:
         how = {"make": parity.tiny_float32, "stage": cell.stage}
-        with sharded(group, cell, folder, **how) as (model, optimizer):
+        with sharded(group, cell, tmp_path, **how) as (model, optimizer):
             found = train(model, optimizer, model, is_ours=True)
             assert found[0] == losses, cell
             torch.testing.assert_close(found[1], norms)

@@ -21,13 +21,9 @@ from zero_partition.seams import find_sharded
 NUM_STEPS = 2
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adagrad", "sgd"])
-def test_unshard_gives_back_what_plain_training_would_have_made(ranks, optimizer: str) -> None:
+@pytest.mark.parametrize("name", ["adamw", "adagrad", "sgd"])
+def test_unshard_gives_back_what_plain_training_would_have_made(group: Group, name: str) -> None:
     """Weights, moments, param groups: the run goes on as if it had never been sharded."""
-    ranks(2).run(_go_on_plain, name=optimizer)
-
-
-def _go_on_plain(group: Group, name: str) -> None:
     recipe = parity.Recipe(optimizer=name, num_steps=NUM_STEPS, scheduler="none")
     expected = parity.train_ddp(group, recipe)
     plain, plain_optimizer = parity.build_with_optimizer(name)
@@ -89,7 +85,8 @@ def _assert_same_state(optimizer: torch.optim.Optimizer, expected: torch.optim.O
                 assert ours["state"][index][key] == value, f"{index} {key}"
 
 
-def _unshard_too_early(group: Group) -> None:
+def test_unshard_at_a_wrong_moment_is_refused(group: Group) -> None:
+    """Gradients and graphs in the middle of a step have no place in a plain optimizer."""
     model, optimizer = parity.build_sharded(group, ZeroConfig(3))
     parity.loss_of(model, parity.batch(0, 0, group.rank)).backward()
     with pytest.raises(StateError, match=r"gradients wait.*step\(\) or optimizer.zero_grad\(\)"):
@@ -109,12 +106,9 @@ def _unshard_too_early(group: Group) -> None:
         loss.backward()
 
 
-def test_unshard_at_a_wrong_moment_is_refused(ranks) -> None:
-    """Gradients and graphs in the middle of a step have no place in a plain optimizer."""
-    ranks(2).run(_unshard_too_early)
-
-
-def _delete(group: Group, stage: int) -> None:
+@pytest.mark.parametrize("stage", parity.STAGES)
+def test_a_deleted_model_leaves_nothing_of_ours_alive(group: Group, stage: int) -> None:
+    """Our memory hangs on hooks and hooks on the model, in cycles that must be seen through."""
     model, optimizer = parity.build_sharded(group, ZeroConfig(stage))
     parity.run_steps(model, optimizer, range(NUM_STEPS), rank=group.rank)
     loss = parity.loss_of(model, parity.batch(0, 0, group.rank))
@@ -122,9 +116,3 @@ def _delete(group: Group, stage: int) -> None:
     del model, optimizer, loss
     gc.collect()
     assert [trace() for trace in traces] == [None] * 3
-
-
-@pytest.mark.parametrize("stage", parity.STAGES)
-def test_a_deleted_model_leaves_nothing_of_ours_alive(ranks, stage: int) -> None:
-    """Our memory hangs on hooks and hooks on the model, in cycles that must be seen through."""
-    ranks(2).run(_delete, stage=stage)

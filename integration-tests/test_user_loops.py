@@ -365,12 +365,8 @@ LOOPS: dict[str, Callable[[nn.Module, Optimizer], list[float]]] = {
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("loop", LOOPS)
-def test_loops_train_as_in_plain_torch(ranks, loop: str) -> None:
+def test_loops_train_as_in_plain_torch(group: Group, loop: str) -> None:
     """A loop that works without us is not to be written anew."""
-    ranks(2).run(_trains_as_plain, loop=loop)
-
-
-def _trains_as_plain(group: Group, loop: str) -> None:
     plain = parity.build(_Net)
     expected = LOOPS[loop](plain, parity.adamw(plain))
 
@@ -384,7 +380,11 @@ def _trains_as_plain(group: Group, loop: str) -> None:
             parity.assert_same_weights(state, plain.state_dict(), what=f"stage {stage}")
 
 
-def _recurse(group: Group, window: int) -> None:
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_unit_stays_whole_until_the_outermost_of_its_calls_ends(
+    group: Group, window: int
+) -> None:
+    """In forward, and in backward, where calls inside it are complete before it is."""
     plain = parity.build(_Recursive)
     expected = _steps(plain, parity.adamw(plain))
     model = parity.build(_Recursive)
@@ -395,14 +395,9 @@ def _recurse(group: Group, window: int) -> None:
     assert find_sharded(model).outside.num_gathers == 0  # whole from the outer call's begin to end
 
 
-@pytest.mark.parametrize("window", [1, 3])
-def test_a_unit_stays_whole_until_the_outermost_of_its_calls_ends(ranks, window: int) -> None:
-    """In forward, and in backward, where calls inside it are complete before it is."""
-    ranks(2).run(_recurse, window=window)
-
-
-def _look_after_backward(group: Group, frozen: int) -> None:
-    """No gradient reaches the inputs of the first blocks, nor any parameter that is frozen."""
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_after_backward_no_unit_is_whole(group: Group, frozen: int) -> None:
+    """A module whose inputs need no gradient has no hook that fires last."""
     model = parity.build(_Net)
     for block in model.blocks[:frozen]:
         block.requires_grad_(False)
@@ -410,12 +405,6 @@ def _look_after_backward(group: Group, frozen: int) -> None:
     for _ in range(2):
         _mean_square(model, _x(0)).backward()
         assert {unit.state.name for unit in find_sharded(model).units} == {"SHARDED"}
-
-
-@pytest.mark.parametrize("frozen", [0, 2])
-def test_after_backward_no_unit_is_whole(ranks, frozen: int) -> None:
-    """A module whose inputs need no gradient has no hook that fires last."""
-    ranks(2).run(_look_after_backward, frozen=frozen)
 
 
 # ---- Not yet as in plain torch ----
@@ -478,7 +467,9 @@ def _sharded(group: Group, stage: int) -> tuple[nn.Module, Optimizer]:
     return zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
 
 
-def _clip_by_hand(group: Group, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_set_by_hand_count_in_the_norm(group: Group, stage: int) -> None:
+    """Clipping that overlooked them would let them through at any size."""
     model, _ = _sharded(group, stage)
     for param in model.parameters():
         param.grad = torch.full(param.shape, 0.1)
@@ -487,13 +478,9 @@ def _clip_by_hand(group: Group, stage: int) -> None:
     torch.testing.assert_close(total.item(), 0.1 * numel**0.5)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_gradients_set_by_hand_count_in_the_norm(ranks, stage: int) -> None:
-    """Clipping that overlooked them would let them through at any size."""
-    ranks(2).run(_clip_by_hand, stage=stage)
-
-
-def _look_into_state(group: Group, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_state_is_not_silently_missing_from_parameters(group: Group, stage: int) -> None:
+    """`optimizer.state[param]` would be an empty dict, which also breaks the next state_dict()."""
     model, optimizer = _sharded(group, stage)
     _steps(model, optimizer)
     weight = model.head.weight
@@ -511,12 +498,6 @@ def _look_into_state(group: Group, stage: int) -> None:
     assert optimizer.state[shard]["exp_avg"].shape == shard.shape
     zero_engine.unshard(model, optimizer)
     assert optimizer.state[weight]["exp_avg"].shape == weight.shape
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_state_is_not_silently_missing_from_parameters(ranks, stage: int) -> None:
-    """`optimizer.state[param]` would be an empty dict, which also breaks the next state_dict()."""
-    ranks(2).run(_look_into_state, stage=stage)
 
 
 def _share_a_parameter(group: Group, stage: int) -> None:
@@ -561,7 +542,9 @@ def test_what_would_train_wrongly_is_named(ranks, mistake: Callable, stage: int)
     ranks(2).run(mistake, stage=stage)
 
 
-def _write_at_rest(group: Group) -> None:
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_what_cannot_be_done_at_rest_is_named(group: Group) -> None:
+    """A vector of all parameters is the whole model, on every rank."""
     model, _ = _sharded(group, 3)
     _mean_square(model, _x(0))
     with torch.no_grad(), pytest.raises(AtRestError, match=r"'blocks\.0\.norm\.weight'.*full_para"):
@@ -574,13 +557,9 @@ def _write_at_rest(group: Group) -> None:
         _mean_square(model, _x(0))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_what_cannot_be_done_at_rest_is_named(ranks) -> None:
-    """A vector of all parameters is the whole model, on every rank."""
-    ranks(2).run(_write_at_rest)
+def test_a_module_that_writes_to_its_own_weight_is_named(group: Group) -> None:
+    """`max_norm` does, in forward; what it writes into a slot is gone with the slot."""
 
-
-def _renormalise(group: Group) -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -594,8 +573,3 @@ def _renormalise(group: Group) -> None:
     model(torch.tensor([0, 1]))
     with pytest.raises(StateError, match=r"parameter 'table\.weight'.*was changed in place"):
         model(torch.tensor([0, 1]))
-
-
-def test_a_module_that_writes_to_its_own_weight_is_named(ranks) -> None:
-    """`max_norm` does, in forward; what it writes into a slot is gone with the slot."""
-    ranks(2).run(_renormalise)

@@ -28,12 +28,8 @@ QUANTIZED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_file_encodes_weights_at_every_stage_with_shards(ranks, stage: int) -> None:
+def test_a_file_encodes_weights_at_every_stage_with_shards(group: Group, stage: int) -> None:
     """The engine's own step gathers what it has updated, as the plain loop's does."""
-    ranks(2).run(_encode_from_a_file, stage=stage)
-
-
-def _encode_from_a_file(group: Group, stage: int) -> None:
     model, optimizer = parity.build_with_optimizer(make=OneDtype)
     precision = Precision(params=torch.bfloat16)
     config = zero_engine.ZeroConfig(stage, wire=Wire(params="int8"), precision=precision)
@@ -56,12 +52,9 @@ def _encode_from_a_file(group: Group, stage: int) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_makes_the_groups_that_it_asks_for(ranks, name: str) -> None:
+@pytest.mark.ranks(4)
+def test_a_file_makes_the_groups_that_it_asks_for(group: Group, name: str) -> None:
     """Whoever moves a job here measures the network first, and must find what was there."""
-    ranks(4).run(_train_from_a_file, name=name)
-
-
-def _train_from_a_file(group: Group, name: str) -> None:
     keys, wire = FILES[name]
     model, optimizer = parity.build_with_optimizer(make=parity.tiny_float32)
     zero_engine.shard(model, optimizer, ZeroConfig(3, wire=wire), group=group)
@@ -93,12 +86,9 @@ def _step(engine: Engine, step: int) -> float:
 # ---- What `Init` is told as well ----
 
 
-def test_init_takes_what_its_configuration_says_too(ranks) -> None:
+@pytest.mark.ranks(4)
+def test_init_takes_what_its_configuration_says_too(group: Group) -> None:
     """Scripts of ZeRO++ say it in both places; trained is by the configuration, and so it is."""
-    ranks(4).run(_say_it_twice)
-
-
-def _say_it_twice(group: Group) -> None:
     nodes = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     settings = {"zero_optimization": {"stage": 3, **QUANTIZED}}
     for config in (
@@ -137,15 +127,9 @@ ALONE: list[tuple[dict[str, Any], dict[str, Any] | None, str]] = [
 
 @pytest.mark.parametrize(("arguments", "keys", "text"), ALONE)
 def test_init_refuses_what_only_it_is_told(
-    ranks, arguments: dict[str, Any], keys: dict[str, Any] | None, text: str
-) -> None:
-    """`initialize` would train without, and nobody would know."""
-    ranks(2).run(_say_it_once, arguments=arguments, keys=keys, text=text)
-
-
-def _say_it_once(
     group: Group, arguments: dict[str, Any], keys: dict[str, Any] | None, text: str
 ) -> None:
+    """`initialize` would train without, and nobody would know."""
     config = None if keys is None else {"zero_optimization": {"stage": 3, **keys}}
     with pytest.raises(ConfigError, match=text):
         deepspeed.zero.Init(config_dict_or_path=config, **arguments)

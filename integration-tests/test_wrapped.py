@@ -104,12 +104,9 @@ WRAPPED: dict[Callable[[Group], Made], str] = {
 }
 
 
-def test_what_others_have_wrapped_is_refused_by_name(ranks) -> None:
+@pytest.mark.ranks(timeout_s=120)
+def test_what_others_have_wrapped_is_refused_by_name(group: Group) -> None:
     """Each would do by itself what sharding does, and an error of torch came much later."""
-    ranks(2).run(_refuse_all, timeout_s=120)  # accelerate takes long to import
-
-
-def _refuse_all(group: Group) -> None:
     for make, message in WRAPPED.items():
         model, optimizer = make(group)
         with pytest.raises(PartitionError, match=message):
@@ -123,12 +120,9 @@ def _refuse_all(group: Group) -> None:
             )
 
 
-def test_what_accelerate_prepares_in_place_is_refused_by_name(ranks) -> None:
+@pytest.mark.ranks(1, timeout_s=120)
+def test_what_accelerate_prepares_in_place_is_refused_by_name(group: Group) -> None:
     """Alone, it returns the model itself."""
-    ranks(1).run(_refuse_prepared_alone, timeout_s=120)
-
-
-def _refuse_prepared_alone(group: Group) -> None:
     model, optimizer = _build()
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)
@@ -137,12 +131,8 @@ def _refuse_prepared_alone(group: Group) -> None:
         zero_engine.shard(model, optimizer, group=group)
 
 
-def test_the_model_inside_of_ddp_trains_as_ddp_does(ranks) -> None:
+def test_the_model_inside_of_ddp_trains_as_ddp_does(group: Group) -> None:
     """The remedy that the error names must be one."""
-    ranks(2).run(_train_what_was_inside)
-
-
-def _train_what_was_inside(group: Group) -> None:
     plain, plain_optimizer = _build()
     ddp = DistributedDataParallel(plain, process_group=group.process_group)
     model, optimizer = _build()

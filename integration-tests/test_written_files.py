@@ -71,12 +71,8 @@ def test_a_checkpoint_loads(name: str) -> None:
         assert {float(of_param["step"]) for of_param in state.values()} == {STEP}
 
 
-def test_a_checkpoint_goes_on_where_it_was(ranks) -> None:
+def test_a_checkpoint_goes_on_where_it_was(group: Group) -> None:
     """With as many ranks and the same wire, nothing begins anew: random numbers, codec's errors."""
-    ranks(2).run(_go_on)
-
-
-def _go_on(group: Group) -> None:
     stage, optimizer, settings = CHECKPOINTS["stage-3-coded"]
     model, stepper = _build(stage, optimizer, group, **settings)
 

@@ -80,12 +80,8 @@ def _train_inside(group: Group) -> list[float]:
 # ---- state_dict() ----
 
 
-def test_state_dicts_have_the_names_with_placeholders(ranks) -> None:
+def test_state_dicts_have_the_names_with_placeholders(group: Group) -> None:
     """What DeepSpeed 0.19 gives at stage 3: scripts look for names, often on one rank alone."""
-    ranks(2).run(_list_names)
-
-
-def _list_names(group: Group) -> None:
     expected = parity.build(parity.tiny_float32).state_dict()
     torch.manual_seed(0)
     with _init(group):

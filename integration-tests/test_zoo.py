@@ -25,15 +25,13 @@ pytestmark = [
 
 _IMPORT_S = 90.0  # transformers takes its time, on the first run of each rank
 _STAGES = 2, 3  # 0 and 1 have fewer of their hooks and none of their own: test_stages_agree.py
+_EDGES = 1, 3  # where parameters rest whole, and where they rest as shards
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
-def test_an_architecture_trains_as_under_ddp(ranks, name: str) -> None:
+@pytest.mark.ranks(timeout_s=_IMPORT_S)
+def test_an_architecture_trains_as_under_ddp(group: Group, name: str) -> None:
     """Whoever tries us tries a model of their own; no line of ours may know its class."""
-    ranks(2).run(_stages_equal_ddp, timeout_s=_IMPORT_S, name=name)
-
-
-def _stages_equal_ddp(group: Group, name: str) -> None:
     recipe = zoo.ZOO[name].recipe(group.rank)
     expected = parity.train_ddp(group, recipe)
 
@@ -53,14 +51,11 @@ def _stages_equal_ddp(group: Group, name: str) -> None:
         pytest.param((3,), {}, id="sharded-at-rest"),
     ],
 )
+@pytest.mark.ranks(timeout_s=_IMPORT_S)
 def test_embeddings_that_are_never_called_train(
-    ranks, stages: tuple[int, ...], config: dict[str, Any]
+    group: Group, stages: tuple[int, ...], config: dict[str, Any]
 ) -> None:
     """SAM adds `embedding.weight` of a list of embeddings, whose forward never runs."""
-    ranks(2).run(_sam_equals_ddp, timeout_s=_IMPORT_S, stages=stages, config=config)
-
-
-def _sam_equals_ddp(group: Group, stages: tuple[int, ...], config: dict[str, Any]) -> None:
     recipe = zoo.SAM.recipe(group.rank)
     expected = parity.train_ddp(group, recipe)
 
@@ -77,16 +72,11 @@ def _sam_equals_ddp(group: Group, stages: tuple[int, ...], config: dict[str, Any
         pytest.param((3,), {}, id="sharded-at-rest"),
     ],
 )
+@pytest.mark.ranks(timeout_s=_IMPORT_S)
 def test_reversible_layers_train_as_one_process_does(
-    ranks, stages: tuple[int, ...], config: dict[str, Any]
-) -> None:
-    """Reformer's backward calls the parts of each layer by hand; DDP: "ready only once"."""
-    ranks(2).run(_reformer_equals_the_oracle, timeout_s=_IMPORT_S, stages=stages, config=config)
-
-
-def _reformer_equals_the_oracle(
     group: Group, stages: tuple[int, ...], config: dict[str, Any]
 ) -> None:
+    """Reformer's backward calls the parts of each layer by hand; DDP: "ready only once"."""
     recipe = zoo.REFORMER.recipe(group.rank)
     expected = parity.train_alone_by_stage(group, recipe)
 
@@ -98,16 +88,16 @@ def _reformer_equals_the_oracle(
 # ---- What users switch on ----
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved-tensor-hooks", "reentrant"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2-moe", "t5", "vit", "whisper", "lora"])
-def test_checkpointed_activations_change_no_number(ranks, name: str, use_reentrant: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "use_reentrant"),
+    [(name, False) for name in ("llama", "gpt2", "qwen2-moe", "t5", "vit", "whisper", "lora")]
+    + [(name, True) for name in ("gpt2", "t5", "lora")],
+)
+@pytest.mark.ranks(timeout_s=_IMPORT_S)
+def test_checkpointed_activations_change_no_number(
+    group: Group, name: str, use_reentrant: bool
+) -> None:
     """`gradient_checkpointing_enable()` is the second thing, after ZeRO, that memory asks for."""
-    ranks(2).run(
-        _checkpointed_equals_ddp, timeout_s=_IMPORT_S, name=name, use_reentrant=use_reentrant
-    )
-
-
-def _checkpointed_equals_ddp(group: Group, name: str, use_reentrant: bool) -> None:
     specimen = zoo.ZOO[name]
 
     def make() -> nn.Module:
@@ -126,11 +116,6 @@ def _checkpointed_equals_ddp(group: Group, name: str, use_reentrant: bool) -> No
         parity.assert_same(curve, expected, rank=group.rank, what=f"{name}, stage {stage}")
 
 
-def test_a_loss_over_every_field_of_the_output_trains(ranks) -> None:
-    """Hidden states and attentions leave the model too, and backward may begin at any of them."""
-    ranks(2).run(_all_fields_equal_ddp, timeout_s=_IMPORT_S)
-
-
 def _loss_of_all_fields(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     output = model(**inputs, output_hidden_states=True, output_attentions=True)
     assert type(output).__name__ == "CausalLMOutputWithPast"
@@ -139,7 +124,10 @@ def _loss_of_all_fields(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     return output.loss + sum(field.square().mean() for field in fields)
 
 
-def _all_fields_equal_ddp(group: Group) -> None:
+@pytest.mark.ranks(timeout_s=_IMPORT_S)
+def test_a_loss_over_every_field_of_the_output_trains(group: Group) -> None:
+    """Hidden states and attentions leave the model too, and backward may begin at any of them."""
+
     def make() -> nn.Module:
         model = zoo.ZOO["llama"].build(group.rank)
         model.set_attn_implementation("eager")  # the one that returns attentions
@@ -161,15 +149,12 @@ def _all_fields_equal_ddp(group: Group) -> None:
         *("t5", "bart", "whisper", "lora"),  # generate() calls an inner model by hand
     ],
 )
-def test_generation_gives_the_logits_of_plain_torch(ranks, name: str) -> None:
+@pytest.mark.ranks(timeout_s=_IMPORT_S)
+def test_generation_gives_the_logits_of_plain_torch(group: Group, name: str) -> None:
     """A sample between steps: many forwards of one model, and of parts of it, in eval."""
-    ranks(2).run(_generation_equals_plain, timeout_s=_IMPORT_S, name=name)
-
-
-def _generation_equals_plain(group: Group, name: str) -> None:
     specimen = zoo.ZOO[name]
     expected = _generate(parity.build(lambda: specimen.build(0)), specimen, group)
-    ways = [(stage, group, nullcontext) for stage in parity.STAGES]
+    ways = [(stage, group, nullcontext) for stage in _EDGES]
     ways.append((3, attrs.evolve(group, peers=None), nullcontext))  # as between hosts
     ways.append((3, group, zero_engine.unsharded))
 
@@ -198,18 +183,15 @@ def _generate(model: nn.Module, specimen: zoo.Specimen, group: Group) -> tuple[T
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "bert", "whisper"])
-def test_tied_weights_are_one_parameter_under_several_names(ranks, name: str) -> None:
+@pytest.mark.ranks(timeout_s=_IMPORT_S)
+def test_tied_weights_are_one_parameter_under_several_names(group: Group, name: str) -> None:
     """Sharded once, saved once, restored under each name; a second copy would drift away."""
-    ranks(2).run(_tied_weights_are_one, timeout_s=_IMPORT_S, name=name)
-
-
-def _tied_weights_are_one(group: Group, name: str) -> None:
     specimen = zoo.ZOO[name]
     plain = parity.build(lambda: specimen.build(0))
     names = _names_by_parameter(plain)
     assert any(len(tied) > 1 for tied in names), f"{name} ties nothing"
 
-    for stage in parity.STAGES:
+    for stage in _EDGES:
         model = parity.build(lambda: specimen.build(0))
         optimizer = parity.adamw(model)
         zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
@@ -262,12 +244,10 @@ def _on_every_rank(state: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_resized_vocabulary_trains_as_under_ddp(ranks, name: str) -> None:
+@pytest.mark.ranks(timeout_s=_IMPORT_S)
+def test_a_resized_vocabulary_trains_as_under_ddp(group: Group, name: str) -> None:
     """It puts new Parameters, tied anew, in place of those that the constructor made."""
-    ranks(2).run(_resized_equals_ddp, timeout_s=_IMPORT_S, name=name)
 
-
-def _resized_equals_ddp(group: Group, name: str) -> None:
     def make() -> nn.Module:
         model = zoo.ZOO[name].build(group.rank)
         torch.manual_seed(0)  # the new rows are drawn at random
@@ -277,18 +257,15 @@ def _resized_equals_ddp(group: Group, name: str) -> None:
 
     recipe = zoo.ZOO[name].recipe(group.rank, num_steps=3, make=make)
     expected = parity.train_ddp(group, recipe)
-    for stage in parity.STAGES:
+    for stage in _EDGES:
         curve = parity.train_sharded(group, recipe, ZeroConfig(stage))
         parity.assert_same(curve, expected, rank=group.rank, what=f"stage {stage}")
 
 
 @pytest.mark.parametrize("stage", parity.STAGES)
-def test_resizing_after_shard_is_named(ranks, stage: int) -> None:
+@pytest.mark.ranks(timeout_s=_IMPORT_S)
+def test_resizing_after_shard_is_named(group: Group, stage: int) -> None:
     """The new embedding would be nobody's shard, and full of what a parameter reads as at rest."""
-    ranks(2).run(_resize_too_late, timeout_s=_IMPORT_S, stage=stage)
-
-
-def _resize_too_late(group: Group, stage: int) -> None:
     specimen = zoo.ZOO["gpt2"]
     model = parity.build(lambda: specimen.build(0))
     zero_engine.shard(model, parity.adamw(model), ZeroConfig(stage), group=group)
@@ -298,18 +275,15 @@ def _resize_too_late(group: Group, stage: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek-v3"])
-def test_tables_that_are_not_saved_stay_what_they_are(ranks, name: str) -> None:
+@pytest.mark.ranks(timeout_s=_IMPORT_S)
+def test_tables_that_are_not_saved_stay_what_they_are(group: Group, name: str) -> None:
     """RoPE frequencies are buffers outside the state dict: nothing but the model knows them."""
-    ranks(2).run(_tables_stay, timeout_s=_IMPORT_S, name=name)
-
-
-def _tables_stay(group: Group, name: str) -> None:
     specimen = zoo.ZOO[name]
     plain = parity.build(lambda: specimen.build(0))
     unsaved = dict(plain.named_buffers()).keys() - plain.state_dict().keys()
     assert unsaved, f"{name} saves all its buffers"
 
-    for stage in parity.STAGES:
+    for stage in _EDGES:
         model = parity.build(lambda: specimen.build(0))
         optimizer = parity.adamw(model)
         zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
@@ -326,14 +300,11 @@ def _tables_stay(group: Group, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", zoo.LORA)
-def test_what_is_frozen_costs_no_gradient_and_no_optimizer_state(ranks, name: str) -> None:
+@pytest.mark.ranks(timeout_s=_IMPORT_S)
+def test_what_is_frozen_costs_no_gradient_and_no_optimizer_state(group: Group, name: str) -> None:
     """Adapters of one per cent are why a base model fits at all."""
-    ranks(2).run(_frozen_costs_nothing, timeout_s=_IMPORT_S, name=name)
-
-
-def _frozen_costs_nothing(group: Group, name: str) -> None:
     specimen = zoo.ZOO[name]
-    for stage in parity.STAGES:
+    for stage in (0, 1, 3):
         model = parity.build(lambda: specimen.build(0))
         numels = [param.numel() for param in model.parameters() if param.requires_grad]
         assert 0 < sum(numels) < sum(param.numel() for param in model.parameters()) / 4

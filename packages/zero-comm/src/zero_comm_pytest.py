@@ -1,4 +1,4 @@
-"""The pytest plugin of zero-comm: the `ranks` fixture.
+"""The pytest plugin of zero-comm: tests on several ranks, by the fixtures `group` and `ranks`.
 
 A module of its own, outside the package, so that loading it imports no torch: pytest loads every
 plugin in every run, also in those that need no ranks.
@@ -7,7 +7,7 @@ plugin in every run, also in those that need no ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -36,10 +36,53 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
             pool.close()
 
 
+@pytest.fixture
+def group(request: pytest.FixtureRequest, ranks: Callable[[int], RankPool]) -> RankPool:
+    """A test that asks for it runs as a body on two ranks, each with its own `zero_comm.Group`.
+
+    Or on as many as `@pytest.mark.ranks(4)` says; for each of several, as `ranks(1, 3)` says.
+    `timeout_s` of the mark is that of `zero_comm.testing.RankPool.run`; what the test has of other
+    fixtures and parameters is sent by pickle.
+    """
+    return ranks(getattr(request, "param", _world_sizes(request.node)[0]))
+
+
+def _world_sizes(node: pytest.Item) -> tuple[int, ...]:
+    mark = node.get_closest_marker("ranks")
+    return mark.args if mark is not None and mark.args else (2,)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the mark known where pytest-xdist, which owns it, is absent."""
+    """Make the marks known; that of pytest-xdist, which owns it, where it is absent."""
+    line = "ranks(*world_sizes, timeout_s=30.0): on how many ranks a test with a `group` runs"
+    config.addinivalue_line("markers", line)
     if not config.pluginmanager.hasplugin("xdist"):
         config.addinivalue_line("markers", "xdist_group(name): tests that share one worker")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for each of several world sizes."""
+    world_sizes = _world_sizes(metafunc.definition)
+    if len(world_sizes) > 1:
+        metafunc.parametrize("group", world_sizes, indirect=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test on the ranks of its `group`; others may have a fixture of that name, too."""
+    if "ranks" not in pyfuncitem.fixturenames or "group" not in pyfuncitem.funcargs:
+        return None
+    from zero_comm.testing import RankPool  # noqa: PLC0415  (imports torch)
+
+    given: dict[str, Any] = {
+        name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames
+    }
+    pool = given.pop("group", None)
+    if not isinstance(pool, RankPool):
+        return None
+    mark = pyfuncitem.get_closest_marker("ranks")
+    pool.run(pyfuncitem.obj, **({} if mark is None else mark.kwargs), **given)
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook

@@ -9,11 +9,25 @@ from pathlib import Path
 import pytest
 
 _TESTS = """
+import pytest
+
 def _rank(group):
     return group.rank
 
 def test_a(ranks):
     assert ranks(2).run(_rank) == [0, 1]
+
+@pytest.mark.parametrize("act", [_rank])
+def test_a_body(group, tmp_path, act):
+    assert (group.world_size, act(group), tmp_path.is_dir()) == (2, group.rank, True)
+
+@pytest.mark.ranks(1, 3, timeout_s=20)
+def test_a_body_on_as_many(group):
+    assert group.world_size in (1, 3)
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError)
+def test_a_body_that_fails_on_one_rank(group):
+    assert group.rank == 0
 
 def test_without_ranks():
     pass
@@ -24,7 +38,7 @@ def test_ranks_come_with_the_plugin(tmp_path: Path) -> None:
     """Whoever installs zero-comm can test on ranks, also with pytest at its strictest."""
     result = _pytest(tmp_path, "-p", "no:xdist")
 
-    assert "2 passed" in result, result
+    assert "5 passed, 1 xfailed" in result, result
 
 
 @pytest.mark.parametrize("options", [["-p", "no:xdist"], []], ids=["without xdist", "with xdist"])
@@ -32,7 +46,7 @@ def test_tests_with_ranks_are_one_group(tmp_path: Path, options: list[str]) -> N
     """Two of them at once would fight for the cores and run into their timeouts."""
     result = _pytest(tmp_path, "--collect-only", "-m", "xdist_group", *options)
 
-    assert "1/2 tests collected (1 deselected)" in result, result
+    assert "5/6 tests collected (1 deselected)" in result, result
     assert "test_a" in result, result
 
 

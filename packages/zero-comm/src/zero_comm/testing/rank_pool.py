@@ -45,8 +45,22 @@ from zero_comm.group import Group
 _START_TIMEOUT_S: Final = 180.0
 # After an error that looks like the echo of another, how long to listen for that other one.
 _ECHO_S: Final = 2.0
+# How long a worker has nothing to do until it looks for what the last run has left.
+_IDLE_S: Final = 0.5
 # Longer than any run, so that a hang is reported by the pool, which knows every rank.
 _GROUP_MARGIN_S: Final = 60.0
+
+# What takes long to load, and may be loaded before a fork: the beginnings of their names.
+_LOADED_ONCE: Final = (
+    "zero_",
+    "torch",
+    "numpy",
+    "pytest",
+    "transformers",
+    "accelerate",
+    "lightning",
+    "peft",
+)
 
 _ECHO: Final = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|timed out|did not finish", re.IGNORECASE
@@ -63,6 +77,13 @@ class _Request:
     rendezvous: str  # a file that does not exist yet
     timeout_s: float
     warning_filters: list[Any]  # those of the caller, so that a warning means the same in a rank
+
+
+@frozen
+class _Global:
+    """A function that the body's file knows by this name, sent as the body is."""
+
+    name: str
 
 
 @frozen
@@ -108,7 +129,7 @@ class RankPool:
                 neighbours.
             timeout_s: How long to wait for the slowest rank, in seconds, once the workers stand.
             **kwargs: Sent by pickle, as the results are: values of classes that both sides can
-                import, tensors included.
+                import, tensors included; functions of the body's file as the body is.
 
         Returns:
             What each rank returned, in rank order.
@@ -123,10 +144,15 @@ class RankPool:
             self._start()
         assert self._folder is not None, "a pool with workers has a folder"
         self._num_runs += 1
+        known = {id(of): name for name, of in body.__globals__.items() if inspect.isfunction(of)}
+        sent = {
+            key: _Global(known[id(value)]) if id(value) in known else value
+            for key, value in kwargs.items()
+        }
         request = _Request(
             file=file,
             name=name,
-            kwargs=kwargs,
+            kwargs=sent,
             rendezvous=str(Path(self._folder.name, f"run-{self._num_runs}")),
             timeout_s=timeout_s,
             warning_filters=list(warnings.filters),
@@ -256,12 +282,12 @@ class RankPool:
 
 
 def _worth_loading_once() -> list[str]:
-    """What ranks would each load for themselves: torch, and what this session has of the rest.
+    """What ranks would each load for themselves: of torch, of ours, and of those who build on them.
 
-    An optimizer loads torch._dynamo at its first step, which takes as long as torch itself.
+    As far as this session has loaded it. The rest is the session's own, and may start threads.
     """
-    ours = {name for name in sys.modules if name.startswith("zero_") and "." not in name}
-    return [__name__, *sorted(ours | ({"pytest", "torch._dynamo"} & sys.modules.keys()))]
+    found = [name for name in sys.modules if name.split(".")[0].startswith(_LOADED_ONCE)]
+    return [__name__, *sorted(found)]
 
 
 def _address(body: Callable[..., Any]) -> tuple[str, str]:
@@ -288,6 +314,8 @@ def _serve(link: Connection, rank: int, world_size: int, stack_file: str) -> Non
         link.send_bytes(pickle.dumps(_Reply()))
         while True:
             try:
+                if not link.poll(_IDLE_S):
+                    gc.collect()  # groups and models of the last run have threads that look up
                 message = link.recv_bytes()
             except EOFError:
                 return
@@ -306,9 +334,13 @@ def _answer(message: bytes, rank: int, world_size: int) -> _Reply:
     try:
         request = pickle.loads(message)
         with _fresh_state(request), _importable(Path(request.file).parent):
-            body = getattr(_load(request.file), request.name)
+            module = _load(request.file)
+            kwargs = {
+                key: getattr(module, value.name) if isinstance(value, _Global) else value
+                for key, value in request.kwargs.items()
+            }
             group = _join(request, rank, world_size)
-            return _Reply(value=pickle.dumps(body(group, **request.kwargs)))
+            return _Reply(value=pickle.dumps(getattr(module, request.name)(group, **kwargs)))
     except BaseException as error:  # pytest.fail() and sys.exit() are no Exceptions
         is_echo = isinstance(error, RuntimeError) and _ECHO.search(str(error)) is not None
         return _Reply(error=traceback.format_exc(), is_echo=is_echo)
