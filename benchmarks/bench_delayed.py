@@ -1,39 +1,20 @@
-"""The loss curve with delayed updates beside the exact one: what a step late costs in learning.
-
-    python benchmarks/run.py delayed --steps 200 --seeds 3 --plot curves.svg
-
-A byte-level GPT on real text, two gloo ranks, AdamW, stage 2, optimizer state on the host. Each way
-trains the same batches from the same initial weights, with a learning rate that rises for 20 steps
-and stays:
-
-- `exact`: every update is used by the next forward;
-- `delayed`: Offload(delayed_update=True), from the first step on;
-- `delayed later`: the same, but `finish_update` after each of the first 40 steps, which are exact.
-
-Losses are means over the ranks, over the seeds and, in the table, over the last ten steps. `held
-out` is that of text that was not trained on, after `finish_update`. `seeds` is how far the seeds of
-one way lie apart, which is what a difference between ways has to be compared with.
-"""
+"""The loss curve with delayed updates beside the exact one: what a step late costs in learning."""
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import os
 import statistics
-import tempfile
-from multiprocessing.connection import Connection
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 import zero_engine
+from harness import Row, suite
 from matplotlib.figure import Figure
-from model import Shape, build_model, model_numel
-from results import write_results
-from tabulate import tabulate
-from text import draw_batch, read_stdlib
+from model import Shape, build_model, draw_batch, model_numel, read_stdlib
+from team import Team
 from zero_engine import Offload, ZeroConfig
 
 SHAPE: Final = Shape(num_layers=4, width=128, num_heads=4, sequence=64, batch=8)
@@ -42,79 +23,100 @@ TEXT_BYTES: Final = 2**21
 HELD_OUT: Final = 8  # batches of each rank, drawn from the last twentieth of the text
 WARMUP_STEPS: Final = 20
 SMOOTHED: Final = 10  # steps
+MARKS: Final = (1, 5, 10, 20, 40, 60, 80, 100, 150)  # steps whose loss the table shows
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Train, print, write."""
-    parser = argparse.ArgumentParser(
-        prog="run.py delayed",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--plot", type=Path, help="draw the curves into this file, .svg or .png")
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args(argv)
-    rows = [row for seed in range(options.seeds) for row in _train_all(seed, options)]
-    print(_table(rows, options.steps))
+@suite(
+    ("step", "step"),
+    *((way, way, ".4f") for way in WAYS),
+    steps=(200, "of each way and seed"),
+    seeds=(3, "of weights"),
+    ranks=(2, "processes"),
+    lr=(1e-3, "after the first steps, in which it rises"),
+    plot={"type": Path, "help": "draw the curves into this file, .svg or .png"},
+)
+def delayed(options: Namespace) -> list[Row]:
+    """The loss curve with delayed updates beside the exact one: what a step late costs in learning.
+
+    A byte-level GPT on real text, two gloo ranks, AdamW, stage 2, optimizer state on the host. Each
+    way trains the same batches from the same initial weights, with a learning rate that rises for
+    20 steps and stays:
+
+    - `exact`: every update is used by the next forward;
+    - `delayed`: Offload(delayed_update=True), from the first step on;
+    - `delayed later`: the same, but `finish_update` after each of the first 40 steps, which are
+      exact.
+
+    Losses are means over the ranks, over the seeds and, in the table, over the last ten steps.
+    `held out` is that of text that was not trained on, after `finish_update`. `seeds` is how far
+    the seeds of one way lie apart, which is what a difference between ways has to be compared with.
+    """
+    options.numel = model_numel(SHAPE)
+    with Team("bench_delayed:training", world_size=options.ranks) as team:
+        options.runs = [
+            team.ask("train", way, seed, options.steps, options.lr)[0]
+            for seed in range(options.seeds)
+            for way in WAYS
+        ]
+    curves = {way: _smooth([run["losses"] for run in _runs(options, way)]) for way in WAYS}
+    held_out = {way: [run["held_out"] for run in _runs(options, way)] for way in WAYS}
     if options.plot is not None:
-        _plot(rows, options.plot)
-    settings = {k: v for k, v in vars(options).items() if k not in ("folder", "plot")}
-    settings["numel"] = model_numel(SHAPE)
-    print(
-        f"\nwritten to {write_results('delayed', rows, folder=options.folder, settings=settings)}"
-    )
-    return 0
+        _plot(curves, options.plot)
+    marks = [*(mark for mark in MARKS if mark < options.steps), options.steps]
+    return [
+        *({"step": str(k)} | {way: curves[way][k - 1] for way in WAYS} for k in marks),
+        {"step": "held out"} | {way: statistics.mean(held_out[way]) for way in WAYS},
+        {"step": "seeds"} | {way: max(held_out[way]) - min(held_out[way]) for way in WAYS},
+    ]
 
 
-def _train_all(seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every way with one seed, one after the other, on ranks of their own."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        ends, workers = [], []
-        for rank in range(options.ranks):
-            ours, theirs = context.Pipe()
-            work = (rank, seed, options, Path(folder) / "rendezvous", theirs)
-            workers.append(context.Process(target=_work, args=work))
-            workers[-1].start()
-            theirs.close()
-            ends.append(ours)
-        rows = ends[0].recv()
-        for worker in workers:
-            worker.join()
-    return rows
+def _runs(options: Namespace, way: str) -> list[Row]:
+    return [run for run in options.runs if run["way"] == way]
 
 
-def _work(
-    rank: int, seed: int, options: argparse.Namespace, meeting: Path, answer: Connection
-) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=options.ranks
-    )
+def _smooth(of_seeds: list[list[float]]) -> list[float]:
+    """Means over the seeds and over the last steps, by step."""
+    curve = [statistics.mean(of_step) for of_step in zip(*of_seeds, strict=True)]
+    return [statistics.mean(curve[max(0, k + 1 - SMOOTHED) : k + 1]) for k in range(len(curve))]
+
+
+def _plot(curves: dict[str, list[float]], path: Path) -> None:
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss, nats per byte")
+    for way, curve in curves.items():
+        axes.plot(curve, label=way, linewidth=1)
+    axes.legend()
+    figure.savefig(path)
+
+
+# ---- In each rank ----
+
+
+def training() -> dict[str, Callable[..., Any]]:
+    """The job of a rank."""
     text = read_stdlib(TEXT_BYTES)
-    rows = [_train(way, seed, text, options) for way in WAYS]
-    if rank == 0:
-        answer.send(rows)
-    dist.destroy_process_group()
+    cut = len(text) * 19 // 20
+
+    def train(way: str, seed: int, num_steps: int, lr: float) -> Row:
+        return _train(way, seed, num_steps, lr, text=text[:cut], unseen=text[cut:])
+
+    return {"train": train}
 
 
-def _train(way: str, seed: int, text: bytes, options: argparse.Namespace) -> dict[str, Any]:
+def _train(
+    way: str, seed: int, num_steps: int, lr: float, *, text: bytes, unseen: bytes
+) -> dict[str, Any]:
     rank, delayed_from = dist.get_rank(), WAYS[way]
     model = build_model(SHAPE, seed=seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     offload = Offload(optimizer="host", delayed_update=delayed_from is not None)
     zero_engine.shard(model, optimizer, ZeroConfig(stage=2, offload=offload))
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS)
     )
-    cut, losses = len(text) * 19 // 20, []
-    for step in range(options.steps):
-        tokens, targets = draw_batch(text[:cut], SHAPE, step=step, rank=rank)
+    losses = []
+    for step in range(num_steps):
+        tokens, targets = draw_batch(text, SHAPE, step=step, rank=rank)
         loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
@@ -125,7 +127,7 @@ def _train(way: str, seed: int, text: bytes, options: argparse.Namespace) -> dic
         losses.append(_mean(loss))
     zero_engine.finish_update(model)
     with torch.no_grad():
-        batches = [draw_batch(text[cut:], SHAPE, step=k, rank=rank) for k in range(HELD_OUT)]
+        batches = [draw_batch(unseen, SHAPE, step=k, rank=rank) for k in range(HELD_OUT)]
         held_out = _mean(torch.stack([model(*batch) for batch in batches]).mean())
     zero_engine.unshard(model, optimizer)
     return {"way": way, "seed": seed, "losses": losses, "held_out": held_out}
@@ -136,36 +138,3 @@ def _mean(value: torch.Tensor) -> float:
     total = value.detach().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
-
-
-def _curve(rows: list[dict[str, Any]], way: str) -> list[float]:
-    """Mean over the seeds, by step."""
-    curves = [row["losses"] for row in rows if row["way"] == way]
-    return [statistics.mean(of_step) for of_step in zip(*curves, strict=True)]
-
-
-def _smooth(curve: list[float]) -> list[float]:
-    return [statistics.mean(curve[max(0, k + 1 - SMOOTHED) : k + 1]) for k in range(len(curve))]
-
-
-def _table(rows: list[dict[str, Any]], num_steps: int) -> str:
-    marks = [k for k in (1, 5, 10, 20, 40, 60, 80, 100, 150) if k < num_steps] + [num_steps]
-    curves = {way: _smooth(_curve(rows, way)) for way in WAYS}
-    lines: list[list[Any]] = [[k, *(curves[way][k - 1] for way in WAYS)] for k in marks]
-    held_out = {way: [row["held_out"] for row in rows if row["way"] == way] for way in WAYS}
-    lines.append(["held out", *(statistics.mean(held_out[way]) for way in WAYS)])
-    lines.append(["seeds", *(max(held_out[way]) - min(held_out[way]) for way in WAYS)])
-    return tabulate(lines, headers=["step", *WAYS], floatfmt=".4f")
-
-
-def _plot(rows: list[dict[str, Any]], path: Path) -> None:
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss, nats per byte")
-    for way in WAYS:
-        axes.plot(_smooth(_curve(rows, way)), label=way, linewidth=1)
-    axes.legend()
-    figure.savefig(path)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,32 +1,16 @@
-"""Saving and loading a sharded training state, against torch.save and torch.distributed.checkpoint.
-
-    python benchmarks/run.py saving --path /on/the/disk --model 119m
-
-Two ranks hold a model sharded at stage 3, with Adam's state: 12 bytes a parameter. The same tensors
-go to the disk in turns: by `zero_engine.save`, by `Saver` (how long training is blocked, and how
-long it takes in all), by `Saver(overlap=True)`, by `torch.save` of each rank's own part with
-fsync, by `torch.distributed.checkpoint` of the same parts, and plainly, which is the limit: as one
-new file of each rank, past the page cache, from memory, in blocks of which several are on their
-way. What the disk does where a file lies already (`DiskStore`) is shown beside it: a file system
-has more to do for a new one. Then all is read again, from the disk: the kernel is told to forget
-the files before. A ratio is that of two turns of one round; time is that of the slowest rank, from
-a barrier on. Training is blocked in the call and, with overlap, for as long as the step after the
-next forward and backward takes longer than one that has nothing to wait for.
-"""
+"""Saving and loading a sharded training state, against torch's ways and the disk."""
 
 from __future__ import annotations
 
-import argparse
 import functools
-import multiprocessing
 import os
 import shutil
 import statistics
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,8 +19,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zero_comm
 import zero_engine
+from harness import Row, ratio, suite, take_turns
 from model import BYTES, SHAPES, build_model
-from results import write_results
+from team import Team
 from torch import Tensor, nn
 from zero_offload import DiskStore, HostArena
 
@@ -47,87 +32,74 @@ NUM_WRITERS: Final = 4
 FIGURES: Final = ("write_s", "blocked_s", "read_s")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(prog="run.py saving", description=__doc__)
-    parser.add_argument("--path", type=Path, required=True, help="a folder on the disk")
-    parser.add_argument("--model", choices=SHAPES, default="119m")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args(argv)
-    load_before = os.getloadavg()[0]
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    with tempfile.TemporaryDirectory(prefix="zero-bench-saving-", dir=options.path) as folder:
-        team = _start(options.model, folder)
-        num_bytes = sum(end.recv() for _, end in team)
-        for turn in range(options.rounds + 1):
-            for way in WAYS:
-                for _, end in team:
-                    end.send(way)
-                answers = [end.recv() for _, end in team]
-                if turn:  # the first loads what is loaded on first use
-                    worst = {name: max(answer[name] for answer in answers) for name in FIGURES}
-                    found[way].append(worst)
-        for worker, end in team:
-            end.send("")
-            worker.join()
-    rows = [_row(way, found, num_bytes) for way in WAYS]
-    _print(rows)
-    settings = {"model": options.model, "rounds": options.rounds, "bytes": num_bytes}
-    settings["load_before"] = load_before
-    print(f"written to {write_results('saving', rows, folder=options.folder, settings=settings)}")
-    return 0
+@suite(
+    ("way", "way"),
+    ("write s", "write_s", ".2f"),
+    ("GB/s", "write_gb_per_s", ".2f"),
+    ("of limit", "write_s limit / it", ".2f"),
+    ("torch.save /", "write_s torch.save / it", ".2f"),
+    ("blocked s", "blocked_s", ".2f"),
+    ("of save", "blocked_of_save", ".2f"),
+    ("read s", "read_s", ".2f"),
+    ("of limit", "read_s limit / it", ".2f"),
+    ("torch.load /", "read_s torch.save / it", ".2f"),
+    path=(str, "a folder on the disk"),
+    model={"choices": SHAPES, "default": "119m"},
+    rounds=(5, "turns of each way"),
+)
+def saving(options: Namespace) -> list[Row]:
+    """Saving and loading a sharded training state, against torch's ways and the disk.
 
+    Two ranks hold a model sharded at stage 3, with Adam's state: 12 bytes a parameter. The same
+    tensors go to the disk in turns: by `zero_engine.save`, by `Saver` (how long training is
+    blocked, and how long it takes in all), by `Saver(overlap=True)`, by `torch.save` of each rank's
+    own part with fsync, by `torch.distributed.checkpoint` of the same parts, and plainly, which is
+    the limit: as one new file of each rank, past the page cache, from memory, in blocks of which
+    several are on their way. What the disk does where a file lies already (`DiskStore`) is shown
+    beside it: a file system has more to do for a new one. Then all is read again, from the disk:
+    the kernel is told to forget the files before. A ratio is that of two turns of one round; time
+    is that of the slowest rank, from a barrier on. Training is blocked in the call and, with
+    overlap, for as long as the step after the next forward and backward takes longer than one that
+    has nothing to wait for.
+    """
+    with (
+        tempfile.TemporaryDirectory(dir=options.path) as folder,
+        Team(
+            "bench_saving:ways", world_size=RANKS, model_name=options.model, folder=folder
+        ) as team,
+    ):
+        options.bytes = sum(team.ask("count"))
 
-def _row(way: str, found: dict[str, list[dict[str, float]]], num_bytes: int) -> dict[str, Any]:
-    row: dict[str, Any] = {"way": way}
-    for name in FIGURES:
-        mine = [of_round[name] for of_round in found[way]]
-        row[name] = statistics.median(mine)
-        row[f"{name}_of_rounds"] = mine
-        for other in ("limit", "torch.save", "save"):
-            theirs = [of_round[name] for of_round in found[other]]
-            ratios = [t / m for t, m in zip(theirs, mine, strict=True) if m]
-            row[f"{name} {other} / it"] = statistics.median(ratios) if ratios else 0.0
-    row["write_gb_per_s"] = num_bytes / row["write_s"] / 1e9
-    row["read_gb_per_s"] = num_bytes / row["read_s"] / 1e9 if row["read_s"] else 0.0
-    return row
+        def turn(way: str) -> list[float]:
+            return [max(of_ranks) for of_ranks in zip(*team.ask(way), strict=True)]
 
-
-def _print(rows: list[dict[str, Any]]) -> None:
-    print(f"{'way':12}{'write s':>9}{'GB/s':>7}{'of limit':>10}{'torch.save /':>14}", end="")
-    print(f"{'blocked s':>11}{'of save':>9}{'read s':>9}{'of limit':>10}{'torch.load /':>14}")
+        turns = {way: functools.partial(turn, way) for way in WAYS}
+        found = take_turns(turns, options.rounds)  # the first loads what is loaded on first use
+    rows: list[Row] = [{"way": way} for way in WAYS]
+    for index, name in enumerate(FIGURES):
+        seconds = {way: [each[index] for each in of_rounds] for way, of_rounds in found.items()}
+        for row in rows:
+            mine = seconds[row["way"]]
+            row |= {name: statistics.median(mine), f"{name}_of_rounds": mine}
+            if all(mine):  # overlap reads nothing
+                for other in ("limit", "torch.save", "save"):
+                    row.update(ratio(seconds[other], mine, f"{name} {other} / it"))
+    blocked_s = rows[WAYS.index("save")]["blocked_s"]
     for row in rows:
-        of_save = row["blocked_s"] / rows[WAYS.index("save")]["blocked_s"]
-        print(
-            f"{row['way']:12}{row['write_s']:9.2f}{row['write_gb_per_s']:7.2f}"
-            f"{row['write_s limit / it']:10.2f}{row['write_s torch.save / it']:14.2f}"
-            f"{row['blocked_s']:11.2f}{of_save:9.2f}"
-            f"{row['read_s']:9.2f}{row['read_s limit / it']:10.2f}"
-            f"{row['read_s torch.save / it']:14.2f}"
-        )
+        row["blocked_of_save"] = row["blocked_s"] / blocked_s
+        for what in ("write", "read"):
+            seconds = row[f"{what}_s"]
+            row[f"{what}_gb_per_s"] = options.bytes / seconds / 1e9 if seconds else 0.0
+    return rows
 
 
 # ---- The ranks ----
 
-
-def _start(model: str, folder: str) -> list[tuple[Any, Connection]]:
-    context = multiprocessing.get_context("spawn")
-    team = []
-    for rank in range(RANKS):
-        ours, theirs = context.Pipe()
-        worker = context.Process(target=_work, args=(model, rank, folder, theirs), daemon=True)
-        worker.start()
-        theirs.close()
-        team.append((worker, ours))
-    return team
+Figures = tuple[float, float, float]  # seconds of writing, of being blocked, of reading
 
 
-def _work(model_name: str, rank: int, folder: str, orders: Connection) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(f"{folder}/meeting", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+def ways(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
+    """The job of a rank."""
     model = build_model(SHAPES[model_name], seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     zero_engine.shard(model, optimizer, zero_engine.ZeroConfig(3), group=zero_comm.init())
@@ -137,12 +109,12 @@ def _work(model_name: str, rank: int, folder: str, orders: Connection) -> None:
     optimizer.step()
     optimizer.zero_grad()
     parts = dict(_parts(optimizer))
-    orders.send(sum(part.nbytes for part in parts.values()))
-    place = Path(folder)
+    place, rank = Path(folder), dist.get_rank()
     make = functools.partial(zero_engine.Saver, place / "saver", model, optimizer)
     saver, overlapped = make(), make(overlap=True)  # with memory from round to round
     tokens = torch.randint(0, BYTES, (1, SHAPES[model_name].sequence))
-    ways: dict[str, Callable[[], dict[str, float]]] = {
+    return {
+        "count": lambda: sum(part.nbytes for part in parts.values()),
         "limit": lambda: _limit(parts, place / f"limit-{rank}"),
         "in place": lambda: _in_place(parts, place),
         "save": lambda: _save(model, optimizer, place / "save"),
@@ -151,9 +123,6 @@ def _work(model_name: str, rank: int, folder: str, orders: Connection) -> None:
         "torch.save": lambda: _torch_save(parts, place / f"torch-{rank}.pt"),
         "dcp": lambda: _dcp(parts, place / "dcp"),
     }
-    while way := orders.recv():
-        orders.send(ways[way]())
-    os._exit(0)
 
 
 def _parts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -188,12 +157,11 @@ def _remove(place: Path) -> None:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _result(write_s: float, read_s: float, blocked_s: float | None = None) -> dict[str, float]:
-    blocked_s = write_s if blocked_s is None else blocked_s
-    return {"write_s": write_s, "read_s": read_s, "blocked_s": blocked_s}
+def _result(write_s: float, read_s: float, blocked_s: float | None = None) -> Figures:
+    return write_s, write_s if blocked_s is None else blocked_s, read_s
 
 
-def _limit(parts: dict[str, Tensor], path: Path) -> dict[str, float]:
+def _limit(parts: dict[str, Tensor], path: Path) -> Figures:
     """All of it as one new file, past the page cache."""
     num_bytes = sum(part.nbytes for part in parts.values()) // BLOCK_BYTES * BLOCK_BYTES
     memory = HostArena("limit").allocate(num_bytes).numpy().data
@@ -211,7 +179,7 @@ def _limit(parts: dict[str, Tensor], path: Path) -> dict[str, float]:
     return _result(write_s, _timed(lambda: move(os.O_RDONLY, os.preadv)))
 
 
-def _in_place(parts: dict[str, Tensor], place: Path) -> dict[str, float]:
+def _in_place(parts: dict[str, Tensor], place: Path) -> Figures:
     """All of it as one value, where it lies already."""
     memory = HostArena("limit").allocate(sum(part.nbytes for part in parts.values()))
     with DiskStore(place) as store:
@@ -221,7 +189,7 @@ def _in_place(parts: dict[str, Tensor], place: Path) -> dict[str, float]:
     return _result(write_s, read_s)
 
 
-def _save(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> dict[str, float]:
+def _save(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> Figures:
     def save() -> None:
         zero_engine.save(place, model, optimizer, step=1)
 
@@ -233,7 +201,7 @@ def _save(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> di
 
 def _saver(
     saver: zero_engine.Saver, model: nn.Module, optimizer: torch.optim.Optimizer, place: Path
-) -> dict[str, float]:
+) -> Figures:
     blocked: list[float] = []
 
     def save() -> None:
@@ -255,7 +223,7 @@ def _overlapped(
     optimizer: torch.optim.Optimizer,
     tokens: Tensor,
     place: Path,
-) -> dict[str, float]:
+) -> Figures:
     def step() -> float:
         model(tokens, tokens).backward()
         return _timed(optimizer.step)
@@ -274,7 +242,7 @@ def _overlapped(
     return _result(_timed(save), 0.0, sum(blocked))
 
 
-def _torch_save(parts: dict[str, Tensor], path: Path) -> dict[str, float]:
+def _torch_save(parts: dict[str, Tensor], path: Path) -> Figures:
     def save() -> None:
         with path.open("wb") as file:
             torch.save({name: part.clone() for name, part in parts.items()}, file)
@@ -292,13 +260,9 @@ def _torch_save(parts: dict[str, Tensor], path: Path) -> dict[str, float]:
     return _result(write_s, _timed(load))
 
 
-def _dcp(parts: dict[str, Tensor], place: Path) -> dict[str, float]:
+def _dcp(parts: dict[str, Tensor], place: Path) -> Figures:
     _remove(place)
     state = {f"rank {dist.get_rank()} {name}": part for name, part in parts.items()}
     write_s = _timed(lambda: dcp.save(state, checkpoint_id=place))
     _forget(place)
     return _result(write_s, _timed(lambda: dcp.load(state, checkpoint_id=place)))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

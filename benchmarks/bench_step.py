@@ -1,28 +1,19 @@
-"""Time and memory of one training step: the same model under every system, in turns."""
+"""One training step: the same model under every system, in turns. Four suites ask for it."""
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import sys
-from collections.abc import Sequence
+from argparse import Namespace
 from typing import Any, Final
 
-from heats import (
-    Entry,
-    add_options,
-    check_options,
-    first_difference,
-    round_ratios,
-    run_heat,
-    say,
-    settings_of,
-    table,
-)
-from model import SHAPES, model_numel
-from results import available_bytes, write_results
-from systems import SYSTEMS
+import torch
+import zero_engine
+from harness import OptionError, Row, check_known, proc_fields, ratio, say, suite
+from model import GPT, SHAPES
+from network import two_nodes, why_not
+from systems import OURS, SYSTEMS, Setting, our_config
+from training import Entry, check_options, run_heat, setting_arguments, training_options
+from zero_engine.planning import Rates, estimate_step
 
 REFERENCE: Final = "ddp"
 # What the hungriest system takes per rank, to judge how many fit side by side.
@@ -30,115 +21,308 @@ BYTES_PER_PARAM: Final = 28
 BYTES_PER_PROCESS: Final = 400 * 2**20
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark, print its table, write its file. Returns 1 if a system failed."""
-    options = _parse(argv)
-    numel = model_numel(SHAPES[options.model])
-    heats = _plan_heats(options.systems, at_once=options.at_once or _fitting(options, numel))
-    settings = settings_of(options) | {"numel": numel, "load_before": os.getloadavg()[0]}
-    say(f"{options.model}: {numel:,} parameters, {options.ranks} ranks, {len(heats)} heat(s)")
-
-    rows: list[dict[str, Any]] = []
-    versions: dict[str, str] = {}
-    for number, names in enumerate(heats, start=1):
-        entries = [Entry(SYSTEMS[name], number) for name in names]
-        run_heat(entries, options)
-        rows += [_row(entry, reference=entries[0], numel=numel) for entry in entries]
-        versions |= {k: v for entry in entries for k, v in entry.versions.items()}
-
-    print(_table(rows))
-    path = write_results("step", rows, folder=options.folder, settings=settings, versions=versions)
-    print(f"\nwritten to {path}")
-    errors = [row["error"] for row in rows if row["error"]]
-    for error in errors:
-        say(f"\n{error}")
-    return int(bool(errors))
+# ---- step ----
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="run.py step", description=__doc__)
-    add = parser.add_argument
-    add("--model", choices=SHAPES, default="25m")
-    add("--systems", default="", help=f"comma-separated, of {', '.join(SYSTEMS)}")
-    add("--at-once", type=int, help="systems side by side, DDP among them; else as many as fit")
-    add_options(parser, rounds=8)
-    options = parser.parse_args(argv)
-    check_options(parser, options)
-    options.systems = [name for name in options.systems.split(",") if name] or [
+@suite(
+    ("system", "system"),
+    ("heat", "heat"),
+    ("ms", "ms", ".1f"),
+    ("/ DDP", "ratio", ".3f"),
+    ("rounds", "ratio_range", ".2f"),
+    ("peak MB", "peak_bytes", ".0f", 1e-6),
+    ("idle B/param", "idle_bytes_per_param", ".2f"),
+    ("last loss", "last_loss"),
+    ("", "losses_to_ddp"),
+    at_once=(0, "systems side by side, DDP among them; else as many as fit"),
+    **training_options(rounds=8),
+)
+def step(options: Namespace) -> list[Row]:
+    """Time and memory of one training step: the same model under every system, in turns."""
+    check_options(options, list(SYSTEMS))
+    names = options.systems or [
         name
         for name, system in SYSTEMS.items()
         if system.environment in options.pythons and not system.is_variant
     ]
-    for name in options.systems:
-        if name not in SYSTEMS:
-            parser.error(f"no system {name!r}; there are {', '.join(SYSTEMS)}")
-        if SYSTEMS[name].environment not in options.pythons:
-            parser.error(f"{name} needs --{SYSTEMS[name].environment}-python PATH")
-    return options
-
-
-def _fitting(options: argparse.Namespace, numel: int) -> int:
-    team_bytes = options.ranks * (BYTES_PER_PARAM * numel + BYTES_PER_PROCESS)
-    return available_bytes() // team_bytes
-
-
-def _plan_heats(names: list[str], *, at_once: int) -> list[list[str]]:
-    """Split the systems into heats that fit in memory, each led by the reference."""
     others = [name for name in dict.fromkeys(names) if name != REFERENCE]
-    seats = max(1, at_once - 1)
-    heats = [[REFERENCE, *others[i : i + seats]] for i in range(0, len(others), seats)]
-    return heats or [[REFERENCE]]
+    seats = max(1, (options.at_once or _fitting(options)) - 1)
+    heats = [others[i : i + seats] for i in range(0, len(others), seats)] or [[]]
+    rows = []
+    for number, chosen in enumerate(heats, start=1):
+        entries = [Entry(SYSTEMS[name], number) for name in (REFERENCE, *chosen)]
+        run_heat(entries, options)
+        rows += [_step_row(entry, entries[0], options.numel) for entry in entries]
+    return rows
 
 
-def _row(entry: Entry, *, reference: Entry, numel: int) -> dict[str, Any]:
-    """The figures of one system; those that a failure cost it are missing."""
-    row = entry.figures()
+def _fitting(options: Namespace) -> int:
+    available_bytes = int(proc_fields("meminfo")["MemAvailable"].split()[0]) * 1024
+    return available_bytes // (
+        options.ranks * (BYTES_PER_PARAM * options.numel + BYTES_PER_PROCESS)
+    )
+
+
+def _step_row(entry: Entry, reference: Entry, numel: int) -> Row:
+    row = entry.figures() | entry.ratio(reference)
     if entry.error:
         return row
     row |= {
         "setup_peak_bytes": max(rank["setup_peak_bytes"] for rank in entry.setup),
         "idle_resident_bytes": max(report["idle_resident_bytes"] for report in entry.reports),
         "idle_bytes_per_param": max(r["idle_tensor_bytes"] for r in entry.reports) / numel,
-        "last_loss": statistics.fmean(report["losses"][-1] for report in entry.reports),
     }
-    if not reference.error:
-        ratios = round_ratios(entry, reference)
-        row["ratio"] = statistics.median(ratios)
-        row["ratio_range"] = [min(ratios), max(ratios)]
-        # A process alone sees the data of the first rank only, so its losses are others.
-        if entry is not reference and not entry.system.is_alone:
-            theirs = [report["losses"] for report in reference.reports]
-            row["same_losses"] = row["losses"] == theirs  # in every step, on every rank, every bit
-            row["first_other_loss"] = first_difference(row["losses"], theirs)
+    # A process alone sees the data of the first rank only, so its losses are others.
+    if not (reference.error or entry is reference or entry.system.is_alone):
+        row["first_other_loss"] = first = _first_difference(row["losses"], reference.reports)
+        row["same_losses"] = first is None  # in every step, on every rank, in every bit
+        row["losses_to_ddp"] = (
+            "losses = DDP" if first is None else f"losses differ from step {first}"
+        )
     return row
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    columns = "system", "heat", "ms", "/ DDP", "rounds", "peak MB", "idle B/param", "last loss", ""
-    return table(columns, [_cells(row) for row in rows], left=(0, len(columns) - 1))
+def _first_difference(losses: list[list[float]], reports: list[Row]) -> int | None:
+    """The first step in which any rank's loss differs from those of the reports, if one does."""
+    others = zip(*(report["losses"] for report in reports), strict=True)
+    by_step = zip(zip(*losses, strict=True), others, strict=True)
+    return next((number for number, (own, other) in enumerate(by_step) if own != other), None)
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    head = row["system"], str(row["heat"])
-    if row["error"]:
-        return *head, *6 * ("-",), "failed: " + row["error"].strip().splitlines()[-1]
-    low, high = row.get("ratio_range", (float("nan"), float("nan")))
-    verdict = {
-        True: "losses = DDP",
-        False: f"losses differ from step {row.get('first_other_loss')}",
-        None: "",
+# ---- residence ----
+
+RESIDENCES: Final[dict[int, tuple[str, ...]]] = {
+    1: ("zero1", "zero1_host", "zero1_disk"),
+    2: ("zero2", "zero2_host", "zero2_disk"),
+    3: ("zero3", "zero3_host", "zero3_host_all", "zero3_disk", "zero3_disk_all"),
+}
+PEERS: Final = ("deepspeed3", "deepspeed3_host")
+
+
+@suite(
+    ("system", "system"),
+    ("ms", "ms", ".1f"),
+    ("/ without", "ratio", ".3f"),
+    ("rounds", "ratio_range", ".2f"),
+    ("/ DDP", "ratio_to_ddp", ".2f"),
+    ("device MB", "device_bytes", ".0f", 1e-6),
+    ("host MB", "host_bytes", ".0f", 1e-6),
+    ("disk MB", "disk_bytes", ".0f", 1e-6),
+    ("moved MB", "moved_bytes", ".0f", 1e-6),
+    ("disk GB/s", "rate", ".2f", 1e-9),
+    ("bound ms", "bound_ms", ".1f"),
+    ("/ bound", "of_bound", ".2f"),
+    ("rounds", "of_bound_range", ".2f"),
+    **training_options(rounds=8),
+    path=(str, "a folder on the disk"),
+    stages=([1, 2, 3], "of each a heat"),
+)
+def residence(options: Namespace) -> list[Row]:
+    """One training step with optimizer state and parameters on host or disk, against one without.
+
+    For every stage a heat: the systems of that stage, DDP and the disk by itself take turns, so
+    that each ratio compares figures of one round. The bound of a step that uses the disk is the
+    larger of two times of the same round: the step without offload, and the bytes that it moved at
+    the rate at which the disk alone, read and written at once by as many ranks, moved its own.
+    """
+    check_known("stages", options.stages, RESIDENCES)
+    groups = [*(RESIDENCES[stage] for stage in options.stages)]
+    asked = options.systems
+    check_options(options, [name for group in (*RESIDENCES.values(), PEERS) for name in group])
+    if "deepspeed" in options.pythons:
+        groups.append(PEERS)
+    rows = []
+    for heat, (without, *others) in enumerate(groups, start=1):
+        chosen = [name for name in others if not asked or name in asked]
+        entries = [Entry(SYSTEMS[n], heat) for n in (REFERENCE, "disk", without, *chosen)]
+        run_heat(entries, options)
+        rows += [_residence_row(entry, *entries[:3]) for entry in entries]
+    return rows
+
+
+def _residence_row(entry: Entry, ddp: Entry, disk: Entry, without: Entry) -> Row:
+    row = entry.figures()
+    if entry.error:
+        return row
+    row["round_disk_bytes"] = entry.round_disk_bytes  # of all ranks
+    for kind in ("device_bytes", "host_bytes", "disk_bytes"):  # at rest, the fullest rank
+        if kind in entry.reports[0]:
+            row[kind] = max(report[kind] for report in entry.reports)
+    if entry is disk:
+        return row | {"rate": statistics.median(_rates(disk))}
+    row["ratio_to_ddp"] = entry.ratio(ddp).get("ratio")
+    if entry is not ddp:
+        row |= entry.ratio(without)
+    if row.get("disk_bytes") and not disk.error and not without.error:
+        rates = _rates(disk)
+        bounds = [
+            max(theirs, 1000 * moved / rate)
+            for moved, theirs, rate in zip(
+                entry.round_disk_bytes, without.median_ms, rates, strict=True
+            )
+        ]
+        row |= {
+            "moved_bytes": statistics.median(entry.round_disk_bytes) / len(entry.reports),
+            "rate": statistics.median(rates),
+            "bound_ms": statistics.median(bounds),
+            **ratio(_mean_ms(entry), bounds, "of_bound"),
+        }
+    return row
+
+
+def _mean_ms(entry: Entry) -> list[float]:
+    """Of each round. What a step leaves to the disk, the next one may have to wait for."""
+    return [statistics.fmean(each) for each in entry.round_ms]
+
+
+def _rates(disk: Entry) -> list[float]:
+    """Bytes per second of all ranks together, of each round."""
+    moved = zip(disk.round_disk_bytes, disk.median_ms, strict=True)
+    return [1000 * num_bytes / ms for num_bytes, ms in moved]
+
+
+# ---- wire ----
+
+EXACT: Final = "zero3_nodes"
+ON_NODES: Final = (EXACT, *(f"{EXACT}_{way}" for way in ("qwz", "hpz", "qgz", "all")), "fsdp2")
+
+
+@suite(
+    ("system", "system"),
+    ("ms", "ms", ".0f"),
+    ("exact / it", "speed", ".2f"),
+    ("rounds", "speed_range", ".2f"),
+    ("node MB", "node_bytes", ".0f", 1e-6),
+    ("bytes of exact / its", "byte_ratio", ".2f"),
+    ("cable s", "cable_s", ".2f"),
+    ("last loss", "last_loss", ".4f"),
+    **training_options(
+        rounds=3,
+        model="119m",
+        ranks=(4, "half of them on each node"),
+        steps_per_round=(1, "that count; one more runs before them"),
+        warmup=(2, "steps before the first round"),
+        systems=([], "the first is compared with"),
+    ),
+    gbit=(1.0, "per second, in each direction"),
+)
+def wire(options: Namespace) -> list[Row]:
+    """One training step on two nodes with a slow network between them, by what travels how.
+
+    Two network namespaces, joined by a pair of virtual interfaces that lets through so much, hold
+    half of the ranks each. Stage 3 exact, with each of ZeRO++'s ways of sending less (arXiv
+    2306.10209), and with all of them, and FSDP2, take turns. `node MB` is what a node put on the
+    cable in one step, as the kernel counts; where the network is the slowest part, time should
+    follow it. Linux, root.
+    """
+    if problem := why_not():
+        say(f"skipped: {problem}")
+        return []
+    check_options(options, list(SYSTEMS), ON_NODES)
+    if options.ranks % 2:
+        raise OptionError("--ranks must be even: two nodes have half of them each")
+    entries = [Entry(SYSTEMS[name]) for name in options.systems]
+    with two_nodes(options.gbit) as nodes:
+        run_heat(entries, options, nodes)
+    return [_wire_row(entry, entries[0], options.gbit) for entry in entries]
+
+
+def _wire_row(entry: Entry, reference: Entry, gbit: float) -> Row:
+    row = entry.figures()
+    if entry.error or reference.error:
+        return row
+    node_bytes = statistics.median(entry.round_sent_bytes)
+    return row | {
+        **reference.ratio(entry, "speed"),
+        "node_bytes": node_bytes,
+        "byte_ratio": statistics.median(reference.round_sent_bytes) / node_bytes,
+        "cable_s": node_bytes * 8 / gbit / 1e9,
     }
-    return (
-        *head,
-        f"{row['ms']:.1f}",
-        f"{row.get('ratio', float('nan')):.3f}",
-        f"{low:.2f}-{high:.2f}",
-        f"{row['peak_bytes'] / 1e6:.0f}",
-        f"{row['idle_bytes_per_param']:.2f}",
-        repr(row["last_loss"]),
-        verdict[row.get("same_losses")],
+
+
+# ---- plan ----
+
+PLANNED: Final = ("zero0", "zero1", "zero2", "zero3", "zero3_host_all")
+PLANNED_ON_DISK: Final = ("zero3_disk",)
+
+
+@suite(
+    ("system", "system"),
+    ("ms", "ms", ".1f"),
+    ("least", "least_s", ".1f", 1000),
+    ("most", "most_s", ".1f", 1000),
+    ("/ least", "of_least_s", ".2f"),
+    ("/ most", "of_most_s", ".2f"),
+    ("rounds", "of_most_s_range", ".2f"),
+    ("longest", "bottleneck"),
+    ("ms of each", "parts"),
+    **training_options(rounds=6),
+    path=("", "a folder on the disk; without it nothing rests there"),
+)
+def plan(options: Namespace) -> list[Row]:
+    """How long a step takes, against how long `estimate_step` says it does.
+
+    Stages, and stage 3 with parameters or state elsewhere, take turns with `probe`, so that rates
+    and steps are of the same round. Each configuration is planned from a model without memory; the
+    plan and the rates of a round give the time of a step if all that can overlap does (`least`),
+    and if nothing does (`most`). `/ least` and `/ most` are the measured over these: the medians
+    over the rounds.
+    """
+    check_options(options, list(OURS), (*PLANNED, *(PLANNED_ON_DISK if options.path else ())))
+    probed, *trained = (Entry(SYSTEMS[name]) for name in ("probe", *options.systems))
+    run_heat([probed, *trained], options)
+    if probed.error:
+        return [probed.figures(), *(entry.figures() for entry in trained)]
+    # Of each round: the medians of its probes, but for the one that wakes the caches.
+    found = probed.reports[0]["rates"][options.warmup :]
+    per_round = 1 + options.steps_per_round
+    options.rates = [
+        {
+            name: _median(probe[name] for probe in found[first + 1 : first + per_round])
+            for name in found[0]
+        }
+        for first in range(0, len(found), per_round)
+    ]
+    return [_plan_row(entry, options) for entry in trained]
+
+
+def _median(values: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _plan_row(entry: Entry, options: Namespace) -> Row:
+    row = entry.figures()
+    if entry.error:
+        return row
+    shape, planned = SHAPES[options.model], _planned(entry.system.name, options)
+    tokens = shape.batch * shape.sequence
+    estimates = [estimate_step(planned, Rates(**each), tokens=tokens) for each in options.rates]
+    row |= {"estimates_s": [dict(each.seconds) for each in estimates]}
+    row |= {"bottleneck": estimates[0].bottleneck}
+    for name in ("least_s", "most_s"):
+        bounds = [getattr(each, name) for each in estimates]
+        row |= {name: statistics.median(bounds)}
+        row |= ratio([ms / 1000 for ms in _mean_ms(entry)], bounds, f"of_{name}")
+    row["seconds"] = {
+        part: statistics.median(each.seconds[part] for each in estimates)
+        for part in estimates[0].seconds
+    }
+    row["parts"] = ", ".join(f"{part} {1000 * value:.1f}" for part, value in row["seconds"].items())
+    return row
+
+
+def _planned(name: str, options: Namespace) -> Any:
+    shape = SHAPES[options.model]
+    setting = Setting(0, options.ranks, shape.batch, **setting_arguments(options, options.path))
+    arguments = dict(OURS[name])
+    reads_peers = arguments.pop("reads_peers", None)
+    with torch.device("meta"):
+        model = GPT(shape)
+    return zero_engine.plan(
+        model,
+        our_config(setting, **arguments),
+        world_size=options.ranks,
+        device="cpu",
+        reads_peers=reads_peers,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

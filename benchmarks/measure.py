@@ -6,10 +6,14 @@ import gc
 import re
 import warnings
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# The environment of a process whose allocator gives back at once what is freed.
+RETURNS_FREED: Final = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def resident_bytes() -> int:

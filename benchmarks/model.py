@@ -1,8 +1,11 @@
-"""The byte-level GPT that every system trains, and its sizes."""
+"""The byte-level GPT that every system trains, its sizes, and real text that every machine has."""
 
 from __future__ import annotations
 
+import random
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -89,3 +92,19 @@ def model_numel(shape: Shape) -> int:
     """Count the parameters without allocating them."""
     with torch.device("meta"):
         return sum(param.numel() for param in GPT(shape).parameters())
+
+
+def read_stdlib(limit_bytes: int) -> bytes:
+    """Read the top-level modules of Python's own library in name order, up to `limit_bytes`."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return b"".join(module.read_bytes() for module in modules)[:limit_bytes]
+
+
+def draw_batch(text: bytes, shape: Shape, *, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of one step on one rank; the same ones in every system."""
+    rng = random.Random(f"{step}/{rank}")
+    length = shape.sequence + 1
+    starts = [rng.randrange(len(text) - length) for _ in range(shape.batch)]
+    rows = [torch.frombuffer(bytearray(text[i : i + length]), dtype=torch.uint8) for i in starts]
+    tokens = torch.stack(rows).long()
+    return tokens[:, :-1], tokens[:, 1:]

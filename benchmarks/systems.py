@@ -1,16 +1,17 @@
-"""The systems that are compared. Adding one is one function under `@system`.
+"""The systems that are compared: functions, and the rows that give them arguments.
 
-Its name is the function's. It gets the built model, makes its own optimizer, and returns a step:
-forward, backward, update, gradients dropped. Imports stay inside, so that a system whose library
-is missing costs the others nothing; `imports` names what to load before memory is measured.
+A function gets the built model, makes its own optimizer, and returns a step: forward, backward,
+update, gradients dropped. Imports stay inside, so that a system whose library is missing costs the
+others nothing; `imports` names what to load before memory is measured.
 """
 
 # ruff: noqa: PLC0415
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -50,110 +51,55 @@ class ReportingStep:
         return self.step(tokens, targets)
 
 
-@dataclass(frozen=True)
-class System:
-    """One row of the table."""
-
-    name: str
-    title: str
-    build: Callable[[GPT, Setting], Step]
-    imports: tuple[str, ...] = ()
-    environment: str = "own"  # or the name of another Python's
-    is_alone: bool = False  # one process, whatever the number of ranks
-    is_variant: bool = False  # runs only when asked for by name
+# ---- What others have ----
 
 
-SYSTEMS: Final[dict[str, System]] = {}
-
-
-def system(title: str, *, name: str = "", **traits: Any) -> Callable[[Any], Any]:
-    """Register a function that builds a system. `traits` are fields of `System`."""
-
-    def register(build: Any) -> Any:
-        key = name or build.__name__
-        SYSTEMS[key] = System(key, title, build, **traits)
-        return build
-
-    return register
-
-
-@system("one process, no communication", is_alone=True)
-def alone(model: GPT, setting: Setting) -> Step:
-    """What the arithmetic costs by itself."""
+def _plain(model: GPT, setting: Setting) -> Step:
     return _plain_step(model, AdamW(model.parameters(), lr=setting.lr, fused=True))
 
 
-@system("DDP")
-def ddp(model: GPT, setting: Setting) -> Step:
-    """Replicas and an all-reduce: the reference of every ratio."""
+def _ddp(model: GPT, setting: Setting) -> Step:
     from torch.nn.parallel import DistributedDataParallel
 
     optimizer = AdamW(model.parameters(), lr=setting.lr, fused=True)
     return _plain_step(DistributedDataParallel(model), optimizer)
 
 
-def _zro(model: GPT, setting: Setting, *, library: str, in_place: bool) -> Step:
-    """Stage 1 under DDP, by whole parameters."""
-    import importlib
+def _zro(
+    model: GPT,
+    setting: Setting,
+    *,
+    library: str = "zero_partition",
+    in_place: bool = True,
+    reduces: bool = False,
+    overlaps: bool = False,
+) -> Step:
+    """Stage 1 under DDP, by whole parameters.
 
+    With `reduces`, gradients are reduced by zero_comm too. With `overlaps`, each bucket is updated
+    and sent while DDP reduces the next.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     kind = importlib.import_module(library).ZeroRedundancyOptimizer
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = kind(
-        replica.parameters(), AdamW, parameters_as_bucket_view=in_place, lr=setting.lr, fused=True
-    )
+    arguments: dict[str, Any] = {"lr": setting.lr, "fused": True}
+    if not overlaps:
+        arguments["parameters_as_bucket_view"] = in_place
+    if reduces:
+        from zero_comm import Group, ddp_hook
+
+        arguments["group"] = Group.from_process_group()
+        replica.register_comm_hook(None, ddp_hook(arguments["group"]))
+    optimizer = kind(replica.parameters(), AdamW, **arguments)
+    if overlaps:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        optimizer.overlap_with_ddp(replica, allreduce_hook)
     return _plain_step(replica, optimizer)
 
 
-for _name, _library, _title in (
-    ("torch_zro", "torch.distributed.optim", "DDP + torch ZeroRedundancyOptimizer"),
-    ("zro", "zero_partition", "DDP + our ZeroRedundancyOptimizer"),
-):
-    system(_title, name=_name, imports=(_library,), is_variant=_name == "zro")(
-        partial(_zro, library=_library, in_place=True)
-    )
-    system(f"{_title}, no views", name=f"{_name}_packed", imports=(_library,), is_variant=True)(
-        partial(_zro, library=_library, in_place=False)
-    )
-
-
-@system("DDP + ours, with our reduction", imports=("zero_partition",), is_variant=True)
-def zro_hook(model: GPT, setting: Setting) -> Step:
-    """The same, and gradients are reduced by zero_comm too."""
-    from torch.nn.parallel import DistributedDataParallel
-    from zero_comm import Group, ddp_hook
-    from zero_partition import ZeroRedundancyOptimizer
-
-    group = Group.from_process_group()
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    replica.register_comm_hook(None, ddp_hook(group))
-    optimizer = ZeroRedundancyOptimizer(
-        replica.parameters(),
-        AdamW,
-        group,
-        parameters_as_bucket_view=True,
-        lr=setting.lr,
-        fused=True,
-    )
-    return _plain_step(replica, optimizer)
-
-
-@system("DDP + ours, within backward", imports=("zero_partition",), is_variant=True)
-def zro_overlap(model: GPT, setting: Setting) -> Step:
-    """Each bucket is updated and sent while DDP reduces the next."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-    from torch.nn.parallel import DistributedDataParallel
-    from zero_partition import ZeroRedundancyOptimizer
-
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(replica.parameters(), AdamW, lr=setting.lr, fused=True)
-    optimizer.overlap_with_ddp(replica, allreduce_hook)
-    return _plain_step(replica, optimizer)
-
-
-@system("FSDP1 full shard", imports=("torch.distributed.fsdp",))
-def fsdp1(model: GPT, setting: Setting) -> Step:
+def _fsdp1(model: GPT, setting: Setting) -> Step:
     """One flat parameter per block."""
     import torch
     from model import Block
@@ -166,19 +112,8 @@ def fsdp1(model: GPT, setting: Setting) -> Step:
     return _plain_step(sharded, AdamW(sharded.parameters(), lr=setting.lr, fused=True))
 
 
-@system("FSDP2 per block", imports=("torch.distributed.fsdp",))
-def fsdp2(model: GPT, setting: Setting) -> Step:
+def _fsdp2(model: GPT, setting: Setting, *, reshards: bool | None = None) -> Step:
     """`fully_shard` on every block and on the rest."""
-    return _fsdp2(model, setting, reshards=None)
-
-
-@system("FSDP2, no reshard after forward", imports=("torch.distributed.fsdp",), is_variant=True)
-def fsdp2_keep(model: GPT, setting: Setting) -> Step:
-    """The same, but blocks stay whole from forward to backward."""
-    return _fsdp2(model, setting, reshards=False)
-
-
-def _fsdp2(model: GPT, setting: Setting, *, reshards: bool | None) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -219,23 +154,7 @@ def _deepspeed(
     return step
 
 
-_of_deepspeed: Final = partial(system, imports=("deepspeed",), environment="deepspeed")
-for _stage in (1, 2, 3):
-    _of_deepspeed(f"DeepSpeed stage {_stage}", name=f"deepspeed{_stage}")(
-        partial(_deepspeed, stage=_stage)
-    )
-_of_deepspeed("DeepSpeed stage 3, optimizer on the host", name="deepspeed3_host", is_variant=True)(
-    partial(_deepspeed, stage=3, own_adam=True, offload_optimizer={"device": "cpu"})
-)
-_of_deepspeed("DeepSpeed stage 3, buckets of 1e7", name="deepspeed3_1e7", is_variant=True)(
-    partial(
-        _deepspeed,
-        stage=3,
-        reduce_bucket_size=10**7,
-        stage3_prefetch_bucket_size=10**7,
-        stage3_max_live_parameters=10**7,
-    )
-)
+# ---- Ours ----
 
 
 def our_config(setting: Setting, **arguments: Any) -> ZeroConfig:
@@ -278,53 +197,10 @@ def _bytes_of(sharded: Any) -> dict[str, Any]:
     }
 
 
-OURS: Final[dict[str, dict[str, Any]]] = {}  # what `_ours` is given, by name
+# ---- What is no training ----
 
 
-def _register(name: str, title: str, *, is_variant: bool = True, **arguments: Any) -> None:
-    OURS[name] = arguments
-    register = system(title, name=name, imports=("zero_engine",), is_variant=is_variant)
-    register(partial(_ours, **arguments))
-
-
-for _stage in (0, 1, 2, 3):
-    _register(f"zero{_stage}", f"ours, stage {_stage}", stage=_stage, is_variant=False)
-for _stage in (1, 2, 3):
-    for _place in ("host", "disk"):
-        _register(
-            f"zero{_stage}_{_place}",
-            f"ours, stage {_stage}, optimizer on {_place}",
-            stage=_stage,
-            offload={"optimizer": _place},
-        )
-for _place in ("host", "disk"):
-    _register(
-        f"zero3_{_place}_all",
-        f"ours, stage 3, optimizer and parameters on {_place}",
-        stage=3,
-        offload={"optimizer": _place, "params": _place},
-    )
-_register("zero3_messages", "ours, stage 3 by messages", stage=3, reads_peers=False)
-_register(
-    "zero3_messages_no_prefetch",
-    "ours, stage 3 by messages, no prefetch",
-    stage=3,
-    reads_peers=False,
-    prefetch_numel=0,
-)
-_register("zero3_by_two", "ours, stage 3 on nodes of two ranks", stage=3, wire={"levels": 2})
-for _suffix, _title, _wire in (
-    ("", "exact", {}),
-    ("_qwz", "weights in int8", {"params": "int8"}),
-    ("_hpz", "secondary shards", {"secondary": True}),
-    ("_qgz", "gradients in int4", {"gradients": "int4"}),
-    ("_all", "all three", {"params": "int8", "secondary": True, "gradients": "int4"}),
-):
-    _register(f"zero3_nodes{_suffix}", f"ours, stage 3 on nodes, {_title}", stage=3, wire=_wire)
-
-
-@system("no training: the disk by itself", imports=("zero_offload",), is_variant=True)
-def disk(model: GPT, setting: Setting) -> Step:
+def _disk(model: GPT, setting: Setting) -> Step:
     """Reads and writes, at once, as many bytes as Adam's state has on each rank."""
     import torch
     from zero_offload import DiskStore, HostArena
@@ -357,8 +233,7 @@ def disk(model: GPT, setting: Setting) -> Step:
     return step
 
 
-@system("no training: the rates of the machine", imports=("zero_engine",), is_variant=True)
-def probe(model: GPT, setting: Setting) -> Step:
+def _probe(model: GPT, setting: Setting) -> Step:
     """What `zero probe` measures, once a step."""
     import attrs
     import torch
@@ -386,3 +261,87 @@ def _plain_step(model: nn.Module, optimizer: Any) -> Step:
         return loss.detach()
 
     return step
+
+
+# ---- The rows ----
+
+
+@dataclass(frozen=True)
+class System:
+    """One row of the table."""
+
+    name: str
+    build: Callable[[GPT, Setting], Step]
+    imports: tuple[str, ...] = ()
+    environment: str = "own"  # or the name of another Python's
+    is_alone: bool = False  # one process, whatever the number of ranks
+    is_variant: bool = False  # runs only when asked for by name
+
+
+# By name, and what `_ours` is given: arguments of ZeroConfig.
+_BY_MESSAGES: Final[dict[str, Any]] = {"stage": 3, "reads_peers": False}
+OURS: Final[dict[str, dict[str, Any]]] = {
+    **{f"zero{stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
+    **{
+        f"zero{stage}_{place}": {"stage": stage, "offload": {"optimizer": place}}
+        for stage in (1, 2, 3)
+        for place in ("host", "disk")
+    },
+    **{
+        f"zero3_{place}_all": {"stage": 3, "offload": {"optimizer": place, "params": place}}
+        for place in ("host", "disk")
+    },
+    "zero3_messages": _BY_MESSAGES,
+    "zero3_messages_no_prefetch": {**_BY_MESSAGES, "prefetch_numel": 0},
+    "zero3_by_two": {"stage": 3, "wire": {"levels": 2}},
+    "zero3_nodes": {"stage": 3, "wire": {}},
+    "zero3_nodes_qwz": {"stage": 3, "wire": {"params": "int8"}},
+    "zero3_nodes_hpz": {"stage": 3, "wire": {"secondary": True}},
+    "zero3_nodes_qgz": {"stage": 3, "wire": {"gradients": "int4"}},
+    "zero3_nodes_all": {
+        "stage": 3,
+        "wire": {"params": "int8", "secondary": True, "gradients": "int4"},
+    },
+}
+_TORCH_ZRO: Final = "torch.distributed.optim"
+_ZRO: Final[dict[str, dict[str, Any]]] = {
+    "torch_zro": {"library": _TORCH_ZRO},
+    "torch_zro_packed": {"library": _TORCH_ZRO, "in_place": False},
+    "zro": {},
+    "zro_packed": {"in_place": False},
+    "zro_hook": {"reduces": True},
+    "zro_overlap": {"overlaps": True},
+}
+_SMALL_BUCKETS: Final = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
+_DEEPSPEED: Final[dict[str, dict[str, Any]]] = {
+    **{f"deepspeed{stage}": {"stage": stage} for stage in (1, 2, 3)},
+    "deepspeed3_host": {"stage": 3, "own_adam": True, "offload_optimizer": {"device": "cpu"}},
+    "deepspeed3_1e7": {
+        "stage": 3,
+        **dict.fromkeys((*_SMALL_BUCKETS, "stage3_max_live_parameters"), 10**7),
+    },
+}
+_ALWAYS: Final = {"torch_zro", *(f"{k}{n}" for k in ("zero", "deepspeed") for n in range(4))}
+
+
+def _rows() -> Iterator[System]:
+    fsdp = ("torch.distributed.fsdp",)
+    yield System("alone", _plain, is_alone=True)
+    yield System("ddp", _ddp)
+    for name, given in _ZRO.items():
+        library = given.get("library", "zero_partition")
+        yield System(name, partial(_zro, **given), (library,), is_variant=name not in _ALWAYS)
+    yield System("fsdp1", _fsdp1, fsdp)
+    yield System("fsdp2", _fsdp2, fsdp)
+    yield System("fsdp2_keep", partial(_fsdp2, reshards=False), fsdp, is_variant=True)
+    for name, given in _DEEPSPEED.items():
+        build, is_variant = partial(_deepspeed, **given), name not in _ALWAYS
+        yield System(name, build, ("deepspeed",), "deepspeed", is_variant=is_variant)
+    for name, given in OURS.items():
+        is_variant = name not in _ALWAYS
+        yield System(name, partial(_ours, **given), ("zero_engine",), is_variant=is_variant)
+    yield System("disk", _disk, ("zero_offload",), is_variant=True)
+    yield System("probe", _probe, ("zero_engine",), is_variant=True)
+
+
+SYSTEMS: Final = {system.name: system for system in _rows()}

@@ -1,22 +1,29 @@
-"""The ranks of one system, as processes that the benchmark starts, asks and ends."""
+"""The ranks of one system, as processes that the benchmark starts, asks and ends.
+
+A job is a function that is called on each rank, and returns what the rank can be asked: callables
+by name. A rank runs in the environment of its system, so this file imports nothing but torch.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+import traceback
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
+
+import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from network import Node
-    from worker import Assignment
-
-WORKER: Final = Path(__file__).with_name("worker.py")
 
 
 class TeamError(RuntimeError):
@@ -29,66 +36,59 @@ class Team:
 
     def __init__(
         self,
-        assignments: list[Assignment],
+        job: str,
         *,
-        python: str,
-        is_foreign: bool,
-        folder: Path,
+        world_size: int = 1,
+        python: str = "",
+        environment: Mapping[str, str] | None = None,
         nodes: Sequence[Node] = (),
-        worker: Path = WORKER,
+        timeout_s: float = 600.0,
+        **arguments: Any,
     ) -> None:
-        """Start one process per assignment.
+        """Start one process per rank.
 
         Args:
-            assignments: One per rank, in rank order.
-            python: The interpreter of the system's environment.
-            is_foreign: Whether that is not ours, so that our paths must not leak into it.
-            folder: Where the ranks' output goes, one log each.
+            job: As `module:function`.
+            world_size: How many ranks. More than one meet in a gloo group.
+            python: The interpreter of another environment, into which our paths must not leak.
+            environment: Changes to the environment of each rank.
             nodes: On which they run, as many on each, in their order; nowhere in particular when
                 empty.
-            worker: The script that each runs.
+            timeout_s: The longest wait for a rank.
+            arguments: Of the job; plain values, since they cross a pipe.
         """
-        self.name = assignments[0].system
-        self._timeout_s = assignments[0].timeout_s
+        self.name = arguments.get("system", job)
+        self._timeout_s = timeout_s
+        self._folder = tempfile.TemporaryDirectory()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
-        self._worker = worker
-        self._logs = [folder / f"{self.name}-{one.rank}.log" for one in assignments]
-        for assignment, log in zip(assignments, self._logs, strict=True):
-            environment, launcher = _environment(assignment, is_foreign), []
+        meeting = Path(self._folder.name, "meeting")
+        for rank in range(world_size):
+            variables, launcher = _environment(rank, world_size, python), []
             if nodes:
-                per_node = assignment.world_size // len(nodes)
-                node = nodes[assignment.rank // per_node]
+                per_node = world_size // len(nodes)
+                node = nodes[rank // per_node]
                 launcher = node.launcher
-                local = {"LOCAL_RANK": assignment.rank % per_node, "LOCAL_WORLD_SIZE": per_node}
-                environment |= node.environment | {k: str(v) for k, v in local.items()}
-            with log.open("wb") as output:
-                self._start(assignment, [*launcher, python], environment, output)
+                local = {"LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
+                variables |= node.environment | {k: str(v) for k, v in local.items()}
+            variables |= environment or {}
+            ours, theirs = Pipe()
+            with self._log(rank).open("wb") as output:
+                process = subprocess.Popen(
+                    [*launcher, python or sys.executable, __file__, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=variables,
+                    start_new_session=True,  # Ctrl-C is for the parent, which then ends them
+                )
+            theirs.close()
+            ours.send((job, arguments, str(meeting), timeout_s))
+            self._pipes.append(ours)
+            self._processes.append(process)
 
-    def _start(
-        self,
-        assignment: Assignment,
-        python: Sequence[str],
-        environment: dict[str, str],
-        output: IO[bytes],
-    ) -> None:
-        ours, theirs = Pipe()
-        self._pipes.append(ours)
-        self._processes.append(
-            subprocess.Popen(
-                [*python, str(self._worker), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,  # Ctrl-C is for the parent, which then ends them
-            )
-        )
-        theirs.close()
-        ours.send(asdict(assignment))
-
-    def ask(self, verb: str, *arguments: object) -> list[dict[str, Any]]:
+    def ask(self, verb: str, *arguments: object) -> list[Any]:
         """Send one request to every rank and return the answers in rank order. Blocking.
 
         Raises:
@@ -99,7 +99,24 @@ class Team:
                 pipe.send((verb, *arguments))
             except OSError:
                 continue  # it died meanwhile, as collecting will find
-        return self._collect()
+        answers: dict[int, Any] = {}
+        deadline_s = time.monotonic() + self._timeout_s
+        while len(answers) < len(self._pipes):
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = wait(list(waiting), timeout=deadline_s - time.monotonic())
+            if not ready:
+                silent = ", ".join(map(str, waiting.values()))
+                self._fail(f"no answer from rank {silent} within {self._timeout_s:g} s")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting[pipe]
+                try:
+                    has_failed, answers[rank] = pipe.recv()
+                except (EOFError, OSError):
+                    self._fail(f"rank {rank} {self._last_words(rank)}")
+                if has_failed:
+                    self._fail(f"rank {rank} raised\n{answers[rank]}")
+        return [answers[rank] for rank in sorted(answers)]
 
     def end(self) -> None:
         """Hang up, and kill what has not left soon after. May be called twice."""
@@ -112,28 +129,17 @@ class Team:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._folder.cleanup()
 
-    def _collect(self) -> list[dict[str, Any]]:
-        answers: dict[int, dict[str, Any]] = {}
-        deadline_s = time.monotonic() + self._timeout_s
-        while len(answers) < len(self._pipes):
-            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
-            ready = wait(list(waiting), timeout=deadline_s - time.monotonic())
-            if not ready:
-                silent = ", ".join(map(str, waiting.values()))
-                self._fail(f"no answer from rank {silent} within {self._timeout_s:g} s")
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                rank = waiting[pipe]
-                try:
-                    answers[rank] = pipe.recv()
-                except (EOFError, OSError):
-                    self._fail(f"rank {rank} {self._last_words(rank)}")
-                if "error" in answers[rank]:
-                    self._fail(f"rank {rank} raised\n{answers[rank]['error']}")
-        return [answers[rank] for rank in sorted(answers)]
+    def __enter__(self) -> Team:
+        """For `with`: ends at its end."""
+        return self
 
-    def _fail(self, what: str) -> None:
+    def __exit__(self, *error: object) -> None:
+        """End."""
+        self.end()
+
+    def _fail(self, what: str) -> NoReturn:
         for process in self._processes:
             process.kill()
         self.end()
@@ -144,24 +150,61 @@ class Team:
             status = f"died with status {self._processes[rank].wait(5)}"
         except subprocess.TimeoutExpired:
             status = "hung up"
-        log = self._logs[rank].read_text(errors="replace").splitlines()
-        return "\n".join([status, *log[-15:]])
+        return "\n".join([status, *self._log(rank).read_text(errors="replace").splitlines()[-15:]])
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name, f"{rank}.log")
 
 
-def _environment(assignment: Assignment, is_foreign: bool) -> dict[str, str]:
+def _environment(rank: int, world_size: int, python: str) -> dict[str, str]:
     """What torchrun would set, except that ranks meet at a file; and one thread each."""
     environment = dict(os.environ)
-    if is_foreign:
+    if python:  # DeepSpeed's: its compiler is beside its interpreter
         environment.pop("PYTHONPATH", None)
         environment["DS_ACCELERATOR"] = "cpu"
+        environment["PATH"] = f"{Path(python).parent}:{os.environ['PATH']}"
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it asks what the host name means
     return environment | {
         "CUDA_VISIBLE_DEVICES": "",
-        "LOCAL_RANK": str(assignment.rank),
-        "LOCAL_WORLD_SIZE": str(assignment.world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
         "MKL_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
-        "RANK": str(assignment.rank),
-        "WORLD_SIZE": str(assignment.world_size),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
     }
+
+
+def _serve(parent: Connection) -> None:
+    """Answer requests, (verb, *arguments), until the parent hangs up or something fails."""
+    job, arguments, meeting, timeout_s = parent.recv()
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{meeting}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    module, _, function = job.partition(":")
+    verbs = getattr(importlib.import_module(module), function)(**arguments)
+    while True:
+        verb, *given = parent.recv()
+        parent.send((False, verbs[verb](*given)))
+
+
+if __name__ == "__main__":
+    pipe = Connection(int(sys.argv[1]))
+    try:
+        _serve(pipe)
+    except EOFError:
+        pass
+    except BaseException:  # whatever it was, the parent should print it
+        pipe.send((True, traceback.format_exc()))
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(0)  # a collective that the others left would keep a tidy exit waiting

@@ -17,7 +17,6 @@ its own, because a process that ran out of device memory is not as it was.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -25,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -34,11 +34,11 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # beside the other suites
 
 import torch
+from harness import MIB, OptionError, Row, check_known, run_suite, suite
+from measure import resident_bytes
 from model import BYTES, GPT, Shape
-from results import write_results
 from torch import Tensor, nn
 
-MIB: Final = 2**20
 Step = Callable[[Tensor, Tensor], Any]
 OURS: Final = {
     "zero1": (1, None),
@@ -52,83 +52,76 @@ PEERS: Final = {  # with the module that each needs
     "fsdp2": "torch.distributed.fsdp",
     "deepspeed": "deepspeed",
 }
-PARTS: Final = ("compute", "transfer", "cpu_step")  # what `overlap` measures by itself
+COLUMNS: Final = (
+    ("system", "system"),
+    ("layers", "layers"),
+    ("1e9 parameters", "numel", ".2f", 1e-9),
+    ("ms", "ms", ".1f"),
+    ("TFLOP/s", "tflops", ".1f"),
+    ("device GB at most", "device_bytes", ".2f", 1e-9),
+    ("host GB resident", "host_bytes", ".2f", 1e-9),
+    ("of the bound", "of_bound", ".2f"),
+)
+OPTIONS: Final[dict[str, Any]] = {
+    "path": (str, "a folder on the disk"),
+    "systems": ([*OURS, *PEERS], "which"),
+    "memory_gib": {"type": float, "help": "of the device that may be used; else all of it"},
+    "layers": (4, "of the GPT"),
+    "width": (1024, "of a layer"),
+    "sequence": (1024, "tokens"),
+    "batch": (1, "sequences"),
+    "steps": (5, "that count, of each turn; two more run before them"),
+    "rounds": (3, "turns of each system"),
+    "max_layers": (1024, "where `largest` stops to look"),
+    "subgroup_mib": (64, "optimizer state that moves together"),
+    "threads": (os.cpu_count() or 1, "of the step on the host"),
+    "device": {"choices": ("cuda", "cpu"), "default": "cuda"},
+}
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """Run what was asked for; a child prints one line of JSON."""
-    options = _parse()
-    if options.one:
-        print(json.dumps(_measure(options)), flush=True)
+    what, *given = argv or ["--help"]
+    if what == "--one":
+        print(json.dumps(_measure(Namespace(**json.loads(given[0])))), flush=True)
         return 0
-    missing = {name: why for name in options.systems if (why := _missing(name, options))}
-    for name, why in missing.items():
-        print(f"{name}: left out, {why}")
-    names = [name for name in options.systems if name not in missing]
-    rows = {"largest": _largest, "step": _steps, "overlap": _overlap}[options.what](names, options)
-    settings = {k: v for k, v in vars(options).items() if k not in {"path", "folder", "one"}}
-    path = write_results(
-        f"gpu-residence-{options.what}",
-        rows,
-        folder=options.folder,
-        settings=settings | {"device_name": _device_name(options), "left_out": missing},
-    )
-    print(f"written to {path}")
-    return 0
+    if what not in SUITES:
+        print(f"usage: residence.py {{{','.join(SUITES)}}} [options]", file=sys.stderr)
+        return 2
+    return run_suite(f"gpu-residence-{what}", SUITES[what], given)
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    add = parser.add_argument
-    add("what", choices=("largest", "step", "overlap"))
-    add("--path", required=True, help="a folder on the disk")
-    add("--systems", default=",".join((*OURS, *PEERS)), help="comma-separated")
-    add("--memory-gib", type=float, help="of the device that may be used; all of it when left out")
-    add("--layers", type=int, default=4)
-    add("--width", type=int, default=1024)
-    add("--sequence", type=int, default=1024, help="tokens")
-    add("--batch", type=int, default=1, help="sequences")
-    add("--steps", type=int, default=5, help="that count, of each turn; two more run before them")
-    add("--rounds", type=int, default=3, help="turns of each system")
-    add("--max-layers", type=int, default=1024, help="where `largest` stops to look")
-    add("--subgroup-mib", type=int, default=64, help="optimizer state that moves together")
-    add("--threads", type=int, default=os.cpu_count() or 1, help="of the step on the host")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--folder", type=Path, default=Path(__file__).parent.parent / "results")
-    add("--one", default="", help=argparse.SUPPRESS)  # what this process, a child, measures
-    options = parser.parse_args()
-    options.systems = [name for name in options.systems.split(",") if name]
-    unknown = set(options.systems) - {*OURS, *PEERS}
-    if unknown:
-        parser.error(f"no system {', '.join(sorted(unknown))}; there are {', '.join(OURS)}, ...")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA device; --device cpu shows only whether this script runs")
+def _systems(options: Namespace) -> list[str]:
+    """Those that were asked for and can take part."""
+    check_known("systems", options.systems, (*OURS, *PEERS))
+    options.device_name = "cpu"
     if options.device == "cpu":  # a smoke test: figures mean nothing
-        options.layers, options.width, options.sequence = 2, 64, 16
+        options.layers, options.width, options.sequence, options.threads = 2, 64, 16, 1
         options.max_layers = min(options.max_layers, 4)
-    return options
-
-
-def _missing(name: str, options: argparse.Namespace) -> str:
-    """Why a system cannot take part; empty if it can."""
-    if name in OURS:
-        return ""
-    if importlib.util.find_spec(PEERS[name].split(".", maxsplit=1)[0]) is None:
-        return f"{PEERS[name]} cannot be imported"
-    return "it needs a CUDA device" if options.device == "cpu" else ""
-
-
-def _device_name(options: argparse.Namespace) -> str:
-    return "cpu" if options.device == "cpu" else torch.cuda.get_device_name(0)
+    elif not torch.cuda.is_available():
+        raise OptionError("there is no CUDA device; --device cpu shows only whether this runs")
+    else:
+        options.device_name = torch.cuda.get_device_name(0)
+    options.left_out = {}
+    for name, module in PEERS.items():
+        if importlib.util.find_spec(module.split(".", maxsplit=1)[0]) is None:
+            options.left_out[name] = f"{module} cannot be imported"
+        elif options.device == "cpu":
+            options.left_out[name] = "it needs a CUDA device"
+    for name, why in options.left_out.items():
+        print(f"{name}: left out, {why}")
+    return [name for name in options.systems if name not in options.left_out]
 
 
 # ---- What is asked, of processes of their own ----
 
 
-def _largest(names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+@suite(*COLUMNS, **OPTIONS)
+def largest(options: Namespace) -> list[Row]:
+    """The deepest GPT of a width that trains within so much memory of the device."""
     rows = []
-    for name in names:
-        fits: dict[int, dict[str, Any]] = {}
+    for name in _systems(options):
+        fits: dict[int, Row] = {}
         low, high = 0, 1
         while low < high:  # deeper while it trains, then between the last two
             found = _child(name, options, layers=high)
@@ -143,95 +136,69 @@ def _largest(names: list[str], options: argparse.Namespace) -> list[dict[str, An
                 high = middle
             else:
                 fits[middle], low = found, middle
-        row: dict[str, Any] = {"system": name, "layers": low}
-        row |= fits.get(low, {"error": "one layer does not fit"})
-        print(
-            f"{name:12} {low:4} layers, {row.get('numel', 0) / 1e9:.2f}e9 parameters, "
-            f"{_figures(row)}",
-            flush=True,
-        )
-        rows.append(row)
+        row: Row = {"system": name, "layers": low}
+        rows.append(row | fits.get(low, {"error": f"{name}: one layer does not fit"}))
     return rows
 
 
-def _steps(names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+@suite(*COLUMNS, **OPTIONS)
+def step(options: Namespace) -> list[Row]:
+    """A step under every system that can be imported, in turns."""
+    turns: dict[str, list[Row]] = {name: [] for name in _systems(options)}
     for _ in range(options.rounds):
-        for name in names:
-            turns[name].append(_child(name, options))
+        for name, found in turns.items():
+            found.append(_child(name, options))
     rows = []
     for name, found in turns.items():
+        row: Row = {"system": name, "layers": options.layers, "turns": found}
         errors = [turn["error"] for turn in found if "error" in turn]
-        row = (
-            {"error": errors[0]}
-            if errors
-            else {**found[0], "ms": statistics.median(turn["ms"] for turn in found)}
-        )
-        row = {"system": name, **row, "turns": found}
-        print(f"{name:12} {_figures(row)}", flush=True)
-        rows.append(row)
+        ms = {} if errors else {"ms": statistics.median(turn["ms"] for turn in found)}
+        rows.append(row | ({"error": errors[0]} if errors else {**found[0], **ms}))
     return rows
 
 
-def _overlap(names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The bound, and each of ours over it."""
-    ours = [name for name in names if name in OURS and OURS[name][1] is not None]
-    rows: list[dict[str, Any]] = []
+@suite(("round", "round"), *COLUMNS, **OPTIONS)
+def overlap(options: Namespace) -> list[Row]:
+    """Ours over what it cannot be faster than: the longest of three parts, each by itself."""
+    ours = [name for name in _systems(options) if name in OURS and OURS[name][1] is not None]
+    rows: list[Row] = []
     for number in range(options.rounds):
         parts = {part: _child(part, options) for part in PARTS}
         failed = [f"{part}: {found['error']}" for part, found in parts.items() if "error" in found]
         if failed:
-            raise SystemExit("\n".join(failed))
+            return [{"system": "parts", "error": "\n".join(failed)}]
         bound = max(found["ms"] for found in parts.values())
-        print(", ".join(f"{part} {found['ms']:.1f} ms" for part, found in parts.items()))
+        rows += [{"system": part, "round": number, **found} for part, found in parts.items()]
         for name in ours:
             found = _child(name, options)
-            of_bound = found["ms"] / bound if "ms" in found else None
-            share = f"{of_bound:.2f} of the bound" if of_bound else ""
-            print(f"{name:12} {_figures(found)} {share}", flush=True)
-            rows.append({"system": name, "round": number, "of_bound": of_bound, **found, **parts})
+            share = {"of_bound": found["ms"] / bound} if "ms" in found else {}
+            rows.append({"system": name, "round": number, **share, **found, **parts})
     return rows
 
 
-def _child(name: str, options: argparse.Namespace, *, layers: int | None = None) -> dict[str, Any]:
+SUITES: Final = {"largest": largest, "step": step, "overlap": overlap}
+
+
+def _child(name: str, options: Namespace, *, layers: int | None = None) -> Row:
     """What a process of its own found, or how it ended."""
-    passed = ["--path", options.path, "--device", options.device, "--one", name]
-    for key in ("width", "sequence", "batch", "steps", "subgroup_mib", "threads"):
-        passed += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
-    passed += ["--layers", str(layers or options.layers)]
-    if options.memory_gib is not None:
-        passed += ["--memory-gib", str(options.memory_gib)]
-    done = subprocess.run(
-        [sys.executable, __file__, options.what, *passed],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    asked = {key: value for key, value in vars(options).items() if key != "folder"}
+    asked |= {"one": name, "layers": layers or options.layers}
+    command = [sys.executable, __file__, "--one", json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     if done.returncode == 0 and lines:
         return json.loads(lines[-1])
     said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-    return {"error": said[-1]}
-
-
-def _figures(row: dict[str, Any]) -> str:
-    if "error" in row:
-        return f"failed: {row['error']}"
-    return (
-        f"{row['ms']:.1f} ms, {row['tflops']:.1f} TFLOP/s, device {row['device_bytes'] / 1e9:.2f} "
-        f"GB at most, host {row['host_bytes'] / 1e9:.2f} GB resident"
-    )
+    return {"error": f"{name}: {said[-1]}"}
 
 
 # ---- One measurement ----
 
 
-def _measure(options: argparse.Namespace) -> dict[str, Any]:
+def _measure(options: Namespace) -> Row:
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    if options.device == "cpu":  # children of a smoke test are given its sizes
-        torch.set_num_threads(1)
     shape = Shape(
         num_layers=options.layers,
         width=options.width,
@@ -239,7 +206,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         sequence=options.sequence,
         batch=options.batch,
     )
-    part = {"compute": _compute, "transfer": _transfer, "cpu_step": _cpu_step}.get(options.one)
+    part = PARTS.get(options.one)
     model = GPT(shape) if options.one == "deepspeed" else GPT(shape).to(device)
     numel = sum(param.numel() for param in model.parameters())
     run = part(model, shape, device) if part else _training(model, shape, device, options)
@@ -263,11 +230,11 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         "ms": 1000 * seconds,
         "tflops": flops / seconds / 1e12,
         "device_bytes": 0 if device.type == "cpu" else torch.cuda.max_memory_allocated(),
-        "host_bytes": _resident_bytes(),
+        "host_bytes": resident_bytes(),
     }
 
 
-def _limit(options: argparse.Namespace, device: torch.device) -> None:
+def _limit(options: Namespace, device: torch.device) -> None:
     """From now on, no more of the device than was asked for."""
     if device.type == "cpu":
         return
@@ -284,11 +251,6 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def _autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
@@ -299,15 +261,14 @@ def _batch(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _training(
-    model: GPT, shape: Shape, device: torch.device, options: argparse.Namespace
+    model: GPT, shape: Shape, device: torch.device, options: Namespace
 ) -> Callable[[], Any]:
     tokens, targets = _batch(shape, device)
     if options.one in OURS:
         step = _ours(model, device, options)
     else:
-        step = {"torchao": _torchao, "fsdp2": _fsdp2, "deepspeed": _deepspeed}[options.one](
-            model, device, options
-        )
+        train = {"torchao": _torchao, "fsdp2": _fsdp2, "deepspeed": _deepspeed}[options.one]
+        step = train(model, device, options)
     return partial(step, tokens, targets)
 
 
@@ -325,7 +286,7 @@ def _plain(model: nn.Module, optimizer: Any, device: torch.device) -> Step:
 # ---- The systems ----
 
 
-def _ours(model: GPT, device: torch.device, options: argparse.Namespace) -> Step:
+def _ours(model: GPT, device: torch.device, options: Namespace) -> Step:
     import zero_comm  # noqa: PLC0415 - a system imports what it is made of
     import zero_engine  # noqa: PLC0415
 
@@ -343,7 +304,7 @@ def _ours(model: GPT, device: torch.device, options: argparse.Namespace) -> Step
     return _plain(sharded, sharded_optimizer, device)
 
 
-def _torchao(model: GPT, device: torch.device, options: argparse.Namespace) -> Step:
+def _torchao(model: GPT, device: torch.device, options: Namespace) -> Step:
     del options
     from torchao.optim import (  # noqa: PLC0415  # pyrefly: ignore[missing-import]
         CPUOffloadOptimizer,
@@ -355,7 +316,7 @@ def _torchao(model: GPT, device: torch.device, options: argparse.Namespace) -> S
     return _plain(model, optimizer, device)
 
 
-def _fsdp2(model: GPT, device: torch.device, options: argparse.Namespace) -> Step:
+def _fsdp2(model: GPT, device: torch.device, options: Namespace) -> Step:
     del options
     import torch.distributed as dist  # noqa: PLC0415
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard  # noqa: PLC0415
@@ -370,7 +331,7 @@ def _fsdp2(model: GPT, device: torch.device, options: argparse.Namespace) -> Ste
     return _plain(model, optimizer, device)
 
 
-def _deepspeed(model: GPT, device: torch.device, options: argparse.Namespace) -> Step:
+def _deepspeed(model: GPT, device: torch.device, options: Namespace) -> Step:
     import deepspeed  # noqa: PLC0415  # pyrefly: ignore[missing-import]
     from deepspeed.ops.adam import (  # noqa: PLC0415  # pyrefly: ignore[missing-import]
         DeepSpeedCPUAdam,
@@ -459,5 +420,8 @@ def _cpu_step(model: GPT, shape: Shape, device: torch.device) -> Callable[[], An
     return CPUAdam([param], lr=1e-4).step
 
 
+# What `overlap` measures by itself.
+PARTS: Final = {"compute": _compute, "transfer": _transfer, "cpu_step": _cpu_step}
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -66,7 +66,7 @@ def main() -> int:
 
 def _run(folder: Path, only: str, *, reuses: bool) -> Results:
     """All cases with the packages of one folder, in a process of its own."""
-    scripts = sorted(_HERE.glob("*.py"))
+    scripts = [_HERE / f"{name}.py" for name in ("bits", "names", "scenarios", "trainings")]
     key = hashlib.sha256(b"".join(path.read_bytes() for path in scripts) + only.encode())
     kept = folder.parent / f"{folder.name}-bits-{key.hexdigest()[:12]}.json"
     if reuses and kept.exists():

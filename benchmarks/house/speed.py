@@ -5,10 +5,10 @@
     python benchmarks/house/speed.py --suites step --systems zero3
     python benchmarks/house/speed.py --model tiny --numel 1e6 --rounds 1  # does it run at all?
 
-Each side runs its own benchmarks, with its own packages: the workers of `bench step`, `residence`
-and `wire` in turns, in processes that stay, and `bench swap` in turns of one process each. The
-ratio of a round is the tree's median step over the fixed commit's; the median over the rounds
-counts. Exits with 1 where one is above `--limit`.
+The benchmarks of the tree run with the packages of either side: the systems of `bench step`,
+`residence` and `wire` in turns, in processes that stay, and `bench swap` in turns of one process
+each. The ratio of a round is the tree's median step over the fixed commit's; the median over the
+rounds counts. Exits with 1 where one is above `--limit`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,10 +29,10 @@ from reference import ROOT, build_native, environment, reference_worktree
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from network import Node, two_nodes, why_not
-from team import Team
-from text import read_stdlib
-from worker import Assignment
+from harness import OptionError, check_known, ratio, take_turns
+from network import two_nodes, why_not
+from systems import SYSTEMS
+from training import Entry, run_heat
 
 SUITES: Final[dict[str, tuple[str, ...]]] = {
     "step": ("zero0", "zero1", "zero2", "zero3"),
@@ -41,29 +41,28 @@ SUITES: Final[dict[str, tuple[str, ...]]] = {
     "wire": ("zero3_nodes", "zero3_nodes_all"),
 }
 QUICK: Final = ("zero1", "zero3", "zero3_host_all", "zero3_disk_all", "step from disk")
+Times = tuple[Sequence[float], Sequence[float]]  # ms of each round: the fixed commit's, the tree's
 
 
 def main() -> int:
     """Measure, print, and return the exit status."""
     options = _parse()
-    reference = reference_worktree(options.reference)
+    sides = reference_worktree(options.reference), ROOT
     build_native(ROOT)
-    sides = (reference, ROOT)
-    print(f"load {os.getloadavg()[0]:.1f}; {reference} and {ROOT}", flush=True)
+    print(f"load {os.getloadavg()[0]:.1f}; {sides[0]} and {sides[1]}", flush=True)
     worst = 0.0
-    with tempfile.TemporaryDirectory(dir=options.path) as name:
-        folder = Path(name)
-        (folder / "text").write_bytes(read_stdlib(4 * 2**20))
-        for suite in options.suites:
-            if suite == "swap":
-                found = _swap(sides, options, folder)
-            else:
-                found = {
-                    system: _train(suite, system, sides, options, folder)
-                    for system in _chosen(suite, options)
-                }
-            for system, rounds in found.items():
-                worst = max(worst, _report(suite, system, rounds))
+    for suite in options.suites:
+        chosen = [s for s in SUITES[suite] if not options.systems or s in options.systems]
+        if suite == "wire" and (problem := why_not()):
+            print(f"wire: skipped: {problem}")
+        elif suite == "swap" and chosen:
+            for system, times in _swap(sides, options).items():
+                if system in chosen:
+                    worst = max(worst, _report(suite, system, times))
+        else:
+            for system in chosen:
+                times = _train(system, sides, options, has_nodes=suite == "wire")
+                worst = max(worst, _report(suite, system, times))
     print(f"worst {worst:.3f}, limit {options.limit}")
     return int(worst > options.limit)
 
@@ -87,125 +86,60 @@ def _parse() -> argparse.Namespace:
     options.systems = [name for name in options.systems.split(",") if name]
     if options.quick:
         options.rounds, options.systems = 3, options.systems or list(QUICK)
-    if unknown := set(options.suites) - SUITES.keys():
-        parser.error(f"--suites: expected some of {', '.join(SUITES)}, got {', '.join(unknown)}")
+    try:
+        check_known("suites", options.suites, SUITES)
+    except OptionError as error:
+        parser.error(str(error))
     return options
 
 
-def _chosen(suite: str, options: argparse.Namespace) -> list[str]:
-    return [s for s in SUITES[suite] if not options.systems or s in options.systems]
-
-
-def _report(suite: str, system: str, rounds: Sequence[tuple[float, float]]) -> float:
-    """Of each round, the time of the fixed commit and of the tree, in ms. Returns the ratio."""
-    ratios = [tree / reference for reference, tree in rounds]
-    ratio, (before, now) = (
-        statistics.median(ratios),
-        map(statistics.median, zip(*rounds, strict=True)),
-    )
+def _report(suite: str, system: str, times: Times) -> float:
+    """Print both medians and the ratio, and return that."""
+    before, now = map(statistics.median, times)
+    row = ratio(times[1], times[0])
     print(
-        f"{suite:10} {system:16} {before:9.1f} ms -> {now:9.1f} ms: {ratio:.3f} "
-        f"({min(ratios):.3f} to {max(ratios):.3f})",
+        f"{suite:10} {system:16} {before:9.1f} ms -> {now:9.1f} ms: {row['ratio']:.3f} "
+        "({:.3f} to {:.3f})".format(*row["ratio_range"]),
         flush=True,
     )
-    return ratio
-
-
-# ---- step, residence, wire ----
+    return row["ratio"]
 
 
 def _train(
-    suite: str, system: str, sides: Sequence[Path], options: argparse.Namespace, folder: Path
-) -> list[tuple[float, float]]:
-    rounds = []
-    with ExitStack() as stack:
-        nodes: Sequence[Node] = ()
-        if suite == "wire":
-            if problem := why_not():
-                print(f"wire: skipped: {problem}")
-                return [(1.0, 1.0)]
-            nodes = stack.enter_context(two_nodes(options.gbit))
-        teams = []
-        for side in sides:
-            own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-            teams.append(_start(system, side, own, options, nodes))
-            stack.callback(teams[-1].end)
-            teams[-1].ask("warm_up", 3)
-        for number in range(options.rounds):
-            times = [0.0, 0.0]
-            for index in (0, 1) if number % 2 == 0 else (1, 0):
-                answers = teams[index].ask("run", options.steps)
-                by_step = zip(*(answer["ms"] for answer in answers), strict=True)
-                times[index] = statistics.median(max(step) for step in by_step)
-            rounds.append((times[0], times[1]))
-    return rounds
+    system: str, sides: Sequence[Path], options: argparse.Namespace, *, has_nodes: bool
+) -> Times:
+    asked = argparse.Namespace(
+        model=options.model,
+        ranks=4 if has_nodes else 2,
+        rounds=options.rounds,
+        steps_per_round=options.steps,
+        warmup=3,
+        window=None,
+        lr=3e-4,
+        seed=0,
+        subgroup_mib=64,
+        timeout=600.0,
+        path=options.path,
+        pythons={"own": ""},
+    )
+    entries = [Entry(SYSTEMS[system], environment=environment(side)) for side in sides]
+    with two_nodes(options.gbit) if has_nodes else nullcontext(()) as nodes:
+        run_heat(entries, asked, nodes)
+    if errors := [entry.error for entry in entries if entry.error]:
+        raise SystemExit("\n".join(errors))
+    return entries[0].median_ms, entries[1].median_ms
 
 
-def _start(
-    system: str, side: Path, own: Path, options: argparse.Namespace, nodes: Sequence[Node]
-) -> Team:
-    world_size = 4 if nodes else 2
-    assignments = [
-        Assignment(
-            system=system,
-            shape=options.model,
-            rank=rank,
-            world_size=world_size,
-            lr=3e-4,
-            window=None,
-            seed=0,
-            text_file=str(own.parent / "text"),
-            rendezvous_file=str(own / "rendezvous"),
-            timeout_s=600.0,
-            path=str(own),
-            subgroup_bytes=64 * 2**20,
-        )
-        for rank in range(world_size)
-    ]
-    with _packages_of(side):
-        return Team(
-            assignments,
-            python=sys.executable,
-            is_foreign=False,
-            folder=own,
-            nodes=nodes,
-            worker=side / "benchmarks" / "worker.py",
-        )
+def _swap(sides: Sequence[Path], options: argparse.Namespace) -> dict[str, Times]:
+    """Each turn is a process of its own, as the suite has no ranks."""
+    turns = {side: lambda side=side: _swap_once(side, options) for side in sides}
+    before, now = take_turns(turns, options.rounds, skipped=0).values()
+    return {way: ([each[way] for each in before], [each[way] for each in now]) for way in before[0]}
 
 
-@contextmanager
-def _packages_of(side: Path) -> Iterator[None]:
-    """A team's processes have the environment of who starts them."""
-    before = dict(os.environ)
-    os.environ.update(environment(side))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-# ---- swap ----
-
-
-def _swap(
-    sides: Sequence[Path], options: argparse.Namespace, folder: Path
-) -> dict[str, list[tuple[float, float]]]:
-    """Each turn is a process of its own, as the suite has no workers."""
-    ways = _chosen("swap", options)
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-    for number in range(options.rounds if ways else 0):
-        times: list[dict[str, float]] = [{}, {}]
-        for index in (0, 1) if number % 2 == 0 else (1, 0):
-            times[index] = _swap_once(sides[index], options, folder)
-        for way in ways:
-            found[way].append((times[0][way], times[1][way]))
-    return found
-
-
-def _swap_once(side: Path, options: argparse.Namespace, folder: Path) -> dict[str, float]:
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        command: list[Any] = [sys.executable, side / "benchmarks" / "run.py", "swap"]
+def _swap_once(side: Path, options: argparse.Namespace) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(dir=options.path) as name:
+        command: list[Any] = [sys.executable, ROOT / "benchmarks" / "run.py", "swap"]
         command += ["--path", name, "--folder", name, "--numel", options.numel]
         command += ["--rounds", options.steps, "--threads", 1, "--subgroup-mib", 16]
         subprocess.run(

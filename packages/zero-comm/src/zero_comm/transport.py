@@ -36,7 +36,7 @@ def finish_mean(total: Tensor, *, op: Reduction, world_size: int) -> None:
 
 
 # Messages of this size let the local sum run while later messages arrive, and stay in cache for
-# it. Between 512 KiB and 8 MiB the time hardly changes (benchmarks/bench_collectives.py).
+# it. Between 512 KiB and 8 MiB the time hardly changes (benchmarks/run.py collectives).
 _MESSAGE_BYTES: Final = 2 * 2**20
 _READ_BYTES: Final = 2**18  # a piece of every rank stays in cache until it is added
 

@@ -1,0 +1,286 @@
+"""What every suite is made of: options, turns, ratios, a table, and a file of results.
+
+A suite is a function under `@suite` from its options to the rows of its table. It says in data what
+may be asked of it and what the columns show; `run_suite` does the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+
+HERE: Final = Path(__file__).parent
+MIB: Final = 2**20
+OUR_PACKAGES: Final = ("zero-comm", "zero-partition", "zero-ckpt", "zero-offload", "zero-engine")
+DEEPSPEED: Final = ("", "interpreter of an environment with DeepSpeed, to time as well")
+# What says where things lie on this machine, and is not written beside the figures.
+PLACES: Final = {"deepspeed_python", "folder", "path", "plot", "pythons", "versions"}
+
+Row = dict[str, Any]
+Column = tuple[Any, ...]  # a title, a key of the row, its format, and a factor
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+# ---- Suites ----
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One benchmark.
+
+    An option is a default and a help text; a type in place of the default asks for a value, False
+    for a flag, and a list for values by commas. A dict is handed to argparse as it is.
+    """
+
+    measure: Callable[[argparse.Namespace], list[Row]]
+    columns: tuple[Column, ...]
+    options: Mapping[str, Any]
+
+
+def suite(*columns: Column, **options: Any) -> Callable[[Callable[..., list[Row]]], Suite]:
+    """Make a suite of the function that measures."""
+    return lambda measure: Suite(measure, columns, options)
+
+
+def run_suite(name: str, chosen: Suite, argv: Sequence[str]) -> int:
+    """Measure, print the table, write the file. Returns 1 if a row has failed."""
+    parser = argparse.ArgumentParser(
+        prog=f"run.py {name}",
+        description=chosen.measure.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    folder = HERE / "results", "for the JSON"
+    for option, given in {**chosen.options, "folder": folder}.items():
+        parser.add_argument(f"--{option.replace('_', '-')}", **_as_argparse(given))
+    options = parser.parse_args(argv)
+    options.versions = {}
+    load_before = os.getloadavg()[0]
+    try:
+        rows = chosen.measure(options)
+    except OptionError as error:
+        parser.error(str(error))
+    if not rows:
+        return 0
+    print(table(chosen.columns, rows))
+    settings = {k: v for k, v in vars(options).items() if k not in PLACES}
+    settings |= {"load_before": load_before, "load_after": os.getloadavg()[0]}
+    path = write_results(
+        name, rows, folder=options.folder, settings=settings, versions=options.versions
+    )
+    print(f"\nwritten to {path}")
+    failed = [row["error"] for row in rows if row.get("error")]
+    for error in failed:
+        say(f"\n{error}")
+    return int(bool(failed))
+
+
+class OptionError(ValueError):
+    """An option has a value that means nothing."""
+
+
+def check_known(option: str, given: Iterable[Any], known: Iterable[Any]) -> None:
+    """Complain of what is not among the known."""
+    if unknown := set(given) - set(known):
+        expected, got = (", ".join(map(str, each)) for each in (known, unknown))
+        raise OptionError(f"--{option}: expected some of {expected}, got {got}")
+
+
+def _as_argparse(given: Any) -> dict[str, Any]:
+    if isinstance(given, dict):
+        return given
+    default, text = given
+    if default is False:
+        return {"action": "store_true", "help": text}
+    if isinstance(default, type):
+        return {"type": default, "required": True, "help": text}
+    if isinstance(default, list):
+        kind = type(default[0]) if default else str
+        split = lambda words: [kind(word) for word in words.split(",") if word]  # noqa: E731
+        shown = ",".join(map(str, default))
+        return {"type": split, "default": default, "help": f"{text}; by commas, like {shown}"}
+    return {"type": type(default), "default": default, "help": text}
+
+
+def say(text: str) -> None:
+    """What is going on, beside the table."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# ---- Turns and ratios ----
+
+
+def take_turns(
+    ways: Mapping[K, Callable[[], T]], rounds: int, *, skipped: int = 1
+) -> dict[K, list[T]]:
+    """What each way returned in each round: A B C C B A, so that a disturbance hits all alike.
+
+    Args:
+        ways: What takes turns.
+        rounds: That count.
+        skipped: Rounds before them, which make state, and wake caches and threads.
+    """
+    found: dict[K, list[T]] = {name: [] for name in ways}
+    for turn in range(skipped + rounds):
+        for name in ways if turn % 2 else reversed([*ways]):
+            answer = ways[name]()
+            if turn >= skipped:
+                found[name].append(answer)
+    return found
+
+
+def timed(
+    call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter
+) -> Callable[[], float]:
+    """The call as one that returns its seconds."""
+
+    def measure() -> float:
+        start = clock()
+        call()
+        return clock() - start
+
+    return measure
+
+
+def ratio(own: Sequence[float], others: Sequence[float], name: str = "ratio") -> Row:
+    """Of each round this over that: the median, and the lowest and the highest."""
+    ratios = [a / b for a, b in zip(own, others, strict=True)]
+    return {name: statistics.median(ratios), f"{name}_range": [min(ratios), max(ratios)]}
+
+
+# ---- The limit, in C ----
+
+
+def compiled(source: str, *flags: str) -> ctypes.CDLL:
+    """A file beside this one, compiled and loaded."""
+    from zero_offload.build import find_compiler  # noqa: PLC0415 - which not every suite needs
+
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "limit.so")
+        output = ["-O3", "-fPIC", "-shared", *flags, str(HERE / source), "-o", str(library)]
+        subprocess.run([*find_compiler(os.environ), *output], check=True)
+        return ctypes.CDLL(str(library))
+
+
+# ---- The table ----
+
+
+def table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
+    """Lines of even width. Texts stand at their left; what a row does not have is left empty."""
+    lines = [[column[0] for column in columns]]
+    lines += [[_cell(row, *column[1:]) for column in columns] for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    is_text = [any(isinstance(row.get(column[1]), str) for row in rows) for column in columns]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if left else cell.rjust(width)
+            for cell, width, left in zip(line, widths, is_text, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _cell(row: Row, key: str, form: str = "", factor: float = 1) -> str:
+    value = row.get(key)
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return "-".join(format(each * factor, form) for each in value)
+    return value if isinstance(value, str) else format(value * factor, form)
+
+
+# ---- Results: one JSON file per invocation, with the machine and versions they hold for ----
+
+
+def write_results(
+    suite: str,
+    rows: list[Row],
+    *,
+    folder: Path,
+    settings: Mapping[str, Any],
+    versions: Mapping[str, str] | None = None,
+) -> Path:
+    """Write `<date>-<suite>.json` and return its path; a second one of a day gets a number.
+
+    Args:
+        suite: Name of the benchmark.
+        rows: The figures, one flat dict per line of its table.
+        folder: Made if missing.
+        settings: What was asked for.
+        versions: Of libraries that ran in another environment, which this process cannot see.
+    """
+    now = datetime.now().astimezone()
+    record = {
+        "suite": suite,
+        "time": now.isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "machine": {
+            "cpu": proc_fields("cpuinfo").get("model name") or platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "system": platform.platform(),
+        },
+        "versions": {"python": platform.python_version(), "torch": torch.__version__}
+        | {name: _version(name) for name in OUR_PACKAGES}
+        | dict(versions or {}),
+        "settings": dict(settings),
+        "rows": rows,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path, count = folder / f"{now:%Y-%m-%d}-{suite}.json", 1
+    while path.exists():
+        count += 1
+        path = folder / f"{now:%Y-%m-%d}-{suite}-{count}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def proc_fields(name: str) -> dict[str, str]:
+    """The first `key: value` of each key in a file of /proc."""
+    fields: dict[str, str] = {}
+    for line in Path("/proc", name).read_text().splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    return fields
+
+
+def _commit() -> str:
+    """The commit these figures were made at, marked where files differ from it; or empty."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(HERE), *arguments]
+        return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _version(name: str) -> str:
+    """Of one of our packages, installed or on the path."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    try:
+        return importlib.import_module(f"{name.replace('-', '_')}.__about__").__version__
+    except ImportError:
+        return ""
