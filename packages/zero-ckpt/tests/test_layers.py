@@ -7,9 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from same_numbers import Run, assert_equal, plainly, train
 from torch import Tensor, nn
 from zero_ckpt import Checkpointer
 
@@ -42,23 +40,6 @@ def test_a_block_is_one_layer_in_whatever_form_it_is_called() -> None:
     block = _Block()
 
     assert _layers(*(form(block) for form in _FORMS.values())) == [("_Block", len(_FORMS))]
-
-
-@pytest.mark.parametrize("form", ["partial-of-module", "partial-of-function"])
-def test_buffers_are_written_once_in_whatever_form_it_is_called(form: str) -> None:
-    """Batch norm's statistics would move twice a step, and evaluation be off."""
-
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
-
-        def forward(self, x: Tensor, run: Run, scale: float | None = None) -> Tensor:
-            if scale is None:
-                return run(_FORMS[form](self), x, run)
-            return self.norm(x).tanh() * scale
-
-    assert_equal(train(Checkpointer().checkpoint, Normed), train(plainly, Normed))
 
 
 def test_functions_of_one_name_are_one_layer() -> None:

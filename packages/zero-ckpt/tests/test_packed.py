@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from same_numbers import Stack, assert_equal, plainly, train
+from same_numbers import assert_equal, plainly
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from zero_ckpt import Checkpointer, CheckpointError, PackedSaver, RngTracker
+from zero_ckpt import Checkpointer, CheckpointError, PackedSaver
 from zero_ckpt.testing import late
 from zero_comm import Group
 
@@ -47,30 +47,6 @@ def _bytes(saver: PackedSaver) -> int:
 # ---- The law ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_numbers_are_those_without(options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Where inputs rest is a matter of memory, and of nothing else."""
-    tracker = RngTracker("cpu")
-    make = partial(Stack, tracker=tracker)
-    expected = train(plainly, make, dtype=dtype, tracker=tracker)
-    run = Checkpointer(saver=_saver(**options), tracker=tracker).checkpoint
-
-    assert_equal(train(run, make, dtype=dtype, tracker=tracker), expected)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_numbers_of_nested_checkpoints_are_those_without(options: dict[str, Any]) -> None:
-    """The inner ones' inputs are activations of the outer one, which drops them."""
-    expected = train(plainly, Stack)
-    run = Checkpointer(saver=_saver(**options)).checkpoint
-
-    def nested(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return run(partial(run, partial(run, function)), *args, **kwargs)
-
-    assert_equal(train(nested, Stack), expected)
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_callers_tensors_stay_as_they_are(options: dict[str, Any]) -> None:
     """Elsewhere their memory is taken from them, or pointed at other memory, for good."""
@@ -86,14 +62,6 @@ def test_the_callers_tensors_stay_as_they_are(options: dict[str, Any]) -> None:
 
     assert [(t.data_ptr(), t._version, t.shape, t.stride(), t.grad_fn) for t in given] == facts
     assert_equal([t.detach() for t in given], values)
-
-
-def test_a_host_without_devices_has_nothing_to_take() -> None:
-    """A model on the CPU is where it is to be moved to already."""
-    expected = train(plainly, Stack)
-    run = Checkpointer(saver=PackedSaver(on_host=True)).checkpoint
-
-    assert_equal(train(run, Stack), expected)
 
 
 def _forms() -> dict[str, Tensor]:

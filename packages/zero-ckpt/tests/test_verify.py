@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from same_numbers import Run, Stack, assert_equal, plainly, train
+from same_numbers import Run, assert_equal, plainly, train
 from torch import Tensor, nn
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
@@ -24,7 +24,6 @@ from zero_ckpt import (
     Checkpointer,
     CheckpointError,
     NondeterminismError,
-    RngTracker,
     Verification,
 )
 
@@ -258,40 +257,6 @@ def test_without_verification_the_message_says_how_to_turn_it_on() -> None:
 # ---- No false alarm ----
 
 
-def _nested(run: Run, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return run(partial(run, function), *args, **kwargs)
-
-
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("stops_early", [True, False])
-@pytest.mark.parametrize("is_nested", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_with_dropout_and_forks_is_the_same_to_the_bit(
-    dtype: torch.dtype, is_nested: bool, stops_early: bool, every: int
-) -> None:
-    """Looking must not change numbers or generators, nor blame what is right."""
-    tracker = RngTracker("cpu")
-    run = Checkpointer(
-        tracker=tracker, stops_early=stops_early, verifies=Verification(every=every)
-    ).checkpoint
-    make = partial(Stack, tracker=tracker)
-    expected = train(plainly, make, dtype=dtype, tracker=tracker)
-
-    found = train(partial(_nested, run) if is_nested else run, make, dtype=dtype, tracker=tracker)
-
-    assert_equal(found, expected)
-
-
-def test_autocast_is_the_same_to_the_bit() -> None:
-    """Casts of weights are cached in one run and made in another."""
-
-    def numbers(run: Run) -> list[Tensor]:
-        with torch.autocast("cpu", torch.bfloat16):
-            return train(run, Stack)
-
-    assert_equal(numbers(_verified), numbers(plainly))
-
-
 class _Stateful(nn.Module):
     """Statistics that forward writes and that no gradient depends on; and a table made once."""
 
@@ -316,45 +281,6 @@ def test_state_that_gradients_do_not_depend_on_raises_no_alarm() -> None:
     assert_equal(train(_verified, _Stateful), train(plainly, _Stateful))
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x.log(),  # NaN and infinity
-        lambda x: x[:0].exp().sum() + x.sum(),
-        lambda x: x.expand(5, 2, 3).exp().transpose(0, 2)[1:].sin(),
-        lambda x: torch.view_as_complex(x.repeat(1, 2).view(2, 3, 2)).conj().exp().abs(),
-        lambda x: x.mul(2).sin_().mul_(x).exp(),
-        lambda x: torch.where(x > 0, x, x.half().float()).sin(),
-        lambda x: torch.sparse.mm(torch.eye(2).to_sparse(), x).sin(),
-        lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]).sin(),
-    ],
-    ids=["nan", "empty", "views", "complex", "in-place", "half", "sparse", "attention"],
-)
-def test_values_of_every_kind_are_compared_by_their_bits(
-    function: Callable[[Tensor], Tensor],
-) -> None:
-    """A NaN equals no NaN, but its bits do."""
-    x = _x().detach().sub(3).requires_grad_()
-    (expected,) = torch.autograd.grad(function(x).sum(), x)
-
-    (found,) = torch.autograd.grad(_verified(function, x).sum(), x)
-
-    assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
-
-
-def test_a_recurrent_layer_raises_no_alarm() -> None:
-    """Its kernels save workspaces that are blank in part."""
-    layer, x = nn.LSTM(3, 4, batch_first=True, dropout=0.3, num_layers=2), torch.randn(2, 5, 3)
-    _verified(layer, x)[0].sum().backward()
-
-
-def test_tensors_on_meta_are_compared_by_shape() -> None:
-    """Shapes are planned on meta, with checkpoints in place."""
-    layer, x = nn.Linear(3, 3, device="meta"), torch.empty(2, 3, device="meta", requires_grad=True)
-    _verified(layer, x).sum().backward()
-    assert x.grad is not None
-
-
 def test_a_retained_graph_is_verified_each_time() -> None:
     """The fingerprints outlive the first backward, and a later difference is found too."""
     scale = [2.0]
@@ -370,19 +296,6 @@ def test_a_retained_graph_is_verified_each_time() -> None:
 
     with pytest.raises(NondeterminismError, match=HERE + ".*scaled"):
         y.backward()
-
-
-def test_a_gradient_taken_inside_does_not_mix_two_runs() -> None:
-    """In forward it makes the function run again within itself; in the second run it need not."""
-    layer, x = nn.Linear(3, 3), _x()
-
-    def force(x: Tensor) -> Tensor:
-        return torch.autograd.grad(layer(x).tanh().square().sum(), x, create_graph=True)[0]
-
-    def numbers(run: Run) -> list[Tensor]:
-        return list(torch.autograd.grad(run(force, x).square().sum(), [x, layer.weight]))
-
-    assert_equal(numbers(_verified), numbers(plainly))
 
 
 def test_a_difference_behind_such_a_gradient_is_found() -> None:
