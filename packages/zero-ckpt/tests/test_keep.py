@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from same_numbers import Block, Run, Stack, assert_equal, plainly, train
+from same_numbers import Block, Random, Run, Stack, assert_equal, plainly, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
@@ -70,28 +70,6 @@ BYTES = 4 * 8 * 4  # of one output, for an input of 4 rows
 # ---- The law ----
 
 
-class _Random(nn.Module):
-    """Draws in operators that return new tensors, attention and one that torch does not know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, run: Run) -> Tensor:
-        return run(self._layers, x)
-
-    def _layers(self, x: Tensor) -> Tensor:
-        x = torch.native_dropout(self.linear(x), 0.3, True)[0]
-        x = x * torch.rand_like(x) + _noise(x.detach())
-        x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.4)[:, 0]
-        return torch.native_dropout(self.linear(x).relu(), 0.3, True)[0] + torch.randn(8)
-
-
-@torch.library.custom_op("zero_ckpt_tests::noise", mutates_args=())
-def _noise(x: Tensor) -> Tensor:
-    return torch.rand(x.shape).to(x.dtype)
-
-
 @pytest.mark.parametrize(
     "policy",
     [
@@ -103,9 +81,9 @@ def _noise(x: Tensor) -> Tensor:
 )
 def test_generators_move_past_operators_that_did_not_run(policy: OperatorPolicy) -> None:
     """The next dropout would get the numbers of the one before, silently."""
-    expected = train(plainly, _Random)
+    expected = train(plainly, Random)
 
-    assert_equal(train(Checkpointer(keeps=policy).checkpoint, _Random), expected)
+    assert_equal(train(Checkpointer(keeps=policy).checkpoint, Random), expected)
 
 
 # ---- What runs ----

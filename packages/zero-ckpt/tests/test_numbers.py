@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from same_numbers import Run, Stack, assert_equal, plainly, train
+from same_numbers import Random, Run, Stack, assert_equal, plainly, train
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -134,28 +134,6 @@ class _InPlace(nn.Module):
         return self.down(x.view(2, 4, 8))
 
 
-class _Random(nn.Module):
-    """Draws in operators that return new tensors, attention and one that torch does not know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, run: Run) -> Tensor:
-        return run(self._layers, x)
-
-    def _layers(self, x: Tensor) -> Tensor:
-        x = torch.native_dropout(self.linear(x), 0.3, True)[0]
-        x = x * torch.rand_like(x) + _noise(x.detach())
-        x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.4)[:, 0]
-        return torch.native_dropout(self.linear(x).relu(), 0.3, True)[0] + torch.randn(8)
-
-
-@torch.library.custom_op("zero_ckpt_tests::noise", mutates_args=())
-def _noise(x: Tensor) -> Tensor:
-    return torch.rand(x.shape).to(x.dtype)
-
-
 def _cast(run: Run) -> list[Tensor]:
     with torch.autocast("cpu", torch.bfloat16):
         return train(run, Stack)
@@ -167,7 +145,7 @@ PROGRAMS |= {
     "statistics, which are written once": lambda run: train(run, _Normed),
     "frozen weights and adapters": lambda run: train(run, _Adapted),  # an input may need no grad
     "writes in place and to the output": lambda run: train(run, _InPlace),  # relu_, applied twice
-    "operators that draw": lambda run: train(run, _Random),  # generators move past the kept ones
+    "operators that draw": lambda run: train(run, Random),  # generators move past the kept ones
     "autocast around all": _cast,  # casts of weights are cached in one run and made in another
 }
 

@@ -4,7 +4,18 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from zero_partition.plan import Extent, Gather, Limits, Use, choose_slots, plan_gathers
+import torch
+from attrs import define
+from zero_partition.plan import (
+    ExecutionOrder,
+    Extent,
+    Gather,
+    Limits,
+    SlotPool,
+    Use,
+    choose_slots,
+    plan_gathers,
+)
 
 Extents = dict[int, Extent]
 
@@ -184,3 +195,151 @@ def test_every_use_finds_its_unit_whole_and_no_launch_disturbs_another(seed: int
         if limits.prefetch_numel is not None:
             assert sum(extents[unit].numel for unit in waiting) <= limits.prefetch_numel
     assert not due
+
+
+# ---- The order that was recorded ----
+
+
+def _use(unit: int) -> Use:
+    return Use(unit, "forward", frozenset({unit}))
+
+
+def _play(order: ExecutionOrder, sequence: list[int]) -> None:
+    order.restart()
+    for unit in sequence:
+        order.observe(_use(unit))
+
+
+def test_the_second_pass_goes_along_the_recording() -> None:
+    """Prefetching is right from the second step on."""
+    order, sequence = ExecutionOrder(3), [0, 1, 2, 2, 1, 0]
+    _play(order, sequence)
+    order.restart()
+
+    positions = []
+    for unit in sequence:
+        order.observe(_use(unit))
+        positions.append(order.position)
+
+    assert positions == [0, 1, 2, 3, 4, 5]
+    assert order.misses == 0
+
+
+def test_an_equal_recording_is_the_same_object_and_another_is_not() -> None:
+    """What was computed from it holds as long as the object does."""
+    order = ExecutionOrder(3)
+    _play(order, [0, 1])
+    order.restart()
+    recorded, order.launches = order.recorded, {}
+
+    _play(order, [0, 1])
+    order.restart()
+
+    assert order.recorded is recorded
+    assert order.launches == {}
+
+    _play(order, [1, 0])
+    order.restart()
+
+    assert [use.unit for use in order.recorded] == [1, 0]
+    assert order.launches is None
+
+
+def test_a_changed_order_is_recorded_again() -> None:
+    """Layers that are dropped or added cost one late gather, not an error."""
+    order = ExecutionOrder(4)
+    _play(order, [0, 1, 2, 3])
+    _play(order, [0, 2, 1, 3])
+    missed = order.misses
+    _play(order, [0, 2, 1, 3])
+
+    assert missed > 0
+    assert order.misses == missed
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_sequence_breaks_it(seed: int) -> None:
+    """Whatever a model does, the position is one of the recording, or before it."""
+    rng = random.Random(seed)
+    order = ExecutionOrder(5)
+    for _ in range(200):
+        if rng.random() < 0.1:
+            order.restart()
+        unit = rng.randrange(5)
+        order.observe(_use(unit))
+
+        assert -1 <= order.position < max(1, len(order.recorded))
+        if unit in [use.unit for use in order.recorded]:
+            assert order.recorded[order.position].unit == unit
+
+
+def test_a_loop_that_never_returns_to_the_model_does_not_grow_forever() -> None:
+    """Someone who calls inner modules by hand must not leak."""
+    order = ExecutionOrder(2)
+    for _ in range(10_000):
+        order.observe(_use(1))
+
+    order.restart()
+    assert len(order.recorded) < 1_000
+
+
+# ---- Memory with changing owners ----
+
+
+@define(eq=False)
+class _Owner:
+    num_bytes: int
+    busy: bool = False
+
+
+def _pool(sizes: list[int], num_slots: int) -> SlotPool[_Owner]:
+    return SlotPool.plan(
+        sizes, num_slots=num_slots, device=torch.device("cpu"), is_busy=lambda owner: owner.busy
+    )
+
+
+def test_any_window_of_owners_fits_side_by_side() -> None:
+    """Without every slot being as large as the largest owner."""
+    pool = _pool([100, 10, 10, 90, 10], num_slots=3)
+
+    assert [slot.num_bytes for slot in pool.ring] == [100, 90, 10]
+
+
+def test_a_chain_of_equal_owners_goes_round_the_ring() -> None:
+    """Neighbours never share, so the next can be gathered while one is in use."""
+    owners = [_Owner(8) for _ in range(7)]
+    pool = _pool([8] * 7, num_slots=3)
+
+    taken = []
+    for owner in owners:
+        slot = pool.take(owner.num_bytes)
+        slot.owner = owner
+        taken.append(slot.index)
+
+    assert taken == [0, 1, 2, 0, 1, 2, 0]
+    assert pool.conflicts == 0
+
+
+def test_a_busy_owner_keeps_its_slot_and_the_conflict_is_counted() -> None:
+    """Two units in use at once never share memory, whatever the window."""
+    pool = _pool([8, 8], num_slots=1)
+    first = _Owner(8, busy=True)
+    pool.take(8).owner = first
+
+    second = pool.take(8)
+
+    assert second is pool.extra[0]
+    assert pool.conflicts == 1
+
+
+def test_memory_is_made_at_first_use_and_given_back() -> None:
+    """A phase without training can have it."""
+    pool = _pool([64, 64], num_slots=2)
+    at_first = pool.num_bytes
+    pool.take(64).allocate(torch.device("cpu"))
+
+    assert (at_first, pool.num_bytes) == (0, 64)
+
+    pool.release()
+
+    assert pool.num_bytes == 0
