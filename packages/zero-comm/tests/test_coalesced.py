@@ -9,8 +9,6 @@ from math import prod
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from transports import over, worlds
 from zero_comm import (
     BACKENDS,
     Group,
@@ -19,7 +17,6 @@ from zero_comm import (
     all_gather_coalesced,
     all_reduce_coalesced,
     broadcast_coalesced,
-    ddp_hook,
     record_traffic,
     reduce_scatter_coalesced,
 )
@@ -314,41 +311,3 @@ def test_a_source_outside_the_group_is_refused() -> None:
     """Positions count in the group, and a global rank is an easy mistake."""
     with pytest.raises(GroupMismatchError, match=r"src in 0..1, .*, got 2 \(rank 0\)"):
         broadcast_coalesced([torch.zeros(1)], group=_first_of_two(), src=2)
-
-
-# ---- Gradients of DistributedDataParallel ----
-
-
-@pytest.mark.parametrize(("world_size", "transport"), worlds(2, 3))
-def test_gradients_are_the_mean_in_rank_order(ranks, world_size: int, transport: str) -> None:
-    """Who registers it trains as before: with two ranks in every bit, else as documented."""
-    ranks(world_size).run(_train, transport=transport)
-
-
-def _train(group: Group, transport: str) -> None:
-    chosen = over(group, transport)
-    models = []
-    for _ in range(3):
-        torch.manual_seed(0)
-        models.append(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 1)))
-    by_torch, by_us, alone = models
-    options = {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True}  # many buckets
-    replicas = [DistributedDataParallel(model, **options) for model in (by_torch, by_us)]
-    replicas[1].register_comm_hook(None, ddp_hook(chosen))
-    for step in range(3):  # buckets are made anew after the first
-        batches = [
-            torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
-            for rank in range(group.world_size)
-        ]
-        for replica in replicas:
-            replica.zero_grad()
-            replica(batches[group.rank]).square().sum().backward()
-        each = [torch.autograd.grad(alone(b).square().sum(), alone.parameters()) for b in batches]
-        for theirs, ours, *grads in zip(
-            by_torch.parameters(), by_us.parameters(), *each, strict=True
-        ):
-            mean = sum(grads[1:], grads[0]) / group.world_size
-            assert torch.equal(ours.grad, mean)
-            torch.testing.assert_close(ours.grad, theirs.grad)
-            if group.world_size == 2:
-                assert torch.equal(ours.grad, theirs.grad)

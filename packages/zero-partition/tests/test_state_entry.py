@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from zero_partition import StateError
 from zero_partition.plan import Cut, FlatLayout, ParameterPlan, Span
-from zero_partition.planning import PlainEntry, Said, TensorEntry, part_of_entry, plan_entry
+from zero_partition.planning import EntryInfo, PlainEntry, TensorEntry, part_of_entry, plan_entry
 
 SHAPES = [(7, 3), (12,), (1,), (), (0, 4), (33,), (2, 3, 4), (1, 5)]
 
@@ -52,23 +52,23 @@ def test_parts_of_an_entry_are_found_to_be_its_whole(
 ) -> None:
     """Shard, ask, and lay end to end: a moment in the wrong place trains, and to nonsense."""
     plan = ParameterPlan(("weight",), torch.Size(shape), torch.float32, True, cut)
-    keeps = _keeps(shape, cut, world_size)
+    kept = _keeps(shape, cut, world_size)
     numel = plan.shape.numel()
-    has = [cut == Cut.FLAT or not numel or span is not None for span in keeps]
+    has = [cut == Cut.FLAT or not numel or span is not None for span in kept]
 
     for key, whole in _entries(shape, cut).items():
         if (key == "wide" and not numel) or (key == "scale" and numel <= 1 and shape != (1,)):
             continue  # no slice to look at; and one block of one element looks like the element
         parts = [
             part_of_entry(plan, key, whole, span or Span(0, 0)) if is_there else None
-            for span, is_there in zip(keeps, has, strict=True)
+            for span, is_there in zip(kept, has, strict=True)
         ]
         if key == "mean":  # next to the shard, an optimizer looks for it in the shard's shape
-            for part, span in zip(parts, keeps, strict=True):
+            for part, span in zip(parts, kept, strict=True):
                 if part is not None and span is not None:
                     assert part.shape == cut.shard_shape(shape, span.numel)
-        said = [None if part is None else Said.of(part) for part in parts]
-        entry = plan_entry(plan, key, keeps, said)
+        infos = [None if part is None else EntryInfo.of(part) for part in parts]
+        entry = plan_entry(plan, key, kept, infos)
         if not isinstance(whole, Tensor):
             assert entry == PlainEntry(whole)
             continue
@@ -82,49 +82,49 @@ def test_parts_of_an_entry_are_found_to_be_its_whole(
         assert torch.equal(laid.view(whole.shape), whole), key
 
 
-def _said(*shapes: tuple[int, ...] | None) -> list[Said | None]:
-    return [None if shape is None else Said("torch.float32", shape) for shape in shapes]
+def _infos(*shapes: tuple[int, ...] | None) -> list[EntryInfo | None]:
+    return [None if shape is None else EntryInfo("torch.float32", shape) for shape in shapes]
 
 
 @pytest.mark.parametrize(
-    ("cut", "keeps", "said", "reason"),
+    ("cut", "kept", "infos", "reason"),
     [
-        (Cut.ROW, [(0, 12), (12, 24)], _said((1, 3), (1, 3)), "neither one value"),
-        (Cut.ROW, [(0, 12), (12, 24)], _said((4, 3), None), "rank 1 should have"),
-        (Cut.ROW, [(0, 12), (12, 24)], _said((4, 2), (4, 5)), "neither one value"),
-        (Cut.FLAT, [(0, 12), (12, 24)], _said((4, 3), (4, 3)), "neither one value"),
-        (Cut.block(16), [(0, 16), (16, 24)], _said((1,), (2,)), "neither one value"),
-        (Cut.FLAT, [(0, 24), None], _said((24,), None), "rank 1 should have"),
-        (Cut.TENSOR, [None, (0, 24)], [None, Said("list")], "a list cannot be sent"),
+        (Cut.ROW, [(0, 12), (12, 24)], _infos((1, 3), (1, 3)), "neither one value"),
+        (Cut.ROW, [(0, 12), (12, 24)], _infos((4, 3), None), "rank 1 should have"),
+        (Cut.ROW, [(0, 12), (12, 24)], _infos((4, 2), (4, 5)), "neither one value"),
+        (Cut.FLAT, [(0, 12), (12, 24)], _infos((4, 3), (4, 3)), "neither one value"),
+        (Cut.block(16), [(0, 16), (16, 24)], _infos((1,), (2,)), "neither one value"),
+        (Cut.FLAT, [(0, 24), None], _infos((24,), None), "rank 1 should have"),
+        (Cut.TENSOR, [None, (0, 24)], [None, EntryInfo("list")], "a list cannot be sent"),
         (
             Cut.FLAT,
             [(0, 12), (12, 24)],
-            [Said.of([torch.ones(12)]), Said.of([torch.ones(12)])],
+            [EntryInfo.of([torch.ones(12)]), EntryInfo.of([torch.ones(12)])],
             "nobody knows how tensors in a list are cut",
         ),
         (
             Cut.ROW,
             [(0, 12), (12, 24)],
-            [Said("torch.float32", (4, 3)), Said("torch.int8", (4, 3))],
+            [EntryInfo("torch.float32", (4, 3)), EntryInfo("torch.int8", (4, 3))],
             "rank 1 should have what the others have",
         ),
     ],
 )
 def test_what_no_cut_explains_is_refused_with_what_each_rank_has(
-    cut: Cut, keeps: list[tuple[int, int] | None], said: list[Said | None], reason: str
+    cut: Cut, kept: list[tuple[int, int] | None], infos: list[EntryInfo | None], reason: str
 ) -> None:
     """A guess would be a wrong checkpoint."""
     plan = ParameterPlan(("weight",), torch.Size((8, 3)), torch.float32, True, cut)
-    spans = [None if span is None else Span(*span) for span in keeps]
+    spans = [None if span is None else Span(*span) for span in kept]
 
     with pytest.raises(StateError, match=rf"'weight'.*'mean' has no whole.*rank 0 has.*{reason}"):
-        plan_entry(plan, "mean", spans, said)
+        plan_entry(plan, "mean", spans, infos)
 
 
 def test_blocks_that_look_like_elements_are_told_apart_by_the_others() -> None:
     """The last rank has one element, and so one block: its shape alone does not say which."""
     plan = ParameterPlan(("weight",), torch.Size((17,)), torch.float32, True, Cut.block(16))
-    keeps = [Span(0, 16), Span(16, 17)]
+    kept = [Span(0, 16), Span(16, 17)]
 
-    assert plan_entry(plan, "scale", keeps, _said((1,), (1,))).shape == (2,)
-    assert plan_entry(plan, "mean", keeps, _said((16,), (1,))).shape == (17,)
+    assert plan_entry(plan, "scale", kept, _infos((1,), (1,))).shape == (2,)
+    assert plan_entry(plan, "mean", kept, _infos((16,), (1,))).shape == (17,)

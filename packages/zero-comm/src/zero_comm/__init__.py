@@ -44,7 +44,7 @@ from .hierarchical import (
     sent_by_levels,
 )
 from .loco import Loco, LocoErrors
-from .traffic import OperationTraffic, Sent, Traffic, TrafficLog, sent_of
+from .traffic import OperationTraffic, Sent, Traffic, sent_of
 from .transport import Reduction, even_splits
 from .watch import Purpose, collective
 from .window import Exposure, expose
@@ -72,7 +72,6 @@ __all__ = [
     "Reduction",
     "Sent",
     "Traffic",
-    "TrafficLog",
     "__version__",
     "all_gather_coalesced",
     "all_gather_flat",

@@ -9,22 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .codecs import AbstractCodec
 from .flat import all_reduce_flat
 from .group import Group
 from .handle import Handle
 
 
-def ddp_hook(group: Group) -> Callable[[Any, Any], torch.futures.Future]:
+def ddp_hook(
+    group: Group, *, codec: AbstractCodec | None = None
+) -> Callable[[Any, Any], torch.futures.Future]:
     """A communication hook: each bucket of gradients becomes its mean over the group.
 
     On gloo it moves less than torch's all-reduce, and ranks of one host read each other's buckets.
     Sums are taken in rank order, as `all_reduce_flat` does: on two ranks the bits are those of
     DistributedDataParallel by itself, on more they may differ in the last.
 
-        model.register_comm_hook(None, ddp_hook(group))
+        model.register_comm_hook(None, ddp_hook(group, codec=Blockwise(bits=8)))
 
     Args:
         group: The ranks of the model's process group. A hook serves one model.
+        codec: How gradients are written while they travel, as for `all_reduce_flat`; as they are
+            when None.
 
     Returns:
         What `register_comm_hook` takes. It launches a bucket's reduction, and waits for that of the
@@ -36,7 +41,7 @@ def ddp_hook(group: Group) -> Callable[[Any, Any], torch.futures.Future]:
         if bucket.index() == 0:
             in_flight.clear()  # what a backward that raised has left
         future: torch.futures.Future = torch.futures.Future()
-        in_flight.append((all_reduce_flat(bucket.buffer(), group=group), future))
+        in_flight.append((all_reduce_flat(bucket.buffer(), group=group, codec=codec), future))
         while len(in_flight) > (0 if bucket.is_last() else 1):
             handle, done = in_flight.popleft()
             done.set_result(handle.wait())

@@ -20,7 +20,6 @@ from zero_comm.codecs.codec import AbstractCodec, check_encodable
 from .errors import GroupMismatchError
 from .group import Group
 from .handle import Handle, Message
-from .traffic import Sent
 from .transport import (
     Reduction,
     begin,
@@ -387,10 +386,8 @@ def gather_flat(
         )
     check_tensor(shard, splits[group.rank], group, "shard")
     is_target = group.rank == to
-    numel = 0 if is_target else shard.numel()
-    sent = Sent(numel, numel * shard.element_size())
-    inside, across = (Sent(), sent) if group.is_across(to) else (sent, Sent())
-    group.count("gather", inside=inside, across=across, tag=tag)
+    sent = [shard.numel() if rank == to else 0 for rank in range(group.world_size)]
+    count_traffic(group, "gather", shard, sent, None, sends_own=False, tag=tag)
     chunks: list[Tensor] = []
     if is_target:
         out = shard.new_empty(sum(splits)) if out is None else out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -16,7 +16,7 @@ from .errors import CommError
 from .meet import shared_host
 from .peer_memory import PeerMemory
 from .torch_private import let_gloo_finish_at_exit
-from .traffic import Sent, Traffic, TrafficLog
+from .traffic import Sent, Traffic
 from .watch import Purpose, Watch
 
 if TYPE_CHECKING:
@@ -54,9 +54,6 @@ BACKENDS: Final = {
 }
 
 
-_NOTHING: Final = Sent()
-
-
 @frozen(eq=False)
 class Group:
     """Ranks that communicate. Made by `init()`, `from_process_group()`, `from_mesh()`, `solo()`."""
@@ -72,7 +69,7 @@ class Group:
     recorders: list[Traffic] = field(default=Factory(list), repr=False)
     purposes: dict[int, Purpose] = field(default=Factory(dict), repr=False)  # by tag
     nodes: tuple[int, ...] = field(default=(), repr=False)  # of each rank; () where not known
-    log: TrafficLog | None = field(default=None, repr=False)  # counts like a recorder, for good
+    log: list[Traffic] = field(default=Factory(list), repr=False)  # the last counts, for good
 
     @classmethod
     def solo(cls, device: torch.device | str = "cpu") -> Group:
@@ -161,30 +158,22 @@ class Group:
         """Say what the collectives with these tags are for: to errors, and in counts. Local."""
         self.purposes.update(purposes)
 
-    @property
-    def is_counted(self) -> bool:
-        """Whether anyone wants to know what it sends."""
-        return bool(self.recorders) or self.log is not None
-
-    def is_across(self, rank: int) -> bool:
-        """Whether a rank of this group is known to be on another node than this one."""
-        return bool(self.nodes) and self.nodes[rank] != self.nodes[self.rank]
-
     def count(
         self,
         name: str,
-        *,
-        inside: Sent = _NOTHING,
-        across: Sent = _NOTHING,
+        sent: Callable[..., tuple[Sent, Sent]],
+        *args: Hashable,
         calls: int = 1,
         tag: int | None = None,
     ) -> None:
-        """Tell whoever records traffic about one call, and its levels apart. Local."""
+        """Tell whoever records traffic about one call, which sends `sent(*args)`. Local.
+
+        That is asked, inside the node and across nodes, when somebody reads what was counted.
+        """
         purpose = None if tag is None else self.purposes.get(tag)
-        subject = "" if purpose is None else purpose.subject
-        logged = () if self.log is None else (self.log.now,)
-        for traffic in (*self.recorders, *logged):
-            traffic.add(name, subject=subject, calls=calls, inside=inside, across=across)
+        call = (name, "" if purpose is None else purpose.subject, calls, sent, args)
+        for traffic in (*self.recorders, *self.log[-1:]):
+            traffic.counted[call] += 1
 
 
 def _with_index(device: torch.device) -> torch.device:

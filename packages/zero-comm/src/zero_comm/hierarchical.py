@@ -340,16 +340,10 @@ def count_hops(
     tag: int,
 ) -> None:
     """One call, whose two hops send different parts."""
-    if not levels.whole.is_counted:
-        return
-    inside, across = _sent(
-        tuple(tuple(part.numel() for part in row) for row in parts),
-        tuple(tuple(row) for row in payload),
-        rank=levels.whole.rank,
-        num_local=levels.inside.world_size,
-        codec=codec,
-    )
-    levels.whole.count(_NAME, inside=inside, across=across, tag=tag)
+    whole, num_local = levels.whole, levels.inside.world_size
+    numels = tuple(tuple(part.numel() for part in row) for row in parts)
+    carried = tuple(tuple(row) for row in payload)
+    whole.count(_NAME, _sent, numels, carried, whole.rank, num_local, codec, tag=tag)
 
 
 def sent_by_levels(
@@ -370,14 +364,13 @@ def sent_by_levels(
         codec: In which chunks travel.
     """
     numels, carried = (tuple((numel,) for numel in of) for of in (splits, payload))
-    return _sent(numels, carried, rank=rank, num_local=ranks_per_node, codec=codec)
+    return _sent(numels, carried, rank, ranks_per_node, codec)
 
 
 @lru_cache(maxsize=4096)  # the same reductions come again in every step
 def _sent(
     numels: tuple[tuple[int, ...], ...],
     payload: tuple[tuple[int, ...], ...],
-    *,
     rank: int,
     num_local: int,
     codec: AbstractCodec,

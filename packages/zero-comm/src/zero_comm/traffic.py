@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
+from typing import TypeAlias
 
 from attrs import Factory, define, field, frozen
 
@@ -73,28 +74,22 @@ def sent_of(
     Returns:
         Inside the rank's node, and across nodes.
     """
-    return _sent_of(
-        tuple(splits),
-        tuple(splits if payload is None else payload),
-        tuple(nodes),
-        rank=rank,
-        sends_own=sends_own,
-        itemsize=itemsize,
-        codec=codec,
-    )
+    payload = splits if payload is None else payload
+    chunks = (tuple(splits), tuple(payload), tuple(nodes))
+    return sent_flat(*chunks, rank, sends_own, itemsize, codec)
 
 
 @lru_cache(maxsize=4096)  # the same collectives come again in every step
-def _sent_of(
+def sent_flat(  # noqa: PLR0917 (what `Group.count` keeps of a call is a tuple)
     splits: tuple[int, ...],
     payload: tuple[int, ...],
     nodes: tuple[int, ...],
-    *,
     rank: int,
     sends_own: bool,
     itemsize: int,
     codec: AbstractCodec | None,
 ) -> tuple[Sent, Sent]:
+    """As `sent_of`."""
     levels: tuple[Counter[tuple[int, int]], ...] = (Counter(), Counter())
     for peer in range(len(splits)):
         if peer != rank:
@@ -158,15 +153,28 @@ class OperationTraffic:
             self.across += across
 
 
+# How often was called what, under which subject, counted as so many calls; and what it sends.
+Call: TypeAlias = tuple[str, str, int, Callable[..., tuple[Sent, Sent]], tuple[Hashable, ...]]
+
+
 @define(eq=False)
 class Traffic:
-    """Per operation: all_gather, gather, reduce_scatter, all_reduce, broadcast, agree.
+    """What was sent, added up when it is read: a step should not have to wait for it."""
 
-    `subjects` has the same again by the subject of their `Purpose`, "" where none is known.
-    """
+    counted: Counter[Call] = Factory(Counter)
 
-    operations: dict[str, OperationTraffic] = Factory(dict)
-    subjects: dict[str, dict[str, OperationTraffic]] = Factory(dict)
+    @property
+    def operations(self) -> dict[str, OperationTraffic]:
+        """By name: all_gather, gather, reduce_scatter, all_reduce, broadcast, agree."""
+        return _add_up(self.counted)
+
+    @property
+    def subjects(self) -> dict[str, dict[str, OperationTraffic]]:
+        """The same again by the subject of their `Purpose`, "" where none is known."""
+        found: dict[str, Counter[Call]] = {}
+        for call, times in self.counted.items():
+            found.setdefault(call[1], Counter())[call] = times
+        return {subject: _add_up(calls) for subject, calls in found.items()}
 
     def payload_numel(self, *names: str) -> int:
         """Payload elements sent by the named operations; by all but `agree` when none is named.
@@ -183,24 +191,16 @@ class Traffic:
         """Sent to other nodes by the named operations; by all but `agree` when none is named."""
         return sum((operation.across for operation in self._chosen(names)), start=Sent())
 
-    def add(self, name: str, *, subject: str, calls: int, inside: Sent, across: Sent) -> None:
-        """Count what `calls` calls of `name` sent together."""
-        for operations in (self.operations, self.subjects.setdefault(subject, {})):
-            operation = operations.setdefault(name, OperationTraffic())
-            operation.add(calls=calls, inside=inside, across=across)
-
     def _chosen(self, names: tuple[str, ...]) -> list[OperationTraffic]:
-        chosen = names or tuple(name for name in self.operations if name != "agree")
-        return [self.operations[name] for name in chosen if name in self.operations]
+        operations = self.operations
+        chosen = names or tuple(name for name in operations if name != "agree")
+        return [operations[name] for name in chosen if name in operations]
 
 
-@define(eq=False)
-class TrafficLog:
-    """What was sent since the last turn, and in the one before: for who asks afterwards."""
-
-    now: Traffic = Factory(Traffic)
-    last: Traffic | None = None  # None before the first turn
-
-    def turn(self) -> None:
-        """Begin anew."""
-        self.now, self.last = Traffic(), self.now
+def _add_up(counted: Mapping[Call, int]) -> dict[str, OperationTraffic]:
+    operations: dict[str, OperationTraffic] = {}
+    for (name, _, calls, sent, args), times in counted.items():
+        operation = operations.setdefault(name, OperationTraffic())
+        inside, across = (each * times for each in sent(*args))
+        operation.add(calls=calls * times, inside=inside, across=across)
+    return operations

@@ -18,7 +18,7 @@ from .group import Group
 from .handle import Handle, Message, failure
 from .peer_memory import PeerMemory, RemoteBuffer, Transfer
 from .torch_private import all_gather_single, reduce_scatter_single
-from .traffic import sent_of
+from .traffic import sent_flat
 from .watch import Launch
 
 
@@ -278,18 +278,10 @@ def count_traffic(
 
     To each peer, that is its own chunk, or the peer's.
     """
-    if not group.is_counted:
-        return
-    inside, across = sent_of(
-        splits,
-        payload,
-        rank=group.rank,
-        sends_own=sends_own,
-        itemsize=buffer.element_size(),
-        codec=codec,
-        nodes=group.nodes,
-    )
-    group.count(name, inside=inside, across=across, calls=calls, tag=tag)
+    splits = tuple(splits)
+    payload = splits if payload is None else tuple(payload)
+    sent = (splits, payload, group.nodes, group.rank, sends_own, buffer.element_size(), codec)
+    group.count(name, sent_flat, *sent, calls=calls, tag=tag)
 
 
 # Tags far from those a user of torch's send and recv would choose on the same group: torch takes

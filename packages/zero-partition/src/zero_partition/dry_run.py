@@ -14,16 +14,17 @@ from zero_partition.enter.model_plan import ModelPlan
 from zero_partition.memory.seams import MASTER, Footprint
 from zero_partition.plan.cuts import Cut
 from zero_partition.plan.layout import BufferPlan, ParameterPlan
-from zero_partition.plan.slots import PlannedGradients, ReductionPlan
-from zero_partition.plan.stages import Placement
-from zero_partition.plan.trace import (
+from zero_partition.plan.slots import (
     ENCODED_IN_FLIGHT,
     Gather,
+    PlannedGradients,
+    ReductionPlan,
     choose_slots,
     plan_gathers,
     slot_bytes,
     slot_conflicts,
 )
+from zero_partition.plan.stages import Placement
 from zero_partition.values.runs import BATCH_BYTES
 
 from .report import MemoryReport, encoded_bytes

@@ -38,9 +38,9 @@ def describe(value: Any, tensors: list[Tensor]) -> Any:
     )
 
 
-def rebuild(said: Any, tensors: Iterator[Any]) -> Any:
+def rebuild(description: Any, tensors: Iterator[Any]) -> Any:
     """The value that was described, of these tensors, or of what stands for them."""
-    kind, what, *_ = said
+    kind, what, *_ = description
     if kind == "tensor":
         return next(tensors)
     if kind == "plain":
@@ -51,17 +51,17 @@ def rebuild(said: Any, tensors: Iterator[Any]) -> Any:
     return items if kind == "list" else tuple(items)
 
 
-def tensors_said(said: Any) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
+def described_tensors(description: Any) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
     """Dtype and shape of each tensor of a described value, in order."""
-    kind, what, *more = said
+    kind, what, *more = description
     if kind == "tensor":
         yield getattr(torch, what), tuple(more[0])
     elif kind == "dict":
         for _, value in what:
-            yield from tensors_said(value)
+            yield from described_tensors(value)
     elif kind != "plain":
         for item in what:
-            yield from tensors_said(item)
+            yield from described_tensors(item)
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:

@@ -17,21 +17,21 @@ from zero_partition.enter.model_plan import ModelPlan, plan_model
 from zero_partition.init.units import choose_units, plan_units
 from zero_partition.optimizer.needs import choose_cuts
 from zero_partition.optimizer.shards import (
+    EntryInfo,
     PlainEntry,
-    Said,
     TensorEntry,
     part_of_entry,
     plan_entry,
 )
 
 __all__ = [
+    "EntryInfo",
     "ModelPlan",
     "PlainEntry",
     "PlannedMemory",
     "PlannedOperation",
     "PlannedSave",
     "PlannedStep",
-    "Said",
     "TensorEntry",
     "choose_cuts",
     "choose_units",

@@ -27,7 +27,7 @@ from zero_partition.plan.layout import ALIGN_BYTES, FlatLayout, Span, give_whole
 
 from .chained import attribute_with_params, options_of
 from .errors import LoadError, PartitionError, StateError
-from .nested import describe, map_tensors, rebuild, tensors_said
+from .nested import describe, described_tensors, map_tensors, rebuild
 
 TAG: Final = 2**22  # above those of any sharded model on the same group
 AGREE_TAG: Final = TAG + 1
@@ -596,15 +596,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._whole, self._shared = None, []
         params, group = self._all_params(), self.group
         own: list[Tensor] = []
-        said, problem = [], ""
+        described, problem = [], ""
         for number, param in enumerate(params):
             if param in self.optim.state:
                 try:
-                    said.append([number, describe(self.optim.state[param], own)])
+                    described.append([number, describe(self.optim.state[param], own)])
                 except StateError as error:
                     problem = f"state of parameter {number} on rank {group.rank}: {error}"
                     break
-        answers = all_gather_json([problem, said], group=group, tag=TAG)
+        answers = all_gather_json([problem, described], group=group, tag=TAG)
         problem = next((problem for problem, _ in answers if problem), "")
         if problem:
             raise StateError(f"consolidate_state_dict(): {problem} (seen on rank {group.rank})")
@@ -612,7 +612,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         device = "cpu" if receives else "meta"
         owned: list[Owned] = []
         for rank, (_, of_rank) in enumerate(answers):
-            theirs = (each for _, of_param in of_rank for each in tensors_said(of_param))
+            theirs = (each for _, of_param in of_rank for each in described_tensors(of_param))
             tensors = own
             if rank != group.rank:
                 tensors = [torch.empty(shape, dtype=d, device=device) for d, shape in theirs]
@@ -626,7 +626,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 n: rebuild(of_param, values) for _, of_rank in answers for n, of_param in of_rank
             }
             self._whole = {params[number]: whole[number] for number in sorted(whole)}
-            self._shared = [params[number] for number, _ in said]
+            self._shared = [params[number] for number, _ in described]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all parameters as of the last consolidation, and the options as of now.

@@ -13,7 +13,7 @@ from zero_comm import AbstractCodec, LocoErrors, Traffic
 
 from zero_partition.enter.model_plan import trained_bytes_per_rank
 from zero_partition.plan.layout import BufferPlan
-from zero_partition.plan.trace import Gather, Use
+from zero_partition.plan.slots import Gather, Use
 from zero_partition.run.hooks import require_sharded
 from zero_partition.run.sharded_model import ShardedModel
 
@@ -255,8 +255,7 @@ def traffic_report(model: nn.Module) -> Traffic:
     Raises:
         StateError: Not sharded.
     """
-    log = require_sharded(model).routes.log
-    return log.now if log.last is None else log.last
+    return require_sharded(model).routes.log[0]
 
 
 def _is_live(gather: Gather, position: int) -> bool:

@@ -29,7 +29,7 @@ from zero_partition.run.unit import Unit
 # for one, which is the same but for the shape of a scalar's. Beside a parameter of one element, one
 # value looks like the element too: there the same entry of larger parameters says what it is.
 
-_SAYABLE: Final = ("int", "float", "bool", "str", "NoneType")  # what a message can carry as it is
+_PLAIN_KINDS: Final = ("int", "float", "bool", "str", "NoneType")  # sent in a message as they are
 
 
 def _as_shape(shape: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -37,7 +37,7 @@ def _as_shape(shape: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 @frozen
-class Said:
+class EntryInfo:
     """What a rank says about an entry that it has; attrs.asdict() of it can travel as JSON."""
 
     kind: str  # a tensor's dtype, or a class
@@ -52,15 +52,15 @@ class Said:
         """As `describe` says it; None where it cannot."""
         if self.shape is not None:
             return ["tensor", self.kind.removeprefix("torch."), list(self.shape)]
-        return ["plain", self.number] if self.kind in _SAYABLE else self.nest
+        return ["plain", self.number] if self.kind in _PLAIN_KINDS else self.nest
 
     @classmethod
-    def of(cls, value: Any) -> Said:
+    def of(cls, value: Any) -> EntryInfo:
         """About this value."""
         if isinstance(value, Tensor):
             return cls(str(value.dtype), tuple(value.shape), value.device.type == "cpu")
         kind = type(value).__name__
-        number = value if kind in _SAYABLE else None
+        number = value if kind in _PLAIN_KINDS else None
         if not _holds_tensors(value):
             return cls(kind, number=number)
         try:
@@ -101,66 +101,66 @@ class PlainEntry:
 
 
 @frozen
-class OwnEntry:
+class PerRankEntry:
     """Values of which no whole is known: each rank goes on with its own."""
 
-    said: tuple[Said | None, ...]  # per rank
+    infos: tuple[EntryInfo | None, ...]  # per rank
 
 
-Entry: TypeAlias = TensorEntry | PlainEntry | OwnEntry
+Entry: TypeAlias = TensorEntry | PlainEntry | PerRankEntry
 Found: TypeAlias = tuple[Sequence[int], dict[int, Span]]  # the whole's shape; by rank, its elements
 
 
 def plan_entry(
     param: ParameterPlan,
     key: str,
-    keeps: Sequence[Span | None],
-    said: Sequence[Said | None],
+    kept: Sequence[Span | None],
+    infos: Sequence[EntryInfo | None],
 ) -> Entry:
     """How an entry lies over the ranks, from what they say; see NOTE(entries).
 
     Args:
         param: The parameter whose state it is.
         key: The entry.
-        keeps: Per rank, the elements of the parameter that it keeps; None if there are none.
-        said: Per rank, what it has; None where it has no such entry.
+        kept: Per rank, the elements of the parameter that it keeps; None if there are none.
+        infos: Per rank, what it has; None where it has no such entry.
 
     Raises:
         StateError: A rank that should have it has not, ranks have different things, or a shape that
             the cut does not explain.
     """
     numel, none = param.shape.numel(), Span(0, 0)
-    owners = [rank for rank, span in enumerate(keeps) if has_state_of(param, span or none)]
-    parts = {rank: what for rank in owners if (what := said[rank]) is not None}
+    owners = [rank for rank, span in enumerate(kept) if has_state_of(param, span or none)]
+    parts = {rank: what for rank in owners if (what := infos[rank]) is not None}
     for rank in owners:
         if rank not in parts or parts[rank].kind != parts[owners[0]].kind:
-            raise _refusal(param, key, said, f"rank {rank} should have what the others have")
+            raise _refusal(param, key, infos, f"rank {rank} should have what the others have")
     first = parts[owners[0]]
     if first.shape is None:
-        if first.kind not in _SAYABLE and len(parts) < len(said):
-            raise _refusal(param, key, said, f"a {first.kind} cannot be sent to those without it")
-        if any(part.holds_tensors for part in parts.values()) and len(said) > 1:
-            raise _refusal(param, key, said, f"nobody knows how tensors in a {first.kind} are cut")
+        if first.kind not in _PLAIN_KINDS and len(parts) < len(infos):
+            raise _refusal(param, key, infos, f"a {first.kind} cannot be sent to those without it")
+        if any(part.holds_tensors for part in parts.values()) and len(infos) > 1:
+            raise _refusal(param, key, infos, f"nobody knows how tensors in a {first.kind} are cut")
         return PlainEntry(first.number)
-    kept = (keeps[owners[0]] or none).numel
-    shard_shape = param.cut.shard_shape(param.shape, kept)
-    is_as_kept = param.cut != Cut.FLAT and kept == numel and first.shape != shard_shape
+    num_kept = (kept[owners[0]] or none).numel
+    shard_shape = param.cut.shard_shape(param.shape, num_kept)
+    is_as_kept = param.cut != Cut.FLAT and num_kept == numel and first.shape != shard_shape
     if is_as_kept or _is_for_whole(key, first.shape, shard_shape):
         found = _undivided(parts)
     else:
-        found = _in_elements(param, parts, keeps) or _in_slices(param, parts, keeps)
+        found = _in_elements(param, parts, kept) or _in_slices(param, parts, kept)
         if found is None and math.prod(first.shape) == 1:
             found = _undivided(parts)
     if found is None:
         raise _refusal(
-            param, key, said, "that is neither one value, nor one per element, row or block"
+            param, key, infos, "that is neither one value, nor one per element, row or block"
         )
     whole, spans = found
     return TensorEntry(
         torch.Size(whole),
         getattr(torch, first.kind.removeprefix("torch.")),
         first.is_on_host,
-        tuple(spans.get(rank, none) for rank in range(len(said))),
+        tuple(spans.get(rank, none) for rank in range(len(infos))),
     )
 
 
@@ -258,7 +258,7 @@ def _slices(param: ParameterPlan, span: Span) -> Span | None:
     return Span(span.start // grain, -(-span.stop // grain))
 
 
-def _undivided(parts: Mapping[int, Said]) -> Found | None:
+def _undivided(parts: Mapping[int, EntryInfo]) -> Found | None:
     whole = next(iter(parts.values())).shape or ()
     if any(part.shape != whole for part in parts.values()):
         return None
@@ -266,9 +266,9 @@ def _undivided(parts: Mapping[int, Said]) -> Found | None:
 
 
 def _in_elements(
-    param: ParameterPlan, parts: Mapping[int, Said], keeps: Sequence[Span | None]
+    param: ParameterPlan, parts: Mapping[int, EntryInfo], kept: Sequence[Span | None]
 ) -> Found | None:
-    spans = {rank: keeps[rank] or Span(0, 0) for rank in parts}
+    spans = {rank: kept[rank] or Span(0, 0) for rank in parts}
     for rank, span in spans.items():
         if parts[rank].shape not in {
             (span.numel,),
@@ -279,12 +279,12 @@ def _in_elements(
 
 
 def _in_slices(
-    param: ParameterPlan, parts: Mapping[int, Said], keeps: Sequence[Span | None]
+    param: ParameterPlan, parts: Mapping[int, EntryInfo], kept: Sequence[Span | None]
 ) -> Found | None:
     inner = (next(iter(parts.values())).shape or ())[1:]  # what a row, or a block, looks like
     numel, spans = math.prod(inner), {}
     for rank, part in parts.items():
-        slices = _slices(param, keeps[rank] or Span(0, 0))
+        slices = _slices(param, kept[rank] or Span(0, 0))
         if slices is None or part.shape != (slices.numel, *inner):
             return None
         spans[rank] = Span(slices.start * numel, slices.stop * numel)
@@ -293,11 +293,11 @@ def _in_slices(
 
 
 def _refusal(
-    param: ParameterPlan, key: str, said: Sequence[Said | None], reason: str
+    param: ParameterPlan, key: str, infos: Sequence[EntryInfo | None], reason: str
 ) -> StateError:
     have = "; ".join(
         f"rank {rank} has " + ("nothing" if what is None else f"{what.kind} {what.shape or ''}")
-        for rank, what in enumerate(said)
+        for rank, what in enumerate(infos)
     )
     return StateError(
         f"parameter {param.name!r}: optimizer state {key!r} has no whole under the cut "

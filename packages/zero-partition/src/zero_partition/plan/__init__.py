@@ -6,17 +6,17 @@ Building blocks for planners and tests. They may change between minor versions.
 from zero_partition.plan.config import PartitionConfig
 from zero_partition.plan.cuts import Cut, CutChoice
 from zero_partition.plan.layout import BufferPlan, FlatLayout, ParameterPlan, Piece, Span, UnitPlan
-from zero_partition.plan.slots import SlotPool
-from zero_partition.plan.stages import STAGES, Placement, Placements, Stage
-from zero_partition.plan.trace import (
+from zero_partition.plan.slots import (
     ExecutionOrder,
     Extent,
     Gather,
     Limits,
+    SlotPool,
     Use,
     choose_slots,
     plan_gathers,
 )
+from zero_partition.plan.stages import STAGES, Placement, Placements, Stage
 from zero_partition.plan.wire import Routes
 
 __all__ = [

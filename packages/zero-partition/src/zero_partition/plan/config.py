@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 from attrs import field, frozen
 
 from .cuts import CutChoice
+from .slots import Limits
 from .stages import AS_IT_IS, STAGES, Placements, Precision, Stage
-from .trace import Limits
 from .wire import AS_ONE, Wire
 
 # What `model.state_dict()` does about parameters whose values are elsewhere.

@@ -17,8 +17,8 @@ from torch import nn
 from zero_partition.errors import LayoutError
 
 from .cuts import Cut
+from .slots import Extent
 from .stages import Placement
-from .trace import Extent
 
 T = TypeVar("T")
 

@@ -1,13 +1,330 @@
-"""Permanent memory with changing owners, into which units are gathered."""
+"""The order in which units are used, recorded once, and the slots in which they take turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, Generic, TypeVar
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from operator import itemgetter
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import torch
-from attrs import Factory, define, field
+from attrs import Attribute, Factory, define, evolve, field, frozen
 from torch import Tensor
+
+from zero_partition.errors import PartitionError
+
+# A recording longer than this many uses per unit is a loop that never returns to the model's own
+# forward (someone calls inner modules by hand): stop growing, prefetch what is known.
+_MAX_USES_PER_UNIT: Final = 64
+
+
+class Use(NamedTuple):
+    """One moment at which a unit must be whole."""
+
+    unit: int
+    phase: str  # "forward", "recomputation" or "backward"
+    in_use: frozenset[int]  # units that something may read at this moment, this one included
+
+
+@define
+class ExecutionOrder:
+    """Uses of units, in sequence, of one forward and the backward that follows it.
+
+    A use that differs from the recording is looked up further on; prefetching goes on from there,
+    and the new sequence replaces the old one when it is complete. Nothing fails and nothing is
+    thrown away: a miss costs one late gather.
+    """
+
+    num_units: int
+    misses: int = 0
+    recorded: list[Use] = Factory(list)  # another object when, and only when, it has changed
+    launches: dict[int, list[int]] | None = None  # units to gather ahead, by position
+    coming: tuple[tuple[int, int], ...] = ()  # (position, unit) of every gather, in sequence
+    position: int = field(default=-1, init=False)  # of the last use, -1 before the first
+    _recording: list[Use] = field(default=Factory(list), init=False)
+
+    def restart(self) -> None:
+        """A new forward of the model begins: what was recorded since the last one is the order."""
+        if self._recording and self._recording != self.recorded:
+            self.recorded, self.launches = self._recording, None
+        self._recording = []
+        self.position = -1
+
+    def observe(self, use: Use) -> None:
+        """A unit is used now."""
+        if len(self._recording) < self.num_units * _MAX_USES_PER_UNIT:
+            self._recording.append(use)
+        following = self.position + 1
+        if following < len(self.recorded) and self.recorded[following].unit == use.unit:
+            self.position = following
+        elif self.recorded:
+            self.misses += 1
+            self.position = self._find(use.unit, following)
+
+    def plan(self, gathers: Sequence[Gather]) -> dict[int, list[int]]:
+        """These are the gathers of one pass through the recording; see `launches`."""
+        self.coming = tuple(sorted((gather.launched, gather.unit) for gather in gathers))
+        self.launches = {}
+        for gather in gathers:
+            self.launches.setdefault(gather.launched, []).append(gather.unit)
+        return self.launches
+
+    def after(self, count: int) -> list[int]:
+        """Units of the next so many gathers that are not due yet."""
+        start = bisect_right(self.coming, self.position, key=itemgetter(0))
+        return [unit for _, unit in self.coming[start : start + count]]
+
+    def _find(self, unit: int, start: int) -> int:
+        for position in (*range(start, len(self.recorded)), *range(start)):
+            if position < len(self.recorded) and self.recorded[position].unit == unit:
+                return position
+        return self.position
+
+
+ENCODED_IN_FLIGHT: Final = 2  # units, of those that rest whole, whose updates travel at a time
+
+
+def _at_least(minimum: int) -> Any:
+    def check(_: Limits, attribute: Attribute, value: Any) -> None:
+        if value is None and attribute.name != "window":
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise PartitionError(
+                f"Limits.{attribute.name}: expected an int of at least {minimum}, got {value!r}"
+            )
+
+    return check
+
+
+@frozen
+class Limits:
+    """Bounds of the schedule at stage 3. What a unit needs at its own use is always gathered.
+
+    Elements are those of whole parameters, padding apart.
+
+    Args:
+        window: Units that may be whole at a time, the one in use included; those that enclose
+            others do not count.
+        max_live_numel: Elements that may be whole at a time, those of units that enclose others
+            included. Takes the place of `window` where it is given.
+        prefetch_numel: Elements of units whose gather was launched before their use and is not yet
+            waited for; 0 turns prefetching off. None: as many as may be whole.
+        max_reuse_numel: A unit stays whole until its next use if the units used in between have no
+            more elements, and as many may be whole. None: whenever as many may be whole.
+        read_ahead: Where shards rest at a home: units whose shards are read before their gather is
+            due.
+
+    Raises:
+        PartitionError: Names the bound, what was expected and what came.
+    """
+
+    window: int = field(default=3, validator=_at_least(1))
+    max_live_numel: int | None = field(default=None, validator=_at_least(1), kw_only=True)
+    prefetch_numel: int | None = field(default=None, validator=_at_least(0), kw_only=True)
+    max_reuse_numel: int | None = field(default=None, validator=_at_least(0), kw_only=True)
+    read_ahead: int = field(default=2, validator=_at_least(0), kw_only=True)
+
+    def where_shards_are_read(self) -> Limits:
+        """The same where peers' shards can be read without them.
+
+        A unit is then whole when it is needed, by no one's leave: there is nothing to hide by
+        asking early.
+        """
+        return evolve(self, prefetch_numel=0)
+
+
+# NOTE(colouring): a unit is whole while it is in use, before that while it is prefetched, and after
+# that if it is used again soon. The moments of each are a set, kept as the bits of an int; two
+# units may share a slot where their sets are disjoint. That is colouring an interval graph: taken
+# by their first moments, a chain of equal units goes round as many slots as may be whole at a time.
+
+
+@frozen
+class Extent:
+    """What one unit takes while it is whole."""
+
+    numel: int  # without padding
+    num_bytes: int  # of its slot
+    is_outer: bool  # other units run inside its forward
+
+
+@frozen
+class Gather:
+    """One time that a unit becomes whole. Moments are positions in the order; -1 is before it."""
+
+    unit: int
+    launched: int  # during this use; ahead of its own if they differ
+    used: int  # first
+    released: int | None = None  # during this use another unit takes its memory; None: it stays
+
+
+def choose_slots(
+    uses: Sequence[Use], extents: Mapping[int, Extent], limits: Limits
+) -> tuple[tuple[int, ...], ...]:
+    """Units that take turns in one slot, a tuple for each slot; see NOTE(colouring).
+
+    Args:
+        uses: Of one forward and its backward.
+        extents: Of the units that need a slot; others are left out.
+        limits: How many may be whole at a time. Units in use at once are, whatever it says.
+    """
+    uses = [use for use in uses if use.unit in extents]
+    moments_of = _whole_moments(uses, extents, limits)
+    packed: list[_Slot] = []
+    for unit, moments in moments_of.items():
+        num_bytes = extents[unit].num_bytes
+        free = [slot for slot in packed if not slot.moments & moments]
+        if not free:
+            packed += (free := [_Slot()])
+        slot = min(free, key=lambda slot: max(0, num_bytes - slot.num_bytes))
+        slot.give(unit, moments, num_bytes)
+    return tuple(tuple(slot.units) for slot in _spread(packed, moments_of, extents))
+
+
+def slot_bytes(groups: Sequence[Sequence[int]], extents: Mapping[int, Extent]) -> list[int]:
+    """Of the slot in which the units of each group take turns: as large as the largest of them."""
+    return [max(extents[unit].num_bytes for unit in group) for group in groups]
+
+
+def slot_conflicts(
+    groups: Sequence[Sequence[int]], extents: Mapping[int, Extent], limits: Limits
+) -> int:
+    """Slots beyond the window, for units that must be whole besides."""
+    if limits.max_live_numel is not None:
+        return 0
+    shared = sum(any(not extents[unit].is_outer for unit in group) for group in groups)
+    return max(0, shared - limits.window)
+
+
+def _spread(
+    packed: list[_Slot], moments_of: Mapping[int, int], extents: Mapping[int, Extent]
+) -> list[_Slot]:
+    """The same slots, each unit in the one given away longest ago: what is there stays longest.
+
+    Backwards that follow each other without a step find more of it. As packed where that fails.
+    """
+    slots = [_Slot(num_bytes=slot.num_bytes) for slot in packed]
+    for unit, moments in moments_of.items():
+        num_bytes = extents[unit].num_bytes
+        free = [s for s in slots if not s.moments & moments and s.num_bytes >= num_bytes]
+        if not free:
+            return packed
+        slot = free[0]
+        slot.give(unit, moments, num_bytes)
+        slots.append(slots.pop(slots.index(slot)))  # least recent first
+    return [slot for slot in slots if slot.units]
+
+
+def plan_gathers(
+    uses: Sequence[Use],
+    extents: Mapping[int, Extent],
+    slot_of: Mapping[int, int],
+    *,
+    prefetch_numel: int | None,
+) -> tuple[Gather, ...]:
+    """Every gather of one pass through the order, each launched as soon as its slot is free.
+
+    One after the other in the order of uses, so that ranks with one order launch in one order.
+
+    Args:
+        uses: Of one forward, and its backward if there is one; nothing is whole before.
+        extents: Of the units that need a slot; others are left out.
+        slot_of: Unit to slot, for the units that have one already; others cannot be prefetched.
+        prefetch_numel: Elements launched and not yet used; None for no bound.
+    """
+    gathers: list[Gather] = []
+    latest: dict[int, int] = {}  # of each slot: where in `gathers`
+    last_in_use: dict[int, int] = {}
+    in_flight = [0] * (len(uses) + 1)  # at each position, from -1
+    earliest = -1
+    for position, use in enumerate(uses):
+        slot = slot_of.get(use.unit, -1 - use.unit)
+        before = latest.get(slot)
+        if use.unit in extents and (before is None or gathers[before].unit != use.unit):
+            free_from = -1 if before is None else last_in_use[gathers[before].unit] + 1
+            earliest = position if slot < 0 else max(earliest, free_from)
+            numel, start = extents[use.unit].numel, position
+            while start > earliest and _fits(in_flight[start] + numel, prefetch_numel):
+                in_flight[start] += numel
+                start -= 1
+            earliest = start
+            if before is not None:
+                gathers[before] = evolve(gathers[before], released=start)
+            latest[slot] = len(gathers)
+            gathers.append(Gather(use.unit, start, position))
+        last_in_use.update(dict.fromkeys(use.in_use, position))
+    return tuple(gathers)
+
+
+@define(eq=False)
+class _Slot:
+    units: list[int] = field(factory=list)
+    moments: int = 0
+    num_bytes: int = 0
+
+    def give(self, unit: int, moments: int, num_bytes: int) -> None:
+        self.units.append(unit)
+        self.moments |= moments
+        self.num_bytes = max(self.num_bytes, num_bytes)
+
+
+def _whole_moments(
+    uses: Sequence[Use], extents: Mapping[int, Extent], limits: Limits
+) -> dict[int, int]:
+    """When each unit is whole; see NOTE(colouring)."""
+    whole: dict[int, int] = {}
+    live = [0] * len(uses)  # at each position, in what the limit counts
+    limit, counts_numel = limits.max_live_numel or limits.window, limits.max_live_numel is not None
+
+    def weight(unit: int) -> int:
+        return extents[unit].numel if counts_numel else int(not extents[unit].is_outer)
+
+    def is_whole(unit: int, position: int) -> bool:
+        return bool(whole.get(unit, 0) >> position & 1)
+
+    def has_room(unit: int, position: int) -> bool:
+        return live[position] + weight(unit) <= limit
+
+    def add(unit: int, position: int) -> None:
+        whole[unit] = whole.get(unit, 0) | 1 << position
+        live[position] += weight(unit)
+
+    for position, use in enumerate(uses):
+        for unit in sorted(use.in_use & extents.keys(), key=lambda unit: unit != use.unit):
+            add(unit, position)
+    in_flight, earliest = [0] * len(uses), 0
+    for position, use in enumerate(uses):  # prefetched
+        unit, numel, start = use.unit, extents[use.unit].numel, position
+        while (
+            start > earliest
+            and not is_whole(unit, start - 1)
+            and has_room(unit, start - 1)
+            and _fits(in_flight[start - 1] + numel, limits.prefetch_numel)
+        ):
+            start -= 1
+            add(unit, start)
+            in_flight[start] += numel
+        if start == 0 or not is_whole(unit, start - 1):
+            earliest = start  # launched here: those that follow are not launched before it
+    before = [0, *accumulate(extents[use.unit].numel for use in uses)]
+    gaps: list[tuple[int, int, range]] = []  # elements used between two uses of a unit, and when
+    for unit, moments in whole.items():
+        positions = [position for position in range(len(uses)) if moments >> position & 1]
+        for left, right in pairwise(positions):
+            numel = before[right] - before[left + 1]
+            if right > left + 1 and _fits(numel, limits.max_reuse_numel):
+                gaps.append((numel, unit, range(left + 1, right)))
+    for _, unit, gap in sorted(gaps, key=itemgetter(0)):  # used again soon
+        if all(has_room(unit, position) for position in gap):
+            for position in gap:
+                add(unit, position)
+    return whole
+
+
+def _fits(numel: int, limit: int | None) -> bool:
+    return limit is None or numel <= limit
+
 
 # NOTE(slots): autograd keeps views made in forward, so a unit must return to the same bytes before
 # its backward. Slots are therefore permanent memory, a unit never changes its slot, and what

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 from attrs import Attribute, evolve, field, frozen
-from zero_comm import AbstractCodec, CodecError, Group, Levels, Loco, TrafficLog, parse_codec
+from zero_comm import AbstractCodec, CodecError, Group, Levels, Loco, Traffic, parse_codec
 
 from zero_partition.errors import PartitionError
 
@@ -129,7 +129,7 @@ class Wire:
             PartitionError: `levels` are of another group, or nodes have one rank.
             zero_comm.GroupMismatchError: The group is no whole number of nodes.
         """
-        log = TrafficLog()
+        log = [Traffic()]
         levels = self._levels_of(group, timeout_s)
         if levels is None:
             group = evolve(group, log=log)
@@ -250,7 +250,8 @@ class Routes:
     replicas: Group | None = None  # those with the same shards as this rank
     node: Group | None = None  # those that keep a copy of gathered values together
     hops: Levels | None = None  # in which encoded gradients are reduced, if not among `shards`
-    log: TrafficLog = field(factory=TrafficLog)  # of what this rank sends in all of them; by steps
+    # What this rank sends in all of them: in the last complete step, if there is one, and since.
+    log: list[Traffic] = field(factory=lambda: [Traffic()])
 
     @property
     def groups(self) -> tuple[Group, ...]:

@@ -13,19 +13,19 @@ from attrs import Factory, define, field
 
 from zero_partition.errors import StateError
 from zero_partition.memory.seams import TensorHome
-from zero_partition.plan.slots import SlotPool
-from zero_partition.plan.stages import Placement
-from zero_partition.plan.trace import (
+from zero_partition.plan.slots import (
     ExecutionOrder,
     Extent,
     Gather,
     Limits,
+    SlotPool,
     Use,
     choose_slots,
     plan_gathers,
     slot_bytes,
     slot_conflicts,
 )
+from zero_partition.plan.stages import Placement
 from zero_partition.torch_private import is_in_backward
 
 from .unit import ShardState, Unit

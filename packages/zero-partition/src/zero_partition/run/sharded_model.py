@@ -13,7 +13,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
-from zero_comm import CommError, Exposure, Group, Handle, all_gather_flat
+from zero_comm import CommError, Exposure, Group, Handle, Traffic, all_gather_flat
 
 from zero_partition.errors import AtRestError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
@@ -639,7 +639,7 @@ class ShardedModel:
             g.take_back()
         self.has_stepped = True
         self.publish_params(is_sharded=self.shards_state)
-        self.routes.log.turn()  # gathers that are launched from here on are the next step's
+        self.routes.log[:] = [self.routes.log[-1], Traffic()]  # gathers from here on are the next's
         self.schedule.step()
 
     def finish_update(self) -> None:

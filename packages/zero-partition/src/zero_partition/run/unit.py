@@ -16,9 +16,8 @@ from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
 from zero_partition.memory.seams import Pending, TensorHome
 from zero_partition.plan.layout import UnitPlan
-from zero_partition.plan.slots import Slot, SlotPool
+from zero_partition.plan.slots import ENCODED_IN_FLIGHT, Slot, SlotPool
 from zero_partition.plan.stages import Placement
-from zero_partition.plan.trace import ENCODED_IN_FLIGHT
 from zero_partition.torch_private import plain_access
 
 

@@ -27,7 +27,7 @@ from zero_partition.run.unit import ShardState
 from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
 
-from .runs import ask_states, entry_on_each, launch_entry, owner_of, plan_state
+from .runs import entry_on_each, gather_state_info, launch_entry, owner_of, plan_state
 
 # NOTE(arguments): every function here takes the model's own Parameter object, tied and frozen ones
 # included, at every stage. What it returns is a copy, the caller's to keep; shapes are the
@@ -516,9 +516,9 @@ def _agree(place: ParamRef, key: str, what: str) -> tuple[dict[str, Any], Entry]
     if not place.sharded.shards_state:
         _check_known(place, key, state, what)
         return state, entry_on_each(state[key], place.group.world_size)
-    (said,) = ask_states([state], group=place.group, tag=place.sharded.access_tag)
-    _check_known(place, key, {name: None for of_rank in said for name in of_rank}, what)
-    chosen = [{key: of[key]} if key in of else {} for of in said]
+    (infos,) = gather_state_info([state], group=place.group, tag=place.sharded.access_tag)
+    _check_known(place, key, {name: None for of_rank in infos for name in of_rank}, what)
+    chosen = [{key: of[key]} if key in of else {} for of in infos]
     try:
         return state, plan_state(place, chosen)[key]
     except StateError as error:

@@ -20,7 +20,7 @@ from zero_partition.stand_in import StateKind
 from zero_partition.torch_private import plain_access
 
 from .load import find_misfits
-from .runs import Part, PartBatch, WholeTensor, places_in, read_into, trained_of
+from .runs import Part, PartBatch, WholeTensor, places_in, read_into, trained_values
 from .state_dict import gather_state_dict
 
 _SWAP: Final = "ShardedAverage.swap()"
@@ -68,7 +68,7 @@ class ShardedAverage:
         self._device = torch.device("cpu") if is_elsewhere else sharded.group.device
         self._usable("ShardedAverage()")
         self._averages = {
-            buffer: trained_of(sharded, buffer).to(self._device, copy=True)
+            buffer: trained_values(sharded, buffer).to(self._device, copy=True)
             for buffer in sharded.buffers
             if buffer.plan.trainable
         }
@@ -85,7 +85,7 @@ class ShardedAverage:
         """
         sharded = self._usable("ShardedAverage.update()")
         for buffer, average in self._averages.items():
-            values = trained_of(sharded, buffer).to(self._device)
+            values = trained_values(sharded, buffer).to(self._device)
             average.lerp_(values, 1 - self.decay) if self.num_updates else average.copy_(values)
         self.num_updates += 1
 

@@ -38,7 +38,7 @@ from .runs import (
     LocalState,
     in_chunks,
     keeps_own_masters,
-    keeps_said,
+    kept_as_json,
     owner_of,
     read_into,
 )
@@ -348,7 +348,7 @@ class StateLoad:
             if (name := place.name) not in trained:
                 continue
             state, own = dict(states.get(name, {})), own_said.get(name, {"entries": {}})
-            is_own = sharded.shards_state and keeps_said(place) == list(own.get("keeps", ()))
+            is_own = sharded.shards_state and kept_as_json(place) == list(own.get("keeps", ()))
             if own["entries"] and not is_own:
                 self.begins_anew.append(
                     f"optimizer state of {name!r}: {', '.join(map(repr, own['entries']))} of "

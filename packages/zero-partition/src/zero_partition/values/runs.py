@@ -19,9 +19,9 @@ from zero_partition.memory.seams import MASTER, AbstractRangeReader, OptimizerOf
 from zero_partition.nested import describe, map_tensors
 from zero_partition.optimizer.shards import (
     Entry,
-    OwnEntry,
+    EntryInfo,
+    PerRankEntry,
     PlainEntry,
-    Said,
     TensorEntry,
     plan_entry,
 )
@@ -37,7 +37,7 @@ BATCH_BYTES: Final = 16 * 2**20  # read or written together where state rests el
 CHUNK_BYTES: Final = 2 * 2**20  # what is in flight between a reader and what it fills
 _ON_DEVICE_STEP: Final = ("capturable", "fused")  # options with which torch counts on the device
 
-SaidOfState: TypeAlias = dict[str, Said]  # by entry
+StateInfo: TypeAlias = dict[str, EntryInfo]  # by entry
 
 # NOTE(own): entries without a whole go on at the same world size and layout, where each rank gets
 # back what it had. Of each parameter with some it is said which elements the ranks keep, and what
@@ -65,7 +65,7 @@ def places_in(buffer: FlatBuffer) -> list[ParamRef]:
     return [place for param in buffer.params if (place := find_place(param)) is not None]
 
 
-def trained_of(sharded: ShardedModel, buffer: FlatBuffer) -> Tensor:
+def trained_values(sharded: ShardedModel, buffer: FlatBuffer) -> Tensor:
     """This rank's values as they are updated, to look at, 1-D: masters where there are some. Local.
 
     Also those that the optimizer keeps of its own accord.
@@ -228,23 +228,23 @@ def _target_of(place: ParamRef) -> nn.Parameter | None:
     return place.buffer.targets[place.position] if place.buffer.targets else None
 
 
-def ask_states(
+def gather_state_info(
     states: Sequence[Mapping[str, Any]],
     *,
     group: Group,
     tag: int = 0,
     timeout_s: float | None = None,
-) -> list[tuple[SaidOfState, ...]]:
+) -> list[tuple[StateInfo, ...]]:
     """Which entries the ranks have, by parameter and by rank, if this one has these. Collective."""
-    mine = [{key: asdict(Said.of(value)) for key, value in state.items()} for state in states]
+    mine = [{key: asdict(EntryInfo.of(value)) for key, value in state.items()} for state in states]
     by_rank = all_gather_json(mine, group=group, tag=tag, timeout_s=timeout_s)
     return [
-        tuple({k: Said(**what) for k, what in state.items()} for state in of_param)
+        tuple({k: EntryInfo(**what) for k, what in state.items()} for state in of_param)
         for of_param in zip(*by_rank, strict=True)
     ]
 
 
-def keeps_of(place: ParamRef) -> tuple[Span | None, ...]:
+def kept_spans(place: ParamRef) -> tuple[Span | None, ...]:
     """By rank, the elements of a parameter that it keeps; None if there are none. Local."""
     layout = place.buffer.plan.layout
     span = layout.spans[place.position]
@@ -252,27 +252,27 @@ def keeps_of(place: ParamRef) -> tuple[Span | None, ...]:
     return tuple(None if part is None else part.shifted(-span.start) for part in overlaps)
 
 
-def keeps_said(place: ParamRef) -> list[list[int] | None]:
+def kept_as_json(place: ParamRef) -> list[list[int] | None]:
     """The same as JSON can say it."""
-    return [None if span is None else [span.start, span.stop] for span in keeps_of(place)]
+    return [None if span is None else [span.start, span.stop] for span in kept_spans(place)]
 
 
 def plan_state(
-    place: ParamRef, said: Sequence[SaidOfState], *, has_own: bool = False
+    place: ParamRef, infos: Sequence[StateInfo], *, has_own: bool = False
 ) -> dict[str, Entry]:
     """How each entry of a parameter's state lies over the ranks, by what these say. Local.
 
     An entry without a whole is each rank's own if it `has_own`, else an error as of `plan_entry`.
     """
-    keeps, entries = keeps_of(place), dict[str, Entry]()
-    for key in dict.fromkeys(key for of_rank in said for key in of_rank):
-        of_entry = [of.get(key) for of in said]
+    keeps, entries = kept_spans(place), dict[str, Entry]()
+    for key in dict.fromkeys(key for of_rank in infos for key in of_rank):
+        of_entry = [of.get(key) for of in infos]
         try:
             entries[key] = plan_entry(place.plan, key, keeps, of_entry)
         except StateError:
             if not has_own or any(s is not None and s.described is None for s in of_entry):
                 raise
-            entries[key] = OwnEntry(tuple(of_entry))
+            entries[key] = PerRankEntry(tuple(of_entry))
     return entries
 
 
@@ -288,18 +288,18 @@ def plan_states(
     group = sharded.group
     if not sharded.shards_state:
         return [{k: entry_on_each(v, group.world_size) for k, v in of.items()} for of in states]
-    said = ask_states(states, group=group, timeout_s=timeout_s)
-    return [plan_state(place, of, has_own=has_own) for place, of in zip(places, said, strict=True)]
+    infos = gather_state_info(states, group=group, timeout_s=timeout_s)
+    return [plan_state(place, of, has_own=has_own) for place, of in zip(places, infos, strict=True)]
 
 
 def entry_on_each(value: Any, world_size: int) -> Entry:
     """An entry that every rank has: each gives an equal run of its elements."""
-    said = Said.of(value)
+    info = EntryInfo.of(value)
     if not isinstance(value, Tensor):
         return PlainEntry(value)
     ends = [value.numel() * rank // world_size for rank in range(world_size + 1)]
     spans = tuple(Span(start, stop) for start, stop in pairwise(ends))
-    return TensorEntry(value.shape, value.dtype, said.is_on_host, spans)
+    return TensorEntry(value.shape, value.dtype, info.is_on_host, spans)
 
 
 def launch_entry(
@@ -311,7 +311,7 @@ def launch_entry(
         Call it once to wait; gives the whole, memory of its own, where the optimizer has it (host
         or device).
     """
-    assert not isinstance(entry, OwnEntry), "there is no whole"
+    assert not isinstance(entry, PerRankEntry), "there is no whole"
     if isinstance(entry, PlainEntry):
         return lambda: state.get(key, entry.value)
     whole = torch.empty(entry.shape, dtype=entry.dtype, device=group.device)
@@ -419,10 +419,10 @@ def plan_parts(
         for key, entry in planned.items():
             if isinstance(entry, PlainEntry):
                 parts.values.setdefault(name, {})[key] = state.get(key, entry.value)
-            elif isinstance(entry, OwnEntry):
-                own = {"keeps": keeps_said(place), "entries": {}}
+            elif isinstance(entry, PerRankEntry):
+                own = {"keeps": kept_as_json(place), "entries": {}}
                 of_param = parts.own_said.setdefault(name, own)
-                of_param["entries"][key] = [said and said.described for said in entry.said]
+                of_param["entries"][key] = [info and info.described for info in entry.infos]
                 describe(local.read([place])[0].get(key), parts.own)
             else:
                 tensor = WholeTensor(name, key, entry.shape, entry.dtype)

@@ -15,7 +15,7 @@ from zero_partition.chained import ChainedOptimizer, members_of
 from zero_partition.errors import LoadError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
 from zero_partition.memory.seams import MASTER, AbstractRangeReader
-from zero_partition.nested import describe, map_tensors, rebuild, tensors_said
+from zero_partition.nested import describe, described_tensors, map_tensors, rebuild
 from zero_partition.optimizer.shards import leave_state, watch_state
 from zero_partition.plan.layout import Span
 from zero_partition.plan.stages import Placement
@@ -336,20 +336,22 @@ def load_full_optimizer_state_dict(model: nn.Module, state_dict: Mapping[str, An
     sharded = require_sharded(model)
     what, group = "load_full_optimizer_state_dict()", sharded.whole
     optimizer = _usable(sharded, what)
-    problem, said, tensors = "", None, list[Tensor]()
+    problem, description, tensors = "", None, list[Tensor]()
     try:
-        said = describe(dict(state_dict), tensors) if group.rank == 0 else None
+        description = describe(dict(state_dict), tensors) if group.rank == 0 else None
     except (StateError, TypeError, ValueError) as error:
         problem = str(error)
-    problem, said = all_gather_json([problem, said], group=group, timeout_s=_TIMEOUT_S)[0]
+    problem, description = all_gather_json(
+        [problem, description], group=group, timeout_s=_TIMEOUT_S
+    )[0]
     if problem:
         raise LoadError(f"{what}: {problem} (on rank 0; seen on rank {group.rank})")
     sources = tensors if group.rank == 0 else repeat(None)
     readers = [
         _Received(torch.Size(shape), dtype, source, group)
-        for (dtype, shape), source in zip(tensors_said(said), sources, strict=False)
+        for (dtype, shape), source in zip(described_tensors(description), sources, strict=False)
     ]
-    nest = rebuild(said, iter(readers))
+    nest = rebuild(description, iter(readers))
     members = members_of(optimizer)
     parts = nest.get("optimizers") if isinstance(optimizer, ChainedOptimizer) else [nest]
     if not isinstance(parts, list) or len(parts) != len(members):
@@ -448,8 +450,8 @@ def _load(
 ) -> None:
     """Make these the states of these optimizers: all of it, or nothing. Collective."""
     planned = _plan(sharded, given, what)
-    said = all_gather_json(list(planned.problems), group=sharded.whole, timeout_s=_TIMEOUT_S)
-    if problems := list(dict.fromkeys(chain.from_iterable(said))):
+    by_rank = all_gather_json(list(planned.problems), group=sharded.whole, timeout_s=_TIMEOUT_S)
+    if problems := list(dict.fromkeys(chain.from_iterable(by_rank))):
         raise LoadError(
             f"{what}: cannot be loaded, and nothing was written: {'; '.join(problems)} (seen on "
             f"rank {sharded.whole.rank})"

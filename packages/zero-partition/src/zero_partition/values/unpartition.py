@@ -23,7 +23,7 @@ from zero_partition.run.step import bring_back_state
 from zero_partition.stand_in import StateKind, forget_owner
 from zero_partition.torch_private import plain_access
 
-from .runs import ask_states, launch_entry, owner_of, places_in, plan_state
+from .runs import launch_entry, owner_of, places_in, plan_states
 
 _TIMEOUT_S = 60.0
 
@@ -43,7 +43,11 @@ def unpartition(model: nn.Module) -> None:
     sharded = require_sharded(model)
     _check_idle(sharded)
     sharded.require("unpartition()", *StateKind, no=(ModelState.GATHERED,))
-    entries = _plan_states(sharded)
+    entries: dict[ParamRef, dict[str, Entry]] = {}
+    if sharded.optimizer is not None and sharded.shards_state:
+        states = [sharded.optimizer.state.get(owner_of(p), {}) for p in sharded.places]
+        planned = plan_states(sharded, sharded.places, states, timeout_s=_TIMEOUT_S)
+        entries = dict(zip(sharded.places, planned, strict=True))
     sharded.begin_write()
     if sharded.residence.offload is not None and sharded.optimizer is not None:
         bring_back_state(sharded.optimizer)
@@ -52,10 +56,8 @@ def unpartition(model: nn.Module) -> None:
     for buffer in sharded.buffers:
         # Memory of their own, as before: tensors of one storage look tied to who saves them.
         buffer.install([value.clone() for value in launch_trained_buffer(buffer)()])
-        if sharded.shards_state:
-            planned = {place: entries[place] for place in places_in(buffer)}
-            for member in members_of(sharded.optimizer):
-                _return_state(planned, member)
+        for member in members_of(sharded.optimizer) if entries else ():
+            _return_state({place: entries[place] for place in places_in(buffer)}, member)
     for remove in sharded.removers:
         remove()
     sharded.removers.clear()
@@ -80,18 +82,6 @@ def _check_idle(sharded: ShardedModel) -> None:
             "unpartition() was called while sharded gradients wait for the optimizer; call "
             "optimizer.step() or optimizer.zero_grad() first"
         )
-
-
-def _plan_states(sharded: ShardedModel) -> dict[ParamRef, dict[str, Entry]]:
-    """How each parameter's optimizer state lies over the ranks. Collective."""
-    optimizer, is_sharded = sharded.optimizer, sharded.shards_state
-    state = optimizer.state if optimizer is not None and is_sharded else {}
-    said = ask_states(
-        [state.get(owner_of(place), {}) for place in sharded.places],
-        group=sharded.group,
-        timeout_s=_TIMEOUT_S,
-    )
-    return {place: plan_state(place, of) for place, of in zip(sharded.places, said, strict=True)}
 
 
 def _return_state(
