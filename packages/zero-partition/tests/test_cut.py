@@ -1,0 +1,187 @@
+"""Where parameters may be cut, and who keeps what is not."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from zero_partition import Cut, LayoutError
+from zero_partition.planning import choose_units, plan_units
+
+
+@pytest.mark.parametrize("text", ["flat", "row", "tensor", "block(64)"])
+def test_a_cut_reads_as_it_is_written(text: str) -> None:
+    """Configuration files hold strings, and messages should say them back."""
+    assert str(Cut.parse(text)) == text
+    assert Cut.parse(Cut.parse(text)) == Cut.parse(text)
+
+
+@pytest.mark.parametrize("text", ["rows", "block", "block(0)", "row(3)", "block(-1)", "", 64, None])
+def test_what_is_no_cut_is_refused(text: object) -> None:
+    """A typo that meant `flat` would cut matrices."""
+    with pytest.raises(LayoutError, match="expected"):
+        Cut.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("cut", "shape", "grain"),
+    [
+        ("flat", (3, 4), 1),
+        ("row", (3, 4, 5), 20),
+        ("row", (7,), 1),
+        ("row", (), 1),
+        ("row", (3, 0), 1),
+        ("tensor", (3, 4), 12),
+        ("tensor", (), 1),
+        ("block(8)", (3, 4), 8),
+    ],
+)
+def test_the_grain_is_what_must_not_be_split(cut: str, shape: tuple[int, ...], grain: int) -> None:
+    """A row is a slice along the first dim, of any number of dims."""
+    assert Cut.parse(cut).grain(shape) == grain
+
+
+@pytest.mark.parametrize(
+    ("cut", "shape", "numel", "expected"),
+    [
+        ("flat", (3, 4), 12, (12,)),
+        ("row", (3, 4), 8, (2, 4)),
+        ("row", (3, 4), 0, (0, 4)),
+        ("row", (), 1, ()),
+        ("row", (), 0, (0,)),
+        ("tensor", (3, 4), 12, (3, 4)),
+        ("tensor", (3, 4), 0, (0, 4)),
+        ("tensor", (0, 4), 0, (0, 4)),
+        ("tensor", (), 1, ()),
+        ("block(8)", (3, 4), 8, (8,)),
+    ],
+)
+def test_a_shard_has_the_shape_that_its_cut_promises(
+    cut: str, shape: tuple[int, ...], numel: int, expected: tuple[int, ...]
+) -> None:
+    """An optimizer reads shapes; an empty shard keeps the number of dims that it may check."""
+    assert Cut.parse(cut).shard_shape(shape, numel) == expected
+
+
+def test_which_cut_is_right_for_which_need() -> None:
+    """A finer one is wrong; a coarser one costs balance only."""
+    right = {
+        need: {cut for cut in _CUTS if Cut.parse(cut).keeps(Cut.parse(need), (6, 8))}
+        for need in _CUTS
+    }
+
+    assert right == {
+        "flat": set(_CUTS),
+        "row": {"row", "tensor"},
+        "tensor": {"tensor"},
+        "block(4)": {"row", "tensor", "block(4)", "block(8)"},  # a row is two blocks of 4
+        "block(8)": {"row", "tensor", "block(8)"},
+    }
+
+
+_CUTS = ("flat", "row", "tensor", "block(4)", "block(8)")
+
+
+# ---- Balance ----
+
+
+class _Flat(nn.Module):
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(torch.empty(size) for size in sizes)
+
+    def forward(self) -> None:
+        raise NotImplementedError
+
+
+def test_nobody_has_more_than_another_plus_one_tensor() -> None:
+    """The bound of largest-first; all on one rank would be legal too, and useless."""
+    for seed in range(50):
+        rng = random.Random(seed)
+        sizes = [rng.randrange(1, 1000) for _ in range(rng.randrange(1, 60))]
+        world_size = rng.randrange(1, 9)
+        model = _Flat(sizes)
+        cuts = {id(param): Cut.TENSOR for param in model.parameters()}
+
+        (unit,) = plan_units(model, [""], world_size=world_size, cuts=cuts)
+
+        splits = [buffer.layout.payload_splits for buffer in unit.buffers]
+        held = [sum(of_rank) for of_rank in zip(*splits, strict=True)]
+        assert sum(held) == sum(sizes)
+        assert max(held) - min(held) <= max(sizes), seed
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 64)
+        self.down = nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.norm(x)))
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(500, 16)
+        self.gate = nn.Linear(16, 16, bias=False)
+        self.blocks = nn.ModuleList(_Block() for _ in range(4))
+
+
+def _plan(world_size: int, cut_of) -> list:
+    model = _Net()
+    cuts = {id(param): cut_of(name, param) for name, param in model.named_parameters()}
+    units = choose_units(model, max_unit_bytes=2**30)
+    return [
+        buffer
+        for unit in plan_units(model, units, world_size=world_size, cuts=cuts)
+        for buffer in unit.buffers
+    ]
+
+
+def _by_dims(name: str, param: nn.Parameter) -> Cut:
+    return Cut.TENSOR if param.dim() > 1 and name != "embed.weight" else Cut.FLAT
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_small_vectors_travel_with_the_matrices_of_their_unit(world_size: int) -> None:
+    """A collective of its own for a few biases costs more than it evens out."""
+    root, *blocks = _plan(world_size, _by_dims), []
+    blocks = root[2:]
+
+    assert len(blocks) == 4
+    assert all(len(buffer.params) == 6 for buffer in blocks)
+    for buffer in blocks:
+        for rank in range(world_size):
+            for piece in buffer.layout.pieces(rank):
+                assert piece.in_tensor.numel == buffer.params[piece.index].shape.numel()
+
+
+def test_a_large_parameter_that_may_be_cut_is_cut_evenly() -> None:
+    """An embedding that AdamW trains must not go to one rank because Muon's matrix is beside it."""
+    buffers = _plan(4, _by_dims)[:2]
+
+    assert [[param.name for param in buffer.params] for buffer in buffers] == [
+        ["gate.weight"],
+        ["embed.weight"],
+    ]
+    assert len(set(buffers[1].layout.splits)) == 1
+
+
+def test_rows_and_blocks_even_out_what_whole_tensors_left_uneven() -> None:
+    """One rank keeps the only matrix; the others get the rows."""
+    buffers = _plan(2, lambda name, _: Cut.TENSOR if name == "gate.weight" else Cut.ROW)
+    held = [sum(buffer.layout.payload_splits[rank] for buffer in buffers) for rank in range(2)]
+
+    assert abs(held[0] - held[1]) <= 2 * 64  # a row of the widest matrix
+
+
+def test_ranks_far_more_than_tensors_leave_some_empty() -> None:
+    """Legal, and every rank still plans the same."""
+    buffers = _plan(64, lambda name, _: Cut.TENSOR)
+
+    assert sum(sum(buffer.layout.payload_splits) for buffer in buffers) == sum(
+        param.numel() for param in _Net().parameters()
+    )
