@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from zero_ckpt import RngTracker
 
 Run = Callable[..., Any]  # calls a function on arguments: directly, or checkpointed
@@ -52,6 +53,29 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = run(block, x, mask, scale=0.5)
         return x
+
+
+class Random(nn.Module):
+    """Draws in operators that return new tensors, attention and one that torch does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, run: Run) -> Tensor:
+        """Likewise."""
+        return run(self._layers, x)
+
+    def _layers(self, x: Tensor) -> Tensor:
+        x = torch.native_dropout(self.linear(x), 0.3, True)[0]
+        x = x * torch.rand_like(x) + _noise(x.detach())
+        x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.4)[:, 0]
+        return torch.native_dropout(self.linear(x).relu(), 0.3, True)[0] + torch.randn(8)
+
+
+@torch.library.custom_op("zero_ckpt_tests::noise", mutates_args=())
+def _noise(x: Tensor) -> Tensor:
+    return torch.rand(x.shape).to(x.dtype)
 
 
 def train(

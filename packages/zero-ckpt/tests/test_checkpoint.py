@@ -16,7 +16,7 @@ from same_numbers import Run, Stack, assert_equal, plainly, train
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from zero_ckpt import Checkpointer, CheckpointError, NondeterminismError, RngTracker
+from zero_ckpt import Checkpointer, CheckpointError, NondeterminismError
 
 checkpoint = Checkpointer().checkpoint
 
@@ -39,94 +39,6 @@ def test_outputs_gradients_and_generators_are_those_without(run: Run, dtype: tor
     expected = train(plainly, Stack, dtype=dtype)
 
     assert_equal(train(run, Stack, dtype=dtype), expected)
-
-
-@pytest.mark.parametrize("stops_early", [True, False])
-def test_rngs_forked_inside_are_drawn_from_again(stops_early: bool) -> None:
-    """Tensor-parallel code draws its masks from an rng of its own."""
-    tracker = RngTracker("cpu")
-    run = Checkpointer(tracker=tracker, stops_early=stops_early).checkpoint
-    make = partial(Stack, tracker=tracker)
-    expected = train(plainly, make, tracker=tracker)
-
-    assert_equal(train(run, make, tracker=tracker), expected)
-
-
-def test_a_checkpoint_of_everything_holds_checkpoints_of_blocks() -> None:
-    """The outer one must not defeat the inner ones, nor they it."""
-
-    class Whole(Stack):
-        def forward(self, x: Tensor, run: Run) -> Tensor:
-            return run(super().forward, x, run)
-
-    assert_equal(train(checkpoint, Whole), train(plainly, Whole))
-
-
-class _Normed(nn.Module):
-    """Batch norm writes its statistics in forward, some behind the version's back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(4, momentum=momentum), nn.Tanh())
-            for momentum in (0.1, None)
-        )
-        self.register_buffer("calls", torch.zeros(3, 10_000))
-
-    def forward(self, x: Tensor, run: Run) -> Tensor:
-        return run(self._layers, x, run)
-
-    def _layers(self, x: Tensor, run: Run) -> Tensor:
-        self.calls.add_(1)  # larger than what is put back without asking
-        for layer in self.layers:
-            x = run(layer, x)
-        return x
-
-
-def test_statistics_are_written_once() -> None:
-    """A batch that counts twice changes what the model is in evaluation."""
-    assert_equal(train(checkpoint, _Normed), train(plainly, _Normed))
-
-
-def _in_closure(function: Callable[..., Any], *args: Any) -> Any:
-    """As Megatron calls a chunk of layers, and torchvision's DenseNet its norms."""
-    layers = [function]
-
-    def forward(*inputs: Any) -> Any:
-        return layers[0](*inputs)
-
-    return Checkpointer(stops_early=False).checkpoint(partial(forward), *args)
-
-
-def test_statistics_of_modules_in_a_closure_are_written_once() -> None:
-    """A function that calls modules is no less usual than a module."""
-    assert_equal(train(_in_closure, _Normed), train(plainly, _Normed))
-
-
-def test_autocast_is_as_it_was_in_forward() -> None:
-    """Backward runs outside of it, and fp32 would give other numbers."""
-
-    class Cast(Stack):
-        def forward(self, x: Tensor, run: Run) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return super().forward(x, run)
-
-    assert_equal(train(checkpoint, Cast), train(plainly, Cast))
-
-
-def test_autocast_of_backward_is_not_that_of_the_second_run() -> None:
-    """Who calls backward inside autocast has run forward outside of it, in fp32."""
-    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
-
-    def deeper(x: Tensor) -> Tensor:
-        return layer(layer(x).sin())
-
-    def numbers(run: Run) -> list[Tensor]:
-        loss = run(deeper, x).square().sum()
-        with torch.autocast("cpu", torch.bfloat16):
-            return list(torch.autograd.grad(loss, list(layer.parameters())))
-
-    assert_equal(numbers(checkpoint), numbers(plainly))
 
 
 # ---- Arguments and results ----
@@ -210,81 +122,6 @@ def test_arguments_arrive_as_the_very_objects_that_were_passed() -> None:
 
     assert seen[0] is options
     assert seen[1] is not options and seen[1]["log"] is options["log"]
-
-
-def test_parameters_learn_where_no_input_requires_a_gradient() -> None:
-    """Token ids never do; a backward of its own for each segment loses these gradients."""
-    embedding = nn.Embedding(10, 4)
-    ids = torch.tensor([1, 2, 2])
-
-    checkpoint(lambda ids: embedding(ids).square(), ids).sum().backward()
-
-    assert embedding.weight.grad is not None
-    expected = torch.zeros(10, 4).index_add(0, ids, 2 * embedding.weight.detach()[ids])
-    assert torch.equal(embedding.weight.grad, expected)
-
-
-def test_gradients_can_be_asked_for_by_name() -> None:
-    """autograd.grad() runs no backward of parameters, and gradient penalties call it twice."""
-    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
-
-    def penalty(run: Run) -> list[Tensor]:
-        y = run(lambda x: layer(x).tanh(), x)
-        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return [
-            slope,
-            *torch.autograd.grad(slope.square().sum(), layer.parameters(), allow_unused=True)[:1],
-        ]
-
-    assert_equal(penalty(checkpoint), penalty(plainly))
-
-
-def test_a_gradient_taken_inside_the_function_is_right() -> None:
-    """Forces are gradients of energies, taken in forward."""
-    layer, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
-
-    def force(x: Tensor) -> Tensor:
-        energy = layer(x).tanh().square().sum()
-        return torch.autograd.grad(energy, x, create_graph=True)[0]
-
-    def numbers(run: Run) -> list[Tensor]:
-        return list(torch.autograd.grad(run(force, x).square().sum(), [x, layer.weight]))
-
-    assert_equal(numbers(checkpoint), numbers(plainly))
-
-
-def test_frozen_weights_and_adapters_inside_are_as_without() -> None:
-    """LoRA trains a few tensors of a block whose input may need no gradient."""
-
-    class Adapted(Stack):
-        def __init__(self) -> None:
-            super().__init__()
-            self.requires_grad_(False)
-            self.down = nn.ParameterList(torch.randn(8, 2) for _ in self.blocks)
-            self.up = nn.ParameterList(torch.zeros(2, 8) for _ in self.blocks)
-
-        def forward(self, x: Tensor, run: Run) -> Tensor:
-            for block, down, up in zip(self.blocks, self.down, self.up, strict=True):
-                x = run(lambda x, block=block, down=down, up=up: block(x) + x @ down @ up, x)
-            return x
-
-    assert_equal(train(checkpoint, Adapted), train(plainly, Adapted))
-
-
-def test_views_of_one_another_stay_what_they_are() -> None:
-    """Heads are slices of one projection, transposed, and a bias is expanded."""
-
-    def attend(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-        return (q.flatten(1) @ k.flatten(1).mT + bias).softmax(-1)
-
-    def numbers(run: Run) -> list[Tensor]:
-        leaf = torch.arange(24.0).reshape(2, 3, 4).div(24).requires_grad_()
-        bias = torch.ones(1, requires_grad=True)
-        both = leaf * 2
-        out = run(attend, both[:, 0:2].mT, both[:, 1:3].mT, bias.expand(2, 2))
-        return list(torch.autograd.grad(out[0].square().sum(), [leaf, bias]))
-
-    assert_equal(numbers(checkpoint), numbers(plainly))
 
 
 # ---- What is kept ----
@@ -438,29 +275,6 @@ def test_a_graph_that_is_retained_is_computed_once_per_backward() -> None:
 
     assert torch.equal(first[0], second[0])
     assert len(count.runs) == 3
-
-
-class _AskTwice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x, x)
-        return x.square()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        (x, same), (again, _) = ctx.saved_tensors, ctx.saved_tensors
-        assert torch.equal(x, again) and torch.equal(x, same)
-        return 2 * x * grad
-
-
-def test_a_tensor_that_is_saved_or_asked_for_twice_is_there_twice() -> None:
-    """Custom functions unpack what they saved where they please."""
-    x = torch.randn(3, requires_grad=True)
-
-    checkpoint(lambda x: _AskTwice.apply(x.sin()), x).sum().backward()
-
-    expected = 2 * x.detach().sin() * x.detach().cos()
-    assert x.grad is not None and torch.equal(x.grad, expected)
 
 
 def test_what_nobody_asks_for_is_not_computed_again() -> None:

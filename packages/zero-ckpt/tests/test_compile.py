@@ -8,7 +8,7 @@ import pytest
 import torch
 from same_numbers import Run, assert_equal, plainly
 from torch import Tensor, nn
-from zero_ckpt import Checkpointer, RngTracker
+from zero_ckpt import MATMULS, Checkpointer, RngTracker, by_name, checkpoint_modules
 
 # Dynamo looks at .grad of whatever it meets.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -85,4 +85,26 @@ def test_a_compiled_block_is_checkpointed_as_any_function() -> None:
     def numbers(run: Run) -> list[Tensor]:
         return _numbers(layers, x, _twice(compiled, run))
 
-    assert_equal(numbers(Checkpointer().checkpoint), numbers(plainly))
+    for keeps in (None, MATMULS):
+        assert_equal(numbers(Checkpointer(keeps=keeps).checkpoint), numbers(plainly))
+
+
+def test_a_compiled_caller_has_a_policy_over_operators_honoured() -> None:
+    """The compiler would recompute everything."""
+    layers, x = _model()
+    checkpointer = Checkpointer(keeps=MATMULS)
+
+    loss = torch.compile(lambda x: checkpointer.checkpoint(layers, x).sum(), backend="eager")(x)
+
+    assert checkpointer.kept_bytes == 4 * (16 + 8) * 4  # of both linear layers
+    loss.backward()
+
+
+def test_a_compiled_model_of_checkpointed_modules_computes_the_same() -> None:
+    """Its compiler recomputes by itself, or the graph breaks."""
+    layers, x = _model()
+    expected = _numbers(layers, x, lambda x: layers(x).sum())
+    checkpoint_modules(layers, by_name("*"))
+    compiled = torch.compile(layers, backend="aot_eager")
+
+    torch.testing.assert_close(_numbers(layers, x, lambda x: compiled(x).sum()), expected)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from same_numbers import Stack, assert_equal, plainly, train
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from zero_ckpt import Checkpointer, PackedSaver, RngTracker
+from zero_ckpt import Checkpointer, PackedSaver
 from zero_ckpt.testing import late
 from zero_comm import DivergenceError, Group, even_splits, record_traffic
 
@@ -39,39 +36,6 @@ def _saver(group: Group, *, moves: bool = False, num_slots: int | None = None) -
 
 
 # ---- The law ----
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_numbers_are_those_without(ranks: Any, world_size: int) -> None:
-    """A gather moves values; it must not change one, nor a generator."""
-    ranks(world_size).run(_all_as_without, chosen=OPTIONS[:: 3 if world_size == 4 else 1])
-
-
-def _all_as_without(group: Group, chosen: list[dict[str, Any]]) -> None:
-    tracker = RngTracker("cpu")
-    make = partial(Stack, tracker=tracker)
-    for dtype in (torch.float32, torch.bfloat16):
-        expected = train(plainly, make, dtype=dtype, tracker=tracker)
-        for options in chosen:
-            checkpointer = Checkpointer(saver=_saver(group, **options), tracker=tracker)
-            found = train(checkpointer.checkpoint, make, dtype=dtype, tracker=tracker)
-            assert_equal(found, expected)
-
-
-def test_numbers_of_nested_checkpoints_are_those_without(ranks: Any) -> None:
-    """Inner calls gather as well, while the outer one is computed again: alike on all ranks."""
-    ranks(2).run(_nested_as_without)
-
-
-def _nested_as_without(group: Group) -> None:
-    expected = train(plainly, Stack)
-    for options in OPTIONS:
-        run = Checkpointer(saver=_saver(group, **options)).checkpoint
-
-        def nested(function: Callable[..., Any], *args: Any, run: Any = run, **kwargs: Any) -> Any:
-            return run(partial(run, partial(run, function)), *args, **kwargs)
-
-        assert_equal(train(nested, Stack), expected)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

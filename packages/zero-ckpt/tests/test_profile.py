@@ -5,20 +5,15 @@ from __future__ import annotations
 import builtins
 import gc
 import re
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from zero_ckpt import (
-    AbstractKept,
-    AbstractSaver,
-    Checkpointer,
-    CheckpointError,
-    KeepSaver,
-    Timing,
-)
+from zero_ckpt import AbstractKept, AbstractSaver, Checkpointer, CheckpointError, KeepSaver, Timing
 from zero_ckpt.testing import clocked
 
 
@@ -221,3 +216,67 @@ def test_on_a_device_time_is_the_streams_and_nobody_waits() -> None:
 
     (timing,) = checkpointer.timings()
     assert timing.forward_s > 0.0005 and timing.recompute_s > 0.0005
+
+
+# ---- Whose call it is ----
+
+
+class _Scaling(nn.Module):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x * scale
+
+
+_FORMS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
+    "module": lambda block: block,
+    "method": lambda block: block.forward,
+    "partial-of-module": lambda block: partial(block, scale=2.0),
+    "partial-of-call": lambda block: partial(block.__call__, scale=2.0),
+    "partial-of-function": lambda block: partial(type(block).forward, block, scale=2.0),
+    "partial-of-partial": lambda block: partial(partial(type(block).forward, block), scale=2.0),
+}
+
+
+def _layers(*functions: Callable[..., Any]) -> list[tuple[str, int]]:
+    """Names of the layers that were called, and how often."""
+    checkpointer = Checkpointer(profiles=True)
+    for function in functions:
+        checkpointer.checkpoint(function, torch.ones(3, requires_grad=True))
+    return [(timing.layer, timing.num_calls) for timing in checkpointer.timings()]
+
+
+def test_a_block_is_one_layer_in_whatever_form_it_is_called() -> None:
+    """Libraries bind keyword arguments anew for every call."""
+    block = _Scaling()
+
+    assert _layers(*(form(block) for form in _FORMS.values())) == [("_Scaling", len(_FORMS))]
+
+
+def test_functions_of_one_name_are_one_layer() -> None:
+    """A closure is made anew for every call, and has nothing but its name."""
+
+    def make(scale: float) -> Callable[[Tensor], Tensor]:
+        def scaled(x: Tensor) -> Tensor:
+            return x * scale
+
+        return scaled
+
+    assert [num_calls for _, num_calls in _layers(make(1.0), torch.sin, make(2.0))] == [2, 1]
+
+
+def test_a_module_that_is_gone_is_forgotten() -> None:
+    """A name must keep no model alive, nor a new module at its address get its name."""
+    checkpointer = Checkpointer(profiles=True)
+    for _ in range(3):
+        block = _Scaling()
+        checkpointer.checkpoint(block, torch.ones(3, requires_grad=True))
+        seen = weakref.ref(block)
+        del block
+
+        assert seen() is None
+
+    names = [timing.layer for timing in checkpointer.timings()]
+    assert names == [
+        "_Scaling",
+        "_Scaling 2",
+        "_Scaling 3",
+    ]

@@ -1,10 +1,11 @@
-"""Collectives on one flat buffer, against one process that adds in rank order."""
+"""Collectives on one flat buffer, as it is or encoded, against one process in rank order."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
+from typing import Any
 
 import attrs
 import pytest
@@ -23,22 +24,29 @@ from zero_comm import (
     all_reduce_flat,
     broadcast_flat,
     even_splits,
+    gather_flat,
+    parse_codec,
+    record_traffic,
     reduce_scatter_flat,
 )
 
-# Even, uneven, with empty chunks first, last and between, and nothing at all; by world size.
-SPLITS = {
-    1: [(0,), (7,)],
-    2: [(4, 4), (5, 2), (0, 3), (3, 0), (0, 0)],
-    3: [(4, 4, 4), (5, 0, 2), (0, 1, 6), (0, 0, 0)],
-    4: [(3, 3, 3, 3), (1, 5, 0, 2), (0, 0, 9, 0)],
-}
-EACH_SPLITS = each_way(splits for group in SPLITS.values() for splits in group)
+# Even, uneven, with empty chunks first, last and between, around a codec's block, and nothing.
+SPLITS = [
+    *((0,), (7,)),
+    *((600, 600), (257, 0), (0, 3), (0, 0)),
+    *((4, 4, 4), (5, 0, 2), (255, 256, 1), (0, 0, 0)),
+    *((3, 3, 3, 3), (1, 700, 0, 513), (0, 0, 9, 0)),
+]
+EACH_SPLITS = each_way(SPLITS)
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 FLOATS = [torch.float32, torch.bfloat16]
+CODECS = ["none", "int8", "int4", "int8:8", "bf16", "fp32"]
+# What travels as it is may be of any dtype.
+GATHERED = [("none", torch.int64), *product(CODECS, FLOATS)]
+REDUCED = list(product(CODECS, FLOATS, Reduction))
 
 
-def _values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+def _values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """What `rank` puts in; any process can say what any rank has."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(1000 + rank))
     return (values * 1000).to(dtype)
@@ -48,12 +56,31 @@ def _chunk(tensor: Tensor, splits: Sequence[int], rank: int) -> Tensor:
     return list(tensor.split(list(splits)))[rank]
 
 
-def _reduced(world_size: int, numel: int, dtype: torch.dtype, op: Reduction) -> Tensor:
-    """The documented order: ((g0 + g1) + g2) + ..., then divided."""
-    total = _values(0, numel, dtype)
-    for rank in range(1, world_size):
-        total = total + _values(rank, numel, dtype)
-    return total / world_size if op is Reduction.MEAN else total
+def _arrived(codec: str, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """What becomes of values that travel encoded; alone nothing travels, and all is exact."""
+    how, out = parse_codec(codec), torch.empty_like(values, dtype=dtype)
+    return out.copy_(values) if how is None else how.decode(how.encode(values), out)
+
+
+def _reduced(
+    splits: Sequence[int], dtype: torch.dtype, op: Reduction, codec: str = "none"
+) -> Tensor:
+    """The documented order: ((g0 + g1) + g2) + ..., then divided; in float32 of what was sent."""
+    world_size, how = len(splits), codec if len(splits) > 1 else "none"
+    sums = []
+    for rank in range(world_size):
+        chunks = [
+            _chunk(_values(peer, sum(splits), dtype), splits, rank) for peer in range(world_size)
+        ]
+        if how == "none":
+            total = chunks[0]
+        else:
+            chunks = [_arrived(how, chunk, torch.float32) for chunk in chunks]
+            total = torch.zeros(splits[rank]) + chunks[0]
+        for chunk in chunks[1:]:
+            total = total + chunk
+        sums.append((total / world_size if op is Reduction.MEAN else total).to(dtype))
+    return torch.cat(sums)
 
 
 # ---- All-gather ----
@@ -63,35 +90,50 @@ def _reduced(world_size: int, numel: int, dtype: torch.dtype, op: Reduction) -> 
 def test_all_gather_puts_each_shard_in_its_rank_s_chunk(
     ranks, splits: Sequence[int], transport: str
 ) -> None:
-    """Parameters are views of the buffer: one element off and every later one is another's."""
-    world_size = len(splits)
-    for results in ranks(world_size).run(_gather_each, splits=splits, transport=transport):
-        assert len(results) == 2 * len(DTYPES)
-        for (dtype, how), full in results.items():
+    """Parameters are views of the buffer: one element off and every later one is another's.
+
+    A rank's own chunk is rounded as its peers' are: else ranks would have different models.
+    """
+    alone = len(splits) == 1
+    for results in ranks(len(splits)).run(_gather_each, splits=splits, transport=transport):
+        assert len(results) == len(GATHERED)
+        for (codec, dtype), fulls in results.items():
             shards = [_values(rank, numel, dtype) for rank, numel in enumerate(splits)]
-            assert torch.equal(full, torch.cat(shards)), (dtype, how)
+            arrived = torch.cat([_arrived(codec, shard) for shard in shards])
+            for how, full in fulls.items():
+                exact = alone and how != "from bytes"  # nothing travels
+                expected = torch.cat(shards) if exact else arrived
+                assert torch.equal(full, expected), (codec, dtype, how)
 
 
 def _gather_each(
     group: Group, splits: Sequence[int], transport: str
-) -> dict[tuple[torch.dtype, str], Tensor]:
+) -> dict[tuple[str, torch.dtype], dict[str, Tensor]]:
     group = over(group, transport)
     return {
-        (dtype, how): _gather(group, splits, dtype, in_place=how == "in place")
-        for dtype in DTYPES
-        for how in ("in place", "shard given")
+        (codec, dtype): {
+            how: _gather(group, splits, dtype, codec, how)
+            for how in ("in place", "from a shard", "from bytes")
+            if codec != "none" or how != "from bytes"
+        }
+        for codec, dtype in GATHERED
     }
 
 
-def _gather(group: Group, splits: Sequence[int], dtype: torch.dtype, in_place: bool) -> Tensor:
-    out = torch.full((sum(splits),), 77, dtype=dtype)
-    shard = _values(group.rank, splits[group.rank], dtype)
-    if in_place:
-        _chunk(out, splits, group.rank).copy_(shard)
-    given = None if in_place else shard
-    full = all_gather_flat(out, splits=splits, group=group, shard=given).wait()
+def _gather(group: Group, splits: Sequence[int], dtype: torch.dtype, name: str, how: str) -> Tensor:
+    codec, out = parse_codec(name), torch.full((sum(splits),), 77, dtype=dtype)
+    exact = _values(group.rank, splits[group.rank], dtype)
+    shard: Tensor | None = exact.clone()
+    if how == "in place":
+        _chunk(out, splits, group.rank).copy_(exact)
+        shard = None
+    elif how == "from bytes":
+        assert codec is not None
+        shard = codec.encode(exact)
+    full = all_gather_flat(out, splits=splits, group=group, shard=shard, codec=codec).wait()
 
-    assert full is out
+    assert full.data_ptr() == out.data_ptr()
+    assert how != "from a shard" or torch.equal(shard, exact), "masters are not written"
     return full
 
 
@@ -109,58 +151,66 @@ def _gather_late(group: Group, splits: Sequence[int], transport: str) -> Tensor:
     group = over(group, transport)
     if group.rank == 0:
         time.sleep(0.2)
-    return _gather(group, splits, torch.float32, in_place=True)
+    return _gather(group, splits, torch.float32, "none", "in place")
 
 
 # ---- Reductions ----
 
 
 @pytest.mark.parametrize(("splits", "transport"), EACH_SPLITS, ids=str)
-def test_reductions_add_in_rank_order(ranks, splits: Sequence[int], transport: str) -> None:
-    """Bit for bit, or a resumed or re-partitioned run is not the run that was saved."""
-    world_size = len(splits)
-    results = ranks(world_size).run(_reduce_each, splits=splits, transport=transport)
+def test_reductions_add_what_was_sent_in_rank_order(
+    ranks, splits: Sequence[int], transport: str
+) -> None:
+    """Bit for bit, or a resumed or re-partitioned run is not the run that was saved.
 
-    for rank in range(world_size):
-        assert len(results[rank]) == len(FLOATS) * len(Reduction)
-        for (dtype, op), got in results[rank].items():
-            total = _reduced(world_size, sum(splits), dtype, op)
-            assert torch.equal(got["scattered"], _chunk(total, splits, rank)), (dtype, op)
-            assert torch.equal(got["scattered in place"], _chunk(total, splits, rank)), (dtype, op)
-            assert torch.equal(got["everywhere"], total), (dtype, op)
-            assert torch.equal(got["everywhere, even"], total), (dtype, op)
-            assert torch.equal(got["untouched"], _values(rank, sum(splits), dtype)), (dtype, op)
+    A rank's own contribution is rounded as its peers' are.
+    """
+    results = ranks(len(splits)).run(_reduce_each, splits=splits, transport=transport)
+
+    for rank in range(len(splits)):
+        assert len(results[rank]) == len(REDUCED)
+        for (codec, dtype, op), got in results[rank].items():
+            total, how = _reduced(splits, dtype, op, codec), (codec, dtype, op)
+            sums = [_chunk(total, splits, peer) for peer in range(len(splits))]
+            sent = "none" if len(splits) == 1 else codec
+            everywhere = torch.cat([_arrived(sent, each) for each in sums])
+            assert torch.equal(got["scattered"], sums[rank]), how
+            assert torch.equal(got["scattered in place"], sums[rank]), how
+            assert torch.equal(got["everywhere"], everywhere), how
+            assert torch.equal(got["untouched"], _values(rank, sum(splits), dtype)), how
+            if codec == "none":
+                assert torch.equal(got["everywhere, even"], total), how
 
 
 def _reduce_each(
     group: Group, splits: Sequence[int], transport: str
-) -> dict[tuple[torch.dtype, Reduction], dict[str, Tensor]]:
+) -> dict[tuple[str, torch.dtype, Reduction], dict[str, Tensor]]:
     group = over(group, transport)
-    return {(dtype, op): _reduce(group, splits, dtype, op) for dtype in FLOATS for op in Reduction}
+    return {
+        (codec, dtype, op): _reduce(group, splits, dtype, op, codec) for codec, dtype, op in REDUCED
+    }
 
 
 def _reduce(
-    group: Group, splits: Sequence[int], dtype: torch.dtype, op: Reduction
+    group: Group, splits: Sequence[int], dtype: torch.dtype, op: Reduction, codec: str = "none"
 ) -> dict[str, Tensor]:
+    how: dict[str, Any] = {"group": group, "op": op, "codec": parse_codec(codec)}
     mine = _values(group.rank, sum(splits), dtype)
-    buffer, in_place = mine.clone(), mine.clone()
+    buffer, in_place, given = mine.clone(), mine.clone(), mine.clone()
     own = _chunk(in_place, splits, group.rank)
-    scattered = reduce_scatter_flat(buffer, splits=splits, group=group, op=op).wait()
-    aliased = reduce_scatter_flat(in_place, splits=splits, group=group, op=op, out=own).wait()
+    scattered = reduce_scatter_flat(buffer, splits=splits, **how).wait()
+    aliased = reduce_scatter_flat(in_place, splits=splits, out=own, **how).wait()
+    everywhere = all_reduce_flat(given, splits=splits, **how).wait()
 
     assert aliased is own
-    assert scattered.data_ptr() != _chunk(buffer, splits, group.rank).data_ptr() or not own.numel()
-
-    given = mine.clone()
-    everywhere = all_reduce_flat(given, group=group, op=op, splits=splits).wait()
-
     assert everywhere is given
+    assert scattered.data_ptr() != _chunk(buffer, splits, group.rank).data_ptr() or not own.numel()
     return {
         "scattered": scattered,
         "scattered in place": aliased,
         "untouched": buffer,
         "everywhere": everywhere,
-        "everywhere, even": all_reduce_flat(mine, group=group, op=op).wait(),
+        "everywhere, even": all_reduce_flat(mine, **how).wait(),
     }
 
 
@@ -182,7 +232,7 @@ def _sum_integers(group: Group, transport: str) -> int:
 def test_a_long_buffer_is_as_exact_as_a_short_one(ranks, world_size: int, transport: str) -> None:
     """Long messages travel in pieces, and a piece too few or too many is a wrong gradient."""
     splits = [600_000 + 1000 * rank for rank in range(world_size)]  # more than a piece of either
-    total = _reduced(world_size, sum(splits), torch.float32, Reduction.MEAN)
+    total = _reduced(splits, torch.float32, Reduction.MEAN)
 
     got = ranks(world_size).run(_reduce_long, splits=splits, transport=transport)
 
@@ -471,3 +521,65 @@ def _send_between(group: Group, transport: str) -> tuple[list[float], float]:
     dist.send(torch.tensor([5.0]), peer, group=group.process_group)
     work.wait()
     return gathered, received.item()
+
+
+# ---- On one rank alone ----
+
+
+@pytest.mark.parametrize(("splits", "transport"), EACH_SPLITS, ids=str)
+def test_one_rank_has_all_values_in_rank_order_and_no_other_any(
+    ranks, splits: Sequence[int], transport: str
+) -> None:
+    """State that is put together on one rank must not cost the others its memory."""
+    expected = torch.cat([_values(rank, numel) for rank, numel in enumerate(splits)])
+
+    for rank, results in enumerate(
+        ranks(len(splits)).run(_gather_to_each, splits=splits, transport=transport)
+    ):
+        for to, (given, allocated) in enumerate(results):
+            if to == rank:
+                assert torch.equal(given, expected)
+                assert torch.equal(allocated, expected)
+            else:
+                assert given is None
+                assert allocated is None
+
+
+def _gather_to_each(
+    group: Group, splits: Sequence[int], transport: str
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    group = over(group, transport)
+    shard = _values(group.rank, splits[group.rank])
+    results = []
+    for to in range(group.world_size):
+        out = torch.full((sum(splits),), 77.0) if to == group.rank else None
+        given = gather_flat(shard, splits=splits, to=to, group=group, out=out).wait()
+        results.append((given, gather_flat(shard, splits=splits, to=to, group=group).wait()))
+    return results
+
+
+@pytest.mark.parametrize(("world_size", "transport"), worlds(2))
+def test_only_senders_count_what_travels(ranks, world_size: int, transport: str) -> None:
+    """Bytes on the wire are what a user plans with."""
+    first, second = ranks(world_size).run(_count, transport=transport)
+
+    assert (first, second) == (0, 5 * 4)
+
+
+def _count(group: Group, transport: str) -> int:
+    group = over(group, transport)
+    with record_traffic(group) as traffic:
+        gather_flat(torch.ones(5), splits=(5, 5), to=0, group=group).wait()
+    return traffic.operations["gather"].payload_bytes
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """A target beyond the group would leave everyone waiting."""
+    group = Group.solo()
+
+    with pytest.raises(GroupMismatchError, match=r"expected `to` in 0\.\.0"):
+        gather_flat(torch.ones(2), splits=(2,), to=1, group=group)
+    with pytest.raises(GroupMismatchError, match="expected shard to be 1-D"):
+        gather_flat(torch.ones(3), splits=(2,), to=0, group=group)
+    with pytest.raises(GroupMismatchError, match="expected out to be 1-D"):
+        gather_flat(torch.ones(2), splits=(2,), to=0, group=group, out=torch.ones(3))

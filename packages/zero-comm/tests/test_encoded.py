@@ -1,4 +1,4 @@
-"""Collectives whose values travel encoded, against one process with the same codec."""
+"""What else a codec changes: masters, overflows, lists, traffic, refusals; values are elsewhere."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
-from transports import MESSAGES, READS, each_way, over
+from transports import MESSAGES, READS, over
 from zero_comm import (
     AbstractCodec,
     CodecError,
     Group,
     GroupMismatchError,
     OperationTraffic,
-    Reduction,
     all_gather_coalesced,
     all_gather_flat,
     all_reduce_flat,
@@ -23,11 +22,6 @@ from zero_comm import (
     reduce_scatter_coalesced,
     reduce_scatter_flat,
 )
-
-# Even, uneven, with empty chunks, and around a block.
-SPLITS = [(600, 600), (257, 0), (0, 0), (255, 256, 1), (3, 3, 3, 3), (1, 700, 0, 513)]
-NAMES = ["int8", "int4", "int8:8", "bf16", "fp32"]
-FLOATS = [torch.float32, torch.bfloat16]
 
 
 def _codec(name: str) -> AbstractCodec:
@@ -48,68 +42,6 @@ def _there_and_back(
     return codec.decode(codec.encode(values), torch.empty_like(values, dtype=dtype))
 
 
-def _chunk(tensor: Tensor, splits: Sequence[int], rank: int) -> Tensor:
-    return list(tensor.split(list(splits)))[rank]
-
-
-def _reduced(
-    name: str, splits: Sequence[int], rank: int, dtype: torch.dtype, op: Reduction
-) -> Tensor:
-    """What `rank` gets: in float32 and rank order, of what each rank sends it."""
-    total = torch.zeros(splits[rank])
-    for peer in range(len(splits)):
-        sent = _chunk(_values(peer, sum(splits), dtype), splits, rank)
-        total = total + _there_and_back(_codec(name), sent)
-    return (total / len(splits) if op is Reduction.MEAN else total).to(dtype)
-
-
-# ---- All-gather ----
-
-
-@pytest.mark.parametrize(("splits", "transport"), each_way(SPLITS), ids=str)
-def test_a_gather_decodes_every_rank_s_chunk(ranks, splits: Sequence[int], transport: str) -> None:
-    """The own chunk too: ranks whose parameters differ by a rounding are different models."""
-    for results in ranks(len(splits)).run(_gather_each, splits=splits, transport=transport):
-        assert len(results) == len(NAMES) * len(FLOATS)
-        for (name, dtype), fulls in results.items():
-            shards = [_values(rank, numel, dtype) for rank, numel in enumerate(splits)]
-            expected = torch.cat([_there_and_back(_codec(name), s, dtype) for s in shards])
-            for full in fulls:
-                assert torch.equal(full, expected), (name, dtype)
-
-
-def _gather_each(
-    group: Group, splits: Sequence[int], transport: str
-) -> dict[tuple[str, torch.dtype], list[Tensor]]:
-    group = over(group, transport)
-    return {
-        (name, dtype): _gather(group, splits, dtype, _codec(name))
-        for name in NAMES
-        for dtype in FLOATS
-    }
-
-
-def _gather(
-    group: Group, splits: Sequence[int], dtype: torch.dtype, codec: AbstractCodec
-) -> list[Tensor]:
-    """From its place, from a shard, and from bytes."""
-    in_place, given, written = torch.full((3, sum(splits)), 77, dtype=dtype)
-    shard = _values(group.rank, splits[group.rank], dtype)
-    _chunk(in_place, splits, group.rank).copy_(shard)
-    exact = shard.clone()
-    shards = (None, shard, codec.encode(shard))
-    fulls = [
-        all_gather_flat(out, splits=splits, group=group, shard=each, codec=codec).wait()
-        for out, each in zip((in_place, given, written), shards, strict=True)
-    ]
-
-    assert [full.data_ptr() for full in fulls] == [
-        out.data_ptr() for out in (in_place, given, written)
-    ]
-    assert torch.equal(shard, exact), "masters are not written"
-    return fulls
-
-
 @pytest.mark.parametrize("transport", [READS, MESSAGES])
 def test_a_shard_may_have_more_bits_than_what_is_gathered(ranks, transport: str) -> None:
     """Masters in float32 are gathered as bfloat16, and rounded once where twice is worse."""
@@ -125,55 +57,6 @@ def _gather_from_masters(group: Group, transport: str) -> Tensor:
     out = torch.empty(600, dtype=torch.bfloat16)
     shard = _values(group.rank, 300)
     return all_gather_flat(out, splits=(300, 300), group=group, shard=shard, codec=codec).wait()
-
-
-# ---- Reductions ----
-
-
-@pytest.mark.parametrize(("splits", "transport"), each_way(SPLITS), ids=str)
-def test_reductions_add_what_was_sent_in_rank_order(
-    ranks, splits: Sequence[int], transport: str
-) -> None:
-    """Bit for bit, as without a codec; a rank's own contribution is rounded as its peers' are."""
-    results = ranks(len(splits)).run(_reduce_each, splits=splits, transport=transport)
-    world_size = len(splits)
-
-    for rank in range(world_size):
-        for (name, dtype, op), got in results[rank].items():
-            chunks = [_reduced(name, splits, r, dtype, op) for r in range(world_size)]
-            everywhere = [_there_and_back(_codec(name), chunk, dtype) for chunk in chunks]
-            assert torch.equal(got["scattered"], chunks[rank]), (name, dtype, op)
-            assert torch.equal(got["in place"], chunks[rank]), (name, dtype, op)
-            assert torch.equal(got["everywhere"], torch.cat(everywhere)), (name, dtype, op)
-            assert torch.equal(got["untouched"], _values(rank, sum(splits), dtype))
-
-
-def _reduce_each(
-    group: Group, splits: Sequence[int], transport: str
-) -> dict[tuple[str, torch.dtype, Reduction], dict[str, Tensor]]:
-    group = over(group, transport)
-    return {
-        (name, dtype, op): _reduce(group, splits, dtype, op, _codec(name))
-        for name in NAMES
-        for dtype in FLOATS
-        for op in Reduction
-    }
-
-
-def _reduce(
-    group: Group, splits: Sequence[int], dtype: torch.dtype, op: Reduction, codec: AbstractCodec
-) -> dict[str, Tensor]:
-    mine = _values(group.rank, sum(splits), dtype)
-    buffer, in_place, everywhere = mine.clone(), mine.clone(), mine.clone()
-    own = _chunk(in_place, splits, group.rank)
-    scatter = {"splits": splits, "group": group, "op": op, "codec": codec}
-
-    return {
-        "scattered": reduce_scatter_flat(buffer, **scatter).wait(),
-        "untouched": buffer,
-        "in place": reduce_scatter_flat(in_place, out=own, **scatter).wait(),
-        "everywhere": all_reduce_flat(everywhere, **scatter).wait(),
-    }
 
 
 @pytest.mark.parametrize("transport", [READS, MESSAGES])
@@ -233,27 +116,7 @@ def _lists(group: Group) -> tuple[list[Tensor], list[Tensor]]:
     )
 
 
-# ---- A group of one, traffic, and what is refused ----
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_alone_nothing_travels_and_values_stay_exact(name: str) -> None:
-    """A codec is the price of sending; who sends nothing does not pay."""
-    group, codec, values = Group.solo(), _codec(name), _values(0, 300)
-    splits = (300,)
-
-    gathered = all_gather_flat(
-        torch.zeros(300), splits=splits, group=group, shard=values, codec=codec
-    ).wait()
-    scattered = reduce_scatter_flat(values, splits=splits, group=group, codec=codec).wait()
-    everywhere = all_reduce_flat(values.clone(), group=group, codec=codec).wait()
-    from_bytes = all_gather_flat(
-        torch.zeros(300), splits=splits, group=group, shard=codec.encode(values), codec=codec
-    ).wait()
-
-    for result in (gathered, scattered, everywhere):
-        assert torch.equal(result, values)
-    assert torch.equal(from_bytes, _there_and_back(codec, values))
+# ---- Traffic, and what is refused ----
 
 
 @pytest.mark.parametrize("splits", [(600, 600), (5, 0, 257)], ids=str)

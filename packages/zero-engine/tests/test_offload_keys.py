@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from zero_comm import Group
-from zero_engine import Offload, ZeroConfig, shard, unshard
+from zero_engine import Offload, Precision, ZeroConfig, shard, unshard
 from zero_engine.deepspeed import EngineConfig
 from zero_offload import DiskSettings
 
@@ -248,3 +249,127 @@ def test_the_table_names_the_field_and_says_why_a_key_is_not_read() -> None:
     assert rows["aio.queue_depth"] == (
         f"not read: {section}.device and zero_optimization.offload_param.device are not 'nvme'"
     )
+
+
+# ---- Whole files, as tutorials and libraries have them ----
+
+_FP16: Final = {
+    "enabled": "auto",
+    "loss_scale": 0,
+    "loss_scale_window": 1000,
+    "initial_scale_power": 16,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+_STAGE_3: Final = {
+    "stage": 3,
+    "overlap_comm": True,
+    "contiguous_gradients": True,
+    "sub_group_size": 1e9,
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
+_AUTO: Final = {
+    "fp16.enabled": True,
+    "zero_optimization.reduce_bucket_size": 10**6,
+    "zero_optimization.stage3_prefetch_bucket_size": 10**6,
+    "zero_optimization.stage3_param_persistence_threshold": 10**4,
+}
+_ON_CPU: Final = {"device": "cpu", "pin_memory": True}
+_LIGHTNING: Final = {"device": "cpu", "nvme_path": str(FOLDER), "pin_memory": False}
+_EVENTS: Final = {"single_submit": False, "overlap_events": True}
+
+# ZeRO's section, the other sections, and where things rest.
+FILES: Final[dict[str, tuple[dict[str, Any], dict[str, Any], Offload]]] = {
+    "the tutorial of ZeRO-Offload": (
+        {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True},
+        {},
+        Offload(optimizer="host"),
+    ),
+    "both on the CPU, as most people of the Trainer start": (
+        {**_STAGE_3, "offload_optimizer": _ON_CPU, "offload_param": _ON_CPU},
+        {},
+        Offload(optimizer="host", params="host"),
+    ),
+    "ZeRO-Infinity, with every key of both sections and of aio": (
+        {
+            **_STAGE_3,
+            "offload_optimizer": _nvme(
+                pin_memory=True,
+                buffer_count=4,
+                fast_init=False,
+                pipeline_read=False,
+                pipeline_write=False,
+            ),
+            "offload_param": _nvme(
+                pin_memory=True, buffer_count=5, buffer_size=1e8, max_in_cpu=1e9
+            ),
+        },
+        {"aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1, **_EVENTS}},
+        Offload(
+            optimizer="disk",
+            params="disk",
+            path=FOLDER,
+            max_host_numel=10**9,
+            disk=DiskSettings(block_bytes=262144, queue_depth=32, num_workers=1),
+        ),
+    ),
+    "Twin-Flow, with a part on the device": (
+        {**_STAGE_3, "offload_optimizer": {**_ON_CPU, "ratio": 0.3}, "sub_group_size": 1e6},
+        {},
+        Offload(optimizer="host", fraction=0.3, subgroup_bytes=12 * 10**6),
+    ),
+    "Lightning's, which spells out NVMe where the device is the CPU": (
+        {
+            "stage": 3,
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+            "sub_group_size": 1e12,
+            "offload_optimizer": {**_LIGHTNING, "buffer_count": 4},
+            "offload_param": {
+                **_LIGHTNING,
+                "buffer_count": 5,
+                "buffer_size": 1e8,
+                "max_in_cpu": 1e9,
+            },
+        },
+        {
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "aio": {"block_size": MIB, "queue_depth": 8, "thread_count": 1, **_EVENTS},
+        },
+        Offload(optimizer="host", params="host", pin=False),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FILES)
+def test_a_whole_file_is_read(name: str, tmp_path: Path) -> None:
+    """As it lies on a disk, for two ranks, the way a Trainer reads it."""
+    zero, sections, offload = FILES[name]
+    raw = {
+        "fp16": _FP16,
+        "zero_optimization": zero,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 2000,
+        "train_batch_size": 8,
+        "wall_clock_breakdown": False,
+        **sections,
+    }
+    path, stage = tmp_path / "ds.json", zero["stage"]
+    path.write_text(json.dumps(raw))
+    auto = {key: value for key, value in _AUTO.items() if stage == 3 or "stage3" not in key}
+
+    config = EngineConfig.from_deepspeed(path, world_size=2, auto=auto)
+
+    assert config.zero.stage == stage
+    assert config.zero.precision == Precision(params=torch.float16)
+    assert config.zero.offload == offload
+    if "stage3_max_live_parameters" in zero:
+        assert config.zero.max_live_numel == 10**9

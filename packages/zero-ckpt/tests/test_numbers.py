@@ -1,0 +1,436 @@
+"""A checkpointed program computes what it does without: every program, by every checkpointer.
+
+Training with dropout, in every combination of choices, is in `test_combinations.py`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from same_numbers import Random, Run, Stack, assert_equal, plainly, train
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
+from zero_ckpt import MATMULS, Checkpointer, CheckpointError, PackedSaver, Verification
+from zero_ckpt.testing import late
+
+Program = Callable[[Run], list[Tensor]]
+
+
+def _everything(call: Any) -> bool:
+    return True
+
+
+def _on_host(**options: Any) -> Run:
+    saver = PackedSaver(on_host=True)
+    late(saver)
+    return Checkpointer(saver=saver, **options).checkpoint
+
+
+def _nested(run: Run) -> Run:
+    return lambda function, *args, **kwargs: run(partial(run, function), *args, **kwargs)
+
+
+def _in_closure(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As Megatron calls a chunk of layers, and torchvision's DenseNet its norms."""
+    layers = [function]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return layers[0](*args, **kwargs)
+
+    return Checkpointer(stops_early=False).checkpoint(partial(forward), *args, **kwargs)
+
+
+RUNS: dict[str, Callable[[], Run]] = {
+    "plain": lambda: Checkpointer().checkpoint,
+    "to its end": lambda: Checkpointer(stops_early=False).checkpoint,
+    "nested": lambda: _nested(Checkpointer().checkpoint),
+    "in a closure": lambda: _in_closure,
+    "partial": lambda: (
+        lambda function, *args, **kwargs: Checkpointer().checkpoint(
+            partial(function, **kwargs), *args
+        )
+    ),
+    "on the host": _on_host,
+    "without a device": lambda: Checkpointer(saver=PackedSaver(on_host=True)).checkpoint,
+    "keeps matmuls": lambda: Checkpointer(keeps=MATMULS).checkpoint,
+    "keeps everything": lambda: Checkpointer(keeps=_everything).checkpoint,
+    "keeps, nested": lambda: _nested(Checkpointer(keeps=_everything).checkpoint),
+    "verifies": lambda: Checkpointer(verifies=Verification()).checkpoint,
+    "all": lambda: _on_host(keeps=_everything, verifies=Verification(), profiles=True),
+}
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(function: Program) -> Program:
+    """One more row."""
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+# ---- Training ----
+
+
+class _Whole(Stack):
+    def forward(self, x: Tensor, run: Run) -> Tensor:
+        return run(super().forward, x, run)
+
+
+class _Normed(nn.Module):
+    """Writes statistics that gradients depend on or do not, some behind the version's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(4, momentum=momentum), nn.Tanh())
+            for momentum in (0.1, None)
+        )
+        self.register_buffer("calls", torch.zeros(3, 10_000))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, run: Run) -> Tensor:
+        return run(self._layers, x, run)
+
+    def _layers(self, x: Tensor, run: Run) -> Tensor:
+        self.calls.add_(1)  # larger than what is put back without asking
+        self.seen.copy_(self.seen + x.detach().mean())  # the sum is no buffer, and differs
+        for layer in self.layers:
+            x = run(layer, x)
+        return x
+
+
+class _Adapted(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.down = nn.ParameterList(torch.randn(8, 2) for _ in self.blocks)
+        self.up = nn.ParameterList(torch.zeros(2, 8) for _ in self.blocks)
+
+    def forward(self, x: Tensor, run: Run) -> Tensor:
+        for block, down, up in zip(self.blocks, self.down, self.up, strict=True):
+            x = run(lambda x, block=block, down=down, up=up: block(x) + x @ down @ up, x)
+        return x
+
+
+class _InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, run: Run) -> Tensor:
+        y = run(self._layers, x)
+        return y.mul_(2).add_(1)  # and outside
+
+    def _layers(self, x: Tensor) -> Tensor:
+        x = F.leaky_relu(self.up(x), inplace=True).mul(2).add_(1)
+        x = F.dropout(self.up(x).view(-1, 8), 0.4, inplace=True)
+        return self.down(x.view(2, 4, 8))
+
+
+def _cast(run: Run) -> list[Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        return train(run, Stack)
+
+
+PROGRAMS |= {
+    "dropout": lambda run: train(run, Stack),
+    "a checkpoint of everything, with checkpoints of blocks in it": lambda run: train(run, _Whole),
+    "statistics, which are written once": lambda run: train(run, _Normed),
+    "frozen weights and adapters": lambda run: train(run, _Adapted),  # an input may need no grad
+    "writes in place and to the output": lambda run: train(run, _InPlace),  # relu_, applied twice
+    "operators that draw": lambda run: train(run, Random),  # generators move past the kept ones
+    "autocast around all": _cast,  # casts of weights are cached in one run and made in another
+}
+
+
+# ---- More than one backward, more than one call ----
+
+
+def _linears() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
+
+
+@program
+def autocast_of_forward_only(run: Run) -> list[Tensor]:
+    """Backward runs outside of it, and fp32 would give other numbers."""
+    model, x = _linears(), torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = run(model, x).float()  # whose casts of weights the next call need not make
+        loss = run(lambda x: model(model(x).float() + 1), y).float().square().sum()
+    loss.backward()
+    return [loss, *(param.grad for param in model.parameters())]  # type: ignore[misc]
+
+
+@program
+def autocast_of_backward_only(run: Run) -> list[Tensor]:
+    """Who calls backward inside autocast has run forward outside of it, in fp32."""
+    model = _linears()
+    loss = run(model, torch.ones(4, 8)).square().sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@program
+def gradients_of_gradients(run: Run) -> list[Tensor]:
+    """autograd.grad() runs no backward of parameters, and gradient penalties call it twice."""
+    model, x = _linears(), torch.ones(4, 8, requires_grad=True)
+    (slope,) = torch.autograd.grad(run(model, x).sum(), x, create_graph=True)
+    return [
+        slope,
+        *torch.autograd.grad(slope.square().sum(), [x, *model.parameters()], allow_unused=True)[:2],
+    ]
+
+
+@program
+def a_gradient_taken_inside(run: Run) -> list[Tensor]:
+    """Forces are gradients of energies. In forward it makes the function run within itself."""
+    layer, x = _linears(), torch.ones(2, 8, requires_grad=True)
+
+    def force(x: Tensor) -> Tensor:
+        return torch.autograd.grad(layer(x).tanh().square().sum(), x, create_graph=True)[0]
+
+    return list(torch.autograd.grad(run(force, x).square().sum(), [x, layer[0].weight]))
+
+
+def _partly(guard: Callable[[], Any], run: Run) -> list[Tensor]:
+    model = _linears()
+
+    def function(x: Tensor) -> Tensor:
+        with guard():
+            factor = model(x).mean() + torch.rand(())
+        return model(x) * factor.clone()
+
+    x = torch.ones(4, 8, requires_grad=True)
+    return [*torch.autograd.grad(run(function, x).sum(), x), torch.get_rng_state()]
+
+
+PROGRAMS["targets without gradients"] = partial(_partly, torch.no_grad)
+PROGRAMS["inference tensors, which count no writes"] = partial(_partly, torch.inference_mode)
+
+
+@program
+def views_of_one_another(run: Run) -> list[Tensor]:
+    """Heads are slices of one projection, transposed, and a bias is expanded."""
+
+    def attend(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+        return (q.flatten(1) @ k.flatten(1).mT + bias).softmax(-1)
+
+    leaf = torch.arange(24.0).reshape(2, 3, 4).div(24).requires_grad_()
+    bias = torch.ones(1, requires_grad=True)
+    both = leaf * 2
+    out = run(attend, both[:, 0:2].mT, both[:, 1:3].mT, bias.expand(2, 2))
+    return list(torch.autograd.grad(out[0].square().sum(), [leaf, bias]))
+
+
+@program
+def an_output_that_the_caller_writes_to(run: Run) -> list[Tensor]:
+    """Long after the function has returned; what was kept of it is another value by then."""
+    layer, x = _linears()[0], torch.ones(4, 8, requires_grad=True)
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = layer(x)
+        return y, (y + 1).sin()
+
+    y, z = run(function, x)
+    y.mul_(2)
+    return list(torch.autograd.grad((y + z).sum(), x))
+
+
+@program
+def parameters_where_no_input_requires_a_gradient(run: Run) -> list[Tensor]:
+    """Token ids never do; a backward of its own for each segment loses these gradients."""
+    torch.manual_seed(0)
+    embedding = nn.Embedding(10, 4)
+    run(lambda ids: embedding(ids).square(), torch.tensor([1, 2, 2])).sum().backward()
+    assert embedding.weight.grad is not None
+    return [embedding.weight.grad]
+
+
+@program
+def a_subclass_made_of_parts(run: Run) -> list[Tensor]:
+    """Distributed and quantized tensors are made of others."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
+    loss = run(lambda x: (x @ weight).sin().sum(), TwoTensor(x, 2 * x))
+    loss.backward(torch.ones_like(loss))
+    assert weight.grad is not None
+    return [weight.grad.a, weight.grad.b]  # type: ignore[attr-defined]
+
+
+# ---- Inputs and operators of every kind ----
+
+
+class _AskTwice(torch.autograd.Function):
+    """Custom functions save what they save, and unpack it, where and as often as they please."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x, x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x, same), (again, _) = ctx.saved_tensors, ctx.saved_tensors
+        assert torch.equal(x, again) and torch.equal(x, same)
+        return 2 * x * grad
+
+
+class Named(Tensor):
+    """A subclass that Python alone knows of, with an attribute: an image and its source, say."""
+
+    source: str
+
+
+def _named(x: Tensor) -> Tensor:
+    assert isinstance(x, Named), type(x)
+    assert x.source == "one", vars(x)
+    return (x @ x).sin()
+
+
+def _make_named(x: Tensor) -> tuple[Tensor, ...]:
+    named = (x * 1).as_subclass(Named)
+    named.source = "one"  # type: ignore[attr-defined]
+    return (named,)
+
+
+def _complex(x: Tensor) -> Tensor:
+    return torch.complex(x, x.cos())
+
+
+_Make = Callable[[Tensor], tuple[Any, ...]]
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], _Make]] = {  # of what is made of a leaf
+    "an operator in place": (lambda x: (x * 2).add_(1).relu_().exp(), lambda x: (x,)),
+    "in place on views": (
+        lambda x: (h := x * 2, h[0].mul_(3), h.view(-1)[:3].relu_(), h.exp())[-1],
+        lambda x: (x,),
+    ),
+    "dropout in place": (
+        lambda x: nn.functional.dropout(x * 2, 0.5, inplace=True).sin(),
+        lambda x: (x,),
+    ),
+    "its inputs and views of them": (lambda x: (x, x.t(), x[0], x.sin(), x), lambda x: (x,)),
+    "none": (lambda a, x, b: (None, x.exp(), b), lambda x: (None, x, None)),
+    "integers and booleans": (
+        lambda x, i, b: (x[i].masked_fill(b[i], 0).exp(), i + 1, ~b),
+        lambda x: (x, torch.tensor([1, 2, 2]), torch.ones(4, 4, dtype=torch.bool).triu()),
+    ),
+    "complex": (lambda z: (z @ z).abs().sin(), lambda x: (_complex(x),)),
+    "conjugate": (lambda z: (z @ z).abs().sin(), lambda x: (_complex(x).conj(),)),
+    "negative": (lambda x: (x @ x).sin(), lambda x: (_complex(x).conj().imag,)),
+    "sparse": (lambda s, x: torch.sparse.mm(s, x).sin(), lambda x: (torch.eye(4).to_sparse(), x)),
+    "a subclass": (_named, _make_named),
+    "saved and asked for twice": (lambda x: _AskTwice.apply(x.sin()), lambda x: (x,)),
+    "nothing that a gradient is asked of": (lambda x: x[:0].exp().sum() + x.sum(), lambda x: (x,)),
+    "expanded": (
+        lambda x: x.expand(5, 4, 4).exp().transpose(0, 2)[1:].sin(),
+        lambda x: (x,),
+    ),
+    "half": (lambda x: torch.where(x > 0, x, x.half().float()).sin(), lambda x: (x,)),
+    "attention": (
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]).sin(),
+        lambda x: (x,),
+    ),
+    "recurrent": (  # whose kernels save workspaces that are blank in part
+        lambda layer, x: layer(x[None])[0],
+        lambda x: (nn.LSTM(4, 4, batch_first=True, dropout=0.3, num_layers=2), x),
+    ),
+}
+
+
+def _apply(function: Callable[..., Any], make: _Make, run: Run) -> list[Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, requires_grad=True)
+    found = run(function, *make(x))
+    outputs = [t for t in (found if isinstance(found, tuple) else (found,)) if t is not None]
+    torch.stack([t.sum() for t in outputs if t.requires_grad]).square().sum().backward()
+    assert x.grad is not None
+    flags = torch.tensor([output.requires_grad for output in outputs])
+    return [x.grad, flags, torch.get_rng_state(), *(output.detach() for output in outputs)]
+
+
+PROGRAMS |= {name: partial(_apply, *row) for name, row in FUNCTIONS.items()}
+
+
+@program
+def nan_and_infinity(run: Run) -> list[Tensor]:
+    """A NaN equals no NaN, but its bits do."""
+    x = torch.arange(-2.0, 3.0).requires_grad_()
+    (grad,) = torch.autograd.grad(run(torch.log, x).sum(), x)
+    return [grad.view(torch.int32)]
+
+
+LEFT_OUT = {  # programs of which some checkpointers say that they cannot
+    # What the gradient's own recomputation saves is not told apart there.
+    "a_gradient_taken_inside": {"to its end", "in a closure", "all"},
+    # An inference tensor's memory may be another tensor's in the second run: it counts no writes.
+    "inference tensors, which count no writes": {"verifies", "all"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [(name, run) for name in PROGRAMS for run in RUNS if run not in LEFT_OUT.get(name, ())],
+)
+def test_numbers_are_those_without(name: str, run: str) -> None:
+    """Whatever a saver or a mode does not know it must leave alone."""
+    assert_equal(PROGRAMS[name](RUNS[run]()), PROGRAMS[name](plainly))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("place", ["meta", "fake"])
+def test_tensors_without_memory_go_through(run: str, place: str) -> None:
+    """Models are planned and measured so, before there is memory for them; in silence."""
+    mode = FakeTensorMode() if place == "fake" else torch.device("meta")
+
+    with mode, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.BatchNorm1d(3))
+        x = torch.ones(2, 3, requires_grad=True)
+        RUNS[run]()(model, x).sum().backward()
+
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "transform",
+    [
+        torch.func.grad,
+        torch.func.vmap,
+        torch.func.jacfwd,
+        lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),
+    ],
+    ids=["grad", "vmap", "jacfwd", "jvp"],
+)
+def test_inside_transforms_it_says_that_it_cannot_be(
+    run: str, transform: Callable[[Any], Any]
+) -> None:
+    """What torch would say is about setup_context, of a class that no user has seen."""
+    checkpointed = RUNS[run]()
+
+    with pytest.raises(CheckpointError, match=r"torch\.func.*call the function itself"):
+        transform(lambda x: checkpointed(torch.sum, x.sin()))(torch.ones(3, requires_grad=True))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_dual_numbers_go_through() -> None:
+    """Forward-mode gradients need no recomputation."""
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        tangent = torch.autograd.forward_ad.unpack_dual(
+            Checkpointer().checkpoint(torch.sin, dual)
+        ).tangent
+
+    assert tangent is not None
+    assert torch.equal(tangent, torch.ones(3).cos())
