@@ -574,12 +574,8 @@ def test_buffers_follow_the_number_of_layers() -> None:
     assert_equal(train(checkpoint, Stack), train(plainly, Stack))
 
 
-def test_a_mesh_of_one_dimension_will_do_for_an_mpu(ranks) -> None:
+def test_a_mesh_of_one_dimension_will_do_for_an_mpu(group: Group) -> None:
     """Code that came after Megatron has a DeviceMesh."""
-    ranks(2).run(_seed_by_mesh)
-
-
-def _seed_by_mesh(group: Group) -> None:
     checkpointer = Checkpointer()
     checkpointer.configure(DeviceMesh("cpu", [0, 1]))
     checkpointer.model_parallel_cuda_manual_seed(10)
@@ -590,24 +586,16 @@ def _seed_by_mesh(group: Group) -> None:
     assert torch.equal(drawn, _numbers_of(10 + 2718 + group.rank))
 
 
-def test_a_mesh_of_two_dimensions_will_not(ranks) -> None:
+def test_a_mesh_of_two_dimensions_will_not(group: Group) -> None:
     """Nobody knows which of them splits layers."""
-    ranks(2).run(_configure_with_a_plane)
-
-
-def _configure_with_a_plane(group: Group) -> None:
     mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
     with pytest.raises(CheckpointError, match=r"of one dimension, .* as in mesh\['tp'\]"):
         configure(mesh)
     configure(mesh["tp"])
 
 
-def test_a_group_that_is_not_the_mpus_is_refused(ranks) -> None:
+def test_a_group_that_is_not_the_mpus_is_refused(group: Group) -> None:
     """None is the default group for torch, which is every rank of the job."""
-    ranks(2).run(_split_over_wrong_groups)
-
-
-def _split_over_wrong_groups(group: Group) -> None:
     for process_group, message in (
         (None, "as many ranks as its world size says, 4, got 2"),
         ("tp", "process group of torch.distributed, got 'tp'"),

@@ -371,12 +371,9 @@ def test_memory_that_was_written_is_not_held() -> None:
     assert calls["addmm"] <= 1
 
 
-def test_collectives_write_without_saying_so(ranks) -> None:
+def test_collectives_write_without_saying_so(group: Group) -> None:
     """A row-parallel linear reduces what a matmul returned in place; twice would be wrong."""
-    ranks(2).run(_reduce_in_place)
 
-
-def _reduce_in_place(group: Group) -> None:
     class Reduce(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:

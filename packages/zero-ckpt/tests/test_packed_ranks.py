@@ -38,13 +38,9 @@ def _saver(group: Group, *, moves: bool = False, num_slots: int | None = None) -
 # ---- The law ----
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_inputs_come_back_as_they_were(ranks: Any, world_size: int) -> None:
+@pytest.mark.ranks(2, 4)
+def test_inputs_come_back_as_they_were(group: Group) -> None:
     """Odd sizes, other dtypes, strides: nothing that a model may pass is refused."""
-    ranks(world_size).run(_come_back)
-
-
-def _come_back(group: Group) -> None:
     whole = torch.randn(7, 9)
     inputs = [
         whole.t(),
@@ -109,12 +105,8 @@ def _bytes_of_layers(group: Group, numel: int) -> int:
     return kept_bytes
 
 
-def test_an_enclosing_checkpoint_drops_what_inner_ones_keep(ranks: Any) -> None:
+def test_an_enclosing_checkpoint_drops_what_inner_ones_keep(group: Group) -> None:
     """Shards of inner inputs would pile up until backward: one for each layer of every segment."""
-    ranks(2).run(_nested_bytes)
-
-
-def _nested_bytes(group: Group) -> None:
     saver = _saver(group)
     run = Checkpointer(saver=saver).checkpoint
 
@@ -151,12 +143,8 @@ def _messages(group: Group) -> tuple[int, int]:
 # ---- Ranks that differ, exceptions ----
 
 
-def test_ranks_that_go_backward_through_other_calls_are_told(ranks: Any) -> None:
+def test_ranks_that_go_backward_through_other_calls_are_told(group: Group) -> None:
     """Values of one layer taken for those of another would be gradients of nothing."""
-    ranks(2).run(_other_calls)
-
-
-def _other_calls(group: Group) -> None:
     group = Group.from_process_group(group.process_group, patience_s=0.4)
     run = Checkpointer(saver=_saver(group)).checkpoint
     x = torch.randn(8, requires_grad=True)
@@ -169,12 +157,8 @@ def _other_calls(group: Group) -> None:
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["reads", "messages"])
-def test_ranks_that_were_called_with_other_sizes_are_told(ranks: Any, reads: bool) -> None:
+def test_ranks_that_were_called_with_other_sizes_are_told(group: Group, reads: bool) -> None:
     """Split inputs are the same on all ranks: a batch of its own on each is a mistake."""
-    ranks(2).run(_other_sizes, reads=reads)
-
-
-def _other_sizes(group: Group, reads: bool) -> None:
     with mock.patch.dict(os.environ, {} if reads else {"ZERO_COMM_PEER_MEMORY": "0"}):
         group = Group.from_process_group(dist.new_group(), patience_s=0.4)
     assert (group.peers is not None) == reads
@@ -185,12 +169,8 @@ def _other_sizes(group: Group, reads: bool) -> None:
         output.sum().backward()
 
 
-def test_an_exception_in_the_second_run_leaves_the_ranks_in_step(ranks: Any) -> None:
+def test_an_exception_in_the_second_run_leaves_the_ranks_in_step(group: Group) -> None:
     """Who catches it on every rank goes on."""
-    ranks(2).run(_exception_and_on)
-
-
-def _exception_and_on(group: Group) -> None:
     for options in OPTIONS:
         saver = _saver(group, **options)
         run = Checkpointer(saver=saver).checkpoint

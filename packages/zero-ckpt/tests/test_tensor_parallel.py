@@ -108,13 +108,9 @@ CASES: Final = {  # how it is configured, and how it is called
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_split_over_ranks_trains_as_it_does_without_checkpoints(
-    ranks, name: str, dtype: torch.dtype
+    group: Group, name: str, dtype: torch.dtype
 ) -> None:
     """Masks of parts must differ and masks of wholes agree in the second run as in the first."""
-    ranks(2).run(_compare, name=name, dtype=dtype)
-
-
-def _compare(group: Group, name: str, dtype: torch.dtype) -> None:
     options, run = CASES[name]
     configure(_mpu(group), **options)
 
@@ -128,13 +124,9 @@ def _compare(group: Group, name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("is_configured", [False, True])
 @pytest.mark.parametrize("choice", [False, True])
 def test_a_call_that_says_how_inputs_are_kept_is_heard(
-    ranks, choice: bool, is_configured: bool
+    group: Group, choice: bool, is_configured: bool
 ) -> None:
     """Megatron's flag is the call's, DeepSpeed's is the process's; code may have both."""
-    ranks(2).run(_choose, choice=choice, is_configured=is_configured)
-
-
-def _choose(group: Group, choice: bool, is_configured: bool) -> None:
     checkpointer = Checkpointer()
     checkpointer.configure(_mpu(group), partition_activations=is_configured)
     x = torch.ones(NUMEL, requires_grad=True)
@@ -147,12 +139,8 @@ def _choose(group: Group, choice: bool, is_configured: bool) -> None:
     assert torch.equal(x.grad, 2 * torch.cos(2 * torch.ones(NUMEL)))
 
 
-def test_messages_between_ranks_are_measured_apart_from_copies(ranks) -> None:
+def test_messages_between_ranks_are_measured_apart_from_copies(group: Group) -> None:
     """Which of them is slow decides between splitting inputs and moving them to the host."""
-    ranks(2).run(_measure)
-
-
-def _measure(group: Group) -> None:
     for is_split in (False, True):
         checkpointer = Checkpointer()
         checkpointer.configure(_mpu(group), partition_activations=is_split, profile=True)
@@ -164,12 +152,8 @@ def _measure(group: Group) -> None:
         assert (timing.gather_s > 0) == is_split
 
 
-def test_partitioning_is_turned_off_and_on_between_steps(ranks) -> None:
+def test_partitioning_is_turned_off_and_on_between_steps(group: Group) -> None:
     """Megatron-style code does so around layers that it must not split."""
-    ranks(2).run(_turn_off_and_on)
-
-
-def _turn_off_and_on(group: Group) -> None:
     configure(_mpu(group), partition_activations=True)
     flag = False
 
@@ -184,12 +168,8 @@ def _turn_off_and_on(group: Group) -> None:
     assert_equal(found, _train(group, plainly, dtype=torch.float32, chunk=1, steps=2))
 
 
-def test_a_rank_that_resumes_draws_what_it_would_have_drawn(ranks) -> None:
+def test_a_rank_that_resumes_draws_what_it_would_have_drawn(group: Group) -> None:
     """Each rank's tracker is a part of its training checkpoint."""
-    ranks(2).run(_resume)
-
-
-def _resume(group: Group) -> None:
     configure(_mpu(group))
     tracker = get_cuda_rng_tracker()
     layers = _layers(group, dropout=0.25)
@@ -207,12 +187,8 @@ def _resume(group: Group) -> None:
     assert torch.equal(checkpoint(layers[0], x, mask), expected)
 
 
-def test_the_layer_computes_what_it_does_in_one_piece(ranks) -> None:
+def test_the_layer_computes_what_it_does_in_one_piece(group: Group) -> None:
     """Else these tests would be about something that is no tensor parallelism."""
-    ranks(2).run(_compare_with_whole)
-
-
-def _compare_with_whole(group: Group) -> None:
     configure(_mpu(group))
     model_parallel_cuda_manual_seed(1234)
     whole_layers = _layers(Group.solo(), dropout=0.0)

@@ -298,16 +298,13 @@ def _errors_bytes(group: Group) -> tuple[int, int]:
     return first, errors.num_bytes
 
 
+@pytest.mark.ranks(4)
 @each_node_size
 @pytest.mark.parametrize("kept", [None, Blockwise(8)], ids=str)
 def test_reductions_go_on_from_errors_that_were_saved(
-    ranks, size: int, kept: AbstractCodec | None
+    group: Group, size: int, kept: AbstractCodec | None
 ) -> None:
     """A run that goes on from a file must get the bits of one that was not ended."""
-    ranks(4).run(_go_on_from_errors, size=size, kept=kept)
-
-
-def _go_on_from_errors(group: Group, size: int, kept: AbstractCodec | None) -> None:
     loco = Loco(kept=kept, reset_T=5)  # a number that is lost would move the reset
     levels, splits = _levels(group, size), SPLITS[0]
 
@@ -333,12 +330,8 @@ def _go_on_from_errors(group: Group, size: int, kept: AbstractCodec | None) -> N
     assert not torch.equal(without, expected[0])
 
 
-def test_errors_of_another_buffer_are_refused(ranks) -> None:
+def test_errors_of_another_buffer_are_refused(group: Group) -> None:
     """Fed back elsewhere they would be noise, and nobody would see it."""
-    ranks(2).run(_refuse_errors)
-
-
-def _refuse_errors(group: Group) -> None:
     errors = LocoErrors()
     with pytest.raises(CodecError, match=r"'inside' to be 1-D and torch.uint8.*got torch.float32"):
         errors.load_state_dict({"num_reductions": 1, "inside": torch.zeros(3)})
@@ -409,14 +402,13 @@ def _refuse(group: Group) -> None:
         reduce_scatter_by_levels(torch.zeros(8), splits=(4, 4), errors=errors, **how)
 
 
+@pytest.mark.ranks(4)
 @each_node_size
 @pytest.mark.parametrize("name", ["int4", "none"])
-def test_the_buffer_is_free_when_the_second_hop_has_begun(ranks, size: int, name: str) -> None:
+def test_the_buffer_is_free_when_the_second_hop_has_begun(
+    group: Group, size: int, name: str
+) -> None:
     """A reduction slot is given to another unit then, whose gradients must not be added."""
-    ranks(4).run(_overwrite_after_the_first_hop, size=size, name=name)
-
-
-def _overwrite_after_the_first_hop(group: Group, size: int, name: str) -> None:
     levels, splits = _levels(group, size), SPLITS[1]
     found = []
     for overwrites in (False, True):

@@ -115,13 +115,9 @@ def _scatter(group: Group, op: Reduction, with_out: bool) -> list[Tensor]:
     return shards
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_any_list_comes_back_as_it_was_in_one_message_per_dtype(ranks, world_size: int) -> None:
+@pytest.mark.ranks(1, 2)
+def test_any_list_comes_back_as_it_was_in_one_message_per_dtype(group: Group) -> None:
     """For any sizes and shapes, an empty tensor anywhere among them included."""
-    ranks(world_size).run(_broadcast_any)
-
-
-def _broadcast_any(group: Group) -> None:
     rng = random.Random(0)
     for _ in range(60):
         sent = []
@@ -143,13 +139,9 @@ def _broadcast_any(group: Group) -> None:
 
 @pytest.mark.parametrize("num_tensors", [1, 2])
 def test_tensors_may_be_written_as_soon_as_a_collective_was_launched(
-    ranks, num_tensors: int
+    group: Group, num_tensors: int
 ) -> None:
     """What travels is a copy: it is the wait that writes the result over them."""
-    ranks(2).run(_write_after_launch, num_tensors=num_tensors)
-
-
-def _write_after_launch(group: Group, num_tensors: int) -> None:
     for launch, expected in (
         (lambda tensors: all_reduce_coalesced(tensors, group=group, op=Reduction.SUM), 3.0),
         (lambda tensors: broadcast_coalesced(tensors, src=0, group=group), 1.0),

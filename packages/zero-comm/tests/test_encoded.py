@@ -155,13 +155,9 @@ def _count(
     return counts
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_a_codec_does_not_take_is_refused(ranks, world_size: int) -> None:
+@pytest.mark.ranks(1, 2)
+def test_what_a_codec_does_not_take_is_refused(group: Group) -> None:
     """On every number of ranks alike, and before anything travels."""
-    ranks(world_size).run(_refuse)
-
-
-def _refuse(group: Group) -> None:
     splits, codec = (4,) * group.world_size, _codec("int8")
     numel = sum(splits)
     how = {"group": group, "codec": codec}

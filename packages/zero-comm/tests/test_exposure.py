@@ -92,12 +92,8 @@ def _write_and_read(group: Group) -> list[Tensor]:
     return seen
 
 
-def test_a_rank_that_does_not_write_is_an_error_in_time(ranks) -> None:
+def test_a_rank_that_does_not_write_is_an_error_in_time(group: Group) -> None:
     """optimizer.step() on one rank only would otherwise wait for ever."""
-    ranks(2).run(_write_alone)
-
-
-def _write_alone(group: Group) -> None:
     shard = torch.ones(2)
     exposure = expose([shard], group=group)
     if group.rank == 0:
@@ -106,12 +102,8 @@ def _write_alone(group: Group) -> None:
     _meet(group)
 
 
-def test_shards_outlive_their_owner_s_interest(ranks) -> None:
+def test_shards_outlive_their_owner_s_interest(group: Group) -> None:
     """A rank that is done with its model must not pull it from under the others."""
-    ranks(2).run(_leave_early)
-
-
-def _leave_early(group: Group) -> None:
     shard = torch.full((1000,), float(group.rank))
     exposure = expose([shard], group=group)
     _meet(group)
@@ -147,12 +139,9 @@ def _count(group: Group) -> int:
 # ---- Bad input ----
 
 
-def test_what_would_read_or_write_other_memory_is_refused(ranks) -> None:
+@pytest.mark.ranks(3)
+def test_what_would_read_or_write_other_memory_is_refused(group: Group) -> None:
     """The kernel copies to and from addresses: it knows no strides, dtypes or ends of tensors."""
-    ranks(3).run(_gather_wrongly)
-
-
-def _gather_wrongly(group: Group) -> None:
     exposure, shard = _expose(group)
     for error, choose in (
         (r"expected one of the 1 tensors that were exposed", {"shard": shard.clone()}),
@@ -174,12 +163,9 @@ def _gather_wrongly(group: Group) -> None:
     _meet(group)
 
 
-def test_shards_that_have_moved_are_read_where_they_lie_now(ranks) -> None:
+@pytest.mark.ranks(3)
+def test_shards_that_have_moved_are_read_where_they_lie_now(group: Group) -> None:
     """Memory that was given back between phases comes back elsewhere."""
-    ranks(3).run(_move)
-
-
-def _move(group: Group) -> None:
     exposure, shard = _expose(group)
     with pytest.raises(CommError, match="begin_write"):
         exposure.move()
@@ -197,23 +183,15 @@ def _move(group: Group) -> None:
     _meet(group)
 
 
-def test_only_shards_that_lie_in_one_piece_are_exposed(ranks) -> None:
+def test_only_shards_that_lie_in_one_piece_are_exposed(group: Group) -> None:
     """Peers read from an address on; of every other element they would take its neighbour too."""
-    ranks(2).run(_expose_wrongly)
-
-
-def _expose_wrongly(group: Group) -> None:
     for wrong in (torch.zeros(4)[::2], torch.zeros(2, 2), torch.zeros(2, device="meta")):
         with pytest.raises(GroupMismatchError, match="expected shard 1"):
             expose([torch.zeros(2), wrong], group=group)
 
 
-def test_ranks_that_expose_different_shards_are_told(ranks) -> None:
+def test_ranks_that_expose_different_shards_are_told(group: Group) -> None:
     """The index of a shard is all that ranks tell each other of it."""
-    ranks(2).run(_expose_differently)
-
-
-def _expose_differently(group: Group) -> None:
     shards = [torch.zeros(2), torch.zeros(2)]
     with pytest.raises(AgreementError, match="exposed shards"):
         expose(shards[: 1 + group.rank], group=group)

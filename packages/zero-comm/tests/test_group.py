@@ -163,12 +163,8 @@ def test_a_group_needs_torch_s() -> None:
         Group.from_process_group()
 
 
-def test_a_backend_we_do_not_know_is_refused(ranks) -> None:
+def test_a_backend_we_do_not_know_is_refused(group: Group) -> None:
     """A table without its row would be guesswork."""
-    ranks(2).run(_use_a_fake_backend)
-
-
-def _use_a_fake_backend(group: Group) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()

@@ -73,23 +73,15 @@ def _gather_ranks(group: Group) -> list[float]:
 
 
 @pytest.mark.parametrize("transport", [READS, MESSAGES])
-def test_values_travel_as_the_group_says(ranks, transport: str) -> None:
+def test_values_travel_as_the_group_says(group: Group, transport: str) -> None:
     """Else every test of one transport may be a test of the other."""
-    ranks(2).run(_reduce_and_gather_that_way_only, transport=transport)
-
-
-def _reduce_and_gather_that_way_only(group: Group, transport: str) -> None:
     group = over(group, transport)
     with _no_messages() if transport == READS else without_reads():
         _one_of_each(group)
 
 
-def test_what_controls_is_sent_as_a_message(ranks) -> None:
+def test_what_controls_is_sent_as_a_message(group: Group) -> None:
     """It reaches its peer even if the rank that says it ends at once; memory ends with the rank."""
-    ranks(2).run(_agree_without_reading)
-
-
-def _agree_without_reading(group: Group) -> None:
     group = over(group, READS)
     with without_reads():
         check_agreement({"a": "1"}, group=group)
@@ -139,12 +131,8 @@ def _one_of_each(group: Group) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("transport", [READS, MESSAGES])
-def test_wrapping_a_group_again_says_nothing_to_its_peers(ranks, transport: str) -> None:
+def test_wrapping_a_group_again_says_nothing_to_its_peers(group: Group, transport: str) -> None:
     """One rank may do it alone, in a log line say; and two journals would be two orders."""
-    ranks(2).run(_wrap_again_on_rank_0, transport=transport)
-
-
-def _wrap_again_on_rank_0(group: Group, transport: str) -> None:
     group = over(group, transport)
     if group.rank == 0:
         with _no_messages():

@@ -183,12 +183,8 @@ def _go_round(group: Group) -> str:
     return str(caught.value)
 
 
-def test_the_remedy_is_told_and_the_group_is_over(ranks) -> None:
+def test_the_remedy_is_told_and_the_group_is_over(group: Group) -> None:
     """What a user is to do; and nothing that follows hangs or takes values that are late."""
-    ranks(2).run(_go_on_after_it)
-
-
-def _go_on_after_it(group: Group) -> None:
     group = _watched(group)
     with pytest.raises(DivergenceError, match=r"fetch them alike .*this group can be used no more"):
         _other_gathers(group)
@@ -200,13 +196,10 @@ def _go_on_after_it(group: Group) -> None:
 # ---- Ranks that do not ----
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("transport", transports(3))
-def test_a_slow_rank_is_waited_for(ranks, transport: str) -> None:
+def test_a_slow_rank_is_waited_for(group: Group, transport: str) -> None:
     """It loads data, saves a checkpoint, or has the longer batch: no reason to end a job."""
-    ranks(3).run(_be_slow, transport=transport)
-
-
-def _be_slow(group: Group, transport: str) -> None:
     group = _watched(group, transport)
     for slow in range(3):
         if group.rank == slow:
@@ -239,12 +232,8 @@ def _be_very_slow(group: Group) -> list[str]:
 
 
 @pytest.mark.parametrize("transport", transports(3))
-def test_what_a_rank_said_long_ago_accuses_nobody(ranks, transport: str) -> None:
+def test_what_a_rank_said_long_ago_accuses_nobody(group: Group, transport: str) -> None:
     """Each waits long for the other, one after the other: their words make a circle on paper."""
-    ranks(2).run(_wait_in_turns, transport=transport)
-
-
-def _wait_in_turns(group: Group, transport: str) -> None:
     group = _watched(group, transport)
     for turn in range(4):
         if group.rank == turn % 2:
@@ -252,13 +241,10 @@ def _wait_in_turns(group: Group, transport: str) -> None:
         _gather(group, tag=1 + turn % 2)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("transport", transports(3))
-def test_a_barrier_of_torchs_own_accuses_nobody_who_will_come(ranks, transport: str) -> None:
+def test_a_barrier_of_torchs_own_accuses_nobody_who_will_come(group: Group, transport: str) -> None:
     """Ranks sit in barriers for long, and compute for long after them: none is stuck."""
-    ranks(3).run(_sit_in_barriers, transport=transport)
-
-
-def _sit_in_barriers(group: Group, transport: str) -> None:
     group = _watched(group, transport)
     alone = dist.new_group([1, 2])
     # All sit in a barrier, and then wait for one of those who sat there: its last word is old.
@@ -276,12 +262,8 @@ def _sit_in_barriers(group: Group, transport: str) -> None:
     _gather(group, tag=1)
 
 
-def test_ranks_may_launch_in_another_order(ranks) -> None:
+def test_ranks_may_launch_in_another_order(group: Group) -> None:
     """Both have launched what the other waits for; one of the messages only takes long."""
-    ranks(2).run(_launch_in_another_order)
-
-
-def _launch_in_another_order(group: Group) -> None:
     group = _watched(group)
     order = (1, 2) if group.rank == 0 else (2, 1)
     outs = {tag: torch.full((2,), float(tag + group.rank)) for tag in order}
@@ -293,12 +275,8 @@ def _launch_in_another_order(group: Group) -> None:
     assert {tag: out.tolist() for tag, out in outs.items()} == {1: [1, 2], 2: [2, 3]}
 
 
-def test_a_group_that_is_gone_leaves_no_thread_and_no_buffer(ranks) -> None:
+def test_a_group_that_is_gone_leaves_no_thread_and_no_buffer(group: Group) -> None:
     """Jobs make many groups; what watched a long wait must not keep what travelled in it."""
-    ranks(2).run(_drop_the_group)
-
-
-def _drop_the_group(group: Group) -> None:
     threads = set(threading.enumerate())
     group = _watched(group)
     if group.rank == 0:

