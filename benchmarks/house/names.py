@@ -25,6 +25,7 @@ _MODULES: Final = (
     *("zero_engine.planning", "zero_engine.checkpoint", "zero_engine.deepspeed"),
     *("zero_partition.plan", "zero_partition.seams"),
 )
+COMPUTED: Final = {"Traffic": ("operations", "subjects")}  # what were fields, and are properties
 
 
 def find(name: str) -> Any:
@@ -46,7 +47,7 @@ def find(name: str) -> Any:
 def plain(value: Any) -> Any:
     """A report as dicts, lists, numbers and strings, with the fixed commit's names of fields."""
     if attrs.has(type(value)):
-        fields = [field.name for field in attrs.fields(type(value))]
+        fields = COMPUTED.get(type(value).__name__) or [f.name for f in attrs.fields(type(value))]
         return {FIELDS.get(name, name): plain(getattr(value, name)) for name in fields}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from zero_comm import collective
+from zero_comm import all_gather_json, collective
 
 from zero_partition.chained import members_of
 from zero_partition.errors import StateError
@@ -44,7 +44,9 @@ def unpartition(model: nn.Module) -> None:
     _check_idle(sharded)
     sharded.require("unpartition()", *StateKind, no=(ModelState.GATHERED,))
     entries: dict[ParamRef, dict[str, Entry]] = {}
-    if sharded.optimizer is not None and sharded.shards_state:
+    if sharded.optimizer is None or not sharded.shards_state:
+        all_gather_json(None, group=sharded.group, timeout_s=_TIMEOUT_S)  # no rank goes alone
+    else:
         states = [sharded.optimizer.state.get(owner_of(p), {}) for p in sharded.places]
         planned = plan_states(sharded, sharded.places, states, timeout_s=_TIMEOUT_S)
         entries = dict(zip(sharded.places, planned, strict=True))
