@@ -484,11 +484,6 @@ class ShardedModel:
         return self.placements.optim is Placement.SHARDED
 
     @property
-    def gathers_state_dict(self) -> bool:
-        """Whether `model.state_dict()` is collective."""
-        return self.state_dict == "gather"
-
-    @property
     def is_exact(self) -> bool:
         """Whether this rank has all parameters whole, as they rest: not what a codec leaves."""
         is_whole = self.placements.params is Placement.REPLICATED
