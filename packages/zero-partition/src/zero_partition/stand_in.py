@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, Final, NoReturn, Protocol
 from weakref import ref
 
@@ -107,6 +107,7 @@ def _looks_at_no_element(func: Callable) -> bool:
     return bool(attribute) and (name != "__get__" or attribute not in VALUES)
 
 
+@lru_cache(maxsize=256)  # asked of each function that an optimizer calls on a gradient
 def _gives_nothing_away(func: Callable) -> bool:
     """Whether it neither reads nor writes elements, nor gives away a way to."""
     name = getattr(func, "__name__", "")
@@ -235,8 +236,13 @@ _NORMS = {
 
 
 def _shards_in(args: tuple) -> list[GradientShard]:
-    lists = [arg if isinstance(arg, list | tuple) else (arg,) for arg in args]
-    return [tensor for tensors in lists for tensor in tensors if isinstance(tensor, GradientShard)]
+    found: list[GradientShard] = []
+    for arg in args:
+        if isinstance(arg, GradientShard):
+            found.append(arg)
+        elif isinstance(arg, list | tuple):
+            found += [tensor for tensor in arg if isinstance(tensor, GradientShard)]
+    return found
 
 
 def _divided_over(args: tuple) -> Group | None:

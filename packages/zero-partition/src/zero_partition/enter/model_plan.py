@@ -12,7 +12,7 @@ from torch import nn
 from zero_comm import AbstractCodec
 
 from zero_partition.errors import PartitionError
-from zero_partition.init.units import choose_small, choose_units, plan_units
+from zero_partition.init.units import choose_small, choose_units, enclosing, plan_units
 from zero_partition.optimizer.needs import Kind, StatePlan, choose_cuts, plan_state
 from zero_partition.optimizer.shards import check_optimizer, param_group_of
 from zero_partition.plan.config import PartitionConfig
@@ -51,7 +51,7 @@ class ModelPlan:
     @cached_property
     def resting(self) -> tuple[Placement, ...]:
         """Of the parameters of each unit."""
-        return resting_of(self.units, self.placements.params)
+        return tuple(unit.resting(self.placements.params) for unit in self.units)
 
     def codec_of_updates(self, index: int, buffer: BufferPlan) -> AbstractCodec | None:
         """In which updated shards of a buffer of this unit travel; see `Wire.codec_of_updates`."""
@@ -113,8 +113,8 @@ def plan_model(
     planned = plan_model_units(
         model, optimizer, config, world_size=routes.shards, rests=rests, may_be_meta=True
     )
-    resting = zip(planned, resting_of(planned, config.placements.params), strict=True)
-    sharded = [unit for unit, placement in resting if placement is Placement.SHARDED]
+    at_rest = config.placements.params
+    sharded = [unit for unit in planned if unit.resting(at_rest) is Placement.SHARDED]
     if any(routes.resting_codec_of(buffer) for unit in sharded for buffer in unit.buffers):
         routes = evolve(routes, reads_peers=False)
     limits = config.limits
@@ -158,11 +158,6 @@ def trained_bytes_per_rank(units: Sequence[UnitPlan], world_size: int) -> tuple[
     return tuple(
         sum(numels[rank] * itemsize for numels, itemsize in splits) for rank in range(world_size)
     )
-
-
-def resting_of(units: Sequence[UnitPlan], placement: Placement) -> tuple[Placement, ...]:
-    """How the parameters of each unit rest: small ones may rest whole."""
-    return tuple(Placement.REPLICATED if unit.rests_whole else placement for unit in units)
 
 
 def group_of_names(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
@@ -271,7 +266,9 @@ def plan_uses(model: nn.Module, units: Sequence[UnitPlan]) -> tuple[Use, ...]:
 
     def use(name: str, phase: str) -> Use:
         return Use(
-            indices[name], phase, frozenset(indices[n] for n in (name, *_around(name, indices)))
+            indices[name],
+            phase,
+            frozenset(indices[n] for n in (name, *enclosing(name)) if n in indices),
         )
 
     forward = [use(name, "forward") for name in names]
@@ -279,20 +276,12 @@ def plan_uses(model: nn.Module, units: Sequence[UnitPlan]) -> tuple[Use, ...]:
     return (*forward, *backward)
 
 
-def _around(name: str, units: Collection[str]) -> Iterator[str]:
-    """Units that enclose it."""
-    while name:
-        name = name.rpartition(".")[0]
-        if name in units:
-            yield name
-
-
 def _backward(names: Sequence[str]) -> Iterator[str]:
     """Each unit before those inside it, and those that follow each other in reverse."""
     inside: dict[str, list[str]] = {}
     top: list[str] = []
     for name in names:
-        outer = next(_around(name, names), None)
+        outer = next((n for n in enclosing(name) if n in names), None)
         (top if outer is None else inside.setdefault(outer, [])).append(name)
 
     def visit(some: Sequence[str]) -> Iterator[str]:

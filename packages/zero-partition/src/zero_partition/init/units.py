@@ -207,7 +207,7 @@ def plan_units(
         members[home].append(param)
     _check_storages(names)
     used = [name for name, params in members.items() if params]
-    outer = {enclosing for name in used for enclosing in _enclosing(name)}
+    outer = {around for name in used for around in enclosing(name)}
     buffers = plan_buffers(
         [members[name] for name in used],
         {id(param): param_names for param, param_names in names.items()},
@@ -271,12 +271,12 @@ def _check_storages(names: Mapping[nn.Parameter, tuple[str, ...]]) -> None:
 
 
 def _innermost(param_names: Sequence[str], units: Container[str]) -> str:
-    first, *others = ({*_enclosing(name)} for name in param_names)
+    first, *others = ({*enclosing(name)} for name in param_names)
     common = first.intersection(*others)
     return max((name for name in common if name in units), key=len)
 
 
-def _enclosing(name: str) -> Iterator[str]:
+def enclosing(name: str) -> Iterator[str]:
     """Names of all modules that contain what has this name, the model's own included."""
     while name:
         name = name.rpartition(".")[0]

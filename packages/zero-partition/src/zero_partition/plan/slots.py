@@ -6,13 +6,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from operator import itemgetter
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import torch
-from attrs import Attribute, Factory, define, evolve, field, frozen
+from attrs import Factory, define, evolve, field, frozen
 from torch import Tensor
 
-from zero_partition.errors import PartitionError
+from .stages import expects, is_whole_number
 
 # A recording longer than this many uses per unit is a loop that never returns to the model's own
 # forward (someone calls inner modules by hand): stop growing, prefetch what is known.
@@ -85,16 +85,11 @@ class ExecutionOrder:
 ENCODED_IN_FLIGHT: Final = 2  # units, of those that rest whole, whose updates travel at a time
 
 
-def _at_least(minimum: int) -> Any:
-    def check(_: Limits, attribute: Attribute, value: Any) -> None:
-        if value is None and attribute.name != "window":
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise PartitionError(
-                f"Limits.{attribute.name}: expected an int of at least {minimum}, got {value!r}"
-            )
-
-    return check
+def _at_least(minimum: int, *, or_none: bool = True) -> Callable[..., None]:
+    return expects(
+        f"an int of at least {minimum}",
+        lambda value: is_whole_number(value, minimum) or (or_none and value is None),
+    )
 
 
 @frozen
@@ -119,7 +114,7 @@ class Limits:
         PartitionError: Names the bound, what was expected and what came.
     """
 
-    window: int = field(default=3, validator=_at_least(1))
+    window: int = field(default=3, validator=_at_least(1, or_none=False))
     max_live_numel: int | None = field(default=None, validator=_at_least(1), kw_only=True)
     prefetch_numel: int | None = field(default=None, validator=_at_least(0), kw_only=True)
     max_reuse_numel: int | None = field(default=None, validator=_at_least(0), kw_only=True)

@@ -50,27 +50,35 @@ STAGES: Final = {
 }
 
 
-def _expects(what: str, is_fine: Callable[[Any], bool]) -> Callable[..., None]:
-    def check(_: Precision, attribute: Attribute, value: Any) -> None:
+def expects(what: str, is_fine: Callable[[Any], bool]) -> Callable[..., None]:
+    """A validator of attrs: PartitionError where the value of a field is not fine."""
+
+    def check(owner: object, attribute: Attribute, value: Any) -> None:
         if not is_fine(value):
-            raise PartitionError(f"Precision.{attribute.name}: expected {what}, got {value!r}")
+            name = f"{type(owner).__name__}.{attribute.name}"
+            raise PartitionError(f"{name}: expected {what}, got {value!r}")
 
     return check
+
+
+def is_whole_number(value: object, minimum: int) -> bool:
+    """Whether it is an int, and no bool, of at least this."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _is_factor(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-_FLOATING: Final = _expects(
+_FLOATING: Final = expects(
     "a floating-point torch.dtype",
     lambda value: value is None or (isinstance(value, torch.dtype) and value.is_floating_point),
 )
-_FACTOR: Final = _expects(
+_FACTOR: Final = expects(
     "a finite number above 0, or None for the number of ranks",
     lambda value: value is None or _is_factor(value),
 )
-_BOOL: Final = _expects("a bool", lambda value: isinstance(value, bool))
+_BOOL: Final = expects("a bool", lambda value: isinstance(value, bool))
 
 
 @final

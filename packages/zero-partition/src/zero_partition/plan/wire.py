@@ -11,21 +11,18 @@ from zero_comm import AbstractCodec, CodecError, Group, Levels, Loco, Traffic, p
 from zero_partition.errors import PartitionError
 
 from .layout import BufferPlan
-from .stages import Placement, Placements
+from .stages import Placement, Placements, expects, is_whole_number
 
-
-def _is_levels(_: Wire, attribute: Attribute, value: Any) -> None:
-    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if value is not None and not is_number and not isinstance(value, Levels):
-        raise PartitionError(
-            f"Wire.levels: expected zero_comm.Levels, the number of ranks of a node, or None, got "
-            f"{value!r}"
-        )
-
-
-def _is_flag(_: Wire, attribute: Attribute, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise PartitionError(f"Wire.{attribute.name}: expected True or False, got {value!r}")
+_LEVELS: Final = expects(
+    "zero_comm.Levels, the number of ranks of a node, or None",
+    lambda value: value is None or isinstance(value, Levels) or is_whole_number(value, 1),
+)
+_FLAG: Final = expects("True or False", lambda value: isinstance(value, bool))
+_CODEC: Final = expects(
+    "a codec of zero_comm, its name, such as 'int8', or None",
+    lambda value: value is None or isinstance(value, AbstractCodec),
+)
+_LOCO: Final = expects("a zero_comm.Loco or None", lambda v: v is None or isinstance(v, Loco))
 
 
 def _as_codec(value: Any) -> Any:
@@ -35,19 +32,9 @@ def _as_codec(value: Any) -> Any:
         raise PartitionError(f"Wire: {error}") from error
 
 
-def _is_codec(_: Wire, attribute: Attribute, value: Any) -> None:
-    if value is not None and not isinstance(value, AbstractCodec):
-        raise PartitionError(
-            f"Wire.{attribute.name}: expected a codec of zero_comm, its name, such as 'int8', or "
-            f"None, got {value!r}"
-        )
-
-
-def _is_loco(wire: Wire, _: Attribute, value: Any) -> None:
-    if value is None:
+def _can_feed_back(wire: Wire, _: Attribute, loco: Loco | None) -> None:
+    if loco is None:
         return
-    if not isinstance(value, Loco):
-        raise PartitionError(f"Wire.loco: expected a zero_comm.Loco or None, got {value!r}")
     if wire.gradients is None:
         raise PartitionError(
             "Wire(loco=...) feeds back what encoding gradients loses, and these travel as they "
@@ -114,13 +101,13 @@ class Wire:
         PartitionError: Names the field, what was expected and what came.
     """
 
-    levels: Levels | int | None = field(default=None, validator=_is_levels)
-    secondary: bool = field(default=False, validator=_is_flag)
-    replicas: bool = field(default=False, validator=[_is_flag, _excludes_secondary])
-    params: AbstractCodec | None = field(default=None, converter=_as_codec, validator=_is_codec)
-    gradients: AbstractCodec | None = field(default=None, converter=_as_codec, validator=_is_codec)
-    frozen: AbstractCodec | None = field(default=None, converter=_as_codec, validator=_is_codec)
-    loco: Loco | None = field(default=None, validator=_is_loco)
+    levels: Levels | int | None = field(default=None, validator=_LEVELS)
+    secondary: bool = field(default=False, validator=_FLAG)
+    replicas: bool = field(default=False, validator=[_FLAG, _excludes_secondary])
+    params: AbstractCodec | None = field(default=None, converter=_as_codec, validator=_CODEC)
+    gradients: AbstractCodec | None = field(default=None, converter=_as_codec, validator=_CODEC)
+    frozen: AbstractCodec | None = field(default=None, converter=_as_codec, validator=_CODEC)
+    loco: Loco | None = field(default=None, validator=[_LOCO, _can_feed_back])
 
     def routes(self, group: Group, *, timeout_s: float = 60.0) -> Routes:
         """The groups that follow for a model that all ranks of `group` train. Collective.

@@ -118,11 +118,11 @@ class BufferGradients:
     shard: Tensor | None = field(default=None, init=False)  # this rank's part, 1-D; NOTE(shards)
     parts: tuple[Tensor, ...] = field(default=(), init=False)  # of it: `grad` of `shard_params`
     guarded: set[int] = field(factory=set, init=False)  # we put a guard into `param.grad`
+    structured: tuple[int, ...] = field(init=False)  # parameters with a cut of their own
     _most_waiting: int = field(init=False)
     _views_at: int = field(default=0, init=False)  # address of what they view
     _scaling: Scaling = field(init=False)
     _norms: dict[int, tuple[Tensor, int | None]] = field(factory=dict, init=False)  # and version
-    _structured: tuple[int, ...] = field(init=False)  # parameters with a cut of their own
     _lent: dict[int, Tensor | None] = field(factory=dict, init=False)  # see NOTE(lending)
     _lends: bool = field(default=False, init=False)  # the optimizer steps, and runs backwards
 
@@ -135,7 +135,7 @@ class BufferGradients:
         self.wire_bytes = buffer.plan.layout.numel * buffer.wire_dtype.itemsize
         self._scaling = self.config.precision.scaling_of(self.routes.whole.world_size)
         plans = enumerate(buffer.plan.params)
-        self._structured = tuple(i for i, plan in plans if plan.cut != Cut.FLAT)
+        self.structured = tuple(i for i, plan in plans if plan.cut != Cut.FLAT)
         self.room = self._most_waiting = min(len(self.targets), MAX_WAITING)
 
     @property
@@ -362,7 +362,7 @@ class BufferGradients:
         for position in positions:
             self.targets[position].grad = values[position]
         if self._lends:
-            self._lend(position for position in positions if position in self._structured)
+            self._lend(position for position in positions if position in self.structured)
 
     def copy_whole(self, position: int, value: Tensor) -> None:
         """Replace the gradient that the optimizer reads by its part of a whole one. Local."""
@@ -382,9 +382,9 @@ class BufferGradients:
         """The optimizer steps now, maybe after backwards of its own; see NOTE(lending)."""
         self._lends = has_closure
         self._lent.clear()
-        if self.parts and self._structured:
+        if self.parts:
             params = self.buffer.shard_params
-            self._lend(i for i in self._structured if params[i].grad is self.parts[i])
+            self._lend(i for i in self.structured if params[i].grad is self.parts[i])
 
     def take_back(self) -> None:
         """The optimizer has stepped."""
@@ -515,6 +515,7 @@ class GradientReducer:
     shards_state: bool = field(init=False)  # the optimizer works on shards (not at stage 0)
     sync: bool = field(default=True, init=False)  # False inside no_sync
     gradients: tuple[BufferGradients, ...] = field(init=False)
+    lenders: tuple[BufferGradients, ...] = field(init=False)  # see NOTE(lending)
     pool: SlotPool[BufferGradients] = field(init=False)
     control_tag: int = field(init=False)  # identity of exchanges of flags, norms and the order
     has_collected: bool = field(default=False, init=False)  # in this backward
@@ -537,6 +538,7 @@ class GradientReducer:
             for buffer, unit in buffers
             if buffer.plan.trainable
         )
+        self.lenders = tuple(g for g in self.gradients if g.structured)
         ring = [g.wire_bytes for g in self.gradients if not g.unit.plan.is_outer]
         self.pool = SlotPool.plan(
             ring if self.placement is Placement.SHARDED else (),

@@ -31,7 +31,7 @@ from zero_partition.torch_private import (
 
 from .gradients import SMALL_BYTES, BufferGradients
 from .schedule import Call
-from .sharded_model import ShardedModel, find_place, keep_views, place_of
+from .sharded_model import ShardedModel, find_place, place_of
 from .unit import ShardState, Unit
 
 Result = TypeVar("Result")
@@ -107,7 +107,7 @@ class AroundCall(Bound):
             return
         tensors = (output,) if type(output) is Tensor else tuple(tensors_in(output))
         if self.unit is not None:
-            keep_views(self.unit, tensors)
+            self.unit.keep_views(tensors)
         if torch.is_grad_enabled() and (self.is_model or call is not None):
             hook = _InBackward(self.sharded, call)
             for tensor in tensors:

@@ -220,7 +220,7 @@ class Residence:
         try:
             self.room = room = plan_room(
                 plans,
-                [placements[position] for position in range(len(plans))],
+                placements,
                 rests=self.rests,
                 precision=self.precision,
                 rank=self.routes.shards.rank,

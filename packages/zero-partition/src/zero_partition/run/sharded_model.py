@@ -373,26 +373,6 @@ class _Enter(torch.autograd.Function):
         return grad, None, None, None
 
 
-def keep_views(unit: Unit, outputs: Iterable[Tensor]) -> None:
-    """Give views of the unit's parameters among its forward's outputs memory of their own.
-
-    Whoever reads them may do so when the slot holds other values. The objects, and their place in
-    the graph, stay.
-    """
-    if unit.slot is None or unit.slot.memory is None:
-        return
-    address = unit.slot.memory.data_ptr()
-    for tensor in outputs:
-        if type(tensor) is not Tensor:
-            continue
-        try:
-            memory = tensor.untyped_storage()
-        except NotImplementedError:  # sparse and opaque ones have none, and view nothing
-            continue
-        if memory.data_ptr() == address:
-            tensor.data = tensor.data.clone()
-
-
 @define(eq=False)
 class _EndOfBackward:
     """What autograd calls when a backward has ended, and drops when an exception has ended it."""
@@ -482,11 +462,6 @@ class ShardedModel:
     def shards_state(self) -> bool:
         """Whether the optimizer has shards of parameters, and each rank the state of its own."""
         return self.placements.optim is Placement.SHARDED
-
-    @property
-    def gathers_state_dict(self) -> bool:
-        """Whether `model.state_dict()` is collective."""
-        return self.state_dict == "gather"
 
     @property
     def is_exact(self) -> bool:
@@ -597,7 +572,7 @@ class ShardedModel:
         self._follow_writes()
         if has_closure:
             self._published = self._shard_versions()
-        for g in self.reducer.gradients:
+        for g in self.reducer.lenders:
             g.lend(has_closure=has_closure)
 
     def around_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -635,7 +610,7 @@ class ShardedModel:
         for param, grad in self._hidden:
             param.grad = grad
         self._hidden = []
-        for g in self.reducer.gradients:
+        for g in self.reducer.lenders:
             g.take_back()
         self.has_stepped = True
         self.publish_params(is_sharded=self.shards_state)

@@ -189,6 +189,25 @@ class Unit:
         if self.secondary is not None:
             self.secondary.release()
 
+    def keep_views(self, outputs: Iterable[Tensor]) -> None:
+        """Give views of its parameters among its forward's outputs memory of their own.
+
+        Whoever reads them may do so when the slot holds other values. The objects, and their place
+        in the graph, stay.
+        """
+        if self.slot is None or self.slot.memory is None:
+            return
+        address = self.slot.memory.data_ptr()
+        for tensor in outputs:
+            if type(tensor) is not Tensor:
+                continue
+            try:
+                memory = tensor.untyped_storage()
+            except NotImplementedError:  # sparse and opaque ones have none, and view nothing
+                continue
+            if memory.data_ptr() == address:
+                tensor.data = tensor.data.clone()
+
     def check_untouched(self) -> None:
         """Raise StateError where a parameter no longer views our memory, or was written sharded."""
         with plain_access():

@@ -198,7 +198,7 @@ class _ModuleHooks(Bound):
             return
         if all(map(_is_whole, self.places.values())):
             return
-        if not sharded.gathers_state_dict and (call is None or not call["info"].full_state_dict):
+        if sharded.state_dict != "gather" and (call is None or not call["info"].full_state_dict):
             name = prefix + next(iter(self.places))
             what = "state_dict()" if call is None else _WITHOUT_FULL
             raise StateError(
@@ -587,7 +587,8 @@ class _StateDictHooks(Bound):
 
     def _check(self, what: str, remedy: str, *, may_gather: bool = False) -> None:
         group = self.sharded.group
-        if group.world_size > 1 and not (self.sharded.gathers_state_dict or may_gather):
+        gathers = self.sharded.state_dict == "gather" or may_gather
+        if group.world_size > 1 and not gathers:
             raise StateError(
                 f"{what}: the optimizer's state is sharded over {group.world_size} ranks, and this "
                 f"is rank {group.rank}, which has its part alone. Call zero_engine.{remedy} on "
