@@ -45,27 +45,27 @@ def test_arrows_point_down(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", ALLOWED)
-def test_floors_point_down_and_no_imports_go_in_circles(package: str) -> None:
-    """Who knows the floors below understands a file: types and late imports count, too."""
+def test_layers_point_down_and_no_imports_go_in_circles(package: str) -> None:
+    """Who knows the layers below understands a file: types and late imports count, too."""
     source = ROOT / "packages" / package.replace("_", "-") / "src" / package
     said = re.search(
-        r"(?m)^# Floors, lowest first: ([^.]*)\.", (source / "__init__.py").read_text()
+        r"(?m)^# Layers, lowest first: ([^.]*)\.", (source / "__init__.py").read_text()
     )
     assert said is not None
-    floors = re.findall(r"\w+", said[1])
+    layers = re.findall(r"\w+", said[1])
     imports = _imports_inside(package, source)
 
-    assert {module.split(".")[0] for module in imports} == {*floors}
+    assert {module.split(".")[0] for module in imports} == {*layers}
     for module, found in imports.items():
-        above = {to for to in found if _floor(floors, to) > _floor(floors, module)}
+        above = {to for to in found if _layer(layers, to) > _layer(layers, module)}
         assert not above, f"{module} imports what is above it"
     while ready := {module for module, found in imports.items() if not found & imports.keys()}:
         imports = {module: found for module, found in imports.items() if module not in ready}
     assert not imports, "circles"
 
 
-def _floor(floors: list[str], module: str) -> int:
-    return floors.index(module.split(".", maxsplit=1)[0])
+def _layer(layers: list[str], module: str) -> int:
+    return layers.index(module.split(".", maxsplit=1)[0])
 
 
 def _imports_inside(package: str, source: Path) -> dict[str, set[str]]:

@@ -1,6 +1,6 @@
 """Activation checkpointing with tracked randomness."""
 
-# Floors, lowest first: errors, torch_private, call, rng, inputs, verify, frame, layers, policies,
+# Layers, lowest first: errors, torch_private, call, rng, inputs, verify, frame, layers, policies,
 # keep, profile, configuration, checkpointer, apply, megatron, testing.
 
 from zero_ckpt.inputs.packed import PackedSaver

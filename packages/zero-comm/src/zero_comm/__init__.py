@@ -1,6 +1,6 @@
 """Coalesced collectives over one group of ranks."""
 
-# Floors, lowest first: errors, torch_private, _native, build, watch, codecs, handle, peer_memory,
+# Layers, lowest first: errors, torch_private, _native, build, watch, codecs, handle, peer_memory,
 # traffic, meet, group, transport, flat, loco, agreement, coalesced, ddp_hook, hierarchical, window,
 # testing.
 

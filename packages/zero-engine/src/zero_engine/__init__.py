@@ -1,6 +1,6 @@
 """ZeRO for a plain PyTorch loop: shard a model and its optimizer, keep the loop."""
 
-# Floors, lowest first: errors, torch_private, checks, offload, deepspeed_file, config,
+# Layers, lowest first: errors, torch_private, checks, offload, deepspeed_file, config,
 # state_offload, reports, sharding, checkpoint, deepspeed, compat, integrations,
 # planning, cli, testing.
 

@@ -1,6 +1,6 @@
 """Who owns which elements of a model, and when a parameter is whole: ZeRO stages 0 to 3."""
 
-# Floors, lowest first: errors, torch_private, nested, chained, plan, stand_in, memory, init, run,
+# Layers, lowest first: errors, torch_private, nested, chained, plan, stand_in, memory, init, run,
 # optimizer, values, enter, report, dry_run, redundancy, public, planning, seams.
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ def _divided_over(args: tuple) -> Group | None:
 
 # The one table of the package: parameters are asked about by themselves, from any module's code.
 # Nothing is set on the user's objects, and nothing in it keeps a model alive. What is recorded of a
-# parameter is its name and, weakly, a `ParamRef`, of the floor above.
+# parameter is its name and, weakly, a `ParamRef`, of the layer above.
 _OWNERS: Final = WeakIdKeyDictionary()
 
 
