@@ -98,7 +98,7 @@ _NOT_BUILT: Final = {
     ),
     **dict.fromkeys(
         ("DeepSpeedCPUAdam", "CPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion"),
-        "optimizers on the host are not built yet",
+        "name the formula, such as AdamW; zero_optimization.offload_optimizer steps it on the host",
     ),
     "FusedAdam": 'use "Adam", which DeepSpeed makes of it, too',
     "FusedLion": 'use "Lion", which DeepSpeed makes of it, too',
