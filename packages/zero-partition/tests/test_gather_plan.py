@@ -1,9 +1,12 @@
 """Who shares a slot, and when gathers are launched."""
 
 import random
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from zero_partition import PartitionError
 from zero_partition.plan import Extent, Gather, Limits, Use, choose_slots, plan_gathers
 
 Extents = dict[int, Extent]
@@ -184,3 +187,22 @@ def test_every_use_finds_its_unit_whole_and_no_launch_disturbs_another(seed: int
         if limits.prefetch_numel is not None:
             assert sum(extents[unit].numel for unit in waiting) <= limits.prefetch_numel
     assert not due
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [
+        ("window", 0, 1),
+        ("window", None, 1),
+        ("window", True, 1),
+        ("max_live_numel", 0, 1),
+        ("prefetch_numel", -1, 0),
+        ("max_reuse_numel", 1.5, 0),
+        ("read_ahead", None, 0),
+    ],
+)
+def test_a_bound_of_the_schedule_that_is_none_is_refused(name: str, value: Any, least: int) -> None:
+    """It would be found in the middle of a step."""
+    expected = re.escape(f"Limits.{name}: expected an int of at least {least}, got {value!r}")
+    with pytest.raises(PartitionError, match=expected):
+        Limits(**{name: value})

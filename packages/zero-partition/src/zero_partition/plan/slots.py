@@ -118,7 +118,7 @@ class Limits:
     max_live_numel: int | None = field(default=None, validator=_at_least(1), kw_only=True)
     prefetch_numel: int | None = field(default=None, validator=_at_least(0), kw_only=True)
     max_reuse_numel: int | None = field(default=None, validator=_at_least(0), kw_only=True)
-    read_ahead: int = field(default=2, validator=_at_least(0), kw_only=True)
+    read_ahead: int = field(default=2, validator=_at_least(0, or_none=False), kw_only=True)
 
     def where_shards_are_read(self) -> Limits:
         """The same where peers' shards can be read without them.
