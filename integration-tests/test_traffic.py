@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import parity
@@ -10,7 +11,7 @@ import torch
 import zero_engine
 from parity import ZeroConfig
 from torch import nn
-from zero_comm import Group, Sent, Traffic, record_traffic
+from zero_comm import Group, OperationTraffic, Sent, Traffic, record_traffic
 from zero_engine import Wire
 from zero_partition import StateError, traffic_report
 
@@ -203,20 +204,20 @@ def _report_a_step(group: Group, stage: int, how: str) -> tuple[Totals, Totals, 
     total = reported.inside() + reported.across()
     agreed = reported.operations["agree"].sent
     assert f"{(total + agreed).padding_bytes:,}" in table
-    return _totals(reported), _totals(recorded), _sum_of_subjects(reported)
+    return _totals(reported.operations), _totals(recorded.operations), _sum_of_subjects(reported)
 
 
-def _totals(traffic: Traffic) -> Totals:
+def _totals(operations: Mapping[str, OperationTraffic]) -> Totals:
     return {
         name: (operation.calls, operation.inside, operation.across)
-        for name, operation in traffic.operations.items()
+        for name, operation in operations.items()
     }
 
 
 def _sum_of_subjects(traffic: Traffic) -> Totals:
     totals: Totals = {}
     for operations in traffic.subjects.values():
-        for name, (calls, inside, across) in _totals(Traffic(operations)).items():
+        for name, (calls, inside, across) in _totals(operations).items():
             before = totals.get(name, (0, Sent(), Sent()))
             totals[name] = before[0] + calls, before[1] + inside, before[2] + across
     return totals
@@ -236,7 +237,7 @@ def _units_of_a_chain(group: Group) -> dict[str, int]:
     for _ in range(3):
         parity.finish_step(model(torch.ones(1, 64)).sum(), optimizer)
     return {
-        subject: Traffic(operations).across().payload_numel
+        subject: sum(o.across.payload_numel for name, o in operations.items() if name != "agree")
         for subject, operations in traffic_report(model).subjects.items()
     }
 
