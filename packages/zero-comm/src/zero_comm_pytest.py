@@ -62,8 +62,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each of several world sizes."""
-    world_sizes = _world_sizes(metafunc.definition)
-    if len(world_sizes) > 1:
+    test, world_sizes = metafunc.definition, _world_sizes(metafunc.definition)
+    if "group" not in metafunc.fixturenames:
+        if any(mark.name == "ranks" for mark in test.own_markers):
+            pytest.fail(
+                f"{test.nodeid}: the mark `ranks` says on how many ranks a test with a `group` "
+                "runs, and this one has none; take the fixture `group`, or leave out the mark",
+                pytrace=False,
+            )
+    elif len(world_sizes) > 1:
         metafunc.parametrize("group", world_sizes, indirect=True)
 
 

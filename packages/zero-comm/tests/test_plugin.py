@@ -41,6 +41,15 @@ def test_ranks_come_with_the_plugin(tmp_path: Path) -> None:
     assert "5 passed, 1 xfailed" in result, result
 
 
+def test_a_mark_that_nobody_reads_is_refused(tmp_path: Path) -> None:
+    """A test that is thought to run on four ranks would run on two, or on none."""
+    tests = "import pytest\n@pytest.mark.ranks(4)\ndef test_alone(ranks):\n    ranks(2)\n"
+    result = _pytest(tmp_path, "-p", "no:xdist", tests=tests)
+
+    assert "test_alone: the mark `ranks` says" in result, result
+    assert "take the fixture `group`, or leave out the mark" in result, result
+
+
 @pytest.mark.parametrize("options", [["-p", "no:xdist"], []], ids=["without xdist", "with xdist"])
 def test_tests_with_ranks_are_one_group(tmp_path: Path, options: list[str]) -> None:
     """Two of them at once would fight for the cores and run into their timeouts."""
@@ -57,8 +66,8 @@ def test_the_plugin_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def _pytest(folder: Path, *options: str) -> str:
-    Path(folder, "test_theirs.py").write_text(_TESTS)
+def _pytest(folder: Path, *options: str, tests: str = _TESTS) -> str:
+    Path(folder, "test_theirs.py").write_text(tests)
     Path(folder, "pytest.toml").write_text("[pytest]\nstrict = true\nfilterwarnings = ['error']\n")
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *options],

@@ -20,7 +20,7 @@ from zero_engine.errors import FileError
 
 # ---- The safetensors format: a header in JSON, then the bytes of tensors, end to end ----
 
-# Of each dtypethat checkpoints are written in; all others are written as their bytes, "U8".
+# Of each dtype that checkpoints are written in; all others are written as their bytes, "U8".
 CODES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
