@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import asdict
 from torch import Tensor, nn
-from zero_ckpt import AbstractKept, AbstractSaver, Checkpointer, CheckpointError, KeepSaver, Timing
+from zero_ckpt import AbstractKept, AbstractSaver, Checkpointer, CheckpointError, KeepSaver
 from zero_ckpt.testing import clocked
 
 
@@ -82,9 +83,9 @@ def test_each_layer_has_the_times_of_its_own_calls() -> None:
         x.sum().backward()
 
     times = {"num_calls": 3, "num_recomputations": 3, "gather_s": 15.0, "copy_s": 15.0}
-    assert checkpointer.timings() == [
-        Timing(layer="_Block", forward_s=30.0, recompute_s=30.0, **times),
-        Timing(layer="_Block 2", forward_s=300.0, recompute_s=300.0, **times),
+    assert [asdict(timing) for timing in checkpointer.timings()] == [
+        {"layer": "_Block", "forward_s": 30.0, "recompute_s": 30.0, **times},
+        {"layer": "_Block 2", "forward_s": 300.0, "recompute_s": 300.0, **times},
     ]
 
 

@@ -283,7 +283,7 @@ def test_state_that_gradients_do_not_depend_on_raises_no_alarm() -> None:
 
 
 def test_a_retained_graph_is_verified_each_time() -> None:
-    """The fingerprints outlive the first backward, and a later difference is found too."""
+    """The checksums outlive the first backward, and a later difference is found too."""
     scale = [2.0]
 
     def scaled(x: Tensor) -> Tensor:

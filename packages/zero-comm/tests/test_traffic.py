@@ -112,7 +112,7 @@ def _lists(group: Group) -> dict[str, OperationTraffic]:
 
 
 def test_agreement_is_control_and_not_payload(ranks) -> None:
-    """Fingerprints must not disturb a comparison with the published volume of a step."""
+    """Checksums must not disturb a comparison with the published volume of a step."""
     for traffic in ranks(2).run(_agree_and_gather):
         assert set(traffic["operations"]) == {"agree", "all_gather"}
         assert traffic["calls"] == 3  # two of check_agreement, one scalar of a caller

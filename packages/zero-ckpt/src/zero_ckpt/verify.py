@@ -65,7 +65,7 @@ class Verification:
         return (layer_index + num_calls) % self.every == 0
 
 
-class _Fingerprint(NamedTuple):
+class _Saved(NamedTuple):
     """Of a tensor that autograd saved in forward; its sum is kept beside it."""
 
     order: tuple[int, ...]  # of its dimensions in memory; a later sum follows the same
@@ -79,7 +79,7 @@ class Witness(OperatorMode):
     def __init__(self, layer: str, checksums: Checksums) -> None:
         super().__init__()
         self._layer, self._checksums = layer, checksums
-        self._fingerprints: list[_Fingerprint] = []
+        self._saved: list[_Saved] = []
         self._sums: list[Tensor | None] = []  # of the last ones; of the others, on the host:
         self._values: list[int | None] = []
         self._blank: dict[int, StorageWeakRef] = {}
@@ -100,14 +100,14 @@ class Witness(OperatorMode):
         key, order = storage_of(tensor), order_of(tensor)
         is_blank = key is not None and key.cdata in self._blank
         self._sums.append(None if is_blank else self._checksums.of(tensor, order))
-        self._fingerprints.append(_Fingerprint(order, key, address))
+        self._saved.append(_Saved(order, key, address))
 
     def compare(self, index: int, tensor: Tensor, address: int, facts: str) -> None:
         """Autograd saves it, in a later run; NondeterminismError if its bits are others now.
 
         It is the `index`-th, of the shape and dtype that it had, which `facts` say in words.
         """
-        old, key = self._fingerprints[index], storage_of(tensor)
+        old, key = self._saved[index], storage_of(tensor)
         is_same = key is not None and old.storage is not None and key.cdata == old.storage.cdata
         if is_same and old.address == address:
             return  # it has been there all the time: backward has its value of now anyway
@@ -117,7 +117,7 @@ class Witness(OperatorMode):
             return
         if read([self._checksums.of(tensor, old.order)]) != [self._values[index]]:
             raise NondeterminismError(
-                f"{self._layer}: saved tensor {index} of {len(self._fingerprints)}, {facts}, has "
+                f"{self._layer}: saved tensor {index} of {len(self._saved)}, {facts}, has "
                 f"other values than in forward. {_where()}What the function computes must depend "
                 "on its arguments, its modules and tracked randomness alone (a counter, a cache, "
                 "numpy's or Python's random, a generator= or a seed of its own?); weights, buffers "

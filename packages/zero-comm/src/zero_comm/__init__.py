@@ -1,53 +1,59 @@
 """Coalesced collectives over one group of ranks."""
 
 # Layers, lowest first: errors, torch_private, _native, build, watch, codecs, handle, peer_memory,
-# traffic, meet, group, transport, flat, loco, agreement, coalesced, ddp_hook, hierarchical, window,
-# testing.
+# planning, traffic, meet, group, transport, flat, loco, agreement, coalesced, ddp,
+# hierarchical, window, testing.
 
-from zero_comm.codecs.blockwise import Blockwise
-from zero_comm.codecs.cast import Cast
-from zero_comm.codecs.codec import AbstractCodec
-from zero_comm.codecs.kernels import native_status
-from zero_comm.codecs.parse import parse_codec
+from __future__ import annotations
 
-from .__about__ import __version__
-from .agreement import all_gather_json, check_agreement
-from .coalesced import (
-    all_gather_coalesced,
-    all_reduce_coalesced,
-    broadcast_coalesced,
-    reduce_scatter_coalesced,
-)
-from .ddp_hook import ddp_hook
-from .errors import (
-    AgreementError,
-    CodecError,
-    CommError,
-    DivergenceError,
-    GroupMismatchError,
-    RankFailedError,
-)
-from .flat import (
-    all_gather_flat,
-    all_reduce_flat,
-    broadcast_flat,
-    gather_flat,
-    reduce_scatter_flat,
-)
-from .group import BACKENDS, Backend, Group, init, record_traffic
-from .handle import Handle
-from .hierarchical import (
-    Levels,
-    all_to_all_loco_quant_reduce,
-    all_to_all_quant_reduce,
-    reduce_scatter_by_levels,
-    sent_by_levels,
-)
-from .loco import Loco, LocoErrors
-from .traffic import OperationTraffic, Sent, Traffic, sent_of
-from .transport import Reduction, even_splits
-from .watch import Purpose, collective
-from .window import Exposure, expose
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+from zero_comm.__about__ import __version__
+
+if TYPE_CHECKING:
+    from zero_comm.agreement import all_gather_json, check_agreement
+    from zero_comm.coalesced import (
+        all_gather_coalesced,
+        all_reduce_coalesced,
+        broadcast_coalesced,
+        reduce_scatter_coalesced,
+    )
+    from zero_comm.codecs.blockwise import Blockwise
+    from zero_comm.codecs.cast import Cast
+    from zero_comm.codecs.codec import AbstractCodec
+    from zero_comm.codecs.kernels import native_status
+    from zero_comm.codecs.parse import parse_codec
+    from zero_comm.ddp import ddp_hook
+    from zero_comm.errors import (
+        AgreementError,
+        CodecError,
+        CommError,
+        DivergenceError,
+        GroupMismatchError,
+        RankFailedError,
+    )
+    from zero_comm.flat import (
+        all_gather_flat,
+        all_reduce_flat,
+        broadcast_flat,
+        gather_flat,
+        reduce_scatter_flat,
+    )
+    from zero_comm.group import BACKENDS, Backend, Group, init, record_traffic
+    from zero_comm.handle import Handle
+    from zero_comm.hierarchical import (
+        Levels,
+        all_to_all_loco_quant_reduce,
+        all_to_all_quant_reduce,
+        reduce_scatter_by_levels,
+    )
+    from zero_comm.loco import Loco, LocoErrors
+    from zero_comm.planning import Sent
+    from zero_comm.traffic import OperationTraffic, Traffic
+    from zero_comm.transport import Reduction, even_splits
+    from zero_comm.watch import Purpose, collective
+    from zero_comm.window import Exposure, expose
 
 __all__ = [
     "BACKENDS",
@@ -95,6 +101,49 @@ __all__ = [
     "reduce_scatter_by_levels",
     "reduce_scatter_coalesced",
     "reduce_scatter_flat",
-    "sent_by_levels",
-    "sent_of",
 ]
+
+# Where a name is; loaded on first use.
+_NAMES: Final = {
+    "zero_comm.agreement": "all_gather_json check_agreement",
+    "zero_comm.coalesced": (
+        "all_gather_coalesced all_reduce_coalesced broadcast_coalesced reduce_scatter_coalesced"
+    ),
+    "zero_comm.codecs.blockwise": "Blockwise",
+    "zero_comm.codecs.cast": "Cast",
+    "zero_comm.codecs.codec": "AbstractCodec",
+    "zero_comm.codecs.kernels": "native_status",
+    "zero_comm.codecs.parse": "parse_codec",
+    "zero_comm.ddp": "ddp_hook",
+    "zero_comm.errors": (
+        "AgreementError CodecError CommError DivergenceError GroupMismatchError RankFailedError"
+    ),
+    "zero_comm.flat": (
+        "all_gather_flat all_reduce_flat broadcast_flat gather_flat reduce_scatter_flat"
+    ),
+    "zero_comm.group": "BACKENDS Backend Group init record_traffic",
+    "zero_comm.handle": "Handle",
+    "zero_comm.hierarchical": (
+        "Levels all_to_all_loco_quant_reduce all_to_all_quant_reduce reduce_scatter_by_levels"
+    ),
+    "zero_comm.loco": "Loco LocoErrors",
+    "zero_comm.planning": "Sent",
+    "zero_comm.traffic": "OperationTraffic Traffic",
+    "zero_comm.transport": "Reduction even_splits",
+    "zero_comm.watch": "Purpose collective",
+    "zero_comm.window": "Exposure expose",
+}
+_MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what a name needs when it is first asked for (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

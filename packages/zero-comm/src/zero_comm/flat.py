@@ -151,7 +151,7 @@ def all_gather_flat(
         version: Of the values, where they change in time: a rank that sends an older or a newer one
             is waited for in vain, as one with another tag is (gloo; modulo 3).
         payload: Elements per rank that carry data, for the traffic count; `splits` when None.
-        control: Count it as `agree`, apart from data: flags, fingerprints, scalars.
+        control: Count it as `agree`, apart from data: flags, checksums, scalars.
         codec: How values are written while they travel; as they are when None.
 
     Returns:

@@ -15,8 +15,9 @@ from attrs import Factory, evolve, field, frozen
 from .errors import CommError
 from .meet import shared_host
 from .peer_memory import PeerMemory
+from .planning import Sent
 from .torch_private import let_gloo_finish_at_exit
-from .traffic import Sent, Traffic
+from .traffic import Traffic
 from .watch import Purpose, Watch
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
@@ -31,7 +30,7 @@ from .flat import add_up, wire_for
 from .group import Group
 from .handle import Handle
 from .loco import Level, LocoErrors
-from .traffic import Sent, chunk_sent
+from .planning import sent_in_hops
 from .transport import (
     Reduction,
     check_mean,
@@ -343,49 +342,7 @@ def count_hops(
     whole, num_local = levels.whole, levels.inside.world_size
     numels = tuple(tuple(part.numel() for part in row) for row in parts)
     carried = tuple(tuple(row) for row in payload)
-    whole.count(_NAME, _sent, numels, carried, whole.rank, num_local, codec, tag=tag)
-
-
-def sent_by_levels(
-    splits: Sequence[int],
-    payload: Sequence[int],
-    *,
-    rank: int,
-    ranks_per_node: int,
-    codec: AbstractCodec,
-) -> tuple[Sent, Sent]:
-    """What one rank sends in a `reduce_scatter_by_levels`: inside its node, and across. Local.
-
-    Args:
-        splits: Elements per rank, in rank order.
-        payload: Those of them that carry data.
-        rank: Whose.
-        ranks_per_node: Neighbours in rank order share a node.
-        codec: In which chunks travel.
-    """
-    numels, carried = (tuple((numel,) for numel in of) for of in (splits, payload))
-    return _sent(numels, carried, rank, ranks_per_node, codec)
-
-
-@lru_cache(maxsize=4096)  # the same reductions come again in every step
-def _sent(
-    numels: tuple[tuple[int, ...], ...],
-    payload: tuple[tuple[int, ...], ...],
-    rank: int,
-    num_local: int,
-    codec: AbstractCodec,
-) -> tuple[Sent, Sent]:
-    """In the first hop and in the second; by rank and part."""
-    inside, across = Sent(), Sent()
-    node, local = divmod(rank, num_local)
-    for peer, row in enumerate(zip(numels, payload, strict=True)):
-        parts = zip(*row, strict=True)
-        sent = (chunk_sent(*part, itemsize=1, codec=codec) for part in parts)
-        if peer % num_local != local:
-            inside = sum(sent, start=inside)
-        elif peer // num_local != node:
-            across = sum(sent, start=across)
-    return inside, across
+    whole.count(_NAME, sent_in_hops, numels, carried, whole.rank, num_local, codec, tag=tag)
 
 
 @frozen(eq=False)

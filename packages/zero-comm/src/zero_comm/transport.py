@@ -17,8 +17,8 @@ from .errors import GroupMismatchError
 from .group import Group
 from .handle import Handle, Message, failure
 from .peer_memory import PeerMemory, RemoteBuffer, Transfer
+from .planning import sent_flat
 from .torch_private import all_gather_single, reduce_scatter_single
-from .traffic import sent_flat
 from .watch import Launch
 
 

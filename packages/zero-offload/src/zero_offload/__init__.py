@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from zero_offload.__about__ import __version__
 
 if TYPE_CHECKING:
-    from zero_offload._native import NativeStatus, native_status
+    from zero_offload._native import native_status
     from zero_offload.adam.cpu_optimizers import CPUAdagrad, CPUAdam, CPULion
     from zero_offload.adam.fused import FusedAdam
     from zero_offload.disk.disk_store import DiskStore
@@ -51,7 +51,6 @@ __all__ = [
     "FusedAdam",
     "HostArena",
     "HostStore",
-    "NativeStatus",
     "NativeUnavailableError",
     "OffloadError",
     "OffloadedOptimizer",
@@ -71,7 +70,7 @@ __all__ = [
 
 # Where a name is; loaded on first use.
 _NAMES: Final = {
-    "zero_offload._native": "NativeStatus native_status",
+    "zero_offload._native": "native_status",
     "zero_offload.adam.cpu_optimizers": "CPUAdagrad CPUAdam CPULion",
     "zero_offload.adam.fused": "FusedAdam",
     "zero_offload.disk.disk_store": "DiskStore",

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from attrs import define, evolve, frozen
-from zero_comm import AbstractCodec, Sent, even_splits, sent_by_levels, sent_of
+from zero_comm import AbstractCodec, Sent, even_splits
+from zero_comm.planning import sent_by_levels, sent_of
 
 from zero_partition.enter.model_plan import ModelPlan
 from zero_partition.memory.seams import MASTER, Footprint

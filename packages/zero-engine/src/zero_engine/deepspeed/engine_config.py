@@ -183,7 +183,7 @@ class EngineConfig:
             activation_checkpointing={
                 name: setting.value
                 for name, setting in settings.under("activation_checkpointing.").items()
-                if not setting.key.is_neutral(setting.value)
+                if not setting.key.is_off(setting.value)
             },
             leaf_modules=_leaf_modules(settings),
             state_dtype=state_dtype_of(settings),

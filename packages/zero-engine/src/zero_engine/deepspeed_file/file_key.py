@@ -160,7 +160,7 @@ class FileKey:
         default: What holds where the key is absent.
         becomes: The key is honoured: it is, or is part of, this field of `EngineConfig`, as in
             "zero.prefetch_numel"; several keys may say it, and then agree.
-        neutral: Further values that ask for nothing: those that DeepSpeed defaults to where we do
+        off: Further values that ask for nothing: those that DeepSpeed defaults to where we do
             not, or that turn the feature off.
         convert: From the file's value to the field's.
         idle: The key cannot matter: why there is nothing here that it could change, a clause. Of a
@@ -170,15 +170,15 @@ class FileKey:
             what to do instead; a clause.
         aliases: Other paths under which DeepSpeed accepts it.
         gates: The keys that turn its section on; one is enough. They are themselves always read.
-        opened_by: Which value of theirs does; whatever is not neutral when None.
-        min_stage: Not read below it, and an error there unless neutral.
+        opened_by: Which value of theirs does; whatever is not off when None.
+        min_stage: Not read below it, and an error there unless it is off.
     """
 
     path: str
     kind: ValueKind
     default: Any
     becomes: str | None = None
-    neutral: tuple[Any, ...] = ()
+    off: tuple[Any, ...] = ()
     convert: Callable[[Any], Any] = lambda value: value
     idle: str | Callable[[Callable[[str], Any]], str | None] | None = None
     remedy: str | None = None
@@ -199,9 +199,9 @@ class FileKey:
         state = "off" if self.opened_by is None else f"not {self.opened_by!r}"
         return f"{' and '.join(self.gates)} {verb} {state}"
 
-    def is_neutral(self, value: Any) -> bool:
+    def is_off(self, value: Any) -> bool:
         """Whether it asks for nothing but what is done without the key."""
-        return value == self.default or value in self.neutral
+        return value == self.default or value in self.off
 
     def read(self, where: str, value: Any) -> Any:
         """The value to keep; ConfigError, which says where, if it is of another kind."""
@@ -211,7 +211,7 @@ class FileKey:
 
     def check_built(self, where: str, value: Any) -> None:
         """Raise ConfigError if it asks for what is not built."""
-        if self.remedy is not None and not self.is_neutral(value):
+        if self.remedy is not None and not self.is_off(value):
             expected = "nothing" if self.default is None else json.dumps(self.default)
             raise ConfigError(
                 f"{where}: expected {expected}, as what it asks for is not built yet, got "

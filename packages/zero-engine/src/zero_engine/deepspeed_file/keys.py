@@ -93,7 +93,7 @@ _TRAINING: Final = (
             None,
             "it is called gradient_clipping",
             _AT_LEAST_0,
-            neutral=(0,),
+            off=(0,),
         ),
         not_built(
             "params.fp32_optimizer_states",

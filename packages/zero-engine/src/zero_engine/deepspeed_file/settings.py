@@ -210,8 +210,8 @@ class Settings:
         if not key.gates or key.path in key.gates:
             return False
         for setting in (self.by_path[path] for path in key.gates):
-            value, is_neutral = setting.value, setting.key.is_neutral(setting.value)
-            opens = not is_neutral if key.opened_by is None else value == key.opened_by
+            value, is_off = setting.value, setting.key.is_off(setting.value)
+            opens = not is_off if key.opened_by is None else value == key.opened_by
             if (opens or value is UNRESOLVED) and self.is_read(setting.key):
                 return False
         return True
@@ -361,7 +361,7 @@ def _refuse_what_is_not_built(settings: Settings) -> None:
             continue
         if not settings.is_below_stage(key):
             key.check_built(setting.written, value)
-        elif not key.is_neutral(value):
+        elif not key.is_off(value):
             raise ConfigError(
                 f"{setting.written}: expected it from stage {key.min_stage} on, got "
                 f"{shown(value)} at stage {settings.value(STAGE)}; leave it out, or set {STAGE} "
@@ -597,7 +597,7 @@ def read_zero_arguments(
     leaves = [
         setting.written
         for setting in settings.under("zero_optimization.leaf_module.").values()
-        if not setting.key.is_neutral(setting.value)
+        if not setting.key.is_off(setting.value)
     ]
     if leaves:
         warnings.warn(
