@@ -106,6 +106,39 @@ class Matrices(nn.Module):
         return ((x @ self.large.T @ self.large) * self.scalar + self.cube.sum()) @ self.small.T
 
 
+class Dropping(torch.optim.Optimizer):
+    """Leaves no gradients behind, so that no loop has to drop them."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-6})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # noqa: D102
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.add_(param.grad, alpha=-1e-6)
+                param.grad = None
+
+
+@pytest.mark.parametrize("cut", ["flat", "row", "tensor"])
+def test_gradients_that_the_optimizer_drops_are_not_added_to(group: Group, cut: str) -> None:
+    """What it was given in place of its shards of gradients must not bring them back."""
+    weights: list[dict[str, Tensor]] = []
+    for stage in (None, 1, 2, 3):
+        torch.manual_seed(0)
+        model = Matrices()
+        optimizer = Dropping(model.parameters())
+        if stage is not None:
+            zero_engine.shard(model, optimizer, ZeroConfig(stage, cut=cut), group=group)
+        for step in range(3):
+            model(torch.full((1, 8), 1.0 + step)).sum().backward()
+            optimizer.step()
+        state = model.state_dict() if stage is None else zero_engine.full_state_dict(model)
+        weights.append(state)
+        if group.rank == 0:
+            parity.assert_same_weights(state, weights[0], what=f"stage {stage}")
+
+
 EXPECTED: dict[str, list[list[tuple[int, ...] | None]]] = {  # of 2 ranks
     "flat": [[(464,), (0,), (0,), (0,)], [(48,), (256,), (128,), (1,)]],
     "row": [[(56, 8), None, None, None], [(8, 8), (32, 8), (8, 4, 4), ()]],

@@ -280,7 +280,6 @@ class Unit:
     def _begin_to_fill(self, pool: SlotPool[Unit]) -> None:
         """From copies on this rank, from peers' memory, from the node, or from all ranks."""
         self._take_slot(pool)
-        self._slot_version = -1  # what an exception leaves behind is nobody's value
         pairs = list(zip(self.buffers, self._full, strict=True))
         if self.copies is not None:
             self._filling = [self.copies.read(buffer.index, full) for buffer, full in pairs]
