@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import attrs
@@ -310,6 +311,16 @@ def _table(group: Group) -> str:
     for _ in range(2):
         _step(model, optimizer)
     return zero_engine.schedule_table(model)
+
+
+@pytest.mark.ranks(1)
+def test_without_tabulate_a_table_says_what_to_install(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An extra: who never prints a table does not need it."""
+    monkeypatch.setitem(sys.modules, "tabulate", None)
+    with pytest.raises(zero_engine.ConfigError, match=r"pip install 'zero-engine\[tables\]'"):
+        _table(group)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

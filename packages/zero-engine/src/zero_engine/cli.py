@@ -14,7 +14,6 @@ from typing import Any, Final
 import attrs
 import torch
 import zero_comm
-from tabulate import tabulate
 from zero_comm import Levels, Loco
 from zero_offload import StoreError
 from zero_partition import PartitionError, Precision, Wire
@@ -37,6 +36,7 @@ from .__about__ import __version__
 from .config import ZeroConfig
 from .errors import ConfigError, FileError
 from .offload import Offload
+from .reports import as_table
 
 DTYPES: Final = {
     **{str(dtype).removeprefix("torch."): dtype for dtype in CODES if dtype.is_floating_point},
@@ -297,7 +297,7 @@ def _cli_probe_run(options: argparse.Namespace) -> None:
         for name, (words, unit, factor) in _PRINTED.items()
         if name in found
     ]
-    print(tabulate(rows, floatfmt=".2f", tablefmt="plain"))
+    print(as_table(rows, floatfmt=".2f", tablefmt="plain"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import attrs
-from tabulate import tabulate
 from torch import nn
 from zero_comm import OperationTraffic, Sent
 from zero_partition import schedule_report, traffic_report
+
+from .errors import ConfigError
+
+
+def as_table(rows: Sequence[Sequence[Any]], headers: Sequence[str] = (), **options: Any) -> str:
+    """Text in columns, as `tabulate` of that package lays it out. Local.
+
+    Raises:
+        ConfigError: The package is not installed.
+    """
+    try:
+        from tabulate import tabulate  # noqa: PLC0415 (an extra)
+    except ImportError as error:
+        raise ConfigError(
+            "a table needs tabulate: pip install 'zero-engine[tables]', or read the values "
+            "themselves"
+        ) from error
+    return tabulate(rows, headers, **options)
 
 
 def schedule_table(model: nn.Module) -> str:
@@ -22,7 +40,7 @@ def schedule_table(model: nn.Module) -> str:
     """
     report = schedule_report(model)
     rows = [attrs.astuple(row) for row in report.rows]
-    table = tabulate(rows, headers=["unit", "bytes", "slot", "gathered", "used", "released"])
+    table = as_table(rows, headers=["unit", "bytes", "slot", "gathered", "used", "released"])
     return (
         f"{table}\n\nat most {report.peak_live_numel:,} elements whole at once; "
         f"slots of {report.slots_bytes:,} bytes"
@@ -52,8 +70,8 @@ def report(model: nn.Module) -> str:
         [subject or "(no unit)", *_bytes_of(of_subject.values())]
         for subject, of_subject in traffic.subjects.items()
     ]
-    by_operation = tabulate([*operations, total], headers=["operation", "calls", *headers])
-    return f"{by_operation}\n\n{tabulate(units, headers=['unit', *headers])}"
+    by_operation = as_table([*operations, total], headers=["operation", "calls", *headers])
+    return f"{by_operation}\n\n{as_table(units, headers=['unit', *headers])}"
 
 
 def _bytes_of(operations: Iterable[OperationTraffic]) -> list[str]:

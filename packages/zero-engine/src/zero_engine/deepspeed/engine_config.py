@@ -8,7 +8,6 @@ from typing import Any, final
 import attrs
 import torch
 from attrs import field, frozen
-from tabulate import tabulate
 from torch import nn
 
 from zero_engine.checks import at_least, is_kind, names_fields
@@ -24,6 +23,7 @@ from zero_engine.deepspeed_file.settings import (
     zero_arguments,
 )
 from zero_engine.errors import ConfigError
+from zero_engine.reports import as_table
 
 from .loss_scale import DynamicLossScale, StaticLossScale
 
@@ -198,7 +198,7 @@ class EngineConfig:
             for each in self.sources
             for value, *rest in [(each.value, each.origin, each.meaning)]
         ]
-        return tabulate(
+        return as_table(
             rows, headers=["key", "value", "from", "meaning"], missingval="-", disable_numparse=True
         )
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tabulate import tabulate
-
 from zero_engine.errors import ConfigError, FileError
+from zero_engine.reports import as_table
 
 from .options import Option, Room, name_of, recommend
 from .plan import Plan, UnitRow
@@ -38,8 +37,8 @@ def plan_table(plan: Plan) -> str:
         [words, in_units(getattr(at_rest, kind)), in_units(getattr(before_step, kind))]
         for kind, words in (KINDS | places).items()
     ]
-    memory = tabulate(rows, headers=["", "at rest", "before the step"], colalign=_RIGHT)
-    units = tabulate(
+    memory = as_table(rows, headers=["", "at rest", "before the step"], colalign=_RIGHT)
+    units = as_table(
         list(_unit_rows(plan.units)),
         headers=["unit", "count", "parameters", "whole", "shard", "gathers", "sent in a step"],
         disable_numparse=True,
@@ -71,7 +70,7 @@ def options_table(options: Sequence[Option], room: Room) -> str:
     ]
     headers = ["", "device", "host of a machine", "disk of a machine", "sent in a step"]
     headers.append("fits with activations" if room.activations else "fits, activations apart")
-    table = tabulate(rows, headers=headers, disable_numparse=True)
+    table = as_table(rows, headers=headers, disable_numparse=True)
     return f"{table}\n\n{recommendation(options, room)}"
 
 
@@ -82,7 +81,7 @@ def times_table(plans: Sequence[Plan], times: Sequence[StepEstimate]) -> str:
         for plan, each in zip(plans, times, strict=True)
     ]
     headers = ["", "s a step at least", "at most", "longest"]
-    return tabulate(rows, headers=headers, disable_numparse=True)
+    return as_table(rows, headers=headers, disable_numparse=True)
 
 
 def recommendation(options: Sequence[Option], room: Room) -> str:
