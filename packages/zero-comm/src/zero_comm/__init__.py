@@ -1,7 +1,7 @@
 """Coalesced collectives over one group of ranks."""
 
-# Layers, lowest first: errors, torch_private, _native, build, watch, codecs, handle, peer_memory,
-# planning, traffic, meet, group, transport, flat, loco, agreement, coalesced, ddp,
+# Layers, lowest first: errors, torch_private, ranges, _native, build, watch, codecs, handle,
+# peer_memory, planning, traffic, meet, group, transport, flat, loco, agreement, coalesced, ddp,
 # hierarchical, window, testing.
 
 from __future__ import annotations

@@ -11,11 +11,15 @@ import time
 from functools import cache
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+is_profiled = torch._C._autograd._profiler_enabled  # whatever it writes: events, or NVTX ranges
 
 
 def default_store() -> Any:

@@ -23,6 +23,7 @@ from zero_comm import (
     reduce_scatter_by_levels,
     reduce_scatter_flat,
 )
+from zero_comm.ranges import ranged
 
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
@@ -227,6 +228,7 @@ class BufferGradients:
 
     # ---- They are reduced: what is launched must be in the same order on every rank ----
 
+    @ranged("reduce", "unit.name")
     def launch(self) -> None:
         """Start the reduction; parameters without a gradient count as zero. Collective."""
         values, scaling, buffer = self.accumulator, self._scaling, self.buffer
@@ -253,6 +255,7 @@ class BufferGradients:
             reduction = reduction.map(lambda reduced: reduced.mul_(scaling.after))
         self.reduction = reduction
 
+    @ranged("reduce wait", "unit.name")
     def advance(self) -> bool:
         """Wait for the hop in flight and launch the next; the last is for `finish`. Collective.
 
@@ -262,6 +265,7 @@ class BufferGradients:
         assert self.reduction is not None, "the reducer lists what is in flight"
         return self._named(self.reduction.advance)
 
+    @ranged("reduce wait", "unit.name")
     def finish(self) -> None:
         """Wait for what is left of the reduction, and add it to what the optimizer has."""
         assert self.reduction is not None, "the reducer lists what is in flight"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -13,7 +14,8 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
-from zero_comm import CommError, Exposure, Group, Handle, Traffic, all_gather_flat
+from zero_comm import CommError, Exposure, Group, Handle, Traffic, all_gather_flat, ranges
+from zero_comm.ranges import is_profiled, ranged
 
 from zero_partition.errors import AtRestError, StateError
 from zero_partition.memory.flat_buffer import FlatBuffer
@@ -427,6 +429,7 @@ class ShardedModel:
     left_to_step: Tensor | None = field(default=None, init=False)  # see NOTE(in_step)
     _published: list[tuple[int, int]] = field(factory=list, init=False)  # see `_has_written`
     _hidden: list[tuple[nn.Parameter, Tensor]] = field(factory=list, init=False)  # see `update`
+    _step_range: ExitStack | None = field(default=None, init=False)  # while somebody records
     # A backward is running, or ended in an exception that nobody has noticed yet.
     is_backward_open: bool = field(default=False, init=False)
     _had_guards: bool = field(default=False, init=False)  # when this forward began
@@ -478,6 +481,8 @@ class ShardedModel:
         """The model's forward starts: clean up after an exception, take our guards away."""
         self.require("a forward", StateKind.PARAMS)
         if not is_in_backward():
+            if is_profiled() is not ranges.follows_profiler:
+                ranges.follow_profiler()
             self._refuse_callers()
             self._check_modules()
             self._give_up_open_backward()
@@ -556,6 +561,8 @@ class ShardedModel:
 
     def before_step(self, *, has_closure: bool) -> None:
         """What the optimizer reads must be there, and nothing may still read what it writes."""
+        if ranges.recorders:
+            self._step_range = ranges.enter("step")
         no = (ModelState.FAILED, ModelState.GATHERED)
         self.require("optimizer.step()", *StateKind, no=no)
         if self.schedule.is_running and self.placements.params is Placement.SHARDED:
@@ -616,6 +623,9 @@ class ShardedModel:
         self.publish_params(is_sharded=self.shards_state)
         self.routes.log[:] = [self.routes.log[-1], Traffic()]  # gathers from here on are the next's
         self.schedule.step()
+        if self._step_range is not None:
+            self._step_range.close()
+            self._step_range = None
 
     def finish_update(self) -> None:
         """What the public `finish_update` documents."""
@@ -633,6 +643,7 @@ class ShardedModel:
             if buffer.whole is not None:
                 buffer.follow_writes()
 
+    @ranged("publish")
     def publish_params(self, *, is_sharded: bool) -> None:
         """End a write to what is trained: what the model computes with follows.
 

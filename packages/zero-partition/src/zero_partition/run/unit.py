@@ -11,6 +11,7 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 from zero_comm import AbstractCodec, CommError, DivergenceError, Exposure, Group, Handle
+from zero_comm.ranges import ranged
 
 from zero_partition.errors import StateError
 from zero_partition.memory.flat_buffer import FlatBuffer, SecondaryShards
@@ -277,6 +278,7 @@ class Unit:
                 buffer.views_of(full) for buffer, full in zip(self.buffers, self._full, strict=True)
             ]
 
+    @ranged("gather", "name")
     def _begin_to_fill(self, pool: SlotPool[Unit]) -> None:
         """From copies on this rank, from peers' memory, from the node, or from all ranks."""
         self._take_slot(pool)
@@ -315,6 +317,7 @@ class Unit:
             except CommError as error:
                 raise CommError(f"gathering unit {self.name!r}: {error}") from error
 
+    @ranged("gather wait", "name")
     def _wait(self) -> None:
         filling, self._filling = self._filling, []
         version, self._slot_version = self._slot_version, -1  # until all of it is there

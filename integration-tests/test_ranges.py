@@ -1,0 +1,85 @@
+"""What a rank does has a name in profilers, and costs nothing where none looks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+
+import parity
+import pytest
+import torch
+import zero_engine
+from parity import ZeroConfig
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from zero_comm import Group
+from zero_partition import schedule_report
+
+
+def _sharded(group: Group, stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = parity.build(parity.Chain)
+    optimizer = parity.adamw(model)
+    return zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_chrome_trace_names_each_gather_and_reduction(
+    group: Group, stage: int, tmp_path: Path
+) -> None:
+    """As often as they happen: the schedule says which gathers a step has."""
+    model, optimizer = _sharded(group, stage)
+    for _ in range(2):
+        _step(model, optimizer)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        _step(model, optimizer)
+    path = tmp_path / f"{group.rank}.json"
+    profiler.export_chrome_trace(str(path))
+
+    events = json.loads(path.read_text())["traceEvents"]
+    found = Counter(event["name"] for event in events if event.get("name", "").startswith("zero::"))
+    gathers = Counter(f"zero::gather {row.unit}" for row in schedule_report(model).rows)
+    units = [f"layers.{index}" for index in range(4)]
+    assert {name: found[name] for name in gathers} == gathers
+    assert sum(found[f"zero::gather {unit}"] for unit in units) == gathers.total()
+    for unit in units:
+        assert found[f"zero::reduce {unit}"] == 1
+        assert found[f"zero::reduce wait {unit}"] >= 1
+    assert found["zero::step"] == 1
+    assert found["zero::publish"] == 1
+
+
+@pytest.mark.ranks(1)
+def test_a_step_makes_the_calls_of_before_once_no_profiler_runs(group: Group) -> None:
+    """Ranges that stayed would cost every step that follows."""
+    model, optimizer = _sharded(group, 3)
+    for _ in range(3):
+        _step(model, optimizer)
+
+    def calls() -> int:
+        counted = 0
+
+        def count(frame: FrameType, event: str, _: object) -> None:
+            nonlocal counted
+            counted += event == "call" and "/zero_" in frame.f_code.co_filename
+
+        sys.setprofile(count)
+        try:
+            _step(model, optimizer)
+        finally:
+            sys.setprofile(None)
+        return counted
+
+    before = calls()
+    with profile(activities=[ProfilerActivity.CPU]):
+        during = calls()
+    _step(model, optimizer)  # whose forward sees that none runs any more
+    assert calls() == before < during

@@ -1,0 +1,97 @@
+"""Ranges: what a rank does when, by name of the unit, for profilers and timelines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import wraps
+from operator import attrgetter
+from typing import Any, Final, TypeAlias, TypeVar
+
+from torch.profiler import record_function
+
+from .torch_private import is_profiled
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+Recorder: TypeAlias = Callable[[str, str], AbstractContextManager[Any]]  # of a kind and a subject
+
+# NOTE(ranges): a method that `ranged` decorates stays what it is, and a call of it costs nothing.
+# While somebody records, its class has a wrapper in its place; a wrapper that is running when that
+# ends goes on to its own end.
+
+_RANGED: Final[list[tuple[Callable[..., Any], str, str]]] = []
+recorders: Final[list[Recorder]] = []
+follows_profiler = False  # whether a profiler ran when last looked
+
+
+def ranged(kind: str, subject: str = "") -> Callable[[Method], Method]:
+    """Decorator of a method: each call is a range while somebody records.
+
+    Args:
+        kind: What it does: "gather".
+        subject: Dotted attribute of its object that says to what: "unit.name"; to none in
+            particular when empty.
+    """
+
+    def note(method: Method) -> Method:
+        _RANGED.append((method, kind, subject))
+        return method
+
+    return note
+
+
+def start(recorder: Recorder) -> None:
+    """Let it record from now on. Local.
+
+    Args:
+        recorder: Receives kind and subject; returns a context manager, which the call runs in.
+    """
+    recorders.append(recorder)
+    _install()
+
+
+def stop(recorder: Recorder) -> None:
+    """Let it record no more. Local."""
+    recorders.remove(recorder)
+    _install()
+
+
+def follow_profiler() -> None:
+    """Record into torch's profiler where one runs: in Chrome traces, and by `emit_nvtx` in NVTX.
+
+    Local; called where `is_profiled() is not follows_profiler`, once in each forward.
+    """
+    global follows_profiler  # noqa: PLW0603 (one profiler serves the process)
+    follows_profiler = is_profiled()
+    (start if follows_profiler else stop)(_into_profile)
+
+
+def enter(kind: str, subject: str = "") -> ExitStack:
+    """Begin a range that ends where the caller closes it. Local."""
+    stack = ExitStack()
+    for recorder in tuple(recorders):
+        stack.enter_context(recorder(kind, subject))
+    return stack
+
+
+def _into_profile(kind: str, subject: str) -> AbstractContextManager[Any]:
+    return record_function(f"zero::{kind} {subject}".rstrip())
+
+
+def _install() -> None:
+    for method, kind, subject in _RANGED:
+        path, _, name = method.__qualname__.rpartition(".")
+        owner = attrgetter(path)(sys.modules[method.__module__])
+        setattr(owner, name, _within(method, kind, subject) if recorders else method)
+
+
+def _within(method: Callable[..., Any], kind: str, subject: str) -> Callable[..., Any]:
+    subject_of = attrgetter(subject) if subject else lambda _: ""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with enter(kind, subject_of(self)):
+            return method(self, *args, **kwargs)
+
+    return run
