@@ -1,6 +1,6 @@
 """Coalesced collectives over one group of ranks."""
 
-# Layers, lowest first: errors, torch_private, ranges, _native, build, watch, codecs, handle,
+# Layers, lowest first: errors, torch_private, logs, ranges, _native, build, watch, codecs, handle,
 # peer_memory, planning, traffic, meet, group, transport, flat, loco, agreement, coalesced, ddp,
 # hierarchical, window, testing.
 

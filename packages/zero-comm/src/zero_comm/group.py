@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from attrs import Factory, evolve, field, frozen
 
 from .errors import CommError
+from .logs import follow_environment
 from .meet import shared_host
 from .peer_memory import PeerMemory
 from .planning import Sent
@@ -22,6 +24,10 @@ from .watch import Purpose, Watch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+follow_environment()
+_LOG: Final = logging.getLogger("zero_comm")
 
 
 @frozen
@@ -140,6 +146,7 @@ class Group:
             if patience_s is not None:
                 watch.patience_s = patience_s
         group = cls(process_group, rank, world_size, where, backend, peers, watch, transport)
+        _LOG.debug("a %s group of %d ranks, this is %d: %s", name, world_size, rank, transport)
         purposes = group.purposes if watch is None else watch.purposes  # one for all who wrap it
         return evolve(group, purposes=purposes, nodes=nodes)
 

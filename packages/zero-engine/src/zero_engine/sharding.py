@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import zero_partition
@@ -21,6 +22,8 @@ from .offload import homes_of
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer | None)
+
+_LOG: Final = logging.getLogger("zero_engine")
 
 
 @collective
@@ -77,6 +80,11 @@ def shard(
                 f"{type(value).__name__}; call shard(model, optimizer, ZeroConfig(stage=3))"
             )
     group = default_group(model, timeout_s=config.timeout_s) if group is None else group
+    said = ""
+    if _LOG.isEnabledFor(logging.INFO):  # while the model is whole
+        from .planning.tables import line_of  # noqa: PLC0415 (a wing)
+
+        said = line_of(model, optimizer, config, group)
     homes = homes_of(config.offload, group.device)
     try:
         partition(
@@ -89,6 +97,8 @@ def shard(
     except BaseException:
         homes.close()
         raise
+    if said:
+        _LOG.info("%s sharded: %s", type(model).__name__, said)
     return model, optimizer
 
 

@@ -14,10 +14,10 @@ from attrs import Attribute, field, frozen
 from torch import nn
 from zero_comm import Group, Levels, all_gather_flat, all_gather_json
 from zero_offload import DiskStore, HostArena
+from zero_partition import partition
 
 from zero_engine.config import ZeroConfig
 from zero_engine.errors import ConfigError, FileError
-from zero_engine.sharding import shard
 
 from .plan import Plan
 from .sources import has_own_params, read_json
@@ -338,7 +338,7 @@ def _blocks(group: Group) -> nn.Module:
 def _step_s(group: Group, units: list[str]) -> float:
     blocks, x = _blocks(group), torch.ones(1, 2, 8, device=group.device)
     optimizer = torch.optim.SGD(blocks.parameters(), lr=0.0)
-    shard(blocks, optimizer, ZeroConfig(2, units=units), group=group)
+    partition(blocks, optimizer, ZeroConfig(2, units=units).for_partition, group=group)
 
     def step() -> None:
         blocks(x).sum().backward()

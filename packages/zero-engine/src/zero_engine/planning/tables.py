@@ -7,11 +7,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+import zero_comm
+import zero_offload
+from torch import nn
+from zero_comm import Group
+from zero_partition import PartitionError
+
+from zero_engine.config import ZeroConfig
 from zero_engine.errors import ConfigError, FileError
 from zero_engine.reports import as_table
 
 from .options import Option, Room, name_of, recommend
-from .plan import Plan, UnitRow
+from .plan import Plan, UnitRow, plan
 from .rates import StepEstimate
 
 _UNITS: Final = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
@@ -54,6 +62,59 @@ def plan_table(plan: Plan) -> str:
         f"a checkpoint     {in_units(plan.save.num_bytes)} written by this rank; save() reads "
         f"{in_units(plan.save.batch_bytes)} at a time, a Saver copies all of it to the host\n"
         f"sent in a step   {in_units(plan.sent_bytes)}{across}\n\n{units}"
+    )
+
+
+def line_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: ZeroConfig, group: Group
+) -> str:
+    """What `shard` is about to do, for a log: bytes of this rank as planned, and the means. Local.
+
+    Args:
+        model: Whole still.
+        optimizer: Of it.
+        config: As for `shard`.
+        group: The ranks.
+    """
+    try:
+        planned = plan(
+            model,
+            config,
+            world_size=group.world_size,
+            optimizer=optimizer,
+            device=group.device,
+            rank=group.rank,
+            reads_peers=group.peers is not None,
+        )
+        line = _line(planned)
+    except (ConfigError, PartitionError) as error:  # a log ends no training
+        line = f"{name_of(config)}; bytes cannot be planned ({error})"
+    codecs = "plain torch" if zero_comm.native_status(group.device) else "compiled"
+    steps = zero_offload.native_status().isa or "plain torch"
+    return (
+        f"{line}; {group.backend.name}: {group.transport}; kernels: {codecs} for codecs, {steps} "
+        "for optimizers on the host"
+    )
+
+
+def _line(plan: Plan) -> str:
+    moments = ("at rest", plan.at_rest), ("before a step", plan.memory.before_step)
+    bytes_then = "; ".join(
+        f"{moment} {in_units(report.total_bytes)} ("
+        + ", ".join(
+            f"{words} {in_units(getattr(report, kind))}"
+            for kind, words in KINDS.items()
+            if getattr(report, kind)
+        )
+        + ")"
+        for moment, report in moments
+    )
+    places = ("host", plan.at_rest.host_bytes), ("disk", plan.at_rest.disk_bytes)
+    elsewhere = "".join(f"; on the {place} {in_units(taken)}" for place, taken in places if taken)
+    return (
+        f"{name_of(plan.config)}, {len(plan.units)} units, {plan.numel:,} parameters, "
+        f"{plan.optimizer}; a rank of {plan.world_size} has {bytes_then}{elsewhere}; "
+        f"at most {in_units(plan.memory.step_peak_bytes)}, activations apart"
     )
 
 

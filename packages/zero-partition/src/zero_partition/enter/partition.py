@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -283,6 +284,7 @@ def purposes_of(sharded: ShardedModel) -> dict[int, Purpose]:
 
 
 _NO_HOMES: Final = Homes()
+_LOG: Final = logging.getLogger("zero_partition")
 
 
 @collective
@@ -377,6 +379,12 @@ def partition(
         install_optimizer_hooks(optimizer, sharded)
         if sharded.shards_state:
             install_state_dict_hooks_of(optimizer, sharded)
+    for plan in plans if _LOG.isEnabledFor(logging.DEBUG) else ():
+        params = [param for buffer in plan.buffers for param in buffer.params]
+        cuts = ", ".join(sorted({str(param.cut) for param in params}))
+        how = plan.resting(placements.params).value
+        message = "unit %r: %d parameters, %d elements, %s at rest, cut %s"
+        _LOG.debug(message, plan.name or "(model)", len(params), plan.extent.numel, how, cuts)
     return sharded
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import attrgetter
@@ -42,6 +43,7 @@ from .unit import ShardState, Unit
 # hook on inputs, and none per module, is needed to know it. Each thread counts its own nodes: calls
 # of other threads stay in use until backward ends.
 
+_LOG: Final = logging.getLogger("zero_partition")
 _UNIT: Final = attrgetter("unit")
 _INDEX: Final = attrgetter("index")
 
@@ -307,6 +309,9 @@ class Schedule:
         for unit in self.units:
             unit.release_slot()
         self.pool.deal(slot_bytes(groups, self.extents))
+        for slot, group in zip(self.pool.ring, groups, strict=True):
+            names = ", ".join(self.units[index].name for index in group)
+            _LOG.debug("slot %d of %d bytes: %s", slot.index, slot.num_bytes, names)
         self.pool.conflicts = slot_conflicts(groups, self.extents, self.limits)
         for slot, group in zip(self.pool.ring, groups, strict=True):
             for index in group:
