@@ -23,13 +23,13 @@ from zero_partition.plan import Stage
 from zero_engine.checks import default_group
 from zero_engine.config import ZeroConfig
 from zero_engine.deepspeed_file.leaf_modules import set_as_file_says
+from zero_engine.deepspeed_file.optimizers import make_optimizer
 from zero_engine.deepspeed_file.settings import implied_values
 from zero_engine.errors import ConfigError
 from zero_engine.sharding import shard
 
 from .engine import Engine
 from .engine_config import EngineConfig, NamedSpec
-from .optimizers import make_optimizer
 from .schedules import make_scheduler
 
 AnyConfig = Mapping[str, Any] | str | os.PathLike[str] | EngineConfig | ZeroConfig

@@ -13,7 +13,7 @@ from attrs import field, frozen
 from torch import nn
 
 from zero_engine.checks import at_least
-from zero_engine.deepspeed.optimizers import make_optimizer
+from zero_engine.deepspeed_file.optimizers import make_optimizer
 from zero_engine.errors import ConfigError, FileError
 
 _LONGEST: Final = 300  # characters of an error of others: some list all there is

@@ -89,12 +89,10 @@ def line_of(
         line = _line(planned)
     except (ConfigError, PartitionError) as error:  # a log ends no training
         line = f"{name_of(config)}; bytes cannot be planned ({error})"
-    codecs = "plain torch" if zero_comm.native_status(group.device) else "compiled"
-    steps = zero_offload.native_status().isa or "plain torch"
-    return (
-        f"{line}; {group.backend.name}: {group.transport}; kernels: {codecs} for codecs, {steps} "
-        "for optimizers on the host"
-    )
+    kernels = f"{zero_offload.native_status().isa or 'plain torch'} steps on the host"
+    if group.device.type == "cpu":  # those of CUDA are compiled when they are first asked for
+        kernels += f", {'plain torch' if zero_comm.native_status() else 'compiled code'} encodes"
+    return f"{line}; {group.backend.name}: {group.transport}; {kernels}"
 
 
 def _line(plan: Plan) -> str:

@@ -13,8 +13,9 @@ from zero_offload import CPUAdam, FusedAdam
 from zero_partition import ChainedOptimizer
 
 from zero_engine.checks import check_names, nearest
-from zero_engine.deepspeed_file.keys import KEYS
 from zero_engine.errors import ConfigError
+
+from .keys import KEYS
 
 _PATH: Final = "optimizer.params"
 
