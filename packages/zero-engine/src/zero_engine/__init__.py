@@ -1,8 +1,8 @@
 """ZeRO for a plain PyTorch loop: shard a model and its optimizer, keep the loop."""
 
 # Layers, lowest first: errors, torch_private, checks, offload, deepspeed_file, config,
-# state_offload, reports, planning, sharding, checkpoint, deepspeed, compat, integrations, cli,
-# testing.
+# state_offload, reports, planning, sharding, observe, checkpoint, deepspeed, compat,
+# integrations, cli, testing.
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         set_full_grad,
         set_full_optimizer_state,
         set_full_param,
-        set_leaf_modules,
         set_local_grad,
         set_local_optimizer_state,
         set_local_param,
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from zero_engine.deepspeed.initialize import initialize
     from zero_engine.deepspeed.loss_scale import DynamicLossScale, LossScaler
     from zero_engine.errors import ConfigError, FileError, LossScaleError, NotBuiltError
+    from zero_engine.observe.timeline import timeline
     from zero_engine.offload import Offload
     from zero_engine.planning.plan import plan
     from zero_engine.reports import report, schedule_table
@@ -118,11 +118,11 @@ __all__ = [
     "set_full_grad",
     "set_full_optimizer_state",
     "set_full_param",
-    "set_leaf_modules",
     "set_local_grad",
     "set_local_optimizer_state",
     "set_local_param",
     "shard",
+    "timeline",
     "unscale_and_clip_",
     "unshard",
     "unsharded",
@@ -142,6 +142,7 @@ _NAMES: Final = {
     "zero_engine.deepspeed.initialize": "initialize",
     "zero_engine.deepspeed.loss_scale": "DynamicLossScale LossScaler",
     "zero_engine.errors": "ConfigError FileError LossScaleError NotBuiltError",
+    "zero_engine.observe.timeline": "timeline",
     "zero_engine.offload": "Offload",
     "zero_engine.planning.plan": "plan",
     "zero_engine.reports": "report schedule_table",
@@ -153,7 +154,7 @@ _NAMES: Final = {
         "finish_update full_grad full_optimizer_state full_optimizer_state_dict full_param "
         "full_state_dict load_full_optimizer_state_dict local_grad local_optimizer_state "
         "local_param memory_report no_sync release_buffers set_full_grad "
-        "set_full_optimizer_state set_full_param set_leaf_modules set_local_grad "
+        "set_full_optimizer_state set_full_param set_local_grad "
         "set_local_optimizer_state set_local_param unscale_and_clip_ unsharded "
         "update_full_grads"
     ),

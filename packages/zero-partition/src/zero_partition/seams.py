@@ -15,7 +15,7 @@ from zero_partition.memory.seams import (
     TensorHome,
 )
 from zero_partition.report import loco_facts, loco_state, restore_loco
-from zero_partition.run.hooks import find_sharded
+from zero_partition.run.hooks import find_sharded, require_sharded
 from zero_partition.run.norm import GradientReport
 from zero_partition.run.residence import Homes, RestPlan, RoomPlan, plan_room
 from zero_partition.run.sharded_model import ModelState, ShardedModel
@@ -69,5 +69,6 @@ __all__ = [
     "plan_parts",
     "plan_room",
     "reload_states",
+    "require_sharded",
     "restore_loco",
 ]

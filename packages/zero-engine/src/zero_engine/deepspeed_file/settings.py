@@ -602,7 +602,7 @@ def read_zero_arguments(
     if leaves:
         warnings.warn(
             f"{', '.join(leaves)}: a ZeroConfig has no place for names of modules; pass them "
-            "to zero_engine.set_leaf_modules(model, ...) before shard()",
+            "to zero_partition.set_leaf_modules(model, ...) before shard()",
             stacklevel=3,
         )
     return zero_arguments(settings)

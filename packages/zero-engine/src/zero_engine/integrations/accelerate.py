@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, parse_flag_from_env
 from torch import Tensor, nn
+from zero_partition import set_leaf_modules
 from zero_partition.plan import Placement
 from zero_partition.seams import ShardedModel, find_sharded
 
@@ -149,7 +150,7 @@ class ZeroAccelerator(Accelerator):
             config = ZeroConfig.from_deepspeed(self._plugin.deepspeed_config, model=model)
             launched = os.environ.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
             if names := self._plugin.transformer_moe_cls_names or launched:
-                zero_engine.set_leaf_modules(model, names.split(","))
+                set_leaf_modules(model, names.split(","))
         dynamo: Any = self.state.dynamo_plugin
         is_whole = dynamo.backend.value != "NO" and not dynamo.use_regional_compilation
         if is_whole and config.placements.params is Placement.SHARDED:

@@ -1,0 +1,286 @@
+"""timeline(): what each rank did when, and how long it waited for the others."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final, final
+
+import torch
+from attrs import astuple, define, field, frozen
+from torch import nn
+from zero_comm import Group, all_gather_json, collective, ranges
+from zero_partition.seams import require_sharded
+
+from zero_engine.errors import ConfigError, FileError
+from zero_engine.reports import as_table
+
+_COLORS: Final = {  # of each kind; those that begin alike are alike
+    "compute": "#9db4c0",
+    "gather": "#2a6f97",
+    "reduce": "#e07a1f",
+    "wait": "#c1121f",
+    "publish": "#52b0d8",
+    "step": "#4f772d",
+    "swap": "#7b2cbf",
+}
+_NUM_MEETINGS: Final = 5  # clocks of two hosts are compared so often
+
+
+@frozen
+class Event:
+    """One rank did one thing."""
+
+    kind: str  # "gather", "gather wait", "reduce", "reduce wait", "publish", "step", "compute", ...
+    subject: str  # the unit's name; empty where it is of no unit
+    start_s: float  # since the timeline began, on the clock of rank 0
+    stop_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long."""
+        return self.stop_s - self.start_s
+
+
+@final
+@define(eq=False)
+class Timeline:
+    """What `timeline` recorded; empty until its context has ended. The same on every rank."""
+
+    ranks: tuple[tuple[Event, ...], ...] = field(default=(), init=False)  # by rank, in order
+
+    def save(self, path: Path | str) -> None:
+        """Write a trace that Perfetto and chrome://tracing show: a process for each rank. Local.
+
+        What is in flight, from its launch until it was waited for, is a track of its own.
+
+        Raises:
+            FileError: It cannot be written there.
+        """
+        rows: list[dict[str, Any]] = []
+        for rank, events in enumerate(self.ranks):
+            named = {
+                "name": "process_name",
+                "ph": "M",
+                "pid": rank,
+                "args": {"name": f"rank {rank}"},
+            }
+            rows.append(named)
+            rows += [_row(rank, 0, event) for event in events]
+            rows += [_row(rank, 1, event) for event in _in_flight(events)]
+        try:
+            Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
+        except OSError as error:
+            raise FileError(f"{path}: cannot be written ({error.strerror})") from error
+
+    def plot(self, path: Path | str) -> None:
+        """Draw it: a row for each rank. Local. Needs matplotlib.
+
+        Args:
+            path: Of the picture; its ending says the format, PNG for one.
+
+        Raises:
+            ConfigError: matplotlib is missing, or does not know the format.
+            FileError: It cannot be written there.
+        """
+        try:
+            from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
+        except ImportError as error:
+            raise ConfigError(
+                "a picture needs matplotlib: pip install zero-engine[picture], or save() a trace"
+            ) from error
+        figure = Figure(figsize=(12, 1.2 + 0.7 * len(self.ranks)), layout="constrained")
+        axis = figure.subplots()
+        for rank, events in enumerate(self.ranks):
+            for name, color in _COLORS.items():
+                spans = [(e.start_s * 1e3, e.seconds * 1e3) for e in events if _class_of(e) == name]
+                axis.broken_barh(
+                    spans, (rank - 0.4, 0.8), color=color, label=None if rank else name
+                )
+        axis.set_yticks(range(len(self.ranks)), [f"rank {rank}" for rank in range(len(self.ranks))])
+        axis.set_xlabel("ms")
+        axis.invert_yaxis()
+        axis.legend(ncols=len(_COLORS), frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
+        try:
+            figure.savefig(path, dpi=120)
+        except OSError as error:
+            raise FileError(f"{path}: cannot be written ({error.strerror})") from error
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}; use an ending such as .png") from error
+
+    def summary(self) -> str:
+        """Milliseconds of a rank, the mean over all, by unit; and the rank that others wait for.
+
+        Exposed is what a rank could not do anything else in: launching, reading and waiting. Hidden
+        is what was in flight meanwhile.
+
+        Raises:
+            ConfigError: tabulate is missing.
+        """
+        exposed, hidden = defaultdict[tuple[str, str], float](float), defaultdict[Any, float](float)
+        for events in self.ranks:
+            for event in events:
+                exposed[event.subject, event.kind.split()[0]] += event.seconds * 1e3
+            for flight in _in_flight(events):
+                hidden[flight.subject, flight.kind.split()[0]] += flight.seconds * 1e3
+        rows = [
+            [subject or "-", kind, total / len(self.ranks), hidden[subject, kind] / len(self.ranks)]
+            for (subject, kind), total in exposed.items()
+        ]
+        table = as_table(rows, headers=["unit", "", "exposed ms", "hidden ms"], floatfmt=".2f")
+        busy = [sum(e.seconds for e in events if _class_of(e) != "wait") for events in self.ranks]
+        slowest = max(range(len(busy)), key=busy.__getitem__)
+        rest = [seconds for rank, seconds in enumerate(busy) if rank != slowest] or [busy[slowest]]
+        return (
+            f"{table}\n\nrank {slowest} was busy longest: {busy[slowest] * 1e3:.2f} ms, the others "
+            f"{fmean(rest) * 1e3:.2f} ms on average"
+        )
+
+
+def _row(rank: int, track: int, event: Event) -> dict[str, Any]:
+    return {
+        "name": f"{event.kind} {event.subject}".rstrip(),
+        "cat": event.kind,
+        "ph": "X",
+        "pid": rank,
+        "tid": track,
+        "ts": event.start_s * 1e6,
+        "dur": event.seconds * 1e6,
+    }
+
+
+def _class_of(event: Event) -> str:
+    return "wait" if event.kind.endswith(" wait") else event.kind.split("_")[0]
+
+
+def _in_flight(events: tuple[Event, ...]) -> Iterator[Event]:
+    """From the end of each launch to the beginning of the wait for it."""
+    launched: dict[tuple[str, str], Event] = {}
+    for event in events:
+        kind, subject = event.kind.split()[0], event.subject
+        if event.kind == kind:
+            launched[kind, subject] = event
+        elif (launch := launched.pop((kind, subject), None)) is not None:
+            yield Event(kind, subject, launch.stop_s, event.start_s)
+
+
+@define(eq=False)
+class _Clock:
+    """Takes the time around ranges: of the host, or of the device where that does the work."""
+
+    device: torch.device
+    offset_s: float  # of this host's clock, to that of rank 0
+    began: Any = field(init=False)  # moments: seconds, or events of CUDA
+    _found: list[tuple[str, str, Any, Any]] = field(factory=list, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self.offset_s -= time.monotonic()
+        self.began = self._now()
+
+    def __call__(self, kind: str, subject: str) -> AbstractContextManager[None]:
+        return self._around(kind, subject)
+
+    @contextmanager
+    def _around(self, kind: str, subject: str) -> Iterator[None]:
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._found.append((kind, subject, start, self._now()))
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def events(self) -> list[Event]:
+        """In the order of their starts, none inside another, and what is between them compute."""
+        end, on_host = self._now(), self.device.type != "cuda"
+        if not on_host:
+            torch.cuda.synchronize(self.device)
+
+        def seconds(moment: Any) -> float:
+            since = moment if on_host else self.began.elapsed_time(moment) / 1e3
+            return since - self.offset_s
+
+        found = [Event(kind, of, seconds(a), seconds(b)) for kind, of, a, b in self._found]
+        return list(_one_at_a_time(found, seconds(self.began), seconds(end)))
+
+
+def _one_at_a_time(events: list[Event], start_s: float, stop_s: float) -> Iterator[Event]:
+    """Cut them where one begins inside another, which goes on when that has ended."""
+    open_now: list[Event] = []  # innermost last
+    now = start_s
+    edges = [(e.start_s, 1, -e.stop_s, e) for e in events] + [(e.stop_s, 0, 0.0, e) for e in events]
+    for moment, begins, _, event in sorted(edges, key=lambda edge: edge[:3]):
+        kind, subject = (open_now[-1].kind, open_now[-1].subject) if open_now else ("compute", "")
+        if moment > now:
+            yield Event(kind, subject, now, moment)
+        now = moment
+        if begins:
+            open_now.append(event)
+        else:
+            open_now.remove(event)
+    if stop_s > now:
+        yield Event("compute", "", now, stop_s)
+
+
+@collective
+@contextmanager
+def timeline(model: nn.Module) -> Iterator[Timeline]:
+    """Record what each rank does inside the context, a few training steps say. Collective.
+
+        with zero_engine.timeline(model) as recorded:
+            train(3)
+        print(recorded.summary())
+        recorded.save("run.json")
+        recorded.plot("run.png")
+
+    Gathers, reductions, what waits for them, and the optimizer's step; all between is compute. On
+    CUDA these are times of the device's stream. Costs a few microseconds for each of them.
+
+    Args:
+        model: The very module that `shard` returned.
+
+    Yields:
+        What has all ranks' events when the context has ended.
+
+    Raises:
+        zero_partition.StateError: Not sharded.
+        zero_comm.CommError: A rank did not take part in time.
+    """
+    group = require_sharded(model).whole
+    clock, recorded = _Clock(group.device, _offset_of(group)), Timeline()
+    ranges.start(clock)
+    try:
+        yield recorded
+    finally:
+        ranges.stop(clock)
+    every = all_gather_json([astuple(event) for event in clock.events()], group=group)
+    first_s = min(events[0][2] for events in every)
+    recorded.ranks = tuple(
+        tuple(Event(kind, of, start - first_s, stop - first_s) for kind, of, start, stop in events)
+        for events in every
+    )
+
+
+def _offset_of(group: Group) -> float:
+    """Seconds by which this rank's clock is ahead of rank 0's; one host has one clock."""
+    hosts = all_gather_json(Path("/proc/sys/kernel/random/boot_id").read_text(), group=group)
+    if hosts.count(hosts[0]) == len(hosts):
+        return 0.0
+    found = []
+    for _ in range(_NUM_MEETINGS):
+        all_gather_json(None, group=group)  # all leave it at nearly the same moment
+        moments = all_gather_json(time.monotonic(), group=group)
+        found.append(moments[group.rank] - moments[0])
+    return sorted(found)[_NUM_MEETINGS // 2]
