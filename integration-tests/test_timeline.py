@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from itertools import count, pairwise
 from pathlib import Path
+from typing import Any
 
 import parity
 import pytest
@@ -17,7 +18,6 @@ from parity import ZeroConfig
 from torch import nn
 from zero_comm import Group
 from zero_engine import ConfigError, FileError
-from zero_engine.observe import Timeline
 from zero_partition import StateError
 
 SLOW_S = 1000.0
@@ -25,7 +25,7 @@ SLOW_S = 1000.0
 
 def _record(
     group: Group, monkeypatch: pytest.MonkeyPatch, *, stage: int, slow: int | None = None
-) -> Timeline:
+) -> Any:
     """Two steps, on clocks that go on by a millisecond at each look."""
     model = parity.build(parity.Chain)
     optimizer = parity.adamw(model)
