@@ -399,3 +399,30 @@ def _train_planned(config: ZeroConfig) -> tuple[Plan, object]:
         optimizer.step()
         optimizer.zero_grad()
     return plan, memory_report(model)
+
+
+def test_a_timeline_is_of_the_stream_of_the_device() -> None:
+    """Kernels run long after they were launched; what is timed must be them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4))).cuda()
+    model, optimizer = zero_engine.shard(
+        model, torch.optim.AdamW(model.parameters(), fused=True), ZeroConfig(2)
+    )
+    x = torch.randn(4096, 2048, device="cuda")
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with zero_engine.timeline(model) as recorded:
+        begin.record()
+        step()
+        end.record()
+
+    (events,) = recorded.ranks
+    expected_s = begin.elapsed_time(end) / 1e3
+    assert sum(event.seconds for event in events) == pytest.approx(expected_s, rel=0.05)
+    assert {"compute", "step"} < {event.kind for event in events}
