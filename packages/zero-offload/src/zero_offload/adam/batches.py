@@ -41,7 +41,7 @@ class Batch:
     indices: list[int] = field(factory=list)
     group: int = field(default=0, kw_only=True)  # position in param_groups: gives the rule
     step: int = field(default=0, kw_only=True)  # the step count, after this step
-    owners: list[Tensor] = field(factory=list, init=False)  # parameters, where there are masters
+    owners: list[Tensor] = field(factory=list, init=False)  # the parameters
     _table: np.ndarray | None = field(default=None, init=False)
 
     def written(self) -> list[list[Tensor]]:
@@ -265,7 +265,7 @@ class Plan:
     def _look_at(
         self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]
     ) -> list[list[Any]]:
-        """What a plan depends on: which tensors there are, what they are like, where they lie."""
+        """What a plan depends on: which tensors there are, where they lie, what they are like."""
         values = chain.from_iterable(map(dict.values, map(state.__getitem__, params)))
         tensors = [*params, *map(_GRAD, params)]
         look: list[list[Any]] = [
@@ -279,8 +279,6 @@ class Plan:
 
 
 _SUPPORTED_TEXT: Final = ", ".join(map(str, SUPPORTED))
-
-
 _GRAD: Final = attrgetter("grad")
 _FORMS: Final = (attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu"), Tensor.numel)
 

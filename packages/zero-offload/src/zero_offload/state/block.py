@@ -208,7 +208,7 @@ class SubGroupState:
                 piece.stepped.grad = piece.stepped.grad * factor
         inner.step()
         for piece in present:
-            if not is_native or piece.own_master is not None:
+            if not is_native or piece.own_master is not None:  # else its state was made in place
                 self._keep(piece)
             piece.end_step(passing)
         # What was stepped shares memory with parameters, but not what autograd looks at.

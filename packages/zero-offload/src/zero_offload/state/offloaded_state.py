@@ -224,7 +224,10 @@ class OffloadedState:
 
     def subgroups_of(self, params: Collection[Tensor]) -> list[int]:
         """Those that have a piece of one of these parameters, in order."""
-        return sorted({k for param in params for k in self._where.get(param, ())})
+        found: set[int] = set()
+        for param in params:
+            found.update(self._where.get(param, ()))
+        return sorted(found)
 
     # ---- What is done there ----
 
@@ -240,6 +243,8 @@ class OffloadedState:
             TornStepError: Something of it could not be written.
         """
         self.check("settle()")
+        if self.store is None:  # all rests in memory
+            return
         try:
             self._window.settle()
         except Exception as error:
@@ -370,7 +375,8 @@ class OffloadedState:
         self.check(what)
         num_begun = 0
         try:
-            self._window.expect(self._swapped(numbers))
+            if swapped := self._swapped(numbers):
+                self._window.expect(swapped)
             for k in numbers:
                 state = self._states[k]
                 is_swapped = state.plan.residence is Residence.DISK
