@@ -219,7 +219,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
                 entries[MASTER].copy_(param)
 
     def _step_span(self, start: int, stop: int, advanced: set[Tensor]) -> None:
-        """Step elements [start, stop); `advanced` are parameters whose count this step raised."""
+        """Step elements [start, stop); `advanced`: parameters whose count this step has raised."""
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and float(found_inf) != 0:
             return
@@ -237,8 +237,6 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         else:
             addresses = np.array([*map(Tensor.data_ptr, plan.steps)], np.uintp)
             kernels.library.zero_count(addresses.ctypes.data, len(plan.steps))
-        stepped = plan.params
-        advanced.update(stepped)
         for batch in plan.batches.values():
             rule = self._rule(self.param_groups[batch.group], batch.step)
             rule.factor = factor
@@ -247,10 +245,12 @@ class AbstractCPUOptimizer(Optimizer, ABC):
             step_batch(batch, rule, kernels=kernels, team=self._team)
         for param, copy in plan.copies:
             param.copy_(copy)
-        torch.autograd.graph.increment_version(stepped)  # kernels write behind autograd's back
+        torch.autograd.graph.increment_version(plan.params)  # kernels write behind autograd's back
         if stop == END:
             plan.keep(params, self.state)
             self._whole = plan
+        else:
+            advanced.update(plan.params)
 
     def _plan(self, start: int, stop: int, advanced: set[Tensor]) -> Plan:
         """Check and collect the tensors of a span; nothing is stepped yet."""
