@@ -245,12 +245,13 @@ class AbstractCPUOptimizer(Optimizer, ABC):
             step_batch(batch, rule, kernels=kernels, team=self._team)
         for param, copy in plan.copies:
             param.copy_(copy)
-        torch.autograd.graph.increment_version(plan.params)  # kernels write behind autograd's back
         if stop == END:
             plan.keep(params, self.state)
             self._whole = plan
         else:
-            advanced.update(plan.params)
+            params = plan.params
+            advanced.update(params)
+        torch.autograd.graph.increment_version(params)  # kernels write behind autograd's back
 
     def _plan(self, start: int, stop: int, advanced: set[Tensor]) -> Plan:
         """Check and collect the tensors of a span; nothing is stepped yet."""
