@@ -254,7 +254,7 @@ def test_a_rollback_without_a_step_says_so() -> None:
         optimizer.rollback()
 
 
-@pytest.mark.parametrize("keeps", ["grads", "params", "state"])
+@pytest.mark.parametrize("keeps", ["grads", "strides", "params", "state"])
 def test_a_kept_plan_notices_what_changed(keeps: str) -> None:
     """Steps reuse what the last one found; a stale address would be silent corruption."""
     ours, torchs = _params(), _params()
@@ -264,6 +264,8 @@ def test_a_kept_plan_notices_what_changed(keeps: str) -> None:
             _set_grads(params, turn)
             if keeps == "grads":
                 params[turn % 6].grad = None
+            elif keeps == "strides":
+                params[turn % 2 * 5].grad = params[turn % 2 * 5].grad.t().contiguous().t()
             elif keeps == "params":
                 params[0].data = params[0].data.clone()
                 params[4].data = params[4].data.flip(0).contiguous()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import pytest
 import torch
-from offloaded_training import HOMES, Outcome, assert_equal, loss_of, make_model, train
+from offloaded_training import CUT, HOMES, Outcome, assert_equal, loss_of, make_model, train
 from torch import nn
 from torch.optim import Optimizer
 from zero_offload import (
@@ -302,6 +305,47 @@ def test_a_share_on_the_device_is_stepped_there_by_the_class_that_was_asked_for(
     # Native steps round in another order than torch's; a bf16 value may then be its neighbour.
     tolerance = 1e-6 if dtype is torch.float32 else 2**-7
     torch.testing.assert_close(actual.params, expected.params, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [CPUAdam, torch.optim.SGD])
+def test_parameters_may_move_between_steps(optimizer: type[Optimizer]) -> None:
+    """Loading with `assign`, and `model.to()`, put other memory under them."""
+    outcomes = []
+    for make in (optimizer, partial(OffloadedOptimizer, optimizer=optimizer, **CUT)):
+        model = make_model()
+        made = make(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(4):
+            losses += train(model, made, steps=range(step, step + 1)).losses
+            for param in model.parameters():
+                param.data = param.data.clone()
+        outcomes.append(Outcome(losses, [param.detach() for param in model.parameters()]))
+
+    assert_equal(outcomes[1], outcomes[0])
+
+
+def test_a_steady_step_makes_few_calls() -> None:
+    """With many small sub-groups they would take longer than the arithmetic."""
+    param = nn.Parameter(torch.zeros(1000))
+    param.grad = torch.ones(1000)
+    optimizer = OffloadedOptimizer([param], CPUAdam)
+    for _ in range(2):
+        optimizer.step()
+    calls: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and "zero_offload" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        optimizer.step()
+    finally:
+        sys.setprofile(before)
+
+    assert len(calls) <= 45
+    assert len(set(calls)) <= 8
 
 
 def test_an_optimizer_over_all_parameters_at_once_is_refused() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from operator import is_
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Final, Literal, final
 
 import numpy as np
@@ -19,7 +20,6 @@ MASTER: Final = "master"
 MOMENTS: Final = ("first", "second", "largest")
 WRITTEN: Final = tuple(name for name in COLUMNS if name != "grad")
 END: Final = 2**63 - 1
-_NONE: Final = torch.tensor(0, dtype=torch.int32)  # no step count
 
 
 @define(eq=False)
@@ -39,15 +39,10 @@ class Batch:
     starts: list[int] = field(factory=list)
     stops: list[int] = field(factory=list)
     indices: list[int] = field(factory=list)
-    _table: np.ndarray | None = field(default=None, init=False)
-
-    # What gives the rule, and whose state this is.
-    group: int = field(default=0, kw_only=True)  # position in param_groups
+    group: int = field(default=0, kw_only=True)  # position in param_groups: gives the rule
     step: int = field(default=0, kw_only=True)  # the step count, after this step
-    grad_dtype: torch.dtype = field(default=torch.float32, kw_only=True)
-    names: dict[str, str] = field(factory=dict, kw_only=True)  # of the state's entries, by column
-    owners: list[Tensor] = field(factory=list, init=False)
-    entries: list[dict[str, Any]] = field(factory=list, init=False)
+    owners: list[Tensor] = field(factory=list, init=False)  # the parameters
+    _table: np.ndarray | None = field(default=None, init=False)
 
     def written(self) -> list[list[Tensor]]:
         """The columns that a step writes."""
@@ -63,39 +58,9 @@ class Batch:
             self._table["index"] = np.array(self.indices, np.uintp) + starts
         for name in columns:
             if tensors := self.tensors[name]:
-                self._table[name] = _addresses(tensors) + starts * np.uintp(tensors[0].itemsize)
+                addresses = np.array([*map(Tensor.data_ptr, tensors)], np.uintp)
+                self._table[name] = addresses + starts * np.uintp(tensors[0].itemsize)
         return self._table
-
-    def renew(self, state: Mapping[Tensor, dict[str, Any]]) -> bool:
-        """Whether this batch of whole tensors serves for the next step, too; see `Plan.renew`."""
-        params, entries, tensors, table = self.owners, self.entries, self.tensors, self._table
-        if table is None or not all(map(is_, map(state.get, params), entries)):
-            return False
-        grads: list[Any] = [param.grad for param in params]
-        for column, name in self.names.items():
-            if not all(map(is_, [entry.get(name) for entry in entries], tensors[column])):
-                return False
-        for column in WRITTEN:
-            some = tensors[column]
-            if some and not np.array_equal(_addresses(some), table[column]):
-                return False
-        steps: list[Any] = [entry.get("step", _NONE) for entry in entries]
-        is_current = (
-            _are_plain(params, (tensors["out"] or tensors["param"])[0].dtype, self.stops)
-            and _are_plain(grads, self.grad_dtype, self.stops)
-            and {step.dtype for step in steps} == {torch.float32}
-            and {step.item() for step in steps} == {self.step}
-        )
-        if is_current:
-            tensors["grad"] = grads
-            self.step += 1
-        return is_current
-
-    def keep(self) -> None:
-        """Prepare to be renewed: note where tensors lie, and let gradients go before this batch."""
-        self.tensors["grad"] = []
-        if self._table is None:
-            self.table()
 
 
 @frozen(kw_only=True)
@@ -126,11 +91,17 @@ class StatePolicy:
         return torch.float32 if name == MASTER else self.state_dtype or param.dtype
 
     def prepare(
-        self, entries: dict[str, Any], param: Tensor, names: Iterable[str], start: float
+        self,
+        entries: dict[str, Any],
+        param: Tensor,
+        names: Iterable[str],
+        start: float,
+        room: Mapping[str, Tensor],
     ) -> None:
         """Complete the state of a parameter, and bring what is there into dtype and memory order.
 
         What is missing of the moments, `names`, is filled: the first with `start`, others with 0.
+        It lies in the memory that `room` has for it, or else in memory of its own.
         """
         step = entries.get("step", 0.0)
         if not torch.is_tensor(step) or step.dtype is not torch.float32 or not step.is_cpu:
@@ -141,10 +112,12 @@ class StatePolicy:
             entries.pop(MASTER, None)
         for name in names:
             value, dtype = entries.get(name), self.dtype_of(name, param)
-            if value is None and name == MASTER:
-                entries[name] = param.detach().to(dtype, copy=True).contiguous()
-            elif value is None:
-                entries[name] = torch.full(param.shape, start, dtype=dtype, device="cpu")
+            if value is None:
+                value = room.get(name)
+                if value is None:
+                    value = torch.empty(param.shape, dtype=dtype, device="cpu")
+                is_master = name == MASTER
+                entries[name] = value.copy_(param.detach()) if is_master else value.fill_(start)
             elif not (
                 value.dtype is dtype
                 and value.numel() == param.numel()
@@ -199,6 +172,9 @@ class Plan:
     steps: list[Tensor] = field(factory=list, init=False)  # counts that this step advances by one
     # Parameters that are not contiguous, and copies to step instead, to be copied back.
     copies: list[tuple[Tensor, Tensor]] = field(factory=list, init=False)
+    _kept: list[Tensor] = field(factory=list, init=False)  # all that is stepped, as it is kept
+    _counts: list[float] = field(factory=list, init=False)  # `steps`, when they are advanced
+    _look: list[list[Any]] = field(factory=list, init=False)  # see `_look_at`
 
     @property
     def params(self) -> list[Tensor]:
@@ -227,6 +203,7 @@ class Plan:
         if advances:
             count += 1
             self.steps.append(entries["step"])
+            self._counts.append(count)
         plain = param
         if not param.is_contiguous():
             plain = param.detach().contiguous()
@@ -235,18 +212,17 @@ class Plan:
         key = group, count, param.dtype, grad.dtype
         batch = self.batches.get(key)
         if batch is None:
-            columns = dict(zip(MOMENTS, names, strict=False))
-            if MASTER in entries:
-                columns["param"] = MASTER
-            batch = self.batches[key] = Batch(
-                group=group, step=count, grad_dtype=grad.dtype, names=columns
-            )
+            batch = self.batches[key] = Batch(group=group, step=count)
         batch.owners.append(param)
-        batch.entries.append(entries)
-        batch.tensors["out" if "param" in batch.names else "param"].append(plain)
         batch.tensors["grad"].append(grad)
-        for column, name in batch.names.items():
-            batch.tensors[column].append(entries[name])
+        columns = dict(zip(MOMENTS, map(entries.__getitem__, names), strict=False))
+        if MASTER in entries:
+            columns |= {"param": entries[MASTER], "out": plain}
+        else:
+            columns["param"] = plain
+        for column, tensor in columns.items():
+            batch.tensors[column].append(tensor)
+        self._kept += [entries["step"], *columns.values()]
         batch.starts.append(span[0])
         batch.stops.append(span[1])
         batch.indices.append(index)
@@ -260,41 +236,51 @@ class Plan:
                     yield tensor.view(-1)[start:stop]
         yield from (param for param, _ in self.copies)
 
-    def renew(self, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> bool:
-        """Whether this plan of a whole step, made earlier, serves for the next one as well.
+    def keep(self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Prepare this plan of a whole step to be renewed, and let gradients go before it does.
+
+        Args:
+            params: All that had a gradient, in order.
+            state: The optimizer's.
+        """
+        for batch in self.batches.values():
+            batch.tensors["grad"] = []
+        self._look = self._look or self._look_at(params, state)
+
+    def renew(self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Whether this plan, made earlier, serves for the next step as well; for arguments: `keep`.
 
         If so, its gradients and step counts are the new ones. Lists are compared as wholes: with
         thousands of small tensors, planning anew would take longer than stepping them.
         """
-        present = [id(p) for group in groups for p in group["params"] if p.grad is not None]
-        # In another order, too, where batches of a group alternate.
-        if self.copies or _ids(self.params) != present:
+        counts = [*map(Tensor.item, self.steps)]
+        if self.copies or counts != self._counts or self._look_at(params, state) != self._look:
             return False
-        if not all(batch.renew(state) for batch in self.batches.values()):
-            return False
-        self.steps = [entry["step"] for batch in self.batches.values() for entry in batch.entries]
+        self._counts = [count + 1 for count in counts]
+        for batch in self.batches.values():
+            batch.tensors["grad"] = [*map(Tensor.contiguous, map(_GRAD, batch.owners))]
+            batch.step += 1
         return True
+
+    def _look_at(
+        self, params: list[Tensor], state: Mapping[Tensor, dict[str, Any]]
+    ) -> list[list[Any]]:
+        """What a plan depends on: which tensors there are, where they lie, what they are like."""
+        values = chain.from_iterable(map(dict.values, map(state.__getitem__, params)))
+        tensors = [*params, *map(_GRAD, params)]
+        look: list[list[Any]] = [
+            [*map(id, chain(params, values))],
+            [*map(Tensor.data_ptr, self._kept)],
+            [*map(Tensor.is_contiguous, params)],
+        ]
+        for form in _FORMS:
+            look.append([*map(form, tensors)])
+        return look
 
 
 _SUPPORTED_TEXT: Final = ", ".join(map(str, SUPPORTED))
-
-
-def _ids(objects: Iterable[object]) -> list[int]:
-    return [id(each) for each in objects]
-
-
-def _addresses(tensors: list[Tensor]) -> np.ndarray:
-    return np.array([tensor.data_ptr() for tensor in tensors], np.uintp)
-
-
-def _are_plain(tensors: list[Any], dtype: torch.dtype, numels: list[int]) -> bool:
-    return (
-        {tensor.dtype for tensor in tensors} == {dtype}
-        and {tensor.layout for tensor in tensors} == {torch.strided}
-        and {tensor.is_cpu for tensor in tensors} == {True}
-        and {tensor.is_contiguous() for tensor in tensors} == {True}
-        and [tensor.numel() for tensor in tensors] == numels
-    )
+_GRAD: Final = attrgetter("grad")
+_FORMS: Final = (attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu"), Tensor.numel)
 
 
 def checked_grad(param: Tensor) -> Tensor:

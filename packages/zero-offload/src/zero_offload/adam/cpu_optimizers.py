@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from itertools import chain
 from typing import Any, Final, Literal, TypedDict, Unpack, final
@@ -116,7 +116,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         self._policy = StatePolicy(**policy)
         self._keeps_last_step = keeps_last_step
         self._reset()
-        if _native.kernels() is None:
+        if self._kernels is None:
             _warn_once(_native.native_status().reason)
         super().__init__(params, defaults)
         self._step_supports_amp_scaling = True
@@ -160,7 +160,8 @@ class AbstractCPUOptimizer(Optimizer, ABC):
                 f"step() while a step of ranges is under way: {self._round.num_done} of "
                 f"{self._round.numel} elements are done. Finish it with step_range()"
             )
-        self._last_step.begin()
+        if self._keeps_last_step:
+            self._last_step.begin()
         self._step_span(0, END, set())
         return loss
 
@@ -179,7 +180,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
         numel = sum(p.numel() for group in self.param_groups for p in group["params"])
         under_way = self._round or Round(numel)
         under_way.check(start, stop)
-        if self._round is None:
+        if self._round is None and self._keeps_last_step:
             self._last_step.begin()
         if start < stop:
             self._step_span(start, stop, under_way.advanced)
@@ -217,30 +218,25 @@ class AbstractCPUOptimizer(Optimizer, ABC):
             if MASTER in entries:
                 entries[MASTER].copy_(param)
 
-    def forget_plan(self) -> None:
-        """Let go of the tensors of the last step, which the next one would have looked at first."""
-        self._whole = None
-
     def _step_span(self, start: int, stop: int, advanced: set[Tensor]) -> None:
-        """Step elements [start, stop); `advanced` are parameters whose count this step raised."""
+        """Step elements [start, stop); `advanced`: parameters whose count this step has raised."""
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and float(found_inf) != 0:
             return
         factor = 1.0 if scale is None else 1.0 / float(scale)
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         plan, self._whole = self._whole if stop == END else None, None
-        if plan is None or not plan.renew(self.param_groups, self.state):
+        if plan is None or not plan.renew(params, self.state):
             plan = self._plan(start, stop, advanced)
         if self._keeps_last_step:
             self._last_step.keep(plan.written())
-        kernels = _native.kernels()
+        kernels = self._kernels
         if kernels is None:
             for step in plan.steps:
                 step.add_(1)
         else:
-            addresses = np.array([step.data_ptr() for step in plan.steps], np.uintp)
+            addresses = np.array([*map(Tensor.data_ptr, plan.steps)], np.uintp)
             kernels.library.zero_count(addresses.ctypes.data, len(plan.steps))
-        stepped = plan.params
-        advanced.update(stepped)
         for batch in plan.batches.values():
             rule = self._rule(self.param_groups[batch.group], batch.step)
             rule.factor = factor
@@ -249,11 +245,13 @@ class AbstractCPUOptimizer(Optimizer, ABC):
             step_batch(batch, rule, kernels=kernels, team=self._team)
         for param, copy in plan.copies:
             param.copy_(copy)
-        torch.autograd.graph.increment_version(stepped)  # kernels write behind autograd's back
         if stop == END:
-            for batch in plan.batches.values():
-                batch.keep()
+            plan.keep(params, self.state)
             self._whole = plan
+        else:
+            params = plan.params
+            advanced.update(params)
+        torch.autograd.graph.increment_version(params)  # kernels write behind autograd's back
 
     def _plan(self, start: int, stop: int, advanced: set[Tensor]) -> Plan:
         """Check and collect the tensors of a span; nothing is stepped yet."""
@@ -271,7 +269,7 @@ class AbstractCPUOptimizer(Optimizer, ABC):
                 if is_touched and param.grad is not None:
                     self._policy.check(param, where="step()")
                     grad, entries = checked_grad(param), self.state[param]
-                    self._policy.prepare(entries, param, names, first)
+                    self._policy.prepare(entries, param, names, first, self.rooms.get(param, {}))
                     plan.add(
                         param,
                         grad,
@@ -331,8 +329,10 @@ class AbstractCPUOptimizer(Optimizer, ABC):
 
     def _reset(self) -> None:
         """Forget what no state dict and no copy carries."""
+        self._kernels = _native.kernels()
         self._team = Team()
         self._last_step = LastStep()
+        self.rooms: Mapping[Tensor, Mapping[str, Tensor]] = {}  # for state to be made, by parameter
         self._round: Round | None = None
         self._whole: Plan | None = None  # of the last `step()`
 

@@ -48,8 +48,7 @@ class Team:
         The work must release the GIL, and may not depend on how it is divided. Few elements are
         not divided at all.
         """
-        num_threads = min(torch.get_num_threads(), 1 + numel // ALONE_NUMEL)
-        num_parts = min(num_threads * PARTS_PER_THREAD, 1 + numel // ALONE_NUMEL)
+        num_parts = min(torch.get_num_threads() * PARTS_PER_THREAD, 1 + numel // ALONE_NUMEL)
         self.divide(numel, num_parts, work, multiple=CUT_NUMEL)
 
     def divide(

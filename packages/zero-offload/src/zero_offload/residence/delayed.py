@@ -16,7 +16,7 @@ from zero_offload.adam.batches import MASTER
 from zero_offload.errors import TornStepError
 from zero_offload.memory.arena import HostArena
 from zero_offload.state.footprint import Footprint
-from zero_offload.state.offloaded_state import OffloadedState
+from zero_offload.state.offloaded_state import OffloadedState, numbers_of
 
 # NOTE(one at a time): state is not made for two threads. Whoever wants it waits for the update that
 # is under way, so that at any time either the thread or the caller has it. Nothing is read ahead in
@@ -83,7 +83,8 @@ class DelayedState:
             self._grads[param].copy_(grad)
         taken = {self._stepped[param]: self._grads[param] for param in grads}
         self._behind = set(grads)
-        self._job = partial(self._step, _numbers_of(groups), taken, factor)
+        numbers = [copy.deepcopy(numbers_of(group)) for group in groups]
+        self._job = partial(self._step, numbers, taken, factor)
         self._begin()
 
     def held_back(self) -> list[Param]:
@@ -244,9 +245,3 @@ def _allocate(arena: HostArena, blanks: Mapping[Param, Tensor]) -> dict[Param, T
         for param, part in zip(some, memory.split(numels), strict=True):
             found[param] = part.view(param.shape)
     return found
-
-
-def _numbers_of(groups: Groups) -> list[dict[str, Any]]:
-    """What the param groups say now; a scheduler may change them while the step goes on."""
-    tensors = ("params", "param_names")
-    return [{k: copy.deepcopy(v) for k, v in g.items() if k not in tensors} for g in groups]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from zero_offload.adam.batches import MASTER
 from zero_offload.adam.cpu_optimizers import AbstractCPUOptimizer
 
-from .stepper import Stepper, set_numbers
+from .stepper import Stepper
 from .subgroups import Piece, Residence, SubGroup
 from .transit import Transit, is_here
 
@@ -55,20 +55,42 @@ class _PieceState:
         """The same elements of a tensor like the parameter: flat."""
         return whole.detach().reshape(-1)[self.plan.start : self.plan.stop]
 
-    def grad(self, whole: Tensor) -> Tensor:
-        """Of the whole parameter's gradient, as the piece is shaped and stepped."""
-        whole = whole.detach() if whole.requires_grad else whole
-        grad = whole if self.is_whole else self.cut(whole)
-        return grad if self.own_master is None else grad.to(self.own_master)
-
     def is_in_place(self) -> bool:
         """Whether it is its parameter already, as from the second step on of most on a CPU."""
         stepped, param = self.stepped, self.param
-        return (
-            self.is_whole
-            and stepped.data_ptr() == param.data_ptr()
-            and stepped.is_cpu == param.is_cpu
-        )
+        start = param.data_ptr() + self.plan.start * param.element_size()
+        return stepped.data_ptr() == start and stepped.is_cpu == param.is_cpu
+
+    def begin_step(self, whole: Tensor, entries: dict[str, Any], transit: Transit | None) -> None:
+        """Have what is stepped, its gradient and its state as the optimizer needs them.
+
+        Args:
+            whole: The gradient of the whole parameter.
+            entries: The state.
+            transit: Through which tensors pass, if they are on a device and stepped on the host.
+        """
+        grad = whole.detach() if whole.requires_grad else whole
+        if not self.is_whole:
+            grad = self.cut(grad)
+        if self.own_master is not None:
+            grad = grad.to(self.own_master)
+            self.stepped.data = self.views[MASTER]
+            # While it steps, the optimizer finds the state as it would be without our master, which
+            # is missing before a first step, or after a state without masters was loaded.
+            if entries.pop(MASTER, None) is None:
+                self.stepped.detach().copy_(self.elements())
+        elif transit is not None:
+            self.stepped.data = transit.fetch(self.elements())
+        elif not self.is_in_place():
+            self.stepped.data = self.elements()
+        self.stepped.grad = grad if transit is None else transit.fetch(grad)
+
+    def end_step(self, transit: Transit | None) -> None:
+        """Have the parameter hold what was stepped."""
+        self.stepped.grad = None
+        if not self.is_in_place():
+            source, target = self.stepped.detach(), self.elements()
+            target.copy_(source) if transit is None else transit.send(source, target)
 
 
 @final
@@ -94,10 +116,13 @@ class SubGroupState:
     _pieces: list[_PieceState] = field(init=False)
     _inner: Optimizer = field(init=False)
     _positions: list[int] = field(init=False)  # of the outer group, for each of the inner ones
+    _passes: bool = field(init=False)  # through the host's memory, to be stepped
     _memory: Tensor | None = field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.on_host = self.plan.residence is not Residence.DEVICE or is_here(self.params[0])
+        is_param_here = is_here(self.params[0])
+        self.on_host = self.plan.residence is not Residence.DEVICE or is_param_here
+        self._passes = self.on_host and not is_param_here
         self._pieces = [
             _PieceState(param, piece, self.stepper.own_master(param.dtype, on_host=self.on_host))
             for param, piece in zip(self.params, self.plan.pieces, strict=True)
@@ -110,17 +135,20 @@ class SubGroupState:
         ]
         dtype = self.params[0].dtype
         self._inner = self.stepper.make(groups, dtype=dtype, on_host=self.on_host)
+        if isinstance(self._inner, AbstractCPUOptimizer):
+            self._inner.rooms = {piece.stepped: piece.views for piece in self._pieces}
 
     # ---- Memory ----
 
     def attach(self, memory: Tensor) -> None:
         """Let the state lie in `memory`: 1-D, bytes, `plan.nbytes` long, on the state's device."""
-        if self._memory is None or self._memory.data_ptr() != memory.data_ptr():
-            for span in self.plan.entries:
-                piece, start = self._pieces[span.piece], span.offset_bytes
-                view = memory[start : start + span.numel * span.dtype.itemsize].view(span.dtype)
-                piece.views[span.name] = view.view(piece.shape)
+        if self._memory is not None and self._memory.data_ptr() == memory.data_ptr():
+            return
         self._memory = memory
+        for span in self.plan.entries:
+            piece, start = self._pieces[span.piece], span.offset_bytes
+            view = memory[start : start + span.numel * span.dtype.itemsize].view(span.dtype)
+            piece.views[span.name] = view.view(piece.shape)
         for piece in self._pieces:
             entries = self._entries(piece)
             entries.update({name: view for name, view in piece.views.items() if name in entries})
@@ -146,52 +174,47 @@ class SubGroupState:
 
     def step(
         self,
-        outer: Sequence[dict[str, Any]],
-        grads: Sequence[Tensor | None],
+        numbers: Sequence[dict[str, Any]],
+        grads: Mapping[Any, Tensor],
         factor: float,
         transit: Transit,
     ) -> None:
         """Step all pieces that have a gradient. Local, blocking.
 
         Args:
-            outer: The user's param groups.
-            grads: Of each piece's whole parameter.
+            numbers: What the user's param groups say.
+            grads: By whole parameter.
             factor: What gradients are multiplied by.
             transit: Through which tensors pass that are on a device, if the step is on the host.
         """
-        transit.begin(passes=self.on_host)
         inner, present = self._inner, []
-        for piece, grad in zip(self._pieces, grads, strict=True):
+        passing = transit if self._passes else None
+        if passing is not None:
+            passing.begin()
+        for piece in self._pieces:
+            grad = grads.get(piece.param)
             if grad is not None:
-                if piece.own_master is not None:
-                    piece.stepped.data = piece.views[MASTER]
-                elif not piece.is_in_place():
-                    piece.stepped.data = transit.fetch(piece.elements())
-                piece.stepped.grad = transit.fetch(piece.grad(grad))
+                piece.begin_step(grad, inner.state[piece.stepped], passing)
                 present.append(piece)
-        transit.wait()
-        for piece in present:
-            # While it steps, the optimizer finds the state as it would be without our master, which
-            # is missing before a first step, or after a state without masters was loaded.
-            if piece.own_master is not None and self._entries(piece).pop(MASTER, None) is None:
-                piece.stepped.detach().copy_(piece.elements())
+        if passing is not None:
+            passing.wait()
         for group, position in zip(inner.param_groups, self._positions, strict=True):
-            set_numbers(group, outer[position])
-        if isinstance(inner, AbstractCPUOptimizer):
+            group.update(numbers[position])
+        is_native = isinstance(inner, AbstractCPUOptimizer)
+        if is_native:
             inner.grad_scale = None if factor == 1 else 1 / factor
         elif factor != 1:  # the user's gradient stays as it is
             for piece in present:
                 piece.stepped.grad = piece.stepped.grad * factor
         inner.step()
         for piece in present:
-            piece.stepped.grad = None
-            self._keep(piece)
-            source, target = piece.stepped.detach(), piece.elements()
-            if source.data_ptr() != target.data_ptr() or source.device != target.device:
-                transit.send(source, target)
+            if not is_native or piece.own_master is not None:  # else its state was made in place
+                self._keep(piece)
+            piece.end_step(passing)
         # What was stepped shares memory with parameters, but not what autograd looks at.
         torch.autograd.graph.increment_version([piece.param for piece in present])
-        transit.end(waits=self.plan.residence is Residence.DISK)  # masters are sent from its slot
+        if passing is not None:  # masters are sent from a slot
+            passing.end(waits=self.plan.residence is Residence.DISK)
 
     def _keep(self, piece: _PieceState) -> None:
         """Bring what the optimizer has made or replaced into our memory."""
@@ -203,8 +226,6 @@ class SubGroupState:
             if value is not None and value is not view:
                 view.copy_(value)
                 entries[name] = view
-                if isinstance(self._inner, AbstractCPUOptimizer):
-                    self._inner.forget_plan()  # which holds what it has made, outside the budget
 
     # ---- State ----
 

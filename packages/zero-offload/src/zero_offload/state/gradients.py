@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, final
 
@@ -181,20 +181,31 @@ class GradientStream:
             self._hooks.append(param.register_post_accumulate_grad_hook(self._take))
             start = align_up(stop)
 
-    def grad_of(self, param: Tensor) -> Tensor | None:
-        """What the next step uses: what has left and is here, else `param.grad`."""
-        return self._grads[param] if isinstance(param.grad, OffloadedGradient) else param.grad
+    def collect(self, groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, Tensor]:
+        """By parameter: what has left, once it is here and added, else `param.grad`, if any.
+
+        Raises:
+            UnsupportedTensorError: One is sparse.
+        """
+        self._deliveries.settle()
+        grads = {}
+        for group in groups:
+            for param in group["params"]:
+                grad = param.grad
+                if isinstance(grad, OffloadedGradient):
+                    grads[param] = self._grads[param]
+                elif grad is not None:
+                    if grad.layout is not torch.strided:
+                        raise _not_dense(param, grad)
+                    grads[param] = grad
+        return grads
 
     def clear(self) -> None:
         """Drop what has arrived."""
-        self.finish()
+        self._deliveries.settle()
         for param in self._grads:
             if isinstance(param.grad, OffloadedGradient):
                 param.grad = None
-
-    def finish(self) -> None:
-        """Block until all that is under way is here and added."""
-        self._deliveries.settle()
 
     def close(self) -> None:
         """Remove the hooks and release the memory."""
@@ -218,7 +229,8 @@ class GradientStream:
         grad = param.grad
         if grad is None:
             return
-        check_dense(param, grad)
+        if grad.layout is not torch.strided:
+            raise _not_dense(param, grad)
         adds = param in self._adding
         self._deliveries.deliver(grad.detach(), self._grads[param], adds=adds)
         self._adding.discard(param)
@@ -230,14 +242,8 @@ def bytes_of(params: Iterable[Tensor]) -> int:
     return sum(align_up(param.numel() * param.element_size()) for param in params)
 
 
-def check_dense(param: Tensor, grad: Tensor) -> None:
-    """Raise for a gradient that has no plain memory.
-
-    Raises:
-        UnsupportedTensorError: It is sparse.
-    """
-    if grad.layout is not torch.strided:
-        raise UnsupportedTensorError(
-            f"gradient of a parameter of shape {tuple(param.shape)}: expected a dense tensor, got "
-            f"{grad.layout}; use sparse=False in the embedding"
-        )
+def _not_dense(param: Tensor, grad: Tensor) -> UnsupportedTensorError:
+    return UnsupportedTensorError(
+        f"gradient of a parameter of shape {tuple(param.shape)}: expected a dense tensor, got "
+        f"{grad.layout}; use sparse=False in the embedding"
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from operator import methodcaller
 from typing import Any, TypeAlias, Unpack, final
 
 import torch
@@ -58,7 +60,6 @@ class OffloadedState:
     _window: SwapWindow = field(init=False)
     _transit: Transit = field(init=False)
     _states: list[SubGroupState] = field(factory=list, init=False)
-    _memories: dict[int, Tensor] = field(factory=dict, init=False)  # of those that stay in memory
     _where: dict[Tensor, list[int]] = field(factory=dict, init=False)  # sub-groups of a parameter
     _torn: str = field(default="", init=False)  # what has ended midway
 
@@ -164,7 +165,8 @@ class OffloadedState:
         for param, at in positions.items():
             kind = param.ndim, param.dtype, at
             if kind not in kinds:
-                kinds[kind] = self.stepper.entries(param.ndim, param.dtype, dict(groups[at]))
+                numbers = numbers_of(groups[at])
+                kinds[kind] = self.stepper.entries(param.ndim, param.dtype, numbers)
             used = self.stepper.used_for(param.dtype)
             is_divisible = issubclass(used, AbstractCPUOptimizer) and _is_dense(param)
             place = f"{param.device}, {used.__name__}"
@@ -197,18 +199,18 @@ class OffloadedState:
             sizes[state.plan.residence][k] = state.plan.nbytes
         on_host = sizes[Residence.HOST]
         memory = self._arena.allocate(sum(on_host.values()))
-        memories = dict(zip(on_host, memory.split([*on_host.values()]), strict=True))
+        for k, part in zip(on_host, memory.split([*on_host.values()]), strict=True):
+            states[k].attach(part)
         for k, nbytes in sizes[Residence.DEVICE].items():
             device = states[k].params[0].device
-            memories[k] = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            states[k].attach(torch.zeros(nbytes, dtype=torch.uint8, device=device))
         self._window.add(sizes[Residence.DISK])
-        self._memories |= memories
 
     # ---- Who has state ----
 
-    def is_planned(self, param: Tensor) -> bool:
-        """Whether there is room for its state."""
-        return param in self._where
+    def unplanned(self, params: Iterable[Param]) -> list[Param]:
+        """Those for whose state there is no room."""
+        return [param for param in params if param not in self._where]
 
     def started(self, *, besides: Collection[str] = ()) -> list[Param]:
         """Parameters that have state, besides these entries."""
@@ -222,7 +224,10 @@ class OffloadedState:
 
     def subgroups_of(self, params: Collection[Tensor]) -> list[int]:
         """Those that have a piece of one of these parameters, in order."""
-        return sorted({k for param in params for k in self._where.get(param, ())})
+        found: set[int] = set()
+        for param in params:
+            found.update(self._where.get(param, ()))
+        return sorted(found)
 
     # ---- What is done there ----
 
@@ -238,6 +243,8 @@ class OffloadedState:
             TornStepError: Something of it could not be written.
         """
         self.check("settle()")
+        if self.store is None:  # all rests in memory
+            return
         try:
             self._window.settle()
         except Exception as error:
@@ -283,14 +290,15 @@ class OffloadedState:
             TornStepError: A later read or write failed, or a sub-group's step did, or this was so
                 before.
         """
-        with self._changing("step()", self.subgroups_of(grads)) as states:
-            for state in states:
-                if opening is not None:
-                    opening([param for param in state.params if param in grads])
-                mine = [grads.get(param) for param in state.params]
-                state.step(groups, mine, factor, self._transit)
+        numbers = [numbers_of(group) for group in groups]
+
+        def step(state: SubGroupState) -> None:
             if opening is not None:
-                opening(())
+                opening([param for param in state.params if param in grads])
+            state.step(numbers, grads, factor, self._transit)
+
+        at_end = None if opening is None else partial(opening, ())
+        self._visit("step()", self.subgroups_of(grads), step, at_end=at_end)
 
     def let_go(self) -> None:
         """Keep no view of parameters' memory until the next step."""
@@ -299,9 +307,7 @@ class OffloadedState:
 
     def refresh(self) -> None:
         """Set masters from their parameters. Blocking."""
-        with self._changing("refresh_masters()", range(len(self._states))) as states:
-            for state in states:
-                state.refresh()
+        self._visit("refresh_masters()", range(len(self._states)), SubGroupState.refresh)
 
     def read(
         self, params: Iterable[Param], names: Collection[str] | None = None
@@ -311,14 +317,9 @@ class OffloadedState:
         Raises:
             StoreError: A read failed; all is as it was.
         """
-        self.check("reading state")
         wanted: dict[Param, dict[str, Any]] = {param: {} for param in params}
-        try:
-            for state in self._each(self.subgroups_of(wanted), writes=False):
-                state.read_into(wanted, names)
-        except BaseException:
-            self._come_to_rest()
-            raise
+        read = methodcaller("read_into", wanted, names)
+        self._visit("reading state", self.subgroups_of(wanted), read, writes=False)
         return wanted
 
     def hides_master(self, param: Tensor) -> bool:
@@ -343,54 +344,55 @@ class OffloadedState:
         Raises:
             TornStepError: A read or write failed, and some states are replaced.
         """
-        with self._changing("writing state", self.subgroups_of(states)) as each:
-            for state in each:
-                state.load(states, replaces=replaces)
+        load = methodcaller("load", states, replaces=replaces)
+        self._visit("writing state", self.subgroups_of(states), load)
 
     def close(self, *, keeps_store: bool) -> None:
         """Release everything; the store's values too where it lives on."""
         self.gradients.close()
         self._come_to_rest()
         self._window.end(deletes=keeps_store)
-        self._states, self._memories, self._where = [], {}, {}
+        self._states, self._where = [], {}
 
     # ---- Each sub-group in turn ----
 
     def _swapped(self, numbers: Iterable[int]) -> list[int]:
-        return [k for k in numbers if k not in self._memories]
+        return [k for k in numbers if self._states[k].plan.residence is Residence.DISK]
 
-    def _each(self, numbers: Sequence[int], *, writes: bool) -> Iterator[SubGroupState]:
-        """Each with its state in memory while it has its turn. The last writes are under way after.
+    def _visit(
+        self,
+        what: str,
+        numbers: Sequence[int],
+        act: Callable[[SubGroupState], object],
+        *,
+        writes: bool = True,
+        at_end: Callable[[], object] | None = None,
+    ) -> None:
+        """Act on each with its state in memory; the last writes are under way after.
 
-        Raises:
-            Whatever was raised, the first of it; then, `_come_to_rest` comes next.
+        After an error midway in what `writes`, nothing is done until a load.
         """
-        self._window.expect(self._swapped(numbers))
-        for k in numbers:
-            state, memory = self._states[k], self._memories.get(k)
-            state.attach(self._window.open(k) if memory is None else memory)
-            yield state
-            if memory is None:
-                self._window.close(k, dirty=writes)
-
-    @contextlib.contextmanager
-    def _changing(self, what: str, numbers: Sequence[int]) -> Iterator[Iterator[SubGroupState]]:
-        """The same, for what changes it: after an error midway nothing is done until a load."""
         self.check(what)
-        begun: list[SubGroupState] = []
-
-        def noted() -> Iterator[SubGroupState]:
-            for state in self._each(numbers, writes=True):
-                begun.append(state)
-                yield state
-
+        num_begun = 0
         try:
-            yield noted()
+            if swapped := self._swapped(numbers):
+                self._window.expect(swapped)
+            for k in numbers:
+                state = self._states[k]
+                is_swapped = state.plan.residence is Residence.DISK
+                if is_swapped:
+                    state.attach(self._window.open(k))
+                num_begun += 1
+                act(state)
+                if is_swapped:
+                    self._window.close(k, dirty=writes)
+            if at_end is not None:
+                at_end()
         except BaseException as error:
             self._come_to_rest()
-            if not begun and not self._window.has_failed:
+            if not writes or not (num_begun or self._window.has_failed):
                 raise
-            torn = self._tear(what, f"sub-group {len(begun)} of {len(numbers)}", error)
+            torn = self._tear(what, f"sub-group {num_begun} of {len(numbers)}", error)
             if isinstance(error, Exception):
                 raise torn from error
             raise
@@ -406,6 +408,11 @@ class OffloadedState:
             f"load_state_dict(), and the model's. It ended with {type(error).__name__}: {error}"
         )
         return TornStepError(self._torn)
+
+
+def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a param group says now; schedulers change it."""
+    return {k: value for k, value in group.items() if k not in ("params", "param_names")}
 
 
 def _is_dense(param: Tensor) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn, final
 
@@ -21,7 +20,6 @@ from zero_offload.disk.store import AbstractStore
 from zero_offload.errors import OffloadError
 
 from .footprint import Footprint
-from .gradients import check_dense
 from .offloaded_state import OffloadedState
 from .stepper import Stepper
 from .subgroups import Shares
@@ -144,7 +142,8 @@ class OffloadedOptimizer(Optimizer):
             budget_bytes=budget_bytes,
         )
         try:
-            self._plan(p for p in self._params() if p.requires_grad)
+            groups = self.param_groups
+            self._plan(p for group in groups for p in group["params"] if p.requires_grad)
         except BaseException:
             self.close()
             raise
@@ -177,16 +176,14 @@ class OffloadedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parts = self._usable("step()")
-        parts.gradients.finish()
         clip, self._clip = self._clip, 1.0
         found_inf = getattr(self, "found_inf", None)  # GradScaler sets both for the time of a step
         if found_inf is not None and float(found_inf) != 0:
             return loss
         scale = getattr(self, "grad_scale", None)
         factor = clip if scale is None else clip / float(scale)
-        grads = self._grads()
-        self._plan(param for param in grads if not parts.is_planned(param))
-
+        grads = parts.gradients.collect(self.param_groups)
+        self._plan(grads)
         parts.step(self.param_groups, grads, factor=factor)
         parts.settle()
         return loss
@@ -206,8 +203,8 @@ class OffloadedOptimizer(Optimizer):
             RuntimeError: The norm is not finite, and `error_if_nonfinite`.
         """
         parts = self._usable("clip_grad_norm_()")
-        parts.gradients.finish()
-        norm = total_norm(list(self._grads().values()), float(norm_type), self._team)
+        grads = parts.gradients.collect(self.param_groups)
+        norm = total_norm([*grads.values()], float(norm_type), self._team)
         if error_if_nonfinite and not -float("inf") < norm < float("inf"):
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is {norm}, so they cannot "
@@ -260,7 +257,7 @@ class OffloadedOptimizer(Optimizer):
             TornStepError: A read or write failed, and some states are replaced.
         """
         parts = self._usable("writing state")
-        self._plan(param for param in states if not parts.is_planned(param))
+        self._plan(states)
         parts.write(states)
         parts.settle()
 
@@ -324,24 +321,12 @@ class OffloadedOptimizer(Optimizer):
         parts.check(what)
         return parts
 
-    def _grads(self) -> dict[Tensor, Tensor]:
-        """By parameter, of those that have one; checked."""
-        grads = {}
-        for param in self._params():
-            grad = self._parts.gradients.grad_of(param)
-            if grad is not None:
-                check_dense(param, grad)
-                grads[param] = grad
-        return grads
-
-    def _params(self) -> Iterator[Tensor]:
-        return chain.from_iterable(group["params"] for group in self.param_groups)
-
     def _plan(self, params: Iterable[Tensor]) -> None:
-        """Take room for parameters that have none yet."""
-        positions = {
-            param: position
-            for position, group in enumerate(self.param_groups)
-            for param in group["params"]
-        }
-        self._parts.add({p: positions[p] for p in params}, self.param_groups)
+        """Take room for those parameters that have none yet."""
+        if wanted := self._parts.unplanned(params):
+            positions = {
+                param: position
+                for position, group in enumerate(self.param_groups)
+                for param in group["params"]
+            }
+            self._parts.add({p: positions[p] for p in wanted}, self.param_groups)

@@ -29,7 +29,6 @@ _REFUSED: Final = {
     ("keeps_last_step", True): "it would keep all of the state in memory",
     ("rounding", "stochastic"): "its random bits would depend on how sub-groups are cut",
 }
-_TENSORS: Final = ("params", "param_names")
 # Of the parameters that are tried; what a state holds besides is rarely of so many elements.
 _SIDES: Final = (61, 5, 7, 2, 2, 2, 2, 2)
 
@@ -129,7 +128,7 @@ class Stepper:
             _is_narrow(asked) and self.is_native and getattr(self.template, "keeps_masters", False)
         )
 
-    def entries(self, ndim: int, dtype: torch.dtype, group: dict[str, Any]) -> tuple[Entry, ...]:
+    def entries(self, ndim: int, dtype: torch.dtype, numbers: dict[str, Any]) -> tuple[Entry, ...]:
         """What the state of such a parameter consists of, as a step of a tiny one shows."""
         masters: tuple[Entry, ...] = ()
         of = dtype
@@ -139,7 +138,7 @@ class Stepper:
         param.grad = torch.zeros_like(param)
         with torch.random.fork_rng(devices=[]):  # the user's numbers must not change for our trial
             optimizer = self.make([{"params": [param]}], dtype=of, on_host=True)
-            set_numbers(optimizer.param_groups[0], group)
+            optimizer.param_groups[0].update(numbers)
             optimizer.step()
         return masters + tuple(
             Entry(name, value.dtype)
@@ -173,11 +172,6 @@ def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     vars(made).update(own)
     made.__setstate__({**kept, "state": defaultdict(dict), "param_groups": groups})
     return made
-
-
-def set_numbers(inner: dict[str, Any], outer: Mapping[str, Any]) -> None:
-    """Give a group of an inner optimizer the numbers that schedulers have set."""
-    inner.update({name: value for name, value in outer.items() if name not in _TENSORS})
 
 
 def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

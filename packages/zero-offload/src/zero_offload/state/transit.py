@@ -16,10 +16,10 @@ from .subgroups import align_up
 @final
 @define(eq=False)
 class Transit:
-    """Host memory through which one sub-group's tensors pass while it is stepped.
+    """Host memory through which a device's tensors pass while their sub-group is stepped.
 
-    Tensors of the CPU do not: they are stepped where they are, and no memory is taken. Copies are
-    asynchronous where memory is page-locked; on the device they follow the current stream.
+    Copies are asynchronous where memory is page-locked; on the device they follow the current
+    stream.
 
     Args:
         arena: Whose memory it is.
@@ -29,7 +29,6 @@ class Transit:
     _buffers: list[Tensor] = field(factory=list, init=False)
     _events: list[list[Any]] = field(factory=lambda: [[], []], init=False)  # of what was sent
     _turn: int = field(default=0, init=False)
-    _passes: bool = field(default=True, init=False)
     _cursor: int = field(default=0, init=False)
     _devices: set[torch.device] = field(factory=set, init=False)  # of what is under way
 
@@ -43,23 +42,15 @@ class Transit:
             self._buffers = []
             self._buffers = [self.arena.allocate(nbytes, name="transit") for _ in range(2)]
 
-    def begin(self, *, passes: bool) -> None:
-        """Begin another sub-group, in the buffer whose copies are the older ones.
-
-        Args:
-            passes: Whether it is stepped on the host; else all stays where it is.
-        """
-        self._passes = passes
-        if passes:
-            self._turn, self._cursor = 1 - self._turn, 0
-            self._wait_for_sent()
-            self._events[self._turn] = []
+    def begin(self) -> None:
+        """Begin another sub-group, in the buffer whose copies are the older ones."""
+        self._turn, self._cursor = 1 - self._turn, 0
+        self._wait_for_sent()
+        self._events[self._turn] = []
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """Begin to copy a tensor to the host; one that is there already is given back itself."""
-        if not self._passes or is_here(tensor):
-            return tensor
-        return self._copy(tensor, self._room(tensor))
+        return tensor if is_here(tensor) else self._copy(tensor, self._room(tensor))
 
     def wait(self) -> None:
         """Block until what was fetched is here."""
@@ -68,10 +59,7 @@ class Transit:
         self._devices = set()
 
     def send(self, source: Tensor, target: Tensor) -> None:
-        """Begin to copy `source`, which was stepped, to `target`."""
-        if not self._passes or is_here(target):
-            target.copy_(source)
-            return
+        """Begin to copy `source`, which was stepped, to `target`, which is not here."""
         if source.dtype is not target.dtype:  # converted here, half as much travels
             source = self._room(target).copy_(source)
         self._copy(source, target)
