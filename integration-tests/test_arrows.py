@@ -122,6 +122,7 @@ WINGS: Final = {
 }
 
 
+@pytest.mark.slow
 def test_packages_load_only_what_they_may_and_only_when_it_is_used() -> None:
     """The source may be clean and a late import not; who shards pays for no checkpoints."""
     ran = subprocess.run(

@@ -268,6 +268,7 @@ def test_what_ranks_disagree_on_is_named_on_all_of_them(
         mistake(group)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4, timeout_s=SOON_S)
 def test_a_rank_that_does_not_come_is_missed_in_time(group: Group) -> None:
     """The others must not wait for the backend's own timeout, which is ten minutes or more."""

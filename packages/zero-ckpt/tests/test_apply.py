@@ -395,6 +395,7 @@ def _llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "policy"),
     [

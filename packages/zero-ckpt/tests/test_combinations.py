@@ -145,6 +145,7 @@ def test_any_two_choices_leave_numbers_as_they_are() -> None:
     _check(_sample())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_so_do_choices_over_ranks(ranks: Any, world_size: int) -> None:
     """Ranks gather inside of all this, and in the same order."""

@@ -10,8 +10,11 @@ from same_numbers import Run, assert_equal, plainly
 from torch import Tensor, nn
 from zero_ckpt import MATMULS, Checkpointer, RngTracker, by_name, checkpoint_modules
 
-# Dynamo looks at .grad of whatever it meets.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.slow,
+    # Dynamo looks at .grad of whatever it meets.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 
 @pytest.fixture(autouse=True)

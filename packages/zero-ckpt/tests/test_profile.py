@@ -108,6 +108,7 @@ def test_nested_calls_count_for_both_and_a_recomputation_for_whom_it_is_made() -
     assert all(timing.num_calls == 1 for timing in timings.values())
 
 
+@pytest.mark.slow
 def test_measurements_are_added_up_before_they_are_many() -> None:
     """A run of a million steps must not keep a record of each."""
     clock = _Clock()

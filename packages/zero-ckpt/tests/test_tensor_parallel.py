@@ -105,6 +105,7 @@ CASES: Final = {  # how it is configured, and how it is called
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_split_over_ranks_trains_as_it_does_without_checkpoints(

@@ -232,6 +232,7 @@ def _reduce_often(
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [None, Blockwise(8)], ids=str)
 def test_the_mean_over_many_reductions_becomes_exact(ranks, kept: AbstractCodec | None) -> None:
     """That is what error feedback is for: what 4 bits lose now, they gain later."""

@@ -228,6 +228,7 @@ def _sum_integers(group: Group, transport: str) -> int:
     return int(all_reduce_flat(buffer, group=group, op=Reduction.SUM).wait())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "transport"), worlds(2, 3))
 def test_a_long_buffer_is_as_exact_as_a_short_one(ranks, world_size: int, transport: str) -> None:
     """Long messages travel in pieces, and a piece too few or too many is a wrong gradient."""

@@ -79,6 +79,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_init_joins_the_job_that_torchrun_describes(tmp_path: Path) -> None:
     """Its environment is the interface; nothing else is needed on one machine or on many."""
     script = Path(tmp_path, "script.py")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 _CODE = """
 import sys
 import torch, attrs
@@ -15,6 +17,7 @@ print(*sorted(tops - sys.stdlib_module_names))
 """
 
 
+@pytest.mark.slow
 def test_only_torch_and_attrs_are_needed() -> None:
     """A leaf that loads a sibling, or pytest, is no longer installed on its own."""
     result = subprocess.run(

@@ -135,6 +135,7 @@ def test_a_library_of_another_version_is_not_called(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {*build.SOURCES, build.LIBRARY}
 
 
+@pytest.mark.slow
 def test_plain_torch_says_so_once() -> None:
     """Once is enough, and never is too little; import alone looks for nothing."""
     program = (

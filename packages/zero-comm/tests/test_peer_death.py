@@ -34,6 +34,8 @@ from zero_comm import (
 )
 from zero_comm.testing import RankPool
 
+pytestmark = pytest.mark.slow
+
 GROUP_TIMEOUT_S = 20.0
 SOON_S = 2.0
 

@@ -34,6 +34,7 @@ def test_without_ranks():
 """
 
 
+@pytest.mark.slow
 def test_ranks_come_with_the_plugin(tmp_path: Path) -> None:
     """Whoever installs zero-comm can test on ranks, also with pytest at its strictest."""
     result = _pytest(tmp_path, "-p", "no:xdist")
@@ -41,6 +42,7 @@ def test_ranks_come_with_the_plugin(tmp_path: Path) -> None:
     assert "5 passed, 1 xfailed" in result, result
 
 
+@pytest.mark.slow
 def test_a_mark_that_nobody_reads_is_refused(tmp_path: Path) -> None:
     """A test that is thought to run on four ranks would run on two, or on none."""
     tests = "import pytest\n@pytest.mark.ranks(4)\ndef test_alone(ranks):\n    ranks(2)\n"

@@ -73,6 +73,7 @@ def _echo(group: Group, values: dict[str, object]) -> dict[str, object]:
     return values
 
 
+@pytest.mark.slow
 def test_a_failure_carries_rank_and_traceback(pool: RankPool) -> None:
     """Without both, a failing test on ranks is debugged by guessing."""
     with pytest.raises(RankFailedError) as raised:
@@ -277,6 +278,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_do_not_outlive_their_parent(tmp_path: Path) -> None:
     """A killed test run must not leave ranks that wait for each other for ever."""
     script = Path(tmp_path, "parent.py")

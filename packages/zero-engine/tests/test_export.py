@@ -264,6 +264,7 @@ def test_an_export_that_ends_early_leaves_nothing(tmp_path: Path, error) -> None
     assert _names(tmp_path / "new") == []
 
 
+@pytest.mark.slow
 def test_a_killed_export_is_no_folder_of_that_name(tmp_path: Path) -> None:
     """Between the first byte and the last there is nothing that could be loaded."""
     _save_checkpoint(tmp_path / "saved", _params(), _buffers())

@@ -240,6 +240,7 @@ def test_activations_take_of_the_device() -> None:
     assert with_them.device_bytes == plain.device_bytes + 5 * GB
 
 
+@pytest.mark.slow
 def test_a_picture_is_a_png(tmp_path: Path) -> None:
     """Bars say at a glance what a column of numbers does not."""
     pytest.importorskip("matplotlib")

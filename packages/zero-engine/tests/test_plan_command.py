@@ -102,6 +102,7 @@ def test_a_file_for_deepspeed_is_planned(zero, capsys, tmp_path: Path) -> None:
     assert capsys.readouterr().out.startswith("stage 2,")
 
 
+@pytest.mark.slow
 def test_a_picture_is_written(zero, capsys, tmp_path: Path) -> None:
     """Beside the table."""
     pytest.importorskip("matplotlib")
@@ -190,6 +191,7 @@ def test_sizes_are_decimal_but_for_those_with_an_i(zero, capsys) -> None:
     assert len(set(outs.values())) == 3
 
 
+@pytest.mark.slow
 def test_the_module_is_the_command() -> None:
     """For where the script is not on the path."""
     done = subprocess.run(

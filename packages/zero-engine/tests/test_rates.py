@@ -203,6 +203,7 @@ def test_unknown_rates_are_refused(tmp_path: Path) -> None:
         Rates.load(path)
 
 
+@pytest.mark.slow
 def test_what_probe_prints_plan_reads(zero, tmp_path: Path, capsys) -> None:
     """One command's output is the other's input."""
     assert zero("probe", "--size", "0.01", "--path", tmp_path, "--json") == 0
@@ -238,6 +239,7 @@ def _probe(group: Group, *, ranks_per_node: int | None = None) -> dict[str, floa
     return attrs.asdict(zero_engine.planning.probe(group, size=0.02, levels=levels))
 
 
+@pytest.mark.slow
 def test_what_is_sent_across_nodes_is_measured_apart(ranks) -> None:
     """The network between nodes is what a step on several waits for."""
     for per_node, has_inside in ((2, True), (1, False)):

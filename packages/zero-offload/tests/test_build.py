@@ -23,6 +23,7 @@ COMPILER: Final = shutil.which("c++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no c++ on PATH")
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_recipe_makes_a_library_that_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -50,6 +51,7 @@ def test_the_recipe_makes_a_library_that_loads(
         load(library, {"ZERO_OFFLOAD_ISA": "sse9"})
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_library_of_another_version_is_not_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,6 +135,7 @@ def test_kernels_that_are_required_and_missing_raise(tmp_path: Path) -> None:
         load(missing, {"ZERO_OFFLOAD_NATIVE": "maybe"})
 
 
+@pytest.mark.slow
 def test_plain_torch_says_so_once() -> None:
     """Once is enough, and never is too little."""
     program = (

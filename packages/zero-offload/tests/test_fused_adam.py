@@ -17,6 +17,7 @@ CSRC = Path(__file__).parents[1] / "csrc"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     """Wheels are made on machines that have none."""
     try:

@@ -145,6 +145,7 @@ def test_only_what_is_ours_is_removed(tmp_path: Path) -> None:
     assert (tmp_path / "zero-offload-without-lock").exists()
 
 
+@pytest.mark.slow
 def test_a_forked_child_has_no_store_and_removes_none(tmp_path: Path) -> None:
     """A data loader's worker inherits the object; its end must not be that of the files."""
     code = f"""

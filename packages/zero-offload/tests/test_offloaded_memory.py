@@ -53,6 +53,7 @@ def test_an_optimizer_without_state_takes_no_memory() -> None:
     assert offloaded.footprint.host_bytes == 0
 
 
+@pytest.mark.slow
 def test_the_process_grows_by_the_footprint_within_two_percent(tmp_path: Path) -> None:
     """What the accounts say is worth nothing if copies lie elsewhere."""
     found = subprocess.run(

@@ -41,6 +41,7 @@ _IMPORT_S = 120.0  # the first step of some optimizers imports torch's compiler,
 # ---- The same training ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_training_is_that_of_plain_ddp_bit_for_bit(ranks, world_size: int) -> None:
     """Sharding state is about memory; whoever adds it in one line must not get another curve."""
