@@ -118,6 +118,10 @@ class Team:
                     self._fail(f"rank {rank} raised\n{answers[rank]}")
         return [answers[rank] for rank in sorted(answers)]
 
+    def slowest(self, verb: str, *arguments: object) -> list[Any]:
+        """Ask for figures, and return each as its slowest rank has it, or its fullest."""
+        return [max(of_ranks) for of_ranks in zip(*self.ask(verb, *arguments), strict=True)]
+
     def end(self) -> None:
         """Hang up, and kill what has not left soon after. May be called twice."""
         for pipe in self._pipes:
