@@ -6,6 +6,7 @@ import ctypes
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -68,7 +69,6 @@ def adam(options: Namespace) -> list[Row]:
                             python=options.deepspeed_python,
                             environment={"OMP_NUM_THREADS": str(threads)},
                             numel=numel,
-                            threads=threads,
                             dtype=DEEPSPEED_DTYPES[work],
                         )
                     )
@@ -90,60 +90,33 @@ def adam(options: Namespace) -> list[Row]:
 
 def _fp32(numel: int) -> dict[str, Way]:
     """One step of fp32 parameters, gradients and moments."""
-    param, grad, first, second = _filled(numel, 4)
-    second.abs_()
-    stream, threads = _stream("stream_f32", 4), Threads()
-
-    def limit() -> None:
-        addresses = [tensor.data_ptr() for tensor in (param, grad, first, second)]
-        threads.share(numel, lambda start, stop: stream(*addresses, start, stop))
-
-    ways: dict[str, Way] = {"limit": limit}
+    param, grad, *moments = _filled(numel, 4)
+    ways: dict[str, Way] = {"limit": _limit("stream_f32", param, grad, *moments)}
     for name, make in MAKERS.items():
-        shared = nn.Parameter(param)
-        shared.grad = grad
-        optimizer = make([shared])
-        _set_state(optimizer, shared, exp_avg=first, exp_avg_sq=second)
-        ways[name] = optimizer.step
+        ways[name] = _sharing(make, param, grad, *moments).step
     return ways
 
 
 def _bf16(numel: int) -> dict[str, Way]:
     """The same with bf16 gradient and parameter, fp32 master, unscaling and clipping."""
-    master, first, second = _filled(numel, 3)
-    second.abs_()
-    param, grad = nn.Parameter(master.bfloat16()), master.bfloat16()
-    stream, threads = _stream("stream_16", 5), Threads()
+    master, *moments = _filled(numel, 3)
+    param, grad = master.bfloat16(), master.bfloat16()
     divisor = torch.tensor(1024.0 * 1.7)  # of the loss scale, and of clipping
-
-    def limit() -> None:
-        addresses = [tensor.data_ptr() for tensor in (master, grad, first, second, param)]
-        threads.share(numel, lambda start, stop: stream(*addresses, start, stop))
-
-    ours = CPUAdam([param])
-    param.grad = grad
-    _set_state(ours, param, exp_avg=first, exp_avg_sq=second, master=master)
-    ours.grad_scale = divisor
-
-    bare = nn.Parameter(param.detach())
-    bare.grad = grad
-    without = CPUAdam.from_deepspeed([bare])
-    _set_state(without, bare, exp_avg=first, exp_avg_sq=second)
-    without.grad_scale = divisor
-
-    wide = nn.Parameter(master)
-    fused = AdamW([wide], fused=True)
-    _set_state(fused, wide, exp_avg=first, exp_avg_sq=second)
+    ours = _sharing(CPUAdam, param, grad, *moments, master=master)
+    without = _sharing(CPUAdam.from_deepspeed, param, grad, *moments)
+    ours.grad_scale = without.grad_scale = divisor
+    fused = _sharing(partial(AdamW, fused=True), master, None, *moments)
+    (wide,) = fused.param_groups[0]["params"]
 
     def separately() -> None:
         wide.grad = grad.float()
         wide.grad.mul_(1 / 1024.0)  # unscale
         wide.grad.mul_(1 / 1.7)  # clip, the norm not counted
         fused.step()
-        param.data.copy_(wide.data)
+        param.copy_(wide.data)
 
     return {
-        "limit": limit,
+        "limit": _limit("stream_16", master, grad, *moments, param),
         "zero_offload.CPUAdam": ours.step,
         "zero_offload, no master": without.step,  # 22 bytes an element, as DeepSpeed's
         "torch fused, unscale, clip and cast": separately,
@@ -162,20 +135,43 @@ def _small(numel: int) -> dict[str, Way]:
 
 
 def _filled(numel: int, count: int) -> list[Tensor]:
-    """Small random numbers, the same pattern again and again: making them is not measured."""
+    """Small random numbers, the same pattern again and again: making them is not measured.
+
+    The last, a second moment, has none below zero.
+    """
     pattern = torch.randn(2**20, generator=torch.Generator().manual_seed(0)) * 1e-2
     repeats = -(-numel // pattern.numel())
-    return [pattern.repeat(repeats)[:numel] for _ in range(count)]
+    tensors = [pattern.repeat(repeats)[:numel] for _ in range(count)]
+    tensors[-1].abs_()
+    return tensors
 
 
-def _set_state(optimizer: torch.optim.Optimizer, param: Tensor, **tensors: Tensor) -> None:
-    """Have systems share memory: then all of them meet the same pages."""
-    optimizer.state[param] = {"step": torch.tensor(100.0), **tensors}
+def _sharing(
+    make: Callable[[list[nn.Parameter]], Any],
+    values: Tensor,
+    grad: Tensor | None,
+    first: Tensor,
+    second: Tensor,
+    **further: Tensor,
+) -> Any:
+    """An optimizer over these very tensors: all ways meet the same pages."""
+    param = nn.Parameter(values)
+    param.grad = grad
+    optimizer = make([param])
+    moments = {"exp_avg": first, "exp_avg_sq": second}
+    optimizer.state[param] = {"step": torch.tensor(100.0), **moments, **further}
+    return optimizer
 
 
-def _stream(name: str, num_tensors: int) -> Any:
-    """A loop of stream.cpp, compiled for this very processor."""
+def _limit(name: str, *tensors: Tensor) -> Way:
+    """A loop of stream.cpp over the tensors, compiled for this very processor."""
     loop = getattr(compiled("stream.cpp", "-march=native", "-mprefer-vector-width=512"), name)
-    loop.argtypes = (*[ctypes.c_void_p] * num_tensors, ctypes.c_int64, ctypes.c_int64)
+    loop.argtypes = (*[ctypes.c_void_p] * len(tensors), ctypes.c_int64, ctypes.c_int64)
     loop.restype = None
-    return loop
+    threads = Threads()
+
+    def limit() -> None:
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        threads.share(len(tensors[0]), lambda start, stop: loop(*addresses, start, stop))
+
+    return limit

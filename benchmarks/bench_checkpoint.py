@@ -9,14 +9,14 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
 import torch
 import zero_ckpt
-from harness import Row, ratio, suite, take_turns
+from harness import Row, by_figure, ratio, suite, take_turns
 from measure import RETURNS_FREED, peak_resident_bytes, reset_peak, resident_bytes
 from model import Block
 from team import Team
@@ -29,6 +29,7 @@ SYSTEMS: Final[dict[str, Callable[..., Any]]] = {
     "torch, reentrant": partial(torch_checkpoint, use_reentrant=True),
     "zero_ckpt": zero_ckpt.Checkpointer().checkpoint,
 }
+SIZES: Final = ("blocks", "width", "sequence", "batch")
 
 
 @suite(
@@ -57,10 +58,9 @@ def checkpoint(options: Namespace) -> list[Row]:
     measured in processes whose allocator gives back at once what is freed, as holes in its heap
     would count otherwise. Last, the import of zero_ckpt after that of torch.
     """
-    found = _take_turns(options, options.rounds, {})
-    seconds = {system: [each[0] for each in turns] for system, turns in found.items()}
-    found = _take_turns(options, 2, RETURNS_FREED)
-    peaks = {system: max(each[1] for each in turns) for system, turns in found.items()}
+    seconds, _ = _take_turns(options, options.rounds, {})
+    _, of_rounds = _take_turns(options, 2, RETURNS_FREED)
+    peaks = {system: max(each) for system, each in of_rounds.items()}
     rows = [
         {"system": system, "median_ms": statistics.median(times) * 1e3}
         | {"ms_of_rounds": [each * 1e3 for each in times], "peak_bytes": peaks[system]}
@@ -73,27 +73,25 @@ def checkpoint(options: Namespace) -> list[Row]:
 
 
 def _take_turns(
-    options: Namespace, rounds: int, environment: dict[str, str]
-) -> dict[str, list[tuple[float, int]]]:
-    sizes: dict[str, Any] = {
-        name: getattr(options, name) for name in ("blocks", "width", "sequence", "batch")
-    }
+    options: Namespace, rounds: int, changes: Mapping[str, str]
+) -> tuple[dict[str, list[Any]], ...]:
+    """By system, of each round: seconds, and bytes at the peak."""
+    given: dict[str, Any] = {name: getattr(options, name) for name in SIZES}
+    given["environment"] = {"OMP_NUM_THREADS": str(options.threads), **changes}
     with ExitStack() as stack:
         turns = {}
         for system in SYSTEMS:
-            given: dict[str, Any] = {"system": system, "threads": options.threads, **sizes}
-            team = stack.enter_context(
-                Team("bench_checkpoint:blocks_of", environment=environment, **given)
-            )
-            turns[system] = lambda team=team: team.ask("turn")[0]
-        return take_turns(turns, rounds, skipped=2)  # those before wake caches and allocators
+            team = Team("bench_checkpoint:blocks_of", system=system, **given)
+            turns[system] = partial(stack.enter_context(team).slowest, "turn")
+        # Those before wake caches and allocators.
+        found = take_turns(turns, rounds, skipped=2)
+    return tuple(by_figure(found, "seconds", "peaks").values())
 
 
 def blocks_of(
-    *, system: str, blocks: int, width: int, sequence: int, batch: int, threads: int
+    *, system: str, blocks: int, width: int, sequence: int, batch: int
 ) -> dict[str, Callable[[], tuple[float, int]]]:
     """The job of a system's process."""
-    torch.set_num_threads(threads)
     torch.manual_seed(0)
     model = nn.ModuleList(
         nn.Sequential(Block(width, width // 64), nn.Dropout(0.1)) for _ in range(blocks)

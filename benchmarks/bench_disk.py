@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from harness import DEEPSPEED, MIB, Row, compiled, ratio, suite, take_turns, timed
+from harness import DEEPSPEED, MIB, Row, by_figure, compiled, ratio, suite, take_turns, timed
 from team import Team
 from torch import Tensor, nn
 from zero_offload import DiskSettings, DiskStore, HostArena, OffloadedOptimizer
@@ -62,8 +62,7 @@ def disk(options: Namespace) -> list[Row]:
         turns = {way: lambda both=both: (both[0](), both[1]()) for way, both in ways.items()}
         found = take_turns(turns, options.rounds)  # the first finds the blocks on disk
     rows: list[Row] = [{"way": way} for way in found]
-    for index, what in enumerate(("write", "read")):
-        seconds = {way: [each[index] for each in both] for way, both in found.items()}
+    for what, seconds in by_figure(found, "write", "read").items():
         best_s = min(statistics.median(seconds[way]) for way in limits)
         for row in rows:
             median_s = statistics.median(seconds[row["way"]])
@@ -180,7 +179,8 @@ def swap(options: Namespace) -> list[Row]:
     for param in params:
         param.grad = torch.randn_like(param)
     value_bytes = options.subgroup_mib * MIB
-    kind = {"optimizer": torch.optim.AdamW, "subgroup_bytes": value_bytes}
+    kind: dict[str, Any] = {"optimizer": torch.optim.AdamW, "subgroup_bytes": value_bytes}
+    kind["small_bytes"] = min(MIB, value_bytes // 2)  # at most half of a sub-group
     with DiskStore(options.path) as store:
         on_disk = OffloadedOptimizer(params, **kind, state="disk", store=store)
         in_memory = OffloadedOptimizer(params, **kind, state="host")

@@ -8,12 +8,13 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Final
 
 import torch
 import torch.distributed as dist
 from bench_step import step
-from harness import Row, ratio, run_suite, suite, take_turns
+from harness import Row, by_figure, ratio, run_suite, suite, take_turns
 from measure import RETURNS_FREED, peak_resident_bytes, reset_peak, resident_bytes
 from model import SHAPES, build_model
 from team import Team
@@ -52,21 +53,16 @@ def redundancy(options: Namespace) -> list[Row]:
     with ExitStack() as stack:
         turns = {}
         for system, library in LIBRARIES.items():
-            team = stack.enter_context(
-                Team(
-                    "bench_redundancy:consolidation",
-                    world_size=options.ranks,
-                    environment=RETURNS_FREED,
-                    library=library,
-                    model=options.model,
-                )
+            team = Team(
+                "bench_redundancy:consolidation",
+                world_size=options.ranks,
+                environment=RETURNS_FREED,
+                library=library,
+                model=options.model,
             )
-            turns[system] = lambda team=team: list(map(max, zip(*team.ask("turn"), strict=True)))
+            turns[system] = partial(stack.enter_context(team).slowest, "turn")
         found = take_turns(turns, options.rounds, skipped=0)
-    seconds, peaks = (
-        {system: [each[index] for each in of_rounds] for system, of_rounds in found.items()}
-        for index in (0, 1)
-    )
+    seconds, peaks = by_figure(found, "seconds", "peaks").values()
     return [
         {"system": system, "median_s": statistics.median(seconds[system])}
         | {"peak_bytes": statistics.median(peaks[system])}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import statistics
 import tempfile
-import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,10 +19,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zero_comm
 import zero_engine
-from harness import Row, ratio, suite, take_turns
+from harness import Row, by_figure, ratio, suite, take_turns, timed
 from model import BYTES, SHAPES, build_model
 from team import Team
-from torch import Tensor, nn
+from torch import Tensor
 from zero_offload import DiskStore, HostArena
 
 RANKS: Final = 2
@@ -69,15 +69,10 @@ def saving(options: Namespace) -> list[Row]:
         ) as team,
     ):
         options.bytes = sum(team.ask("count"))
-
-        def turn(way: str) -> list[float]:
-            return [max(of_ranks) for of_ranks in zip(*team.ask(way), strict=True)]
-
-        turns = {way: functools.partial(turn, way) for way in WAYS}
+        turns = {way: partial(team.slowest, way) for way in WAYS}
         found = take_turns(turns, options.rounds)  # the first loads what is loaded on first use
     rows: list[Row] = [{"way": way} for way in WAYS]
-    for index, name in enumerate(FIGURES):
-        seconds = {way: [each[index] for each in of_rounds] for way, of_rounds in found.items()}
+    for name, seconds in by_figure(found, *FIGURES).items():
         for row in rows:
             mine = seconds[row["way"]]
             row |= {name: statistics.median(mine), f"{name}_of_rounds": mine}
@@ -95,7 +90,35 @@ def saving(options: Namespace) -> list[Row]:
 
 # ---- The ranks ----
 
-Figures = tuple[float, float, float]  # seconds of writing, of being blocked, of reading
+
+@dataclass(frozen=True)
+class Way:
+    """How a state is saved and loaded again."""
+
+    write: Callable[[], object]  # training waits for it
+    read: Callable[[], object] | None = None
+    finish: Callable[[], object] | None = None  # what else there is to write, beside training
+
+    def turn(self, place: Path) -> tuple[float, float, float]:
+        """Seconds of writing, of being blocked, and of reading.
+
+        What the round before has left in the place is deleted first, which is not to save, and the
+        kernel forgets what it has of the files before they are read.
+        """
+        if dist.get_rank() == 0:
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
+        dist.barrier()
+        blocked_s = timed(self.write)()
+        finish_s = timed(self.finish)() if self.finish else 0.0
+        dist.barrier()
+        for path in place.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        dist.barrier()
+        read_s = timed(self.read)() if self.read else 0.0
+        return blocked_s + finish_s, blocked_s, read_s
 
 
 def ways(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
@@ -109,20 +132,58 @@ def ways(model_name: str, folder: str) -> dict[str, Callable[[], Any]]:
     optimizer.step()
     optimizer.zero_grad()
     parts = dict(_parts(optimizer))
+    num_bytes = sum(part.nbytes for part in parts.values())
+    memory = HostArena("limit").allocate(num_bytes)
     place, rank = Path(folder), dist.get_rank()
-    make = functools.partial(zero_engine.Saver, place / "saver", model, optimizer)
-    saver, overlapped = make(), make(overlap=True)  # with memory from round to round
+    store = DiskStore(place)
+    store.allocate({"all": num_bytes})
+    # With memory from round to round.
+    saver = zero_engine.Saver(place / "saver", model, optimizer)
+    overlapped = zero_engine.Saver(place / "overlap", model, optimizer, overlap=True)
     tokens = torch.randint(0, BYTES, (1, SHAPES[model_name].sequence))
-    return {
-        "count": lambda: sum(part.nbytes for part in parts.values()),
-        "limit": lambda: _limit(parts, place / f"limit-{rank}"),
-        "in place": lambda: _in_place(parts, place),
-        "save": lambda: _save(model, optimizer, place / "save"),
-        "saver": lambda: _saver(saver, model, optimizer, place / "saver"),
-        "overlap": lambda: _overlapped(overlapped, model, optimizer, tokens, place / "saver"),
-        "torch.save": lambda: _torch_save(parts, place / f"torch-{rank}.pt"),
-        "dcp": lambda: _dcp(parts, place / "dcp"),
+    limit, own = place / "limit" / str(rank), place / "torch.save" / f"{rank}.pt"
+    state = {f"rank {rank} {name}": part for name, part in parts.items()}
+
+    def load(way: str) -> Callable[[], object]:
+        return partial(zero_engine.load, place / way, model, optimizer)
+
+    def step() -> float:
+        model(tokens, tokens).backward()
+        dist.barrier()
+        return timed(optimizer.step)()
+
+    def overlap() -> Sequence[float]:
+        alone, after = min(step() for _ in range(3)), []
+        write = partial(overlapped.save, step=1)
+
+        def finish() -> None:
+            after.append(step())
+            overlapped.wait()
+
+        write_s, blocked_s, read_s = Way(write, finish=finish).turn(place / "overlap")
+        return write_s, blocked_s + max(0.0, after[0] - alone), read_s
+
+    found = {
+        "limit": Way(
+            lambda: _move(memory, limit, os.O_WRONLY | os.O_CREAT, os.pwritev),
+            lambda: _move(memory, limit, os.O_RDONLY, os.preadv),
+        ),
+        "in place": Way(
+            lambda: store.write("all", memory).result(),
+            lambda: store.read("all", memory).result(),
+        ),
+        "save": Way(
+            lambda: zero_engine.save(place / "save", model, optimizer, step=1), load("save")
+        ),
+        "saver": Way(partial(saver.save, step=1), load("saver"), saver.wait),
+        "torch.save": Way(lambda: _torch_save(parts, own), lambda: _torch_load(parts, own)),
+        "dcp": Way(
+            lambda: dcp.save(state, checkpoint_id=place / "dcp"),
+            lambda: dcp.load(state, checkpoint_id=place / "dcp"),
+        ),
     }
+    verbs = {name: partial(way.turn, place / name) for name, way in found.items()}
+    return {"count": lambda: num_bytes, "overlap": overlap, **verbs}
 
 
 def _parts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -134,135 +195,28 @@ def _parts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
                 yield f"{number}.{name}", value.view(-1)
 
 
-def _timed(action: Callable[[], Any]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+def _move(
+    memory: Tensor, path: Path, flags: int, act: Callable[[int, list[memoryview], int], int]
+) -> None:
+    """All of it as one file, past the page cache, in blocks of which several are on their way."""
+    num_bytes = memory.nbytes // BLOCK_BYTES * BLOCK_BYTES
+    data = memory.numpy().data
+    file = os.open(path, flags | os.O_DIRECT, 0o666)
+    with ThreadPoolExecutor(NUM_WRITERS) as pool:
+        starts = range(0, num_bytes, BLOCK_BYTES)
+        list(pool.map(lambda at: act(file, [data[at : at + BLOCK_BYTES]], at), starts))
+    os.fsync(file)
+    os.close(file)
 
 
-def _forget(*paths: Path) -> None:
-    """Tell the kernel that what is in these files is not needed in memory."""
-    dist.barrier()
-    for path in paths:
-        for file in [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]:
-            fd = os.open(file, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
+def _torch_save(parts: dict[str, Tensor], path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save({name: part.clone() for name, part in parts.items()}, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def _remove(place: Path) -> None:
-    """What the round before has left: to delete it is not to save."""
-    if dist.get_rank() == 0:
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def _result(write_s: float, read_s: float, blocked_s: float | None = None) -> Figures:
-    return write_s, write_s if blocked_s is None else blocked_s, read_s
-
-
-def _limit(parts: dict[str, Tensor], path: Path) -> Figures:
-    """All of it as one new file, past the page cache."""
-    num_bytes = sum(part.nbytes for part in parts.values()) // BLOCK_BYTES * BLOCK_BYTES
-    memory = HostArena("limit").allocate(num_bytes).numpy().data
-
-    def move(flags: int, act: Callable[[int, list[memoryview], int], int]) -> None:
-        file = os.open(path, flags | os.O_DIRECT, 0o666)
-        with ThreadPoolExecutor(NUM_WRITERS) as pool:
-            starts = range(0, num_bytes, BLOCK_BYTES)
-            list(pool.map(lambda at: act(file, [memory[at : at + BLOCK_BYTES]], at), starts))
-        os.fsync(file)
-        os.close(file)
-
-    path.unlink(missing_ok=True)
-    write_s = _timed(lambda: move(os.O_WRONLY | os.O_CREAT, os.pwritev))
-    return _result(write_s, _timed(lambda: move(os.O_RDONLY, os.preadv)))
-
-
-def _in_place(parts: dict[str, Tensor], place: Path) -> Figures:
-    """All of it as one value, where it lies already."""
-    memory = HostArena("limit").allocate(sum(part.nbytes for part in parts.values()))
-    with DiskStore(place) as store:
-        store.allocate({"all": memory.nbytes})
-        write_s = _timed(lambda: store.write("all", memory).result())
-        read_s = _timed(lambda: store.read("all", memory).result())
-    return _result(write_s, read_s)
-
-
-def _save(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path) -> Figures:
-    def save() -> None:
-        zero_engine.save(place, model, optimizer, step=1)
-
-    _remove(place)
-    write_s = _timed(save)
-    _forget(place)
-    return _result(write_s, _timed(lambda: zero_engine.load(place, model, optimizer)))
-
-
-def _saver(
-    saver: zero_engine.Saver, model: nn.Module, optimizer: torch.optim.Optimizer, place: Path
-) -> Figures:
-    blocked: list[float] = []
-
-    def save() -> None:
-        start = time.perf_counter()
-        saver.save(step=1)
-        blocked.append(time.perf_counter() - start)
-        saver.wait()
-
-    _remove(place)
-    write_s = _timed(save)
-    _forget(place)
-    read_s = _timed(lambda: zero_engine.load(place, model, optimizer))
-    return _result(write_s, read_s, blocked[0])
-
-
-def _overlapped(
-    saver: zero_engine.Saver,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    tokens: Tensor,
-    place: Path,
-) -> Figures:
-    def step() -> float:
-        model(tokens, tokens).backward()
-        return _timed(optimizer.step)
-
-    alone = min(step() for _ in range(3))
-    blocked: list[float] = []
-
-    def save() -> None:
-        start = time.perf_counter()
-        saver.save(step=1)
-        blocked.append(time.perf_counter() - start)
-        blocked.append(max(0.0, step() - alone))
-        saver.wait()
-
-    _remove(place)
-    return _result(_timed(save), 0.0, sum(blocked))
-
-
-def _torch_save(parts: dict[str, Tensor], path: Path) -> Figures:
-    def save() -> None:
-        with path.open("wb") as file:
-            torch.save({name: part.clone() for name, part in parts.items()}, file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def load() -> None:
-        loaded = torch.load(path, weights_only=True)
-        for name, part in parts.items():
-            part.copy_(loaded[name])
-
-    path.unlink(missing_ok=True)
-    write_s = _timed(save)
-    _forget(path)
-    return _result(write_s, _timed(load))
-
-
-def _dcp(parts: dict[str, Tensor], place: Path) -> Figures:
-    _remove(place)
-    state = {f"rank {dist.get_rank()} {name}": part for name, part in parts.items()}
-    write_s = _timed(lambda: dcp.save(state, checkpoint_id=place))
-    _forget(place)
-    return _result(write_s, _timed(lambda: dcp.load(state, checkpoint_id=place)))
+def _torch_load(parts: dict[str, Tensor], path: Path) -> None:
+    loaded = torch.load(path, weights_only=True)
+    for name, part in parts.items():
+        part.copy_(loaded[name])

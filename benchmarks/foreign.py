@@ -10,11 +10,10 @@ import torch
 from harness import timed
 
 
-def adam(numel: int, threads: int, dtype: str) -> dict[str, Callable[[], float]]:
+def adam(numel: int, dtype: str) -> dict[str, Callable[[], float]]:
     """Its step on the CPU: no master, nothing unscaled."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyrefly: ignore[missing-import]
 
-    torch.set_num_threads(threads)
     pattern = (torch.randn(2**20) * 1e-2).to(getattr(torch, dtype))
     param = torch.nn.Parameter(pattern.repeat(-(-numel // 2**20))[:numel])
     param.grad = param.data.clone()

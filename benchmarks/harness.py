@@ -159,6 +159,16 @@ def timed(
     return measure
 
 
+def by_figure(
+    found: Mapping[K, Sequence[Sequence[Any]]], *names: str
+) -> dict[str, dict[K, list[Any]]]:
+    """What ways returned in turns, each several figures: by figure and way, a list of rounds."""
+    return {
+        name: {way: [each[index] for each in rounds] for way, rounds in found.items()}
+        for index, name in enumerate(names)
+    }
+
+
 def ratio(own: Sequence[float], others: Sequence[float], name: str = "ratio") -> Row:
     """Of each round this over that: the median, and the lowest and the highest."""
     ratios = [a / b for a, b in zip(own, others, strict=True)]

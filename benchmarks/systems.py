@@ -37,6 +37,7 @@ class Setting:
     window: int | None  # units our prefetch may hold ahead; None leaves the default
     path: str  # a folder on a disk; empty: nothing may go there
     subgroup_bytes: int  # of optimizer state that is moved and stepped together
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -112,16 +113,26 @@ def _fsdp1(model: GPT, setting: Setting) -> Step:
     return _plain_step(sharded, AdamW(sharded.parameters(), lr=setting.lr, fused=True))
 
 
-def _fsdp2(model: GPT, setting: Setting, *, reshards: bool | None = None) -> Step:
-    """`fully_shard` on every block and on the rest."""
+def _fsdp2(model: GPT, setting: Setting, *, on_host: bool = False, **arguments: Any) -> Step:
+    """`fully_shard` on every block and on the rest; with `on_host`, parameters and state there."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (setting.world_size,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
+    _join_a_group()
+    arguments["mesh"] = init_device_mesh(setting.device, (setting.world_size,))
+    if on_host:
+        arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=setting.device == "cuda")
+    for module in (*model.blocks, model):
+        fully_shard(module, **arguments)
     return _plain_step(model, AdamW(model.parameters(), lr=setting.lr, fused=True))
+
+
+def _torchao(model: GPT, setting: Setting) -> Step:
+    """State and step on the host, where gradients go as they come."""
+    from torchao.optim import CPUOffloadOptimizer  # pyrefly: ignore[missing-import]
+
+    arguments: dict[str, Any] = {"offload_gradients": True, "lr": setting.lr, "fused": True}
+    return _plain_step(model, CPUOffloadOptimizer(model.parameters(), AdamW, **arguments))
 
 
 def _deepspeed(
@@ -129,6 +140,7 @@ def _deepspeed(
 ) -> Step:
     import deepspeed  # pyrefly: ignore[missing-import]
 
+    _join_a_group()
     optimizer: Any = AdamW(model.parameters(), lr=setting.lr, fused=True)
     if own_adam:  # what its offload asks for
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyrefly: ignore[missing-import]
@@ -152,6 +164,15 @@ def _deepspeed(
         return loss.detach()
 
     return step
+
+
+def _join_a_group() -> None:
+    """A rank alone has none, which some libraries ask for."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        backends = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
+        dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
 
 
 # ---- Ours ----
@@ -252,6 +273,66 @@ def _probe(model: GPT, setting: Setting) -> Step:
     return ReportingStep(step, lambda: {"rates": found})
 
 
+def _compute(model: GPT, setting: Setting) -> Step:
+    """Forward and backward, with everything on the device."""
+    del setting
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _transfer(model: GPT, setting: Setting) -> Step:
+    """Gradients to the host and parameters back, both ways at once, page-locked."""
+    import torch
+
+    device = torch.device(setting.device)
+    numel, done = _numel_of_released(model), torch.zeros(())
+    here = [torch.empty(numel, device=device) for _ in range(2)]
+    there = [torch.empty(numel, pin_memory=device.type == "cuda") for _ in range(2)]
+    moves = (
+        (torch.Stream(device), there[0], here[0]),
+        (torch.Stream(device), here[1], there[1]),
+    )
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        del tokens, targets
+        for stream, target, source in moves:
+            with stream:
+                target.copy_(source, non_blocking=True)
+        return done
+
+    return step
+
+
+def _cpu_step(model: GPT, setting: Setting) -> Step:
+    """The native step on the host, over as many elements."""
+    import torch
+    from torch import nn
+    from zero_offload import CPUAdam
+
+    numel, done = _numel_of_released(model), torch.zeros(())
+    param = nn.Parameter(torch.randn(numel))
+    param.grad = torch.randn(numel)
+    optimizer = CPUAdam([param], lr=setting.lr)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        del tokens, targets
+        optimizer.step()
+        return done
+
+    return step
+
+
+def _numel_of_released(model: nn.Module) -> int:
+    """How many elements its parameters have; their memory is given back."""
+    return sum(param.numel() for param in model.to("meta").parameters())
+
+
 def _plain_step(model: nn.Module, optimizer: Any) -> Step:
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = model(tokens, targets)
@@ -315,6 +396,12 @@ _ZRO: Final[dict[str, dict[str, Any]]] = {
 _SMALL_BUCKETS: Final = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
 _DEEPSPEED: Final[dict[str, dict[str, Any]]] = {
     **{f"deepspeed{stage}": {"stage": stage} for stage in (1, 2, 3)},
+    "deepspeed2_host": {
+        "stage": 2,
+        "own_adam": True,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+    },
     "deepspeed3_host": {"stage": 3, "own_adam": True, "offload_optimizer": {"device": "cpu"}},
     "deepspeed3_1e7": {
         "stage": 3,
@@ -333,7 +420,10 @@ def _rows() -> Iterator[System]:
         yield System(name, partial(_zro, **given), (library,), is_variant=name not in _ALWAYS)
     yield System("fsdp1", _fsdp1, fsdp)
     yield System("fsdp2", _fsdp2, fsdp)
-    yield System("fsdp2_keep", partial(_fsdp2, reshards=False), fsdp, is_variant=True)
+    keep = partial(_fsdp2, reshard_after_forward=False)
+    yield System("fsdp2_keep", keep, fsdp, is_variant=True)
+    yield System("fsdp2_host", partial(_fsdp2, on_host=True), fsdp, is_variant=True)
+    yield System("torchao", _torchao, ("torchao.optim",), is_variant=True)
     for name, given in _DEEPSPEED.items():
         build, is_variant = partial(_deepspeed, **given), name not in _ALWAYS
         yield System(name, build, ("deepspeed",), "deepspeed", is_variant=is_variant)
@@ -342,6 +432,9 @@ def _rows() -> Iterator[System]:
         yield System(name, partial(_ours, **given), ("zero_engine",), is_variant=is_variant)
     yield System("disk", _disk, ("zero_offload",), is_variant=True)
     yield System("probe", _probe, ("zero_engine",), is_variant=True)
+    yield System("compute", _compute, is_variant=True)
+    yield System("transfer", _transfer, is_variant=True)
+    yield System("cpu_step", _cpu_step, ("zero_offload",), is_variant=True)
 
 
 SYSTEMS: Final = {system.name: system for system in _rows()}

@@ -118,6 +118,10 @@ class Team:
                     self._fail(f"rank {rank} raised\n{answers[rank]}")
         return [answers[rank] for rank in sorted(answers)]
 
+    def slowest(self, verb: str, *arguments: object) -> list[Any]:
+        """Ask for figures, and return each as its slowest rank has it, or its fullest."""
+        return [max(of_ranks) for of_ranks in zip(*self.ask(verb, *arguments), strict=True)]
+
     def end(self) -> None:
         """Hang up, and kill what has not left soon after. May be called twice."""
         for pipe in self._pipes:
@@ -157,7 +161,7 @@ class Team:
 
 
 def _environment(rank: int, world_size: int, python: str) -> dict[str, str]:
-    """What torchrun would set, except that ranks meet at a file; and one thread each."""
+    """What torchrun would set, except that ranks meet at a file; one thread each, and no GPU."""
     environment = dict(os.environ)
     if python:  # DeepSpeed's: its compiler is beside its interpreter
         environment.pop("PYTHONPATH", None)
@@ -179,7 +183,7 @@ def _environment(rank: int, world_size: int, python: str) -> dict[str, str]:
 def _serve(parent: Connection) -> None:
     """Answer requests, (verb, *arguments), until the parent hangs up or something fails."""
     job, arguments, meeting, timeout_s = parent.recv()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.set_num_interop_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size > 1:

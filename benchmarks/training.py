@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from harness import OptionError, Row, check_known, ratio, say, take_turns
 from measure import (
@@ -24,7 +25,7 @@ from measure import (
     reset_peak,
     resident_bytes,
 )
-from model import SHAPES, build_model, draw_batch, model_numel, read_stdlib
+from model import SHAPES, Shape, build_model, draw_batch, model_numel, read_stdlib
 from network import Node
 from systems import SYSTEMS, ReportingStep, Setting, System
 from team import Team, TeamError
@@ -35,24 +36,49 @@ TEXT_BYTES: Final = 4 * 2**20
 # ---- In each rank ----
 
 
-def train(system: str, shape: str, seed: int, **setting: Any) -> dict[str, Callable[..., Row]]:
-    """The job of a rank: import, build the model, note its cost, then apply the system."""
+def train(
+    system: str,
+    shape: str | Shape,
+    seed: int,
+    *,
+    device: str = "cpu",
+    memory_gib: float | None = None,
+    **setting: Any,
+) -> dict[str, Callable[..., Row]]:
+    """The job of a rank: import, build the model, note its cost, then apply the system.
+
+    Args:
+        system: By name.
+        shape: Of the model, or the name of one.
+        seed: Of the model.
+        device: "cpu", or "cuda", where products are in bf16.
+        memory_gib: Of a device that may be used once the system has the model; else all of it.
+        setting: What else a `Setting` has.
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    chosen, sizes = SYSTEMS[system], SHAPES[shape]
+    chosen, sizes = SYSTEMS[system], SHAPES[shape] if isinstance(shape, str) else shape
+    has_cuda = device == "cuda"
     for name in chosen.imports:
         importlib.import_module(name)
     text = read_stdlib(TEXT_BYTES)
-    model = build_model(sizes, seed=seed)
+    model = build_model(sizes, seed=seed).to(device)
+    if has_cuda:
+        model.forward = torch.autocast(device, torch.bfloat16)(model.forward)
     built_bytes = resident_bytes()
     reset_peak()
-    step = chosen.build(model, Setting(rank, world_size, sizes.batch, **setting))
+    step = chosen.build(model, Setting(rank, world_size, sizes.batch, device=device, **setting))
     setup_peak_bytes = peak_resident_bytes() - built_bytes
+    if has_cuda:
+        _limit_device(memory_gib)
     losses: list[float] = []
 
     def one_step() -> float:
-        tokens, targets = draw_batch(text, sizes, step=len(losses), rank=rank)
+        batch = draw_batch(text, sizes, step=len(losses), rank=rank)
+        tokens, targets = (each.to(device) for each in batch)
         start_s = time.perf_counter()
         loss = step(tokens, targets)
+        if has_cuda:
+            torch.cuda.synchronize()
         elapsed_s = time.perf_counter() - start_s
         losses.append(loss.item())
         return 1000 * elapsed_s
@@ -85,11 +111,23 @@ def train(system: str, shape: str, seed: int, **setting: Any) -> dict[str, Calla
             "peak_bytes": peak_resident_bytes() - built_bytes,  # before the search below
             "idle_resident_bytes": resident_bytes() - built_bytes,
             "idle_tensor_bytes": live_tensor_bytes(),
+            "resident_bytes": resident_bytes(),
+            "device_peak_bytes": torch.cuda.max_memory_allocated() if has_cuda else 0,
             "losses": losses,
             **(step.report() if isinstance(step, ReportingStep) else {}),
         }
 
     return {"warm_up": warm_up, "run": run, "report": report}
+
+
+def _limit_device(memory_gib: float | None) -> None:
+    """From now on no more of it than so much; its peak counts from now on too."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    if memory_gib is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * 2**30 / total))
 
 
 # ---- What a suite of trainings is told ----
@@ -141,6 +179,7 @@ class Entry:
     system: System
     heat: int = 1
     environment: Mapping[str, str] | None = None  # what differs in that of its ranks
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # further ones of `train`
     team: Team | None = None
     setup: list[Row] = field(default_factory=list)  # per rank
     round_ms: list[list[float]] = field(default_factory=list)  # per round and step: slowest rank
@@ -231,6 +270,7 @@ def run_heat(entries: Sequence[Entry], options: Namespace, nodes: Sequence[Node]
                 shape=options.model,
                 seed=options.seed,
                 **setting_arguments(options, path),
+                **entry.arguments,
             )
             stack.callback(entry.team.end)
             entry.setup = entry.ask("warm_up", options.warmup)
