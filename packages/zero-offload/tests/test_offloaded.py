@@ -250,7 +250,7 @@ def test_parameters_without_gradient_cost_nothing_and_may_get_one_later(tmp_path
 @pytest.mark.parametrize("grads", ["host", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_parameters_in_transit_are_stepped_as_those_that_are_here(
+def test_parameters_in_staging_are_stepped_as_those_that_are_here(
     optimizer: type[Optimizer],
     dtype: torch.dtype,
     grads: str,
@@ -265,7 +265,7 @@ def test_parameters_in_transit_are_stepped_as_those_that_are_here(
         params = list(params)
         devices.enter_context(elsewhere(params))
         offloaded = OffloadedOptimizer(params, optimizer, **arguments)
-        assert offloaded.footprint.transit_bytes > 0
+        assert offloaded.footprint.staging_bytes > 0
         assert (offloaded.footprint.gradient_bytes > 0) == (grads == "host")
         return offloaded
 

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from zero_offload.adam.batches import MASTER
 from zero_offload.adam.cpu_optimizers import AbstractCPUOptimizer
 
+from .staging import Staging, is_here
 from .stepper import Stepper
 from .subgroups import Piece, Residence, SubGroup
-from .transit import Transit, is_here
 
 T = TypeVar("T")
 
@@ -61,13 +61,13 @@ class _PieceState:
         start = param.data_ptr() + self.plan.start * param.element_size()
         return stepped.data_ptr() == start and stepped.is_cpu == param.is_cpu
 
-    def begin_step(self, whole: Tensor, entries: dict[str, Any], transit: Transit | None) -> None:
+    def begin_step(self, whole: Tensor, entries: dict[str, Any], staging: Staging | None) -> None:
         """Have what is stepped, its gradient and its state as the optimizer needs them.
 
         Args:
             whole: The gradient of the whole parameter.
             entries: The state.
-            transit: Through which tensors pass, if they are on a device and stepped on the host.
+            staging: Through which tensors pass, if they are on a device and stepped on the host.
         """
         grad = whole.detach() if whole.requires_grad else whole
         if not self.is_whole:
@@ -79,18 +79,18 @@ class _PieceState:
             # is missing before a first step, or after a state without masters was loaded.
             if entries.pop(MASTER, None) is None:
                 self.stepped.detach().copy_(self.elements())
-        elif transit is not None:
-            self.stepped.data = transit.fetch(self.elements())
+        elif staging is not None:
+            self.stepped.data = staging.fetch(self.elements())
         elif not self.is_in_place():
             self.stepped.data = self.elements()
-        self.stepped.grad = grad if transit is None else transit.fetch(grad)
+        self.stepped.grad = grad if staging is None else staging.fetch(grad)
 
-    def end_step(self, transit: Transit | None) -> None:
+    def end_step(self, staging: Staging | None) -> None:
         """Have the parameter hold what was stepped."""
         self.stepped.grad = None
         if not self.is_in_place():
             source, target = self.stepped.detach(), self.elements()
-            target.copy_(source) if transit is None else transit.send(source, target)
+            target.copy_(source) if staging is None else staging.send(source, target)
 
 
 @final
@@ -177,7 +177,7 @@ class SubGroupState:
         numbers: Sequence[dict[str, Any]],
         grads: Mapping[Any, Tensor],
         factor: float,
-        transit: Transit,
+        staging: Staging,
     ) -> None:
         """Step all pieces that have a gradient. Local, blocking.
 
@@ -185,10 +185,10 @@ class SubGroupState:
             numbers: What the user's param groups say.
             grads: By whole parameter.
             factor: What gradients are multiplied by.
-            transit: Through which tensors pass that are on a device, if the step is on the host.
+            staging: Through which tensors pass that are on a device, if the step is on the host.
         """
         inner, present = self._inner, []
-        passing = transit if self._passes else None
+        passing = staging if self._passes else None
         if passing is not None:
             passing.begin()
         for piece in self._pieces:

@@ -20,7 +20,7 @@ class Footprint:
         resident_bytes: Of state that rests on the host.
         slot_bytes: Of host memory through which state passes on its way from and to the disk.
         gradient_bytes: Of gradients that have left their device.
-        transit_bytes: Of host memory through which parameters pass during a step.
+        staging_bytes: Of host memory through which parameters pass during a step.
         device_bytes: Of state that rests beside the parameters.
         disk_bytes: Of state that rests on the disk.
     """
@@ -28,13 +28,13 @@ class Footprint:
     resident_bytes: int = field(default=0)
     slot_bytes: int = field(default=0)
     gradient_bytes: int = field(default=0)
-    transit_bytes: int = field(default=0)
+    staging_bytes: int = field(default=0)
     device_bytes: int = field(default=0)
     disk_bytes: int = field(default=0)
 
     @classmethod
     def of(
-        cls, groups: Iterable[SubGroup], *, gradient_bytes: int, transit_bytes: int
+        cls, groups: Iterable[SubGroup], *, gradient_bytes: int, staging_bytes: int
     ) -> Footprint:
         """That of these sub-groups."""
         sizes = {where: [] for where in Residence}
@@ -44,7 +44,7 @@ class Footprint:
             resident_bytes=sum(sizes[Residence.HOST]),
             slot_bytes=sum(slots_of(sizes[Residence.DISK])),
             gradient_bytes=gradient_bytes,
-            transit_bytes=transit_bytes,
+            staging_bytes=staging_bytes,
             device_bytes=sum(sizes[Residence.DEVICE]),
             disk_bytes=sum(sizes[Residence.DISK]),
         )
@@ -52,7 +52,7 @@ class Footprint:
     @property
     def host_bytes(self) -> int:
         """Of host memory, all together."""
-        return self.resident_bytes + self.slot_bytes + self.gradient_bytes + self.transit_bytes
+        return self.resident_bytes + self.slot_bytes + self.gradient_bytes + self.staging_bytes
 
     def check(self, budget_bytes: int | None) -> None:
         """Raise if it is more than the optimizer may hold of the host's memory.
@@ -66,7 +66,7 @@ class Footprint:
             "state that rests on the host": self.resident_bytes,
             "slots for state on its way from and to the disk": self.slot_bytes,
             "gradients": self.gradient_bytes,
-            "parameters in transit": self.transit_bytes,
+            "parameters being staged": self.staging_bytes,
         }
         lines = "".join(f"\n  {nbytes:>15,}  {name}" for name, nbytes in held.items() if nbytes)
         raise BudgetError(

@@ -22,10 +22,10 @@ from zero_offload.memory.arena import HostArena
 from .block import SubGroupState
 from .footprint import Footprint
 from .gradients import GradientStream, bytes_of
+from .staging import Staging, is_here, room_of
 from .stepper import Stepper
 from .subgroups import Item, Residence, Resting, Shares, SubGroup, plan_subgroups
 from .swap_window import SwapWindow
-from .transit import Transit, is_here, room_of
 
 # A tensor; mappings are invariant in their keys, and callers have Parameters.
 Param: TypeAlias = Any
@@ -58,7 +58,7 @@ class OffloadedState:
     gradients: GradientStream = field(init=False)
     _arena: HostArena = field(init=False)
     _window: SwapWindow = field(init=False)
-    _transit: Transit = field(init=False)
+    _staging: Staging = field(init=False)
     _states: list[SubGroupState] = field(factory=list, init=False)
     _where: dict[Tensor, list[int]] = field(factory=dict, init=False)  # sub-groups of a parameter
     _torn: str = field(default="", init=False)  # what has ended midway
@@ -67,7 +67,7 @@ class OffloadedState:
         self._arena = HostArena("state", is_pinned=self.is_pinned)
         self._window = SwapWindow(self.store or HostStore(self._arena), self._arena)
         self.gradients = GradientStream(self._arena)
-        self._transit = Transit(self._arena)
+        self._staging = Staging(self._arena)
 
     @classmethod
     def like(
@@ -148,7 +148,7 @@ class OffloadedState:
             owners = [params[piece.item] for piece in plan.pieces]
             states.append(SubGroupState(plan, owners, [positions[p] for p in owners], self.stepper))
         footprint.check(self.budget_bytes)
-        self._transit.reserve(footprint.transit_bytes // 2)
+        self._staging.reserve(footprint.staging_bytes // 2)
         self._take_memory(dict(enumerate(states, first)))
         self._states += states
         self.gradients.add(leaving)
@@ -188,7 +188,7 @@ class OffloadedState:
         footprint = Footprint.of(
             [*(state.plan for state in self._states), *subgroups],
             gradient_bytes=self.footprint.gradient_bytes + bytes_of(leaving),
-            transit_bytes=max(self.footprint.transit_bytes, 2 * max(rooms, default=0)),
+            staging_bytes=max(self.footprint.staging_bytes, 2 * max(rooms, default=0)),
         )
         return subgroups, list(leaving), footprint
 
@@ -295,7 +295,7 @@ class OffloadedState:
         def step(state: SubGroupState) -> None:
             if opening is not None:
                 opening([param for param in state.params if param in grads])
-            state.step(numbers, grads, factor, self._transit)
+            state.step(numbers, grads, factor, self._staging)
 
         at_end = None if opening is None else partial(opening, ())
         self._visit("step()", self.subgroups_of(grads), step, at_end=at_end)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zero_offload.memory.budget import AvailableMemory, HostBudget, available_memory
 from zero_offload.memory.numa import interleave, nodes_of_process, spread
-from zero_offload.state import block, offloaded_state, transit
+from zero_offload.state import block, offloaded_state, staging
 
 __all__ = ["budget", "budget_of", "elsewhere", "interleave", "nodes_of_process", "spread"]
 
@@ -40,6 +40,6 @@ def elsewhere(tensors: Iterable[Tensor]) -> Iterator[None]:
         return not any(start <= tensor.data_ptr() < stop for start, stop in spans)
 
     with ExitStack() as stack:
-        for module in (offloaded_state, block, transit):
+        for module in (offloaded_state, block, staging):
             stack.enter_context(mock.patch.object(module, "is_here", is_here))
         yield

@@ -15,7 +15,7 @@ from .subgroups import align_up
 
 @final
 @define(eq=False)
-class Transit:
+class Staging:
     """Host memory through which a device's tensors pass while their sub-group is stepped.
 
     Copies are asynchronous where memory is page-locked; on the device they follow the current
@@ -40,7 +40,7 @@ class Transit:
         """
         if not self._buffers or nbytes > self._buffers[0].nbytes:
             self._buffers = []
-            self._buffers = [self.arena.allocate(nbytes, name="transit") for _ in range(2)]
+            self._buffers = [self.arena.allocate(nbytes, name="staging") for _ in range(2)]
 
     def begin(self) -> None:
         """Begin another sub-group, in the buffer whose copies are the older ones."""
@@ -94,7 +94,7 @@ class Transit:
         start = self._cursor
         self._cursor += align_up(tensor.nbytes)
         buffer = self._buffers[self._turn]
-        assert self._cursor <= buffer.nbytes, f"{self._cursor} of {buffer.nbytes} bytes of transit"
+        assert self._cursor <= buffer.nbytes, f"{self._cursor} of {buffer.nbytes} bytes of staging"
         return buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
