@@ -46,7 +46,7 @@ def test_one_line_says_what_a_sharded_model_takes(group: Group, stage: int) -> N
 
     (line,) = kept.lines
     report = memory_report(model)
-    assert line.startswith(f"Chain sharded: stage {stage}, ")
+    assert line.startswith(f"sharding a Chain: stage {stage}, ")
     assert f"at rest {in_units(report.total_bytes)} (parameters" in line
     assert f"optimizer state {in_units(report.optimizer_bytes)}" in line
     assert group.transport in line

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -16,6 +18,8 @@ from parity import ZeroConfig
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from zero_comm import Group
+from zero_engine import Offload
+from zero_offload import CPUAdam
 from zero_partition import schedule_report
 
 
@@ -25,8 +29,8 @@ def _sharded(group: Group, stage: int) -> tuple[nn.Module, torch.optim.Optimizer
     return zero_engine.shard(model, optimizer, ZeroConfig(stage), group=group)
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(1, 64)).square().mean().backward()
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, *, width: int = 64) -> None:
+    model(torch.ones(1, width)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -83,3 +87,33 @@ def test_a_step_makes_the_calls_of_before_once_no_profiler_runs(group: Group) ->
         during = calls()
     _step(model, optimizer)  # whose forward sees that none runs any more
     assert calls() == before < during
+
+
+def test_what_comes_from_disk_and_goes_there_has_a_name(group: Group, tmp_path: Path) -> None:
+    """State of the optimizer by sub-group, parameters by shard."""
+    model = parity.build(partial(parity.Chain, num_blocks=3, width=512))
+    optimizer = CPUAdam(model.parameters())
+    offload = Offload(optimizer="disk", params="disk", path=tmp_path, subgroup_bytes=2**20)
+    zero_engine.shard(model, optimizer, ZeroConfig(3, offload=offload), group=group)
+    for _ in range(2):
+        _step(model, optimizer, width=512)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        _step(model, optimizer, width=512)
+    found = {event.key for event in profiler.key_averages() if event.key.startswith("zero::swap")}
+    assert {name.split("-")[0] for name in found} >= {
+        *(f"zero::{what} optimizer" for what in ("swap_in", "swap_in wait", "swap_out")),
+        *(f"zero::{what} parameters" for what in ("swap_in", "swap_out", "swap_out wait")),
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_message_may_be_on_its_way_when_a_profiler_ends(group: Group, stage: int) -> None:
+    """PyTorch writes to freed memory when it is waited for then; the process ended by a signal."""
+    model, optimizer = _sharded(group, stage)
+    for _ in range(5):
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            _step(model, optimizer)
+        _step(model, optimizer)
+        profiler.key_averages()
+        del profiler
+        gc.collect()

@@ -18,9 +18,10 @@ Recorder: TypeAlias = Callable[[str, str], AbstractContextManager[Any]]  # of a 
 
 # NOTE(ranges): a method that `ranged` decorates stays what it is, and a call of it costs nothing.
 # While somebody records, its class has a wrapper in its place; a wrapper that is running when that
-# ends goes on to its own end.
+# ends goes on to its own end. Methods are found by their mark in all packages that are loaded;
+# those that do not import this one set it themselves.
 
-_RANGED: Final[list[tuple[Callable[..., Any], str, str]]] = []
+MARK: Final = "zero_range"
 recorders: Final[list[Recorder]] = []
 follows_profiler = False  # whether a profiler ran when last looked
 
@@ -34,11 +35,11 @@ def ranged(kind: str, subject: str = "") -> Callable[[Method], Method]:
             particular when empty.
     """
 
-    def note(method: Method) -> Method:
-        _RANGED.append((method, kind, subject))
+    def mark(method: Method) -> Method:
+        setattr(method, MARK, (kind, subject))
         return method
 
-    return note
+    return mark
 
 
 def start(recorder: Recorder) -> None:
@@ -80,10 +81,13 @@ def _into_profile(kind: str, subject: str) -> AbstractContextManager[Any]:
 
 
 def _install() -> None:
-    for method, kind, subject in _RANGED:
-        path, _, name = method.__qualname__.rpartition(".")
-        owner = attrgetter(path)(sys.modules[method.__module__])
-        setattr(owner, name, _within(method, kind, subject) if recorders else method)
+    modules = [module for name, module in sys.modules.items() if name.startswith("zero_")]
+    owners = (value for module in modules for value in vars(module).values())
+    for owner in {value for value in owners if isinstance(value, type)}:
+        for name, method in tuple(vars(owner).items()):
+            if (marked := getattr(method, MARK, None)) is not None:
+                plain = getattr(method, "zero_plain", method)
+                setattr(owner, name, _within(plain, *marked) if recorders else plain)
 
 
 def _within(method: Callable[..., Any], kind: str, subject: str) -> Callable[..., Any]:
@@ -94,4 +98,5 @@ def _within(method: Callable[..., Any], kind: str, subject: str) -> Callable[...
         with enter(kind, subject_of(self)):
             return method(self, *args, **kwargs)
 
+    run.zero_plain = method  # type: ignore[attr-defined]
     return run

@@ -8,18 +8,34 @@ from __future__ import annotations
 
 import atexit
 import time
+from collections.abc import Callable
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+
+T = TypeVar("T")
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 is_profiled = torch._C._autograd._profiler_enabled  # whatever it writes: events, or NVTX ranges
+
+
+def unrecorded(launch: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Begin a message without an event in a profiler that runs.
+
+    gloo ends the event of a message when that is waited for. If the profiler has ended before, it
+    writes to memory that is freed (torch 2.13): the process ends by a signal, sometime later.
+    """
+    torch._C._autograd._enable_record_function(False)
+    try:
+        return launch(*args, **kwargs)
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 def default_store() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Final, TypeVar
 
@@ -18,7 +19,7 @@ from .group import Group
 from .handle import Handle, Message, failure
 from .peer_memory import PeerMemory, RemoteBuffer, Transfer
 from .planning import sent_flat
-from .torch_private import all_gather_single, reduce_scatter_single
+from .torch_private import all_gather_single, is_profiled, reduce_scatter_single, unrecorded
 from .watch import Launch
 
 
@@ -144,7 +145,9 @@ def _message(
 ) -> Message:
     what = f"{'sending to' if is_sent else 'receiving from'} rank {peer}"
     tag = 0 if launch is None else launch.key  # without a watch they meet in order of launches
-    begin = dist.isend if is_sent else dist.irecv
+    begin: Any = dist.isend if is_sent else dist.irecv
+    if is_profiled():
+        begin = partial(unrecorded, begin)
     try:
         work = begin(tensor, group.global_rank(peer), group=group.process_group, tag=tag)
     except RuntimeError as error:  # the connection is broken

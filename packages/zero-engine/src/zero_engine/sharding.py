@@ -80,11 +80,11 @@ def shard(
                 f"{type(value).__name__}; call shard(model, optimizer, ZeroConfig(stage=3))"
             )
     group = default_group(model, timeout_s=config.timeout_s) if group is None else group
-    said = ""
-    if _LOG.isEnabledFor(logging.INFO):  # while the model is whole
+    if _LOG.isEnabledFor(logging.INFO):
         from .planning.tables import line_of  # noqa: PLC0415 (a wing)
 
-        said = line_of(model, optimizer, config, group)
+        line = line_of(model, optimizer, config, group)
+        _LOG.info("sharding a %s: %s", type(model).__name__, line)
     homes = homes_of(config.offload, group.device)
     try:
         partition(
@@ -97,8 +97,6 @@ def shard(
     except BaseException:
         homes.close()
         raise
-    if said:
-        _LOG.info("%s sharded: %s", type(model).__name__, said)
     return model, optimizer
 
 

@@ -1,6 +1,6 @@
 """Tensors that rest on host or disk, and optimizers that step where they rest."""
 
-# Layers, lowest first: errors, torch_private, _native, build, memory, disk, adam, state,
+# Layers, lowest first: errors, torch_private, ranges, _native, build, memory, disk, adam, state,
 # residence, testing.
 
 from __future__ import annotations

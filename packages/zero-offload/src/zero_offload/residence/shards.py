@@ -17,6 +17,7 @@ from zero_offload.disk.store import AbstractStore
 from zero_offload.errors import BudgetError
 from zero_offload.memory.arena import HostArena
 from zero_offload.memory.copies import copy_beside
+from zero_offload.ranges import ranged
 
 _NUMBERS: Final = itertools.count()
 FREE_SHARDS: Final = 2  # of the largest size, as memory that waits for a shard of its size
@@ -96,6 +97,7 @@ class OffloadedShards:
             self._store.allocate({keys[i]: shard.nbytes for i, shard in self._blank.items()})
             self._keys = keys
 
+    @ranged("swap_in", "arena.name")
     def read(self, index: int, into: Tensor) -> Pending:
         """Begin to copy a shard into memory on the device, which is lent until it is done."""
         if index in self._host and not into.is_cpu:
@@ -111,6 +113,7 @@ class OffloadedShards:
         memory, future = self._ahead.pop(index)
         return Pending(partial(self._pass_on, memory, future, into))
 
+    @ranged("swap_in", "arena.name")
     def expect(self, indices: Sequence[int]) -> None:
         """These are read next, in this order: begin with them."""
         nearer = self._host.keys() | self._open.keys() | self._unkept.keys()
@@ -142,6 +145,7 @@ class OffloadedShards:
         self._open[index] = memory
         return memory
 
+    @ranged("swap_out", "arena.name")
     def close(self, index: int) -> None:
         """Begin to keep what was opened. Reads that begin later see it."""
         if index in self._host:
@@ -151,6 +155,7 @@ class OffloadedShards:
         while len(self._behind) > WRITES_BEHIND:
             self._keep_oldest()
 
+    @ranged("swap_out wait", "arena.name")
     def settle(self) -> None:
         """Block until all that was closed is kept.
 

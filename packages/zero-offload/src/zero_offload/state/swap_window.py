@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zero_offload.disk.store import AbstractStore
 from zero_offload.memory.arena import HostArena
+from zero_offload.ranges import ranged
 
 NUM_SLOTS: Final = 3  # one being read, one stepped, one written
 _NUMBERS: Final = itertools.count()  # two optimizers may share a store
@@ -63,6 +64,7 @@ class SwapWindow:
         wanted = slots_of(list(self._sizes.values()))
         self._slots = [self.arena.allocate(nbytes, name="swap slots") for nbytes in wanted]
 
+    @ranged("swap_in", "_name")
     def expect(self, keys: Sequence[int]) -> None:
         """These are opened next, in this order: begin to read the first. Waits for no write."""
         if list(self._reads) != list(keys[: len(self._reads)]):
@@ -72,6 +74,7 @@ class SwapWindow:
         while self._expected and len(self._reads) < NUM_SLOTS:
             self._read_next()
 
+    @ranged("swap_in wait", "_name")
     def open(self, key: int) -> Tensor:
         """The memory of the next one that is expected: 1-D, bytes; not read if never written.
 
@@ -88,6 +91,7 @@ class SwapWindow:
         begun.result().result()
         return self._memory(key, slot)
 
+    @ranged("swap_out", "_name")
     def close(self, key: int, *, dirty: bool) -> None:
         """The memory is the next one's, when it is written; which it is only if it is dirty."""
         slot, _ = self._reads.pop(key)
@@ -97,6 +101,7 @@ class SwapWindow:
         if self._expected:  # its turn is in the same slot
             self._read_next()
 
+    @ranged("swap_out wait", "_name")
     def settle(self) -> None:
         """Block until all is written.
 
