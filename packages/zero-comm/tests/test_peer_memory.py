@@ -282,6 +282,7 @@ def test_any_schedule_moves_every_value_to_its_own_place(
             }
 
 
+@pytest.mark.slow
 def test_threads_of_one_rank_may_wait_side_by_side() -> None:
     """Backward of a CUDA-less autograd runs where it is called, and that may be two threads."""
     memories = local_peers(2)

@@ -92,6 +92,7 @@ def _raise_on(group: Group, rank: int, text: str) -> None:
     _gather(group)  # a peer that waits for the one that raised must not delay the news
 
 
+@pytest.mark.slow
 def test_the_first_error_is_told_and_not_its_echo(pool: RankPool) -> None:
     """A rank that lost its peer knows nothing of why; the reader needs the one that does."""
     with pytest.raises(RankFailedError, match=r"rank 1 of 2 failed") as raised:
@@ -123,6 +124,7 @@ def _kill_on(group: Group, rank: int) -> None:
     _gather(group)
 
 
+@pytest.mark.slow
 def test_a_hang_names_who_is_silent_and_where(pool: RankPool) -> None:
     """Which rank left which collective out is the whole question of a hang."""
     with pytest.raises(RankFailedError, match=r"within 1 s .* ranks \[0\] of 2") as raised:

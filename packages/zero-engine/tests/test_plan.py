@@ -44,6 +44,7 @@ def test_too_few_parameters_are_refused() -> None:
         GPTSize(3, 8, 2000)
 
 
+@pytest.mark.slow
 def test_a_configuration_of_transformers_is_planned(tmp_path: Path) -> None:
     """That is what a user has of a model that is not downloaded yet."""
     transformers = pytest.importorskip("transformers")

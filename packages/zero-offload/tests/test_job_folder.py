@@ -39,6 +39,7 @@ def job(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     process.stdout.close()
 
 
+@pytest.mark.slow
 def test_the_next_job_removes_what_a_killed_one_left(
     tmp_path: Path, job: tuple[subprocess.Popen[str], Path]
 ) -> None:
@@ -67,6 +68,7 @@ def test_the_next_job_removes_what_a_killed_one_left(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_job_that_ends_leaves_nothing(tmp_path: Path) -> None:
     """Also one that never called close."""
     command = [sys.executable, "-c", JOB, str(tmp_path), "ends"]
@@ -88,6 +90,7 @@ def test_files_are_for_this_user_alone(tmp_path: Path) -> None:
             assert path.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.slow
 def test_jobs_that_start_together_keep_their_folders(tmp_path: Path) -> None:
     """Eight ranks start at once, and each looks for leftovers while the others make theirs."""
     settings = DiskSettings(num_workers=1, queue_depth=1, uses_uring=False, is_direct=False)

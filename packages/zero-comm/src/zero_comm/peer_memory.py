@@ -377,7 +377,8 @@ class PeerMemory:
             if not transfer.is_carried_out and not self._gone.isdisjoint(missing):
                 raise self._failure(transfer, what, "and cannot", missing)
             # Once this rank has left the wait, nobody says for it that it is done.
-            return not missing and self._journal.head >= transfer.done_entry
+            is_done = transfer.is_carried_out and not missing
+            return is_done and self._journal.head >= transfer.done_entry
 
         def lacks() -> Wait | None:
             if transfer.launch is None or transfer.is_carried_out or not missing:
