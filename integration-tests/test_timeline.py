@@ -48,6 +48,8 @@ def _record(
         patched.setattr(time, "monotonic", lambda: next(looks) / 1000 + extra[0])
         with zero_engine.timeline(model) as recorded:
             assert recorded.ranks == ()
+            with pytest.raises(StateError, match=r"Timeline\.summary\(\): nothing is recorded yet"):
+                recorded.summary()
             step()
             step()
     return recorded

@@ -71,6 +71,7 @@ def _ident(mix: Mix) -> str:
     return "-".join(str(dtype).removeprefix("torch.") for dtype in mix)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", FAST)
 @pytest.mark.parametrize("rule", RULES)
 def test_an_instruction_set_changes_no_bit(rule: str, isa: str) -> None:

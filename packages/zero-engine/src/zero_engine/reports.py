@@ -1,8 +1,9 @@
-"""Reports as tables to print."""
+"""Reports as tables to print, and what tables and pictures need of packages that are extras."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -10,7 +11,7 @@ from torch import nn
 from zero_comm import OperationTraffic, Sent
 from zero_partition import schedule_report, traffic_report
 
-from .errors import ConfigError
+from .errors import ConfigError, FileError
 
 
 def as_table(rows: Sequence[Sequence[Any]], headers: Sequence[str] = (), **options: Any) -> str:
@@ -27,6 +28,37 @@ def as_table(rows: Sequence[Sequence[Any]], headers: Sequence[str] = (), **optio
             "themselves"
         ) from error
     return tabulate(rows, headers, **options)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A figure of matplotlib's, of so many inches. Local.
+
+    Raises:
+        ConfigError: The package is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
+    except ImportError as error:
+        raise ConfigError(
+            "a picture needs matplotlib: pip install 'zero-engine[picture]', or read the values "
+            "themselves"
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, path: Path | str) -> None:
+    """Write it; the path's ending says the format. Local.
+
+    Raises:
+        ConfigError: matplotlib does not know the format.
+        FileError: It cannot be written there.
+    """
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written ({error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; use an ending such as .png") from error
 
 
 def schedule_table(model: nn.Module) -> str:

@@ -15,10 +15,11 @@ import torch
 from attrs import astuple, define, field, frozen
 from torch import nn
 from zero_comm import Group, all_gather_json, collective, ranges
+from zero_partition import StateError
 from zero_partition.seams import require_sharded
 
-from zero_engine.errors import ConfigError, FileError
-from zero_engine.reports import as_table
+from zero_engine.errors import FileError
+from zero_engine.reports import as_table, new_figure, save_figure
 
 _COLORS: Final = {  # of each kind; those that begin alike are alike
     "compute": "#9db4c0",
@@ -60,10 +61,11 @@ class Timeline:
         What is in flight, from its launch until it was waited for, is a track of its own.
 
         Raises:
+            zero_partition.StateError: The context has not ended.
             FileError: It cannot be written there.
         """
         rows: list[dict[str, Any]] = []
-        for rank, events in enumerate(self.ranks):
+        for rank, events in enumerate(self._recorded("save()")):
             named = {
                 "name": "process_name",
                 "ph": "M",
@@ -85,33 +87,24 @@ class Timeline:
             path: Of the picture; its ending says the format, PNG for one.
 
         Raises:
+            zero_partition.StateError: The context has not ended.
             ConfigError: matplotlib is missing, or does not know the format.
             FileError: It cannot be written there.
         """
-        try:
-            from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
-        except ImportError as error:
-            raise ConfigError(
-                "a picture needs matplotlib: pip install zero-engine[picture], or save() a trace"
-            ) from error
-        figure = Figure(figsize=(12, 1.2 + 0.7 * len(self.ranks)), layout="constrained")
+        ranks = self._recorded("plot()")
+        figure = new_figure(12, 1.2 + 0.7 * len(ranks))
         axis = figure.subplots()
-        for rank, events in enumerate(self.ranks):
+        for rank, events in enumerate(ranks):
             for name, color in _COLORS.items():
                 spans = [(e.start_s * 1e3, e.seconds * 1e3) for e in events if _class_of(e) == name]
                 axis.broken_barh(
                     spans, (rank - 0.4, 0.8), color=color, label=None if rank else name
                 )
-        axis.set_yticks(range(len(self.ranks)), [f"rank {rank}" for rank in range(len(self.ranks))])
+        axis.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))])
         axis.set_xlabel("ms")
         axis.invert_yaxis()
         axis.legend(ncols=len(_COLORS), frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
-        try:
-            figure.savefig(path, dpi=120)
-        except OSError as error:
-            raise FileError(f"{path}: cannot be written ({error.strerror})") from error
-        except ValueError as error:
-            raise ConfigError(f"{path}: {error}; use an ending such as .png") from error
+        save_figure(figure, path)
 
     def summary(self) -> str:
         """Milliseconds of a rank, the mean over all, by unit; and the rank that others wait for.
@@ -120,26 +113,33 @@ class Timeline:
         is what was in flight meanwhile.
 
         Raises:
+            zero_partition.StateError: The context has not ended.
             ConfigError: tabulate is missing.
         """
         exposed, hidden = defaultdict[tuple[str, str], float](float), defaultdict[Any, float](float)
-        for events in self.ranks:
+        ranks = self._recorded("summary()")
+        for events in ranks:
             for event in events:
                 exposed[event.subject, event.kind.split()[0]] += event.seconds * 1e3
             for flight in _in_flight(events):
                 hidden[flight.subject, flight.kind.split()[0]] += flight.seconds * 1e3
         rows = [
-            [subject or "-", kind, total / len(self.ranks), hidden[subject, kind] / len(self.ranks)]
+            [subject or "-", kind, total / len(ranks), hidden[subject, kind] / len(ranks)]
             for (subject, kind), total in exposed.items()
         ]
         table = as_table(rows, headers=["unit", "", "exposed ms", "hidden ms"], floatfmt=".2f")
-        busy = [sum(e.seconds for e in events if _class_of(e) != "wait") for events in self.ranks]
+        busy = [sum(e.seconds for e in events if _class_of(e) != "wait") for events in ranks]
         slowest = max(range(len(busy)), key=busy.__getitem__)
-        rest = [seconds for rank, seconds in enumerate(busy) if rank != slowest] or [busy[slowest]]
-        return (
-            f"{table}\n\nrank {slowest} was busy longest: {busy[slowest] * 1e3:.2f} ms, the others "
-            f"{fmean(rest) * 1e3:.2f} ms on average"
-        )
+        said = f"{table}\n\nrank {slowest} was busy longest: {busy.pop(slowest) * 1e3:.2f} ms"
+        return f"{said}, the others {fmean(busy) * 1e3:.2f} ms on average" if busy else said
+
+    def _recorded(self, what: str) -> tuple[tuple[Event, ...], ...]:
+        if not self.ranks:
+            raise StateError(
+                f"Timeline.{what}: nothing is recorded yet; call it when the context that "
+                "timeline() opened has ended, without an exception"
+            )
+        return self.ranks
 
 
 def _row(rank: int, track: int, event: Event) -> dict[str, Any]:
@@ -245,8 +245,9 @@ def timeline(model: nn.Module) -> Iterator[Timeline]:
         recorded.save("run.json")
         recorded.plot("run.png")
 
-    Gathers, reductions, what waits for them, and the optimizer's step; all between is compute. On
-    CUDA these are times of the device's stream. Costs a few microseconds for each of them.
+    Gathers, reductions, what waits for them, and the optimizer's step; all between is compute. Of
+    every sharded model of the process. On CUDA these are times of the device's stream. Costs a few
+    microseconds for each of them.
 
     Args:
         model: The very module that `shard` returned.

@@ -15,8 +15,8 @@ from zero_comm import Group
 from zero_partition import PartitionError
 
 from zero_engine.config import ZeroConfig
-from zero_engine.errors import ConfigError, FileError
-from zero_engine.reports import as_table
+from zero_engine.errors import ConfigError
+from zero_engine.reports import as_table, new_figure, save_figure
 
 from .options import Option, Room, name_of, recommend
 from .plan import Plan, UnitRow, plan
@@ -246,13 +246,6 @@ def save_picture(plans: Sequence[Plan], path: str | Path) -> None:
         ConfigError: matplotlib is missing, or does not know the format.
         FileError: It cannot be written there.
     """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  # no dependency of ours
-    except ImportError as error:
-        raise ConfigError(
-            "a picture needs matplotlib: pip install zero-engine[picture], or take the table or "
-            "JSON"
-        ) from error
     reports = [plan.memory.before_step for plan in plans]
     device: dict[str, list[int]] = {
         words: [getattr(report, kind) for report in reports]
@@ -264,8 +257,7 @@ def save_picture(plans: Sequence[Plan], path: str | Path) -> None:
         sizes = [getattr(report, f"{place}_bytes") for report in reports]
         if any(sizes):
             panels[place] = {place: sizes}
-    size = (2.5 + 0.9 * len(plans), 1.5 + 2.5 * len(panels))
-    figure = Figure(figsize=size, layout="constrained")
+    figure = new_figure(2.5 + 0.9 * len(plans), 1.5 + 2.5 * len(panels))
     axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
     names = [name_of(plan.config).replace(" + ", "\n") for plan in plans]
     for axis, (place, kinds) in zip(axes, panels.items(), strict=True):
@@ -273,12 +265,7 @@ def save_picture(plans: Sequence[Plan], path: str | Path) -> None:
         axis.set_ylabel(f"{place}, GB a rank")
     axes[0].set_title("Before the optimizer's step, without activations")
     axes[0].legend(frameon=False)
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise FileError(f"{path}: cannot be written ({error.strerror})") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}; use an ending such as .png") from error
+    save_figure(figure, path)
 
 
 def _stack(axis: Any, names: Sequence[str], kinds: dict[str, list[int]]) -> None:

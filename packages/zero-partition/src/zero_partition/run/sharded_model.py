@@ -562,6 +562,7 @@ class ShardedModel:
     def before_step(self, *, has_closure: bool) -> None:
         """What the optimizer reads must be there, and nothing may still read what it writes."""
         if ranges.recorders:
+            self._end_step_range()  # of a step that an exception ended
             self._step_range = ranges.enter("step")
         no = (ModelState.FAILED, ModelState.GATHERED)
         self.require("optimizer.step()", *StateKind, no=no)
@@ -624,8 +625,12 @@ class ShardedModel:
         self.routes.log[:] = [self.routes.log[-1], Traffic()]  # gathers from here on are the next's
         self.schedule.step()
         if self._step_range is not None:
-            self._step_range.close()
-            self._step_range = None
+            self._end_step_range()
+
+    def _end_step_range(self) -> None:
+        stack, self._step_range = self._step_range, None
+        if stack is not None:
+            stack.close()
 
     def finish_update(self) -> None:
         """What the public `finish_update` documents."""
