@@ -16,8 +16,8 @@ from typing import Any, Final
 import attrs
 import pytest
 import torch
-from zero_engine import ConfigError, DynamicLossScale, ZeroConfig
-from zero_engine.deepspeed import EngineConfig, NamedSpec, StaticLossScale
+from zero_engine import ConfigError, ZeroConfig
+from zero_engine.deepspeed import DynamicLossScale, EngineConfig, NamedSpec, StaticLossScale
 from zero_partition import Precision
 
 FP16: Final = Precision(params=torch.float16)

@@ -18,8 +18,8 @@ from zero_partition.seams import find_sharded
 
 import zero_engine
 import zero_engine.deepspeed
-from zero_engine import ConfigError, DynamicLossScale, LossScaler, ZeroConfig
-from zero_engine.deepspeed import EngineConfig
+from zero_engine import ConfigError, ZeroConfig
+from zero_engine.deepspeed import DynamicLossScale, EngineConfig, LossScaler
 
 Zero = ZeroConfig | str | os.PathLike[str] | Mapping[str, Any] | None
 
