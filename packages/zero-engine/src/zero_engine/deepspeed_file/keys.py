@@ -416,20 +416,49 @@ _WIRE: Final = (
 _OUTSIDE: Final = "it is outside of ZeRO"
 _METHODS: Final = "what the engine's methods say"
 
-# Whatever they say, training goes on without.
-_MONITORS: Final = tuple(
-    idle(path, default, reason, ANYTHING)
-    for path, default, reason in (
-        ("tensorboard", None, f"not built yet; write {_METHODS}"),
-        ("csv_monitor", None, f"not built yet; write {_METHODS}"),
-        ("wandb", None, f"not built yet; log {_METHODS}"),
-        ("comet", None, f"not built yet; log {_METHODS}"),
-        ("comms_logger", None, "not built yet; zero_comm.record_traffic() counts calls and bytes"),
-        ("flops_profiler", None, "not built yet; torch.utils.flop_counter counts them"),
-        ("wall_clock_breakdown", False, "not built yet; torch.profiler has timers"),
-        ("memory_breakdown", False, "not built yet; torch.profiler has memory reports"),
-        ("dump_state", False, "print(config.table()) shows it"),
-    )
+_MONITORING: Final = "monitoring"
+_ALL_CALLS: Final = "calls of a step are added up, all of them; zero_engine.timeline() has each"
+_FOLDER: Final = (
+    FileKey("enabled", FLAG, False, _MONITORING),
+    FileKey("output_path", TEXT, "", _MONITORING),
+    FileKey("job_name", TEXT, "DeepSpeedJobName", _MONITORING),
+)
+
+# What they show changes no number of a training.
+_MONITORS: Final = (
+    *section("tensorboard", *_FOLDER, gates=("tensorboard.enabled",)),
+    *section("csv_monitor", *_FOLDER, gates=("csv_monitor.enabled",)),
+    *section(
+        "wandb",
+        FileKey("enabled", FLAG, False, _MONITORING),
+        FileKey("group", TEXT, None, _MONITORING),
+        FileKey("team", TEXT, None, _MONITORING),
+        FileKey("project", TEXT, "deepspeed", _MONITORING),
+        gates=("wandb.enabled",),
+    ),
+    idle("comet", None, f"not built yet; log {_METHODS}", ANYTHING),
+    *section(
+        "comms_logger",
+        FileKey("enabled", FLAG, False, _MONITORING),
+        *(idle(name, False, _ALL_CALLS) for name in ("verbose", "debug")),
+        idle("prof_all", True, _ALL_CALLS),
+        idle("prof_ops", (), _ALL_CALLS, NAMES),
+        gates=("comms_logger.enabled",),
+    ),
+    *section(
+        "flops_profiler",
+        FileKey("enabled", FLAG, False, _MONITORING),
+        FileKey("profile_step", COUNT, 1, _MONITORING),
+        FileKey("module_depth", integer(-1), -1, _MONITORING),
+        FileKey("top_modules", POSITIVE, 1, _MONITORING),
+        FileKey("detailed", FLAG, True, _MONITORING),
+        FileKey("output_file", TEXT, None, _MONITORING),
+        idle("recompute_fwd_factor", 0.0, "what is computed again is counted", _AT_LEAST_0),
+        gates=("flops_profiler.enabled",),
+    ),
+    FileKey("wall_clock_breakdown", FLAG, False, _MONITORING),
+    FileKey("memory_breakdown", FLAG, False, _MONITORING),
+    idle("dump_state", False, "print(config.table()) shows it", ANYTHING),
 )
 
 _OTHERS: Final = (
