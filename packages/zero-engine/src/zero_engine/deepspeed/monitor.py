@@ -30,7 +30,7 @@ class Monitor:
         self._model, self._stack = model, ExitStack()
         self._losses: list[Tensor] = []  # of the step at hand
         self._num_before = 0  # samples before it
-        self._counters: list[Any] = []  # flops of each of its forwards and backwards
+        self._counted: list[tuple[str, Any]] = []  # its forwards and backwards
         self._writers = []
         for name in ("csv_monitor", "tensorboard"):
             folder = Path(said[f"{name}.output_path"], said[f"{name}.job_name"])
@@ -88,25 +88,27 @@ class Monitor:
             return nullcontext()
         from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415 (it logs a warning)
 
-        self._counters.append(FlopCounterMode(display=False))
-        return self._counters[-1]
+        self._counted.append((kind, FlopCounterMode(display=False)))
+        return self._counted[-1][1]
 
     def _tell_flops(self, num_steps: int) -> None:
-        flops = Counter[str]()  # by module; "Global" is all
-        for counter in self._counters:
+        flops = {"forward": Counter[str](), "backward": Counter[str]()}  # by module
+        for kind, counter in self._counted:
             for module, operators in counter.get_flop_counts().items():
-                flops[module] += sum(operators.values())
-        depth, top, detailed, file = (
-            self._said[f"flops_profiler.{name}"]
-            for name in ("module_depth", "top_modules", "detailed", "output_file")
-        )
-        modules = [name for name in flops if depth < 0 or name.count(".") < depth]
-        most = sorted(modules, key=lambda name: -flops[name])[: None if detailed else top + 1]
-        lines = [f"flops of one rank in step {num_steps}", *(f"{m}: {flops[m]:,}" for m in most)]
-        if file:
-            Path(file).write_text("\n".join(lines) + "\n")
-        else:
+                flops[kind][module] += sum(operators.values())
+        all_of = ", ".join(f"{kind} {of.pop('Global', 0):,}" for kind, of in flops.items())
+        lines, num_shown = [f"flops of one rank in step {num_steps}: {all_of}"], Counter[int]()
+        names = ("module_depth", "top_modules", "detailed", "output_file")
+        deepest, top, detailed, file = (self._said[f"flops_profiler.{name}"] for name in names)
+        for module, count in flops["forward"].most_common():
+            depth = module.count(".")
+            num_shown[depth] += 1
+            if (detailed or num_shown[depth] <= top) and (deepest < 0 or depth <= deepest):
+                lines.append(f"{module}: forward {count:,}")
+        if file is None:
             print(*lines, sep="\n")
+        else:
+            Path(file).write_text("\n".join(lines) + "\n")
 
 
 def _append_rows(folder: Path, row: Row, num_samples: int) -> None:
