@@ -40,7 +40,7 @@ class Monitor:
         if said["wandb.enabled"]:
             self._writers.append(_wandb_run(said).log)
         self._end_step = None
-        if said["wall_clock_breakdown"]:
+        if said["wall_clock_breakdown"] or said["flops_profiler.enabled"]:
             self._end_step = self._stack.enter_context(metrics(model))
         self._count_flops_after(0)
 
