@@ -7,7 +7,9 @@ import re
 import sys
 import time
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from io import StringIO
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from types import FrameType, SimpleNamespace
@@ -234,9 +236,9 @@ def test_csv_monitor_writes_what_training_computed(
             assert [float(line[1]) for line in lines] == pytest.approx(values, rel=1e-6)
 
 
+@pytest.mark.skipif(find_spec("tensorboard") is None, reason="TensorBoard is not installed")
 def test_boards_get_the_same_tags(group: Group, tmp_path: Path, monkeypatch: Any) -> None:
     """TensorBoard's files where it is installed, and a run of wandb, on the first rank alone."""
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import (
         EventAccumulator,
     )
@@ -264,30 +266,24 @@ def test_boards_get_the_same_tags(group: Group, tmp_path: Path, monkeypatch: Any
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_flops_are_those_of_the_plain_model(group: Group, tmp_path: Path, stage: int) -> None:
-    """By module, whoever has its parameters; of all micro-batches of one step."""
+    """By module, whoever has its parameters."""
     file = tmp_path / "flops"
-    asked = {"enabled": True, "profile_step": 2, "output_file": str(file), "module_depth": 2}
+    asked = {"enabled": True, "profile_step": 2, "output_file": str(file), "module_depth": 1}
     monitoring = {f"flops_profiler.{name}": value for name, value in asked.items()}
     config = engine_config(group, stage, accumulation_steps=2, monitoring=monitoring)
     engine = build_engine(group, config)
-    for step in range(4):
-        for micro in range(2):
-            with redirect_stdout(StringIO()):
-                run_micro_batch(engine, step, micro)
+    with redirect_stdout(StringIO()):
+        for step, micro in product(range(4), range(2)):
+            run_micro_batch(engine, step, micro)
 
     plain = parity.build(parity.tiny_float32)
     with FlopCounterMode(display=False) as forward:
         loss = parity.loss_of(plain, parity.batch(0, 0, 0))
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    by_module = {name: 2 * sum(of.values()) for name, of in forward.get_flop_counts().items()}
-    total = by_module.pop("Global")
-    title, *lines = file.read_text().splitlines()
-    both = f"forward {total:,}, backward {2 * backward.get_total_flops():,}"
-    assert title == f"flops of one rank in step 3: {both}"
-    shown = {name: count for name, count in by_module.items() if name.count(".") <= 2}
-    assert {*lines} == {f"{name}: forward {count:,}" for name, count in shown.items()}
-    assert len(lines) < len(by_module)
+    counts = [f"{counter.get_total_flops():,}" for counter in (forward, backward)]
+    title = "flops of a micro-batch of one rank in step 3: forward {}, backward {}".format(*counts)
+    assert file.read_text() == f"{title}\n{forward.get_table(2)}\n"
 
 
 def test_what_is_printed_is_what_reports_say(group: Group, tmp_path: Path) -> None:
@@ -307,7 +303,7 @@ def test_what_is_printed_is_what_reports_say(group: Group, tmp_path: Path) -> No
         return
     assert all(each in text for each in said)
     ms = dict(re.findall(r"(\w+): (\d+\.\d+)", text.splitlines()[0]))
-    assert [*ms] == ["forward", "backward", "backward_inner", "backward_allreduce", "step"]
+    assert {*ms} == {"forward", "backward", "backward_inner", "backward_allreduce", "step"}
     folder = tmp_path / "DeepSpeedJobName"
     lines = {name: _read(folder / f"Train_Samples_elapsed_time_ms_{name}.csv") for name in ms}
     assert {name: f"{float(line[1][1]):.2f}" for name, line in lines.items()} == ms

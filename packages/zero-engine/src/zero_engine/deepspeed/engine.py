@@ -175,7 +175,7 @@ class Engine(nn.Module):
         if scale_wrt_gas and count > 1:
             loss = loss / count
         if self._monitor is not None:
-            self._monitor.note_loss(loss, self.global_samples)
+            self._monitor.losses.append((self.global_samples, loss.detach().float().mean()))
         self._num_backwards += 1
         self._running.append(self)
         try:
@@ -336,7 +336,7 @@ class Engine(nn.Module):
             self._settle()
         self._is_destroyed = True
         if self._monitor is not None:
-            self._monitor.close()
+            self._monitor.stack.close()
         self._waiting.close()
         if zero_partition.seams.find_sharded(self.module) is not None:
             self.zero_grad()
@@ -449,6 +449,8 @@ class Engine(nn.Module):
         self.zero_grad()
         self._num_pending = self._num_backwards = 0
         self._was_applied = self._was_scaled = False
+        if self._monitor is not None:
+            self._monitor.losses = []
         self._wait_or_not()
 
     def _watched(self, outputs: Any) -> Any:

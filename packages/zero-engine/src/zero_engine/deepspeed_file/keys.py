@@ -416,13 +416,12 @@ _WIRE: Final = (
 _OUTSIDE: Final = "it is outside of ZeRO"
 _METHODS: Final = "what the engine's methods say"
 
-_MONITORING: Final = "monitoring"
-_ALL_CALLS: Final = "calls of a step are added up, all of them; zero_engine.timeline() has each"
 _FOLDER: Final = (
-    FileKey("enabled", FLAG, False, _MONITORING),
-    FileKey("output_path", TEXT, "", _MONITORING),
-    FileKey("job_name", TEXT, "DeepSpeedJobName", _MONITORING),
+    FileKey("enabled", FLAG, False, "monitoring"),
+    FileKey("output_path", TEXT, "", "monitoring"),
+    FileKey("job_name", TEXT, "DeepSpeedJobName", "monitoring"),
 )
+_ADDED_UP: Final = "all calls of a step are added up; zero_engine.timeline() has each"
 
 # What they show changes no number of a training.
 _MONITORS: Final = (
@@ -430,34 +429,33 @@ _MONITORS: Final = (
     *section("csv_monitor", *_FOLDER, gates=("csv_monitor.enabled",)),
     *section(
         "wandb",
-        FileKey("enabled", FLAG, False, _MONITORING),
-        FileKey("group", TEXT, None, _MONITORING),
-        FileKey("team", TEXT, None, _MONITORING),
-        FileKey("project", TEXT, "deepspeed", _MONITORING),
+        FileKey("enabled", FLAG, False, "monitoring"),
+        *(FileKey(name, TEXT, None, "monitoring") for name in ("group", "team")),
+        FileKey("project", TEXT, "deepspeed", "monitoring"),
         gates=("wandb.enabled",),
     ),
-    idle("comet", None, f"not built yet; log {_METHODS}", ANYTHING),
     *section(
         "comms_logger",
-        FileKey("enabled", FLAG, False, _MONITORING),
-        *(idle(name, False, _ALL_CALLS) for name in ("verbose", "debug")),
-        idle("prof_all", True, _ALL_CALLS),
-        idle("prof_ops", (), _ALL_CALLS, NAMES),
+        FileKey("enabled", FLAG, False, "monitoring"),
+        *(idle(name, False, _ADDED_UP) for name in ("verbose", "debug")),
+        idle("prof_all", True, _ADDED_UP),
+        idle("prof_ops", (), _ADDED_UP, NAMES),
         gates=("comms_logger.enabled",),
     ),
     *section(
         "flops_profiler",
-        FileKey("enabled", FLAG, False, _MONITORING),
-        FileKey("profile_step", COUNT, 1, _MONITORING),
-        FileKey("module_depth", integer(-1), -1, _MONITORING),
-        FileKey("top_modules", POSITIVE, 1, _MONITORING),
-        FileKey("detailed", FLAG, True, _MONITORING),
-        FileKey("output_file", TEXT, None, _MONITORING),
+        FileKey("enabled", FLAG, False, "monitoring"),
+        FileKey("profile_step", COUNT, 1, "monitoring"),
+        FileKey("module_depth", integer(-1), -1, "monitoring"),
+        FileKey("detailed", FLAG, True, "monitoring"),
+        FileKey("output_file", TEXT, None, "monitoring"),
+        idle("top_modules", 1, "the table has all modules down to module_depth", POSITIVE),
         idle("recompute_fwd_factor", 0.0, "what is computed again is counted", _AT_LEAST_0),
         gates=("flops_profiler.enabled",),
     ),
-    FileKey("wall_clock_breakdown", FLAG, False, _MONITORING),
-    FileKey("memory_breakdown", FLAG, False, _MONITORING),
+    FileKey("wall_clock_breakdown", FLAG, False, "monitoring"),
+    FileKey("memory_breakdown", FLAG, False, "monitoring"),
+    idle("comet", None, f"not built yet; log {_METHODS}", ANYTHING),
     idle("dump_state", False, "print(config.table()) shows it", ANYTHING),
 )
 

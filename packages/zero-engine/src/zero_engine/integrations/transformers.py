@@ -263,6 +263,9 @@ def _read(zero: Zero, args: Any, model: Any, num_training_steps: int = 1) -> Eng
     settings = EngineConfig.from_deepspeed(
         zero, world_size=args.world_size, model=model, auto=auto, implied=implied
     )
+    if settings.monitoring:
+        asked = ", ".join(settings.monitoring)
+        warnings.warn(f"{asked}: ZeroTrainer shows what report_to and logging_steps ask for")
     return _checked(settings, args, model)
 
 

@@ -29,7 +29,7 @@ Row: TypeAlias = Mapping[str, float]
 def metrics(
     model: nn.Module, *, to: Sequence[Any] = (), mean: bool = False
 ) -> Iterator[Callable[..., dict[str, float]]]:
-    """Measure training steps: what it yields is called once after each, and returns its row. Local.
+    """Measure training steps: call what it yields after each, for a row of numbers. Local.
 
         with zero_engine.metrics(model, to=["run.csv", "runs/board", wandb_run.log]) as end_step:
             for x in loader:
@@ -38,15 +38,15 @@ def metrics(
 
     A row is of this rank since the row before. In seconds: `time/step_s`, the sum of compute,
     optimizer, swap and exposed: launching gathers, reductions and publishing, and waiting for them.
-    Bytes: that it sent to its node and across nodes (`sent/`), that rest now (`memory/`, see
-    `memory_report`), and those of disk per second (`disk/`, of the process, where Linux tells).
-    `samples` and `tokens` are there per second, other arguments as they are: loss, grad_norm,
-    loss_scale; numbers, or tensors of one element. On CUDA a row waits for the device.
+    In bytes: sent inside its node and across nodes, resting now (as `memory_report` has them), and
+    of disk per second (of the process, where Linux tells). What it is called with is in the row, as
+    numbers (loss, grad_norm, loss_scale), `samples` and `tokens` per second. On CUDA a row waits
+    for the device.
 
     Args:
         model: The very module that `shard` returned.
         to: Where rank 0 writes rows: paths that end in .csv, other paths as folders of TensorBoard,
-            and what is called with a row and the number of its step.
+            and functions of a row and the number of its step.
         mean: Rows have the means of all ranks, each of which must ask for them.
 
     Raises:
@@ -56,26 +56,22 @@ def metrics(
     """
     group, num_steps, disk = require_sharded(model).whole, 0, _disk_bytes()
 
-    def end_step(
-        *, samples: float | None = None, tokens: float | None = None, **values: float | Tensor
-    ) -> dict[str, float]:
+    def end_step(**values: float | Tensor) -> dict[str, float]:
         nonlocal num_steps, disk
         if clock not in ranges.recorders:
             raise StateError("the context of metrics() has ended: it measures no further step")
         row = _times(clock.take())
         step_s, before, disk = row["time/step_s"], disk, _disk_bytes()
-        for what, count in (("samples", samples), ("tokens", tokens)):
-            if count is not None:
-                row[f"{what}_per_s"] = count / step_s
         row["sent/inside_bytes"] = traffic.inside().num_bytes
         row["sent/across_bytes"] = traffic.across().num_bytes
         traffic.counted.clear()
-        for kind, held in attrs.asdict(memory_report(model)).items():
-            if kind.endswith("_bytes"):
-                row[f"memory/{kind}"] = held
+        memory = attrs.asdict(memory_report(model)).items()
+        row |= {f"memory/{kind}": held for kind, held in memory if kind.endswith("_bytes")}
         row |= {f"disk/{kind}_per_s": (disk[kind] - before[kind]) / step_s for kind in disk}
         for name, value in values.items():
-            row[name] = float(value.detach() if isinstance(value, Tensor) else value)
+            number = float(value.detach() if isinstance(value, Tensor) else value)
+            is_count = name in {"samples", "tokens"}
+            row[f"{name}_per_s" if is_count else name] = number / step_s if is_count else number
         if mean:
             rows = all_gather_json(row, group=group)
             row = {name: fmean(each[name] for each in rows if name in each) for name in row}
@@ -98,14 +94,16 @@ def _times(taken: list[Event]) -> dict[str, float]:
         whole[event.kind] += event.seconds
     for event in one_at_a_time(taken):
         alone[event.kind.split()[0]] += event.seconds
+    exposed = {f"time/{kind}_s": alone[kind] for kind in ("gather", "reduce", "publish")}
+    calls = {f"time/{kind}_s": whole[kind] for kind in ("forward", "backward") if kind in whole}
     return {
         "time/step_s": whole["compute"],
         "time/compute_s": alone["compute"] + alone["forward"] + alone["backward"],
         "time/optimizer_s": alone["step"],
         "time/swap_s": alone["swap_in"] + alone["swap_out"],
-        "time/exposed_s": sum(alone[kind] for kind in ("gather", "reduce", "publish")),
-        **{f"time/{kind}_s": alone[kind] for kind in ("gather", "reduce", "publish")},
-        **{f"time/{kind}_s": whole[kind] for kind in ("forward", "backward") if kind in whole},
+        "time/exposed_s": sum(exposed.values()),
+        **exposed,
+        **calls,  # of an engine, with all that is inside
     }
 
 
