@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -265,7 +266,7 @@ def _read(zero: Zero, args: Any, model: Any, num_training_steps: int = 1) -> Eng
     )
     if settings.monitoring:
         asked = ", ".join(settings.monitoring)
-        warnings.warn(f"{asked}: ZeroTrainer shows what report_to and logging_steps ask for")
+        warnings.warn(f"{asked}: report_to and logging_steps say what is shown", stacklevel=3)
     return _checked(settings, args, model)
 
 
