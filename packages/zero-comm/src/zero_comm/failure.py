@@ -31,17 +31,16 @@ _process = 0  # that writes reports
 
 
 def install(model: Any, group: Group, write: Write) -> None:
-    """Let reports be about this model too, from now on. Local.
+    """Let reports be about this model too, which is not kept alive. Local.
 
-    Nothing is done where ZERO_REPORT=off; nor, at SIGUSR1, where somebody else handles that, or
-    signals at all by a wakeup fd, or this is not the main thread.
+    Not where ZERO_REPORT=off; nor at SIGUSR1 where somebody else handles it, or has a wakeup fd.
 
     Args:
-        model: Not kept alive.
+        model: What is sharded.
         group: The ranks that train it.
         write: Called with the file to write, why (in words, then a traceback), and all models.
     """
-    global _process  # noqa: PLW0603 (a program ends once)
+    global _process
     if os.environ.get(SWITCH) == "off":
         return
     is_first, _process, _MODELS[model] = not _process, os.getpid(), group
@@ -66,11 +65,12 @@ def install(model: Any, group: Group, write: Write) -> None:
 
 
 def _listen(write: Write) -> None:
-    reads, writes = os.pipe()
-    os.set_blocking(writes, False)
-    if (before := signal.set_wakeup_fd(writes, warn_on_full_buffer=False)) != -1:
+    if (before := signal.set_wakeup_fd(-1)) != -1:
         signal.set_wakeup_fd(before)
         return
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     signal.signal(signal.SIGUSR1, _on_signal)
 
     def serve() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import faulthandler
 import os
 import platform
@@ -12,9 +11,11 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from configparser import Error
+from configparser import RawConfigParser as Report
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import attrs
 from torch import nn
@@ -25,28 +26,18 @@ from zero_partition.seams import ShardedModel, find_sharded
 
 from zero_engine.errors import FileError
 
-Report: TypeAlias = configparser.RawConfigParser
 _WAITS: Final = "waits for"
 _OWN: Final = ("versions", "launched", "schedule")  # what should be equal on all ranks
 _NOT_COMPARED: Final = (_WAITS, "state", "whole", "on their way")
 _SHARED: Final = ("CommError", "DivergenceError", "AgreementError")  # another rank is the cause
 
 
-def _parser() -> Report:
-    parser = configparser.RawConfigParser(strict=False)
-    parser.optionxform = str  # type: ignore[assignment, method-assign]
-    return parser
-
-
 def write(path: Path, why: str, models: Mapping[nn.Module, Group]) -> None:
-    """Write what this rank is at. Local, from any thread; waits for nobody.
+    """Write what this rank is at, as `zero_comm.failure.install` asks. Local; waits for nobody.
 
-    Args:
-        path: A text file: sections of `key = value`, then the Python stacks of all threads.
-        why: In words; then the traceback of an error, which is in no stack any more.
-        models: That were sharded, and over which ranks.
+    Sections of `key = value`, as configparser reads them, and the Python stacks of all threads.
     """
-    report, sizes = _parser(), [group.world_size for group in models.values()]
+    report, sizes = Report(strict=False), [group.world_size for group in models.values()]
     report["report"] = {
         "why": why,
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -101,11 +92,11 @@ def summary(folder: str | Path) -> str:
     """
     reports, sizes = dict[int, Report](), list[int]()
     for path in sorted(Path(folder).glob("zero-report-rank*.txt")):
-        report = reports[int(re.findall(r"\d+", path.stem)[-1])] = _parser()
+        report = reports[int(re.findall(r"\d+", path.stem)[-1])] = Report(strict=False)
         try:
             report.read(path)
             sizes.append(len(report["stacks"]) and report.getint("report", "ranks"))
-        except (configparser.Error, KeyError, ValueError) as error:
+        except (Error, KeyError, ValueError) as error:
             raise FileError(f"{path}: not a report, or not a whole one ({error})") from error
     if not reports:
         raise FileError(f"{folder}: expected zero-report-rank0.txt and so on, found none")
