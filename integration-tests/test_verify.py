@@ -300,12 +300,12 @@ class _OnlyAlone(_Net):
 def test_an_error_says_in_which_run_it_was(group: Group) -> None:
     """Most of what we cannot do is refused with a remedy, which one has to see."""
     for model, error, run in (
-        (_InPlace, AtRestError, "shards"),
+        (_InPlace, AtRestError, "the configuration"),
         (_OnlyAlone, AssertionError, "DistributedDataParallel"),
     ):
         with pytest.raises(error) as raised:
             _verify(group, model)
-        assert raised.value.__notes__ == [f"verify(): in step 0 of the run with {run}"]
+        assert raised.value.__notes__ == [f"verify(): in step 0 under {run}"]
 
 
 def test_what_cannot_be_run_is_named(group: Group) -> None:

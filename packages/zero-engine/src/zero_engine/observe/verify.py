@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, final
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from zero_comm import Group, all_gather_json, collective, ddp_hook
 from zero_partition import Wire, full_grad, full_param
-from zero_partition.seams import find_sharded, require_sharded
+from zero_partition.seams import require_sharded
 
 from zero_engine.checkpoint.save import capture_rngs, restore_rngs
 from zero_engine.checks import default_group
@@ -96,14 +95,19 @@ class _Run:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     called: nn.Module  # the model, or what wraps it
+    is_sharded: bool
 
-    def values(self, kind: str, names: Iterable[str]) -> Iterator[Tensor | None]:
-        params, is_sharded = dict(self.model.named_parameters()), find_sharded(self.model)
-        for param in map(params.__getitem__, names):
+    @property
+    def where(self) -> str:
+        return "under the configuration" if self.is_sharded else "under DistributedDataParallel"
+
+    def values(self, kind: str, names: Collection[str]) -> Iterator[Tensor | None]:
+        params = dict(self.model.named_parameters())
+        for param in (params[name] for name in names):
             if kind == "gradient":
-                yield full_grad(param) if is_sharded else param.grad
+                yield full_grad(param) if self.is_sharded else param.grad
             else:
-                yield full_param(param) if is_sharded else param.detach()
+                yield full_param(param) if self.is_sharded else param.detach()
 
 
 @define(eq=False)
@@ -114,25 +118,25 @@ class _Trainer:
     loss: Callable[[nn.Module, Any], Any]
     group: Group
     rngs: Mapping[str, Tensor]  # where building and training begin
+    doing: str = "while models were built"
 
     def compare(self, config: ZeroConfig | None, like_us: Sequence[str] = ()) -> list[Difference]:
         """DDP beside `config`, or beside DDP if None. Collective."""
         first, second = self._run(None, like_us), self._run(config, like_us)
-        units = {name: "" for name, _ in first.model.named_parameters()}
-        if set(map(id, first.model.parameters())) & set(map(id, second.model.parameters())):
+        if not {*map(id, first.model.parameters())}.isdisjoint(map(id, second.model.parameters())):
             raise ConfigError(
-                "verify(): expected build_model() to build a new model at each call; two share "
-                "parameters"
+                "verify(): expected build_model() to build a new model at each call, got one that "
+                "shares parameters with the one before"
             )
-        if config is not None:
-            places = require_sharded(second.model).places
-            units = {place.name: place.unit.plan.name for place in places}
+        places = require_sharded(second.model).places if second.is_sharded else ()
+        units = {place.name: place.unit.plan.name for place in places}
+        units = units or {name: "" for name, _ in first.model.named_parameters()}
         found = [
             (step, kind, units.get(name, ""), name, self.group.rank, *error)
             for step, kind, name, *values in self._values((first, second), units)
             if (error := _error(*values)) is not None
         ]
-        if config is not None:
+        if second.is_sharded:
             unshard(second.model, second.optimizer)
         seen: dict[Any, Difference] = {}
         for each in (Difference(*d) for ds in all_gather_json(found, group=self.group) for d in ds):
@@ -147,16 +151,14 @@ class _Trainer:
         if config is not None:
             shard(model, optimizer, config, group=self.group)
         elif self.group.world_size > 1:
-            ranks = self.group.process_group
-            called = DistributedDataParallel(
-                model, process_group=ranks, find_unused_parameters=True
-            )
+            options = {"process_group": self.group.process_group, "find_unused_parameters": True}
+            called = DistributedDataParallel(model, **options)
             called.broadcast_buffers = "buffers" not in like_us
             if "sums" in like_us:
                 called.register_comm_hook(None, ddp_hook(self.group))
-        return _Run(model, optimizer, called)
+        return _Run(model, optimizer, called, config is not None)
 
-    def _values(self, runs: tuple[_Run, _Run], names: Iterable[str]) -> Iterator[tuple[Any, ...]]:
+    def _values(self, runs: tuple[_Run, _Run], names: Collection[str]) -> Iterator[tuple[Any, ...]]:
         """Step, kind, name, and the value of either run."""
 
         def of_params(step: int, kind: str) -> Iterator[tuple[Any, ...]]:
@@ -169,8 +171,8 @@ class _Trainer:
             losses, after = [], []
             for run in runs:
                 restore_rngs(before, self.group.device)
-                with _noted(step, run):
-                    losses.append(self._backward(run, batch))
+                self.doing = f"in step {step} {run.where}"
+                losses.append(self._backward(run, batch))
                 after.append(capture_rngs(self.group.device))
             before, others = after
             is_same = all(torch.equal(state, others[name]) for name, state in before.items())
@@ -178,9 +180,9 @@ class _Trainer:
             yield step, "loss", "", *losses
             yield from of_params(step, "gradient")
             for run in runs:
-                with _noted(step, run):
-                    run.optimizer.step()
-                    run.optimizer.zero_grad()
+                self.doing = f"in step {step} {run.where}"
+                run.optimizer.step()
+                run.optimizer.zero_grad()
             yield from of_params(step, "weight")
 
     def _backward(self, run: _Run, batch: Any) -> Tensor:
@@ -194,25 +196,18 @@ class _Trainer:
         return loss.detach()
 
 
-@contextmanager
-def _noted(step: int, run: _Run) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        of = "shards" if find_sharded(run.model) else type(run.called).__name__
-        error.add_note(f"verify(): in step {step} of the run with {of}")
-        raise
-
-
 def _error(expected: Tensor | None, got: Tensor | None) -> tuple[float, float] | None:
     """Of the largest element, and of the norm; None where both are equal."""
     if expected is None or got is None:
         return None if expected is got else (torch.inf, torch.inf)
-    expected, got = expected.detach().double(), got.detach().double()
+    wide = torch.promote_types(expected.dtype, torch.float64)
+    expected, got = expected.detach().to(wide), got.detach().to(wide)
     if torch.allclose(expected, got, rtol=0, atol=0, equal_nan=True):
         return None
-    error, norm = (got - expected).nan_to_num(torch.inf), torch.linalg.vector_norm(expected)
-    return error.abs().max().item(), (torch.linalg.vector_norm(error) / norm).item()
+    norm, error = torch.linalg.vector_norm, got - expected
+    both = torch.stack([error.abs().max(), norm(error) / norm(expected)])
+    absolute, relative = both.nan_to_num(torch.inf, torch.inf).tolist()
+    return absolute, relative
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Any:
@@ -254,7 +249,7 @@ def verify(
     Raises:
         ConfigError: There is no loss, ranks do not have as many batches, or two models share
             parameters.
-        Exception: What training raises, with a note of the step and whether it was under DDP.
+        Exception: What training raises, with a note that says in which step and run.
     """
     if not isinstance(config, ZeroConfig):
         config = ZeroConfig() if config is None else ZeroConfig.from_deepspeed(config)
@@ -268,7 +263,11 @@ def verify(
         trainer = _Trainer(build_model, build_optimizer, given, loss or _own_loss, group, rngs)
         with warnings.catch_warnings():  # DDP's, of gradients that autograd made
             warnings.filterwarnings("ignore", "Grad strides do not match")
-            return _explained(trainer, config)
+            try:
+                return _explained(trainer, config)
+            except Exception as error:
+                error.add_note(f"verify(): {trainer.doing}")
+                raise
     finally:
         restore_rngs(rngs, group.device)
 
